@@ -152,6 +152,8 @@ class PreparedOperands(Protocol):
 
     operands: Any
     """`Operands`; of the weights of experts, `GroupedOperands`."""
+    holder: str
+    """Who opened the scope; "" for a `with` statement of the user."""
 
     def check(self, weight: Tensor) -> None:
         """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to since."""

@@ -88,6 +88,9 @@ class AllGatherWeight(Protocol):
 class PreparedInputs(Protocol):
     """What a rank all-gathers while a `cast_weights_once` is open."""
 
+    holder: str
+    """Who opened the scope; "" for a `with` statement of the user."""
+
     def all_gather_inputs(self, quantize: Callable[[], Any]) -> Any:
         """Made by `quantize` in the first call, the same in all others."""
 

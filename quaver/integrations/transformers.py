@@ -9,21 +9,24 @@ The conversion must come before `Trainer(...)`, which takes the model's paramete
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.conversion_report import conversion_report
 from quaver.convert import FilterDecision, ModuleFilter, convert_to_float8_training
-from quaver.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.delayed import Float8ScalingState, float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.integrations import torchao as shim
 from quaver.integrations.check import assert_float8_training, is_torchao_linear
@@ -37,9 +40,6 @@ if importlib.util.find_spec("transformers.distributed.expert_parallel"):  # 5.21
     import quaver.integrations.transformers_experts  # noqa: F401 - registers "float8"
 
 logger = logging.getLogger(__name__)
-
-SCALES_FILE = "float8_scales.pt"
-"""Where a checkpoint folder of the Trainer holds the scales of delayed and static scaling."""
 
 
 def prepare_model_for_float8(
@@ -98,13 +98,18 @@ def _is_router(model: nn.Module, name: str) -> bool:
     )
 
 
-class Float8Callback(TrainerCallback):
+class Float8Callback(TrainerCallback, ExportableState):
     """What a float8 model needs of a training loop, at the events of transformers' Trainer.
 
     At the beginning it checks that the model trains in float8 (`assert_float8_training`) and logs the conversion. With
     gradient accumulation it quantizes each weight once a step (`cast_weights_once`). Before each optimizer step it
-    updates delayed scales; after it, it computes the scales of weights that FSDP2 all-gathers in float8. Checkpoints
-    get the persistent scales, and a resumed run loads them.
+    updates delayed scales; after it, it computes the scales of weights that FSDP2 all-gathers in float8.
+
+    Each checkpoint's trainer_state.json holds the persistent scales, so they follow a checkpoint wherever a run resumes
+    from it, and the best one that `load_best_model_at_end` loads.
+
+    A run that an exception ended leaves its monitor and its `cast_weights_once` open. The next run on one of the same
+    modules closes them; `close()` does it at once.
 
     Logs gain `float8_flops`, the share of the linears' FLOPs in float8; with persistent scales also `float8_saturated`,
     the most elements that one cast of the last step clipped, and `float8_scale_fit`, the largest ratio of a scale to
@@ -120,35 +125,47 @@ class Float8Callback(TrainerCallback):
         self._options = {"every": monitor} if isinstance(monitor, int) else monitor
         self._monitor: Monitor | None = None
         self._scope = ExitStack()
-        self._has_scales = False
+        self._scales: Float8ScalingState | None = None
+        """The persistent scales of the model that trains, or trained last."""
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer writes into trainer_state.json; JSON keeps float32 exactly."""
+        scales = {} if self._scales is None else self._scales.state_dict()
+        return {"args": {"monitor": _jsonable(self._options)}, _SCALES: {k: v.tolist() for k, v in scales.items()}}
+
+    def close(self) -> None:
+        """Close what an exception may have left open: the monitor, and the scope in which weights are cast once."""
+        with suppress(RuntimeError):  # weights that were changed since, which is right after a failed run
+            self._scope.close()
+        self._close_monitor()
+        _running.discard(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
         model, optimizer = of_trainer["model"], of_trainer["optimizer"]
+        _close_interrupted(model)
         frozen = any(not parameter.requires_grad for parameter in model.parameters())
         assert_float8_training(model, getattr(optimizer, "optimizer", optimizer), allow_frozen=frozen)
-        scales = float8_scaling_state(model)
-        self._has_scales = len(scales) > 0
         if state.is_world_process_zero:
             logger.warning("float8: %s", conversion_report(model).summary())
         if self._options is not None:
             options = {"sink": Path(args.output_dir) / NUMERICS_FILE, **self._options}
-            self._close_monitor()
             self._monitor = Monitor(model, completed_steps=state.global_step, **options)
-        if self._has_scales and state.global_step:
-            path = _checkpoint(args, state) / SCALES_FILE
-            if path.exists():
-                scales.load_state_dict(torch.load(path, weights_only=True))
-            else:
-                logger.warning("float8: no %s: tensors are scaled dynamically until the first sync", path)
+        self._scales = float8_scaling_state(model)
+        if state.global_step:
+            self._load_scales(state.stateful_callbacks, "the checkpoint")
+        state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # a checkpoint of a run without it
+        self._modules = WeakSet(model.modules())
+        _running.add(self)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
         self._scope.close()
         if args.gradient_accumulation_steps > 1:
-            self._scope.enter_context(cast_weights_once(of_trainer["model"]))
+            holder = "a Trainer's Float8Callback, whose close() leaves it"
+            self._scope.enter_context(cast_weights_once(of_trainer["model"], holder=holder))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
         self._scope.close()
-        if self._has_scales:
+        if self._scales:
             sync_float8_amax_and_scale_history(of_trainer["model"])
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
@@ -164,8 +181,8 @@ class Float8Callback(TrainerCallback):
         if logs is None or "loss" not in logs:
             return
         added = {"float8_flops": conversion_report(of_trainer["model"]).float8_flops_fraction}
-        if self._has_scales:
-            fits = [fit for fit in float8_scaling_state(of_trainer["model"]).report() if fit.amax >= 0]
+        if self._scales:
+            fits = [fit for fit in self._scales.report() if fit.amax >= 0]
             added["float8_saturated"] = max((fit.saturated for fit in fits), default=0)
             added["float8_scale_fit"] = max((fit.used_over_ideal for fit in fits), default=1.0)
         if self._monitor is not None and self._monitor.samples:
@@ -175,16 +192,28 @@ class Float8Callback(TrainerCallback):
         if state.log_history and state.log_history[-1].get("loss") == logs["loss"]:
             state.log_history[-1].update(added)
 
-    def on_save(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
-        if self._has_scales and state.is_world_process_zero:
-            torch.save(float8_scaling_state(of_trainer["model"]).state_dict(), _checkpoint(args, state) / SCALES_FILE)
-
     def on_epoch_end(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
         self._scope.close()  # a callback may stop training within a step, and the Trainer then loads the best weights
 
     def on_train_end(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
-        self._scope.close()
-        self._close_monitor()
+        self.close()
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            path = Path(state.best_model_checkpoint) / TRAINER_STATE_NAME
+            self._load_scales(json.loads(path.read_text(encoding="utf-8"))["stateful_callbacks"], str(path))
+
+    def _load_scales(self, callbacks: dict[str, Any], source: str) -> None:
+        """Load the scales in a trainer_state.json's `stateful_callbacks`."""
+        saved = callbacks.get(type(self).__name__, {})
+        last = saved[-1] if isinstance(saved, list) else saved
+        scales = {name: torch.tensor(values) for name, values in last.get(_SCALES, {}).items()}
+        if self._scales and not scales:
+            logger.warning(
+                "float8: %s has no persistent scales: the model keeps those that it has, and a tensor without one is "
+                "scaled dynamically until the first sync",
+                source,
+            )
+        elif self._scales:
+            self._scales.load_state_dict(scales)
 
     def _close_monitor(self) -> None:
         if self._monitor is not None:
@@ -192,5 +221,27 @@ class Float8Callback(TrainerCallback):
             self._monitor = None
 
 
-def _checkpoint(args: Any, state: Any) -> Path:
-    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+_SCALES = "scales"
+"""The key of the persistent scales in the callback's state."""
+
+_running: WeakSet[Float8Callback] = WeakSet()
+"""The callbacks whose run has begun and not ended."""
+
+
+def _close_interrupted(model: nn.Module) -> None:
+    """Close what earlier runs on modules of `model` left open: the Trainer tells no callback of an exception."""
+    modules = set(model.modules())
+    for callback in [*_running]:
+        if not modules.isdisjoint(callback._modules):
+            callback.close()
+
+
+def _jsonable(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The monitor's arguments as far as JSON has them; a sink that is an object is left out."""
+    if options is None:
+        return None
+    return {key: str(value) if isinstance(value, Path) else value for key, value in options.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | Path)

@@ -30,8 +30,8 @@ from quaver.weights.module_weight import ModuleWeight, weights_under
 class PreparedWeight:
     """The operands of a weight while the scope is open, and a check that it does not change."""
 
-    def __init__(self, weight: ModuleWeight) -> None:
-        self.operands = weight.quantize()
+    def __init__(self, weight: ModuleWeight, holder: str) -> None:
+        self.operands, self.holder = weight.quantize(), holder
         self._weight, self._memory = weight.parameter, weight.parameter.detach()
         self._version = version_of(self._weight)
 
@@ -54,8 +54,8 @@ def changed_inside_scope(weight: Tensor, how: str) -> RuntimeError:
 class PreparedShard:
     """This rank's shard of a weight, quantized once while `cast_weights_once` is open, and a check as above."""
 
-    def __init__(self, weight: ModuleWeight) -> None:
-        self._weight = weight
+    def __init__(self, weight: ModuleWeight, holder: str) -> None:
+        self._weight, self.holder = weight, holder
         self._inputs: AllGatherInputs | None = None
         self._cast_from: tuple[Tensor, int] | None = None
         """The tensor that was quantized, and its version then."""
@@ -92,7 +92,7 @@ class PreparedShard:
 
 
 @contextmanager
-def cast_weights_once(model: nn.Module) -> Iterator[None]:
+def cast_weights_once(model: nn.Module, *, holder: str = "") -> Iterator[None]:
     """Quantize every weight of the float8 linears and experts of `model` once, for both its matmuls, until the exit.
 
     Put it around the microbatches (forward and backward) of one optimizer step, eager or compiled, and leave it before
@@ -101,6 +101,9 @@ def cast_weights_once(model: nn.Module) -> Iterator[None]:
     shard stay for as long. A model without float8 modules is left alone, and so is a weight that is all-gathered in
     high precision, or sharded by FSDP1 or by tensor parallelism alone.
 
+    Args:
+        model: a model with float8 modules, wrapped or not.
+        holder: who opens the scope, for the error of whoever finds it open.
     Raises:
         RuntimeError: the scope is already open for one of the modules, or a weight was changed or replaced inside it
             (found at the next eager use of the module or the next all-gather, and at the exit).
@@ -108,14 +111,20 @@ def cast_weights_once(model: nn.Module) -> Iterator[None]:
     weights = [weight for _, weight in weights_under(model)]
     whole = [weight for weight in weights if _is_whole(weight)]
     gathered = [(all_gather_state(weight.module), weight) for weight in weights if is_all_gather_weight(weight)]
-    if any(weight.prepared is not None for weight in whole) or any(state.prepared for state, _ in gathered):
-        raise RuntimeError("cast_weights_once is already open for this model; leave it before entering again")
+    prepared = [weight.prepared for weight in whole if weight.prepared is not None]
+    prepared += [each for state, _ in gathered for each in state.prepared.values()]
+    if prepared:
+        holders = ", ".join(sorted({each.holder for each in prepared if each.holder}))
+        raise RuntimeError(
+            f"cast_weights_once is already open for this model{holders and f', opened by {holders}'}; leave it before "
+            "you enter it again"
+        )
     try:
         for weight in whole:
             with torch.no_grad(), torch.inference_mode(False):  # a later forward may train
-                weight.prepare(PreparedWeight(weight))
+                weight.prepare(PreparedWeight(weight, holder))
         for state, weight in gathered:
-            state.prepared[weight.name] = PreparedShard(weight)
+            state.prepared[weight.name] = PreparedShard(weight, holder)
         yield
         for weight in whole:
             if weight.prepared is not None:

@@ -9,6 +9,7 @@ from transformers import Trainer, TrainerCallback
 from quaver import (
     Float8Linear,
     assert_float8_training,
+    cast_weights_once,
     conversion_report,
     convert_to_float8_training,
     float8_scaling_state,
@@ -42,9 +43,63 @@ def test_delayed_scales_follow_and_a_resumed_run_has_them(tmp_path):
     assert losses_of(run) == pytest.approx(losses, abs=5e-5)
     followed = scales_of(run)
     assert all(torch.allclose(followed[name], scales[name], rtol=1e-5) for name in scales)  # Trainer's AdamW is fused
-    resumed = trained(tmp_path, prepare_model_for_float8(llama(), "delayed"), resume=tmp_path / "checkpoint-2")
+    moved = (tmp_path / "checkpoint-2").rename(tmp_path / "moved")
+    resumed = trained(tmp_path / "other", prepare_model_for_float8(llama(), "delayed"), resume=moved)
     assert losses_of(resumed)[-2:] == losses_of(run)[-2:]
     assert_same(scales_of(resumed), followed)
+
+
+def test_the_best_model_comes_with_its_scales(tmp_path):
+    """The learning rate makes every step worse than the first."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "loss"}
+    best = trained(
+        tmp_path,
+        prepare_model_for_float8(llama(), "delayed"),
+        load_best_model_at_end=True,
+        learning_rate=10.0,
+        **options,
+    )
+    assert best.state.best_global_step == 1
+    short = trained(tmp_path / "1", prepare_model_for_float8(llama(), "delayed"), max_steps=1, learning_rate=10.0)
+    assert_same(scales_of(best), scales_of(short))
+
+
+def test_a_checkpoint_without_scales_resumes_and_says_so(tmp_path, caplog):
+    plain = trained_by(tmp_path, llama(), [], **OPTIONS)
+    assert "Float8Callback" not in plain.state.stateful_callbacks
+    model = prepare_model_for_float8(llama(), "delayed")
+    resumed = trained(tmp_path, model, resume=tmp_path / "checkpoint-2")
+    assert "has no persistent scales" in caplog.text
+    again = trained(tmp_path, prepare_model_for_float8(llama(), "delayed"), resume=tmp_path / f"checkpoint-{BATCHES}")
+    assert_same(scales_of(again), scales_of(resumed))
+
+
+class FailingBatch(TrainerCallback):
+    """Raises between the two microbatches of the second step."""
+
+    def on_substep_end(self, args, state, control, **of_trainer):
+        if state.global_step == 1:
+            raise OSError("no batch")
+
+
+def test_a_run_after_a_failed_one_closes_what_that_left_open(tmp_path):
+    model, options = prepare_model_for_float8(llama(), "rowwise"), {"gradient_accumulation_steps": 2, "max_steps": 2}
+    callback = Float8Callback(monitor=1)
+    failing = trainer_of(tmp_path, model, [callback, FailingBatch()], **OPTIONS, **options)
+    with pytest.raises(OSError, match="no batch"):
+        failing.train()
+    with (
+        pytest.raises(RuntimeError, match="opened by a Trainer's Float8Callback, whose close"),
+        cast_weights_once(model),
+    ):
+        pass
+    model.load_state_dict(llama().state_dict())
+    run = trained(tmp_path / "second", model, Float8Callback(monitor=1), **options)
+    assert losses_of(run) == losses_of(
+        trained(tmp_path / "fresh", prepare_model_for_float8(llama(), "rowwise"), **options)
+    )
+    with cast_weights_once(model), pytest.raises(RuntimeError, match="leave it before you"), cast_weights_once(model):
+        pass
 
 
 def test_the_log_says_how_much_is_in_float8_and_how_scales_fit(tmp_path):

@@ -22,10 +22,10 @@ def trainer(folder, model, callbacks=(), optimizers=(None, None), **options):
         "save_steps": 2,
         "per_device_train_batch_size": 2,
         "lr_scheduler_type": "constant",
+        "learning_rate": 1e-3,
     }
     arguments = TrainingArguments(
         output_dir=str(folder),
-        learning_rate=1e-3,
         logging_steps=1,
         use_cpu=True,
         report_to=[],
