@@ -30,6 +30,7 @@ from quaver.delayed import Float8ScalingState, float8_scaling_state, sync_float8
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.integrations import torchao as shim
 from quaver.integrations.check import assert_float8_training, is_torchao_linear
+from quaver.integrations.transformers_roles import roles_of_linears
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.layer_recipes import LayerRecipes, convert_layers
 from quaver.numerics.monitor import Monitor
@@ -51,8 +52,8 @@ def prepare_model_for_float8(
 ) -> nn.Module:
     """`convert_to_float8_training` with a filter for models of transformers and PEFT; returns `model`.
 
-    In high precision stay the output head, adapters of PEFT, routers of mixtures of experts, and linears with a
-    dimension that is not a multiple of 16. `conversion_report(model)` names each with its reason.
+    In high precision stay output heads, adapters of PEFT, routers of mixtures of experts (transformers_roles.py), and
+    linears with a dimension that is not a multiple of 16. `conversion_report(model)` names each with its reason.
 
     Args:
         model: a `PreTrainedModel` or a `PeftModel`.
@@ -69,15 +70,11 @@ def prepare_model_for_float8(
             "Accelerate's mixed_precision=fp8 would replace quaver's linears by torchao's: set it to bf16, or call "
             "quaver.integrations.torchao.install() first and leave the conversion to Accelerate"
         )
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    roles = roles_of_linears(model)
 
     def admits(module: nn.Module, name: str) -> bool | FilterDecision:
-        if module is head:
-            return FilterDecision(False, "output head")
-        if any(part.startswith("lora_") for part in name.split(".")):
-            return FilterDecision(False, "adapter")
-        if _is_router(model, name):
-            return FilterDecision(False, "router: its rounding errors would send tokens to other experts")
+        if name in roles:
+            return FilterDecision(False, roles[name])
         if isinstance(module, nn.Linear) and (module.in_features % ALIGNMENT or module.out_features % ALIGNMENT):
             return FilterDecision(False, f"shape: a dimension is no multiple of {ALIGNMENT}")
         return True if module_filter_fn is None else module_filter_fn(module, name)
@@ -86,15 +83,6 @@ def prepare_model_for_float8(
         return convert_layers(model, config, module_filter_fn=admits, include_subclasses=include_subclasses)
     return convert_to_float8_training(
         model, config=config, module_filter_fn=admits, include_subclasses=include_subclasses
-    )
-
-
-def _is_router(model: nn.Module, name: str) -> bool:
-    """Whether a linear is called router, or is the gate next to experts; a gated MLP may have a gate, too."""
-    parts = name.split(".")
-    return "router" in parts or any(
-        part == "gate" and hasattr(model.get_submodule(".".join(parts[:index])), "experts")
-        for index, part in enumerate(parts)
     )
 
 
