@@ -30,6 +30,7 @@ from quaver.delayed import Float8ScalingState, float8_scaling_state, sync_float8
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.integrations import torchao as shim
 from quaver.integrations.check import assert_float8_training, is_torchao_linear
+from quaver.integrations.transformers_reference import convert_reference
 from quaver.integrations.transformers_roles import roles_of_linears
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.layer_recipes import LayerRecipes, convert_layers
@@ -107,9 +108,11 @@ class Float8Callback(TrainerCallback, ExportableState):
     Args:
         monitor: sample the numerics of every so many steps (`quaver.monitor`) into numerics.jsonl of the output folder;
             or the arguments of `quaver.monitor` by name. None does not.
+        convert_reference: convert the reference model of TRL's trainers like the model, if it is in high precision.
     """
 
-    def __init__(self, *, monitor: int | Mapping[str, Any] | None = None) -> None:
+    def __init__(self, *, monitor: int | Mapping[str, Any] | None = None, convert_reference: bool = True) -> None:
+        self._convert_reference = convert_reference
         self._options = {"every": monitor} if isinstance(monitor, int) else monitor
         self._monitor: Monitor | None = None
         self._scope = ExitStack()
@@ -119,7 +122,8 @@ class Float8Callback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into trainer_state.json; JSON keeps float32 exactly."""
         scales = {} if self._scales is None else self._scales.state_dict()
-        return {"args": {"monitor": _jsonable(self._options)}, _SCALES: {k: v.tolist() for k, v in scales.items()}}
+        arguments = {"monitor": _jsonable(self._options), "convert_reference": self._convert_reference}
+        return {"args": arguments, _SCALES: {k: v.tolist() for k, v in scales.items()}}
 
     def close(self) -> None:
         """Close what an exception may have left open: the monitor, and the scope in which weights are cast once."""
@@ -135,6 +139,8 @@ class Float8Callback(TrainerCallback, ExportableState):
         assert_float8_training(model, getattr(optimizer, "optimizer", optimizer), allow_frozen=frozen)
         if state.is_world_process_zero:
             logger.warning("float8: %s", conversion_report(model).summary())
+        if self._convert_reference:
+            convert_reference(model)
         if self._options is not None:
             options = {"sink": Path(args.output_dir) / NUMERICS_FILE, **self._options}
             self._monitor = Monitor(model, completed_steps=state.global_step, **options)

@@ -51,7 +51,7 @@ def _heads(root: nn.Module) -> dict[str, str]:
 
 
 def _leading_out(model: PreTrainedModel, name: str) -> Iterator[str]:
-    """The modules of `model`, called `name`, that are in no block, and outside of its base model or after its blocks."""
+    """The modules of `model`, called `name`, in no block, and outside of its base model or after the last block."""
     base, in_blocks = model.base_model, _modules_in_blocks(model)
     inside, in_blocks_of_base = set(base.modules()), _modules_in_blocks(base)
     modules = list(model.named_modules(prefix=name))

@@ -111,10 +111,10 @@ def cast_weights_once(model: nn.Module, *, holder: str = "") -> Iterator[None]:
     weights = [weight for _, weight in weights_under(model)]
     whole = [weight for weight in weights if _is_whole(weight)]
     gathered = [(all_gather_state(weight.module), weight) for weight in weights if is_all_gather_weight(weight)]
-    prepared = [weight.prepared for weight in whole if weight.prepared is not None]
-    prepared += [each for state, _ in gathered for each in state.prepared.values()]
-    if prepared:
-        holders = ", ".join(sorted({each.holder for each in prepared if each.holder}))
+    holders_now = {weight.prepared.holder for weight in whole if weight.prepared is not None}
+    holders_now |= {prepared.holder for state, _ in gathered for prepared in state.prepared.values()}
+    if holders_now:
+        holders = ", ".join(sorted(filter(None, holders_now)))
         raise RuntimeError(
             f"cast_weights_once is already open for this model{holders and f', opened by {holders}'}; leave it before "
             "you enter it again"

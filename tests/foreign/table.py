@@ -20,7 +20,11 @@ FEATURES = (
     "FSDP2",
     "FSDP2, float8 gather",
     "save, resume",
+    "resume elsewhere, best model",
+    "after a failed run",
     "evaluate",
+    "reference model",
+    "adapters first",
 )
 LIBRARIES = (
     "transformers' Trainer",

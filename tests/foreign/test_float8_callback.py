@@ -35,6 +35,7 @@ def trained(folder, model, callback=None, **options):
     return trained_by(folder, model, [callback or Float8Callback()], **OPTIONS, **options)
 
 
+@proves("transformers' Trainer", "resume elsewhere, best model")
 def test_delayed_scales_follow_and_a_resumed_run_has_them(tmp_path):
     model = prepare_model_for_float8(llama(), "delayed")
     losses = train_by_hand(model, before=sync_float8_amax_and_scale_history)
@@ -49,6 +50,7 @@ def test_delayed_scales_follow_and_a_resumed_run_has_them(tmp_path):
     assert_same(scales_of(resumed), followed)
 
 
+@proves("transformers' Trainer", "resume elsewhere, best model")
 def test_the_best_model_comes_with_its_scales(tmp_path):
     """The learning rate makes every step worse than the first."""
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "loss"}
@@ -82,6 +84,7 @@ class FailingBatch(TrainerCallback):
             raise OSError("no batch")
 
 
+@proves("transformers' Trainer", "after a failed run")
 def test_a_run_after_a_failed_one_closes_what_that_left_open(tmp_path):
     model, options = prepare_model_for_float8(llama(), "rowwise"), {"gradient_accumulation_steps": 2, "max_steps": 2}
     callback = Float8Callback(monitor=1)

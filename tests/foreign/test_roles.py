@@ -9,6 +9,7 @@ from torch import nn
 from quaver import conversion_report
 from quaver.integrations.transformers import prepare_model_for_float8
 from tests.foreign.llama import llama
+from tests.foreign.table import proves
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 BERT = {**SMALL, "vocab_size": 128, "num_labels": 16}
@@ -74,13 +75,15 @@ TUNERS = {
 }
 
 
+@proves("PEFT", "adapters first")
 @pytest.mark.parametrize("name", TUNERS)
 def test_heads_and_adapters_that_peft_made_first_stay(name):
     model = prepare_model_for_float8(peft.get_peft_model(llama(), TUNERS[name]), "rowwise")
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     reasons = {name: reason for name, reason in skipped(model).items() if name in linears}
     heads = {name for name, reason in reasons.items() if reason == "output head"}
-    assert heads and all("lm_head" in name for name in heads)
+    assert heads
+    assert all("lm_head" in name for name in heads)
     assert {reasons[name] for name in reasons if name not in heads} <= {"adapter"}
     assert len(conversion_report(model).converted) == 14
 

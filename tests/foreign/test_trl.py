@@ -1,6 +1,7 @@
 """TRL's SFTTrainer and DPOTrainer on a converted model."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from quaver import Float8Linear
@@ -119,3 +120,21 @@ def test_dpo_learns_which_answer_was_chosen(tmp_path, has_reference):
     assert losses[0] == pytest.approx(0.6931, abs=1e-3)
     assert losses[-1] < losses[0]
     assert trained.evaluate()["eval_rewards/accuracies"] == 1.0
+
+
+@proves("TRL", "reference model")
+@pytest.mark.parametrize("convert", [True, False])
+def test_the_reference_that_trl_loads_is_in_float8_too(tmp_path, convert):
+    llama().save_pretrained(tmp_path / "saved")
+    model = prepare_model_for_float8(LlamaForCausalLM.from_pretrained(tmp_path / "saved"), "rowwise")
+    pairs = [{"prompt": " w1 w2", "chosen": f" w{n + 1} w{n + 2}", "rejected": f" w{n + 5} w{n + 9}"} for n in range(4)]
+    trained = DPOTrainer(
+        model,
+        args=DPOConfig(**settings(tmp_path) | {"max_steps": 1}, beta=1.0),
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=tokenizer(),
+        callbacks=[Float8Callback(convert_reference=convert)],
+    )
+    trained.train()
+    assert sum(isinstance(module, Float8Linear) for module in trained.ref_model.modules()) == (14 if convert else 0)
+    assert (losses_of(trained)[0] == pytest.approx(math.log(2), abs=1e-6)) is convert

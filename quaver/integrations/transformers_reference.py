@@ -1,0 +1,81 @@
+"""The reference model of TRL's trainers, in the float8 of the model that trains.
+
+DPO, GRPO, KTO and RLOO compare the model with a reference. Unless they are given one, they load it from disk, in high
+precision, and the two differ by float8's rounding before the first update: DPO's first loss is not log(2), GRPO's KL is
+not 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+
+from quaver.config import Float8LinearConfig
+from quaver.convert import convert_to_float8_training
+from quaver.delayed import WRAPPERS
+from quaver.experts.base import Float8Grouped
+from quaver.linear import Float8Linear
+
+logger = logging.getLogger(__name__)
+
+
+def convert_reference(model: nn.Module) -> None:
+    """Convert the reference model of the Trainer that calls, if it has one in high precision, as `model` is converted.
+
+    Logs what it did.
+    """
+    trainer = _calling_trainer()
+    reference = getattr(trainer, "ref_model", None)
+    if not isinstance(reference, nn.Module):
+        if getattr(getattr(trainer, "args", None), "precompute_ref_log_probs", False) and trainer.is_fsdp_enabled:
+            logger.warning(
+                "float8: under FSDP the reference's log-probabilities come from a model that TRL loads in high "
+                "precision; pass ref_model=prepare_model_for_float8(...) for float8's"
+            )
+        return
+    if _configs(reference):
+        return
+    converted = _convert_like(getattr(reference, "module", reference), _configs(model))
+    logger.warning(
+        "float8: %d layers of the reference model are in float8 like those of the model; "
+        "Float8Callback(convert_reference=False) leaves it in high precision",
+        converted,
+    )
+
+
+def _convert_like(reference: nn.Module, configs: dict[str, Float8LinearConfig]) -> int:
+    """Convert the layers that have these names, without float8 all-gathers; returns how many there are."""
+    names = {WRAPPERS.sub("", name) for name, _ in reference.named_modules()}
+    for config in set(configs.values()):
+        named = {name for name, each in configs.items() if each == config} & names
+        convert_to_float8_training(
+            reference,
+            config=replace(config, enable_fsdp_float8_all_gather=False),
+            module_filter_fn=lambda _, name, named=named: WRAPPERS.sub("", name) in named,  # type: ignore[misc]
+            include_subclasses=True,
+        )
+    return len(_configs(reference))
+
+
+def _configs(model: nn.Module) -> dict[str, Float8LinearConfig]:
+    """The configs of the float8 modules of `model` by their names, without what wrappers add to them."""
+    return {
+        WRAPPERS.sub("", name): module.config if isinstance(module, Float8Linear) else module.float8_config
+        for name, module in model.named_modules()
+        if isinstance(module, Float8Linear | Float8Grouped)
+    }
+
+
+def _calling_trainer() -> Any:
+    """The Trainer whose method is running, None outside of one. It hands itself to no callback."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), Trainer):
+            return frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
