@@ -9,8 +9,9 @@ from quaver.bench.working import working
 from quaver.cli.doctor_machine import print_machine
 from quaver.cli.doctor_model import print_survey, survey_model
 from quaver.cli.errors import bad_input
+from quaver.numerics.accumulation import HARDWARE
 from quaver.trainer.config.flags import parse_options
-from quaver.trainer.config.settings import FiniteNotNegative, Settings, setting
+from quaver.trainer.config.settings import FiniteNotNegative, OneOf, Settings, setting
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,16 @@ class Doctor(Settings):
     out: str | None = setting(None, "Where to write the recipes, as TOML.")
     sequences: Annotated[int, Ge(1), Le(10**6)] = setting(2, "Sequences of the batch.")
     seq_len: Annotated[int, Ge(1), Le(10**7)] | None = setting(None, "Their length; the run's by default, else 256.")
+    hardware: Annotated[str, OneOf(tuple(HARDWARE))] | None = setting(
+        None, "A GPU: say also what its sums lose in each matmul, beside the casts."
+    )
 
     def check(self) -> None:
         """Refuse options that nothing would read."""
         if self.model is None:
-            self.require_default("data", "budget_db", "out", "sequences", "seq_len", unless="--model is given")
+            self.require_default(
+                "data", "budget_db", "out", "sequences", "seq_len", "hardware", unless="--model is given"
+            )
         else:
             self.require_default("compile", unless="--model is not given")
 

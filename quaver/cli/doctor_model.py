@@ -1,8 +1,9 @@
-"""`quaver doctor --model RUN|HF-FOLDER [--data TEXT] [--budget-db 25] [--out recipes.toml]`.
+"""`quaver doctor --model RUN|HF-FOLDER [--data TEXT] [--budget-db 25] [--out recipes.toml] [--hardware h100]`.
 
 One batch forward and backward in high precision; beside it each operand of each linear is cast as each recipe would.
 The table has the worst linears first, and the recipe that keeps the budget with most float8. `--out` writes these
 recipes as a config: a whole one for `quaver train` where quaver trains the model, and for `LayerRecipes.read`.
+`--hardware` runs the batch once more, and has a second table: what that GPU's sums would lose in each matmul.
 """
 
 import json
@@ -16,11 +17,16 @@ import tomli_w
 from rich.table import Table
 
 from quaver.cli.console import make_table, show
+from quaver.cli.doctor_sums import sums_as_dict, views_of_sums
+from quaver.config import Float8LinearConfig
 from quaver.experts.module import is_experts
-from quaver.layer_recipes import LayerRecipes
+from quaver.layer_recipes import HIGH_PRECISION, LayerRecipes
+from quaver.numerics.accumulation import accumulation_of
 from quaver.numerics.extras import RECIPES
 from quaver.numerics.survey import SurveyedLinear, float8_share, recipes_under, survey
+from quaver.numerics.survey_sums import MatmulSums, survey_sums
 from quaver.trainer.config.settings import expanded
+from quaver.trainer.float8 import linear_config
 from quaver.trainer.surveyed import Surveyed, open_surveyed
 
 SHOWN = ("tensorwise", "rowwise", "blockwise", "mxfp8")
@@ -40,6 +46,8 @@ class Options(Protocol):
     def sequences(self) -> int: ...
     @property
     def seq_len(self) -> int | None: ...
+    @property
+    def hardware(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,9 @@ class Survey:
     """The layers of experts, which have the recipe of the model."""
     data: str
     out: Path | None
+    hardware: str | None
+    sums: list[MatmulSums]
+    """With `hardware`, those that its sums cost most first."""
 
     def recipe_of(self, name: str) -> str:
         """What a linear gets."""
@@ -80,7 +91,20 @@ def survey_model(path: str, options: Options) -> Survey:
     share = float8_share(recipes, surveyed, opened.is_skipped)
     skipped = [each.name for each in surveyed if opened.is_skipped(each.name)]
     experts = [name for name, module in opened.model.named_modules() if is_experts(module)]
-    return Survey(surveyed, recipes, first, options.budget_db, share, skipped, experts, opened.data, out)
+    hardware = options.hardware
+    sums = [] if hardware is None else _sums(opened, recipes, hardware)
+    about = opened.data, out, hardware
+    return Survey(surveyed, recipes, first, options.budget_db, share, skipped, experts, *about, sums)
+
+
+def _sums(opened: Surveyed, recipes: LayerRecipes, hardware: str) -> list[MatmulSums]:
+    """Those of the linears as the recipes would cast them, with the run's settings."""
+
+    def config_of(name: str) -> Float8LinearConfig | None:
+        recipe = HIGH_PRECISION if opened.is_skipped(name) else recipes.of(name)
+        return None if recipe == HIGH_PRECISION else linear_config(opened.config.float8, recipe)
+
+    return survey_sums(opened.model, opened.forward_backward, config_of, accumulation_of(hardware))
 
 
 def _toml(opened: Surveyed, recipes: LayerRecipes, budget_db: float) -> str:
@@ -114,6 +138,8 @@ def _views(found: Survey) -> Iterator[str | Table]:
             f"not surveyed: {len(found.not_surveyed)} layers of experts, which get {found.recipes.recipe}: "
             f"{', '.join(found.not_surveyed)}"
         )
+    if found.hardware is not None:
+        yield from views_of_sums(found.sums, found.hardware)
     if found.out is not None:
         yield f"written: {found.out}"
 
@@ -144,4 +170,9 @@ def _as_dict(found: Survey) -> dict[str, Any]:
             }
             for each in found.surveyed
         ],
+        **(
+            {}
+            if found.hardware is None
+            else {"hardware": found.hardware, "sums": [sums_as_dict(each) for each in found.sums]}
+        ),
     }

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quaver.numerics.remedies import remedies, said
+from quaver.numerics.remedies import said
 from quaver.numerics.rules import RULES, Measure, Rule
 from quaver.numerics.seen import History, Sample, Seen
 
@@ -208,7 +208,7 @@ class Alarms:
     def _alarm(self, finding: _Finding, followers: int, sample: Sample) -> Alarm:
         rule, seen, measure = finding.rule, finding.seen, finding.measure
         state = self._states[finding.key]
-        helps = remedies(seen, sample) if rule.remedied else ()
+        helps = rule.remedies(seen, sample)
         rank = sample.ranks.get(seen.position) if rule.name == "ranks" else None
         what = rule.text.format(value=measure.value, threshold=measure.raise_at, rank=rank)
         where = f"{seen.place.layer} {seen.place.operand}"

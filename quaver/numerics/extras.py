@@ -1,11 +1,13 @@
-"""What some linears of a sample have besides statistics: histograms of casts, and their SQNR under other recipes.
+"""What some linears of a sample have besides statistics: histograms of casts, their SQNR under other recipes, and that
+of the sums of a GPU.
 
-Both are sums, [WIDTH] per cast, which micro-batches, ranks and `extras_of` add up:
+All are sums, [WIDTH] per cast, which micro-batches, ranks and `extras_of` add up:
 
     before     how many elements of `HISTOGRAM_ROWS` rows have each float32 exponent, [256]
     after      the same of their codes, in the operand's units, [256]
     signal     [1]
     noises     of the cast that each of `RECIPES` would make, [recipes]; 0 where it keeps high precision
+    sums       of a result, what a GPU's sums would lose, [matmul_sums.WIDTH]; 0 without a GPU to compute them for
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ import torch
 from torch import Tensor
 
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName, OperandCasts
+from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.expected import bulk_db
+from quaver.numerics.matmul_sums import WIDTH as SUMS_WIDTH
+from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
 from quaver.numerics.places import OPERANDS
 from quaver.numerics.record import encode_counts
-from quaver.numerics.statistics import Place, Values, observe_matrix, sqnr_db
+from quaver.numerics.statistics import Place, Values, observe_matrix, scales_of, spread, sqnr_db
 from quaver.quantize import Quantizer, as_matrix, present
-from quaver.scaling import multiply_scale_, scale_blocks
+from quaver.scaling import multiply_scale_
 
 _EXPONENTS, _BIAS = 256, 127
 HISTOGRAM_ROWS = 256
@@ -38,7 +43,9 @@ RECIPES = tuple(CONFIGS)
 """The recipes with dynamic scaling; delayed scaling is tensorwise, at best."""
 
 _SIGNAL = 2 * _EXPONENTS
-WIDTH = _SIGNAL + 1 + len(RECIPES)
+_NOISES = _SIGNAL + 1
+_SUMS = _NOISES + len(RECIPES)
+WIDTH = _SUMS + SUMS_WIDTH
 
 
 def what_if(
@@ -100,20 +107,19 @@ def extras_of(hp: Tensor, codes: Tensor, dequant_scale: Tensor, operand: str, di
     extras = torch.zeros(WIDTH, dtype=torch.float64, device=hp.device)
     if not hp.numel():
         return extras
-    rows = torch.arange(min(HISTOGRAM_ROWS, len(hp)), device=hp.device) * len(hp) // min(HISTOGRAM_ROWS, len(hp))
+    rows = spread(len(hp), HISTOGRAM_ROWS, hp.device)
     extras[:_EXPONENTS] = _exponents(hp[rows])
-    extras[_EXPONENTS:_SIGNAL] = _exponents(multiply_scale_(codes[rows].float(), _scale_of(rows, dequant_scale, hp)))
+    extras[_EXPONENTS:_SIGNAL] = _exponents(multiply_scale_(codes[rows].float(), scales_of(rows, dequant_scale, hp)))
     signal, noises = _noises(hp, operand, direction, RECIPES)
-    extras[_SIGNAL:] = torch.tensor([signal, *noises], dtype=torch.float64)
+    extras[_SIGNAL:_SUMS] = torch.tensor([signal, *noises], dtype=torch.float64)
     return extras
 
 
-def _scale_of(rows: Tensor, scale: Tensor, hp: Tensor) -> Tensor:
-    """The scales of some rows, as a scale of the matrix that they are."""
-    if scale.dim() == 0 or scale.shape[0] == 1:
-        return scale
-    height, _ = scale_blocks(scale, hp.shape) or (1, 1)
-    return scale[rows // height]
+def extras_of_result(left: Rows, right: Rows, rule: Accumulation) -> Tensor:
+    """The sums of one matmul, float64 [WIDTH]."""
+    extras = torch.zeros(WIDTH, dtype=torch.float64, device=left.hp.device)
+    extras[_SUMS:] = observe_sums(left, right, rule)
+    return extras
 
 
 def _exponents(values: Tensor) -> Tensor:
@@ -133,7 +139,7 @@ def describe_extras(extras: Values) -> dict[str, Any]:
         [encode_counts(row[first:last]) if is_seen else None for row, is_seen in zip(side, seen, strict=True)]
         for side in (counts[:, 0], counts[:, 1])
     )
-    signal, noises = extras[:, _SIGNAL], extras[:, _SIGNAL + 1 :]
+    signal, noises = extras[:, _SIGNAL], extras[:, _NOISES:_SUMS]
     has_signal: list[bool] = np.greater(signal, 0).tolist()
     decibels = {name: sqnr_db(signal, noises[:, column]) for column, name in enumerate(RECIPES)}
     return {
@@ -143,3 +149,9 @@ def describe_extras(extras: Values) -> dict[str, Any]:
             for name, values in decibels.items()
         },
     }
+
+
+def describe_sums(extras: Values) -> dict[str, list[float | None]]:
+    """The field "sums" of a sample, from sums [rows, WIDTH]: decibels by name, None where a row has none."""
+    found = [Sums.of(row) for row in extras[:, _SUMS:].tolist()]
+    return {name: [None if each is None else round(getattr(each, name), 2) for each in found] for name in Sums._fields}

@@ -29,8 +29,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from quaver.experts.module import Float8Experts
 from quaver.linear import Float8Linear
+from quaver.numerics.accumulation import accumulation_of
 from quaver.numerics.extras import WIDTH as EXTRAS_WIDTH
-from quaver.numerics.extras import describe_extras
+from quaver.numerics.extras import describe_extras, describe_sums
 from quaver.numerics.observe import SAMPLING
 from quaver.numerics.places import Place, describe, places_of
 from quaver.numerics.probe import GroupedProbe, Probe
@@ -77,9 +78,12 @@ class Monitor:
             0 for never.
         completed_steps: the steps before this monitor, in a run that resumes.
         keep: how many of the last samples `samples` holds.
+        hardware: a GPU, "h100" say, whose sums to compute for a few rows of each matmul, in the samples with extras;
+            on any device.
         group: the ranks to gather from; None for all.
     Raises:
-        ValueError: `every` or `extras_every` is out of range, or the model has no float8 linears.
+        ValueError: `every` or `extras_every` is out of range, `hardware` is a GPU whose sums are not known, or needs
+            `extras_every`, or the model has no float8 linears.
         TypeError: `sink` is none of these.
         RuntimeError: another monitor watches this model, or is open in the process.
     """
@@ -93,12 +97,16 @@ class Monitor:
         extras_every: int = 20,
         completed_steps: int = 0,
         keep: int = 16,
+        hardware: str | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"every: expected a number of steps of 1 or more, got {every!r}")
         if not isinstance(extras_every, int) or isinstance(extras_every, bool) or extras_every < 0:
             raise ValueError(f"extras_every: expected a number of samples, or 0 for never, got {extras_every!r}")
+        rule = None if hardware is None else accumulation_of(hardware)
+        if rule is not None and not extras_every:
+            raise ValueError("hardware: expected extras_every of 1 or more with it, got 0: its sums are extras")
         self.every, self.extras_every, self.completed_steps = every, extras_every, completed_steps
         self.samples: deque[dict[str, Any]] = deque(maxlen=keep)
         """The last samples; on the first rank."""
@@ -109,7 +117,7 @@ class Monitor:
             raise RuntimeError("another monitor watches this model; close it first")
         if SAMPLING.is_taken:
             raise RuntimeError("another monitor is open in this process; close it first")
-        self._group = group
+        self._group, self._hardware = group, hardware
         self._sampled_step = -1
         self._is_first = not dist.is_initialized() or dist.get_rank(group) == 0
         self._sink = _as_sink(sink) if self._is_first else None
@@ -117,6 +125,7 @@ class Monitor:
         self.header = self._header()
         self._write(self.header)
         SAMPLING.is_taken = self._is_open = True
+        SAMPLING.hardware = rule
         self._plan_next()
         self._hook = register_optimizer_step_post_hook(lambda *_: self._after_optimizer())
 
@@ -141,12 +150,16 @@ class Monitor:
             "step": self.completed_steps + 1,
             "ranks": dist.get_world_size(self._group) if dist.is_initialized() else 1,
             "statistics": list(STATISTICS),
-            "tensors": [
-                {"layer": row.name, "experts": _experts_of(weight), **describe(row.place, weight.config)}
-                for row in self._rows
-                for weight in [self._weights[row.name]]
-            ],
+            "tensors": [self._describe(row) for row in self._rows],
+            **({} if self._hardware is None else {"hardware": self._hardware.lower()}),
         }
+
+    def _describe(self, row: _Row) -> dict[str, Any]:
+        weight = self._weights[row.name]
+        about = {"layer": row.name, "experts": _experts_of(weight), **describe(row.place, weight.config)}
+        if self._hardware is not None and row.place.cast == "result":
+            about["use_fast_accum"] = getattr(weight.config.matmuls, row.place.operand).use_fast_accum
+        return about
 
     def step(self) -> None:
         """End a training step. Does nothing where none ran since the last end, as after `optimizer.step()`.
@@ -184,7 +197,9 @@ class Monitor:
         if self.header["ranks"] == 1 and isinstance(self._sink, AlarmSink):  # other ranks do not know of them
             suspects = self._sink.alarms.suspects
             with_extras |= {number for number, name in zip(numbers, self._weights, strict=False) if name in suspects}
-        SAMPLING.end_step(is_sampled, frozenset(with_extras))
+        with_sums = with_extras if self._hardware is not None else set()
+        emulated = {number for number, weight in enumerate(self._weights.values()) if weight.config.emulate}
+        SAMPLING.end_step(is_sampled, frozenset(with_extras), frozenset(with_sums - emulated))
 
     def _after_optimizer(self) -> None:
         if not runs_in_backward():
@@ -203,6 +218,8 @@ class Monitor:
             sample["disagree"] = {str(position): rank for position, rank in odd.items()}
         if gathered.extras is not None:
             sample |= describe_extras(gathered.extras.numpy())
+            if self._hardware is not None:
+                sample["sums"] = describe_sums(gathered.extras.numpy())
         self.samples.append(sample)
         self._write(sample)
 
@@ -242,7 +259,7 @@ class Monitor:
             for name in ("probe", "probes"):
                 vars(weight.module).pop(name, None)
         SAMPLING.end_step(False)
-        SAMPLING.is_taken = False
+        SAMPLING.is_taken, SAMPLING.hardware = False, None
         if self._sink is not None:
             self._sink.close()
             self._sink = None

@@ -15,6 +15,9 @@ only the columns of the input are kept again, because grad_weight will multiply 
 [Note: high precision in backward] grad_weight reads the input, of which backward has the codes only. Its forward keeps
 `COMPARED` columns in high precision, for the codes that are saved: by their address, which belongs to the last codes
 that were made there. Codes that a hook moved are not found, and the result is not compared.
+
+[Note: sums] Where the sums of a GPU were asked for, casts leave a few rows of their codes for the matmuls that follow
+them (matmul_sums.py): by number, operand and direction; those of the input's columns with the columns themselves.
 """
 
 from __future__ import annotations
@@ -22,15 +25,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quaver.config import MATMULS
 from quaver.kernels.cpu import check_memory, has_memory
 from quaver.kernels.operation import library
-from quaver.numerics.extras import extras_of
-from quaver.numerics.statistics import merge, new_slots, observe_matrix, observe_result, observe_scales
+from quaver.numerics.accumulation import Accumulation
+from quaver.numerics.extras import extras_of, extras_of_result
+from quaver.numerics.matmul_sums import Rows, some_rows
+from quaver.numerics.statistics import merge, new_slots, observe_matrix, observe_result, observe_scales, spread
 from quaver.quantize import as_matrix
 from quaver.scaling import scale_blocks
 from quaver.torch_private.autograd import runs_in_backward
@@ -47,6 +53,14 @@ _OTHER_SHAPE = "its codes are those of all ranks, and the high-precision matrix 
 _NO_OPERANDS = "one of its operands has no high-precision matrix here"
 
 
+class KeptInput(NamedTuple):
+    """What grad_weight will be compared with; see [Note: high precision in backward]."""
+
+    columns: Tensor
+    rows: Rows | None
+    """Of the transposed input; see [Note: sums]."""
+
+
 @dataclass
 class Sampling:
     """What the operations of this process do now."""
@@ -56,10 +70,16 @@ class Sampling:
     on: bool = False
     with_extras: frozenset[int] = frozenset()
     """The numbers of the linears whose casts get histograms and their SQNR under other recipes (extras.py)."""
+    hardware: Accumulation | None = None
+    """The GPU whose sums the monitor was asked for."""
+    with_sums: frozenset[int] = frozenset()
+    """The numbers of the linears whose sums on it are computed now."""
     ran: bool = False
     """Whether a linear with a probe ran since the last step."""
-    inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """See [Note: high precision in backward]; by number and the address of codes."""
+    inputs: dict[tuple[int, int], KeptInput] = field(default_factory=dict)
+    """By number and the address of codes."""
+    rows: dict[tuple[int, str, str], Rows] = field(default_factory=dict)
+    """By number, operand and direction; see [Note: sums]."""
     weights: dict[int, Tensor] = field(default_factory=dict)
     """The weights of forwards of this step, for backwards that have their codes only; by number."""
     weight_sizes: dict[int, int] = field(default_factory=dict)
@@ -70,11 +90,14 @@ class Sampling:
     extras: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     """By number and name of the place, [extras.WIDTH]."""
 
-    def end_step(self, on: bool, with_extras: frozenset[int] = frozenset()) -> None:
+    def end_step(
+        self, on: bool, with_extras: frozenset[int] = frozenset(), with_sums: frozenset[int] = frozenset()
+    ) -> None:
         """Forget the step, and sample the next if `on`."""
-        self.on, self.with_extras, self.ran = on, with_extras, False
+        self.on, self.with_extras, self.with_sums, self.ran = on, with_extras, with_sums, False
         self.extras.clear()
         self.inputs.clear()
+        self.rows.clear()
         self.weights.clear()
         self.weight_sizes.clear()
 
@@ -132,13 +155,22 @@ def _observe_operand(
 ) -> None:
     matrix, codes = None if hp is None else as_matrix(hp), codes.reshape(-1, codes.shape[-1])
     dequant_scale = dequant_scale.reshape(-1, dequant_scale.shape[-1]) if dequant_scale.dim() > 2 else dequant_scale
+    fits = matrix is not None and matrix.shape == codes.shape and scale_blocks(dequant_scale, codes.shape) is not None
+    operand, cast = place.split(".")
+    sampled = None
+    if matrix is not None and fits and int(number) in SAMPLING.with_sums:
+        sampled = Rows(matrix, codes, dequant_scale)
     if matrix is not None and keeps_columns and matrix.shape == codes.shape:
-        SAMPLING.inputs[int(number), codes.data_ptr()] = matrix[:, _spread(matrix.shape[1], matrix.device)]
-    if place.startswith("weight"):
+        columns = matrix[:, spread(matrix.shape[1], COMPARED, matrix.device)]
+        kept = None if sampled is None else some_rows(*sampled, "column")
+        SAMPLING.inputs[int(number), codes.data_ptr()] = KeptInput(columns, kept)
+    if operand == "weight":
         SAMPLING.weight_sizes[int(number)] = codes.numel()
     if is_forward and runs_in_backward():
         return
-    fits = matrix is not None and matrix.shape == codes.shape and scale_blocks(dequant_scale, codes.shape) is not None
+    for direction in ("row", "column") if cast == "both" else (cast,):
+        if sampled is not None and (operand, direction) != ("input", "column"):
+            SAMPLING.rows[int(number), operand, direction] = some_rows(*sampled, direction)
     if not fits:
         SAMPLING.reasons[int(number), place] = QUANTIZED_BEFORE if matrix is None else _OTHER_SHAPE
     if matrix is None:
@@ -148,7 +180,6 @@ def _observe_operand(
         observed = observe_matrix(matrix, codes, dequant_scale, quant_scale)
         key = int(number), place
         if key[0] in SAMPLING.with_extras:
-            operand, cast = place.split(".")
             extras = extras_of(matrix, codes, dequant_scale, operand, "column" if cast == "column" else "row")
             SAMPLING.extras[key] = extras + SAMPLING.extras.get(key, 0)
     else:
@@ -160,12 +191,6 @@ def _observe_operand(
 def _wide(matrix: Tensor) -> Tensor:
     """float64, or on a CPU float32, whose products are rounded 2^16 times finer than float8's."""
     return matrix.float() if matrix.is_cpu else matrix.double()
-
-
-def _spread(length: int, device: torch.device) -> Tensor:
-    """`COMPARED` indices, or all, evenly from 0 to `length`."""
-    count = min(COMPARED, length)
-    return torch.arange(count, device=device) * length // max(count, 1)
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -188,12 +213,13 @@ def _observe_output(
     matrix = None if input is None else as_matrix(input)
     reference = actual = None
     if weight is not None and matrix is not None and matrix.shape[0] == output.shape[0]:
-        rows = _spread(output.shape[0], output.device)
+        rows = spread(output.shape[0], COMPARED, output.device)
         left, actual = _wide(matrix[rows]), output[rows]
         reference = torch.cat([left @ _wide(part).t() for part in _parts(weight)], 1)
         reference = reference if bias is None else reference + _wide(bias)
     else:
         SAMPLING.reasons[int(number), "output.result"] = _NO_OPERANDS
+    _add_sums(int(number), "output", SAMPLING.rows)
     merge(slots[row], observe_result(output, actual, reference))
 
 
@@ -206,7 +232,7 @@ def _observe_grad_input(
     matrix, result = as_matrix(grad_output), as_matrix(grad_input)
     reference = actual = None
     if weight is not None and has_memory(weight) and matrix.shape[0] == result.shape[0]:
-        rows = _spread(result.shape[0], result.device)
+        rows = spread(result.shape[0], COMPARED, result.device)
         left, actual = _wide(matrix[rows]), result[rows]
         columns = left.split([len(part) for part in _parts(weight)], 1)
         reference = sum(
@@ -215,6 +241,7 @@ def _observe_grad_input(
         )
     else:
         SAMPLING.reasons[int(number), "grad_input.result"] = _NO_OPERANDS
+    _add_sums(int(number), "grad_input", SAMPLING.rows)
     merge(slots[row], observe_result(result, actual, reference))
 
 
@@ -229,11 +256,15 @@ def _observe_grad_weight(
 ) -> None:
     """grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K], compared in some columns."""
     matrix, kept = as_matrix(grad_output), None
-    columns = _spread(grad_weight.shape[1], grad_weight.device)
+    columns = spread(grad_weight.shape[1], COMPARED, grad_weight.device)
     if input_hp is not None:
         kept = input_hp[:, columns]
     elif input_codes is not None:
-        kept = SAMPLING.inputs.pop((int(number), input_codes.data_ptr()), None)
+        found = SAMPLING.inputs.pop((int(number), input_codes.data_ptr()), None)
+        kept = None if found is None else found.columns
+        if found is not None and found.rows is not None:
+            key = int(number), "input", "column"
+            _add_sums(int(number), "grad_weight", SAMPLING.rows | {key: found.rows})
     reference = actual = None
     if kept is not None and kept.shape[0] == matrix.shape[0]:
         actual = grad_weight[:, columns]
@@ -245,6 +276,14 @@ def _observe_grad_weight(
     else:
         SAMPLING.reasons[int(number), "grad_weight.result"] = _NO_OPERANDS
     merge(slots[row], observe_result(grad_weight, actual, reference))
+
+
+def _add_sums(number: int, result: str, rows: dict[tuple[int, str, str], Rows]) -> None:
+    """Note what the sums of a result would lose, if it was asked for and both operands are float8."""
+    left, right = (rows.get((number, *read)) for read in MATMULS[result])
+    if left is not None and right is not None and SAMPLING.hardware is not None:
+        key = number, f"{result}.result"
+        SAMPLING.extras[key] = extras_of_result(left, right, SAMPLING.hardware) + SAMPLING.extras.get(key, 0)
 
 
 def _parts(matrix: Tensor) -> tuple[Tensor, ...]:

@@ -118,6 +118,8 @@ class Record:
     """Of each name [samples, tensors]."""
     whatif: dict[str, Values] = field(default_factory=dict)
     """SQNR in dB under other recipes, by name [samples, tensors]."""
+    sums: dict[str, Values] = field(default_factory=dict)
+    """Of the results, decibels of the casts and of a GPU's sums, "casts", "fast" and "exact" [samples, tensors]."""
     histograms: dict[int, Histogram] = field(default_factory=dict)
     """By the index of the sample."""
     alarms: list[dict[str, Any]] = field(default_factory=list)
@@ -224,7 +226,8 @@ def _assemble(path: Path, lines: list[dict[str, Any]], is_torn: bool, keeps_line
         header={**headers[-1], "statistics": names, "tensors": list(tensors.values())},
         steps=np.array([sample["step"] for sample in samples], dtype=np.int64),
         statistics=builder.statistics,
-        whatif=builder.whatif,
+        whatif=builder.tables["whatif"],
+        sums=builder.tables["sums"],
         histograms=builder.histograms,
         alarms=[_decoded(line) for line in lines if line["kind"] in ("alarm", "cleared")],
         headers=headers,
@@ -267,7 +270,7 @@ class _Builder:
     ) -> None:
         self.path, self.columns, self.shape = path, columns, (samples, len(columns))
         self.statistics = {name: np.full(self.shape, np.nan) for name in names}
-        self.whatif: dict[str, Values] = {}
+        self.tables: dict[str, dict[str, Values]] = {"whatif": {}, "sums": {}}
         self.histograms: dict[int, Histogram] = {}
         self._header: dict[str, Any] = {}
         self._at: list[int] = []
@@ -291,9 +294,10 @@ class _Builder:
         at = self._at if line.get("tensors") is None else [self._at[position] for position in line["tensors"]]
         for name in self._header["statistics"]:
             self.statistics[name][self._index, at] = _numbers(line[name], len(at))
-        for recipe, values in (line.get("whatif") or {}).items():
-            array = self.whatif.setdefault(recipe, np.full(self.shape, np.nan))
-            array[self._index, at] = _numbers(values, len(at))
+        for field_name, table in self.tables.items():
+            for name, values in (line.get(field_name) or {}).items():
+                array = table.setdefault(name, np.full(self.shape, np.nan))
+                array[self._index, at] = _numbers(values, len(at))
         if line.get("histogram") is not None:
             self.histograms[self._index] = self._histogram(line["histogram"], at)
         self._index += 1

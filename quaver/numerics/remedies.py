@@ -9,6 +9,9 @@ from typing import Any
 from quaver.numerics.expected import bulk_db
 from quaver.numerics.seen import Sample, Seen
 
+EXACT_ACCUMULATION = "use_fast_accum=False"
+"""The setting of `Float8GemmConfig`, and of the trainer's [float8]."""
+
 WORTH_DB = 1.0
 """A recipe that gains less is no remedy."""
 
@@ -26,6 +29,24 @@ def remedies(seen: Seen, sample: Sample) -> tuple[dict[str, Any], ...]:
     share = flops_share(seen.place.layer, sample)
     high_precision = {"recipe": "high precision"} | ({} if share is None else {"flops_share": round(share, 4)})
     return (*found, high_precision)
+
+
+def no_remedies(seen: Seen, sample: Sample) -> tuple[dict[str, Any], ...]:
+    """Of a cause that no setting of quaver ends."""
+    return ()
+
+
+def remedies_of_sums(seen: Seen, sample: Sample) -> tuple[dict[str, Any], ...]:
+    """Exact accumulation, where the matmul has not got it and gains by it; high precision where that is too little."""
+    sums = sample.sums[seen.position]
+    gain = sums.exact - sums.fast
+    found: list[dict[str, Any]] = []
+    if seen.about.get("use_fast_accum") and gain >= WORTH_DB:
+        found.append({"recipe": EXACT_ACCUMULATION, "sqnr_db": sums.exact, "gain_db": round(gain, 2)})
+    if not found or sums.exact < sums.bound():
+        share = flops_share(seen.place.layer, sample)
+        found.append({"recipe": "high precision"} | ({} if share is None else {"flops_share": round(share, 4)}))
+    return tuple(found)
 
 
 def flops_share(layer: str, sample: Sample) -> float | None:

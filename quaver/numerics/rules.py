@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from quaver.formats import E5M2, Float8Format
 from quaver.numerics.expected import (
@@ -19,6 +20,7 @@ from quaver.numerics.expected import (
     rounding_bound_db,
     underflow_at,
 )
+from quaver.numerics.remedies import no_remedies, remedies, remedies_of_sums
 from quaver.numerics.seen import Sample, Seen
 
 BIT_DB = 20 * math.log10(2)
@@ -82,8 +84,12 @@ class Rule:
     """The sentence of its alarm; a format string of `value`, `threshold` and `rank`."""
     samples: int = 1
     spreads: bool = True
-    remedied: bool = False
-    """Whether another recipe may help."""
+    remedies: Callable[[Seen, Sample], tuple[dict[str, Any], ...]] = no_remedies
+
+    @property
+    def remedied(self) -> bool:
+        """Whether another recipe may help."""
+        return self.remedies is remedies
 
 
 # ---- one tensor ------------------------------------------------------------------------------------------------------
@@ -269,6 +275,15 @@ def _result(now: Seen, sample: Sample) -> Measure | None:
     return Measure(now.sqnr_db, at, at + BIT_DB, above=False)
 
 
+def _sums(now: Seen, sample: Sample) -> Measure | None:
+    """The sums of a GPU, with the setting in use, lose more than the casts and than rounding the result to bfloat16."""
+    found = sample.sums.get(now.position)
+    if found is None:
+        return None
+    bound = found.bound()
+    return Measure(found.used(bool(now.about.get("use_fast_accum"))), bound, bound + BIT_DB, above=False)
+
+
 def _operand(sample: Sample, layer: str, name: str) -> Seen | None:
     """The worse cast of an operand."""
     found = sample.by_layer[layer].get(name, [])
@@ -306,6 +321,7 @@ def _has_gradient(weight: Seen, sample: Sample) -> bool:
     return any(each.amax for each in sample.by_layer[weight.place.layer].get("grad_weight", []))
 
 
+SUMS_COST = "{value:.1f} dB of the GPU's sums, below {threshold:.1f} of its casts or of rounding to bfloat16"
 CLIPPED = "{value:.2%} of the elements are clipped"
 
 RULES = (
@@ -314,12 +330,13 @@ RULES = (
     Rule(
         "codes", _codes, "{value:.1f} dB; no rounding at this scale is below {threshold:.1f}: codes or scale are wrong"
     ),
-    Rule("saturation", _saturation, CLIPPED, remedied=True),
-    Rule("saturation", _clipping, CLIPPED, 3, remedied=True),
+    Rule("saturation", _saturation, CLIPPED, remedies=remedies),
+    Rule("saturation", _clipping, CLIPPED, 3, remedies=remedies),
     Rule("result", _result, "{value:.1f} dB against high precision, its operands explain {threshold:.1f}", 2),
     Rule("zero", _zero, "is all zeros", samples=2),
-    Rule("sqnr", _sqnr, "{value:.1f} dB; rounding alone leaves at least {threshold:.1f}", 2, False, True),
-    Rule("underflow", _underflow, "{value:.1%} of the elements become zero, above {threshold:.1%}", 2, False, True),
+    Rule("sqnr", _sqnr, "{value:.1f} dB; rounding alone leaves at least {threshold:.1f}", 2, False, remedies),
+    Rule("underflow", _underflow, "{value:.1%} of the elements become zero, above {threshold:.1%}", 2, False, remedies),
+    Rule("sums", _sums, SUMS_COST, 1, False, remedies_of_sums),
     Rule("jump", _jump, "changed by 2^{value:.1f}, above 2^{threshold:.1f}"),
     Rule("growth", _growth, "rms grew by 2^{value:.1f} and does not slow down"),
     Rule("peers", _peers, "rms is 2^{value:.1f} from that of other blocks, above 2^{threshold:.1f}", 2, False),

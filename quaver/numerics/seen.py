@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
+
+from quaver.numerics.matmul_sums import Sums
 
 MEMORY = 16
 """Earlier samples of each tensor that rules can look at."""
@@ -76,6 +78,8 @@ class Sample:
     """Earlier samples of each tensor, oldest first, `MEMORY` at most."""
     recipes: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     """The SQNR that each position would have under other recipes, where that was tried."""
+    sums: Mapping[int, Sums] = field(default_factory=dict)
+    """By position of a result, what the sums of a GPU would lose, where that was computed."""
     ranks: Mapping[int, int] = field(default_factory=dict)
     """By position, a rank whose weight is another than that of its replicas."""
 
@@ -129,8 +133,16 @@ class History:
             for recipe, found in recipes.items()
         }
         ranks = {int(position): int(rank) for position, rank in (sample.get("disagree") or {}).items()}
-        self._last = Sample(int(sample["step"]), seen, self._past, by_position, ranks)
+        self._last = Sample(int(sample["step"]), seen, self._past, by_position, _sums(sample, positions), ranks)
         return self._last
+
+
+def _sums(sample: Mapping[str, Any], positions: Iterable[int]) -> dict[int, Sums]:
+    columns = [(sample.get("sums") or {}).get(name) for name in Sums._fields]
+    if None in columns:
+        return {}
+    rows = zip(positions, zip(*columns, strict=True), strict=True)
+    return {position: Sums(*map(float, values)) for position, values in rows if None not in values}
 
 
 def number(value: Any) -> float | None:

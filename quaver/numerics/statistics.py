@@ -252,12 +252,30 @@ def observe_result(result: Tensor, actual: Tensor | None, reference: Tensor | No
     """The slot of a result [M, N]; `actual`, a part of it, is compared with a high-precision `reference`."""
     slot = observe_matrix(result, None, None, None)
     if actual is not None and reference is not None:
-        wide = reference.double()
-        noise = (wide - actual.double()).square_().nan_to_num_(nan=math.inf, posinf=math.inf)
-        finite = wide.isfinite()
-        slot[Place.REFERENCE] = wide.masked_fill(~finite, 0).square().sum()
-        slot[Place.NOISE] = noise.masked_fill_(~finite, 0).sum()
+        slot[Place.REFERENCE], slot[Place.NOISE] = signal_and_noise(reference, actual)
     return slot
+
+
+def signal_and_noise(reference: Tensor, actual: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums of squares of a reference and of what differs from it, float64 (), where the reference is finite."""
+    wide = reference.double()
+    noise = (wide - actual.double()).square_().nan_to_num_(nan=math.inf, posinf=math.inf)
+    finite = wide.isfinite()
+    return wide.masked_fill(~finite, 0).square().sum(), noise.masked_fill_(~finite, 0).sum()
+
+
+def spread(length: int, count: int, device: torch.device) -> Tensor:
+    """`count` indices, or all, evenly from 0 to `length`."""
+    count = min(count, length)
+    return torch.arange(count, device=device) * length // max(count, 1)
+
+
+def scales_of(rows: Tensor, scale: Tensor, hp: Tensor) -> Tensor:
+    """The scales of some rows of `hp`, as a scale of the matrix that they are."""
+    if scale.dim() == 0 or scale.shape[0] == 1:
+        return scale
+    height, _ = scale_blocks(scale, hp.shape) or (1, 1)
+    return scale[rows // height]
 
 
 def compared_of(slot: Tensor) -> Values | None:

@@ -52,7 +52,7 @@ def survey(
         ValueError: no linear was called with gradients.
     """
     found: dict[str, SurveyedLinear] = {}
-    with _hooks(model, found, recipes):
+    with hooked(model, partial(_observe, found, recipes)):
         forward_backward()
     surveyed = [each for each in found.values() if all("grad_output" in of for of in each.db.values())]
     if not surveyed:
@@ -63,9 +63,15 @@ def survey(
 
 
 @contextmanager
-def _hooks(model: nn.Module, found: dict[str, SurveyedLinear], recipes: Sequence[str]) -> Iterator[None]:
+def hooked(model: nn.Module, observe: Callable[[str, nn.Module, Tensor, Tensor], None]) -> Iterator[None]:
+    """Call `observe` with the name, input and output of every `nn.Linear` that runs and gets gradients."""
+
+    def of_linear(name: str, linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            observe(name, linear, inputs[0], output)
+
     handles = [
-        module.register_forward_hook(partial(_observe, found, recipes, name))
+        module.register_forward_hook(partial(of_linear, name))
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     ]
@@ -81,13 +87,11 @@ def _observe(
     recipes: Sequence[str],
     name: str,
     linear: nn.Module,
-    inputs: tuple[Tensor, ...],
+    input: Tensor,
     output: Tensor,
 ) -> None:
-    """The forward hook of a linear."""
-    if not output.requires_grad:
-        return
-    weight, (input, *_) = linear.get_parameter("weight"), inputs
+    """One call of a linear."""
+    weight = linear.get_parameter("weight")
     surveyed = found.setdefault(name, SurveyedLinear(name))
     surveyed.products += input.numel() * weight.shape[0]
     surveyed.add("input", figures(input.to(output.dtype), "input", recipes))

@@ -11,6 +11,7 @@ from torch import nn
 
 from quaver import (
     FilterDecision,
+    Float8GemmConfig,
     Float8Linear,
     Float8LinearConfig,
     auto_filter_for_recipe,
@@ -78,6 +79,7 @@ def linear_config(config: Float8, recipe: str | None = None) -> Float8LinearConf
     return replace(
         Float8LinearConfig.from_recipe_name(recipe or config.recipe_name),
         emulate=config.emulate,
+        gemm_config_output=Float8GemmConfig(config.use_fast_accum),
         enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
         delayed_scaling_config=config.delayed_scaling_config,
         enable_amax_init=config.enable_amax_init,

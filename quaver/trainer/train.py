@@ -321,6 +321,7 @@ def _open_monitor(run: Run, sink: AlarmSink | None) -> None:
         model.model,
         every=numerics.every,
         extras_every=numerics.extras_every,
+        hardware=None if numerics.hardware == "none" else numerics.hardware,
         sink=sink,
         completed_steps=run.progress.step,
     )

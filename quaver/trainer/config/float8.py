@@ -32,6 +32,9 @@ class Float8(Settings, section="float8"):
         False, "Skip experts, and linears that gain nothing on this GPU (without one, an H100), by a cost model."
     )
     emulate: bool = setting(False, "Use the exact matmul even on float8 hardware.")
+    use_fast_accum: bool = setting(
+        True, "Let Hopper's tensor cores add up each output in few bits: see docs/numerics.md."
+    )
     fused_producers: bool = setting(True, "RMSNorm and SwiGLU before float8 linears save only their inputs.")
     enable_fsdp_float8_all_gather: bool = setting(False, "FSDP2 gathers weights in float8.")
     precompute_float8_dynamic_scale_for_fsdp: bool = setting(

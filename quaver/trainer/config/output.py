@@ -6,6 +6,7 @@ from typing import Annotated
 
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.layer_recipes import HIGH_PRECISION
+from quaver.numerics.accumulation import HARDWARE
 from quaver.trainer.config.settings import (
     AtLeast1,
     FiniteNotNegative,
@@ -78,6 +79,9 @@ class Numerics(Settings, section="numerics"):
         20, "Each linear gets histograms and the SQNR of other recipes once in so many samples, in turns; 0: none."
     )
 
+    hardware: Annotated[str, OneOf(("none", *HARDWARE))] = setting(
+        "none", "A GPU whose sums these samples compute for a few rows of each matmul, on any device."
+    )
     on_alarm: Annotated[str, OneOf(("log", "stop", "fallback"))] = setting(
         "log",
         "log: say and record it. stop: end the run with a checkpoint. fallback: give a linear that its recipe harms "
@@ -88,7 +92,9 @@ class Numerics(Settings, section="numerics"):
     def check(self) -> None:
         """Refuse settings that nothing would read."""
         if not self.every:
-            self.require_default("extras_every", "on_alarm", unless="numerics.every is set")
+            self.require_default("extras_every", "hardware", "on_alarm", unless="numerics.every is set")
+        if not self.extras_every:
+            self.require_default("hardware", unless="numerics.extras_every is 1 or more")
         if self.on_alarm != "fallback":
             self.require_default("fallback_recipe", unless="numerics.on_alarm is fallback")
 

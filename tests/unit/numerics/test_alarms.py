@@ -151,6 +151,30 @@ def test_remedies_have_their_numbers():
     assert "rowwise gives 27.1 dB" in alarm.message
 
 
+@pytest.mark.parametrize(
+    ("sums", "uses_fast", "remedies"),
+    [
+        ((55.0, 23.0, 64.0), True, ["use_fast_accum=False"]),
+        ((55.0, 23.0, 30.0), True, ["use_fast_accum=False", "high precision"]),
+        ((55.0, 23.0, 40.0), False, ["high precision"]),
+        ((55.0, 23.0, 64.0), False, None),
+        ((28.0, 40.0, 64.0), True, None),
+        ((70.0, 50.0, 64.0), True, None),
+        (("inf", 30.0, "inf"), True, ["use_fast_accum=False"]),
+    ],
+)
+def test_sums_that_cost_more_than_casts_have_a_setting_as_their_remedy(sums, uses_fast, remedies):
+    about, line = header(), sample(1)
+    at = position(DOWN, "output")
+    about["tensors"][at]["use_fast_accum"] = uses_fast
+    line["sums"] = {name: [None] * len(about["tensors"]) for name in ("casts", "fast", "exact")}
+    for name, value in zip(line["sums"], sums, strict=True):
+        line["sums"][name][at] = value
+    found = Alarms().update(about, line)
+    assert [[each["recipe"] for each in alarm.remedies] for alarm in found] == ([remedies] if remedies else [])
+    assert all((alarm.rule, alarm.layer, alarm.operand) == ("sums", DOWN, "output") for alarm in found)
+
+
 def test_a_weight_that_differs_between_ranks_names_the_rank():
     line = sample(1) | {"disagree": {str(position(UP, "weight")): 3}}
     (alarm,) = Alarms().update(header(), line)

@@ -11,11 +11,13 @@ from torch.utils.checkpoint import checkpoint
 import quaver
 from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision
 from quaver.numerics import observe
+from quaver.numerics.accumulation import HOPPER
 from quaver.numerics.monitor import monitor
 from quaver.numerics.observe import SAMPLING
 from quaver.numerics.probe import Probe
 from quaver.numerics.record import Record
 from quaver.numerics.statistics import finish, observe_matrix
+from quaver.numerics.survey_sums import survey_sums
 from quaver.quantize import Quantizer
 from tests import steps as steps_of
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
@@ -123,8 +125,8 @@ def test_results_are_compared_with_high_precision(recipe):
 def test_compiled_and_checkpointed_samples_are_those_of_eager_code(mode, recipe):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    expected = watched(make(recipe), steps=4, extras_every=2)
-    assert watched(make(recipe, mode), steps=4, extras_every=2) == expected
+    expected = watched(make(recipe), steps=4, extras_every=2, hardware="h100")
+    assert watched(make(recipe, mode), steps=4, extras_every=2, hardware="h100") == expected
     if mode != "checkpoint":
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
         assert not torch._dynamo.utils.counters["graph_break"]
@@ -159,6 +161,33 @@ def test_which_steps_are_sampled_and_which_linears_have_extras():
     _, lines = watched(make(), every=2, steps=3, completed_steps=10, extras_every=0)
     assert [line["step"] for line in lines[1:]] == [12]
     assert lines[0]["step"] == 11
+
+
+def test_the_sums_of_a_gpu_are_those_of_the_survey():
+    """In the samples with extras alone; a matmul in high precision has none."""
+    model, plain = make("rowwise_with_gw_hp"), Model().bfloat16()
+    plain.load_state_dict(model.state_dict())
+    losses, (header, *samples) = watched(model, every=1, steps=2, extras_every=2, hardware="H100")
+    assert losses == train(make("rowwise_with_gw_hp"), steps=2)
+    assert header["hardware"] == "h100"
+    torch.manual_seed(1)
+    input = torch.randn(40, 48).bfloat16().requires_grad_()
+    loss = lambda: steps_of.results_of(plain, input)  # noqa: E731
+    config = model.up.config
+    expected = {(each.name, each.matmul): each for each in survey_sums(plain, loss, lambda name: config, HOPPER)}
+    found = {}
+    for index, tensor in enumerate(header["tensors"]):
+        values = [samples[0]["sums"][name][index] for name in ("casts", "fast", "exact")]
+        if values != [None] * 3:
+            found[tensor["layer"], tensor["operand"]] = values
+            assert tensor["use_fast_accum"] == (tensor["operand"] == "output")
+    assert set(found) == set(expected)
+    assert {name for _, name in found} == {"output", "grad_input"}
+    assert found["up", "output"] == pytest.approx(list(expected["up", "output"].sums), abs=0.01)
+    seen = [index for index, value in enumerate(samples[1]["sums"]["fast"]) if value is not None]
+    assert {header["tensors"][index]["layer"] for index in seen} == {"up"}
+    assert "sums" not in watched(make(), every=1, steps=1)[1][1]
+    assert watched(make(), every=1, steps=1, hardware="h200", extras_every=1)[1][1]["sums"]["exact"][-1] > 60
 
 
 def test_without_a_monitor_nothing_is_called(monkeypatch):
@@ -269,6 +298,8 @@ def test_a_weight_that_was_cast_once_is_observed():
         ({"every": 0}, ValueError, "every: expected a number of steps of 1 or more, got 0"),
         ({"every": True}, ValueError, "every: expected"),
         ({"extras_every": -1}, ValueError, "extras_every: expected a number of samples"),
+        ({"hardware": "b200"}, ValueError, r"hardware: expected a GPU whose sums are known \(h100, h200\), got 'b200'"),
+        ({"hardware": "h100", "extras_every": 0}, ValueError, "hardware: expected extras_every of 1 or more"),
         ({"sink": 3}, TypeError, "sink: expected a path, a function or an object"),
     ],
 )

@@ -87,12 +87,16 @@ def test_a_model_without_gradients_is_refused():
 def test_a_run_gets_a_config_that_the_trainer_takes(tiny_config, tmp_path, capsys):
     run = run_to_end(tiny_config)
     out = tmp_path / "recipes.toml"
-    options = ["--budget-db", "29", "--out", str(out), "--json"]
+    options = ["--budget-db", "29", "--out", str(out), "--hardware", "h100", "--json"]
     capsys.readouterr()
     assert main(["doctor", "--model", str(run.folder.path), *options]) == 0
     found = json.loads(capsys.readouterr().out)
     recipes = {each["name"]: each["recipe"] for each in found["linears"]}
     assert recipes["lm_head"] == "skipped"
+    assert {each["matmul"] for each in found["sums"]} == {"output", "grad_input", "grad_weight"}
+    assert {each["name"] for each in found["sums"]} == {
+        name for name, recipe in recipes.items() if recipe not in ("skipped", "high_precision", "mxfp8")
+    }
     assert recipes["model.layers.0.mlp.down_proj"] != "tensorwise"
     flags = {"job": {"name": "better"}, "checkpoint": {"enable": False}}
     again = prepare(load_config(out, flags))
@@ -110,8 +114,10 @@ def test_a_hugging_face_folder_gets_recipes_that_prepare_takes(tmp_path, text_fo
     GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=256, **shape)).save_pretrained(tmp_path / "hf")
     out = tmp_path / "recipes.toml"
     options = ["--data", str(text_folder), "--seq-len", "32", "--budget-db", "29", "--out", str(out)]
-    assert main(["doctor", "--model", str(tmp_path / "hf"), *options]) == 0
-    assert "at least 29 dB" in capsys.readouterr().out
+    assert main(["doctor", "--model", str(tmp_path / "hf"), *options, "--hardware", "h100"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "at least 29 dB" in printed
+    assert "float8 matmuls the sums lose less than the casts" in printed
     recipes = LayerRecipes.read(out)
     model = prepare_model_for_float8(GPTNeoXForCausalLM.from_pretrained(tmp_path / "hf"), recipes)
     found = {each.config.recipe_name.value for each in model.modules() if isinstance(each, Float8Linear)}

@@ -1,0 +1,70 @@
+"""What the sums of a GPU's float8 matmuls lose, by operands and K: the table of docs/numerics.md, without a GPU.
+
+    python -m benchmarks.hardware_sums [--hardware h100] [--update-docs]
+
+Two matrices of float32, [64, K], cast tensorwise to e4m3; the SQNR of the sums beside exact ones of the same codes,
+with and without fast accumulation, and that of the casts. K is not split, as for results of a linear's size.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.record import ROOT, markdown, show
+from quaver.numerics.accumulation import HARDWARE, accumulation_of
+from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
+from quaver.scaling import dynamic_cast
+
+PAGE = ROOT / "docs" / "numerics.md"
+SIZES = (4096, 16384)
+ROWS = 64
+
+
+def _channel(matrix: Tensor) -> Tensor:
+    matrix[:, 7] *= 300
+    return matrix
+
+
+OPERANDS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "normal": (torch.clone, torch.clone),
+    "both positive": (torch.abs, torch.abs),
+    "one channel x 300": (_channel, torch.clone),
+}
+
+
+def sums_of(operands: str, k: int, hardware: str) -> Sums:
+    """The decibels of a row."""
+    torch.manual_seed(0)
+    rows = []
+    for change in OPERANDS[operands]:
+        hp = change(torch.randn(ROWS, k))
+        codes, _, dequant_scale = dynamic_cast(hp, torch.float8_e4m3fn, None, power_of_2=False)
+        rows.append(Rows(hp, codes, dequant_scale))
+    found = Sums.of(observe_sums(*rows, accumulation_of(hardware)).tolist())
+    assert found is not None
+    return found
+
+
+def table(hardware: str) -> str:
+    """In Markdown."""
+    rows = []
+    for operands in OPERANDS:
+        found = [sums_of(operands, k, hardware) for k in SIZES]
+        decibels = zip(*([each.fast, each.exact, each.casts] for each in found), strict=True)
+        rows.append([operands, *(" / ".join(f"{value:.1f}" for value in of_sizes) for of_sizes in decibels)])
+    sizes = " / ".join(map(str, SIZES))
+    return markdown([f"operands, K = {sizes}", "sums, fast accumulation", "sums without", "casts"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hardware", choices=tuple(HARDWARE), default="h100")
+    parser.add_argument("--update-docs", action="store_true", help="write the table into the page")
+    options = parser.parse_args()
+    show({"sums": table(options.hardware)}, PAGE, update=options.update_docs)
+
+
+if __name__ == "__main__":
+    main()

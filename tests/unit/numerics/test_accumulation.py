@@ -1,0 +1,150 @@
+"""The sums of Hopper's tensor cores: bits that mmaemu recorded, the rule in rational numbers, and what scales do."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from quaver import Float8GemmConfig, Float8LinearConfig
+from quaver.numerics.accumulation import HOPPER, Accumulation, accumulate
+from quaver.numerics.matmul_sums import BFLOAT16_DB, Sums, observe_sums, some_rows
+from quaver.numerics.survey_sums import survey_sums
+from quaver.quantize import Quantizer
+from tests.reference import assert_same_bits
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def codes(rows, columns, step, dtype):
+    """Finite codes of all exponents, a third of them negative."""
+    n = torch.arange(rows * columns).view(rows, columns)
+    return ((n * n * step + n * 7) % 251 % 124 + 128 * ((n * step) % 3 == 0)).to(torch.uint8).view(dtype)
+
+
+RECORDED = {
+    (E4M3, True): [986688.0, 882112.0, 2222848.0, 920064.0, 955520.0, 856000.0],
+    (E4M3, False): [992696.0, 888886.0, 2233952.0, 926734.0, 961837.0, 863044.0],
+    (E5M2, True): [75497472.0, 46997504.0, 206635008.0, 53968896.0, 73203712.0, 44929024.0],
+    (E5M2, False): [75803136.0, 47161792.0, 207118336.0, 54228256.0, 73488624.0, 45103968.0],
+}
+"""`mmaemu.accumulate(a, b, use_fast_accum=..., splitk=1)`, mmaemu 0.1.0, an H100 PCIe; K is 1,200."""
+
+
+@pytest.mark.parametrize(("dtype", "is_fast"), RECORDED)
+def test_sums_have_the_bits_of_mmaemu(dtype, is_fast):
+    a, b = codes(2, 1200, 5, dtype), codes(3, 1200, 11, E4M3)
+    expected = torch.tensor(RECORDED[dtype, is_fast]).view(2, 3)
+    assert_same_bits(accumulate(a, b, HOPPER, use_fast_accum=is_fast), expected)
+
+
+def exponent(value):
+    return math.frexp(value)[1] - 1
+
+
+def truncated(value, unit):
+    return int(value / unit) * unit  # int() truncates toward zero
+
+
+def chain_of(a, b, rule, smallest):
+    """The rule of accumulation.py for one dot product, in rational numbers."""
+    total = Fraction(0)
+    for start in range(0, len(a), rule.products):
+        pairs = [(x, y) for x, y in zip(a[start:][: rule.products], b[start:][: rule.products], strict=True) if x * y]
+        tops = [max(exponent(x), smallest) + max(exponent(y), smallest) for x, y in pairs]
+        tops += [exponent(total)] if total else []
+        unit = Fraction(2) ** (max(tops, default=0) - rule.fraction_bits)
+        total = truncated(total, unit) + sum(truncated(Fraction(x) * Fraction(y), unit) for x, y in pairs)
+        total = truncated(total, Fraction(2) ** (exponent(total) - rule.fraction_bits)) if total else total
+    return float(total)
+
+
+@pytest.mark.parametrize("rule", [HOPPER, Accumulation(16, 9, 48)])
+def test_sums_follow_the_rule_in_rational_numbers(rule):
+    a, b = (torch.randn(2, 200) * torch.exp2(torch.randint(-10, 6, (2, 200)).float()) for _ in range(2))
+    a, b = a.to(E4M3), b.to(E4M3)
+    rows = a.float().tolist(), b.float().tolist()
+    expected = [[chain_of(x, y, rule, -6) for y in rows[1]] for x in rows[0]]
+    assert accumulate(a, b, rule, use_fast_accum=True).tolist() == expected
+    total = torch.zeros(2, 2)
+    for start in range(0, 200, rule.promoted_every):
+        parts = [[x[start : start + rule.promoted_every] for x in side] for side in rows]
+        total += torch.tensor([[chain_of(x, y, rule, -6) for y in parts[1]] for x in parts[0]])
+    assert_same_bits(accumulate(a, b, rule, use_fast_accum=False), total)
+
+
+def test_a_subnormal_code_has_the_exponent_of_the_smallest_normal_one():
+    """2^-9 x 256 is 1/2, and aligns the others as 4 would: 31 products of 2^-12 are below 2^(2 - 13)."""
+    a, b = torch.full((1, 32), 2.0**-6), torch.full((1, 32), 2.0**-6)
+    a[0, 0], b[0, 0] = 2.0**-9, 256.0
+    assert accumulate(a.to(E4M3), b.to(E4M3), HOPPER, use_fast_accum=True).item() == 0.5
+    a[0, 0], b[0, 0] = 2.0**-6, 32.0
+    assert accumulate(a.to(E4M3), b.to(E4M3), HOPPER, use_fast_accum=True).item() == 0.5 + 31 * 2.0**-12
+
+
+def test_values_that_are_not_finite_and_empty_operands():
+    a, b = torch.ones(2, 64), torch.ones(3, 64)
+    a[0, 3] = math.nan
+    made = accumulate(a.to(E4M3), b.to(E4M3), HOPPER, use_fast_accum=False)
+    assert made[0].isnan().all()
+    assert made[1].tolist() == [64.0] * 3
+    a[0, 3] = -math.inf
+    assert accumulate(a.to(E5M2), b.to(E4M3), HOPPER, use_fast_accum=True)[0].tolist() == [-math.inf] * 3
+    assert accumulate(a.to(E4M3)[:, :0], b.to(E4M3)[:, :0], HOPPER, use_fast_accum=False).tolist() == [[0.0] * 3] * 2
+    assert accumulate(a.to(E4M3)[:0], b.to(E4M3), HOPPER, use_fast_accum=True).shape == (0, 3)
+
+
+def sums_of(recipe, left, right):
+    casts = Float8LinearConfig.from_recipe_name(recipe).casts
+    rows = []
+    for operand, hp in (("input", left), ("weight", right)):
+        made = Quantizer(getattr(casts, operand), hp.dtype)(hp, row=True, column=False).row
+        rows.append(some_rows(hp, made.data, made.dequant_scale, "row"))
+    return Sums.of(observe_sums(*rows, HOPPER).tolist())
+
+
+@pytest.mark.parametrize(
+    ("operands", "fast", "exact", "casts"), [("normal", 57.2, 77.8, 28.5), ("positive", 23.0, 63.7, 55.3)]
+)
+def test_what_sums_and_casts_cost(operands, fast, exact, casts):
+    """The rows of docs/numerics.md for K = 4096."""
+    made = torch.randn(16, 4096), torch.randn(16, 4096)
+    left, right = (each.abs() for each in made) if operands == "positive" else made
+    found = sums_of("tensorwise", left, right)
+    assert found.fast == pytest.approx(fast, abs=1.5)
+    assert found.exact == pytest.approx(exact, abs=1.5)
+    assert found.casts == pytest.approx(casts, abs=1.5)
+
+
+def test_scales_of_rows_and_blocks():
+    """Rows of all sizes weigh as their scales say; scales of 128 multiply each chain, and those of 32 nothing runs."""
+    left, right = torch.randn(64, 512).abs() * 2.0 ** torch.arange(64)[:, None], torch.randn(40, 512).abs()
+    assert sums_of("rowwise", left, right).fast == pytest.approx(sums_of("rowwise", left[-1:], right).fast, abs=2)
+    blocks = sums_of("blockwise", left, right)
+    assert blocks.fast == blocks.exact == pytest.approx(sums_of("rowwise", left, right).exact, abs=3)
+    assert sums_of("mxfp8", left, right) is None
+
+
+def test_sums_may_lose_what_rounding_to_bfloat16_does():
+    assert Sums(casts=60.0, fast=50.0, exact=70.0).bound() == BFLOAT16_DB == pytest.approx(48.2, abs=0.1)
+    assert Sums(casts=28.0, fast=50.0, exact=70.0).bound() == 28.0
+
+
+def test_a_survey_finds_the_matmul_whose_sums_cost_most():
+    model = torch.nn.Sequential(torch.nn.Linear(2048, 48, bias=False), torch.nn.ReLU(), torch.nn.Linear(48, 16))
+    model[0].weight.data.abs_()
+    input = torch.randn(64, 2048).abs()
+    exact = Float8LinearConfig(gemm_config_output=Float8GemmConfig())
+    configs = {"0": Float8LinearConfig(), "2": None}
+
+    def found():
+        return survey_sums(model, lambda: model(input).square().mean().backward(), configs.get, HOPPER)
+
+    first, *others = found()
+    assert (first.name, first.matmul, first.use_fast_accum) == ("0", "output", True)
+    assert first.margin < -10
+    assert {each.matmul for each in others} == {"grad_weight"}  # nothing asks for the gradient of the input
+    configs["0"] = exact
+    assert min(each.margin for each in found()) > 0
+    configs["0"] = Float8LinearConfig(emulate=True)
+    assert not found()
