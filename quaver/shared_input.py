@@ -33,6 +33,7 @@ from quaver.config import OperandCasts
 from quaver.quantize import Operands, Quantizer
 from quaver.scaling import PersistentScale, Scales
 from quaver.torch_private.dispatch import count_dispatch_modes, dispatch_mode_at
+from quaver.torch_private.policies import POLICIES
 from quaver.torch_private.versions import version_of
 
 
@@ -214,4 +215,4 @@ def _innermost_dispatch_mode() -> Any:
 
 
 def _under_selective_checkpoint() -> bool:
-    return type(_innermost_dispatch_mode()).__module__ == "torch.utils.checkpoint"
+    return isinstance(_innermost_dispatch_mode(), POLICIES)

@@ -33,13 +33,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import quaver.experts.gemm
 import quaver.kernels.exact_mm
 import quaver.kernels.native_blocks  # noqa: F401 - these define the operations below
-from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket
+from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket, has_kernel
 from quaver.torch_private.fsdp import hide_from_policies
+from quaver.torch_private.policies import policy_contexts
 
 MODES = ("none", "full", "selective", "memory_budget")
 
@@ -120,13 +121,14 @@ def apply_activation_checkpointing(
             such as "aten.silu"; see `named_operations`.
         never_keep: operators whose results it does not save, although it would.
     Raises:
-        ValueError: an unknown mode, option or operator, operators to keep where no policy reads them, a budget outside
-            0 to 1, or a module that is checkpointed already.
+        ValueError: an unknown mode, option or operator, an operator to keep that has no result of its own (see
+            `operations_to_keep`) or that no policy reads, a budget outside 0 to 1, or a module that is checkpointed
+            already.
     """
     modules = list(modules)
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    changes = PolicyChanges(named_operations(also_keep), named_operations(never_keep))
+    changes = PolicyChanges(operations_to_keep(also_keep), named_operations(never_keep))
     if any(changes) and (mode != "selective" or selected_every(selective_ac_option) is not None):
         raise ValueError(
             "also_keep and never_keep must be empty unless mode is selective and selective_ac_option is op, got "
@@ -167,6 +169,43 @@ def named_operations(names: Iterable[str]) -> frozenset[Any]:
     return frozenset(overload for name in names for overload in _overloads(name))
 
 
+def operations_to_keep(names: Iterable[str]) -> frozenset[Any]:
+    """The operators of these names whose results a policy can save.
+
+    Raises:
+        ValueError: a name is no operator's, or of an operator whose saved result a recomputation could not use: a view,
+            the argument that it wrote to, random numbers that later operators would then draw again, or nothing,
+            because the operator is made of others, which alone a policy sees.
+    """
+    kept: set[Any] = set()
+    for name in names:
+        overloads = [each for each in _overloads(name) if has_kernel(each)]
+        reasons = {each: _obstacle(each) for each in overloads}
+        kept.update(each for each, reason in reasons.items() if not reason)
+        if all(reasons.values()):
+            raise ValueError(
+                f"expected an operator whose result can be saved, such as aten.silu; got {name!r}, which "
+                f"{next(iter(reasons.values()), 'has no kernel')}"
+            )
+    return frozenset(kept)
+
+
+def _obstacle(operation: Any) -> str:
+    """Why a policy cannot save the result of an operator; "" where it can."""
+    schema = operation._schema
+    if has_kernel(operation, "CompositeImplicitAutograd"):
+        return "is made of other operators; name those, as aten.mm for aten.linear"
+    if schema.is_mutable:
+        return "writes to its arguments, as its recomputation must"
+    if any(each.alias_info for each in schema.returns):
+        return "returns a view of its argument; name the operator that made what it views"
+    if not any("Tensor" in str(each.type) for each in schema.returns):
+        return "returns no tensor"
+    if torch.Tag.nondeterministic_seeded in operation.tags:
+        return "draws random numbers, and its recomputation must draw them again, so that later operators get theirs"
+    return ""
+
+
 def _overloads(name: str) -> list[Any]:
     found: Any = torch.ops
     parts = name.split(".")
@@ -198,7 +237,7 @@ def selective_checkpoint_contexts(
         count: of the module that is checkpointed, the same one for each of its forwards; see [Note: which matmuls].
     """
     hide_from_policies()
-    return create_selective_checkpoint_contexts(_policy(changes, count or MatmulCount()))
+    return policy_contexts(_policy(changes, count or MatmulCount()))
 
 
 def _recompute_contexts() -> tuple[Any, Any]:
@@ -207,7 +246,7 @@ def _recompute_contexts() -> tuple[Any, Any]:
     Can go with torch 2.11.
     """
     hide_from_policies()
-    return create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
+    return policy_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def _policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., CheckpointPolicy]:
@@ -221,10 +260,25 @@ def _policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., Checkpo
             seen[ctx.is_recompute] += 1
             count.matmuls = seen[False]
             saves = saves or (last - seen[ctx.is_recompute]) % 2 == 1
-        saves = saves and operation not in changes.never_keep
+        saves = saves and operation not in changes.never_keep and not _draws(operation, args, kwargs)
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     return decide
+
+
+def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call, of one of `KEPT`, draws random numbers: attention with dropout.
+
+    Its recomputation must draw them again: without it, the dropout after it would get another mask than in the forward.
+    """
+    place = _place_of_dropout(operation)
+    return place is not None and bool(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
+
+
+@functools.cache
+def _place_of_dropout(operation: Any) -> int | None:
+    names = [each.name for each in operation._schema.arguments] if isinstance(operation, OpOverload) else []
+    return names.index("dropout_p") if "dropout_p" in names else None
 
 
 class _Checkpointed:

@@ -23,7 +23,7 @@ _ENGINE = "torch.autograd.graph", "_engine_run_backward"
 
 NOT_THE_MODELS = (
     *("torch.", "quaver.recorder.", "quaver.memory.", "quaver.kernels.operation", "quaver.phases"),
-    *("contextlib", "functools"),
+    *("quaver.torch_private.", "contextlib", "functools"),
 )
 """Prefixes of Python modules that are not the model's code, or call what others chose."""
 

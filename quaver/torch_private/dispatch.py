@@ -7,6 +7,8 @@
 - `innermost_transform()`: torch._C._functorch.peek_interpreter_stack, vmap, grad, jvp or functionalize, else None.
 - `without_dispatch_modes()`: torch.utils._python_dispatch._disable_current_modes, a context in which no mode is on.
 - `fake_mode_is_on()`: torch._C._get_dispatch_mode of torch._C._TorchDispatchModeKey.FAKE.
+- `has_kernel(overload, key)`: torch._C._dispatch_has_kernel and _dispatch_has_kernel_for_dispatch_key. TorchScript has
+  overloads without a kernel.
 - `dispatch_keys(tensor)`: torch._C._dispatch_keys, with `DispatchKey` and `DispatchKeySet`.
 - `skip_torch_function`: torch._C._disabled_torch_function_impl, as `__torch_function__` of a tensor subclass.
 - `OpOverload`, `OpOverloadPacket`, `HigherOrderOperator` of torch._ops: torch.ops.aten.mm.default, torch.ops.aten.mm,
@@ -32,6 +34,7 @@ __all__ = [
     "dispatch_mode_at",
     "dispatch_modes",
     "fake_mode_is_on",
+    "has_kernel",
     "innermost_transform",
     "overload_packet",
     "skip_torch_function",
@@ -51,6 +54,14 @@ without_dispatch_modes = _disable_current_modes
 def fake_mode_is_on() -> bool:
     """Whether a FakeTensorMode is among the dispatch modes."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def has_kernel(overload: OpOverload, key: str = "") -> bool:
+    """Whether an operator has a kernel, or one for a dispatch key."""
+    name = overload.name()
+    if not torch._C._dispatch_has_kernel(name):
+        return False
+    return not key or torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def overload_packet(overload: OpOverload) -> OpOverloadPacket:

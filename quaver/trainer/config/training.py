@@ -6,7 +6,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le, Lt
 
 from quaver.checkpointing import MODES as CHECKPOINT_MODES
-from quaver.checkpointing.policy import named_operations, selected_every
+from quaver.checkpointing.policy import named_operations, operations_to_keep, selected_every
 from quaver.trainer.config.settings import (
     AtLeast1,
     AtMost,
@@ -119,12 +119,13 @@ class ActivationCheckpoint(Settings, section="activation_checkpoint"):
             every = selected_every(self.selective_ac_option)
         except ValueError as error:
             raise ValueError(f"activation_checkpoint.{error}") from error
-        for name in ("selective_ac_also_keep", "selective_ac_never_keep"):
+        readers = {"selective_ac_also_keep": operations_to_keep, "selective_ac_never_keep": named_operations}
+        for name, read in readers.items():
             if self.mode != "selective" or every is not None:
                 unless = "activation_checkpoint.mode is selective and its selective_ac_option is op"
                 self.require_default(name, unless=unless)
             try:
-                named_operations(getattr(self, name))
+                read(getattr(self, name))
             except ValueError as error:
                 raise ValueError(f"activation_checkpoint.{name}: {error}") from error
 

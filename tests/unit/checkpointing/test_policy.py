@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
 
 from quaver import (
     Float8LinearConfig,
@@ -419,7 +419,67 @@ def test_a_policy_can_be_told_what_to_keep_and_what_not():
         assert_same(gradients, expected)
 
 
+class WritesInPlace(nn.Module):
+    """Writes to the results of a matmul, of silu and of mul, through a view too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        gate, up = self.first(x), self.second(x)
+        product = torch.nn.functional.silu(gate).mul_(up) * 0.5
+        product.view(-1).add_(1)
+        torch._foreach_mul_([product], 2.0)
+        return self.last(product).relu_() + self.first(x).mul_(3)
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+@pytest.mark.parametrize("kept", [(), ("aten.silu", "aten.mul", "aten._unsafe_view", "aten.relu")])
+def test_results_that_are_saved_can_be_written_to(kept, recipe):
+    def gradients(mode, **changes):
+        torch.manual_seed(0)
+        block = WritesInPlace()
+        if recipe:
+            convert_to_float8_training(block, config=recipe)
+        apply_activation_checkpointing([block], mode=mode, **changes)
+        block(torch.ones(32, 64, requires_grad=True)).square().sum().backward()
+        return [parameter.grad for parameter in block.parameters()]
+
+    assert_same(gradients("selective", also_keep=kept), gradients("none"))
+
+
+def test_attention_that_draws_random_numbers_is_not_saved():
+    decide = checkpointing._policy(checkpointing.NO_CHANGES, checkpointing.MatmulCount())
+    attention, query = torch.ops.aten._scaled_dot_product_flash_attention.default, torch.empty(1)
+    context = SelectiveCheckpointContext(is_recompute=False)
+    decisions = [decide(context, attention, query, query, query, *dropout) for dropout in ((), (0.0,), (0.1,))]
+    decisions.append(decide(context, attention, query, query, query, dropout_p=0.1))
+    saves, recomputes = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    assert decisions == [saves, saves, recomputes, recomputes]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("aten.mul_", "which writes to its arguments"),
+        ("aten.mul.out", "which writes to its arguments"),
+        ("aten.view", "which returns a view of its argument"),
+        ("aten.detach", "which returns a view of its argument"),
+        ("aten.linear", "which is made of other operators"),
+        ("aten.native_dropout", "which draws random numbers"),
+        ("aten.sym_size", "which"),
+        ("quaver.update_amax_buffer", "which writes to its arguments"),
+    ],
+)
+def test_operators_without_a_result_to_save_are_refused(name, reason):
+    with pytest.raises(ValueError, match="expected an operator whose result can be saved") as raised:
+        apply_activation_checkpointing([], also_keep=[name])
+    assert f"got {name!r}, {reason}" in str(raised.value)
+
+
 def test_operators_by_name():
+    assert checkpointing.operations_to_keep(["aten.mul"]) == {torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar}
     named = checkpointing.named_operations(["aten.add", "aten.mul.Tensor"])
     assert {torch.ops.aten.add.Tensor, torch.ops.aten.add.out, torch.ops.aten.mul.Tensor} <= named
     assert torch.ops.aten.mul.out not in named
