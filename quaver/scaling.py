@@ -5,7 +5,7 @@ This file is the oracle that every kernel must match bit for bit.
     amax          = max |hp|                    over the whole tensor (tensorwise), along one dim (rowwise), or over
                                                 blocks (blockwise)
     quant_scale   = RN32(format.max / amax)     at most RN32(format.max / EPS); optionally rounded down to 2^k
-    float8        = RNE8(clamp(RN32(float32(hp) * quant_scale), -format.max, format.max))
+    float8        = RNE8(clamp(RN32(float32(hp) * quant_scale), -format.max, format.max)); NaN for an infinite hp
     dequant_scale = RN32(1 / quant_scale)
 
 RN32 is the correctly rounded float32 result, RNE8 round to nearest, ties to even, subnormals kept.
@@ -15,7 +15,8 @@ What the unusual amaxes do:
     below EPS              the same scale: values under EPS * smallest_subnormal / (2 * max) become zero
     inf                    quant_scale = 0, dequant_scale = inf: every result of the tensor (or row) is NaN
     NaN                    both scales NaN: every result of the tensor (or row) is NaN
-so a non-finite value is never hidden by saturation: it reaches the output, as it would in bfloat16.
+so a non-finite value is never hidden by saturation: it reaches the output, as it would in bfloat16. Under a scale that
+is not of this amax (an earlier step's, a static one) the infinite element itself becomes NaN.
 
 Blocks tile a matrix from its first element. The last row and column of blocks may be smaller, so a matrix [R, C] in
 blocks of r x c has ceil(R / r) x ceil(C / c) scales. The scales of a block of zeros are 1. For other blocks, codes
@@ -180,19 +181,25 @@ def scales_of(amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool) -> Scal
     return Scales(quant, to_dequant_scale(quant))
 
 
-def cast_to_float8(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
-    """Scale and cast, saturating: what overflows becomes the largest finite number, NaN stays NaN.
+def cast_to_float8(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, is_of_amax: bool = False) -> Tensor:
+    """Scale and cast, saturating: what overflows becomes the largest finite number, inf and NaN become NaN.
 
     Args:
         hp: float32, bfloat16 or float16, any shape.
         quant_scale: float32, broadcastable to hp: shape () or hp's shape with 1s.
         float8_dtype: what to cast to.
+        is_of_amax: that quant_scale is of the amax of all that it scales. It is then 0 where there is an inf, whose
+            product with it is NaN, so that none has to be looked for. Changes no result.
     Returns:
         float8, hp's shape, and hp's strides where those are dense.
     """
-    largest = FORMATS[float8_dtype].max
-    # torch's own cast from an overflowing value changed between releases (NaN, inf or the maximum): clamp first.
     scaled = hp * quant_scale if hp.dtype is torch.float32 else hp.float().mul_(quant_scale)
+    return _saturate_(scaled if is_of_amax else scaled.masked_fill_(hp.isinf(), torch.nan), float8_dtype)
+
+
+def _saturate_(scaled: Tensor, float8_dtype: torch.dtype) -> Tensor:
+    """torch's own cast from an overflowing value changed between releases (NaN, inf or the maximum): clamp first."""
+    largest = FORMATS[float8_dtype].max
     return scaled.clamp_(-largest, largest).to(float8_dtype)
 
 
@@ -218,10 +225,9 @@ def cast_with_persistent_scale(
     largest_seen = amax(hp).float()
     own = amax_to_quant_scale(largest_seen, float8_dtype, power_of_2=power_of_2)
     quant = torch.where(quant_scale > 0, quant_scale, own)
-    scaled = torch.where(hp.isinf(), torch.nan, hp.float() * quant)
+    scaled = (hp.float() * quant).masked_fill_(hp.isinf(), torch.nan)
     saturated = (scaled.abs() > fmt.saturates_above).sum(dtype=torch.float32)
-    codes = scaled.clamp(-fmt.max, fmt.max).to(float8_dtype)
-    return codes, quant, to_dequant_scale(quant), torch.stack([largest_seen, saturated])
+    return _saturate_(scaled, float8_dtype), quant, to_dequant_scale(quant), torch.stack([largest_seen, saturated])
 
 
 def dynamic_cast(
@@ -233,7 +239,8 @@ def dynamic_cast(
         The float8 tensor, and float32 quant_scale and dequant_scale (shape () or hp's shape with `dim` reduced to 1).
     """
     quant_scale = amax_to_quant_scale(amax(hp, dim), float8_dtype, power_of_2=power_of_2)
-    return cast_to_float8(hp, quant_scale, float8_dtype), quant_scale, to_dequant_scale(quant_scale)
+    codes = cast_to_float8(hp, quant_scale, float8_dtype, is_of_amax=True)
+    return codes, quant_scale, to_dequant_scale(quant_scale)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -282,7 +289,8 @@ def dynamic_cast_blocks(
         float8 [R, C], contiguous; float32 quant_scale and dequant_scale of the shape of `block_counts`.
     """
     quant_scale, dequant_scale = scales_of_blocks(block_amax(hp, block_size), float8_dtype, power_of_2, mode)
-    return cast_blocks(hp, quant_scale, float8_dtype, block_size), quant_scale, dequant_scale
+    codes = cast_blocks(hp, quant_scale, float8_dtype, block_size, is_of_amax=True)
+    return codes, quant_scale, dequant_scale
 
 
 def scales_of_blocks(amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool, mode: str) -> Scales:
@@ -293,11 +301,17 @@ def scales_of_blocks(amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool, 
     return Scales(quant, to_dequant_scale(quant))
 
 
-def cast_blocks(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, block_size: Sequence[int]) -> Tensor:
-    """Scale and cast a matrix, saturating; float8 [R, C], contiguous. `quant_scale` has one element a block."""
-    largest = FORMATS[float8_dtype].max
+def cast_blocks(
+    hp: Tensor,
+    quant_scale: Tensor,
+    float8_dtype: torch.dtype,
+    block_size: Sequence[int],
+    is_of_amax: bool = False,
+) -> Tensor:
+    """`cast_to_float8` of a matrix [R, C], contiguous. `quant_scale` has one element a block."""
     scaled = hp.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    return _multiply_blocks_(scaled, quant_scale, block_size).clamp_(-largest, largest).to(float8_dtype)
+    _multiply_blocks_(scaled, quant_scale, block_size)
+    return _saturate_(scaled if is_of_amax else scaled.masked_fill_(hp.isinf(), torch.nan), float8_dtype)
 
 
 def e8m0_offset(float8_dtype: torch.dtype, mode: str) -> int:

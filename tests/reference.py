@@ -36,9 +36,9 @@ def sqnr_db(reference: Tensor, actual: Tensor) -> float:
 
 
 def reference_codes(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> np.ndarray:
-    """The codes of a saturating cast, by ml_dtypes."""
+    """The codes of a saturating cast, by ml_dtypes; NaN for an infinite number."""
     with np.errstate(invalid="ignore", over="ignore"):
-        scaled = hp.float().numpy() * quant_scale.numpy()
+        scaled = np.where(hp.isinf().numpy(), np.float32(np.nan), hp.float().numpy() * quant_scale.numpy())
     clamped = np.clip(scaled, -MAX[float8_dtype], MAX[float8_dtype])
     return clamped.astype(ML_DTYPE[float8_dtype]).view(np.uint8)
 
@@ -61,8 +61,9 @@ def reference_scales(amax: Tensor, float8_dtype: torch.dtype, *, power_of_2: boo
 
 
 def reference_cast(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
-    """A saturating cast, whose one product is defined to be rounded to float32."""
-    return (hp.float() * quant_scale).clamp(-MAX[float8_dtype], MAX[float8_dtype]).to(float8_dtype)
+    """A saturating cast, whose one product is defined to be rounded to float32; NaN for an infinite number."""
+    scaled = torch.where(hp.isinf(), torch.nan, hp.float() * quant_scale)
+    return scaled.clamp(-MAX[float8_dtype], MAX[float8_dtype]).to(float8_dtype)
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor, *, nan_bits: bool = False) -> None:

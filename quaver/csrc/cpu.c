@@ -35,6 +35,7 @@ typedef struct {
     int64_t rows, columns, code_row; /* code_row: from one row of codes to the next; `columns` where they are written */
     int64_t block_rows, block_columns; /* of BLOCKS, whose amaxes and scales are [ceil(rows / ..), ceil(columns / ..)] */
     int hp_kind, float8, dim, power_of_2, threads;
+    int is_of_amax;     /* whether this job finds `quant` itself: see cast_run */
     char *amax;         /* [threads, 1 or columns] of hp_kind, while it is found */
     int64_t *saturated; /* of all blocks, while they are counted */
 } Job;
@@ -95,15 +96,16 @@ static void cast_rows(const Job *job, int block, int64_t first, int64_t last) {
     const int64_t columns = job->columns, length = run_length(job);
     float repeated[BLOCK_RUN];
     if (job->dim == NONE) {
-        cast_run(hp_at(job, first * columns), job->hp_kind, job->float8, job->quant, 0, (last - first) * columns,
-                 job->codes + first * columns);
+        cast_run(hp_at(job, first * columns), job->hp_kind, job->float8, job->quant, 0, job->is_of_amax,
+                 (last - first) * columns, job->codes + first * columns);
         return;
     }
     for (int64_t row = first; row < last; row++)
         for (int64_t start = 0; start < columns; start += length) {
             const int64_t at = row * columns + start, n = least(length, columns - start);
             const RunScale scale = scale_of_run(job, row, start, n, repeated);
-            cast_run(hp_at(job, at), job->hp_kind, job->float8, scale.at, scale.per_element, n, job->codes + at);
+            cast_run(hp_at(job, at), job->hp_kind, job->float8, scale.at, scale.per_element, job->is_of_amax, n,
+                     job->codes + at);
         }
 }
 
@@ -329,7 +331,7 @@ static PyObject *call(int (*matrix)(const Job *), const char *needs, PyObject *c
         .persistent_quant = AT(4), .amax_buffer = AT(5),
         .rows = rows, .columns = columns, .code_row = sizes[2], .hp_kind = (int)sizes[3], .float8 = (int)sizes[4],
         .dim = (int)dim, .power_of_2 = sizes[6] != 0, .threads = threads_of(sizes[7]),
-        .block_rows = sizes[8], .block_columns = sizes[9],
+        .block_rows = sizes[8], .block_columns = sizes[9], .is_of_amax = matrix != cast_with_scale_matrix,
     };
     RUN(matrix(&job), rows * columns);
 }

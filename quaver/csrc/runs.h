@@ -15,34 +15,41 @@
     default: BODY(FLOAT16, __VA_ARGS__); \
     }
 
-INLINE void cast_body(int hp_kind, const void *hp, Format f, const float *scale, int per_element, int64_t n,
-                      uint8_t *restrict codes) {
+/* hp, and NaN for an infinite one, which a clamp would hide: hp - hp is NaN there, else 0. */
+INLINE float nan_for_inf(float hp) { return hp - (hp - hp); }
+
+INLINE void cast_body(int hp_kind, const void *hp, Format f, const float *scale, int per_element, int is_of_amax,
+                      int64_t n, uint8_t *restrict codes) {
     const float one_scale = *scale;
-    for (int64_t i = 0; i < n; i++) codes[i] = encode(load(hp, hp_kind, i) * (per_element ? scale[i] : one_scale), f);
+    for (int64_t i = 0; i < n; i++) {
+        const float value = load(hp, hp_kind, i);
+        codes[i] = encode((is_of_amax ? value : nan_for_inf(value)) * (per_element ? scale[i] : one_scale), f);
+    }
 }
 
-/* codes[i] = RNE8(clamp(RN32(hp[i] * scale), -max, max)). */
-CLONES static void cast_run(const void *hp, int hp_kind, int float8, const float *scale, int per_element, int64_t n,
-                            uint8_t *codes) {
+/* codes[i] = RNE8(clamp(RN32(hp[i] * scale), -max, max)), and NaN for an infinite hp[i]. A scale that `is_of_amax` of
+ * all that it scales is 0 for an inf, so that the product is NaN and none is looked for. */
+CLONES static void cast_run(const void *hp, int hp_kind, int float8, const float *scale, int per_element,
+                            int is_of_amax, int64_t n, uint8_t *codes) {
+    const Format f = FLOAT8[float8];
     if (n <= 0) return;
-    if (per_element) BY_KIND(cast_body, hp_kind, hp, FLOAT8[float8], scale, 1, n, codes)
-    else BY_KIND(cast_body, hp_kind, hp, FLOAT8[float8], scale, 0, n, codes)
+    if (per_element && is_of_amax) BY_KIND(cast_body, hp_kind, hp, f, scale, 1, 1, n, codes)
+    else if (per_element) BY_KIND(cast_body, hp_kind, hp, f, scale, 1, 0, n, codes)
+    else if (is_of_amax) BY_KIND(cast_body, hp_kind, hp, f, scale, 0, 1, n, codes)
+    else BY_KIND(cast_body, hp_kind, hp, f, scale, 0, 0, n, codes)
 }
 
 INLINE void observed_body(int hp_kind, const void *hp, Format f, float scale, int32_t n, uint8_t *restrict codes,
                           int32_t *saturated) {
     for (int32_t i = 0; i < n; i++) {
-        float value = load(hp, hp_kind, i);
-        uint32_t nan = (bits_of(value) & 0x7FFFFFFFu) == 0x7F800000u ? 0x7FC00000u : 0;
-        float scaled = float_of(bits_of(value * scale) | nan);
-        uint32_t magnitude = bits_of(scaled) & 0x7FFFFFFFu;
+        const float value = nan_for_inf(load(hp, hp_kind, i)) * scale;
+        const uint32_t magnitude = bits_of(value) & 0x7FFFFFFFu;
         *saturated += magnitude > bits_of(f.saturates_above) && magnitude <= 0x7F800000u;
-        codes[i] = encode(scaled, f);
+        codes[i] = encode(value, f);
     }
 }
 
-/* As cast_run with one scale, but an infinite hp[i] becomes NaN; returns how many elements lost more to the clamp than
- * to rounding. */
+/* As cast_run with one scale; returns how many elements lost more to the clamp than to rounding. */
 CLONES static int32_t observed_cast_run(const void *hp, int hp_kind, int float8, float scale, int32_t n,
                                         uint8_t *codes) {
     int32_t saturated = 0;

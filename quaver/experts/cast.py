@@ -71,7 +71,7 @@ def _cast_groups(
             quant, dequant = scaling.scales_of(amax, float8_dtype, power_of_2)
         shape = shape_of_scales(block, groups, *hp.shape)
         of_rows, part = scales_at_places(hp, quant, place, columns)
-        codes = cast_blocks_with_scale(hp, of_rows, float8_dtype, part)
+        codes = cast_blocks_with_scale(hp, of_rows, float8_dtype, part, True)
         return codes, quant[:count].view(shape), dequant[:count].view(shape)
 
     return of_blocks(cast, row, column, *block_of(granularity, (dot_products, length)))

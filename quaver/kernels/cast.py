@@ -55,7 +55,7 @@ def _cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: b
     """Quantize with the scale of the matrix's own amax."""
     cpu.check_memory(hp)
     quant, dequant = scaling.scales_of(_amax(hp), float8_dtype, power_of_2)
-    row_codes, column_codes = _laid_out(scaling.cast_to_float8(hp, quant, float8_dtype), row, column)
+    row_codes, column_codes = _laid_out(scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True), row, column)
     return row_codes, quant, dequant, column_codes, None, None
 
 
@@ -69,7 +69,7 @@ def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
     for dim, asked in ((1, row), (0, column)):
         if asked:
             quant, dequant = scaling.scales_of(_amax(hp, dim), float8_dtype, power_of_2)
-            codes = scaling.cast_to_float8(hp, quant, float8_dtype)
+            codes = scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True)
             made += [codes if hp.is_cpu else _laid_out(codes, dim == 1, dim == 0)[1 - dim], quant, dequant]
         else:
             made += NONE

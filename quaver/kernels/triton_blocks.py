@@ -162,6 +162,15 @@ def to_quant_scale(amax: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
 
 
 @jit
+def nan_for_inf(hp: tl.tensor) -> tl.tensor:
+    """hp (float32) with NaN for inf, which a scale that is not of hp's own amax would not carry.
+
+    hp * 0 is NaN for inf, else a zero of hp's sign, which changes no bit.
+    """
+    return tl.fma(hp, 0.0, hp)
+
+
+@jit
 def store_scales(quant_ptr: tl.tensor, dequant_ptr: tl.tensor, quant: tl.tensor, mask: tl.tensor) -> None:
     """Write quant_scales, and `quaver.scaling.to_dequant_scale` of them."""
     tl.store(quant_ptr, quant, mask=mask)

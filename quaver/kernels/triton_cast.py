@@ -39,6 +39,7 @@ from quaver.kernels.triton_blocks import (
     launch,
     load_tile,
     magnitude_bits,
+    nan_for_inf,
     spread,
     store_column_codes,
     store_row_codes,
@@ -194,7 +195,7 @@ def _cast_tensorwise(
     if quant_scale_ptr is None:
         scaled = hp * quant
     else:  # observed before the codes are made: after that it costs 40 registers
-        scaled = tl.fma(hp, quant, hp * 0.0)  # hp * 0 makes infinities NaN, and changes no other bit
+        scaled = nan_for_inf(hp) * quant
         bits = tl.max(magnitude_bits(hp))
         tl.atomic_max(as_bits(observed_ptr), bits, mask=bits > recorded, sem="relaxed")
         # Rounded products order like their factors: where the largest does not saturate, none does.
@@ -229,6 +230,8 @@ def _cast_rowwise(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     hp, r, c = load_tile(hp_ptr, tile, rows, columns, TILE)
     across = tl.cdiv(columns, TILE.columns)
+    if row_quant_ptr is None and column_quant_ptr is None:
+        hp = nan_for_inf(hp)
     if row_codes_ptr is not None:
         quant = _quant_scales(
             row_scales_ptr, row_quant_ptr, row_dequant_ptr, r, rows, row_stride, tile % across == 0, CAST

@@ -48,6 +48,20 @@ def test_a_copy_has_a_state_of_its_own_which_its_linears_share(way):
     assert [t.amax > 0 for t in float8_scaling_state(copied).report()] == [True] * 16
 
 
+@pytest.mark.parametrize("operand", ["weight", "input"])
+def test_an_infinity_reaches_both_matmuls(operand):
+    """The backward casts the weight again, with the scale of the forward."""
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 16)), config=config_of())
+    step(model, torch.randn(8, 32))
+    input = torch.randn(8, 32, requires_grad=True)
+    with torch.no_grad():
+        (model[0].weight if operand == "weight" else input)[3, 5] = torch.inf
+    output = model(input)
+    output.sum().backward()
+    assert output.isnan().any()
+    assert (input if operand == "weight" else model[0].weight).grad.isnan().any()
+
+
 def test_the_models_state_dict_is_that_of_linears_and_conversion_goes_back():
     plain = Net()
     model = convert_to_float8_training(copy.deepcopy(plain), config=config_of())

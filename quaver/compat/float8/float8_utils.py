@@ -13,7 +13,7 @@ def amax_to_scale(amax: Tensor, float8_dtype: torch.dtype, round_scales_to_power
 
 
 def to_fp8_saturated(x: Tensor, float8_dtype: torch.dtype) -> Tensor:
-    """`x` in float8; what overflows becomes the largest number of the format."""
+    """`x` in float8; what overflows becomes the largest number of the format, and inf NaN, unlike torchao's."""
     return cast_to_float8(x, torch.ones((), device=x.device), float8_dtype)
 
 

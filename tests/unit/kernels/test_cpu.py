@@ -61,7 +61,9 @@ def test_every_number_is_cast_as_the_reference_casts_it(
 ) -> None:
     hp, quant_scale = every_number(dtype), torch.tensor(scale)
     actual, expected = (cast(hp, quant_scale, float8_dtype) for cast in (cpu.cast_with_scale, reference_cast))
-    assert_same_bits(actual, expected, nan_bits=scale == scale)
+    assert_same_bits(actual, expected)
+    keeps_sign = ~hp.isinf()
+    assert_same_bits(actual[keeps_sign], expected[keeps_sign], nan_bits=scale == scale)
 
 
 @pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
