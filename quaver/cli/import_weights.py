@@ -15,7 +15,7 @@ from quaver.trainer.config.settings import OneOf, Settings, argument, expanded, 
 
 @dataclass(frozen=True)
 class Import(Settings):
-    """Dequantize a float8 checkpoint (compressed-tensors, or DeepSeek's fp8) into a folder to train from."""
+    """Dequantize a float8 checkpoint, in any layout that docs/export.md lists, into a folder to train from."""
 
     source: str = argument("a folder with config.json and *.safetensors")
     target: str = argument("the new folder")

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from quaver.config import CastConfig, Float8LinearConfig
-from quaver.scaling import BLOCK_SIZE, block_counts
+from quaver.scaling import BLOCK_SIZE
 
 COMPRESSED_TENSORS = "compressed-tensors"
 BLOCKS = "compressed-tensors-block"
@@ -119,85 +119,3 @@ def _strategy(input: CastConfig) -> str | None:
     if input.is_disabled:
         return None
     return "token" if input.is_rowwise else "tensor"
-
-
-@dataclass(frozen=True)
-class StoredFormat:
-    """How a checkpoint stores its float8 weights, from its config.json."""
-
-    scale_name: str
-    """The leaf name of a weight's scale."""
-    strategies: frozenset[str]
-    """The strategies of its weights: channel, tensor, block."""
-    has_rows: bool
-    """Whether activations are quantized by token, or by groups of one, and not by tensor."""
-
-    def checked_scale(self, name: str, shape: Sequence[int], scale: torch.Tensor) -> torch.Tensor:
-        """Return the scale of the weight `name` [N, K] in the shape that `scaling.dequantize` takes; float32.
-
-        Raises:
-            ValueError: the scale has another shape than the format requires or is not finite.
-        """
-        if not scale.float().isfinite().all():
-            raise ValueError(f"the scale of {name} has an inf or a NaN: the model that was exported has diverged")
-        rows, columns = shape
-        shapes: dict[str, list[list[int]]] = {"tensor": [[], [1], [1, 1]], "channel": [[rows, 1], [rows]]}
-        shapes["block"] = [list(block_counts(rows, columns))]
-        found = [each for each in sorted(self.strategies) if list(scale.shape) in shapes[each]]
-        if not found:
-            expected = " or ".join(str(shapes[each][0]) for each in sorted(self.strategies))
-            raise ValueError(
-                f"the scale of {name} must be {expected}, got {list(scale.shape)}; download the checkpoint again"
-            )
-        return scale.float().reshape({"tensor": (), "channel": (rows, 1), "block": tuple(scale.shape)}[found[0]])
-
-
-def stored_format(config: dict[str, Any]) -> StoredFormat:
-    """Return how the checkpoint with this config.json stores its float8 weights.
-
-    Raises:
-        ValueError: the checkpoint is not quantized, or its quantization_config is damaged.
-        NotImplementedError: it has another format.
-    """
-    quantization = config.get("quantization_config") or config.get("compression_config")
-    if not isinstance(quantization, dict):
-        raise ValueError(
-            "config.json has no quantization_config: the model is in high precision already; use it as it is"
-        )
-    method = quantization.get("quant_method")
-    if method == FP8:
-        size = quantization.get("weight_block_size")
-        return StoredFormat(
-            _SCALE_NAMES[FP8], frozenset(["tensor" if size is None else _block(size)]), size is not None
-        )
-    if method != COMPRESSED_TENSORS:
-        raise NotImplementedError(
-            f"quant_method in config.json must be {COMPRESSED_TENSORS!r} or {FP8!r}, got {method!r}; "
-            "dequantize the model with the library that made it"
-        )
-    groups = quantization.get("config_groups")
-    if not isinstance(groups, dict) or not groups or not all(isinstance(each, dict) for each in groups.values()):
-        raise ValueError("config_groups in config.json must be an object of groups; download it again")
-    inputs = [group.get("input_activations") for group in groups.values()]
-    has_rows = any(isinstance(each, dict) and each.get("strategy") != "tensor" for each in inputs)
-    strategies = frozenset(_strategy_of(group) for group in groups.values())
-    return StoredFormat(_SCALE_NAMES[method], strategies, has_rows)
-
-
-def _strategy_of(group: dict[str, Any]) -> str:
-    weights = group.get("weights")
-    weights = weights if isinstance(weights, dict) else {}
-    got = {name: weights.get(name) for name in ("type", "num_bits", "strategy")}
-    strategies = ("tensor", "channel", "block")
-    if (got["type"], got["num_bits"]) != ("float", 8) or got["strategy"] not in strategies:
-        raise NotImplementedError(
-            f"the weights in config.json must be 8-bit floats with one scale per {', '.join(strategies)}, got {got}; "
-            "dequantize the model with compressed-tensors"
-        )
-    return _block(weights.get("block_structure")) if got["strategy"] == "block" else str(got["strategy"])
-
-
-def _block(size: Any) -> str:
-    if size != [BLOCK_SIZE, BLOCK_SIZE]:
-        raise NotImplementedError(f"blocks in config.json must be {[BLOCK_SIZE, BLOCK_SIZE]}, got {size!r}")
-    return "block"

@@ -17,12 +17,12 @@ from quaver.convert import FilterDecision, convert_to_float8_training
 from quaver.experts.module import Float8Experts, obstacle_of_experts
 from quaver.export.checkpoint_names import Parts
 from quaver.export.files import listed
-from quaver.export.formats import StoredFormat
+from quaver.export.layouts import StoredScale
 from quaver.export.load import Float8Checkpoint, ModelTensors
 from quaver.formats import E4M3
 from quaver.frozen import blockwise_config, obstacle_to_storing, store_float8_weight
 from quaver.linear import Float8Linear
-from quaver.scaling import BLOCK_SIZE
+from quaver.scaling import BLOCK_LENGTHS, BLOCK_SIZE, block_counts
 from quaver.shared_input import share_inputs
 from quaver.weights.module_weight import owners_of_parameters
 
@@ -64,13 +64,17 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
     if any(each.is_meta for each in model.parameters()) and callable(tie := getattr(model, "tie_weights", None)):
         tie()  # transformers tied them when it made the model, and init_empty_weights made parameters of its own
     tensors, loaded = model.state_dict(keep_vars=True), ModelTensors(model, checkpoint)
-    float8 = set(checkpoint.float8_names)
+    float8, modules = set(checkpoint.float8_names), dict(model.named_modules())
     linears = {name.removesuffix(".weight"): stored for name, stored in loaded.stored.items() if stored in float8}
+    linears = {name: stored for name, stored in linears.items() if isinstance(modules.get(name), nn.Linear)}
     stacks = {name: stack for name, stack in loaded.stacks.items() if float8.issuperset(itertools.chain(*stack))}
+    granularity = _granularity(
+        checkpoint, [*linears.values(), *(part for s in stacks.values() for p in s for part in p)]
+    )
     problem = next(_problems(model, tensors, checkpoint, loaded, linears, stacks), None)
     if problem is not None:
         raise ValueError(problem)
-    config = _config(checkpoint)
+    config = _config(checkpoint, granularity)
     cut = [name for name, stack in stacks.items() if not _has_scales_of_stack(checkpoint, stack)]
     dequantized = {name.rpartition(".")[0] for name in cut}
     stacks = {name: stack for name, stack in stacks.items() if name.rpartition(".")[0] not in dequantized}
@@ -87,7 +91,8 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
         module = model.get_submodule(owner)
         weight = getattr(module, leaf)
         device = torch.device("cpu") if weight.is_meta else weight.device
-        codes, scale = _codes_and_scale(checkpoint, stack, weight.shape, device, name in loaded.transposed)
+        transposed = name in loaded.transposed
+        codes, scale = _codes_and_scale(checkpoint, stack, weight.shape, device, transposed, granularity)
         store_float8_weight(module, codes, scale, config=config, dtype=weight.dtype, name=leaf)
     share_inputs(model, Float8Linear)
     _load_others(model, tensors, loaded, [name for name in loaded if name not in parts])
@@ -98,16 +103,21 @@ def _has_scales_of_stack(checkpoint: Float8Checkpoint, stack: list[Parts]) -> bo
     """Whether the scales of the matrices of each expert, one above the other, are those of one matrix."""
     for parts in stack:
         scales = [checkpoint.scale(part) for part in parts]
-        if scales[0].dim() == 0 and any(each != scales[0] for each in scales):
+        if scales[0].kind == "tensor" and any(each.values != scales[0].values for each in scales):
             return False
         rows, *_ = checkpoint.shape(parts[0])
-        if len(parts) > 1 and scales[0].dim() == 2 and scales[0].shape[0] != rows and rows % BLOCK_SIZE:
+        if len(parts) > 1 and scales[0].block_size is not None and rows % scales[0].block_size[0]:
             return False
     return True
 
 
 def _codes_and_scale(
-    checkpoint: Float8Checkpoint, stack: list[Parts], shape: torch.Size, device: torch.device, transposed: bool
+    checkpoint: Float8Checkpoint,
+    stack: list[Parts],
+    shape: torch.Size,
+    device: torch.device,
+    transposed: bool,
+    granularity: str,
 ) -> tuple[Tensor, Tensor]:
     """The codes and the scale of a weight [N, K], or of a stack, in memory of their own."""
     codes, scales = None, []
@@ -117,25 +127,59 @@ def _codes_and_scale(
         matrix = codes if codes.dim() == 2 else codes[index].t() if transposed else codes[index]
         for rows, (part, _) in zip(matrix.chunk(len(parts)), made, strict=True):
             rows.copy_(part)
-        of_parts = [scale for _, scale in made]
+        of_parts = [_expanded(scale, part.shape, granularity) for part, scale in made]
         scale = torch.cat(of_parts) if of_parts[0].dim() else of_parts[0]
         scales.append(scale.t() if transposed and scale.dim() else scale)
     scale = torch.stack(scales) if len(shape) == 3 else scales[0].clone()  # not the file
     return typing.cast(Tensor, codes), scale.to(device)
 
 
-def _config(checkpoint: Float8Checkpoint) -> Float8LinearConfig:
+_GRANULARITIES = {"tensor": None, "channel": None, **{f"block {each} x {each}": each for each in BLOCK_LENGTHS}}
+"""The granularities of frozen weights, with the length of a block."""
+
+
+def _granularity(checkpoint: Float8Checkpoint, names: list[str]) -> str:
+    """That of the scales of the weights `names`; one number for a whole weight is one of any granularity.
+
+    Raises:
+        NotImplementedError: there are several, or none that a frozen weight can have.
+    """
+    kinds = {checkpoint.scale(name).kind for name in names if len(checkpoint.shape(name)) == 2} or {"tensor"}
+    kinds = kinds - {"tensor"} or kinds
+    others = [name for name in names if checkpoint.dtype_of_codes(name) != "F8_E4M3"]
+    if len(kinds) > 1 or not kinds <= _GRANULARITIES.keys() or others:
+        found = ", ".join(sorted(kinds)) + (f"; {listed(others)} in F8_E5M2" if others else "")
+        raise NotImplementedError(
+            f"frozen weights are F8_E4M3 with scales of one granularity of {', '.join(_GRANULARITIES)}, got {found}; "
+            "use load_float8, which dequantizes them, and freeze_to_float8"
+        )
+    return next(iter(kinds))
+
+
+def _expanded(scale: StoredScale, shape: torch.Size, granularity: str) -> Tensor:
+    """The values of a scale in a granularity; those of one number are repeated."""
+    if scale.kind == granularity or scale.kind != "tensor":
+        return scale.values
+    length = _GRANULARITIES[granularity]
+    return scale.values.expand((shape[0], 1) if length is None else block_counts(shape[0], shape[1], (length, length)))
+
+
+def _config(checkpoint: Float8Checkpoint, granularity: str) -> Float8LinearConfig:
     """How the forward that the checkpoint describes quantizes; gradients as in the recipe with these weights."""
     format = checkpoint.format
-    (weights,) = format.strategies
-    power_of_2 = all(torch.frexp(checkpoint.scale(name))[0].eq(0.5).all() for name in checkpoint.float8_names)
-    if weights == "block":
+    scales = (checkpoint.scale(name).values for name in checkpoint.float8_names)
+    power_of_2 = all(bool(torch.frexp(each)[0].eq(0.5).all()) for each in scales)
+    length = _GRANULARITIES[granularity]
+    if length == BLOCK_SIZE:
         return blockwise_config(power_of_2=power_of_2)
-    if weights == "tensor" and not format.has_rows:
+    if length is not None:
+        mx = Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.MXFP8)
+        return mx if power_of_2 else replace(mx, round_scales_to_power_of_2=False)
+    if granularity == "tensor" and not format.has_rows:
         return Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.TENSORWISE)
     rowwise = Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.ROWWISE)
-    granularity = ScalingGranularity.ROWWISE if weights == "channel" else ScalingGranularity.TENSORWISE
-    weight = CastConfig(scaling_granularity=granularity, target_dtype=E4M3.dtype)
+    of_weight = ScalingGranularity.ROWWISE if granularity == "channel" else ScalingGranularity.TENSORWISE
+    weight = CastConfig(scaling_granularity=of_weight, target_dtype=E4M3.dtype)
     return replace(rowwise, cast_config_weight=weight, round_scales_to_power_of_2=power_of_2)
 
 
@@ -148,18 +192,14 @@ def _problems(
     stacks: dict[str, list[Parts]],
 ) -> Iterator[str]:
     """Why the checkpoint cannot be loaded, the first reason first; the codes are read last."""
-    _check_one_granularity(checkpoint.format)
     modules, owners = dict(model.named_modules()), owners_of_parameters(model)
-    wrong = [name for name, stored in linears.items() if not isinstance(modules.get(name), nn.Linear)]
-    if wrong:
-        yield f"float8 weights of the checkpoint belong to no nn.Linear of the model: {listed(wrong)}"
     unknown = [name for name in loaded if name not in tensors]
     filled = {id(tensors[name]) for name in loaded if name in tensors}
     missing = [name for name, tensor in tensors.items() if id(tensor) not in filled]
     if unknown or missing:
         lists = (("the model lacks", unknown), ("the checkpoint lacks", missing))
         differences = [f"{what} {listed(names)}" for what, names in lists if names]
-        yield f"names differ: {', '.join(differences)}; make the model from the config.json of the checkpoint"
+        yield f"names differ: {', '.join(differences)}"
     for name in loaded:
         if loaded.shape(name) != list(tensors[name].shape):
             yield f"{name}: expected {list(tensors[name].shape)}, as the model has, got {loaded.shape(name)}"
@@ -180,25 +220,16 @@ def _problems(
         elif obstacle := obstacle_to_storing(name, tensors[weight], owners):
             yield obstacle
         for stored in stored_parts:
-            if not (checkpoint.codes_and_scale(stored)[1] > 0).all():
-                yield f"the scale of {stored} must be above 0; download the checkpoint again"
+            if not (checkpoint.codes_and_scale(stored)[1].values > 0).all():
+                yield f"the scale of {stored} must be above 0"
     for stored in set(checkpoint.float8_names).difference(part for *_, parts in weights.values() for part in parts):
-        checkpoint.codes_and_scale(stored)  # of experts of which some are float8; it raises ValueError for a NaN
+        checkpoint.codes_and_scale(stored)  # of an embedding, say; it raises ValueError for a NaN
 
 
 def _obstacle(module: nn.Module) -> str:
     if isinstance(module, nn.Linear):
         return obstacle_of(module, include_subclasses=False)
     return obstacle_of_experts(module, Float8LinearConfig())
-
-
-def _check_one_granularity(format: StoredFormat) -> None:
-    if len(format.strategies) > 1:
-        found = ", ".join(sorted(format.strategies))
-        raise NotImplementedError(
-            f"the weights in config.json must have scales of one granularity, got {found}; use load_float8, which "
-            "dequantizes them, and freeze_to_float8"
-        )
 
 
 @torch.no_grad()

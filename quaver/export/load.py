@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,16 +17,11 @@ from quaver.export.bundle import check_bundle, copied_files
 from quaver.export.checkpoint_names import Parts, checkpoint_names
 from quaver.export.files import StoredTensors, listed, read_config, write_model
 from quaver.export.folders import check_new, new_folder
-from quaver.export.formats import StoredFormat, stored_format
-from quaver.formats import HP_DTYPES
-from quaver.quantized_configs import QUANTIZATION_KEYS, keep_configs_true
-from quaver.scaling import dequantize
+from quaver.export.layouts import StoredFormat, StoredScale, sort_tensors, stored_format, without_quantization
+from quaver.formats import FORMATS, HP_DTYPES
+from quaver.quantized_configs import keep_configs_true
 
-_SCALES = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale", "input_global_scale")
-"""The leaf names of tensors that go with a float8 weight."""
-
-_CODES = ("F8_E4M3", "F8_E5M2")
-"""Dtypes of weights; scales may be F8_E8M0, powers of two."""
+logger = logging.getLogger(__name__)
 
 
 def load_float8(
@@ -40,8 +37,8 @@ def load_float8(
         model.load_state_dict(dict(load_float8(folder, model=model)))
 
     Args:
-        folder: with config.json and safetensors, in a format of formats.py: compressed-tensors with 8-bit floats and a
-            scale per tensor, row or 128 x 128 block; or fp8. A bundle of quaver's is compared with its digests first.
+        folder: with config.json and safetensors, in a layout of layouts.py: of compressed-tensors, AutoFP8, DeepSeek,
+            FBGEMM, modelopt and others. A bundle of quaver's is compared with its digests first.
         dtype: float32, bfloat16 or float16.
         model: whose names and stacks the tensors get, converted or not, on any device; without it the names are those
             of the file. What the checkpoint has beyond the model stays, but for what its class ignores in transformers.
@@ -49,7 +46,7 @@ def load_float8(
         OSError: a file is missing, or the index names one outside of the folder.
         ValueError: a file is damaged; a scale is missing, not finite or of another shape; a matrix of an expert is
             missing or of another shape than those of the other experts.
-        NotImplementedError: the checkpoint has another format.
+        NotImplementedError: the checkpoint has another layout.
     """
     checkpoint = Float8Checkpoint(Path(folder), dtype)
     return checkpoint if model is None else ModelTensors(model, checkpoint)
@@ -74,45 +71,65 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         self._check()
 
     def _check(self) -> None:
-        stored, format = self._stored, self.format
-        self._scale_of = {name: _scale_name(name, format) for name in stored if stored.dtype(name) in _CODES}
-        missing = sorted(name for name, scale in self._scale_of.items() if scale not in stored)
-        if missing:
-            raise ValueError(f"float8 weights have no {format.scale_name}: {listed(missing)}; download them again")
-        for name, scale in self._scale_of.items():
-            if stored.dtype(name) != "F8_E4M3" or len(stored.shape(name)) != 2:
-                got = f"{stored.dtype(name)} {stored.shape(name)}"
-                raise NotImplementedError(f"{name} must be a matrix of float8_e4m3fn, got {got}")
-            format.checked_scale(name, stored.shape(name), stored[scale])
-        modules = {name.removesuffix(".weight") for name in self._scale_of}
-        scales = {f"{module}.{leaf}" for module in modules for leaf in _SCALES}
-        self._names = [name for name in stored if name not in scales]
+        stored = self._stored
+        self._scale_of, self._names, left_out = sort_tensors({name: stored.dtype(name) for name in stored})
+        if not self._scale_of:
+            if self.format.method is None:
+                raise ValueError("no weight is in float8: the model is in high precision already; use it as it is")
+            raise ValueError(f"quant_method in config.json is {self.format.method!r}, and no weight is in float8")
+        for name in self._scale_of:
+            self._scales(name)
         self.float8_names = list(self._scale_of)
-        lost = sorted(name for name in self._names if name.endswith(tuple(f".{leaf}" for leaf in _SCALES)))
-        if lost:
-            raise ValueError(f"scales without a float8 weight: {listed(lost)}; download the checkpoint again")
+        if left_out:
+            logger.warning(
+                "%s: scales of activations or of the KV cache are left out; activations are scaled dynamically",
+                listed(left_out),
+            )
+
+    def _scales(self, name: str) -> list[StoredScale]:
+        """The scale of a matrix, or of each matrix of a stack."""
+        shape, scale = self._stored.shape(name), self._stored[self._scale_of[name]]
+        if len(shape) == 2:
+            return [self.format.scale(name, shape, scale)]
+        if scale.numel() == 1:
+            return [self.format.scale(name, (1, math.prod(shape)), scale.reshape(()))]
+        if len(shape) != 3 or scale.shape[0] != shape[0]:
+            raise ValueError(
+                f"{name} {shape} must be a matrix, or a stack with scales of each matrix, got a scale {list(scale.shape)}"
+            )
+        return [self.format.scale(name, shape[1:], each) for each in scale]
 
     def __getitem__(self, name: str) -> Tensor:
         keep_configs_true()  # transformers may have been imported meanwhile
-        if name in self._scale_of:
-            return dequantize(*self.codes_and_scale(name), self.dtype)
         tensor = self._stored[name]
+        if name in self._scale_of:
+            _check_codes(name, tensor)
+            scales = self._scales(name)
+            if tensor.dim() == 2:
+                return scales[0].dequantized(tensor, self.dtype)
+            if len(scales) == 1:
+                return scales[0].dequantized(tensor.reshape(1, -1), self.dtype).view(tensor.shape)
+            matrices = [each.dequantized(codes, self.dtype) for each, codes in zip(scales, tensor, strict=True)]
+            return torch.stack(matrices)
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-    def codes_and_scale(self, name: str) -> tuple[Tensor, Tensor]:
-        """The float8 codes [N, K] of a weight and its dequant_scale: float32, (), [N, 1] or one a block of 128 x 128.
+    def codes_and_scale(self, name: str) -> tuple[Tensor, StoredScale]:
+        """The float8 codes [N, K] of a weight and its scale.
 
         Raises:
-            ValueError: a code is NaN.
+            ValueError: a code is NaN or infinite.
         """
         codes = self._stored[name]
-        if codes.view(torch.uint8).bitwise_and(0x7F).eq(0x7F).any():
-            raise ValueError(f"{name} has a NaN: the model that was exported has diverged")
+        _check_codes(name, codes)
         return codes, self.scale(name)
 
-    def scale(self, name: str) -> Tensor:
-        """The dequant_scale of a float8 weight."""
-        return self.format.checked_scale(name, self._stored.shape(name), self._stored[self._scale_of[name]])
+    def dtype_of_codes(self, name: str) -> str:
+        """The dtype of a float8 weight, from the header of its file."""
+        return self._stored.dtype(name)
+
+    def scale(self, name: str) -> StoredScale:
+        """The scale of a float8 matrix."""
+        return self._scales(name)[0]
 
     def shape(self, name: str) -> list[int]:
         """The shape of a tensor, from the header of its file."""
@@ -155,17 +172,14 @@ class ModelTensors(Mapping[str, Tensor]):
         missing = [part for parts in stack for part in parts if part not in self._checkpoint]
         if missing:
             raise ValueError(
-                f"the checkpoint lacks matrices of experts: {listed(missing)}; download it again, or make the model "
-                "from the config.json of the checkpoint"
+                f"the checkpoint lacks matrices of experts of the model: {listed(missing)}; it has "
+                f"{listed(sorted(set(self._checkpoint).difference(*stack)))}"
             )
         expected = [self._checkpoint.shape(stack[0][0])] * len(stack[0])
         for parts in stack:
             got = [self._checkpoint.shape(part) for part in parts]
             if got != expected:
-                raise ValueError(
-                    f"{' and '.join(parts)}: expected {expected}, as the first matrix has, got {got}; download "
-                    "the checkpoint again"
-                )
+                raise ValueError(f"{' and '.join(parts)}: expected {expected}, as the first matrix has, got {got}")
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.stacks:
@@ -188,8 +202,11 @@ class ModelTensors(Mapping[str, Tensor]):
         return len(self.stored) + len(self.stacks)
 
 
-def _scale_name(name: str, format: StoredFormat) -> str:
-    return f"{name.removesuffix('.weight')}.{format.scale_name}"
+def _check_codes(name: str, codes: Tensor) -> None:
+    fmt = FORMATS[codes.dtype]
+    magnitudes = codes.view(torch.uint8).bitwise_and(0x7F)
+    if (magnitudes >= min(each & 0x7F for each in fmt.nan_codes + fmt.infinity_codes)).any():
+        raise ValueError(f"{name} has a NaN or an inf: the model that was exported has diverged")
 
 
 def import_float8(
@@ -208,7 +225,7 @@ def import_float8(
     folder, out = Path(folder), Path(out)
     check_new(out)
     weights = Float8Checkpoint(folder, dtype)
-    config = {name: value for name, value in read_config(folder).items() if name not in QUANTIZATION_KEYS}
+    config = without_quantization(read_config(folder))
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     config.pop("dtype", None)
     with new_folder(out) as partial:

@@ -289,7 +289,9 @@ def test_a_missing_matrix(folder):
     def change(tensors):
         del tensors["experts.1.up_proj.weight"], tensors["experts.1.up_proj.weight_scale"]
 
-    with pytest.raises(ValueError, match=r"lacks matrices of experts: experts\.1\.up_proj\.weight; download it again"):
+    with pytest.raises(
+        ValueError, match=r"lacks matrices of experts of the model: experts\.1\.up_proj\.weight; it has"
+    ):
         load_float8(rewritten(folder, change), model=plain())
 
 

@@ -239,9 +239,9 @@ def _buffer():
 
 MODELS = {
     "dtype": (_float64, "the weight of layer.gate_proj: expected torch.float32.*got torch.float64"),
-    "no linear": (_no_linear, "belong to no nn.Linear of the model: layer.q_proj"),
+    "no linear": (_no_linear, "layer.q_proj.bias: expected .1., as the model has, got .128."),
     "tied": (_tied, "the weight of layer.o_proj is tied to layer.up_proj|layer.up_proj is tied to layer.o_proj"),
-    "missing": (_more, "names differ: the checkpoint lacks more.weight, more.bias; make the model from the config"),
+    "missing": (_more, "names differ: the checkpoint lacks more.weight, more.bias"),
     "unknown": (_fewer, r"names differ: the model lacks norm.bias, norm.weight"),
     "shape": (lambda: Tiny(32), r"expected \[50, 32\], as the model has, got \[50, 128\]"),
     "buffer": (_buffer, "on the meta device: frequencies; make the model in accelerate's init_empty_weights"),
@@ -266,9 +266,6 @@ def test_a_model_that_does_not_fit_stays_as_it_was(case, exported):
 def test_a_checkpoint_that_does_not_fit(exported, tmp_path):
     stored, config = load_file(exported("rowwise") / "model.safetensors"), exported("rowwise") / "config.json"
     nan = torch.full((128, 128), torch.nan).to(torch.float8_e4m3fn)
-    mixed = json.loads(config.read_text())
-    groups = mixed["quantization_config"]["config_groups"]
-    groups["group_1"] = {"weights": {**groups["group_0"]["weights"], "strategy": "tensor"}}
     for number, (change, content, error, message) in enumerate(
         [
             ({"layer.v_proj.weight": nan}, None, ValueError, "layer.v_proj.weight has a NaN"),
@@ -278,7 +275,18 @@ def test_a_checkpoint_that_does_not_fit(exported, tmp_path):
                 ValueError,
                 "layer.v_proj.weight must be above 0",
             ),
-            ({}, mixed, NotImplementedError, "scales of one granularity, got channel, tensor; use load_float8"),
+            (
+                {"layer.v_proj.weight_scale": torch.ones(1, 128)},
+                None,
+                NotImplementedError,
+                "scales of one granularity of .* got channel, column; use load_float8",
+            ),
+            (
+                {"layer.v_proj.weight": stored["layer.v_proj.weight"].to(torch.float8_e5m2)},
+                None,
+                NotImplementedError,
+                "layer.v_proj.weight in F8_E5M2; use load_float8",
+            ),
         ]
     ):
         folder = tmp_path / str(number)

@@ -69,18 +69,32 @@ def point_outside(folder):
 
 NAN = torch.full((32, 32), torch.nan).to(torch.float8_e4m3fn)
 BAD = {
-    "foreign": (lambda f: change_config(f, quant_method="awq"), "must be 'compressed-tensors' or 'fp8', got 'awq'"),
+    "foreign": (
+        lambda f: change_config(f, quant_method="awq"),
+        "quant_method in config.json is 'awq'; known are weights in F8",
+    ),
     "int8": (
         lambda f: change_config(f, config_groups={"a": {"weights": {"type": "int", "num_bits": 8}}}),
-        "must be 8-bit floats with one scale per tensor, channel, block, got {'type': 'int'",
+        "must be 8-bit floats with one scale per tensor, channel, block, group, got {'type': 'int'",
     ),
     "no groups": (lambda f: change_config(f, config_groups=None), "config_groups in config.json must be an object"),
-    "plain": (lambda f: (f / "config.json").write_text("{}"), "has no quantization_config: the model is in high"),
+    "plain": (
+        lambda f: (f / "config.json").write_text("{}") and save_file({"a": torch.ones(2)}, f / "model.safetensors"),
+        "no weight is in float8: the model is in high precision already",
+    ),
+    "nothing in float8": (
+        lambda f: save_file({"a": torch.ones(2)}, f / "model.safetensors"),
+        "quant_method in config.json is 'compressed-tensors', and no weight is in float8",
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
-    "no scale": (lambda f: change_tensors(f, layer__q_proj__weight_scale=None), "have no weight_scale: layer.q_proj."),
+    "no scale": (
+        lambda f: change_tensors(f, layer__q_proj__weight_scale=None),
+        "q_proj.weight (F8_E4M3) must have one scale, got none",
+    ),
     "scale shape": (
         lambda f: change_tensors(f, layer__q_proj__weight_scale=torch.ones(31, 1)),
-        "the scale of layer.q_proj.weight must be [32, 1], got [31, 1]",
+        "the scale of layer.q_proj.weight [32, 32] must be [1], [32, 1], [1, 32] or one a block whose rows and columns "
+        "are powers of two and divide it, got [31, 1]; weight_block_size in config.json says which blocks",
     ),
     "scale NaN": (
         lambda f: change_tensors(f, layer__q_proj__weight_scale=torch.full((32, 1), torch.nan)),
@@ -88,20 +102,32 @@ BAD = {
     ),
     "NaN": (lambda f: change_tensors(f, layer__q_proj__weight=NAN), "layer.q_proj.weight has a NaN"),
     "block": (
-        lambda f: change_config(f, quant_method="fp8", weight_block_size=[128, 128]) or rename_scales(f),
-        "the scale of layer.gate_proj.weight must be [1, 1], got [32, 1]; download the checkpoint again",
+        lambda f: (
+            change_config(f, quant_method="fp8", weight_block_size=[128, 128])
+            or change_tensors(f, layer__q_proj__weight_scale=torch.ones(31, 1))
+        ),
+        "weight [32, 32] must be [1], [32, 1], [1, 32] or [1, 1] (128 x 128 blocks), got [31, 1]",
     ),
     "block size": (
-        lambda f: change_config(f, quant_method="fp8", weight_block_size=[64, 64]),
-        "blocks in config.json must be [128, 128], got [64, 64]",
+        lambda f: change_config(f, quant_method="fp8", weight_block_size=[0, 64]),
+        "blocks in config.json must be [rows, columns], such as [128, 128], got [0, 64]",
     ),
+    "two scales": (
+        lambda f: change_tensors(f, layer__q_proj__scale=torch.ones(1)),
+        "q_proj.weight (F8_E4M3) must have one scale, got layer.q_proj.weight_scale, layer.q_proj.scale",
+    ),
+    "4 bits": (
+        lambda f: change_tensors(f, layer__q_proj__weight=torch.ones(32, 16, dtype=torch.uint8)),
+        "weights that are no float8: layer.q_proj.weight (U8); known are weights in F8_E4M3 or F8_E5M2",
+    ),
+    "dtype of a scale": (
+        lambda f: change_tensors(f, layer__q_proj__weight_scale=torch.ones(32, 1, dtype=torch.int32)),
+        "the scale of layer.q_proj.weight must be F32, BF16, F16, F8_E8M0 or U8, got torch.int32",
+    ),
+    "rotated": (lambda f: change_config(f, transform_config={"config_groups": {}}), "weights are those of a rotated"),
     "lost scale": (
         lambda f: change_tensors(f, layer__q_proj__weight=torch.ones(32, 32)),
         "scales without a float8 weight: layer.q_proj.weight_scale",
-    ),
-    "e5m2": (
-        lambda f: change_tensors(f, layer__q_proj__weight=torch.ones(32, 32).to(torch.float8_e5m2)),
-        "layer.q_proj.weight must be a matrix of float8_e4m3fn, got F8_E5M2 [32, 32]",
     ),
     "outside": (point_outside, "../away.safetensors', which is not there"),
     "no weights": (
@@ -111,11 +137,6 @@ BAD = {
     "half": (lambda f: split(f, "b.safetensors"), "b.safetensors', which is not there; download it again"),
     "short": (lambda f: cut(f / "model.safetensors"), "is damaged"),
 }
-
-
-def rename_scales(folder):
-    path = folder / "model.safetensors"
-    save_file({name.replace("weight_scale", "weight_scale_inv"): t for name, t in load_file(path).items()}, path)
 
 
 def split(folder, missing):
