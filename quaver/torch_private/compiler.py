@@ -10,7 +10,8 @@
   No replacement.
 - `traced_for()`: the name of the backend, WrapBackendDebug._compiler_name, of the frame that Dynamo translates, from
   torch._dynamo.symbolic_convert.tls. torch 2.11 keeps no name. No replacement.
-- `recompile_limit(variants)`: torch._dynamo.config.patch(recompile_limit=variants). No replacement.
+- `recompile_limit(variants)`: torch._dynamo.config.patch of recompile_limit and accumulated_recompile_limit.
+  No replacement.
 """
 
 from __future__ import annotations
@@ -51,8 +52,14 @@ def traced_for() -> str | None:
 
 
 def recompile_limit(variants: int) -> AbstractContextManager[Any]:
-    """Inside the block Dynamo compiles up to so many variants of a function."""
-    limited: AbstractContextManager[Any] = dynamo_config.patch(recompile_limit=variants)
+    """Inside the block Dynamo compiles up to so many variants of a function, or 8, its own limit.
+
+    The limit is this thread's. A function that is compiled with fullgraph=True ends with an error above it, others run
+    eagerly.
+    """
+    most = max(variants, dynamo_config.recompile_limit)
+    in_all = max(most, dynamo_config.accumulated_recompile_limit)
+    limited: AbstractContextManager[Any] = dynamo_config.patch(recompile_limit=most, accumulated_recompile_limit=in_all)
     return limited
 
 

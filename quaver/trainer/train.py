@@ -5,7 +5,7 @@ a slow moment of the machine affects both, and the ratio of their median step ti
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,10 @@ Where torch.profiler measures it (memory.py) and traces that step, the first lat
 
 FIRST_STEP_PATIENCE = 10
 """The watchdog's factor for the first step, which may compile."""
+
+
+VARIANTS_OF_A_BLOCK = 8
+"""In compiled code: that trains or validates, in float8 or high precision, with a monitor or without."""
 
 
 @dataclass
@@ -172,9 +176,10 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def _train(run: Run) -> dict[str, Any]:
-    status, error, waits = "failed", None, True
+    status, error, waits, is_writable = "failed", None, True, True
     try:
-        with determinism(run.config.training.deterministic), _outputs(run) as outputs, stop_signals() as requests:
+        deterministic = determinism(run.config.training.deterministic)
+        with deterministic, _compiles(run), _outputs(run) as outputs, stop_signals() as requests:
             _introduce(run, outputs.display)
             _train_steps(run, outputs, requests)
             reason = run.ranks.gather(outputs.alarms.reason)[0]
@@ -184,19 +189,30 @@ def _train(run: Run) -> dict[str, Any]:
         status, waits = "interrupted", False
         if not run.ranks.is_alone:
             raise
-    except (NonFiniteError, CheckpointError, OutputError) as found:
+    except Exception as found:
         status = {NonFiniteError: "non-finite", CheckpointError: "checkpoint failed"}.get(type(found), "failed")
-        error = str(found)
+        is_writable = not isinstance(found, OutputError)
+        is_one_line = isinstance(found, (NonFiniteError, CheckpointError, OutputError))
+        error = str(found) if is_one_line else f"{type(found).__name__}: {next(iter(str(found).splitlines()), '')}"
         raise
     finally:
         run.checkpoints.close(waits=waits)
         try:
-            summary = _conclude(run, status, error)
+            summary = _conclude(run, status, error, is_writable)
         except OutputError:
             if error is None:  # else the error that ended the run is raised
                 raise
     _print_end(run, status, summary)
     return summary
+
+
+def _compiles(run: Run) -> AbstractContextManager[Any]:
+    """Let torch.compile make what a run needs of a block: with a recipe for each layer no two blocks are alike."""
+    if not run.config.training.compile:
+        return nullcontext()
+    from quaver.torch_private.compiler import recompile_limit  # imports the compiler, which takes seconds
+
+    return recompile_limit(VARIANTS_OF_A_BLOCK * sum(len(list(each.model.blocks())) for each in run.models))
 
 
 def _train_steps(run: Run, outputs: "Outputs", requests: Requests) -> None:
@@ -419,7 +435,8 @@ def _introduce(run: Run, display: Display) -> None:
         display.line(f"{name:<12} {flops_per_s / 1e12:.3g} TFLOP/s ({run.peak.source})")
 
 
-def _conclude(run: Run, status: str, error: str | None) -> dict[str, Any]:
+def _conclude(run: Run, status: str, error: str | None, is_writable: bool) -> dict[str, Any]:
+    """The summary, which is also written unless a file of the run folder could not be."""
     summary = summarize(
         run.config,
         run.models,
@@ -432,7 +449,6 @@ def _conclude(run: Run, status: str, error: str | None) -> dict[str, Any]:
         error=error,
     )
     did_something = run.progress.step > run.began_at_step or status != "finished"
-    is_writable = not (status == "failed" and error)  # else an OutputError ended the run
     if run.folder and did_something and is_writable:
         run.folder.write_json("summary.json", summary)
         with replaced(run.folder.curves) as image:

@@ -140,7 +140,17 @@ def test_a_bug_in_training_is_not_dressed_up_as_bad_input(where, tmp_path, monke
     monkeypatch.setattr(train_module, "_train_step", fail)
     with pytest.raises(ValueError, match="a bug"):
         main(["train", *TINY, *where])
-    assert json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())["status"] == "failed"
+    summary = json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("failed", "ValueError: a bug")
+
+
+@pytest.mark.nightly
+def test_blocks_of_five_recipes_compile_to_train_and_to_validate(where, tmp_path, monkeypatch):
+    monkeypatch.setattr(Block, "compile", compile_quickly)
+    recipes = ("rowwise", "rowwise_with_gw_hp", "rowwise_with_tensorwise_weight", "high_precision")
+    layers = ",".join(f"model.layers.{index}.mlp.down_proj={recipe}" for index, recipe in enumerate(recipes))
+    words = ["--model.n_layers=5", "--training.compile", f"--float8.layer_recipes={layers}", "--training.steps=2"]
+    assert main(["train", *TINY, *where, *words, "--validation.freq=1", "--job.compare"]) == 0
 
 
 def test_bad_input_in_a_process_of_its_own():
