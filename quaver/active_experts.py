@@ -29,7 +29,8 @@ class ActiveExperts:
     """How many matrices of each weight a token is multiplied with.
 
     Experts are linears in a ModuleList or ModuleDict called `experts` or the like, or 3-D parameters [E, .., ..].
-    Shared experts always run.
+    Shared experts always run, and so does every matrix of a model without experts, a router or a count of them, such
+    as the heads of XLNet's attention.
 
     Attributes:
         unknown: the weights for which nothing says how many experts are active; one is counted.
@@ -39,6 +40,14 @@ class ActiveExperts:
         self.unknown: list[str] = []
         self._model = model
         self._in_lists: dict[str, float] = {}
+        leaves = [(name.rpartition(".")[2], type(module).__name__) for name, module in model.named_modules()]
+        self._is_mixture = any(
+            _ROUTER.search(leaf) or _EXPERTS.search(f"{leaf} {kind}") for leaf, kind in leaves
+        ) or any(
+            type(getattr(config, each, None)) is int
+            for config in _configs(getattr(model, "config", None))
+            for each in _COUNTS
+        )
         for name, module in model.named_modules():
             leaf = name.rpartition(".")[2]
             is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
@@ -58,6 +67,8 @@ class ActiveExperts:
         if isinstance(module, nn.Bilinear) or _SHARED.search(owner):
             return float(matrices)
         if not _EXPERTS.search(f"{name} {type(module).__name__}"):
+            if not self._is_mixture:
+                return float(matrices)
             self.unknown.append(name)
             return 1.0
         return self._active(name, owner, matrices)

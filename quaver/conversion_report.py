@@ -170,13 +170,19 @@ def obstacle_of(linear: nn.Linear, include_subclasses: bool) -> str:
     cls = type(linear)
     if isinstance(linear, Float8Linear):
         return ""
+    weight = linear._parameters.get("weight")
+    if weight is not None and weight.dtype.itemsize == 1:
+        return (
+            f"its weight is stored in {weight.dtype}, which another library quantized: load its checkpoint in high "
+            "precision (quaver import, or quaver.export.load_float8) to train it"
+        )
     if "forward" in vars(linear):
         return "its forward was replaced on the instance (by an Accelerate hook or a tp_plan, say): convert before that"
     if isinstance(linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "its parent reads the weight without calling the module (nn.MultiheadAttention)"
     if parametrize.is_parametrized(linear):
         return "it is parametrized (torch.nn.utils.parametrize): remove the parametrization first"
-    if linear._parameters.get("weight") is None:
+    if weight is None:
         return "its weight is no parameter but computed (weight_norm, spectral_norm, pruning) or flattened (FSDP1)"
     if cls.forward is not nn.Linear.forward and not include_subclasses:
         return f"subclass {cls.__name__} of nn.Linear overrides forward (include_subclasses=True replaces its forward)"

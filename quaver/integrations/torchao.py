@@ -11,6 +11,7 @@ what they imported before.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import runpy
@@ -20,11 +21,13 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.convert import ModuleFilter
 from quaver.convert import convert_to_float8_training as _convert
 from quaver.integrations.check import is_torchao_linear
+from quaver.linear import Float8Linear
 
 USAGE = "usage: python -m quaver.integrations.torchao script.py [arguments], or -m module [arguments]"
 PATHS = tuple(
@@ -66,7 +69,8 @@ def convert_to_float8_training(
 def install() -> None:
     """Replace the names of `torchao.float8` by quaver's, there and in all modules that have imported them.
 
-    Prints one line on the first rank. A second call does nothing.
+    Prints one line on the first rank, and another after the first step of an optimizer if no linear is in float8 then.
+    A second call does nothing.
 
     Raises:
         RuntimeError: torchao is missing, or a module has imported or derived from something of `torchao.float8` that
@@ -92,6 +96,7 @@ def install() -> None:
                 setattr(module, name, replaced[id(value)][1])
     if os.environ.get("RANK", "0") == "0":
         print(f"quaver stands in for torchao.float8: {len(replaced)} classes and functions replaced", file=sys.stderr)
+        _say_at_the_first_step_if_nothing_is_converted()
 
 
 def is_installed() -> bool:
@@ -167,6 +172,20 @@ def _refuse_what_cannot_be_served(importers: list[ModuleType], replaced: dict[in
                     f"{module.__name__} has imported {value.__module__}.{name}, which quaver has no counterpart of; "
                     "run this program on torchao"
                 )
+
+
+def _say_at_the_first_step_if_nothing_is_converted() -> None:
+    def look(optimizer: Any, args: Any, kwargs: Any) -> None:
+        handle.remove()
+        if any(issubclass(type(each), Float8Linear) for each in gc.get_objects()):  # whoever converted or made it
+            return
+        precision, line = accelerate_precision(), "quaver: an optimizer has stepped, and no linear is in float8"
+        if precision != "fp8" and _accelerate_state() is not None:
+            line += f": Accelerate's mixed_precision is {precision!r}; with fp8 it converts"
+            line += ", which TrainingArguments(bf16=True) turns off: leave bf16 out" if precision == "bf16" else ""
+        print(line, file=sys.stderr)
+
+    handle = register_optimizer_step_post_hook(look)
 
 
 def _accelerate_state() -> Any:

@@ -93,6 +93,26 @@ def test_what_it_cannot_serve_is_refused_in_one_line(kind):
     isolated(check_refusals, kind)
 
 
+def step_under_the_shim(converts):
+    import torchao.float8
+
+    from quaver.integrations import torchao as shim
+
+    shim.install()
+    model = nn.Linear(16, 16)
+    if converts:
+        torchao.float8.convert_to_float8_training(model)
+    for _ in range(2):
+        model(torch.ones(16, 16)).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+
+
+@pytest.mark.parametrize("converts", [True, False])
+def test_the_first_step_without_a_float8_linear_is_noticed(converts):
+    said = Forked(step_under_the_shim, converts).finished().stderr
+    assert said.count("an optimizer has stepped, and no linear is in float8") == (not converts)
+
+
 PROGRAM = """
 import sys
 import torch

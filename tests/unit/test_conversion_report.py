@@ -277,6 +277,19 @@ def test_a_stack_that_is_no_mixture_of_experts_takes_no_count_of_the_model():
     report = conversion_report(model)
     assert report.layers[0].matrices_per_token == 1
     assert "heads" in report.notes[0]
+    model.config = Config()
+    report = conversion_report(model)
+    assert report.layers[0].matrices_per_token == 4  # nothing is a mixture here: each head multiplies each token
+    assert report.notes == []
+
+
+def test_a_weight_that_another_library_quantized_is_named_as_such():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].weight = nn.Parameter(model[0].weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    model[0].forward = lambda input: input  # as compressed-tensors does
+    convert_to_float8_training(model, include_subclasses=True)
+    (skipped,) = conversion_report(model).skipped
+    assert skipped.reason.startswith("its weight is stored in torch.float8_e4m3fn, which another library quantized")
 
 
 def test_the_report_has_slow_paths_and_a_backend_for_each_layer(caplog):
