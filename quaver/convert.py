@@ -140,7 +140,8 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     for each in experts:
         restore_plain_weights(each)
     for linear in linears:
-        _restore(linear, _to_linear)
+        plain = _restore(linear, _to_linear)
+        getattr(plain, "to_original", lambda: None)()  # a module that was made an nn.Linear for the conversion
     for of_experts in experts:
         _restore(of_experts, to_plain_experts)
     for grouped in [each for each in module.modules() if isinstance(each, Float8GroupedMM)]:
@@ -155,13 +156,14 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
 Converted = TypeVar("Converted", bound=nn.Module)
 
 
-def _restore(converted: Converted, to_plain: Callable[[Converted], nn.Module]) -> None:
+def _restore(converted: Converted, to_plain: Callable[[Converted], nn.Module]) -> nn.Module:
     """Convert back, also what `fully_shard` put FSDPModule in front of."""
     before, plain, sharded = type(converted), to_plain(converted), fsdp_module_class()
     if sharded is not None and issubclass(before, sharded) and not isinstance(plain, sharded):
         # it was sharded after its conversion
         namespace = {"__deepcopy__": vars(before)["__deepcopy__"]}
         plain.__class__ = type(f"FSDP{type(plain).__name__}", (sharded, type(plain)), namespace)
+    return plain
 
 
 # ---- the decision ----------------------------------------------------------------------------------------------------

@@ -63,9 +63,16 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     modules = [(WRAPPERS.sub("", name), each) for name, each in model.named_modules()]
     linears = {name: each for name, each in modules if isinstance(each, Float8Linear)}
     linears = {name: each for name, each in linears.items() if not each.config.casts.weight.row.is_disabled}
+    transposed = [name for name, each in linears.items() if getattr(each, "state_dict_is_transposed", False)]
+    linears = {name: each for name, each in linears.items() if name not in transposed}
     report, checkpoint = conversion_report(model), checkpoint_names(model, has_linears=format in _HAS_LINEARS)
     stacks = _float8_stacks(modules)
     experts = {name: each for name, each in stacks.items() if name in checkpoint.stacks}
+    if transposed and not linears and not experts:
+        raise ValueError(
+            f"no server reads Conv1D weights in float8, and the model's float8 layers are such ({listed(transposed)}); "
+            "save_pretrained writes them in high precision"
+        )
     config, stored = _one_format(COMPRESSED_TENSORS if format == HIGH_PRECISION else format, linears, experts)
     names, tied = _names(model)
     if hasattr(model, "get_base_model") or any(".base_layer." in name for name in names):

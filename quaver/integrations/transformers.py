@@ -30,6 +30,7 @@ from quaver.delayed import Float8ScalingState, float8_scaling_state, sync_float8
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.integrations import torchao as shim
 from quaver.integrations.check import assert_float8_training, is_torchao_linear
+from quaver.integrations.transformers_conv1d import Conv1DLinear, conv1ds, to_linears
 from quaver.integrations.transformers_reference import convert_reference
 from quaver.integrations.transformers_roles import roles_of_linears
 from quaver.kernels.native_blocks import ALIGNMENT
@@ -56,6 +57,9 @@ def prepare_model_for_float8(
     In high precision stay output heads, adapters of PEFT, routers of mixtures of experts (transformers_roles.py), and
     linears with a dimension that is not a multiple of 16. `conversion_report(model)` names each with its reason.
 
+    The `Conv1D` of GPT-2 and its like becomes float8, too, unless PEFT has wrapped it; its state dict stays as it is
+    (transformers_conv1d.py).
+
     Args:
         model: a `PreTrainedModel` or a `PeftModel`.
         config: as `convert_to_float8_training` takes it; or a recipe for each layer, `LayerRecipes.read(path)`.
@@ -80,11 +84,16 @@ def prepare_model_for_float8(
             return FilterDecision(False, f"shape: a dimension is no multiple of {ALIGNMENT}")
         return True if module_filter_fn is None else module_filter_fn(module, name)
 
-    if isinstance(config, LayerRecipes):
-        return convert_layers(model, config, module_filter_fn=admits, include_subclasses=include_subclasses)
-    return convert_to_float8_training(
-        model, config=config, module_filter_fn=admits, include_subclasses=include_subclasses
-    )
+    options: dict[str, Any] = {"module_filter_fn": admits, "include_subclasses": include_subclasses}
+    linears = to_linears(conv1ds(model))
+    try:
+        if isinstance(config, LayerRecipes):
+            return convert_layers(model, config, **options)
+        return convert_to_float8_training(model, config=config, **options)
+    finally:
+        for linear in linears:
+            if type(linear) is Conv1DLinear:
+                linear.to_original()
 
 
 class Float8Callback(TrainerCallback, ExportableState):
