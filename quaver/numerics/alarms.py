@@ -3,14 +3,15 @@
     alarms = Alarms()
     for header, sample in record:
         for event in alarms.update(header, sample):
-            print(event.message if isinstance(event, Alarm) else f"{event.rule} of {event.layer} cleared")
+            print(event.message)
 
 It reads dictionaries in the form of `numerics.jsonl`, so it gives the same alarms beside a run and over its record.
 
 [Note: one alarm per cause] What is bad at the first tensor that a step computes is soon bad at those behind it. Of the
 tensors that turn bad in one sample the first one alarms: weights, then the forward in its order, then the backward in
 its. The others, and those of the next `FOLLOWS` samples, follow it, and raise no alarm as long as they are bad.
-An alarm is cleared when no rule that spoke of its tensor does so any more. A value that is not finite always alarms.
+An alarm is cleared when no rule that spoke of its tensor does so any more. Of a jump that is also so where the tensor
+stays where it jumped to: that is its new level, which `Cleared.stays` says. A value that is not finite always alarms.
 """
 
 from __future__ import annotations
@@ -60,6 +61,14 @@ class Cleared:
     rule: str
     layer: str
     operand: str
+    stays: bool = False
+    """Whether a tensor that jumped did not come back: where it is now is its usual level from now on."""
+
+    @property
+    def message(self) -> str:
+        """One line, as an alarm's."""
+        how = "has not come back; this is its new level" if self.stays else "has ended"
+        return f"{self.layer} {self.operand}: {self.rule} {how}"
 
     def to_dict(self) -> dict[str, Any]:
         """The line of a record."""
@@ -78,6 +87,8 @@ class _State:
     """Samples in a row."""
     good: int = 0
     since: int = 0
+    usual: float | None = None
+    """The level before it was bad (`Measure.usual`)."""
     cause: Key | None = None
     """The alarm that it raised or follows, while it is bad."""
 
@@ -171,7 +182,9 @@ class Alarms:
         if state.good < finding.rule.samples or (is_cause and any(name[1:] == key[1:] for name in others)):
             return None
         self._states[key] = _State()
-        return Cleared(step, *key) if is_cause else None
+        level, usual = finding.measure.level, state.usual
+        stays = level is not None and usual is not None and abs(level - usual) > finding.measure.clear_at
+        return Cleared(step, *key, stays) if is_cause else None
 
     def _turns_bad(self, key: Key, rule: Rule, finding: _Finding, step: int) -> bool:
         if not finding.measure.is_bad:
@@ -179,7 +192,9 @@ class Alarms:
                 self._states[key].bad = 0
             return False
         state = self._states.setdefault(key, _State())
-        state.since = state.since if state.bad else finding.measure.since or step
+        if not state.bad:
+            state.since = finding.measure.since or step
+            state.usual = finding.measure.usual if state.cause is None else state.usual
         state.bad += 1
         return state.cause is None and state.bad >= rule.samples
 

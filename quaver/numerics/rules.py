@@ -55,6 +55,10 @@ class Measure:
     """Whether large values are bad."""
     since: int | None = None
     """The step that was bad first, where that is known to be an earlier one."""
+    level: float | None = None
+    """What was compared with the samples before, where their level may become another for good."""
+    usual: float | None = None
+    """That of the samples before."""
 
     @property
     def is_bad(self) -> bool:
@@ -221,7 +225,8 @@ def _jump(now: Seen, sample: Sample) -> Measure | None:
     low, high = min(usual[-4:]), max(usual[-4:])
     reached = [level for level in recent if level is not None]
     value = max(min(reached) - high, low - max(reached), 0.0)
-    return Measure(value, at, at / 2, since=before[-1].step if is_gradient else now.step)
+    since = before[-1].step if is_gradient else now.step
+    return Measure(value, at, at / 2, since=since, level=reached[-1], usual=statistics.median(usual[-4:]))
 
 
 def _growth(now: Seen, sample: Sample) -> Measure | None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -43,6 +45,8 @@ class Float8Optimizer(Optimizer):
     """Whose state dicts are converted; options that it has not are this optimizer's own."""
     skipped_things: ClassVar[str]
     """What is left as it is where its gradients are not finite."""
+    parameter_names: Mapping[int, str] = MappingProxyType({})
+    """By the id of a parameter, for what is logged; `name_parameters` sets it."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._skipped: dict[torch.device, Tensor] = {}
@@ -93,11 +97,18 @@ class Float8Optimizer(Optimizer):
         self._report_skipped()
         return loss
 
+    def name_parameters(self, model: nn.Module) -> None:
+        """Call parameters in the log by their names in `model`. State dicts stay without names, as AdamW's."""
+        self.parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
+
     def _advance(self, parameter: Tensor, group: dict[str, Any]) -> int:
         """The number of the step that begins, and the parameter's state if it is the first."""
         if not self.state[parameter]:
-            if _wants_float8(parameter, group) and (obstacle := obstacle_of(parameter)):
-                logger.warning("moments of a parameter %s are float32: %s", list(parameter.shape), obstacle)
+            # All ranks find the same.
+            is_first = not (dist.is_initialized() and dist.get_rank())
+            if is_first and _wants_float8(parameter, group) and (obstacle := obstacle_of(parameter)):
+                name = self.parameter_names.get(id(parameter), "a parameter")
+                logger.warning("moments of %s %s are float32: %s", name, list(parameter.shape), obstacle)
             self.state[parameter].update(new_state(parameter, group))
         self.state[parameter]["step"] += 1
         return int(self.state[parameter]["step"].item())

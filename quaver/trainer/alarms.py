@@ -55,7 +55,7 @@ class RunAlarms:
 
     def _hear(self, event: Alarm | Cleared) -> None:
         if isinstance(event, Cleared):
-            self.display.line(f"step {event.step}: {event.rule} of {event.layer} {event.operand} has ended")
+            self.display.line(f"step {event.step}: {event.message}")
             return
         self.display.line(f"step {event.step}: alarm: {event.message}")
         if self.config.on_alarm == "stop" and not self.reason:

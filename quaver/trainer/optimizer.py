@@ -39,7 +39,10 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimize
     options = {"weight_decay": config.weight_decay, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
     taken = set(matrices)
     others = [parameter for parameter in parameters if parameter not in taken]
-    return CombinedOptimizer(muon(matrices, lr=config.lr, **options), _adamw(others, model, config))
+    of_matrices = muon(matrices, lr=config.lr, **options)
+    if isinstance(of_matrices, Float8Muon):
+        of_matrices.name_parameters(model)
+    return CombinedOptimizer(of_matrices, _adamw(others, model, config))
 
 
 def _adamw(parameters: list[nn.Parameter], model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
@@ -53,7 +56,9 @@ def _adamw(parameters: list[nn.Parameter], model: nn.Module, config: Optimizer) 
         held = [p for p in groups[0]["params"] if p in embeddings]
         groups[0]["params"] = [p for p in groups[0]["params"] if p not in embeddings]
         groups.append({"params": held, "weight_decay": config.weight_decay, **FLOAT32_MOMENTS})
-        return Float8AdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
+        float8 = Float8AdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
+        float8.name_parameters(model)
+        return float8
     kernels: dict[str, Any] = {"fused": config.implementation in ("auto", "fused")}
     if not kernels["fused"]:  # torch refuses both
         kernels["foreach"] = config.implementation == "foreach"

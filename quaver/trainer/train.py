@@ -190,7 +190,8 @@ def _train(run: Run) -> dict[str, Any]:
         if not run.ranks.is_alone:
             raise
     except Exception as found:
-        status = {NonFiniteError: "non-finite", CheckpointError: "checkpoint failed"}.get(type(found), "failed")
+        statuses: dict[type, str] = {NonFiniteError: "non-finite", CheckpointError: "checkpoint failed"}
+        status = statuses.get(type(found), "failed")
         is_writable = not isinstance(found, OutputError)
         is_one_line = isinstance(found, (NonFiniteError, CheckpointError, OutputError))
         error = str(found) if is_one_line else f"{type(found).__name__}: {next(iter(str(found).splitlines()), '')}"

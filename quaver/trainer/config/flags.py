@@ -78,8 +78,9 @@ def split_flags(kind: type, words: Iterable[str]) -> tuple[Values, list[str]]:
     """Return the values of the flags of `kind` among `words`, and the other words in their order.
 
     Hyphens and underscores are the same in names. A boolean is `--flag`, `--no-flag` or `--flag false`; a list takes
-    every word up to the next flag, and commas divide these; the value of a string may be one word that holds flags
-    and spaces. Text that is no value of its type stays text, for the type check to refuse by name.
+    every word up to the next flag, and commas divide these, or is written as in TOML; the value of a string may be one
+    word that holds flags and spaces. Text that is no value of its type stays text, for the type check to refuse by
+    name.
 
     Raises:
         ValueError: a flag has no value, or an argument is missing.
@@ -166,10 +167,13 @@ class _Parser(ArgumentParser):
 
 
 class _List(Action):
-    """Stores the words of a list of strings, and the parts of words with commas."""
+    """Stores the words of a list of strings, and the parts of words with commas; or a list as TOML writes it."""
 
     def __call__(self, parser: object, namespace: object, values: Any, option_string: object = None) -> None:
         """Called by argparse."""
+        text = " ".join(values)
+        if text.startswith("[") and text.endswith("]"):  # a shell may have taken its quotes, and divided it
+            values = [part.strip().strip("\"'") for part in text[1:-1].split(",")]
         setattr(namespace, self.dest, [part for word in values for part in word.split(",") if part])
 
 

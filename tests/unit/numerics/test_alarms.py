@@ -85,7 +85,10 @@ def test_what_follows_a_cause_raises_no_alarm_of_its_own():
     (alarm, *rest) = events(changes, range(12, 99))
     assert (alarm.rule, alarm.layer, alarm.operand) == ("jump", LAYERS[-1], "grad_output")
     assert alarm.followers == 2 * len(LAYERS) - 1
-    assert [type(each) for each in rest] == [Cleared]  # the new level is the usual one
+    assert [(type(each), each.stays) for each in rest] == [(Cleared, True)]  # the new level is the usual one
+    assert rest[0].message == f"{LAYERS[-1]} grad_output: jump has not come back; this is its new level"
+    came_back = events(changes, range(12, 14))
+    assert [(type(each), getattr(each, "stays", None)) for each in came_back] == [(Alarm, None), (Cleared, False)]
 
 
 def test_delayed_scales_may_clip_what_rounding_hides():

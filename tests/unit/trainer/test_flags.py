@@ -92,6 +92,13 @@ def test_an_attached_list_does_not_take_the_words_after_it():
     assert flags["float8"] == {"filter_fqns": ["2", "x"]}
 
 
+@pytest.mark.parametrize("words", [['["a", "b"]'], ["['a','b']"], ["[a,b]"], ["[a,", "b]"]])
+def test_a_list_is_typed_as_help_shows_it(words):
+    _, flags = parse_arguments(["--float8.filter_fqns", *words])
+    assert flags["float8"] == {"filter_fqns": ["a", "b"]}
+    assert parse_arguments(["--float8.filter_fqns=[]"])[1]["float8"] == {"filter_fqns": []}
+
+
 def test_the_help_prints_each_flag_once_with_choices_and_default(capsys):
     with pytest.raises(SystemExit) as stopped:
         parse("--help")
