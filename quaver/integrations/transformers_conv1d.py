@@ -34,7 +34,7 @@ class Conv1DLinear(nn.Linear):
 
     def to_original(self) -> None:
         """Make it the Conv1D that it was. Called by `convert_to_high_precision`."""
-        _transpose(self.weight)
+        _transpose(cast(nn.Parameter, self.weight))
         del self.in_features, self.out_features
         self.__class__ = Conv1D  # type: ignore[assignment]
 
