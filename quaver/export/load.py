@@ -95,7 +95,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
             return [self.format.scale(name, (1, math.prod(shape)), scale.reshape(()))]
         if len(shape) != 3 or scale.shape[0] != shape[0]:
             raise ValueError(
-                f"{name} {shape} must be a matrix, or a stack with scales of each matrix, got a scale {list(scale.shape)}"
+                f"{name} {shape} must be a matrix, or a stack with scales of each, got a scale {list(scale.shape)}"
             )
         return [self.format.scale(name, shape[1:], each) for each in scale]
 
