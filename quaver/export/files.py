@@ -1,6 +1,7 @@
 """The safetensors files of a Hugging Face folder: a lazy reader that trusts no index, and a writer that cuts files."""
 
 import json
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -47,6 +48,26 @@ def read_config(folder: Path) -> dict[str, Any]:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write `value` to `path`, indented. Raises ValueError for an inf or a NaN."""
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    """The content of a config.json. An inf or a NaN becomes an object, as transformers writes and reads it.
+
+    Raises:
+        ValueError: it has what no JSON holds.
+    """
+    try:
+        return json.dumps(_without_special_floats(config), indent=2, allow_nan=False) + "\n"
+    except (TypeError, RecursionError, ValueError) as error:
+        raise ValueError(f"config: expected what JSON holds, got {error}") from error
+
+
+def _without_special_floats(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"__float__": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    if isinstance(value, Mapping):
+        return {key: _without_special_floats(each) for key, each in value.items()}
+    return [_without_special_floats(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def listed(names: list[str], most: int = 3) -> str:
@@ -215,10 +236,11 @@ def write_model(
     max_bytes: int,
 ) -> None:
     """Write `tensors` (see `SafetensorsWriter`) and config.json into `folder`, and copy files such as a tokenizer's."""
+    text = config_text(config)
     writer = SafetensorsWriter(folder, max_bytes)
     for name, tensor in tensors:
         writer.add(name, tensor)
     writer.close()
-    write_json(folder / CONFIG, config)
+    (folder / CONFIG).write_text(text, encoding="utf-8")
     for file in copied:
         shutil.copyfile(file, folder / file.name)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quaver.export.bundle import GENERATION, write_bundle
-from quaver.export.files import CONFIG, SafetensorsWriter, listed, write_json
+from quaver.export.files import CONFIG, SafetensorsWriter, config_text, listed
 from quaver.export.folders import new_folder
 from quaver.export.formats import COMPRESSED_TENSORS, FP8
 from quaver.export.load import load_float8
@@ -80,6 +80,7 @@ def save_float8(
     stored = dtype if dtype is not None or config.get(key) else getattr(model, "dtype", None)
     if stored is not None:
         config[key] = str(stored).removeprefix("torch.")
+    text = config_text(config)
     partial, writer = folder, SafetensorsWriter(folder, max_shard_bytes)
 
     def begin() -> None:
@@ -90,7 +91,7 @@ def save_float8(
 
     def finish() -> None:
         writer.close()
-        write_json(partial / CONFIG, config)
+        (partial / CONFIG).write_text(text, encoding="utf-8")
         _write_others(model, partial, files)
         logits = None
         if high_precision_model is not None:
@@ -165,9 +166,14 @@ def _on_first_rank(action: Callable[[], None], is_sharded: bool) -> None:
 def _measured(model: nn.Module, folder: Path, count: int) -> dict[str, Any]:
     """How the logits of `model` change on `count` random tokens when it gets the dequantized weights in `folder`."""
     model.eval()
-    vocab_size = next(each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding))
+    vocab_size = next((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), 1)
     tokens = torch.randint(vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
-    before = _logits(model, tokens)
+    try:
+        before = _logits(model, tokens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"the logits cannot be measured: {type(model).__name__} does not take tokens alone ({error})"
+        ) from error
     state = model.state_dict()
     for name, tensor in load_float8(folder, dtype=torch.float32, model=model).items():
         if tensor.numel():  # transformers has shared experts of no width where a mixture of quaver train has none
