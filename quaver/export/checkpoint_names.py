@@ -10,12 +10,14 @@ with experts. Servers load these names. Experts of other models have the names o
 
 A stack stays as it is where its checkpoints hold no matrices by expert: gate and up interleaved, biases, other names
 (gpt-oss, Granite). Llama 4's are stacks [E, K, N] in transformers' checkpoints, and linears of each expert in those of
-compressed-tensors, for which transformers makes such linears; vLLM and SGLang load their names. A model without experts
-keeps its own names.
+compressed-tensors, for which transformers makes such linears; vLLM and SGLang load their names. A model of transformers
+without experts has the names of its mapping, too: model.language_model.layers is language_model.model.layers in LLaVA's
+checkpoints. Those that `from_pretrained` knows are read, older names and a multimodal model's for its text included.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import typing
 from collections.abc import Callable, Iterable, Sequence
@@ -41,6 +43,10 @@ def _same(name: str) -> str:
     return name
 
 
+def _own_name(name: str, known: set[str]) -> str:
+    return name
+
+
 @dataclass(frozen=True)
 class CheckpointNames:
     """The names in a checkpoint; see the top of the file. Names of the model are without wrappers."""
@@ -53,6 +59,8 @@ class CheckpointNames:
     """The stacks that checkpoints hold as the model does."""
     renamed: Callable[[str], str] = _same
     """The name of another tensor, or of a module with a dot at its end."""
+    other_name: Callable[[str, set[str]], str] = _own_name
+    """The name in the model, of those given, of a tensor under an older name, or under that of a larger model."""
 
     def of(self, name: str) -> list[str]:
         """The names of a tensor of the model: one, or one for each matrix of a stack."""
@@ -81,7 +89,8 @@ class CheckpointNames:
         """The name in the model of each stored tensor, which may have either name; its own for an unknown one."""
         known = set(model_names)
         owners = {each: name for name in known for each in self.of(name)}
-        return {each: each if each in known else owners.get(each, each) for each in stored}
+        named = {each: each if each in known else owners.get(each) for each in stored}
+        return {each: name or self.other_name(each, known) for each, name in named.items()}
 
 
 def checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> CheckpointNames:
@@ -91,8 +100,6 @@ def checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> Checkpoin
     """
     model = getattr(model, "_orig_mod", model)
     experts = {WRAPPERS.sub("", name): each for name, each in model.named_modules() if is_experts(each)}
-    if not experts:
-        return CheckpointNames()
     conversions = _Conversions(model)
     stacks: dict[str, list[Parts]] = {}
     transposed, whole_stacks = set(), []
@@ -107,7 +114,7 @@ def checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> Checkpoin
                 whole_stacks.append(name)
             else:
                 stacks[name] = parts
-    return CheckpointNames(stacks, transposed, whole_stacks, conversions.renamed)
+    return CheckpointNames(stacks, transposed, whole_stacks, conversions.renamed, conversions.other_name)
 
 
 def _class_before(experts: nn.Module) -> str:
@@ -130,7 +137,7 @@ def _matrices(prefix: str, leaf: str, count: int) -> list[Parts]:
 class _Conversions:
     """transformers' conversion mapping of a model, reversed as `save_pretrained` reverses it; none for other models.
 
-    A prefix that `from_pretrained` removed is not added again.
+    A prefix that `from_pretrained` removed is added again, as `save_pretrained` adds it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -142,15 +149,44 @@ class _Conversions:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import PrefixChange, WeightConverter
 
-            for each in reversed(get_model_conversion_mapping(self._model, add_legacy=False)):
-                if not isinstance(each, PrefixChange):
-                    backwards = each.reverse_transform()
-                    of_kind = self._converters if isinstance(each, WeightConverter) else self._renamings
-                    of_kind.append(backwards)
+            found = [
+                each
+                for each in get_model_conversion_mapping(self._model, add_legacy=False)
+                if not isinstance(each, PrefixChange)
+            ]
+            loaded = getattr(model, "_weight_conversions", None)
+            if loaded is not None:  # from_pretrained made the model
+                found += [each for each in loaded if isinstance(each, PrefixChange)]
+            for each in reversed(found):
+                of_kind = self._converters if isinstance(each, WeightConverter) else self._renamings
+                of_kind.append(each.reverse_transform())
 
     def renamed(self, name: str) -> str:
         """The name of a tensor that is stored whole; the model's own where transformers computes it from others."""
         return name if self._converter(name) else self._apply_renamings(name)
+
+    def other_name(self, name: str, known: set[str]) -> str:
+        """The name in the model that `from_pretrained` reads a tensor of a checkpoint into; its own for none."""
+        candidates = [name, *(name.replace(part, "", 1) for part in _TEXT_PARTS if part in name)]
+        if self.is_known:
+            from transformers.core_model_loading import rename_source_key
+
+            renamings, converters = self._forwards
+            prefix = self._model.base_model_prefix
+            names = dict.fromkeys(known, True)
+            found = (rename_source_key(each, renamings, converters, prefix, names) for each in candidates)
+            candidates = [each for each, pattern in found if pattern is None]
+        return next((each for each in candidates if each in known), name)
+
+    @functools.cached_property
+    def _forwards(self) -> tuple[list[Any], list[Any]]:
+        """The renamings and the converters by which `from_pretrained` reads checkpoints, old ones included."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+
+        found = get_model_conversion_mapping(self._model)
+        converters = [each for each in found if isinstance(each, WeightConverter)]
+        return [each for each in found if not isinstance(each, WeightConverter)], converters
 
     def _apply_renamings(self, name: str) -> str:
         for each in self._renamings:
@@ -188,6 +224,9 @@ class _Conversions:
             for index in range(count)
         ]
 
+
+_TEXT_PARTS = ("model.language_model.", "language_model.model.", "language_model.", "text_model.")
+"""What stands in the names of a multimodal model, and not in those of its model of text."""
 
 _ROWS = 4
 """How many rows an expert has in the stack that a converter is asked with: two for each of gate and up."""

@@ -65,7 +65,8 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
         tie()  # transformers tied them when it made the model, and init_empty_weights made parameters of its own
     tensors, loaded = model.state_dict(keep_vars=True), ModelTensors(model, checkpoint)
     float8, modules = set(checkpoint.float8_names), dict(model.named_modules())
-    linears = {name.removesuffix(".weight"): stored for name, stored in loaded.stored.items() if stored in float8}
+    stored_once = {name: stored for name, stored in loaded.stored.items() if name not in loaded.tied}
+    linears = {name.removesuffix(".weight"): stored for name, stored in stored_once.items() if stored in float8}
     linears = {name: stored for name, stored in linears.items() if isinstance(modules.get(name), nn.Linear)}
     stacks = {name: stack for name, stack in loaded.stacks.items() if float8.issuperset(itertools.chain(*stack))}
     granularity = _granularity(

@@ -20,6 +20,7 @@ from quaver.export.folders import check_new, new_folder
 from quaver.export.layouts import StoredFormat, StoredScale, sort_tensors, stored_format, without_quantization
 from quaver.formats import FORMATS, HP_DTYPES
 from quaver.quantized_configs import keep_configs_true
+from quaver.weights.module_weight import owners_of_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         if dtype not in HP_DTYPES:
             raise ValueError(f"dtype: expected one of {', '.join(map(str, HP_DTYPES))}, got {dtype}")
         keep_configs_true()
-        self.format: StoredFormat = stored_format(read_config(folder))
+        self._config = read_config(folder)
+        self.format: StoredFormat = stored_format(self._config)
         self._stored, self.dtype = StoredTensors(folder), dtype
         check_bundle(folder)
         self._check()
@@ -131,6 +133,12 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         """The scale of a float8 matrix."""
         return self._scales(name)[0]
 
+    def has_part(self, model: nn.Module) -> bool:
+        """Whether `model` is one of the models that the checkpoint's consists of, such as its model of text."""
+        model_type = getattr(getattr(model, "config", None), "model_type", None)
+        parts = [each.get("model_type") for each in self._config.values() if isinstance(each, dict)]
+        return model_type is not None and model_type in parts and model_type != self._config.get("model_type")
+
     def shape(self, name: str) -> list[int]:
         """The shape of a tensor, from the header of its file."""
         return self._stored.shape(name)
@@ -149,6 +157,7 @@ class ModelTensors(Mapping[str, Tensor]):
         stored: the name in the checkpoint of each tensor that is no stack.
         stacks: the names in the checkpoint of the matrices of each expert, by the name of the stack.
         transposed: the stacks that hold each matrix transposed.
+        tied: the names of tied tensors that the checkpoint has under another one.
     Raises (when made):
         ValueError: the checkpoint lacks matrices of a stack of which it has others, or their shapes differ.
     """
@@ -160,13 +169,30 @@ class ModelTensors(Mapping[str, Tensor]):
         self.transposed, stacks = self._names.transposed, self._names.stacks
         self.stored: dict[str, str] = {}
         self.stacks: dict[str, list[Parts]] = {}
+        beyond = []
         for stored, name in self._names.in_model(known, checkpoint).items():
             if name in stacks and stored != name:
                 self.stacks[name] = stacks[name]
+            elif name not in known and checkpoint.has_part(model):
+                beyond.append(stored)
             elif name in known or not any(re.search(pattern, name) for pattern in ignored):
                 self.stored[name] = stored
+        if beyond:
+            logger.warning("the model is a part of the checkpoint's, which has more: %s", listed(sorted(beyond)))
         for stack in self.stacks.values():
             self._check(stack)
+        self.tied = self._tie(model)
+
+    def _tie(self, model: nn.Module) -> set[str]:
+        """Give every name of a tied tensor, of which the checkpoint has one; returns the names that it lacks."""
+        tied: dict[str, str] = {}
+        for names in owners_of_parameters(model).values():
+            own = [WRAPPERS.sub("", name) for name in names]
+            first = next((name for name in own if name in self.stored), None)
+            if first is not None:
+                tied |= {name: self.stored[first] for name in own if name not in self.stored}
+        self.stored |= tied
+        return set(tied)
 
     def _check(self, stack: list[Parts]) -> None:
         missing = [part for parts in stack for part in parts if part not in self._checkpoint]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from quaver.convert import FilterDecision, convert_to_float8_training
 from quaver.export.bundle import copied_files
 from quaver.export.files import StoredTensors, read_config
+from quaver.export.layouts import quantization_of
+from quaver.weights.module_weight import owners_of_parameters
 
 DEFAULT_FILTER = ("lm_head",)
 """Linears whose full names contain one of these stay in high precision."""
@@ -35,13 +37,15 @@ class Source:
     forward_dtype: torch.dtype | None = None
 
 
-def skip_names(filter_fqns: Sequence[str]) -> Callable[[nn.Module, str], FilterDecision]:
-    """A filter that leaves out routers and the linears whose names contain one of `filter_fqns`."""
+def skip_names(filter_fqns: Sequence[str], tied: Collection[str] = ()) -> Callable[[nn.Module, str], FilterDecision]:
+    """A filter that leaves out routers, what is `tied`, and the linears whose names contain one of `filter_fqns`."""
 
     def decide(module: nn.Module, name: str) -> FilterDecision:
         found = next((part for part in filter_fqns if part in name), None)
         if found is not None:
             return FilterDecision(False, f"filter: name contains {found!r}")
+        if name in tied:
+            return FilterDecision(False, "its weight is tied")
         is_router = name.rpartition(".")[2] in ROUTERS
         return FilterDecision(not is_router, "a router of experts" if is_router else "")
 
@@ -57,24 +61,49 @@ def huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[str] 
         OSError, ValueError: files are missing or damaged, the model is quantized already, or transformers is not
             installed.
     """
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ValueError("a Hugging Face folder needs transformers: pip install transformers") from error
-
     config = read_config(folder)
-    if config.get("quantization_config") is not None:
+    if quantization_of(config) is not None:
         raise ValueError(
             f"{str(folder)!r} is quantized already; expected a model in high precision: use quaver import first"
         )
     weights = StoredTensors(folder)
+    made_of, model_config = _class_of(folder, config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
-    convert_to_float8_training(model, config=recipe, module_filter_fn=skip_names(filter_fqns))
+        model = made_of._from_config(model_config)
+    tied = {
+        name.rpartition(".")[0] for names in owners_of_parameters(model).values() if len(names) > 1 for name in names
+    }
+    convert_to_float8_training(model, config=recipe, module_filter_fn=skip_names(filter_fqns, tied))
 
     def high_precision_model() -> nn.Module:
-        loaded: nn.Module = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        loaded: nn.Module = made_of.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
         return loaded
 
     about = {"source": "a Hugging Face folder", "step": None}
     return Source(model, weights, config, high_precision_model, about, copied_files(folder))
+
+
+def _class_of(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The class of transformers that a folder's model is of, and its config.
+
+    config.json names it; without that it is the model with a head of text, or else the one without a head.
+
+    Raises:
+        ValueError: transformers is not installed or has no class for the model.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError("a Hugging Face folder needs transformers: pip install transformers") from error
+
+    model_config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    architectures = config.get("architectures")
+    for name in architectures if isinstance(architectures, list) else []:
+        found = getattr(transformers, str(name), None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found, model_config
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText, transformers.AutoModel):
+        if type(model_config) in auto._model_mapping:
+            found = auto._model_mapping[type(model_config)]
+            return found[0] if isinstance(found, tuple) else found, model_config
+    raise ValueError(f"transformers has no model for {str(folder)!r}, whose architectures are {architectures!r}")
