@@ -39,7 +39,8 @@ help:
 	@echo "make wheel   build the sdist and from it the wheels with and without the extension; check and try them"
 	@echo "make bench   set up with torchao, time one linear against bfloat16 and torchao; BENCH=cast or another of"
 	@echo "             quaver bench's for that one"
-	@echo "make gpu     run the GPU tests and benchmarks on this machine's GPU in nine minutes (installs nothing)"
+	@echo "make gpu     measure on this machine's quiet GPU, then run the GPU tests, 14 minutes at most (installs nothing);"
+	@echo "             ARGS=quiet, ARGS=tests or parts by name; ARGS=\"--dry quiet\" tries it on a CPU"
 
 train: $(VENV)/.base
 	$(BIN)/quaver train $(CONFIG) --compare $(ARGS)

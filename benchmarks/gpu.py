@@ -1,8 +1,13 @@
-"""The GPU tests and all benchmarks within nine minutes: `make gpu`, or `make gpu ARGS="gemm cast"` for some parts.
+"""What a minute on a GPU is for: `make gpu`, or `make gpu ARGS="quiet"` and other groups and parts by name.
 
-Needs a GPU and no network. Results go to $OUT, else to benchmarks/results. Each part has a time limit, and leaves its
-rest to the next one. A part that runs longer is interrupted, so that a benchmark saves its finished rows. Parts that
-fail or run longer are named at the end; the others still run.
+    quiet     the measurements that decide, most important first; nothing else runs meanwhile. 525 seconds at most
+    tests     the tests that need a GPU, alone and last: they use every core. 330 seconds at most
+    second    for another time: experts, optimizer, stored activations, CUDA graphs, FSDP2, a run of 1B, quaver bench
+
+`make gpu` is quiet and tests. Needs a GPU and no network; `--dry` runs the quiet parts and those of `second` that are
+of benchmarks/gpu_parts at small sizes on a CPU. Results go to $OUT, else to benchmarks/results. Each part has a time
+limit and writes its file when it ends. A part that runs longer is interrupted and keeps the rows that it has. Parts
+that fail or run longer are named at the end; the others still run. After wrong gradients nothing is timed.
 """
 
 import json
@@ -20,7 +25,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 8
+WRONG = 3
+"""The exit code of a part of benchmarks/gpu_parts that found wrong gradients."""
 LAST_CHARACTERS = 6000
+DRY_SECONDS = 600
+"""Of a part on a CPU, which may have other work."""
 
 
 @dataclass(frozen=True)
@@ -32,29 +41,54 @@ class Part:
     seconds: int
 
 
-def parts(results: Path) -> list[Part]:
-    """All parts, the most important first; 520 seconds together."""
+def parts(results: Path, *, dry: bool = False) -> dict[str, list[Part]]:
+    """All parts by group, in the order in which they run."""
+
+    def own(name: str, seconds: int) -> Part:
+        words = ["-m", "benchmarks.gpu_parts", name, "--output", str(results / f"gpu_{name}.json")]
+        if dry:
+            return Part(name, [*words, "--dry"], DRY_SECONDS)
+        return Part(name, [*words, "--seconds", str(seconds - 2 * GRACE_S)], seconds)
 
     def verb(name: str, seconds: int, *words: str) -> Part:
         output = str(results / f"gpu_{name}.json")
-        words = ("-m", "quaver.cli", *words, "--device", "cuda", "--output", output)
-        return Part(name, list(words), seconds)
+        return Part(name, ["-m", "quaver.cli", *words, "--device", "cuda", "--output", output], seconds)
 
     tokens = ("--tokens", "16384")
     recipes = ("--recipes", "tensorwise", "rowwise", "delayed")
-    block = ("--model", "llama-8b", *tokens, "--seq-len", "8192")
-    return [
-        Part("doctor", ["-m", "quaver.cli", "doctor", "--json"], 30),
-        Part("tests", ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *_workers(), "tests/gpu"], 150),
-        verb("linear_llama8b", 75, "bench", "linear", "--shapes", "llama-8b", *tokens, "--rounds", "10"),
-        verb("gemm", 25, "bench", "gemm", "--shapes", "llama-8b,llama-70b", *tokens, "--rounds", "10"),
-        verb("cast", 40, "bench", "cast", "--shapes", "llama-8b,llama-70b", *tokens, "--rounds", "10"),
-        verb("block_llama8b", 80, "bench", "block", *block, *recipes, "--rounds", "10"),
-        verb("host", 25, "bench", "host", *recipes, "--rounds", "10"),
-        verb("linear_llama70b", 40, "bench", "linear", "--shapes", "llama-70b", *tokens, *recipes, "--rounds", "5"),
-        verb("train", 40, "bench", "train", *_LARGER_MODEL, *recipes, "--rounds", "10"),
-        Part("memory", ["-m", "benchmarks.memory", "--only", "1 block", "1 rank"], 15),
-    ]
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *_workers(), "tests/gpu"]
+    groups = {
+        "quiet": [
+            Part("doctor", ["-m", "quaver.cli", "doctor", "--json"], 30),
+            own("rates", 25),
+            own("gradients", 120),
+            own("kernels", 60),
+            own("blocks", 160),
+            own("eager", 75),
+            own("matmuls", 55),
+        ],
+        "tests": [Part("tests", tests, 330)],
+        "second": [
+            own("experts", 60),
+            own("optimizers", 40),
+            own("stored", 120),
+            own("graphs", 150),
+            own("fsdp", 90),
+            Part("train_1b", ["-m", "quaver.cli", *_TRAIN_1B, "--job.dump_folder", str(results / "runs")], 420),
+            verb("linear", 75, "bench", "linear", "--shapes", "llama-8b", *tokens, "--rounds", "10"),
+            verb("host", 25, "bench", "host", *recipes, "--rounds", "10"),
+            verb("train", 40, "bench", "train", *_LARGER_MODEL, *recipes, "--rounds", "10"),
+            Part("memory", ["-m", "benchmarks.memory", "--only", "1 block", "1 rank"], 15),
+        ],
+    }
+    if dry:
+        groups = {name: [each for each in group if "--dry" in each.words] for name, group in groups.items()}
+    return groups
+
+
+DEFAULT = ("quiet", "tests")
+TIMED_AFTER = "gradients"
+"""The part whose code `WRONG` stops those that are timed; tests run all the same."""
 
 
 def _workers() -> list[str]:
@@ -70,21 +104,36 @@ _LARGER_MODEL = (
 )
 """The debug model is too small for a GPU; four wider blocks, compiled."""
 
+_TRAIN_1B = (
+    *("train", "train_configs/llama3_debug.toml", "--job.compare", "--training.compile", "--training.steps", "60"),
+    *("--training.seq_len", "2048", "--training.local_batch_size", "4", "--float8.recipe_name", "rowwise"),
+    *("--model.dim", "2048", "--model.n_heads", "32", "--model.n_kv_heads", "8", "--model.hidden_dim", "8192"),
+    *("--model.n_layers", "16"),
+)
+"""Llama 3.2 1B's blocks with the debug model's bytes for tokens, in float8 and in bfloat16."""
 
-def main(names: list[str]) -> int:
-    """Run the parts of these names, or all; returns 0 if all passed, 1 if not, 2 if nothing can run."""
-    if not torch.cuda.is_available():
+
+def main(words: list[str]) -> int:
+    """Run the groups and parts of these names, or `DEFAULT`; 0 if all passed, 1 if not, 2 if nothing can run."""
+    dry, names = "--dry" in words, [word for word in words if word != "--dry"]
+    if not dry and not torch.cuda.is_available():
         print(f"make gpu needs a GPU, and torch {torch.__version__} sees none on this machine", file=sys.stderr)
         return 2
-    results = Path(os.environ.get("OUT", ROOT / "benchmarks" / "results")).resolve()
-    todo = parts(results)
-    known = [part.name for part in todo]
-    unknown = [name for name in names if name not in known]
+    folder = ROOT / ("build/gpu_dry" if dry else "benchmarks/results")
+    results = Path(os.environ.get("OUT", folder)).resolve()
+    groups = parts(results, dry=dry)
+    by_name = {part.name: [part] for group in groups.values() for part in group} | {
+        name: group for name, group in groups.items() if name not in [part.name for part in group]
+    }
+    unknown = [name for name in names if name not in by_name]
     if unknown:
-        print(f"make gpu: unknown part {unknown[0]!r}; choose from {', '.join(known)}", file=sys.stderr)
+        print(f"make gpu: unknown part {unknown[0]!r}; choose from {', '.join([*groups, *by_name])}", file=sys.stderr)
         return 2
+    wanted = {part.name for name in names or DEFAULT for part in by_name.get(name, [])}
+    todo = [part for group in groups.values() for part in group if part.name in wanted]
     results.mkdir(parents=True, exist_ok=True)
-    outcomes = run_all([part for part in todo if not names or part.name in names], results)
+    print(f"{len(todo)} parts, at most {sum(part.seconds for part in todo)} s: {', '.join(part.name for part in todo)}")
+    outcomes = run_all(todo, results)
     failed = {name: outcome for name, outcome in outcomes.items() if outcome["failure"]}
     took = sum(outcome["seconds"] for outcome in outcomes.values())
     (results / "gpu.json").write_text(json.dumps({"parts": outcomes}, indent=2) + "\n")
@@ -96,15 +145,19 @@ def main(names: list[str]) -> int:
 def run_all(todo: list[Part], results: Path) -> dict[str, dict]:
     """Run every part until its deadline, the sum of the seconds up to it; returns seconds and failure ("") by name."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for commands with &
-    outcomes = {}
-    deadline = time.monotonic()
+    outcomes: dict[str, dict] = {}
+    deadline, is_wrong = time.monotonic(), False
     for part in todo:
         deadline += part.seconds
         start = time.monotonic()
+        if is_wrong and part.name not in DEFAULT:
+            outcomes[part.name] = {"seconds": 0.0, "failure": f"not run: {TIMED_AFTER} are wrong"}
+            continue
         log_path = results / f"gpu_{part.name}.log"
         print(f"== {part.name}, {deadline - start:.0f} s: python {' '.join(part.words)}", flush=True)
         with log_path.open("w") as log:
             failure = run(part.words, deadline - start, log)
+        is_wrong = is_wrong or (part.name == TIMED_AFTER and failure == f"exit code {WRONG}")
         outcomes[part.name] = {"seconds": round(time.monotonic() - start, 1), "failure": failure}
         print(log_path.read_text(errors="replace")[-LAST_CHARACTERS:], flush=True)
     return outcomes

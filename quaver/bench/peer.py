@@ -29,12 +29,16 @@ def is_peer_recipe(recipe: str) -> bool:
 
 def torchao_linear(linear: nn.Module, recipe: str, *, device: torch.device) -> nn.Module:
     """Convert one linear with torchao. On a CPU torchao emulates."""
+    return next(convert_with_torchao(nn.Sequential(linear), recipe, device=device).children())
+
+
+def convert_with_torchao(module: nn.Module, recipe: str, *, device: torch.device) -> nn.Module:
+    """Convert the linears in a module with torchao, in place. On a CPU torchao emulates."""
     with _quiet():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=device.type != "cuda")
-        parent = convert_to_float8_training(nn.Sequential(linear), config=config)
-    return next(parent.children())
+        return convert_to_float8_training(module, config=config)
 
 
 def torchao_cast(float8_dtype: torch.dtype, dim: int | None, *, power_of_2: bool) -> Callable[[Tensor], Tensor]:

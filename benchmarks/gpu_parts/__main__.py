@@ -1,0 +1,58 @@
+"""python -m benchmarks.gpu_parts PART --output FILE [--seconds S] [--dry]."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu import WRONG
+from benchmarks.gpu_parts.blocks import compiled_blocks, eager_blocks
+from benchmarks.gpu_parts.gradients import gradients
+from benchmarks.gpu_parts.kernels import kernels
+from benchmarks.gpu_parts.lab import Lab, Row, record
+from benchmarks.gpu_parts.matmuls import matmuls
+from benchmarks.gpu_parts.rates import rates
+from benchmarks.gpu_parts.second import experts, fsdp, graphs, optimizers, stored
+
+PARTS: dict[str, Callable[[Lab], Iterator[Row]]] = {
+    "rates": rates,
+    "gradients": gradients,
+    "kernels": kernels,
+    "blocks": compiled_blocks,
+    "eager": eager_blocks,
+    "matmuls": matmuls,
+    "experts": experts,
+    "optimizers": optimizers,
+    "stored": stored,
+    "graphs": graphs,
+    "fsdp": fsdp,
+}
+INTERRUPTED = 130
+
+
+def main(words: list[str]) -> int:
+    """Run a part; 0, 1 if a row failed, `WRONG`, or `INTERRUPTED` with the rows so far in the file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_parts", description=__doc__)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=600.0, help="what the part has")
+    parser.add_argument("--dry", action="store_true", help="small sizes on a CPU; times mean nothing")
+    options = parser.parse_args(words)
+    if not options.dry and not torch.cuda.is_available():
+        print("benchmarks.gpu_parts needs a GPU, or --dry", file=sys.stderr)
+        return 2
+    try:
+        lab = Lab(options.dry, options.seconds)
+        rows = record(PARTS[options.part](lab), lab, options.output, options.part)
+    except KeyboardInterrupt:
+        print(f"interrupted; {options.output} has the rows so far", file=sys.stderr)
+        return INTERRUPTED
+    if any(row.get("is_wrong") for row in rows):
+        return WRONG
+    return int(any("error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""The blocks that compete: bfloat16, quaver's recipes and torchao's, with bfloat16 parameters, as torchtitan trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_parts.lab import Lab
+from quaver.bench.modules import Subject
+from quaver.bench.peer import convert_with_torchao
+from quaver.config import Float8LinearConfig
+from quaver.convert import convert_to_float8_training
+from quaver.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.trainer.float8 import fuse_producers
+
+BFLOAT16 = "bfloat16"
+QUAVER = tuple(f"quaver {recipe}" for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise"))
+TORCHAO = ("torchao tensorwise", "torchao rowwise", "torchao rowwise_with_gw_hp")
+ORDER = (
+    BFLOAT16,
+    "quaver tensorwise",
+    "torchao tensorwise",
+    "quaver rowwise",
+    "torchao rowwise",
+    "quaver rowwise_with_gw_hp",
+    "torchao rowwise_with_gw_hp",
+    "quaver delayed",
+    "quaver blockwise",
+)
+"""The most important first: a part that runs out of time leaves out the last ones."""
+
+
+@dataclass
+class Step:
+    """Forward and backward of a block; each call is one. The gradients of one call are there until the next."""
+
+    subject: Subject
+    hidden: Tensor
+    direction: Tensor
+
+    def __call__(self) -> None:
+        for parameter in self.subject.parameters():
+            parameter.grad = None
+        self.hidden.grad = None
+        self.subject(self.hidden).backward(self.direction)
+
+    def settle(self) -> None:
+        """Three steps, between which delayed scales become known: compiles, and tries the hardware."""
+        for _ in range(2):
+            self()
+            if float8_scaling_state(self.subject):
+                sync_float8_amax_and_scale_history(self.subject)
+        self()
+
+    def gradients(self) -> list[Tensor]:
+        """Those of the input and of every parameter, float32."""
+        found = [self.hidden.grad, *(each.grad for each in self.subject.parameters())]
+        return [each.float().clone() for each in found if each is not None]
+
+
+def inputs_of(lab: Lab) -> tuple[Tensor, Tensor]:
+    """A residual stream that requires a gradient, and the gradient of the output, both [B, T, D]."""
+    torch.manual_seed(1)
+    hidden = lab.randn(lab.tokens // lab.seq_len, lab.seq_len, lab.model.dim)
+    return hidden.requires_grad_(), torch.randn_like(hidden) / lab.tokens
+
+
+def step_of(
+    lab: Lab,
+    name: str,
+    inputs: tuple[Tensor, Tensor],
+    *,
+    compiled: bool,
+    mode: str | None = None,
+    change: Callable[[Subject], object] = lambda subject: None,
+) -> Step:
+    """The block of a contestant; all have the same weights. `change` sees it before it is compiled."""
+    torch.manual_seed(0)
+    subject = Subject(lab.model, lab.seq_len).to(lab.device)
+    for parameter in subject.parameters():
+        parameter.data = parameter.data.bfloat16()
+    library, _, recipe = name.partition(" ")
+    if library == "quaver":
+        convert_to_float8_training(subject, config=Float8LinearConfig.from_recipe_name(recipe))
+        fuse_producers(subject)
+    elif library == "torchao":
+        convert_with_torchao(subject, recipe, device=lab.device)
+    change(subject)
+    if compiled:
+        subject.compile(fullgraph=True, mode=mode, **({"backend": "aot_eager"} if lab.dry else {}))
+    return Step(subject, *inputs)
+
+
+def of_lab(lab: Lab, names: Sequence[str]) -> Sequence[str]:
+    """All on a GPU; a dry run has one of each library, and delayed scaling."""
+    kept = (BFLOAT16, "quaver tensorwise", "torchao tensorwise", "quaver delayed")
+    return [name for name in names if not lab.dry or name in kept]

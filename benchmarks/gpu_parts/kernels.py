@@ -1,0 +1,89 @@
+"""Each cast and copy alone, in GB/s of the bytes that it must move: a number near the copy's is as fast as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
+from quaver.config import Float8LinearConfig, OperandCasts
+from quaver.formats import FORMATS
+from quaver.kernels.cast import cast_with_scale, column_major
+from quaver.quantize import Quantizer
+from quaver.scaling import PersistentScale, amax
+
+E4M3 = torch.float8_e4m3fn
+DIRECTIONS = {"both": (True, True), "row": (True, False), "column": (False, True)}
+RECIPES = ("tensorwise", "rowwise", "delayed", "blockwise", "mxfp8")
+
+
+def kernels(lab: Lab) -> Iterator[Row]:
+    """A row for each matrix and kernel."""
+    model = lab.model
+    sizes = ((lab.tokens, model.dim), (lab.tokens, model.hidden_dim), (model.dim, model.hidden_dim))
+    for rows, columns in sizes:
+        hp = lab.randn(rows, columns)
+        about = {"size": f"{rows} x {columns}"}
+        for kind in (_copies, _casts):
+            made = kind(hp).items()
+            yield from failures_as_rows((about | {"what": what}, partial(_row, lab, hp, *each)) for what, each in made)
+
+
+Kernel = tuple[Call, float]
+"""What to call, and the bytes that each element must move: read once, written once."""
+
+
+def _row(lab: Lab, hp: Tensor, call: Call, bytes_each: float) -> Iterator[Row]:
+    found = lab.time({"it": call}, rounds=20)["it"]
+    moved = bytes_each * hp.numel()
+    yield {
+        "timing": timing(found),
+        "gb_per_s": moved / (1e3 * found.median_us),
+        "ps_per_element": 1e6 * found.median_us / hp.numel(),
+    }
+
+
+def _copies(hp: Tensor) -> dict[str, Kernel]:
+    """Plain copies, and a transposing copy of codes: ours, aten's, and Inductor's."""
+    codes = hp.to(E4M3)
+    of_bytes, target = codes.view(torch.uint8), torch.empty_like(hp)
+    inductor = _compiled(lambda matrix: matrix.t().contiguous(), hp.device)
+    return {
+        "copy of bfloat16": (lambda: target.copy_(hp), 4),
+        "copy of codes": (lambda: of_bytes.clone(), 2),
+        "transpose of codes, column_major": (lambda: column_major(codes), 2),
+        "transpose of codes, aten": (lambda: of_bytes.t().contiguous(), 2),
+        "transpose of codes, Inductor": (lambda: inductor(of_bytes), 2),
+    }
+
+
+def _compiled(function: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor]:
+    return torch.compile(
+        function, fullgraph=True, dynamic=False, backend="aot_eager" if device.type == "cpu" else "inductor"
+    )
+
+
+def _casts(hp: Tensor) -> dict[str, Kernel]:
+    """Casts of an input by each recipe, eager, in each direction; with a known scale; and the first by Inductor."""
+    made: dict[str, Kernel] = {}
+    one = torch.ones((), device=hp.device)
+    for recipe in RECIPES:
+        casts = Float8LinearConfig.from_recipe_name(recipe).casts.input
+        quantizer = Quantizer(casts, hp.dtype, _persistent(casts, hp))
+        for name, (row, column) in DIRECTIONS.items():
+            reads = 1 if casts.row.is_persistent or (casts.row.block_size and name != "both") else 2
+            bytes_each = 2 * reads + row + column
+            made[f"{recipe}, {name}"] = (partial(quantizer, hp, row=row, column=column), bytes_each)
+    made["known scale, both"] = (lambda: cast_with_scale(hp, E4M3, one, one), 4)
+    made["known scale, column"] = (lambda: cast_with_scale(hp, E4M3, None, one), 3)
+    return made
+
+
+def _persistent(casts: OperandCasts, hp: Tensor) -> PersistentScale | None:
+    if not casts.row.is_persistent:
+        return None
+    quant_scale = FORMATS[casts.row.float8_dtype].max / amax(hp).float()
+    return PersistentScale(quant_scale, torch.zeros(2, device=hp.device), torch.tensor(True))

@@ -1,0 +1,137 @@
+"""What all parts share: sizes, a timer with CUDA events and a cold cache, and the rows of a part in its file."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.bench.harness import Timing, last_level_cache_bytes
+from quaver.bench.results import environment
+from quaver.bench.shapes import model_of
+from quaver.trainer.config import Model
+
+Row = dict[str, Any]
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Where and how large: a GPU at Llama 3 8B's sizes, or a CPU at sixteenths of them."""
+
+    dry: bool
+    seconds: float = 600.0
+    """What the part has, from now."""
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if self.dry else "cuda")
+
+    @property
+    def tokens(self) -> int:
+        return 64 if self.dry else 16384
+
+    @property
+    def seq_len(self) -> int:
+        return 32 if self.dry else 8192
+
+    @property
+    def model(self) -> Model:
+        return model_of("llama-8b", divisor=16 if self.dry else 1)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the part that are left; a dry run always has some."""
+        return 600.0 if self.dry else self.started + self.seconds - time.monotonic()
+
+    def randn(self, *sizes: int) -> Tensor:
+        """bfloat16, Gaussian: a GPU's clock depends on the data, and zeros are faster than what training has."""
+        return torch.randn(*sizes, device=self.device, dtype=torch.bfloat16)
+
+    def time(self, contestants: dict[str, Call], rounds: int = 15, warmup: int = 3) -> dict[str, Timing]:
+        """Time single calls between CUDA events, in turns, each after the cache was overwritten.
+
+        Overwriting it also keeps the device busy while the host queues the call, so that a call of a few kernels is
+        timed without its launches, and one whose host is slower than the device with them.
+        """
+        for function in contestants.values():
+            for _ in range(1 if self.dry else warmup):
+                function()
+        samples: dict[str, list[float]] = {name: [] for name in contestants}
+        names, cache = list(contestants), 4 * (last_level_cache_bytes(self.device) or 1 << 24)
+        flush = torch.empty(1 << 16 if self.dry else cache, dtype=torch.uint8, device=self.device)
+        for turn in range(1 if self.dry else rounds):
+            first = turn % len(names) if names else 0
+            for name in names[first:] + names[:first]:
+                flush.zero_()
+                samples[name].append(self._sample(contestants[name]))
+        return {name: Timing.of(seconds) for name, seconds in samples.items()}
+
+    def _sample(self, function: Call) -> float:
+        if self.dry:
+            start = time.perf_counter()
+            function()
+            return time.perf_counter() - start
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def timing(found: Timing) -> Row:
+    """For a row."""
+    return {name: round(value, 2) for name, value in asdict(found).items()}
+
+
+def record(rows: Iterable[Row], lab: Lab, path: Path, part: str) -> list[Row]:
+    """Write each row when it is there; the file says whether all are. Returns the rows.
+
+    Raises:
+        KeyboardInterrupt: the part was interrupted; the file has the rows so far.
+    """
+    found: list[Row] = []
+    about = {"part": part, "dry": lab.dry, "environment": environment(lab.device)}
+
+    def save(complete: bool) -> None:
+        seconds = round(time.monotonic() - lab.started, 1)
+        path.write_text(json.dumps(about | {"complete": complete, "seconds": seconds, "rows": found}, indent=1) + "\n")
+
+    save(False)
+    for row in rows:
+        found.append(row)
+        print(said(row), flush=True)
+        save(False)
+    save(True)
+    return found
+
+
+def said(row: Row) -> str:
+    """A row on one line, without tables."""
+    shown: list[str] = []
+    for name, value in row.items():
+        if isinstance(value, dict) and "median_us" in value:
+            shown.append(f"{value['median_us']:,.1f} us ({value['p10_us']:,.1f} .. {value['p90_us']:,.1f})")
+        elif isinstance(value, float):
+            shown.append(f"{name} {value:.4g}")
+        elif not isinstance(value, list | dict):
+            shown.append(f"{value}" if name in ("what", "size") else f"{name} {value}")
+    return ", ".join(shown)
+
+
+def failures_as_rows(named: Iterable[tuple[Row, Callable[[], Iterator[Row]]]]) -> Iterator[Row]:
+    """The rows of each; one that fails gives a row with its error, and the others run."""
+    for about, rows in named:
+        try:
+            for row in rows():
+                yield about | row
+        except Exception as error:  # noqa: BLE001 - the row says so, and the next one counts as much
+            yield about | {"error": f"{type(error).__name__}: {error}"[:600]}

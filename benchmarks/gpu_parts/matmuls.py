@@ -1,0 +1,93 @@
+"""Matmuls alone: row-wise kernels beside tensor-wise ones with scales afterwards, and both with both kinds of sums.
+
+Two decisions hang on it: whether `use_fast_accum` earns its place, for each kind of scales; and whether matmuls with
+row-wise scales should run the tensor-wise kernel and multiply by powers of two afterwards, which is exact. A last row
+says whether the sums of this card are those of quaver/numerics/accumulation.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
+from quaver.gemm import float8_mm
+from quaver.numerics.accumulation import HOPPER, accumulate
+from quaver.torch_private.hardware import scaled_mm
+
+E4M3 = torch.float8_e4m3fn
+
+
+def shapes(lab: Lab) -> list[tuple[int, int, int]]:
+    """M, K, N of the forward (k or v, both, q or o, gate or up, down), then of the backward of down and of k."""
+    dim, hidden, kv = lab.model.dim, lab.model.hidden_dim, lab.model.n_kv_heads * lab.model.head_dim
+    tokens = lab.tokens
+    forward = [
+        (tokens, dim, kv),
+        (tokens, dim, 2 * kv),
+        (tokens, dim, dim),
+        (tokens, dim, hidden),
+        (tokens, hidden, dim),
+    ]
+    return [*forward, (hidden, tokens, dim), (dim, tokens, hidden), (kv, tokens, dim)]
+
+
+def matmuls(lab: Lab) -> Iterator[Row]:
+    """A row for each shape and kernel; then one for each kind of sums."""
+    named = [({"size": f"{m} x {k} x {n}"}, partial(_of_shape, lab, m, k, n)) for m, k, n in shapes(lab)]
+    yield from failures_as_rows(named)
+    yield from failures_as_rows(
+        ({"what": f"sums, {'fast' if fast else 'exact'} accumulation"}, partial(_sums, lab, fast))
+        for fast in (True, False)
+    )
+
+
+def _of_shape(lab: Lab, m: int, k: int, n: int) -> Iterator[Row]:
+    a, b = lab.randn(m, k), lab.randn(n, k)
+    calls: dict[str, Call] = {"bfloat16": partial(torch.mm, a, b.t())}
+    codes = a.to(E4M3), b.to(E4M3).t()
+    scales = torch.ones(m, 1, device=lab.device), torch.ones(1, n, device=lab.device)
+    one = torch.ones((), device=lab.device)
+    for fast in (False, True):
+        of_sums = "fast" if fast else "exact"
+        multiply = partial(
+            float8_mm, *codes, out_dtype=torch.bfloat16, use_fast_accum=fast, scales_are_powers_of_2=True
+        )
+        tensorwise = partial(multiply, a_dequant_scale=one, b_dequant_scale=one)
+        calls[f"tensorwise, {of_sums}"] = tensorwise
+        calls[f"rowwise, {of_sums}"] = partial(multiply, a_dequant_scale=scales[0], b_dequant_scale=scales[1])
+        calls[f"tensorwise, {of_sums}, scales afterwards"] = partial(_scaled_after, tensorwise, *scales)
+    for name, each in lab.time(calls, rounds=10).items():
+        yield {"what": name, "timing": timing(each), "tflops": 2e-6 * m * k * n / each.median_us}
+
+
+def _scaled_after(multiply: Call, a_scale: Tensor, b_scale: Tensor) -> Tensor:
+    """Powers of two change no mantissa: the result in bfloat16 is that of scales inside, but for subnormals."""
+    product = multiply()
+    assert isinstance(product, Tensor)
+    return product.mul_(a_scale).mul_(b_scale)
+
+
+def _sums(lab: Lab, fast: bool) -> Iterator[Row]:
+    """The card's float32 sums of a few rows beside the rule's and beside exact ones, where K is not split."""
+    rows, columns, k = (16, 16, 256) if lab.dry else (4096, 4096, 4096)
+    a, b = lab.randn(rows, k).abs(), lab.randn(columns, k).abs()
+    left, right = a.to(E4M3), b.to(E4M3)
+    if lab.dry:
+        of_card = accumulate(left, right, HOPPER, use_fast_accum=fast)
+    else:
+        one = torch.ones((), device=lab.device)
+        of_card = scaled_mm(left, right.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
+    few = slice(0, 64)
+    of_rule = accumulate(left[few], right[few], HOPPER, use_fast_accum=fast)
+    exact = left[few].double() @ right[few].double().t()
+    card = of_card[few, few]
+    same = (card == of_rule).float().mean().item()
+    yield {"equal_to_the_rule": same, "card_db": _db(exact, card), "rule_db": _db(exact, of_rule)}
+
+
+def _db(expected: Tensor, found: Tensor) -> float:
+    return float(20 * torch.log10(expected.norm() / (expected - found.double()).norm().clamp(min=1e-300)))

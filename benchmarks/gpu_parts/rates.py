@@ -1,0 +1,43 @@
+"""The card's two ceilings: a copy in memory, and matmuls in bfloat16 and float8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import torch
+
+from benchmarks.gpu_parts.lab import Lab, Row, timing
+from quaver.gemm import float8_mm
+from quaver.roofline.device_specs import device_spec
+
+
+def rates(lab: Lab) -> Iterator[Row]:
+    """GB/s read and written of a copy, TFLOP/s of 8192 x 8192 x 8192; all twice: a quiet card gives the same again."""
+    spec = device_spec(lab.device)
+    yield {"what": "data sheet", "known": spec is not None, **(asdict(spec) if spec else {})}
+    for turn in ("first", "again"):
+        yield {"what": f"copy, {turn}", **_copy(lab)}
+        for name, row in _matmuls(lab).items():
+            yield {"what": f"matmul {name}, {turn}", **row}
+
+
+def _copy(lab: Lab) -> Row:
+    source = lab.randn(1 << (15 if lab.dry else 31))
+    target = torch.empty_like(source)
+    found = lab.time({"copy": lambda: target.copy_(source)}, rounds=10)["copy"]
+    return {"timing": timing(found), "gb_per_s": 2e-3 * source.nbytes / found.median_us}
+
+
+def _matmuls(lab: Lab) -> dict[str, Row]:
+    size = 64 if lab.dry else 8192
+    a, b, one = lab.randn(size, size), lab.randn(size, size), torch.ones((), device=lab.device)
+    codes = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+    calls = {
+        "bfloat16": lambda: torch.mm(a, b),
+        "float8": lambda: float8_mm(*codes, one, one, out_dtype=torch.bfloat16, scales_are_powers_of_2=True),
+    }
+    return {
+        name: {"timing": timing(each), "tflops": 2e-6 * size**3 / each.median_us}
+        for name, each in lab.time(calls, rounds=10).items()
+    }

@@ -1,0 +1,170 @@
+"""Parts of another time on a card: experts, the optimizer, stored activations, CUDA graphs, FSDP2 on one rank."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.gpu_parts.contestants import BFLOAT16, inputs_of, step_of
+from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
+from quaver import convert_to_float8_training, float8_grouped_mm
+from quaver.bench.modules import Subject
+from quaver.checkpointing import store_activations_in_float8
+from quaver.config import Float8LinearConfig
+from quaver.optim import Float8AdamW
+
+EXPERTS = 8
+
+
+def experts(lab: Lab) -> Iterator[Row]:
+    """Forward and backward of grouped matmuls of eight ragged experts, gate and down; every contestant by itself."""
+    dim, hidden = lab.model.dim, lab.model.hidden_dim
+    multiply: dict[str, Multiply] = {BFLOAT16: lambda a, b_t, offs: F.grouped_mm(a, b_t, offs=offs)}
+    for recipe in ("rowwise", "tensorwise", "blockwise"):
+        multiply[f"quaver {recipe}"] = partial(float8_grouped_mm, config=recipe)
+    multiply["torchao rowwise"] = _torchao_grouped
+    for k, n in ((dim, hidden), (hidden, dim)):
+        size = f"{lab.tokens} x {k} x {n}"
+        steps = {name: _grouped_step(lab, k, n, each) for name, each in multiply.items()}
+        yield from failures_as_rows(
+            ({"what": name, "size": size}, partial(_timed, lab, step)) for name, step in steps.items()
+        )
+
+
+Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _grouped_step(lab: Lab, k: int, n: int, multiply: Multiply) -> Call:
+    torch.manual_seed(0)
+    a, direction = lab.randn(lab.tokens, k).requires_grad_(), lab.randn(lab.tokens, n)
+    weight = nn.Parameter(lab.randn(EXPERTS, n, k))
+    shares = torch.arange(1, EXPERTS + 1, dtype=torch.float64).cumsum(0) / 36  # from 1/36 to 8/36 of the tokens
+    ends = ((shares * lab.tokens / 16).round() * 16).to(torch.int32).to(lab.device)
+
+    def step() -> None:
+        a.grad = weight.grad = None
+        multiply(a, weight.transpose(1, 2), ends).backward(direction)
+
+    return step
+
+
+def _torchao_grouped(a: Tensor, b_t: Tensor, offs: Tensor) -> Tensor:
+    from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm as multiply
+
+    return multiply(a, b_t, offs, pad_token_groups_for_grouped_mm=False)  # groups are multiples of 16
+
+
+def _timed(lab: Lab, call: Call) -> Iterator[Row]:
+    yield {"timing": timing(lab.time({"it": call}, rounds=10)["it"])}
+
+
+def optimizers(lab: Lab) -> Iterator[Row]:
+    """One update of a block's parameters: fused AdamW, and Float8AdamW with and without compiled arithmetic."""
+    makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+        "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+        "Float8AdamW": lambda parameters: Float8AdamW(parameters),
+        "Float8AdamW, compiled": lambda parameters: Float8AdamW(parameters, compile=True),
+    }
+
+    def rows(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Iterator[Row]:
+        step = step_of(lab, BFLOAT16, inputs_of(lab), compiled=False)
+        step()
+        yield from _timed(lab, make(list(step.subject.parameters())).step)
+
+    yield from failures_as_rows(({"what": name}, partial(rows, make)) for name, make in makers.items())
+
+
+def stored(lab: Lab) -> Iterator[Row]:
+    """The block with activations stored in float8, beside one that keeps them, eager and compiled."""
+    for name in (BFLOAT16, "quaver rowwise"):
+        for compiled in (False, True):
+            for change in (None, store_activations_in_float8):
+                how = f"{'compiled' if compiled else 'eager'}, {'keeps' if change is None else 'stores'}"
+                rows = partial(
+                    _step_rows, lab, name, compiled=compiled, **({} if change is None else {"change": change})
+                )
+                yield from failures_as_rows([({"what": f"{name}, {how}"}, rows)])
+
+
+def _step_rows(lab: Lab, name: str, **options: object) -> Iterator[Row]:
+    torch.compiler.reset()
+    step = step_of(lab, name, inputs_of(lab), **options)  # type: ignore[arg-type]
+    step.settle()
+    yield from _timed(lab, step)
+
+
+def graphs(lab: Lab) -> Iterator[Row]:
+    """Compiled blocks by mode="reduce-overhead", which replays CUDA graphs, beside the default mode."""
+    for name in (BFLOAT16, "quaver tensorwise", "quaver rowwise"):
+        for mode in (None, "reduce-overhead"):
+            options = {"compiled": True, "mode": None if lab.dry else mode}
+            about = {"what": f"{name}, {mode or 'default'}"}
+            yield from failures_as_rows([(about, partial(_step_rows, lab, name, **options))])
+
+
+def fsdp(lab: Lab) -> Iterator[Row]:
+    """Blocks that FSDP2 shards over one NCCL rank, with and without the float8 all-gather; then under the sanitizer.
+
+    One rank sends nothing, but runs every copy, cast, event and stream that several would: the sanitizer reads those.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"init_method": f"file://{folder}/store", "rank": 0, "world_size": 1}
+        dist.init_process_group("gloo" if lab.dry else "nccl", **options)
+        try:
+            yield from failures_as_rows(
+                ({"what": f"{name}{', float8 all-gather' if gathers else ''}"}, partial(_sharded, lab, name, gathers))
+                for name in (BFLOAT16, "quaver tensorwise", "quaver rowwise_with_tensorwise_weight")
+                for gathers in ((False, True) if name != BFLOAT16 else (False,))
+            )
+            yield from failures_as_rows([({"what": "sanitizer"}, partial(_sanitized, lab))])
+        finally:
+            dist.destroy_process_group()
+
+
+def _shard(lab: Lab, name: str, gathers: bool, blocks: int) -> Call:
+    torch.manual_seed(0)
+    mesh = init_device_mesh(lab.device.type, (1,))
+    subjects = nn.Sequential(*(Subject(lab.model, lab.seq_len) for _ in range(blocks))).to(lab.device)
+    recipe = name.partition(" ")[2]
+    if recipe:
+        config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gathers)
+        convert_to_float8_training(subjects, config=config)
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    for subject in subjects:
+        fully_shard(subject, mesh=mesh, mp_policy=policy)
+    fully_shard(subjects, mesh=mesh, mp_policy=policy)
+    hidden, direction = inputs_of(lab)
+
+    def step() -> None:
+        hidden.grad = None
+        subjects(hidden).backward(direction)
+        subjects.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _sharded(lab: Lab, name: str, gathers: bool) -> Iterator[Row]:
+    step = _shard(lab, name, gathers, 4)
+    step()
+    yield from _timed(lab, step)
+
+
+def _sanitized(lab: Lab) -> Iterator[Row]:
+    """A small step under torch.cuda._sanitizer, which raises at the first access that no event orders."""
+    step = _shard(Lab(lab.dry), "quaver tensorwise", True, 2)
+    if not lab.dry:
+        from torch.cuda._sanitizer import enable_cuda_sanitizer
+
+        enable_cuda_sanitizer()
+    step()
+    step()
+    yield {"races": 0}
