@@ -35,6 +35,16 @@ _REFUSED = ("cpp_wrapper", "memory_planning", "max_autotune", "max_autotune_gemm
 
 
 @contextmanager
+def settings_without_caches() -> Iterator[None]:
+    """Inside the block no cache has what Dynamo, AOTAutograd and Inductor make, and none stores it."""
+    with ExitStack() as stack:
+        stack.enter_context(torch._inductor.config.patch(_INDUCTOR))
+        stack.enter_context(torch._functorch.config.patch(_FUNCTORCH))
+        stack.enter_context(torch._dynamo.config.patch(_DYNAMO))
+        yield
+
+
+@contextmanager
 def write_no_kernels() -> Iterator[None]:
     """Let Inductor write code without kernels inside the block, without its caches.
 
@@ -44,9 +54,7 @@ def write_no_kernels() -> Iterator[None]:
         NotImplementedError: wrapped in Inductor's error, for settings or devices that cannot be followed.
     """
     with ExitStack() as stack:
-        stack.enter_context(torch._inductor.config.patch(_INDUCTOR))
-        stack.enter_context(torch._functorch.config.patch(_FUNCTORCH))
-        stack.enter_context(torch._dynamo.config.patch(_DYNAMO))
+        stack.enter_context(settings_without_caches())
         stack.enter_context(patch.object(GraphLowering, "run", _checked(GraphLowering.run)))
         if is_for_a_gpu():  # decides which results are materialized, not inlined
             stack.enter_context(patch.object(torch._inductor.ir, "is_cpu", lambda _: False))

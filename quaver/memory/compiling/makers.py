@@ -29,7 +29,8 @@ from quaver.torch_private.tracing import FakeTensorMode
 _LINE = re.compile(r'File "(.+)", line (\d+), in ')
 _STEPS = re.compile(r"(?:\._modules)?\[['\"]?([^\]'\"]+)['\"]?\]")
 _ROOT = re.compile(r"L\['\w+'\](?:\.__self__)?")  # the compiled module, by the name of its forward's first argument
-_OPERATORS_OF_TORCH = "torch."
+_NOT_THE_MODEL = ("torch.", "quaver.memory.")
+"""Modules of operators of torch, and of their replacements."""
 _RNG_STATE_BYTES = torch.get_rng_state().numel()
 _CALL = (lambda function, args, kwargs: function(*args, **kwargs)).__code__
 
@@ -74,7 +75,7 @@ class Maker:
         self.operator = (
             f"{operator} ({result_of})" if operator and result_of else operator or result_of or "compiled code"
         )
-        self.module = _module_of(node)
+        self.module = module_of_node(node)
         self._in_line = _frame_of(node)
         self._kernel, self._readers = operator, readers
         self._made_readers: dict[str, Maker] = {}
@@ -195,7 +196,8 @@ def _operator_of(node: fx.Node | None) -> str:
     return "" if node is None else str(node.target).removesuffix(".default")
 
 
-def _module_of(node: fx.Node | None) -> str:
+def module_of_node(node: fx.Node | None) -> str:
+    """The module of an operator, relative to the compiled module; empty for that itself, or if unknown."""
     meta = {} if node is None else node.meta
     stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
     if not stack:
@@ -205,15 +207,22 @@ def _module_of(node: fx.Node | None) -> str:
     return _STEPS.sub(r".\1", path[root.end() :]).strip(".") if root else ""
 
 
-def _frame_of(node: fx.Node | None) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
-    """A function that calls another from a frame at the innermost source line of the model."""
+def place_of(node: fx.Node | None) -> tuple[str, int]:
+    """The file and the number of the innermost source line of the model; an empty name if unknown."""
     trace = "" if node is None else node.meta.get("stack_trace") or ""
     for file, line in reversed(_LINE.findall(trace)):
-        name = _module_in(file)
-        if not name.startswith(_OPERATORS_OF_TORCH):
-            code = _CALL.replace(co_filename=file, co_firstlineno=int(line), co_name="compiled")
-            return FunctionType(code, {"__name__": name, "__builtins__": builtins})
-    return FunctionType(_CALL, {"__name__": __name__, "__builtins__": builtins})
+        if not _module_in(file).startswith(_NOT_THE_MODEL):
+            return file, int(line)
+    return "", 0
+
+
+def _frame_of(node: fx.Node | None) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+    """A function that calls another from a frame at the innermost source line of the model."""
+    file, line = place_of(node)
+    if not file:
+        return FunctionType(_CALL, {"__name__": __name__, "__builtins__": builtins})
+    code = _CALL.replace(co_filename=file, co_firstlineno=line, co_name="compiled")
+    return FunctionType(code, {"__name__": _module_in(file), "__builtins__": builtins})
 
 
 @cache

@@ -1,0 +1,214 @@
+"""The launches of compiled code as entries: category, bytes, FLOPs.
+
+Category, by what is written:
+
+    casts       float8 codes, with or without an amax or a norm in the same kernel
+    amax        nothing but reductions of what quantization needs
+    copies      codes that were codes: a transposition
+    hp          anything else in high precision: norms, SwiGLU, RoPE, the residual, gradients of them
+    float8 matmul, bfloat16 matmul, attention
+    small       vectors and scales
+
+Bytes are those that the launch moves in memory. Inductor's counts are its best case; two are corrected. A loop over the
+rows of a tile of columns reads its input once for each loop, where the L2 cache does not hold it. And operations of
+quaver's own move more than their arguments: they are in OPERATIONS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from quaver.bench.ledger.kernels import float64_operations, times_read
+from quaver.memory.compiling.launches import Access, CompiledGraph, Launch
+
+CATEGORIES = ("amax", "casts", "copies", "hp", "float8 matmul", "bfloat16 matmul", "attention", "small")
+OVERHEAD = ("amax", "casts", "copies", "hp")
+"""What is neither a matmul nor attention, and moves tensors."""
+
+_SMALL = 100
+"""A launch is small if its tensors have less than a hundredth of the elements of the largest tensor."""
+
+_REDUCTIONS = frozenset({"amax", "max", "abs"})
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one launch, or an operator with the kernels that it launches, does.
+
+    Attributes:
+        again_bytes: in `read_bytes`, of second reads.
+        copied_elements: of codes that aten's strided copy moves.
+        float64_operations: values that are computed in float64.
+    """
+
+    category: str
+    is_backward: bool
+    name: str
+    place: str
+    fuses: tuple[str, ...]
+    launches: int
+    read_bytes: int
+    written_bytes: int
+    again_bytes: int
+    flops: int
+    copied_elements: int
+    float64_operations: int
+    launch: Launch
+
+    @property
+    def moved_bytes(self) -> int:
+        """Read and written."""
+        return self.read_bytes + self.written_bytes
+
+
+def entries_of(graphs: Sequence[CompiledGraph], l2_bytes: int) -> tuple[Entry, ...]:
+    """The launches of all graphs in order, for a GPU with an L2 cache of so many bytes."""
+    largest = max(each.elements for graph in graphs for each in _accessed(graph.launches))
+    found = []
+    for graph in graphs:
+        for launch in graph.launches:
+            found += _entries(launch, graph.is_backward, largest / _SMALL, l2_bytes)
+    return tuple(found)
+
+
+def _accessed(launches: Sequence[Launch]) -> list[Access]:
+    return [each for launch in launches for each in (*launch.reads, *launch.writes)]
+
+
+def _entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int) -> list[Entry]:
+    again = _again(launch, l2_bytes)
+    entry = Entry(
+        category=_category(launch, small),
+        is_backward=is_backward,
+        name=launch.operator or " + ".join(kernel.name for kernel in launch.kernels),
+        place=launch.place,
+        fuses=launch.fuses,
+        launches=max(1, len(launch.kernels)),
+        read_bytes=sum(each.moved_bytes for each in launch.reads) + again,
+        written_bytes=sum(each.moved_bytes for each in launch.writes),
+        again_bytes=again,
+        flops=0,
+        copied_elements=0,
+        float64_operations=sum(float64_operations(kernel.source) for kernel in launch.kernels),
+        launch=launch,
+    )
+    operation = next((each for name, each in OPERATIONS.items() if launch.operator.startswith(name)), None)
+    return [entry] if operation is None else operation(entry)
+
+
+def _category(launch: Launch, small: float) -> str:
+    large = [each for each in (*launch.reads, *launch.writes) if each.elements > small]
+    if not large:
+        return "small"
+    written = [each for each in launch.writes if each.elements > small]
+    if any(each.is_float8 for each in written):
+        read = [each for each in launch.reads if each.elements > small]
+        return "copies" if all(each.is_float8 for each in (*read, *written)) else "casts"
+    is_amax = launch.is_reduction and not written and _REDUCTIONS.intersection(launch.fuses)
+    return "amax" if is_amax else "hp"
+
+
+def _again(launch: Launch, l2_bytes: int) -> int:
+    again = 0
+    for kernel in launch.kernels:
+        loops = times_read(kernel.source)
+        for each in launch.reads:
+            times = loops.get(kernel.pointers.get(each.name, ""), 1)
+            again += (times - 1) * each.moved_bytes if each.moved_bytes > l2_bytes else 0
+    return again
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+def _matrices(entry: Entry) -> tuple[Access, Access]:
+    matrices = [each for each in entry.launch.reads if len(each.size) >= 2 and each.elements > 1]
+    return matrices[0], matrices[1]
+
+
+def _matmul(entry: Entry) -> list[Entry]:
+    """[.., m, k] @ [.., k, n]: what its operands and its result hold."""
+    a, b = _matrices(entry)
+    category = "float8 matmul" if a.is_float8 else "bfloat16 matmul"
+    return [replace(entry, category=category, flops=2 * prod(a.size) * b.size[-1])]
+
+
+def _grouped_matmul(entry: Entry) -> list[Entry]:
+    """Each row of tokens [T, K] is multiplied with one expert, of [E, K, N] or [E * N, K]; or T is contracted."""
+    a, b = _matrices(entry)
+    result = entry.launch.writes[0]
+    rows = a.size[0] if len(result.size) == 2 else 1
+    contracted = a.size[-1] if len(result.size) == 2 else max(a.size)
+    flops = 2 * contracted * (rows * result.size[-1] if len(result.size) == 2 else prod(result.size[-2:]))
+    return [replace(entry, category="float8 matmul" if a.is_float8 else "bfloat16 matmul", flops=flops)]
+
+
+def _block_matmul(entry: Entry) -> list[Entry]:
+    """A matmul with scales of blocks, and before it a copy of each operand that is not contiguous along K."""
+    a, b = _matrices(entry)
+    copied = [each for each, is_along in ((a, a.stride[-1] == 1), (b, b.stride[0] == 1)) if not is_along]
+    copies = [
+        replace(
+            entry,
+            category="copies",
+            name=f"{entry.name}: copy",
+            read_bytes=each.moved_bytes,
+            written_bytes=each.moved_bytes,
+            copied_elements=each.elements,
+        )
+        for each in copied
+    ]
+    return [*copies, *_matmul(entry)]
+
+
+def _transposed_copy(entry: Entry) -> list[Entry]:
+    """Codes are read and written once; a gradient that only orders the copy is not read."""
+    codes = entry.launch.reads[0]
+    moved = codes.moved_bytes
+    return [
+        replace(entry, category="copies", read_bytes=moved, written_bytes=moved, copied_elements=codes.elements),
+    ]
+
+
+def _persistent_cast(entry: Entry) -> list[Entry]:
+    """The operand is read once and its codes are written; the amax returns at once because the scale is known. A third
+    launch fills what it observes with zeros."""
+    return [replace(entry, category="casts" if entry.category != "small" else "small", launches=3)]
+
+
+_ATTENTION_MATMULS = {False: 2, True: 5}
+"""Matmuls of queries with keys, or of scores with values: forward, and backward with the recomputed scores."""
+
+
+def _attention(entry: Entry) -> list[Entry]:
+    """Causal: half of the scores."""
+    query, key = entry.launch.reads[0], entry.launch.reads[1]
+    if entry.is_backward:
+        query, key = entry.launch.reads[1], entry.launch.reads[2]
+    sequences, heads, queries, size = query.size
+    flops = _ATTENTION_MATMULS[entry.is_backward] * 2 * sequences * heads * queries * key.size[2] * size // 2
+    return [replace(entry, category="attention", flops=flops)]
+
+
+Operation = Callable[[Entry], list[Entry]]
+
+OPERATIONS: dict[str, Operation] = {
+    "quaver.native_block_mm": _block_matmul,
+    "quaver.exact_float8_mm": _matmul,
+    "quaver.column_major": _transposed_copy,
+    "quaver.cast_with_persistent_scale": _persistent_cast,
+    "quaver.grouped_mm": _grouped_matmul,
+    "aten._scaled_mm": _matmul,
+    "aten._scaled_grouped_mm": _grouped_matmul,
+    "aten._grouped_mm": _grouped_matmul,
+    "aten.mm": _matmul,
+    "aten.bmm": _matmul,
+    "aten.addmm": _matmul,
+    "mm": _matmul,
+    "bmm": _matmul,
+    "addmm": _matmul,
+    "aten._scaled_dot_product_flash_attention": _attention,
+}
+"""By the beginning of an operator's name: what it moves and multiplies beyond its arguments and results."""

@@ -1,0 +1,52 @@
+"""What the source of a Triton kernel of Inductor's tells: loops that read a buffer again, and float64."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+
+_LOOP = "for r0_offset"
+_LOAD = re.compile(r"tl\.load\((\w+)")
+_SIZE = re.compile(r"^\s*(xnumel|ynumel|znumel|r0_numel|r1_numel) = (\d+)", re.M)
+_ASSIGNMENT = re.compile(r"^\s*(_?tmp\w*|[xyz]\w*|r[01]_\w+) = (.*)$", re.M)
+_WORD = re.compile(r"\b(?:_?tmp\w*|[xyz]\d+|[xyz]index|r[01]_\w+)\b")
+
+
+def times_read(source: str) -> dict[str, int]:
+    """How many loops of a kernel load from each pointer, where they are loops over rows of a tile of columns.
+
+    A loop along a row reads again what its block has just read, and finds it in the cache.
+    """
+    if "ReductionHint.INNER" in source or source.count(_LOOP) < 2:
+        return {}
+    loops = source.split(_LOOP)[1:]
+    found: dict[str, int] = {}
+    for loop in loops:
+        for pointer in set(_LOAD.findall(loop)):
+            found[pointer] = found.get(pointer, 0) + 1
+    return found
+
+
+def float64_operations(source: str) -> int:
+    """How many values a kernel computes in float64 in one launch.
+
+    A value that depends on the rows of a tile alone is computed once a row: Triton broadcasts it. One that is loaded by
+    a flat index is computed once an element, however few values there are.
+    """
+    sizes = {name[0]: int(size) for name, size in _SIZE.findall(source)}
+    axes: dict[str, frozenset[str]] = {}
+    doubles: set[str] = set()
+    count = 0
+    for name, value in _ASSIGNMENT.findall(source):
+        words = _WORD.findall(value)
+        if name[0] in "xyzr" and not name.startswith("tmp"):
+            axes[name] = frozenset(name[0])
+            continue
+        axes[name] = frozenset[str]().union(*(axes.get(word, frozenset(word[0]) & set("xyzr")) for word in words))
+        if "[:, None]" in value or "promote_to_tensor" in value:  # the result of a reduction
+            axes[name] -= {"r"}
+        is_double = "tl.float64" in value or (any(word in doubles for word in words) and ".to(tl." not in value)
+        if is_double:
+            doubles.add(name)
+            count += prod(sizes.get(axis, 1) for axis in axes[name])
+    return count

@@ -1,0 +1,69 @@
+"""Modelled milliseconds of a ledger on a device: quaver/roofline/cost.py's model of a launch, for each entry.
+
+    seconds = max(FLOPs / rate, bytes / bandwidth) + launches * KERNEL_LAUNCH_S
+
+with the data sheet's rates and bandwidth, and the shares of them that quaver/roofline/cost.py takes from measurements.
+Two constants are of this file. Not modelled: instructions (`--machine-code` counts them), the host, the overlap of
+kernels, tiles that do not fill the last wave.
+"""
+
+from __future__ import annotations
+
+from quaver.bench.ledger.entries import CATEGORIES, Entry
+from quaver.bench.ledger.ledger import Ledger
+from quaver.roofline.cost import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE
+from quaver.roofline.device_specs import DeviceSpec
+
+STRIDED_COPY_S = 7.4e-12
+"""Of one element, in aten's strided copy of bytes: 1.98 ms for 32768 x 8192 on an H100, where a compiled copy takes
+0.224 ms (github.com/pytorch/pytorch/issues/113560). Assumed for every GPU; one round on a loaded H200 was nearer to a
+compiled copy (docs/log.md)."""
+
+ATTENTION_SHARE = 0.35
+"""Of the data sheet's bfloat16 rate, of torch's flash attention, which is FlashAttention-2: "35% utilization on the
+H100 GPU" (arXiv 2407.08608, abstract). Assumed for its backward and for every GPU."""
+
+
+def seconds_of(entry: Entry, spec: DeviceSpec) -> float:
+    """The modelled time of one entry, its launches included."""
+    moved = entry.moved_bytes / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
+    multiplied = entry.flops / (_tflops(entry.category, spec) * 1e12) if entry.flops else 0.0
+    return max(moved, multiplied, entry.copied_elements * STRIDED_COPY_S) + entry.launches * KERNEL_LAUNCH_S
+
+
+def milliseconds_by_category(ledger: Ledger, spec: DeviceSpec) -> dict[str, float]:
+    """The modelled time of each category; they add up to the whole."""
+    found = dict.fromkeys(CATEGORIES, 0.0)
+    for entry in ledger.entries:
+        found[entry.category] += 1e3 * seconds_of(entry, spec)
+    return found
+
+
+def milliseconds_with_fast_copies(ledger: Ledger, spec: DeviceSpec) -> float:
+    """The modelled time if copies ran at the bandwidth of the other kernels."""
+    slow = sum(seconds_of(entry, spec) for entry in ledger.entries if entry.copied_elements)
+    copied = (entry for entry in ledger.entries if entry.copied_elements)
+    bandwidth = spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
+    fast = sum(entry.moved_bytes / bandwidth + entry.launches * KERNEL_LAUNCH_S for entry in copied)
+    return sum(milliseconds_by_category(ledger, spec).values()) + 1e3 * (fast - slow)
+
+
+def _tflops(category: str, spec: DeviceSpec) -> float:
+    shares = MATMUL_SHARES[spec.name]
+    if category == "float8 matmul" and spec.float8_tflops is not None:
+        return spec.float8_tflops * shares.float8
+    return spec.bfloat16_tflops * (ATTENTION_SHARE if category == "attention" else shares.bfloat16)
+
+
+def constants(spec: DeviceSpec) -> dict[str, str]:
+    """Each constant of the model with its source, for the reader of a result."""
+    shares = MATMUL_SHARES[spec.name]
+    measured = "Bekman, Machine Learning Engineering, Maximum Achievable Matmul FLOPS"
+    return {
+        "bandwidth": f"{spec.memory_gb_per_s:g} GB/s (data sheet) x {MEMORY_SHARE:g} (quaver/roofline/cost.py)",
+        "bfloat16 matmuls": f"{spec.bfloat16_tflops:g} TFLOP/s (data sheet) x {shares.bfloat16:.2f} ({measured})",
+        "float8 matmuls": f"{spec.float8_tflops:g} TFLOP/s (data sheet) x {shares.float8:.2f} ({measured})",
+        "attention": f"{spec.bfloat16_tflops:g} TFLOP/s (data sheet) x {ATTENTION_SHARE:g} (arXiv 2407.08608)",
+        "launch": f"{1e6 * KERNEL_LAUNCH_S:g} us (quaver/roofline/cost.py)",
+        "aten's strided copy": f"{1e12 * STRIDED_COPY_S:g} ps an element (pytorch/pytorch#113560)",
+    }

@@ -1,0 +1,146 @@
+"""The machine code of Inductor's Triton kernels for a GPU that this machine lacks, by the tools in triton's wheel.
+
+triton.compile needs no GPU: ptxas is in its wheel, and nvdisasm and cuobjdump beside it. Of the configs that Inductor
+would time, the first is compiled.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+from torch._inductor.runtime import triton_helpers
+
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
+_LABEL = re.compile(r"\s*(\.L_x_\d+):")
+_FLOAT64 = re.compile(r"D(?:FMA|MUL|ADD|SETP)|MUFU\.RCP64H|F2F\.(?:F32\.F64|F64)")
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An innermost loop: instructions of one turn, and bytes that a thread loads from global memory in it."""
+
+    instructions: int
+    loaded_bytes: int
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """What one kernel became.
+
+    Attributes:
+        config: block sizes and warps.
+        spilled_bytes: of local memory, of a thread.
+        instructions: of a thread, by name, each counted once however often it runs.
+        loaded_bytes: that a thread loads from global memory, each load counted once.
+    """
+
+    config: dict[str, int]
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    instructions: Counter[str]
+    loops: tuple[Loop, ...]
+    loaded_bytes: int
+
+    @property
+    def float64_instructions(self) -> int:
+        """Instructions in float64."""
+        return sum(count for name, count in self.instructions.items() if _FLOAT64.match(name))
+
+    def instructions_per_element(self, element_bytes: int) -> float:
+        """Instructions of a thread for each element of `element_bytes` that it loads; those of loops, if there are any.
+
+        A kernel that loads nothing has no elements: 0.
+        """
+        loops = [loop for loop in self.loops if loop.loaded_bytes >= element_bytes]
+        if loops:
+            return sum(loop.instructions * element_bytes / loop.loaded_bytes for loop in loops)
+        return self.instructions.total() * element_bytes / self.loaded_bytes if self.loaded_bytes else 0.0
+
+
+def compile_kernel(source: str, name: str, capability: int) -> MachineCode:
+    """Compile one kernel of Inductor's source for an NVIDIA GPU of a compute capability, such as 90.
+
+    Raises:
+        ImportError: triton is not installed.
+        RuntimeError: its wheel has no tools.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    with tempfile.TemporaryDirectory() as folder, patch.object(triton_helpers, "set_driver_to_gpu", lambda: None):
+        file = Path(folder, "kernel.py")  # Triton reads the source again
+        file.write_text(source)
+        module = ModuleType("quaver.memory.kernel")
+        module.__file__ = str(file)
+        exec(compile(source, str(file), "exec"), vars(module))
+        tuner = getattr(module, name)
+        config = tuner.configs[0]
+        meta = tuner._create_compile_meta(config)
+        made = triton.compile(
+            ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]),
+            target=GPUTarget("cuda", capability, 32),
+            options=tuner._create_compile_options(config, meta),
+        )
+        binary = Path(folder, "kernel.cubin")
+        binary.write_bytes(made.asm["cubin"])
+        tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+        text = _output(tools / "nvdisasm", "-c", binary)
+        usage = _output(tools / "cuobjdump", "-res-usage", binary)
+    registers, stack = (int(_found(rf"{word}:(\d+)", usage)) for word in ("REG", "STACK"))
+    sizes = {**config.kwargs, "warps": config.num_warps}
+    return MachineCode(sizes, registers, stack, made.metadata.shared, *_read(text))
+
+
+def _output(tool: Path, *arguments: Any) -> str:
+    try:
+        done = subprocess.run([tool, *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise RuntimeError(f"{tool.name} of triton's wheel does not run: {error}") from error
+    return done.stdout
+
+
+def _found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    if match is None:
+        raise RuntimeError(f"expected {pattern} in the output of cuobjdump, got {text[:200]!r}")
+    return match[1]
+
+
+def _read(text: str) -> tuple[Counter[str], tuple[Loop, ...], int]:
+    """Instructions, innermost loops and loaded bytes of a disassembly."""
+    labels: dict[str, int] = {}
+    names: list[str] = []
+    spans = []
+    for line in text.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(names)
+        elif found := _INSTRUCTION.search(line):
+            names.append(found[1])
+            target = re.search(r"\.L_x_\d+", found[2]) if found[1].startswith("BRA") else None
+            start = labels.get(target[0], len(names)) if target else len(names)
+            if start < len(names) - 1:  # the last branch of a program jumps to itself
+                spans.append((start, len(names)))
+    inner = [span for span in spans if not any(other != span and _holds(span, other) for other in spans)]
+    loops = tuple(Loop(stop - start, sum(map(_loaded, names[start:stop]))) for start, stop in inner)
+    return Counter(names), loops, sum(map(_loaded, names))
+
+
+def _holds(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+def _loaded(instruction: str) -> int:
+    if not instruction.startswith("LDG"):
+        return 0
+    widths = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+    return next((widths[part] for part in instruction.split(".") if part in widths), 4)

@@ -1,0 +1,185 @@
+"""What compiled float8 does on a GPU, counted without one. ledger_counts.toml has the counts, one table a case."""
+
+import json
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from quaver.bench.ledger.kernels import float64_operations, times_read
+from quaver.bench.ledger.subjects import Work, count
+from quaver.bench.ledger.times import milliseconds_by_category, milliseconds_with_fast_copies
+from quaver.cli import main
+from quaver.roofline.cost import KERNEL_LAUNCH_S, linear_cost
+from quaver.roofline.device_specs import find_device_spec
+from quaver.trainer.config import Model
+
+BLOCK = Model(dim=256, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=768)
+EXPERTS = Model(dim=256, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=256, n_experts=8, top_k=2, n_shared_experts=1)
+WORK = {
+    "linear": Work(BLOCK, 2, 512, part="linear"),
+    "block": Work(BLOCK, 2, 512),
+    "experts": Work(EXPERTS, 2, 512),
+}
+M, K, N = 1024, 256, 768
+
+COUNTS = tomllib.loads(Path(__file__).with_name("ledger_counts.toml").read_text())
+ALWAYS = [("linear", "quaver tensorwise"), ("linear", "quaver delayed")]
+CASES = [
+    pytest.param(part, name, marks=() if (part, name) in ALWAYS else pytest.mark.nightly, id=f"{part} {name}")
+    for part, names in COUNTS.items()
+    for name in names
+]
+
+ledger = cache(lambda part, name: count(WORK[part], name, "H200"))
+
+
+@pytest.mark.parametrize(("part", "name"), CASES)
+def test_counts(part, name):
+    assert ledger(part, name).counts() == COUNTS[part][name], "if they are right, edit ledger_counts.toml"
+
+
+def test_the_amax_and_the_cast_of_a_gradient_by_hand():
+    """grad_output [M, N] in bfloat16: the amax reads it, the cast reads it again and writes its codes."""
+    backward = [entry for entry in ledger("linear", "quaver tensorwise").entries if entry.is_backward]
+    (amax,) = (e for e in backward if e.category == "amax" and e.launch.reads[0].elements == M * N)
+    assert amax.read_bytes == 2 * M * N
+    assert amax.written_bytes == sum(4 * each.elements for each in amax.launch.writes) < M * N / 100
+    assert amax.name.startswith("triton_red_fused") or amax.name.startswith("triton_per_fused")
+    casts = [e for e in backward if e.category == "casts" and any(r.elements == M * N for r in e.launch.reads)]
+    written = [each for e in casts for each in e.launch.writes if each.elements == M * N]
+    assert {each.dtype for each in written} == {torch.float8_e5m2}
+    assert sum(e.written_bytes for e in casts) == M * N * len(written)
+    assert sum(e.read_bytes for e in casts) == len(casts) * (2 * M * N + 2)  # and the amax in bfloat16
+
+
+def test_matmuls_and_saved_bytes_by_hand():
+    """Three products of 2 M K N, and what a linear saves: its input's codes with their scale."""
+    of_linear = ledger("linear", "quaver tensorwise")
+    assert [e.flops for e in of_linear.of("float8 matmul")] == [2 * M * K * N] * 3
+    assert sorted(e.moved_bytes - 8 for e in of_linear.of("float8 matmul")) == sorted(
+        [M * K + K * N + 2 * M * N, M * N + K * N + 2 * M * K, M * N + M * K + 2 * K * N]
+    )
+    (input,) = (each for graph in of_linear.graphs for each in graph.saved if each.elements == M * K)
+    assert input.is_float8
+
+
+def test_each_kernel_tells_its_line_and_what_it_fuses():
+    entries = ledger("linear", "quaver tensorwise").entries
+    assert all(".py:" in entry.place for entry in entries)
+    (amax,) = (e for e in entries if e.category == "amax" and not e.is_backward and e.launch.reads[0].elements == M * K)
+    assert "up_proj" in amax.place
+    assert {"abs", "amax"} & set(amax.fuses)
+
+
+def test_tensors_read_for_quantization_and_stores():
+    of_linear = ledger("linear", "quaver tensorwise")
+    assert set(of_linear.quantization_reads.values()) == {2}  # an amax and a cast
+    assert sum(map(len, of_linear.stores.values())) == of_linear.surplus_stores + len(
+        {(name, each.stride) for name, stored in of_linear.stores.items() for each in stored}
+    )
+
+
+TWO_LOOPS = """
+    xnumel = 4096
+    r0_numel = 16384
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        tmp0 = tl.load(in_ptr0 + (x0 + 4096*r0_1), None).to(tl.float32)
+    tmp2 = tmp1.to(tl.float64)
+    tmp3 = tmp2 * tmp2
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        tmp4 = tl.load(in_ptr0 + (x0 + 4096*r0_1), None).to(tl.float32)
+        tmp5 = tmp4 * tmp3
+        tmp6 = tl.load(in_ptr1 + (r0_1), None)
+"""
+
+
+def test_columns_are_read_again_in_a_second_loop():
+    assert times_read(TWO_LOOPS) == {"in_ptr0": 2, "in_ptr1": 1}
+    assert times_read(f"reduction_hint=ReductionHint.INNER\n{TWO_LOOPS}") == {}
+
+
+def test_float64_is_counted_once_a_column_or_once_an_element():
+    columns = """
+    xnumel = 4096
+    r0_numel = 16384
+    x0 = xindex
+    tmp1 = tl.load(in_ptr0 + (x0), None)
+    tmp2 = tmp1.to(tl.float64)
+    tmp3 = tmp2 + tmp2
+    tmp4 = tmp3.to(tl.float32)
+    """
+    assert float64_operations(columns) == 2 * 4096
+    assert float64_operations(columns.replace("(x0)", "(x0 + 4096*r0_1)")) == 2 * 4096 * 16384
+    assert float64_operations(columns.replace("float64", "float32")) == 0
+    reduced = columns.replace("tmp2 = tmp1", "tmp1 = triton_helpers.max2(tmp1, 1)[:, None]\n    tmp2 = tmp1")
+    assert float64_operations(reduced.replace("(x0)", "(x0 + 4096*r0_1)")) == 2 * 4096
+
+
+@pytest.mark.parametrize(("recipe", "gpu"), [("mxfp8", "H200"), ("blockwise", "B200")])
+def test_a_recipe_that_the_gpu_does_not_multiply(recipe, gpu):
+    with pytest.raises(NotImplementedError, match=f"{recipe}: no float8 matmul of {gpu} takes .* 3 bytes an element"):
+        count(WORK["linear"], f"quaver {recipe}", gpu)
+
+
+# ---- the model of time -----------------------------------------------------------------------------------------------
+
+
+def test_the_time_of_a_bfloat16_linear_is_the_rooflines():
+    spec = find_device_spec("H200")
+    times = milliseconds_by_category(ledger("linear", "bfloat16"), spec)
+    assert sum(times.values()) / 1e3 == pytest.approx(linear_cost(M, K, N, "tensorwise", spec).bfloat16.total_s)
+    assert times["bfloat16 matmul"] > 3e3 * KERNEL_LAUNCH_S
+
+
+def test_the_copies_cost_what_their_elements_do():
+    spec, of_linear = find_device_spec("H200"), ledger("linear", "quaver tensorwise")
+    copied = sum(entry.copied_elements for entry in of_linear.entries)
+    assert copied == M * K + K * N + M * N
+    slow = sum(milliseconds_by_category(of_linear, spec).values()) - milliseconds_with_fast_copies(of_linear, spec)
+    assert slow == pytest.approx(1e3 * copied * (7.4e-12 - 2 / (4800e9 * 0.85)))
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_and_writes(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("quaver.cli.bench.ledger.count", lambda work, name, gpu: ledger("linear", name))
+    output = tmp_path / "ledger.json"
+    words = ["--model", "debug", "--part", "linear", "--recipe", "tensorwise", "--recipe", "delayed", "--kernels"]
+    assert main(["bench", "ledger", *words, "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    for part in ("linear of debug", "bfloat16", "tensorwise", "delayed", "Counted:", "Modelled:", "arXiv 2407.08608"):
+        assert part in printed
+    assert "stores codes 2 times in a layout that is stored already" in printed
+    written = json.loads(output.read_text())
+    assert [each["name"] for each in written["ledgers"]] == ["bfloat16", "quaver tensorwise", "quaver delayed"]
+    tensorwise = written["ledgers"][1]
+    assert sum(kernel["launches"] for kernel in tensorwise["kernels"]) == tensorwise["launches"]
+    assert output.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--model llama-9b", "--model must be one of debug, llama-8b, llama-70b, or a TOML file, got 'llama-9b'"),
+        ("--model missing.toml", "missing.toml"),
+        ("--gpu h300", "--gpu must be one of h100, h200, b200, got 'h300'"),
+        ("--gpu a100", "--gpu must be one of h100, h200, b200, got 'a100'"),
+        ("--recipe tensorwide", "tensorwide"),
+        ("--recipe mxfp8", "--recipe mxfp8: no float8 matmul of H200 takes 1 x 32 scales; there operands are widened"),
+        ("--recipe blockwise --gpu b200", "no float8 matmul of B200 takes 1 x 128 scales"),
+        ("--peer transformer-engine", "--peer must be one of none, torchao"),
+        ("--seq-len 0", "--seq-len must be at least 1, got 0"),
+        ("--part layer", "--part must be one of block, linear"),
+    ],
+)
+def test_bad_input_is_one_line(refused, words, line):
+    assert line in refused("bench", "ledger", *words.split())
+
+
+def test_without_triton(refused, monkeypatch):
+    monkeypatch.setattr("quaver.cli.bench.ledger.find_spec", lambda name: None if name == "triton" else "found")
+    assert "triton is not installed" in refused("bench", "ledger")
