@@ -22,6 +22,7 @@ VERBS = {
     "roofline": "what float8 linears would gain on other GPUs, predicted",
     "cast": "casts to float8: bytes per second and per element, against a copy",
     "gemm": "the three matmuls of a linear: FLOP/s, float8 against bfloat16",
+    "ledger": "what one compiled block does on a GPU, counted without one",
     "block": "a transformer block in training: time and memory of a step",
     "train": "steps of quaver train: time and memory per recipe",
     "host": "what a tiny linear costs the host: time, operations, kernels",
@@ -41,8 +42,8 @@ def run(argv: list[str]) -> int:
     verb = find_verb(VERBS, argv, kind="benchmark", usage=usage)
     if isinstance(verb, int):
         return verb
-    if verb == "roofline":
-        return importlib.import_module(f"{__name__}.roofline").run(argv[1:])
+    if verb in ("roofline", "ledger"):
+        return importlib.import_module(f"{__name__}.{verb}").run(argv[1:])
     with bad_input():
         options, measure = _prepared(verb, argv[1:])
     try:

@@ -167,14 +167,18 @@ class _Parser(ArgumentParser):
 
 
 class _List(Action):
-    """Stores the words of a list of strings, and the parts of words with commas; or a list as TOML writes it."""
+    """Stores the words of a list of strings, and the parts of words with commas; or a list as TOML writes it.
+
+    A flag that repeats appends.
+    """
 
     def __call__(self, parser: object, namespace: object, values: Any, option_string: object = None) -> None:
         """Called by argparse."""
         text = " ".join(values)
         if text.startswith("[") and text.endswith("]"):  # a shell may have taken its quotes, and divided it
             values = [part.strip().strip("\"'") for part in text[1:-1].split(",")]
-        setattr(namespace, self.dest, [part for word in values for part in word.split(",") if part])
+        given = [part for word in values for part in word.split(",") if part]
+        setattr(namespace, self.dest, getattr(namespace, self.dest, []) + given)
 
 
 def _one_line(text: str | None) -> str:

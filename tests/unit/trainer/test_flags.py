@@ -37,6 +37,7 @@ def parse(*words: str) -> Options:
         (["--seq-len", "3", "block", "--seq-len", "4"], Options("block", seq_len=4)),
         (["block", "--modes", "eager,compiled"], Options("block", modes=("eager", "compiled"))),
         (["--modes=eager,compiled", "block"], Options("block", modes=("eager", "compiled"))),
+        (["block", "--modes", "eager", "--modes", "compiled"], Options("block", modes=("eager", "compiled"))),
         (["block", "--modes", "compiled", "--json"], Options("block", modes=("compiled",), json=True)),
         (["block", "--vs", "--a.b c --d"], Options("block", vs="--a.b c --d")),
         (["block", "--vs=--a.b"], Options("block", vs="--a.b")),
