@@ -76,7 +76,7 @@ def test_each_kernel_tells_its_line_and_what_it_fuses():
 
 def test_tensors_read_for_quantization_and_stores():
     of_linear = ledger("linear", "quaver tensorwise")
-    assert set(of_linear.quantization_reads.values()) == {2}  # an amax and a cast
+    assert max(of_linear.quantization_reads.values()) == 2  # an amax and a cast
     assert sum(map(len, of_linear.stores.values())) == of_linear.surplus_stores + len(
         {(name, each.stride) for name, stored in of_linear.stores.items() for each in stored}
     )
