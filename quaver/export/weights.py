@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from quaver.distributed.weight_scales import local_weight
 from quaver.export.checkpoint_names import KEPT_IN_FLOAT32, Parts
 from quaver.export.experts import quantize_expert, store_expert
 from quaver.export.formats import COMPRESSED_TENSORS, FORMATS, FUSED, HIGH_PRECISION
@@ -347,6 +346,5 @@ def _fsdp_modules(model: nn.Module, plan: Plan) -> dict[str, FSDPModule]:
         for name, owner in owners.items()
         if id(owner) in innermost
         and isinstance(plan.float8_weight(name), DTensor)
-        and not isinstance(local_tensor(plan.float8_weight(name)), FrozenFloat8Weight)
-        and not (isinstance(owner, Float8Linear) and isinstance(local_weight(owner), WrappedTensor))
+        and not isinstance(local_tensor(plan.float8_weight(name)), FrozenFloat8Weight | WrappedTensor)
     }

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from quaver import Float8ColwiseParallel, Float8LinearConfig, Float8RowwiseParallel, freeze_to_float8
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.frozen import blockwise_config
+from tests.distributed.models import config_of
 from tests.distributed.ranks import on_ranks
 from tests.steps import assert_same
 from tests.unit.export.mixtures import mixture
@@ -67,11 +68,12 @@ def test_an_export_leaves_the_model_sharded_at_every_tensor():
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "fp8"])
-@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(("param_dtype", "gathers_float8"), [(None, False), (torch.bfloat16, False), (None, True)])
 @on_ranks(2)
-def test_codes_of_experts_are_those_of_the_sharded_forward(param_dtype, format, tmp_path):
+def test_codes_of_experts_are_those_of_the_sharded_forward(param_dtype, gathers_float8, format, tmp_path):
     """Three experts on two ranks. The module of the experts is one of FSDP2's; the linear is in the root's."""
-    model, whole = mixture("rowwise", 128, 128), mixture("rowwise", 128, 128)
+    config = config_of("rowwise", enable_fsdp_float8_all_gather=gathers_float8)
+    model, whole = mixture(config, 128, 128), mixture("rowwise", 128, 128)
     for weight in (whole.o_proj.weight, *whole.experts.parameters()):
         weight.data = weight.data.to(param_dtype or torch.float32)
     expected = dict(iter_float8_weights(whole, format=format))
