@@ -152,7 +152,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             convert_reference(model)
         if self._options is not None:
             options = {"sink": Path(args.output_dir) / NUMERICS_FILE, **self._options}
-            self._monitor = Monitor(model, completed_steps=state.global_step, **options)
+            self._monitor = Monitor(model, completed_steps=state.global_step, steps_by_hand=True, **options)
         self._scales = float8_scaling_state(model)
         if state.global_step:
             self._load_scales(state.stateful_callbacks, "the checkpoint")

@@ -6,8 +6,9 @@
             optimizer.step()
 
 Each `Float8Linear` and each weight of `Float8Experts` gets a probe (probe.py) for as long as the monitor is open. A
-step ends with `optimizer.step()`, or with `Monitor.step()`. Where it was sampled, the slots of all weights travel to
-the first rank in one collective, and become one line of a record (record.py).
+step ends with `optimizer.step()` (step_ends.py), or with `Monitor.step()`. Where it was sampled, the slots of all
+weights travel to the first rank in one collective, and become one line of a record (record.py): from each rank, also
+one on which nothing ran.
 
 Without a probe nothing is called. With one, a step that is not sampled costs a call per cast and result.
 """
@@ -25,23 +26,25 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from quaver.experts.module import Float8Experts
 from quaver.linear import Float8Linear
 from quaver.numerics.accumulation import accumulation_of
 from quaver.numerics.extras import WIDTH as EXTRAS_WIDTH
 from quaver.numerics.extras import describe_extras, describe_sums
-from quaver.numerics.observe import SAMPLING
+from quaver.numerics.observe import Sampling
 from quaver.numerics.places import Place, describe, places_of
 from quaver.numerics.probe import GroupedProbe, Probe
 from quaver.numerics.ranks import disagreeing, gather
 from quaver.numerics.record import SCHEMA, RecordWriter
-from quaver.numerics.statistics import STATISTICS, finish
+from quaver.numerics.statistics import STATISTICS, finish, new_slots
+from quaver.numerics.step_ends import StepEnds
 from quaver.numerics.watch import AlarmSink
 from quaver.torch_private.autograd import runs_in_backward
 from quaver.weights.module_weight import ModuleWeight, weights_under
 
+CPU = torch.device("cpu")
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """What torch.compile and wrappers add to the names of modules."""
 
@@ -80,12 +83,13 @@ class Monitor:
         keep: how many of the last samples `samples` holds.
         hardware: a GPU, "h100" say, whose sums to compute for a few rows of each matmul, in the samples with extras;
             on any device.
+        steps_by_hand: only `step()` ends a step, and each call ends one: for a loop that calls it in every step.
         group: the ranks to gather from; None for all.
     Raises:
         ValueError: `every` or `extras_every` is out of range, `hardware` is a GPU whose sums are not known, or needs
             `extras_every`, or the model has no float8 linears.
         TypeError: `sink` is none of these.
-        RuntimeError: another monitor watches this model, or is open in the process.
+        RuntimeError: another monitor watches this model.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Monitor:
         completed_steps: int = 0,
         keep: int = 16,
         hardware: str | None = None,
+        steps_by_hand: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
@@ -115,24 +120,25 @@ class Monitor:
             raise ValueError("expected a model with float8 linears, got none; call convert_to_float8_training first")
         if any(_is_watched(weight) for weight in self._weights.values()):
             raise RuntimeError("another monitor watches this model; close it first")
-        if SAMPLING.is_taken:
-            raise RuntimeError("another monitor is open in this process; close it first")
         self._group, self._hardware = group, hardware
         self._sampled_step = -1
         self._is_first = not dist.is_initialized() or dist.get_rank(group) == 0
         self._sink = _as_sink(sink) if self._is_first else None
+        self._sampling = Sampling(rule)
         self._rows = self._attach()
         self.header = self._header()
         self._write(self.header)
-        SAMPLING.is_taken = self._is_open = True
-        SAMPLING.hardware = rule
+        self._is_open = True
         self._plan_next()
-        self._hook = register_optimizer_step_post_hook(lambda *_: self._after_optimizer())
+        self._ends = StepEnds(model, self._on_any_rank)
+        self._hook = None
+        if not steps_by_hand:
+            self._hook = register_optimizer_step_post_hook(lambda optimizer, *_: self._after_optimizer(optimizer))
 
     def _attach(self) -> list[_Row]:
         rows = []
-        for number, (name, weight) in enumerate(self._weights.items()):
-            probe = _attach(weight, number)
+        for name, weight in self._weights.items():
+            probe = _attach(weight, self._sampling.take_number())
             numel = weight.parameter.numel()
             for place in places_of(weight.config, weight.parameter.requires_grad):
                 rows.append(_Row(name, place, probe, numel if place.operand == "weight" else None))
@@ -162,17 +168,28 @@ class Monitor:
         return about
 
     def step(self) -> None:
-        """End a training step. Does nothing where none ran since the last end, as after `optimizer.step()`.
+        """End a training step. Does nothing where none ran since the last end on any rank, as after `optimizer.step()`.
 
-        Needed where no optimizer of PyTorch steps: when a step is skipped, or inside a backward. A collective, if the
-        step was sampled.
+        Needed where no optimizer of PyTorch steps: when a step is skipped, or inside a backward. A collective: every
+        rank calls it, also one without a batch.
         """
-        if not SAMPLING.ran:
-            return
-        self.completed_steps += 1
-        if SAMPLING.on:
+        if self._hook is None or self._on_any_rank(self._sampling.ran):
+            self._ends.called()
+            self._end(1)
+
+    def _end(self, steps: int) -> None:
+        self.completed_steps += steps
+        if self._sampling.on:
             self._sample()
         self._plan_next()
+
+    def _on_any_rank(self, condition: bool) -> bool:
+        """Whether `condition` holds on any rank; a collective."""
+        if self.header["ranks"] == 1:
+            return condition
+        holds = torch.tensor(int(condition), dtype=torch.int32, device=self._rows[0].probe.forward.device)
+        dist.all_reduce(holds, dist.ReduceOp.MAX, self._group)
+        return bool(holds)
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
@@ -180,10 +197,10 @@ class Monitor:
 
         A step whose loss is not finite is repeated to find the reason (trainer/nonfinite.py); few such are sampled.
         """
-        SAMPLING.end_step(self._sampled_step != self.completed_steps)
+        self._sampling.end_step(self._sampled_step != self.completed_steps)
         try:
             yield
-            if SAMPLING.ran and SAMPLING.on:
+            if self._sampling.on:
                 self._sample()
         finally:
             self._clear()
@@ -192,24 +209,24 @@ class Monitor:
     def _plan_next(self) -> None:
         step = self.completed_steps + 1
         is_sampled, turn = step == 1 or step % self.every == 0, step // self.every
-        numbers = range(len(self._weights) if is_sampled and self.extras_every else 0)
-        with_extras = {number for number in numbers if step == 1 or (number + turn) % self.extras_every == 0}
+        names = list(self._weights) if is_sampled and self.extras_every else []
+        chosen = {name for i, name in enumerate(names) if step == 1 or (i + turn) % self.extras_every == 0}
         if self.header["ranks"] == 1 and isinstance(self._sink, AlarmSink):  # other ranks do not know of them
-            suspects = self._sink.alarms.suspects
-            with_extras |= {number for number, name in zip(numbers, self._weights, strict=False) if name in suspects}
-        with_sums = with_extras if self._hardware is not None else set()
-        emulated = {number for number, weight in enumerate(self._weights.values()) if weight.config.emulate}
-        SAMPLING.end_step(is_sampled, frozenset(with_extras), frozenset(with_sums - emulated))
+            chosen |= self._sink.alarms.suspects & set(names)
+        numbers = {row.name: int(row.probe.number) for row in self._rows if row.name in chosen}
+        emulated = {name for name in numbers if self._weights[name].config.emulate}
+        with_sums = numbers.keys() - emulated if self._hardware is not None else set()
+        self._sampling.end_step(is_sampled, frozenset(numbers.values()), frozenset(numbers[name] for name in with_sums))
 
-    def _after_optimizer(self) -> None:
-        if not runs_in_backward():
-            self.step()
+    def _after_optimizer(self, optimizer: Optimizer) -> None:
+        if not runs_in_backward() and (steps := self._ends.ended_by(optimizer, self._sampling)):
+            self._end(steps)
 
     def _sample(self) -> None:
         self._sampled_step = self.completed_steps
-        gathered = gather(self._slots(), self._extras() if SAMPLING.with_extras else None, self._group)
+        gathered = gather(self._slots(), self._extras() if self._sampling.with_extras else None, self._group)
         self._clear()
-        if gathered is None:
+        if gathered is None or gathered.slots.equal(new_slots(len(self._rows), CPU)):  # nothing ran on any rank
             return
         weights = [row.weight_numel for row in self._rows]
         sample = {"kind": "sample", "step": self.completed_steps, **finish(gathered.slots, weights)}
@@ -229,7 +246,7 @@ class Monitor:
             position
             for position, row in enumerate(self._rows)
             if row.weight_numel is not None
-            and SAMPLING.weight_sizes.get(int(row.probe.number)) == row.weight_numel
+            and self._sampling.weight_sizes.get(int(row.probe.number)) == row.weight_numel
             and not _is_split(self._weights[row.name])
         ]
 
@@ -239,7 +256,7 @@ class Monitor:
     def _extras(self) -> Tensor:
         zeros = torch.zeros(EXTRAS_WIDTH, dtype=torch.float64, device=self._rows[0].probe.forward.device)
         seen = ((int(row.probe.number), row.place.name) for row in self._rows)
-        return torch.stack([SAMPLING.extras.get(each, zeros) for each in seen])
+        return torch.stack([self._sampling.extras.get(each, zeros) for each in seen])
 
     def _clear(self) -> None:
         for row in self._rows:
@@ -254,12 +271,12 @@ class Monitor:
         if not self._is_open:
             return
         self._is_open = False
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
         for weight in self._weights.values():
             for name in ("probe", "probes"):
                 vars(weight.module).pop(name, None)
-        SAMPLING.end_step(False)
-        SAMPLING.is_taken, SAMPLING.hardware = False, None
+        self._sampling.close()
         if self._sink is not None:
             self._sink.close()
             self._sink = None

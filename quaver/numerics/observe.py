@@ -22,6 +22,7 @@ them (matmul_sums.py): by number, operand and direction; those of the input's co
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,19 +64,19 @@ class KeptInput(NamedTuple):
 
 @dataclass
 class Sampling:
-    """What the operations of this process do now."""
+    """What the operations of one monitor do now. Weights have numbers that are unique in the process."""
 
-    is_taken: bool = False
-    """Whether a monitor is open."""
+    hardware: Accumulation | None = None
+    """The GPU whose sums the monitor was asked for."""
     on: bool = False
     with_extras: frozenset[int] = frozenset()
     """The numbers of the linears whose casts get histograms and their SQNR under other recipes (extras.py)."""
-    hardware: Accumulation | None = None
-    """The GPU whose sums the monitor was asked for."""
     with_sums: frozenset[int] = frozenset()
-    """The numbers of the linears whose sums on it are computed now."""
+    """The numbers of the linears whose sums on `hardware` are computed now."""
     ran: bool = False
-    """Whether a linear with a probe ran since the last step."""
+    """Whether a linear with a probe ran on this rank since the last step."""
+    went_back: bool = False
+    """Whether one ran in a backward."""
     inputs: dict[tuple[int, int], KeptInput] = field(default_factory=dict)
     """By number and the address of codes."""
     rows: dict[tuple[int, str, str], Rows] = field(default_factory=dict)
@@ -86,7 +87,6 @@ class Sampling:
     """How many elements of its weight each linear or grouped matmul multiplies by on this rank; by number."""
     reasons: dict[tuple[int, str], str] = field(default_factory=dict)
     """Why a statistic does not exist, by number and name of the place."""
-
     extras: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     """By number and name of the place, [extras.WIDTH]."""
 
@@ -94,23 +94,45 @@ class Sampling:
         self, on: bool, with_extras: frozenset[int] = frozenset(), with_sums: frozenset[int] = frozenset()
     ) -> None:
         """Forget the step, and sample the next if `on`."""
-        self.on, self.with_extras, self.with_sums, self.ran = on, with_extras, with_sums, False
+        self.on, self.with_extras, self.with_sums = on, with_extras, with_sums
+        self.ran = self.went_back = False
         self.extras.clear()
         self.inputs.clear()
         self.rows.clear()
         self.weights.clear()
         self.weight_sizes.clear()
 
+    def take_number(self) -> int:
+        """The number of another weight that this observes, until `close`."""
+        number = next(_numbers)
+        _sampling_of[number] = self
+        return number
 
-SAMPLING = Sampling()
+    def close(self) -> None:
+        """Observe no weight any more."""
+        self.end_step(False)
+        for number in [number for number, each in _sampling_of.items() if each is self]:
+            del _sampling_of[number]
 
 
-def observes() -> bool:
-    """Whether to call the operations here: in code that is compiled, and in eager code of a step that is sampled."""
-    if torch.compiler.is_compiling():
-        return True
-    SAMPLING.ran = True
-    return SAMPLING.on
+_numbers = itertools.count()
+_sampling_of: dict[int, Sampling] = {}
+"""By the number of a weight: an operation of a compiled graph takes no other argument that could say whose it is."""
+
+
+def observes(number: int) -> bool:
+    """Whether to call the operations here for a weight, in eager code: in a step that is sampled."""
+    sampling = _running(number)
+    return sampling is not None and sampling.on
+
+
+def _running(number: int) -> Sampling | None:
+    """The sampling of the weight that runs now; None after its monitor closed."""
+    sampling = _sampling_of.get(number)
+    if sampling is not None:
+        sampling.ran = True
+        sampling.went_back |= runs_in_backward()
+    return sampling
 
 
 @contextmanager
@@ -123,9 +145,9 @@ def _plainly(device: torch.device) -> Iterator[None]:
 def _observed(run: Callable[..., None]) -> Callable[..., None]:
     """What observes where it must, and else does nothing."""
 
-    def observe(slots: Tensor, *args: Any) -> None:
-        SAMPLING.ran = True
-        if SAMPLING.on:
+    def observe(slots: Tensor, row: int, number: Tensor, *args: Any) -> None:
+        sampling = _running(int(number))
+        if sampling is not None and sampling.on:
             if slots.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "a monitor decides on the host which steps to sample, which a CUDA graph cannot repeat: compile "
@@ -133,7 +155,7 @@ def _observed(run: Callable[..., None]) -> Callable[..., None]:
                 )
             check_memory(*(each for each in args if isinstance(each, Tensor)))
             with _plainly(slots.device):
-                run(slots, *args)
+                run(sampling, slots[row], int(number), *args)
 
     return observe
 
@@ -142,9 +164,9 @@ def _observed(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def _observe_operand(
-    slots: Tensor,
-    row: int,
-    number: Tensor,
+    sampling: Sampling,
+    slot: Tensor,
+    number: int,
     place: str,
     hp: Tensor | None,
     codes: Tensor,
@@ -158,34 +180,34 @@ def _observe_operand(
     fits = matrix is not None and matrix.shape == codes.shape and scale_blocks(dequant_scale, codes.shape) is not None
     operand, cast = place.split(".")
     sampled = None
-    if matrix is not None and fits and int(number) in SAMPLING.with_sums:
+    if matrix is not None and fits and number in sampling.with_sums:
         sampled = Rows(matrix, codes, dequant_scale)
     if matrix is not None and keeps_columns and matrix.shape == codes.shape:
         columns = matrix[:, spread(matrix.shape[1], COMPARED, matrix.device)]
         kept = None if sampled is None else some_rows(*sampled, "column")
-        SAMPLING.inputs[int(number), codes.data_ptr()] = KeptInput(columns, kept)
+        sampling.inputs[number, codes.data_ptr()] = KeptInput(columns, kept)
     if operand == "weight":
-        SAMPLING.weight_sizes[int(number)] = codes.numel()
+        sampling.weight_sizes[number] = codes.numel()
     if is_forward and runs_in_backward():
         return
     for direction in ("row", "column") if cast == "both" else (cast,):
         if sampled is not None and (operand, direction) != ("input", "column"):
-            SAMPLING.rows[int(number), operand, direction] = some_rows(*sampled, direction)
+            sampling.rows[number, operand, direction] = some_rows(*sampled, direction)
     if not fits:
-        SAMPLING.reasons[int(number), place] = QUANTIZED_BEFORE if matrix is None else _OTHER_SHAPE
+        sampling.reasons[number, place] = QUANTIZED_BEFORE if matrix is None else _OTHER_SHAPE
     if matrix is None:
-        observed = new_slots(1, slots.device)[0]
+        observed = new_slots(1, slot.device)[0]
         observe_scales(observed, dequant_scale)
     elif fits:
         observed = observe_matrix(matrix, codes, dequant_scale, quant_scale)
-        key = int(number), place
-        if key[0] in SAMPLING.with_extras:
+        key = number, place
+        if number in sampling.with_extras:
             extras = extras_of(matrix, codes, dequant_scale, operand, "column" if cast == "column" else "row")
-            SAMPLING.extras[key] = extras + SAMPLING.extras.get(key, 0)
+            sampling.extras[key] = extras + sampling.extras.get(key, 0)
     else:
         observed = observe_matrix(matrix, None, None, None)
         observe_scales(observed, dequant_scale)
-    merge(slots[row], observed)
+    merge(slot, observed)
 
 
 def _wide(matrix: Tensor) -> Tensor:
@@ -197,9 +219,9 @@ def _wide(matrix: Tensor) -> Tensor:
 
 
 def _observe_output(
-    slots: Tensor,
-    row: int,
-    number: Tensor,
+    sampling: Sampling,
+    slot: Tensor,
+    number: int,
     output: Tensor,
     input: Tensor | None,
     weight: Tensor | None,
@@ -207,7 +229,7 @@ def _observe_output(
 ) -> None:
     """output [M, N] = input [M, K] @ weight.t() [K, N] + bias [N], compared in some rows."""
     if weight is not None:
-        SAMPLING.weights[int(number)] = weight
+        sampling.weights[number] = weight
     if runs_in_backward():
         return
     matrix = None if input is None else as_matrix(input)
@@ -218,17 +240,17 @@ def _observe_output(
         reference = torch.cat([left @ _wide(part).t() for part in _parts(weight)], 1)
         reference = reference if bias is None else reference + _wide(bias)
     else:
-        SAMPLING.reasons[int(number), "output.result"] = _NO_OPERANDS
-    _add_sums(int(number), "output", SAMPLING.rows)
-    merge(slots[row], observe_result(output, actual, reference))
+        sampling.reasons[number, "output.result"] = _NO_OPERANDS
+    _add_sums(sampling, number, "output")
+    merge(slot, observe_result(output, actual, reference))
 
 
 def _observe_grad_input(
-    slots: Tensor, row: int, number: Tensor, grad_input: Tensor, grad_output: Tensor, weight: Tensor | None
+    sampling: Sampling, slot: Tensor, number: int, grad_input: Tensor, grad_output: Tensor, weight: Tensor | None
 ) -> None:
     """grad_input [M, K] = grad_output [M, N] @ weight [N, K], compared in some rows."""
     if weight is None:
-        weight = SAMPLING.weights.get(int(number))
+        weight = sampling.weights.get(number)
     matrix, result = as_matrix(grad_output), as_matrix(grad_input)
     reference = actual = None
     if weight is not None and has_memory(weight) and matrix.shape[0] == result.shape[0]:
@@ -240,15 +262,15 @@ def _observe_grad_input(
             start=left.new_zeros(()),
         )
     else:
-        SAMPLING.reasons[int(number), "grad_input.result"] = _NO_OPERANDS
-    _add_sums(int(number), "grad_input", SAMPLING.rows)
-    merge(slots[row], observe_result(result, actual, reference))
+        sampling.reasons[number, "grad_input.result"] = _NO_OPERANDS
+    _add_sums(sampling, number, "grad_input")
+    merge(slot, observe_result(result, actual, reference))
 
 
 def _observe_grad_weight(
-    slots: Tensor,
-    row: int,
-    number: Tensor,
+    sampling: Sampling,
+    slot: Tensor,
+    number: int,
     grad_weight: Tensor,
     grad_output: Tensor,
     input_hp: Tensor | None,
@@ -260,11 +282,11 @@ def _observe_grad_weight(
     if input_hp is not None:
         kept = input_hp[:, columns]
     elif input_codes is not None:
-        found = SAMPLING.inputs.pop((int(number), input_codes.data_ptr()), None)
+        found = sampling.inputs.pop((number, input_codes.data_ptr()), None)
         kept = None if found is None else found.columns
         if found is not None and found.rows is not None:
-            key = int(number), "input", "column"
-            _add_sums(int(number), "grad_weight", SAMPLING.rows | {key: found.rows})
+            sampling.rows[number, "input", "column"] = found.rows
+            _add_sums(sampling, number, "grad_weight")
     reference = actual = None
     if kept is not None and kept.shape[0] == matrix.shape[0]:
         actual = grad_weight[:, columns]
@@ -274,16 +296,16 @@ def _observe_grad_weight(
             start=_wide(actual.new_zeros(())),
         )
     else:
-        SAMPLING.reasons[int(number), "grad_weight.result"] = _NO_OPERANDS
-    merge(slots[row], observe_result(grad_weight, actual, reference))
+        sampling.reasons[number, "grad_weight.result"] = _NO_OPERANDS
+    merge(slot, observe_result(grad_weight, actual, reference))
 
 
-def _add_sums(number: int, result: str, rows: dict[tuple[int, str, str], Rows]) -> None:
+def _add_sums(sampling: Sampling, number: int, result: str) -> None:
     """Note what the sums of a result would lose, if it was asked for and both operands are float8."""
-    left, right = (rows.get((number, *read)) for read in MATMULS[result])
-    if left is not None and right is not None and SAMPLING.hardware is not None:
+    left, right = (sampling.rows.get((number, *read)) for read in MATMULS[result])
+    if left is not None and right is not None and sampling.hardware is not None:
         key = number, f"{result}.result"
-        SAMPLING.extras[key] = extras_of_result(left, right, SAMPLING.hardware) + SAMPLING.extras.get(key, 0)
+        sampling.extras[key] = extras_of_result(left, right, sampling.hardware) + sampling.extras.get(key, 0)
 
 
 def _parts(matrix: Tensor) -> tuple[Tensor, ...]:
@@ -297,7 +319,8 @@ def _parts(matrix: Tensor) -> tuple[Tensor, ...]:
 def observing_operation(name: str, arguments: str, run: Callable[..., None]) -> Callable[..., None]:
     """Register `torch.ops.quaver.<name>`, and return the function that calls it or, in eager code, `run`.
 
-    Its arguments are `slots`, `row`, `number` and the `arguments` of the schema; the device is that of `slots`.
+    Its arguments are `slots`, `row`, `number` and the `arguments` of the schema; the device is that of `slots`. `run`
+    takes the `Sampling`, the slot and the number in place of the first three.
     """
     observe = _observed(run)
     library.define(f"{name}(Tensor(a!) slots, int row, Tensor number, {arguments}) -> ()")

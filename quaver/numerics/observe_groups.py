@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quaver.experts.groups import GroupedOperand, bounds_of, first_scale, scale_of_group
-from quaver.numerics.observe import QUANTIZED_BEFORE, SAMPLING, observing_operation
+from quaver.numerics.observe import QUANTIZED_BEFORE, Sampling, observing_operation
 from quaver.numerics.statistics import Place, merge, new_slots, observe_matrix, observe_result, observe_scales
 from quaver.quantize import as_matrix
 from quaver.torch_private.autograd import runs_in_backward
@@ -18,9 +18,9 @@ _OF_OTHER_RANKS = "its codes are those of tokens of all ranks, and the high-prec
 
 
 def _observe_groups(
-    slots: Tensor,
-    row: int,
-    number: Tensor,
+    sampling: Sampling,
+    slot: Tensor,
+    number: int,
     place: str,
     hp: Tensor | None,
     codes: Tensor,
@@ -33,18 +33,18 @@ def _observe_groups(
 ) -> None:
     """A cast of [rows, columns] in groups; `hp` are other rows, uncast, if they `moved`."""
     if place.startswith("weight"):
-        SAMPLING.weight_sizes[int(number)] = codes.numel()
+        sampling.weight_sizes[number] = codes.numel()
     if is_forward and runs_in_backward():
         return
     if hp is None or moved:
-        SAMPLING.reasons[int(number), place] = QUANTIZED_BEFORE if hp is None else _OF_OTHER_RANKS
+        sampling.reasons[number, place] = QUANTIZED_BEFORE if hp is None else _OF_OTHER_RANKS
     if hp is not None and moved:
-        merge(slots[row], observe_matrix(hp, None, None, None))
+        merge(slot, observe_matrix(hp, None, None, None))
     matrix = None if moved else hp
     operand = GroupedOperand(codes, dequant_scale, block_rows)
     for group, (start, stop) in enumerate(bounds_of(ends, groups, codes.shape[0])):
         if start < stop:
-            merge(slots[row], _observe_group(operand, matrix, group, start, stop))
+            merge(slot, _observe_group(operand, matrix, group, start, stop))
 
 
 def _observe_group(operand: GroupedOperand, hp: Tensor | None, group: int, start: int, stop: int) -> Tensor:
@@ -61,13 +61,13 @@ def _observe_group(operand: GroupedOperand, hp: Tensor | None, group: int, start
 
 
 def _observe_grouped_result(
-    slots: Tensor, row: int, number: Tensor, result: Tensor, ends: Tensor | None, is_forward: bool
+    sampling: Sampling, slot: Tensor, number: int, result: Tensor, ends: Tensor | None, is_forward: bool
 ) -> None:
     """A result of all groups, which is not compared with high precision; rows of no group are left out."""
     if is_forward and runs_in_backward():
         return
     matrix = as_matrix(result)
-    merge(slots[row], observe_result(matrix if ends is None else matrix[: int(ends[-1])], None, None))
+    merge(slot, observe_result(matrix if ends is None else matrix[: int(ends[-1])], None, None))
 
 
 observe_groups = observing_operation(

@@ -23,12 +23,13 @@ class Slots:
 
     Attributes:
         forward, backward: in the order of `places.FORWARD` and `places.BACKWARD`.
-        number: int64 () on the CPU; which weight this is.
+        number: int64 () on the CPU; which weight this is (`Sampling.take_number`).
     """
 
     def __init__(self, number: int, config: Float8LinearConfig, device: torch.device) -> None:
         self.forward, self.backward = (new_slots(len(places), device) for places in (FORWARD, BACKWARD))
         self.number = torch.tensor(number, device="cpu")
+        self._key = number
         self._shared = {name: is_shared(getattr(config.casts, name)) for name in OPERANDS}
 
     def take(self, place: Place) -> Tensor:
@@ -45,6 +46,10 @@ class Slots:
         for slots in (self.forward, self.backward):
             clear(slots)
 
+    def _observes(self) -> bool:
+        # Compiled code always calls the operations, and is not to be guarded by the key.
+        return torch.compiler.is_compiling() or observe.observes(self._key)
+
     def _is_forward(self, name: str, operands: Operands | GroupedOperands) -> bool:
         return name == "input" or (name == "weight" and operands.row is not None)
 
@@ -53,7 +58,7 @@ class Probe(Slots):
     """Hands what a linear computes with to the operations of observe.py."""
 
     def operands(self, name: str, hp: Tensor, operands: Operands) -> None:
-        if not observe.observes():
+        if not self._observes():
             return
         matrix = _in_high_precision(hp)
         is_forward = self._is_forward(name, operands)
@@ -73,20 +78,20 @@ class Probe(Slots):
         observe.observe_operand(slots, places.index(place), self.number, *of_cast)
 
     def output(self, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        if not observe.observes():
+        if not self._observes():
             return
         hps = _in_high_precision(input), _in_high_precision(weight)
         observe.observe_output(self.forward, FORWARD.index(OUTPUT), self.number, output, *hps, bias)
 
     def grad_weight(self, grad_weight: Tensor, grad_output: Tensor, input: Operand) -> None:
-        if not observe.observes():
+        if not self._observes():
             return
         saved = (input.data, None) if input.dequant_scale is None else (None, input.data)
         row = BACKWARD.index(GRAD_WEIGHT)
         observe.observe_grad_weight(self.backward, row, self.number, grad_weight, grad_output, *saved)
 
     def grad_input(self, grad_input: Tensor, grad_output: Tensor, weight: Tensor | None, operand: Operand) -> None:
-        if not observe.observes():
+        if not self._observes():
             return
         if operand.dequant_scale is None:
             weight = operand.data
@@ -100,7 +105,7 @@ class GroupedProbe(Slots):
     def operands(
         self, name: str, hp: Tensor | None, operands: GroupedOperands, ends: Tensor | None, groups: int, *, moved: bool
     ) -> None:
-        if not observe.observes():
+        if not self._observes():
             return
         is_forward, casts = self._is_forward(name, operands), {"row": operands.row, "column": operands.column}
         if self._shared[name] and name == "weight" and not is_forward:
@@ -126,7 +131,7 @@ class GroupedProbe(Slots):
         observe_groups.observe_groups(slots, places.index(place), self.number, place.name, hp, *made, is_forward, moved)
 
     def result(self, name: str, result: Tensor, ends: Tensor | None) -> None:
-        if not observe.observes():
+        if not self._observes():
             return
         is_forward, place = name == "output", Place(name, "result")
         places, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)

@@ -341,6 +341,7 @@ def _open_monitor(run: Run, sink: AlarmSink | None) -> None:
         hardware=None if numerics.hardware == "none" else numerics.hardware,
         sink=sink,
         completed_steps=run.progress.step,
+        steps_by_hand=True,
     )
 
 

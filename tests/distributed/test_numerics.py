@@ -133,6 +133,29 @@ def test_a_rank_with_another_weight_raises_the_alarm(changed):
     assert all("is another one on rank 1 than on its replicas" in each.message for each in raised)
 
 
+def of_ranks_of_which_one_has_no_batch(by_hand):
+    model, lines = make("tensorwise"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0)
+    with monitor(model, every=1, sink=lines.append, steps_by_hand=by_hand) as watching:
+        for number, batch in enumerate(batches()):
+            if dist.get_rank() != number % 2:
+                model(batch).square().sum().backward()
+            optimizer.step()
+            watching.step()
+        with watching.repeating():
+            if dist.get_rank() == 0:
+                model(batch).square().sum().backward()
+    return lines
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_rank_without_a_batch_joins_the_collectives(by_hand):
+    lines, of_second = run(2, of_ranks_of_which_one_has_no_batch, by_hand)
+    assert [line["step"] for line in lines[1:]] == [1, 2, 3]
+    assert [each[next(iter(each))]["numel"] for each in by_name(lines)] == [24 * 32] * STEPS
+    assert not of_second
+
+
 def of_expert_parallel_ranks(splits):
     experts, parts = converted("rowwise"), tokens_of(2, 2)
     mine = parts[dist.get_rank()]

@@ -13,11 +13,11 @@ from quaver import Float8Linear, convert_to_float8_training, convert_to_high_pre
 from quaver.numerics import observe
 from quaver.numerics.accumulation import HOPPER
 from quaver.numerics.monitor import monitor
-from quaver.numerics.observe import SAMPLING
 from quaver.numerics.probe import Probe
 from quaver.numerics.record import Record
 from quaver.numerics.statistics import finish, observe_matrix
 from quaver.numerics.survey_sums import survey_sums
+from quaver.optim import CombinedOptimizer
 from quaver.quantize import Quantizer
 from tests import steps as steps_of
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
@@ -215,21 +215,19 @@ def test_a_step_that_is_not_sampled_observes_nothing(monkeypatch):
 
 
 def test_freed_memory_is_not_read():
-    with monitor(make(), every=1):
-        probe, freed = make_probe(), torch.randn(600, 400)
-        freed.untyped_storage().resize_(0)
-        with pytest.raises(RuntimeError, match="was freed before it was used"):
-            probe.output(torch.randn(600, 4), freed, torch.randn(4, 400), None)
-
-
-def make_probe():
-    return Probe(0, quaver.Float8LinearConfig(), torch.device("cpu"))
+    sampling, freed = observe.Sampling(on=True), torch.randn(600, 400)
+    probe = Probe(sampling.take_number(), quaver.Float8LinearConfig(), torch.device("cpu"))
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="was freed before it was used"):
+        probe.output(torch.randn(600, 4), freed, torch.randn(4, 400), None)
+    sampling.close()
+    probe.output(torch.randn(600, 4), freed, torch.randn(4, 400), None)  # of no monitor
 
 
 def test_validation_is_not_sampled():
     model = make()
     with monitor(model, every=1) as watching:
-        train(model.eval(), steps=1)
+        model.eval()(torch.randn(4, 48).bfloat16()).sum().backward()
         watching.step()
         assert not watching.samples
         train(model.train(), steps=1)
@@ -244,6 +242,50 @@ def test_step_ends_a_step_without_an_optimizer_once():
             watching.step()
             watching.step()
     assert [sample["step"] for sample in watching.samples] == [1, 2]
+
+
+def _forward(model):
+    return model(torch.randn(4, 48).bfloat16()).float().square().mean()
+
+
+def _step_in_turn(model, optimizers, other):
+    """The other model's optimizer steps before this one's backward."""
+    loss = _forward(model)
+    other.step()
+    loss.backward()
+    optimizers[0].step()
+
+
+def _step_halves(model, optimizers, other):
+    """Two optimizers, each with a backward of its own."""
+    other.step()
+    for part, optimizer in zip((model.up, model.down), optimizers, strict=True):
+        part(torch.randn(4, part.in_features).bfloat16()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _step_both(model, optimizers, other):
+    """One backward, two optimizers in one around them."""
+    _forward(model).backward()
+    CombinedOptimizer(*optimizers).step()
+    other.step()
+
+
+@pytest.mark.parametrize("step", [_step_in_turn, _step_halves, _step_both])
+def test_a_step_ends_once_whatever_steps_beside(step):
+    model, other = make(), make()
+    parts = [model] if step is _step_in_turn else [model.up, model.down]
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+    of_other = torch.optim.SGD(other.parameters(), lr=0.1)
+    with monitor(model, every=1) as watching, monitor(other, every=1) as beside:
+        for _ in range(4):
+            _forward(other).backward()
+            step(model, optimizers, of_other)
+    for each in watching, beside:
+        assert [sample["step"] for sample in each.samples] == [1, 2, 3, 4]
+        results = [at for at, tensor in enumerate(each.header["tensors"]) if tensor["operand"] == "grad_weight"]
+        assert all(sample["numel"][at] for sample in each.samples for at in results)
 
 
 def test_a_step_that_is_repeated_is_sampled():
@@ -308,13 +350,13 @@ def test_wrong_arguments(options, error, message):
     with pytest.raises(error, match=message):
         monitor(model, **options)
     assert model.up.probe is None
-    assert not SAMPLING.is_taken
 
 
 def test_a_model_without_float8_and_a_second_monitor_are_refused():
     with pytest.raises(ValueError, match="no float8 linears|got none"):
         monitor(nn.Linear(4, 4))
-    with monitor(make()), pytest.raises(RuntimeError, match="another monitor is open"):
-        monitor(make())
+    model = make()
+    with monitor(model), pytest.raises(RuntimeError, match="another monitor watches this model"):
+        monitor(model)
     with monitor(Float8Linear(16, 16)):
         pass

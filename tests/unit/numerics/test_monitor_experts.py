@@ -10,7 +10,7 @@ from quaver import Float8LinearConfig, convert_to_float8_training, freeze_to_flo
 from quaver.experts.grouped_mm import multiply_by_weight
 from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitor import monitor
-from quaver.numerics.observe import SAMPLING
+from quaver.numerics.observe import Sampling
 from quaver.numerics.places import places_of
 from quaver.numerics.probe import GroupedProbe
 from quaver.numerics.statistics import STATISTICS, finish, merge, new_slots, observe_matrix
@@ -25,9 +25,9 @@ QUOTIENTS = ("rms", "sqnr_db", "scale_worst_sqnr_db", "underflow", "saturated", 
 
 @pytest.fixture
 def sampling():
-    SAMPLING.end_step(True)
-    yield
-    SAMPLING.end_step(False)
+    sampling = Sampling(on=True)
+    yield sampling
+    sampling.close()
 
 
 def of_experts(place, casts, matrices):
@@ -47,7 +47,7 @@ def test_a_sample_is_that_of_the_experts_linears(recipe, transposed, sampling):
     a, b_t, ends = operands(transposed=transposed)
     weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
     grad_output = torch.randn(310, 160, dtype=a.dtype)
-    probe = GroupedProbe(0, config, CPU)
+    probe = GroupedProbe(sampling.take_number(), config, CPU)
     multiply_by_weight(a, weight, ends, config, transposed, probe=probe).backward(grad_output)
     groups = [slice(start, stop) for start, stop in zip([0, *ENDS], ENDS, strict=False) if start < stop]
     hps = {
@@ -72,7 +72,7 @@ def test_the_worst_scale_is_named_by_its_index_among_those_of_all_groups(recipe,
     with torch.no_grad():
         a[250] = 1e-7  # of the last group, rows 200 to 300
         a[250, 3] = 1e7
-    probe = GroupedProbe(0, config, CPU)
+    probe = GroupedProbe(sampling.take_number(), config, CPU)
     multiply_by_weight(a, b_t.transpose(1, 2).contiguous(), ends, config, False, probe=probe)
     place = places_of(config, True)[0]
     worst = finish(probe.take(place)[None], [None])["scale_worst"][0]
@@ -83,7 +83,7 @@ def test_results_are_those_of_rows_with_an_expert(sampling):
     config = Float8LinearConfig()
     a, b_t, ends = operands()
     weight = b_t.detach().transpose(1, 2).contiguous().requires_grad_()
-    probe = GroupedProbe(0, config, CPU)
+    probe = GroupedProbe(sampling.take_number(), config, CPU)
     output = multiply_by_weight(a, weight, ends, config, False, probe=probe)
     output.square().sum().backward()
     results = {"output": output[: ENDS[-1]], "grad_input": a.grad[: ENDS[-1]], "grad_weight": weight.grad}
