@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from quaver.optim.blocks import obstacle_of
+from quaver.optim.groups import with_own_options
 from quaver.optim.rounding import step_key
 from quaver.optim.state import is_small, layout_of, new_state, read_moments, write_moments
 from quaver.torch_private.dispatch import fake_mode_is_on
@@ -143,7 +144,7 @@ class Float8Optimizer(Optimizer):
             ValueError: another version or another optimizer's, or a tensor of another shape or dtype; nothing is
                 changed.
         """
-        groups = state_dict["param_groups"]
+        groups = with_own_options(state_dict["param_groups"], self.param_groups)
         self._check_options(groups)
         parameters = [p for group in self.param_groups for p in group["params"]]
         loaded = [(index, group) for group in groups for index in group["params"]]
@@ -152,7 +153,7 @@ class Float8Optimizer(Optimizer):
                 _check_state(parameter, state_dict["state"][index], group)
         # torch casts what it loads to the parameter's dtype, but for what is no tensor and no container.
         held = {i: {key: _Held(value) for key, value in each.items()} for i, each in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": held})
+        super().load_state_dict({**state_dict, "state": held, "param_groups": groups})
         for parameter, state in self.state.items():
             for name, value in state.items():
                 state[name] = value.on(parameter.device)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quaver.optim.base import Float8Optimizer
+from quaver.optim.groups import with_own_options
 from quaver.optim.state import new_state
 from quaver.torch_private.dtensor import local_tensor
 
@@ -70,7 +71,7 @@ class CombinedOptimizer(Optimizer):
         if len(groups) != len(self.param_groups):
             raise ValueError(f"expected a state dict with {len(self.param_groups)} param groups, got {len(groups)}")
         for each in self.optimizers:
-            own = groups[begin : begin + len(each.param_groups)]
+            own = with_own_options(groups[begin : begin + len(each.param_groups)], each.param_groups)
             begin += len(own)
             numbers = {number for group in own for number in group["params"]}
             state = {number: value for number, value in state_dict["state"].items() if number in numbers}

@@ -30,3 +30,12 @@ def float32_embeddings(model: nn.Module, **options: Any) -> list[dict[str, Any]]
         {"params": [p for p in trained if p in embeddings], **options, **FLOAT32_MOMENTS},
     ]
     return [group for group in groups if group["params"]]
+
+
+def with_own_options(loaded: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Param groups of a state dict, those without parameters with the options of the optimizer's own.
+
+    torch.distributed.checkpoint.state_dict loses their options where they are not the last (torch 2.13).
+    """
+    groups = zip(loaded, own, strict=False)
+    return [group if group["params"] else {**mine, **group} for group, mine in groups] + loaded[len(own) :]

@@ -56,6 +56,9 @@ def _adamw(parameters: list[nn.Parameter], model: nn.Module, config: Optimizer) 
         held = [p for p in groups[0]["params"] if p in embeddings]
         groups[0]["params"] = [p for p in groups[0]["params"] if p not in embeddings]
         groups.append({"params": held, "weight_decay": config.weight_decay, **FLOAT32_MOMENTS})
+    # DCP loads a group without parameters without its options, unless it is the last (torch 2.13).
+    groups = [group for group in groups if group["params"]]
+    if config.name.startswith("Float8"):
         float8 = Float8AdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
         float8.name_parameters(model)
         return float8

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, load_states_of
 from tests.steps import assert_same, by_torch_save
@@ -131,3 +132,21 @@ def test_what_does_not_fit_is_refused():
         load_states_of(torch.optim.AdamW(parameters), optimizer)
     with pytest.raises(ValueError, match=r"no state of a parameter \[128, 512\]"):
         load_states_of(Float8AdamW(parameters[1:]), torch.optim.AdamW(parameters[1:2]))
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_a_group_without_parameters_keeps_its_options(combined):
+    """torch.distributed.checkpoint.state_dict loses them where the group is not the last."""
+
+    def trained():
+        optimizer = Float8AdamW([{"params": [], "weight_decay": 0.5}, {"params": model.parameters()}])
+        optimizer = CombinedOptimizer(optimizer) if combined else optimizer
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    model = nn.Linear(64, 64)
+    saved = get_optimizer_state_dict(model, trained())
+    set_optimizer_state_dict(model, optimizer := trained(), saved)
+    optimizer.step()
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 1e-2]
