@@ -11,8 +11,10 @@ DCP has no setting for this in torch 2.13. A public reader with one would replac
 """
 
 import io
+import itertools
 import math
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +38,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 from quaver.torch_private.checkpoint import StorageInfo
 
 METADATA = ".metadata"
+
+_MOST_CUT_DIMS = 8
+"""Along which the chunks of a tensor are cut; a box has 2 to the power of that many corners. DCP cuts one for each axis
+of a mesh."""
 
 _DCP = "torch.distributed.checkpoint."
 _KNOWN = {
@@ -201,15 +207,36 @@ def _storage(name: str, found: Any) -> STORAGE_TYPES:
     for each in state["chunks"]:
         chunk = _state(each, "ChunkStorageMetadata")
         chunks.append(ChunkStorageMetadata(_shape(chunk["offsets"]), _shape(chunk["sizes"])))
-    fits = all(
-        begin + length <= end
-        for chunk in chunks
-        for begin, length, end in zip(chunk.offsets, chunk.sizes, size, strict=True)
-    )
-    # load() would leave the rest uninitialized
-    if not fits or sum(math.prod(chunk.sizes) for chunk in chunks) < math.prod(size):
-        raise ValueError(f"the parts of {name} do not make a tensor of {list(size)}")
+    if not _tile(chunks, size):  # load() would leave the rest uninitialized
+        raise ValueError(f"the parts of {name} do not make a tensor of {list(size)}, each element once")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+
+
+def _tile(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
+    """Whether chunks cover a tensor without a hole or an overlap; equal ones are one, which several ranks wrote.
+
+    A box is a sum of orthants with alternating signs, one at each corner, and orthants at different points are linearly
+    independent. So boxes tile another one exactly where their signed corners add up to its own.
+    """
+    boxes = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if math.prod(chunk.sizes)}
+    if any(len(offset) != len(size) or len(lengths) != len(size) for offset, lengths in boxes):
+        return False
+    if not math.prod(size):
+        return not boxes
+    cut = [
+        dim
+        for dim in range(len(size))
+        if any((offset[dim], lengths[dim]) != (0, size[dim]) for offset, lengths in boxes)
+    ]
+    if len(cut) > _MOST_CUT_DIMS:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole = tuple(0 for _ in size), tuple(size)
+    for sign, (offset, lengths) in [(-1, whole), *((1, box) for box in boxes)]:
+        ends = [((offset[dim], 1), (offset[dim] + lengths[dim], -1)) for dim in cut]
+        for corner in itertools.product(*ends):
+            corners[tuple(at for at, _ in corner)] += sign * math.prod(each for _, each in corner)
+    return not any(corners.values())
 
 
 def _state(found: Any, name: str) -> Any:

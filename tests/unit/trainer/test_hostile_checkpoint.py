@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
 
 from quaver.trainer.checkpoint import load_state
 from quaver.trainer.checkpoint_folder import ABANDONS, CheckpointFolder, read_record
@@ -140,6 +140,13 @@ def _chunk(metadata: Any) -> Any:
     return metadata.state_dict_metadata["a"].chunks[0]
 
 
+def _cut(metadata: Any, *rows: tuple[int, int]) -> None:
+    """Replace the one part by rows (first, count)."""
+    metadata.state_dict_metadata["a"].chunks[:] = [
+        ChunkStorageMetadata(torch.Size([first, 0]), torch.Size([count, 5])) for first, count in rows
+    ]
+
+
 EDITS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "an absolute path": ("outside of", lambda m: setattr(_place(m, "a"), "relative_path", "/etc/passwd")),
     "a path above": ("outside of", lambda m: setattr(_place(m, "a"), "relative_path", "../x.distcp")),
@@ -153,6 +160,8 @@ EDITS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "a path of another type": ("string", lambda m: setattr(_place(m, "a"), "relative_path", 3)),
     "a compressed tensor": ("compressed", lambda m: setattr(_place(m, "a"), "transform_descriptors", ["zstd"])),
     "a hole": ("the parts of a", lambda m: setattr(_chunk(m), "sizes", torch.Size([1, 5]))),
+    "a part twice": ("the parts of a", lambda m: _cut(m, (0, 2), (0, 1), (1, 1))),
+    "two holes and two overlaps": ("the parts of a", lambda m: _cut(m, (0, 2), (1, 2))),
     "a part outside": ("the parts of a", lambda m: setattr(_chunk(m), "offsets", torch.Size([1, 0]))),
     "no parts": ("the parts of a", lambda m: m.state_dict_metadata["a"].chunks.clear()),
     "another rank": ("", lambda m: setattr(_chunk(m), "sizes", torch.Size([20]))),
@@ -175,6 +184,14 @@ def test_edited_metadata_is_one_line(edit, tmp_path):
     with pytest.raises(CheckpointError, match=f"cannot (read|load) .*{message}.*; choose another checkpoint") as caught:
         load_state({"a": torch.empty(4, 5)}, CheckpointReader(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_parts_that_several_ranks_wrote_count_once(tmp_path):
+    torch.distributed.checkpoint.save({"a": torch.ones(4, 5), "empty": torch.ones(0, 5)}, checkpoint_id=tmp_path)
+    _edit_metadata(tmp_path, lambda m: m.state_dict_metadata["a"].chunks.append(_chunk(m)))
+    state = {"a": torch.empty(4, 5), "empty": torch.empty(0, 5)}
+    load_state(state, CheckpointReader(tmp_path))
+    assert state["a"].eq(1).all()
 
 
 @pytest.fixture
