@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -21,8 +21,46 @@ from quaver.optim.state import new_state
 from quaver.torch_private.dtensor import local_tensor
 
 
+class _States(MutableMapping[Tensor, Any]):
+    """The states of several optimizers, each where it is: a change here is one of the optimizer's own state."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def _owner(self, parameter: Tensor) -> Mapping[Tensor, Any]:
+        for each in self._optimizers:
+            if parameter in each.state:
+                return each.state
+        for each in self._optimizers:
+            if any(parameter is held for group in each.param_groups for held in group["params"]):
+                return each.state
+        raise KeyError(parameter)
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        return self._owner(parameter)[parameter]
+
+    def __setitem__(self, parameter: Tensor, state: Any) -> None:
+        self._owner(parameter)[parameter] = state  # type: ignore[index]
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        del self._owner(parameter)[parameter]  # type: ignore[attr-defined]
+
+    def __contains__(self, parameter: object) -> bool:
+        return any(parameter in each.state for each in self._optimizers)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return chain.from_iterable(each.state for each in self._optimizers)
+
+    def __len__(self) -> int:
+        return sum(len(each.state) for each in self._optimizers)
+
+
 class CombinedOptimizer(Optimizer):
-    """Steps optimizers of different parameters in turn; its param groups and states are theirs, in their order."""
+    """Steps optimizers of different parameters in turn; its param groups and states are theirs, in their order.
+
+    `defaults` are those that all of them have. Schedulers that cycle momentum, too, need one name for it: combine
+    optimizers with `betas` or with `momentum`, or give the scheduler `cycle_momentum=False`.
+    """
 
     def __init__(self, *optimizers: Optimizer) -> None:
         """Combine `optimizers`.
@@ -32,13 +70,24 @@ class CombinedOptimizer(Optimizer):
         """
         self.optimizers = optimizers
         super().__init__([group for each in optimizers for group in each.param_groups], {})
+        shared = set.intersection(*(set(each.defaults) for each in optimizers))
+        self.defaults = {name: value for name, value in optimizers[0].defaults.items() if name in shared}
         self._share()
 
     def _share(self) -> None:
         self.param_groups = [group for each in self.optimizers for group in each.param_groups]
-        self.state.clear()
-        for each in self.optimizers:
-            self.state.update(each.state)
+
+    @property  # type: ignore[override]
+    def state(self) -> MutableMapping[Tensor, Any]:
+        """Those of the optimizers."""
+        return _States(self.optimizers)
+
+    @state.setter
+    def state(self, states: Mapping[Tensor, Any]) -> None:
+        if "param_groups" in vars(self):  # else Optimizer.__init__ makes an empty one
+            own = self.state
+            own.clear()
+            own.update(states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: it would be unknown which optimizer steps the group.
@@ -58,7 +107,6 @@ class CombinedOptimizer(Optimizer):
                 loss = closure()
         for each in self.optimizers:
             each.step()
-            self.state.update(each.state)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -79,7 +127,9 @@ class CombinedOptimizer(Optimizer):
         self._share()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "optimizers": self.optimizers}
+        kept = super().__getstate__()
+        del kept["state"]
+        return {**kept, "optimizers": self.optimizers}
 
 
 def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:

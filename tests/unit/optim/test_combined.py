@@ -150,3 +150,31 @@ def test_a_group_without_parameters_keeps_its_options(combined):
     set_optimizer_state_dict(model, optimizer := trained(), saved)
     optimizer.step()
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 1e-2]
+
+
+def test_schedulers_that_cycle_momentum_and_changes_of_the_state():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    parts = [torch.optim.AdamW(part.parameters()) for part in model]
+    optimizer = CombinedOptimizer(*parts)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10)
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    assert len({group["betas"][0] for part in parts for group in part.param_groups} | {0.95, 0.9}) == 3
+    assert len(optimizer.state) == 4
+    assert optimizer.state[model[1].bias] is parts[1].state[model[1].bias]
+    CombinedOptimizer(*parts)
+    optimizer.state[model[1].bias] = {"new": 1}
+    del optimizer.state[model[0].bias]
+    assert parts[1].state[model[1].bias] == {"new": 1}
+    assert model[0].bias not in parts[0].state
+    optimizer.state = {}
+    assert not any(part.state for part in parts)
+
+
+def test_a_scheduler_that_cycles_momentum_needs_one_name_for_it():
+    model = nn.Linear(64, 64)
+    optimizer = CombinedOptimizer(Float8Muon([model.weight]), Float8AdamW([model.bias]))
+    with pytest.raises(ValueError, match="must support momentum or beta1"):
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10, cycle_momentum=False)
