@@ -264,6 +264,7 @@ def summarize(
         "steps": steps,
         "ranks": dims.world_size,
         "mesh": dims.mesh,
+        "notes": list(dict.fromkeys(note for model in models for note in model.notes)),
         "runs": runs,
         "bfloat16_peak": {"flops_per_s": peak.flops_per_s, "source": peak.source},
         "float8_peak_flops_per_s": peak.float8_flops_per_s,

@@ -2,10 +2,12 @@
 
 import ctypes
 import faulthandler
+import logging
 import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,28 @@ CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 PR_SET_PDEATHSIG = 1
 """Of prctl(2): the signal that a process gets when its parent ends."""
+
+
+@contextmanager
+def quiet(is_first: bool) -> Iterator[None]:
+    """Let the first rank alone show warnings of Python and torch inside the block: those of all ranks are the same.
+
+    Errors, and what quaver logs of a rank, are shown on every rank.
+    """
+    if is_first:
+        yield
+        return
+    known = [each for name, each in logging.root.manager.loggerDict.items() if name.partition(".")[0] == "torch"]
+    levels = [(each, each.level) for each in known if isinstance(each, logging.Logger) and each.level < logging.ERROR]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger, level in levels:
+            logger.setLevel(logging.ERROR if level or logger.name == "torch" else level)
+        try:
+            yield
+        finally:
+            for logger, level in levels:
+                logger.setLevel(level)
 
 
 @dataclass

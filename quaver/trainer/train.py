@@ -34,7 +34,7 @@ from quaver.trainer.numerics import NumericsLog
 from quaver.trainer.parallel_dims import ParallelDims
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.plot import draw_curves
-from quaver.trainer.process import Requests, Watchdog, determinism, stop_signals, watchdog
+from quaver.trainer.process import Requests, Watchdog, determinism, quiet, stop_signals, watchdog
 from quaver.trainer.profiling import Profiling
 from quaver.trainer.ranks import Ranks
 from quaver.trainer.run_folder import RunFolder, replaced
@@ -169,7 +169,8 @@ def train(run: Run) -> dict[str, Any]:
         KeyboardInterrupt: with several ranks, at a second Ctrl-C, without waiting for the other ranks.
     """
     try:
-        return _train(run)
+        with quiet(run.ranks.is_first):
+            return _train(run)
     finally:
         if run.folder:
             run.folder.release()
@@ -258,10 +259,11 @@ def _train_step(run: Run, step: int, outputs: "Outputs") -> None:
 
 
 def _is_memory_due(run: Run, model: TrainedModel, step: int, profiling: Profiling) -> bool:
+    """Whether to measure memory: once, and on the first rank, whose the summary has."""
     first = min(MEMORY_STEP, run.config.training.steps - run.began_at_step)
     is_reached = step - run.began_at_step >= first
     is_free = model.has_countable_memory or not profiling.traces(step)
-    return is_reached and is_free and model.peak.peak_bytes is None
+    return run.ranks.is_first and is_reached and is_free and model.peak.peak_bytes is None
 
 
 def _validate(run: Run, step: int, outputs: "Outputs") -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from quaver import (
     Float8Linear,
@@ -18,6 +19,7 @@ from quaver import (
 )
 from quaver.devices import synchronize
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.experts.module import Float8Experts
 from quaver.numerics.monitor import Monitor
 from quaver.trainer.config import TrainConfig, Training
 from quaver.trainer.data import Batch
@@ -107,9 +109,19 @@ class TrainedModel:
 
     @property
     def notes(self) -> list[str]:
-        """What travels to experts of other ranks."""
+        """What travels to experts of other ranks, and where weights are rounded before their cast."""
         split = [(each, each.dispatcher) for each in self._experts if each.dispatcher is not None]
-        return list(dict.fromkeys(dispatcher.note(each) for each, dispatcher in split))
+        notes = list(dict.fromkeys(dispatcher.note(each) for each, dispatcher in split))
+        training, gathered = self.config.training, self.config.float8.enable_fsdp_float8_all_gather
+        is_rounded = training.dtype != training.mixed_precision_param and not gathered
+        is_sharded = any(isinstance(each, FSDPModule) for each in self.model.modules())
+        is_float8 = any(isinstance(each, Float8Linear | Float8Experts) for each in self.model.modules())
+        if is_rounded and is_sharded and is_float8:
+            notes.append(
+                f"FSDP2 gathers weights in {training.mixed_precision_param}: float8 casts read rounded weights, where "
+                "one process and float8 all-gathers cast those in " + training.dtype
+            )
+        return notes
 
     @property
     def has_countable_memory(self) -> bool:

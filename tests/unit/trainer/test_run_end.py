@@ -1,10 +1,12 @@
 """How runs go on or end: steps that are not finite or hang, a lost terminal, disk or folder, the one line of each."""
 
+import logging
 import math
 import os
 import shutil
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from quaver.trainer import train as train_module
 from quaver.trainer.config import Comm, Float8
 from quaver.trainer.errors import NonFiniteError
 from quaver.trainer.metrics import read_metrics
-from quaver.trainer.process import determinism, watchdog
+from quaver.trainer.process import determinism, quiet, watchdog
 from quaver.trainer.train import Run, prepare, train
 from quaver.trainer.trained_model import TrainedModel
 from tests.isolated import Forked
@@ -216,3 +218,16 @@ def test_a_full_disk_or_a_removed_folder_ends_the_run_with_one_line(
     before_each_step(lambda model, step: shutil.rmtree(folder))
     assert resume(9) == 4
     assert "was removed while the run trained" in error_line(capsys)
+
+
+def test_the_first_rank_alone_shows_the_warnings_of_torch(caplog):
+    for is_first in (True, False):
+        caplog.clear()
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.simplefilter("always")
+            with quiet(is_first):
+                warnings.warn("of every rank", stacklevel=1)
+                logging.getLogger("torch").warning("of every rank")
+                logging.getLogger("quaver").warning("of this rank")
+        assert [str(each.message) for each in shown] == ["of every rank"] * is_first
+        assert [each.name for each in caplog.records] == ["torch", "quaver"][not is_first :]
