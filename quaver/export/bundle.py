@@ -99,8 +99,9 @@ def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
         yield "- Codes and scales are those of the training forward, to the bit."
     if record["ragged"]:
         yield (
-            f"- Last blocks are cut, because a dimension is no multiple of 128: {listed(record['ragged'])}. Servers "
-            "need a multiple of 128 inputs; transformers dequantizes such weights in compressed-tensors, not in fp8."
+            f"- Last blocks are cut, because a dimension is no multiple of 128: {listed(record['ragged'])}. "
+            "compressed-tensors keeps inputs in high precision that are no multiple of 128, and servers of fp8 need "
+            "one; transformers dequantizes such weights in compressed-tensors, not in fp8."
         )
     if record["whole_stacks"]:
         yield f"- Experts that were float8 in training stay in high precision: {listed(record['whole_stacks'])}."

@@ -60,8 +60,14 @@ class WeightFormat:
         """The leaf name of a weight's scale."""
         return _SCALE_NAMES[self.method]
 
-    def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
-        """The `quantization_config` of config.json; `ignore` names the modules that stay in high precision."""
+    def quantization_config(self, ignore: Sequence[str], cut_inputs: Sequence[str] = ()) -> dict[str, Any]:
+        """The `quantization_config` of config.json.
+
+        Args:
+            ignore: names the modules that stay in high precision.
+            cut_inputs: names those whose inputs are no multiple of a group of activations. compressed-tensors raises
+                for such groups, so these linears have activations in high precision.
+        """
         if self.method == FP8:
             return {
                 "quant_method": FP8,
@@ -79,11 +85,14 @@ class WeightFormat:
             "input_activations": inputs,
             "output_activations": None,
         }
+        groups = {"group_0": group}
+        if cut_inputs and self.activations == "group":
+            groups["group_1"] = {**group, "targets": list(cut_inputs), "input_activations": None}
         return {
             "quant_method": COMPRESSED_TENSORS,
             "format": "float-quantized",
             "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
+            "config_groups": groups,
             "ignore": list(ignore),
         }
 

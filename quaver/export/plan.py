@@ -43,6 +43,8 @@ class Plan:
     format: WeightFormat
     ragged: list[str]
     """The weights whose last blocks are cut, because a dimension is no multiple of 128; none without blocks."""
+    cut_inputs: list[str]
+    """The modules of a checkpoint whose weights have columns that are no multiple of 128; none without blocks."""
     recipe: str
     report: ConversionReport
 
@@ -98,8 +100,15 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     }
     recipe = config.recipe_name.value if config.recipe_name else str(config)
     whole = [name for name in stacks if name not in experts] + _stacks_of_torchtitan(modules)
-    ragged = _ragged(linears, experts, checkpoint) if stored.weights == "block" else []
-    return Plan(linears, experts, whole, names, checkpoint, sorted(ignore), stored, ragged, recipe, report)
+    sizes = _sizes(linears, experts, checkpoint) if stored.weights == "block" else {}
+    ragged = [name for name, size in sizes.items() if any(length % BLOCK_SIZE for length in size)]
+    cut_inputs = [
+        part.removesuffix(".weight")
+        for name in ragged
+        if sizes[name][1] % BLOCK_SIZE
+        for part in checkpoint.of(name if name in experts else f"{name}.weight")
+    ]
+    return Plan(linears, experts, whole, names, checkpoint, sorted(ignore), stored, ragged, cut_inputs, recipe, report)
 
 
 def _float8_stacks(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Float8Experts]:
@@ -172,15 +181,16 @@ def _modules_in_checkpoint(name: str, checkpoint: CheckpointNames) -> Iterator[s
         yield from (f"{experts}0.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj"))
 
 
-def _ragged(
+def _sizes(
     linears: Mapping[str, Float8Linear], experts: Mapping[str, Float8Experts], checkpoint: CheckpointNames
-) -> list[str]:
+) -> dict[str, list[int]]:
+    """The rows and columns of each matrix in a checkpoint, by the names of linears and of stacks."""
     sizes = {name: list(each.weight.shape) for name, each in linears.items()}
     for name, each in experts.items():
         _, *size = getattr(each, name.rpartition(".")[2]).shape
         rows, columns = reversed(size) if name in checkpoint.transposed else size
         sizes[name] = [rows // len(checkpoint.stacks[name][0]), columns]
-    return [name for name, size in sizes.items() if any(length % BLOCK_SIZE for length in size)]
+    return sizes
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

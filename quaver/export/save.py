@@ -75,7 +75,7 @@ def save_float8(
     )
     plan = tensors.plan
     is_sharded = any(isinstance(each, DTensor) for each in model.parameters())
-    config = {**config, "quantization_config": plan.format.quantization_config(plan.ignore)}
+    config = {**config, "quantization_config": plan.format.quantization_config(plan.ignore, plan.cut_inputs)}
     key = "dtype" if "dtype" in config else "torch_dtype"
     stored = dtype if dtype is not None or config.get(key) else getattr(model, "dtype", None)
     if stored is not None:

@@ -122,7 +122,7 @@ def test_transformers_loads_the_dequantized_weights(recipe, format, exported):
 def test_compressed_tensors_decompresses_the_same_values(recipe, format, exported):
     folder = exported(recipe, format)
     config = QuantizationConfig.model_validate(json.loads((folder / "config.json").read_text())["quantization_config"])
-    (scheme,) = config.config_groups.values()
+    scheme = config.config_groups["group_0"]  # another one has weights of the same form
     compressor, stored = BaseCompressor.get_value_from_registry(config.format), StoredTensors(folder)
     count = 0
     for name, tensor in load_float8(folder, dtype=torch.float32).items():
@@ -142,6 +142,20 @@ def test_compressed_tensors_runs_the_layers_that_training_ran(recipe, exported):
     training = convert_to_float8_training(llama(), config=recipe, module_filter_fn=not_the_head)
     reference, expected, got = logits_of(llama()), logits_of(training), logits_of(served)
     assert (got - expected).norm() < 0.12 * reference.norm()
+
+
+def test_compressed_tensors_runs_blocks_that_the_inputs_cut(tmp_path):
+    """It refuses groups of activations that do not divide the inputs, here 192."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "hidden_size": 128, "intermediate_size": 192, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes)).eval()
+    reference = logits_of(model)
+    convert_to_float8_training(model, config="blockwise", module_filter_fn=not_the_head)
+    save_float8(model, tmp_path / "out")
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert (logits_of(served) - logits_of(model)).norm() < 0.12 * reference.norm()
+    groups = served.config.quantization_config.quantization_config.config_groups
+    assert groups["group_1"].targets == ["model.layers.0.mlp.down_proj"]
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "deepseek"])
