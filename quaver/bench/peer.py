@@ -41,22 +41,6 @@ def convert_with_torchao(module: nn.Module, recipe: str, *, device: torch.device
         return convert_to_float8_training(module, config=config)
 
 
-def convert_with_torchao(module: nn.Module, recipe: str) -> None:
-    """Convert the linears of a module with torchao, for a GPU.
-
-    Raises:
-        ImportError: torchao is not installed.
-        NotImplementedError: torchao has no such recipe.
-    """
-    if not is_peer_recipe(recipe):
-        names = ", ".join(each.value for each in RECIPES)
-        raise NotImplementedError(f"expected a recipe that torchao has, {names}, got {recipe}")
-    with _quiet():
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        convert_to_float8_training(module, config=Float8LinearConfig.from_recipe_name(recipe))
-
-
 def torchao_cast(float8_dtype: torch.dtype, dim: int | None, *, power_of_2: bool) -> Callable[[Tensor], Tensor]:
     """torchao's dynamic cast of a matrix to float8 codes, as in its linears: tensorwise, or a scale along `dim`."""
     with _quiet():

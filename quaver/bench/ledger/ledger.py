@@ -120,8 +120,8 @@ class Ledger:
             "float64_per_element": round(self.float64_per_element, 2),
         }
 
-    def to_json(self) -> dict[str, Any]:
-        """All entries and sums."""
+    def to_json(self, *, kernels: bool) -> dict[str, Any]:
+        """Sums, and with `kernels` all entries."""
         categories = {
             category: {
                 "launches": sum(entry.launches for entry in self.of(category)),
@@ -130,7 +130,7 @@ class Ledger:
             }
             for category in CATEGORIES
         }
-        return {
+        found = {
             "name": self.name,
             "gpu": self.gpu,
             **self.counts(),
@@ -140,8 +140,8 @@ class Ledger:
             "categories": categories,
             "quantization_reads": dict(self.quantization_reads.most_common()),
             "stores": {name: len(each) for name, each in self.stores.items()},
-            "kernels": [_row(entry) for entry in self.entries],
         }
+        return found | ({"kernels": [_row(entry) for entry in self.entries]} if kernels else {})
 
 
 _HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)

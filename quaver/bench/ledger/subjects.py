@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quaver.bench.ledger.entries import entries_of
 from quaver.bench.ledger.ledger import Ledger
 from quaver.bench.modules import Subject
-from quaver.bench.peer import convert_with_torchao
+from quaver.bench.peer import convert_with_torchao, is_peer_recipe
 from quaver.config import Float8LinearConfig
 from quaver.convert import convert_to_float8_training
 from quaver.gemm import ScaleKind, casts_of_matmuls, kind_of_casts
@@ -83,6 +83,8 @@ def count(work: Work, name: str, gpu: str) -> Ledger:
     library, _, recipe = name.partition(" ")
     if recipe:
         check_recipe(recipe, gpu)
+    if library == "torchao" and not is_peer_recipe(recipe):
+        raise NotImplementedError(f"expected a recipe that torchao has, got {recipe}")
     with as_on_a_gpu(), Fakes():
         subject = _subject(work)
         for parameter in subject.parameters():
@@ -91,7 +93,7 @@ def count(work: Work, name: str, gpu: str) -> Ledger:
             convert_to_float8_training(subject, config=Float8LinearConfig.from_recipe_name(recipe))
             fuse_producers(subject)
         elif library == "torchao":
-            convert_with_torchao(subject, recipe)
+            convert_with_torchao(subject, recipe, device=torch.device("cuda"))
         hidden = torch.randn(work.sequences, work.seq_len, work.model.dim, dtype=work.dtype, requires_grad=True)
         subject.compile(fullgraph=True)
 

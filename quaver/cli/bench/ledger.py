@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from rich.table import Table
 
 from quaver.bench.ledger.ledger import Ledger
@@ -16,7 +18,7 @@ from quaver.bench.ledger.subjects import BFLOAT16, PARTS, Work, check_recipe, co
 from quaver.bench.ledger.table import COLUMNS, KERNEL_COLUMNS, findings, kernel_rows, rows_of
 from quaver.bench.ledger.times import constants, milliseconds_by_category
 from quaver.bench.peer import is_peer_recipe
-from quaver.bench.results import writable
+from quaver.bench.results import environment, writable
 from quaver.bench.shapes import MODEL_NAMES, model_of
 from quaver.bench.working import working
 from quaver.cli.console import make_table, show
@@ -49,7 +51,7 @@ class LedgerOptions(Settings):
     sequences: AtLeast1 = setting(2, "Sequences; with a TOML file its local_batch_size by default.")
     seq_len: AtLeast1 = setting(8192, "Tokens of a sequence; with a TOML file its seq_len by default.")
     autocast: bool = setting(False, "Parameters and residual stream in float32 under autocast, not all in bfloat16.")
-    kernels: bool = setting(False, "Print every kernel, with its source line and what it fuses.")
+    kernels: bool = setting(False, "Print and save every kernel, with its source line and what it fuses.")
     machine_code: bool = setting(False, "Print registers, spills and instructions of each Triton kernel.")
     output: str = setting("benchmarks/results/ledger.json", "File of the JSON; the picture stands beside it.")
 
@@ -115,15 +117,27 @@ def run(argv: list[str]) -> int:
             ledgers.append(count(work, name, options.device))
         tell(f"drawing {output.with_suffix('.png')}")
         draw(ledgers, spec, output.with_suffix(".png"))
-    about = {"options": options.__dict__, "constants": constants(spec)}
-    output.write_text(json.dumps({**about, "ledgers": [_json_of(each, spec) for each in ledgers]}, indent=1) + "\n")
+    rows = list(rows_of(ledgers, spec))
+    found = {
+        "environment": environment(torch.device("cpu"))
+        | ({"torchao": version("torchao")} if options.peer != "none" else {}),
+        "options": asdict(options),
+        "constants": constants(spec),
+        "table": [dict(zip(map(_in_one_line, COLUMNS), row, strict=True)) for row in rows],
+        "ledgers": [_json_of(each, spec, kernels=options.kernels) for each in ledgers],
+    }
+    output.write_text(json.dumps(found, indent=1) + "\n")
     show(_views(options, ledgers, spec, work))
     print(f"saved {output}, {output.with_suffix('.png')}")
     return 0
 
 
-def _json_of(ledger: Ledger, spec: DeviceSpec) -> dict[str, Any]:
-    return {**ledger.to_json(), "milliseconds": milliseconds_by_category(ledger, spec)}
+def _in_one_line(title: str) -> str:
+    return title.replace("\n", " ")
+
+
+def _json_of(ledger: Ledger, spec: DeviceSpec, *, kernels: bool) -> dict[str, Any]:
+    return {**ledger.to_json(kernels=kernels), "milliseconds": milliseconds_by_category(ledger, spec)}
 
 
 def _views(options: LedgerOptions, ledgers: list[Ledger], spec: DeviceSpec, work: Work) -> Iterator[str | Table]:
