@@ -10,7 +10,7 @@ import enum
 import math
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -239,8 +239,8 @@ class Float8LinearConfig:
     enable_pre_and_post_forward: bool = True
     force_recompute_fp8_weight_in_bwd: InitVar[bool | None] = None
 
-    _derived: tuple[CastConfig, ...] = field(default=(), repr=False, compare=False, kw_only=True)
-    """The casts that were filled in: `dataclasses.replace` hands them over, and __post_init__ derives them anew."""
+    _derived: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
+    """The fields that were left out and filled in; see `_FieldsThatWereGiven`."""
     casts: LinearCasts = field(init=False, repr=False, compare=False)
     """The casts by operand and direction."""
     matmuls: LinearMatmuls = field(init=False, repr=False, compare=False)
@@ -287,18 +287,16 @@ class Float8LinearConfig:
     def _resolve_casts(self) -> LinearCasts:
         """Fill in the `cast_config_*` fields."""
         casts: list[OperandCasts] = []
-        derived: tuple[CastConfig, ...] = ()
+        derived: set[str] = set()
         for operand, other_matmul, default_dtype in _OPERANDS:
             name, other_name = f"cast_config_{operand}", f"cast_config_{operand}_for_{other_matmul}"
             given: CastConfig | None = getattr(self, other_name)
-            if any(given is earlier for earlier in self._derived):
-                given = None
             cast, other = _resolve(operand, getattr(self, name), given, default_dtype)
             object.__setattr__(self, name, cast)
             object.__setattr__(self, other_name, other)
             casts.append(OperandCasts(cast, other, self.round_scales_to_power_of_2, cast == other))
-            derived += () if given else (other,)
-        object.__setattr__(self, "_derived", derived)
+            derived |= set() if given else {other_name}
+        object.__setattr__(self, "_derived", frozenset(derived))
         return LinearCasts(*casts)
 
     @staticmethod
@@ -338,6 +336,24 @@ class Float8LinearConfig:
         is_delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in self.casts.every())
         return "; ".join([*matmuls, scales, *([str(self.delayed_scaling_config)] if is_delayed else [])])
 
+
+class _FieldsThatWereGiven:
+    """`__dataclass_fields__` of a config: all but the fields that were filled in; of the class all.
+
+    `dataclasses.replace` hands over the fields that it finds here. So it derives anew what was filled in, and takes
+    what its caller gives, be it the very cast that was filled in.
+    """
+
+    def __init__(self, of_class: dict[str, Any]) -> None:
+        self.of_class = of_class
+
+    def __get__(self, config: Float8LinearConfig | None, kind: type) -> dict[str, Any]:
+        if config is None:
+            return self.of_class
+        return {name: each for name, each in self.of_class.items() if name not in config._derived}
+
+
+Float8LinearConfig.__dataclass_fields__ = _FieldsThatWereGiven(Float8LinearConfig.__dataclass_fields__)  # type: ignore
 
 _OPERANDS = (
     ("input", "grad_weight", E4M3.dtype),

@@ -155,6 +155,11 @@ def test_replace_derives_what_was_filled_in_and_keeps_what_was_given():
     given = replace(config, cast_config_input_for_grad_weight=tensor)
     assert replace(given, cast_config_input=row).cast_config_input_for_grad_weight == tensor
     assert replace(given, cast_config_input_for_grad_weight=None, cast_config_input=row).casts.input.column == row
+    filled_in = config.cast_config_weight_for_grad_input
+    for explicit in (filled_in, copy.copy(filled_in)):
+        made = replace(config, cast_config_weight=row, cast_config_weight_for_grad_input=explicit)
+        assert (made.casts.weight.row, made.casts.weight.column) == (row, tensor)
+        assert replace(made, cast_config_weight=tensor, emulate=True).casts.weight.column == tensor
     reused = Float8LinearConfig(
         cast_config_input=row, cast_config_input_for_grad_weight=config.cast_config_input_for_grad_weight
     )
