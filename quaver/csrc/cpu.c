@@ -20,7 +20,7 @@
 
 enum { NONE = -1, BLOCKS = 2 /* dims */, RELEASE_GIL_FROM = 32768 /* elements; some microseconds of work */ };
 enum { MOST_THREADS = 64, CACHED = 8192 /* elements that stay in the first cache between two runs over them */ };
-enum { BLOCK_RUN = 2048 /* columns of blocks at a time; no block has more */ };
+enum { BLOCK_RUN = 2048 /* columns of blocks at a time; a block with more has all columns */ };
 
 /* ---- a matrix, in blocks of rows, one thread each ----------------------------------------------------------------*/
 
@@ -76,7 +76,8 @@ INLINE int64_t blocks_in(int64_t elements, int64_t length) { return (elements + 
 
 /* How many columns of a row are cast or widened in one run. */
 INLINE int64_t run_length(const Job *job) {
-    return job->dim == BLOCKS ? BLOCK_RUN / job->block_columns * job->block_columns : job->columns;
+    const int is_cut = job->dim == BLOCKS && job->block_columns < job->columns;
+    return is_cut ? BLOCK_RUN / job->block_columns * job->block_columns : job->columns;
 }
 
 typedef struct { const float *at; int per_element; } RunScale;
@@ -85,6 +86,7 @@ typedef struct { const float *at; int per_element; } RunScale;
 INLINE RunScale scale_of_run(const Job *job, int64_t row, int64_t start, int64_t n, float *repeated) {
     if (job->dim != BLOCKS) return (RunScale){job->dim == 1 ? job->quant + row : job->quant, job->dim == 0};
     const int64_t length = job->block_columns;
+    if (length >= job->columns) return (RunScale){job->quant + row / job->block_rows, 0};
     const float *scale = job->quant + row / job->block_rows * blocks_in(job->columns, length) + start / length;
     if (length == 1) return (RunScale){scale, 1};
     repeat_run(scale, length, n, repeated);
@@ -309,11 +311,12 @@ static PyObject *call(int (*matrix)(const Job *), const char *needs, PyObject *c
     const int64_t most_kind = matrix == widen_matrix ? BFLOAT16 : FLOAT16;
     const int scales_by_block =
         matrix == block_amax_matrix || matrix == cast_with_scale_matrix || matrix == widen_matrix;
+    const int64_t most_in_block = matrix != block_amax_matrix && sizes[9] >= columns ? MOST_ELEMENTS : BLOCK_RUN;
     if (!is_size(rows, columns) || !is_within("hp kind", sizes[3], 0, most_kind) ||
         !is_within("float8 kind", sizes[4], 0, E5M2) || !is_within("dim", dim, NONE, scales_by_block ? BLOCKS : 1) ||
         !is_within("row of codes", sizes[2], columns, MOST_ELEMENTS / (rows ? rows : 1)) ||
         !is_within("rows of a block", sizes[8], dim == BLOCKS, MOST_ELEMENTS) ||
-        !is_within("columns of a block", sizes[9], dim == BLOCKS, BLOCK_RUN))
+        !is_within("columns of a block", sizes[9], dim == BLOCKS, most_in_block))
         return NULL;
     for (int i = 0; needs[i]; i++) {
         const char need = needs[i] != 's' ? needs[i] : dim == NONE ? '1' : dim == 1 ? 'r' : dim == 0 ? 'c' : 'b';

@@ -66,6 +66,15 @@ def test_every_number_is_cast_as_the_reference_casts_it(
     assert_same_bits(actual[keeps_sign], expected[keeps_sign], nan_bits=scale == scale)
 
 
+def test_blocks_of_whole_rows_are_of_any_width():
+    hp = gaussian((130, 4101), torch.float32)
+    quant_scale = torch.tensor([[2.0], [0.25]])
+    expected = reference_cast(hp, quant_scale.repeat_interleave(128, 0)[:130], E4M3)
+    assert_same_bits(cpu.cast_with_scale(hp, quant_scale, E4M3), expected)
+    wide = cpu.widen(expected, torch.float32, quant_scale)
+    assert torch.equal(wide, scaling.dequantize(expected, quant_scale))
+
+
 @pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
 def test_ties_and_their_neighbours(float8_dtype: torch.dtype) -> None:
     values = torch.arange(256, dtype=torch.uint8).view(float8_dtype).float()
