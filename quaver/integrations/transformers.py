@@ -190,7 +190,8 @@ class Float8Callback(TrainerCallback, ExportableState):
             added["float8_scale_fit"] = max((fit.used_over_ideal for fit in fits), default=1.0)
         if self._monitor is not None and self._monitor.samples:
             casts = [value for value in self._monitor.samples[-1]["sqnr_db"] if value is not None]
-            added["float8_sqnr_min_db"] = min(casts)
+            if casts:  # each may be of zeros, or not finite
+                added["float8_sqnr_min_db"] = min(casts)
         logs.update(added)
         if state.log_history and state.log_history[-1].get("loss") == logs["loss"]:
             state.log_history[-1].update(added)
