@@ -55,7 +55,8 @@ class Float8AdamW(Float8Optimizer):
 
         Args:
             params: parameters, named parameters or param groups, in float32 or bfloat16.
-            exp_avg, exp_avg_sq: how the moments are stored: float8, bfloat16 (rounded stochastically) or float32.
+            exp_avg, exp_avg_sq: how the moments are stored: float8, bfloat16 (rounded stochastically) or float32. With
+                `exp_avg` in float8 `exp_avg_sq` is, too: see `_check_pair`.
             masters: of bfloat16 parameters: "bfloat16" rounds the parameters themselves stochastically, "float32"
                 keeps a copy that is updated instead.
             seed: of the random bits, 0 to 2^63 - 1; the same on all ranks.
@@ -90,6 +91,12 @@ class Float8AdamW(Float8Optimizer):
         if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
             raise ValueError(f"betas: expected two numbers from 0 to below 1, got {group['betas']}")
         check_storages(group, "exp_avg", "exp_avg_sq")
+        _check_pair(group)
+
+    def _check_options(self, groups: list[dict[str, Any]]) -> None:
+        super()._check_options(groups)
+        for group in groups:
+            _check_pair(group)
 
     def _step_group(self, group: dict[str, Any], stepped: Sequence[Stepped]) -> None:
         alike: dict[int, list[Update]] = defaultdict(list)
@@ -122,3 +129,17 @@ class Float8AdamW(Float8Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "compile": self.compile}
+
+
+def _check_pair(group: dict[str, Any]) -> None:
+    """Raise ValueError for a mean in float8 beside a second moment that is stored more exactly.
+
+    A spike in a block makes the steps of the block's codes coarse. A mean between two codes is rounded up now and then,
+    by far more than its own size. The root of the second moment, rounded alike and never to 0, keeps such a step below
+    2.5 times the rate; an exact one, as small as the element's own gradients, let it become 4,550 times.
+    """
+    if group["exp_avg"] == "float8" and group["exp_avg_sq"] != "float8":
+        raise ValueError(
+            f"exp_avg_sq: expected 'float8' with exp_avg='float8', got {group['exp_avg_sq']!r}: steps would be "
+            "unbounded after a spike in a block; store exp_avg in bfloat16 or float32, too"
+        )

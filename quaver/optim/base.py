@@ -22,10 +22,14 @@ from quaver.optim.blocks import obstacle_of
 from quaver.optim.groups import with_own_options
 from quaver.optim.rounding import step_key
 from quaver.optim.state import is_small, layout_of, new_state, read_moments, write_moments
+from quaver.slow_paths import say_once
 from quaver.torch_private.dispatch import fake_mode_is_on
 from quaver.torch_private.dtensor import local_tensor, waited_local_tensor
 
 logger = logging.getLogger(__name__)
+
+_LARGE_VECTOR = 1 << 16
+"""Elements of a vector whose moments would be worth storing in float8: more than a norm or a bias has."""
 
 STATE_VERSION = 1
 """Of the state's names, shapes and random bits; every param group carries it."""
@@ -105,11 +109,8 @@ class Float8Optimizer(Optimizer):
     def _advance(self, parameter: Tensor, group: dict[str, Any]) -> int:
         """The number of the step that begins, and the parameter's state if it is the first."""
         if not self.state[parameter]:
-            # All ranks find the same.
-            is_first = not (dist.is_initialized() and dist.get_rank())
-            if is_first and _wants_float8(parameter, group) and (obstacle := obstacle_of(parameter)):
-                name = self.parameter_names.get(id(parameter), "a parameter")
-                logger.warning("moments of %s %s are float32: %s", name, list(parameter.shape), obstacle)
+            if _wants_float8(parameter, group):
+                _tell_of_float32(self.parameter_names.get(id(parameter), "a parameter"), parameter)
             self.state[parameter].update(new_state(parameter, group))
         self.state[parameter]["step"] += 1
         return int(self.state[parameter]["step"].item())
@@ -270,8 +271,21 @@ def _check_state(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]
 
 
 def _wants_float8(parameter: Tensor, group: dict[str, Any]) -> bool:
-    wanted = [group[moment] for moment in layout_of(parameter, group).moments]
-    return "float8" in wanted and not is_small(parameter)
+    return "float8" in [group[moment] for moment in layout_of(parameter, group).moments]
+
+
+def _tell_of_float32(name: str, parameter: Tensor) -> None:
+    """Say why moments that were wanted in float8 are float32, unless that saves little."""
+    if parameter.dim() < 2 and parameter.numel() >= _LARGE_VECTOR:
+        say_once(
+            "float32 moments of flat parameters",
+            f"moments of {name} {list(parameter.shape)} stay in float32, 4 bytes per element each, because it is no "
+            "matrix; FSDP1 flattens parameters: use fully_shard (FSDP2)",
+        )
+    elif not is_small(parameter) and (obstacle := obstacle_of(parameter)):
+        if dist.is_initialized() and dist.get_rank():
+            return  # all ranks find the same
+        logger.warning("moments of %s %s are float32: %s", name, list(parameter.shape), obstacle)
 
 
 def _converted(parameter: Tensor, group: dict[str, Any], theirs: dict[str, Any], position: int) -> dict[str, Tensor]:

@@ -1,5 +1,7 @@
 """quaver.integrations.transformers: the preparation of a model, and the callback in transformers' Trainer."""
 
+import types
+
 import numpy as np
 import peft
 import pytest
@@ -111,6 +113,15 @@ def test_the_log_says_how_much_is_in_float8_and_how_scales_fit(tmp_path):
     assert entry["float8_flops"] == conversion_report(run.model).float8_flops_fraction > 0.5
     assert entry["float8_saturated"] >= 0
     assert entry["float8_scale_fit"] > 0
+
+
+def test_a_sample_of_zeros_has_no_sqnr_to_log():
+    callback = Float8Callback()
+    callback._monitor = types.SimpleNamespace(samples=[{"sqnr_db": [None, None]}])
+    logs = {"loss": 1.0}
+    callback.on_log(None, types.SimpleNamespace(log_history=[]), None, logs, model=llama())
+    assert "float8_flops" in logs
+    assert "float8_sqnr_min_db" not in logs
 
 
 def test_a_monitor_samples_every_step_and_changes_no_loss(tmp_path):

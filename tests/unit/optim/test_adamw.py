@@ -15,11 +15,12 @@ from quaver.optim.blocks import Run, block_numbers, grid_of
 from quaver.optim.combined import state_bytes
 from quaver.optim.rounding import block_keys, decode, encode, low16, random_bits, round_to_bfloat16, step_key
 from quaver.optim.update import Scalars
+from quaver.slow_paths import clear_slow_paths, slow_paths
 from tests.distributed.counting import CollectiveCounter
 from tests.steps import assert_same, by_torch_save, train
 
 SHAPES = [(64, 512), (100, 300), (300,), (4, 50, 100), (16, 32, 3, 3), (70, 1000), ()]
-STORAGES = [{}, {"exp_avg": "bfloat16", "exp_avg_sq": "float32", "masters": "float32"}, {"exp_avg_sq": "bfloat16"}]
+STORAGES = [{}, {"exp_avg": "bfloat16", "exp_avg_sq": "float32", "masters": "float32"}, {"exp_avg": "bfloat16"}]
 
 
 def made(optimizer=Float8AdamW, shapes=SHAPES, dtype=torch.float32, **options):
@@ -349,6 +350,44 @@ def test_bytes_and_which_parameters_stay_in_float32():
     in_float32 = [model[0].weight, model[1].bias, model[2].weight, model[3].weight]
     assert [per_element(parameter) for parameter in in_float32] == [8] * 4
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1}
+
+
+@pytest.mark.parametrize("exp_avg", ["float8", "bfloat16", "float32"])
+@pytest.mark.parametrize("exp_avg_sq", ["float8", "bfloat16", "float32"])
+def test_a_spike_in_a_block_leaves_the_steps_of_its_neighbours_bounded(exp_avg, exp_avg_sq):
+    """Or the pair is refused, when an optimizer is made and when one is loaded."""
+    x = nn.Parameter(torch.zeros(16, 256))
+    options = {"lr": 1.0, "weight_decay": 0.0, "eps": 0.0, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    if exp_avg == "float8" != exp_avg_sq:
+        with pytest.raises(
+            ValueError, match=f"exp_avg_sq: expected 'float8' with exp_avg='float8', got '{exp_avg_sq}'"
+        ):
+            Float8AdamW([x], **options)
+        optimizer = Float8AdamW([x], **(options | {"exp_avg_sq": "float8"}))
+        saved = optimizer.state_dict()
+        saved["param_groups"][0]["exp_avg_sq"] = exp_avg_sq
+        with pytest.raises(ValueError, match="expected 'float8' with"):
+            optimizer.load_state_dict(saved)
+        return
+    optimizer = Float8AdamW([x], **options)
+    for step in range(20):
+        x.grad = torch.randn(16, 256)
+        x.grad[:, 7] *= 1e9 if step == 10 else 1
+        before = x.detach().clone()
+        optimizer.step()
+        steps = (x.detach() - before).abs()
+        steps[:, 7] = 0
+        assert steps.max() < 2.5
+
+
+def test_large_vectors_are_said_once_to_stay_in_float32():
+    """As FSDP1's flat parameters are, and what it makes of parameters with use_orig_params."""
+    clear_slow_paths()
+    stepped(steps=2, shapes=[(8192,), (1 << 16,), (1 << 17,)])
+    (said,) = slow_paths()
+    assert "[65536] stay in float32" in said
+    assert "fully_shard" in said
+    clear_slow_paths()
 
 
 def test_the_documented_bytes_are_those_of_each_choice():
