@@ -1,0 +1,242 @@
+"""Pairs of the trainer's options: each row of the array against one process without what must change no number.
+
+    python -m benchmarks.option_pairs                 # all rows: some 15 minutes on two idle cores
+    python -m benchmarks.option_pairs --first 10 --rows 5 --seed 2
+    python -m benchmarks.option_pairs --only layout=fsdp_experts,checkpoint=selective
+
+Every two values of every two options stand in one row. A row trains three steps, every third row two and, resumed, one
+more. Its reference has the row's recipe, model, optimizer and steps, in eager code of one process, without checkpoints
+or gathers in float8. In float32 only the order of sums differs; in float8 a sum may move a value by one code, an amax
+the scale of a block by a power of two, and the tokens of an expert have one tensorwise scale for all ranks. The first
+loss agrees to 2e-4 and the first gradient norm to 5e-3; updates multiply what differs, so later ones to ten times that.
+
+What the trainer refuses ends with exit code 2 and a line, which is printed; a row that no seed can make valid has none.
+Exit code 1 where a row differs, or ends otherwise.
+"""
+
+import argparse
+import itertools
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from quaver.cli import main
+from quaver.trainer.metrics import read_metrics
+from quaver.trainer.model import Block
+from tests.integration.train_on_ranks import compile_quickly, train_on_ranks
+
+BASE = [
+    *("--model.dim=128", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=128"),
+    *("--training.seq_len=64", "--training.local_batch_size=1", "--training.global_batch_size=4"),
+    *("--training.device=cpu", "--training.mixed_precision_param=float32", "--lr_scheduler.warmup_steps=1"),
+    *("--lr_scheduler.schedule=constant", "--validation.freq=3", "--validation.steps=4", "--metrics.log_freq=1"),
+]
+GATHER = "--float8.enable_fsdp_float8_all_gather"
+CHECKPOINT, OPTION = "--activation_checkpoint.mode=", "--activation_checkpoint.selective_ac_option="
+KEEP = "--activation_checkpoint.selective_ac_also_keep="
+EXPERTS = "--model.n_experts=4"
+TENSOR, SPLIT, REPLICATE = (
+    f"--parallelism.{name}_degree=2" for name in ("tensor_parallel", "expert_parallel", "data_parallel_replicate")
+)
+
+LAYOUTS = {
+    "one": (1, []),
+    "fsdp": (2, []),
+    "hsdp": (4, [REPLICATE]),
+    "tensor": (2, [TENSOR]),
+    "fsdp_tensor": (4, [TENSOR]),
+    "experts": (2, [SPLIT]),
+    "fsdp_experts": (4, [SPLIT]),
+}
+"""By name, ranks and flags."""
+
+FREE = {
+    "layout": {name: words for name, (_, words) in LAYOUTS.items()},
+    "gather": {
+        "high_precision": [],
+        "float8": [GATHER],
+        "precomputed": [GATHER, "--float8.precompute_float8_dynamic_scale_for_fsdp"],
+        "once": [GATHER, "--float8.cast_weights_once"],
+    },
+    "checkpoint": {
+        "none": [],
+        "full": [f"{CHECKPOINT}full"],
+        "selective": [f"{CHECKPOINT}selective"],
+        "second": [f"{CHECKPOINT}selective", f"{OPTION}2"],
+        "kept": [f"{CHECKPOINT}selective", f"{KEEP}aten.silu,aten.mul,aten.add"],
+        "memory_budget": [f"{CHECKPOINT}memory_budget"],
+    },
+    "compile": {"eager": [], "compiled": ["--training.compile"]},
+    "reshard": {"default": [], "always": ["--parallelism.fsdp_reshard_after_forward=always"]},
+}
+"""What must change no number."""
+
+NUMERIC = {
+    "recipe": {
+        name: [f"--float8.recipe_name={name}"]
+        for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8")
+    },
+    "model": {
+        "dense": [],
+        "tied": ["--model.tie_word_embeddings"],
+        "mixture": [EXPERTS],
+        "shared": [EXPERTS, "--model.n_shared_experts=1"],
+    },
+    "optimizer": {name: [f"--optimizer.name={name}"] for name in ("AdamW", "Float8AdamW", "Muon", "Float8Muon")},
+    "besides": {
+        "nothing": [],
+        "compare": ["--job.compare"],
+        "tail": ["--float8.last_steps_high_precision=1"],
+        "mask": ["--data.document_mask"],
+        "monitor": ["--numerics.every=1"],
+        "stored": ["--activation_checkpoint.store_in_float8"],
+        "layers": ["--float8.layer_recipes=model.layers.0.self_attn.o_proj=rowwise"],
+    },
+}
+OPTIONS = {**FREE, **NUMERIC}
+LOSS, NORM = 2e-4, 5e-3
+
+
+def is_possible(row: dict[str, str]) -> bool:
+    """Whether the trainer takes it; its own tests have what it refuses, and in which words."""
+    layout, is_mixture = row["layout"], row["model"] in ("mixture", "shared")
+    is_tensor, is_split = "tensor" in layout, "experts" in layout
+    shards = layout in ("fsdp", "hsdp", "fsdp_tensor", "experts", "fsdp_experts")
+    return not (
+        (is_mixture and (is_tensor or row["recipe"] == "delayed"))
+        or (is_split and not is_mixture)
+        or (row["gather"] != "high_precision" and (not shards or row["besides"] == "tail"))
+        or (row["reshard"] == "always" and not shards)
+        or (is_tensor and row["besides"] in ("tail", "layers"))
+        or (row["checkpoint"] == "memory_budget" and (row["compile"] == "eager" or is_tensor or is_split))
+        or (row["besides"] == "stored" and row["compile"] == "compiled")  # aot_eager stores nothing
+    )
+
+
+def array(seed: int) -> list[dict[str, str]]:
+    """Rows that have each possible pair of values, found greedily among random ones."""
+    draw = random.Random(seed)
+    names = list(OPTIONS)
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in OPTIONS[a] for y in OPTIONS[b]}
+    rows, vain = [], 0
+    while missing and vain < 20:
+        best: dict[str, str] = {}
+        wanted = sorted(missing)
+        for _ in range(200):
+            (a, x), (b, y) = draw.choice(wanted)
+            row = {name: draw.choice(list(values)) for name, values in OPTIONS.items()} | {a: x, b: y}
+            if is_possible(row) and len(missing & _pairs(row)) > len(missing & _pairs(best)):
+                best = row
+        vain = 0 if best else vain + 1
+        if best:
+            missing -= _pairs(best)
+            rows.append(best)
+    return rows
+
+
+def _pairs(row: dict[str, str]) -> set[tuple[tuple[str, str], ...]]:
+    return set(itertools.combinations(row.items(), 2))
+
+
+class Runs:
+    """Trains rows and their references below a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.text = folder, folder / "text"
+        self.text.mkdir()
+        for number in range(400):
+            (self.text / f"{number}.txt").write_text(f"{number} bottles of beer on the wall, {number} bottles\n")
+
+    def check(self, index: int, row: dict[str, str]) -> str:
+        """What is wrong with a row, or nothing."""
+        name, ranks = f"row_{index}", LAYOUTS[row["layout"]][0]
+        words = [word for option, value in row.items() for word in OPTIONS[option][value]]
+        launches = [[*self._words(name), *words, "--training.steps=3"]]
+        if index % 3 == 0:
+            resumed = [f"--resume={self.folder / 'runs' / name}", "--training.steps=3"]
+            launches = [[*launches[0][:-1], "--training.steps=2", "--checkpoint.enable"], resumed]
+            if row["besides"] == "tail":  # the length of a run says where its tail begins
+                launches[0][-1:] = ["--checkpoint.enable", "--checkpoint.interval=2", "--training.steps=3"]
+                launches.pop()
+        else:
+            launches[0].append("--checkpoint.no-enable")
+        for launch in launches:
+            if error := self._train(ranks, launch):
+                return error
+        return self._difference(name, self._reference(row))
+
+    def _words(self, name: str) -> list[str]:
+        return [*BASE, f"--data={self.text}", f"--job.dump_folder={self.folder / 'runs'}", f"--job.name={name}"]
+
+    def _reference(self, row: dict[str, str]) -> str:
+        name = "one_" + "_".join(row[option] for option in NUMERIC)
+        if not (self.folder / "runs" / name).exists():
+            words = [word for option in NUMERIC for word in OPTIONS[option][row[option]]]
+            error = self._train(1, [*self._words(name), *words, "--training.steps=3", "--checkpoint.no-enable"])
+            if error:
+                raise RuntimeError(f"the reference {name}: {error}")
+        return name
+
+    def _train(self, ranks: int, words: list[str]) -> str:
+        try:
+            if ranks == 1:
+                with mock.patch.object(Block, "compile", compile_quickly):
+                    code = main(["train", *words])
+                return f"exit code {code}" if code else ""
+            done = train_on_ranks(ranks, [("row", words)])
+        except SystemExit as stopped:
+            return f"exit code {stopped.code}"
+        except Exception as error:  # noqa: BLE001 - whatever ends a row is its finding
+            lines = [line for line in str(error).splitlines() if line and not line.startswith((" ", "rank "))]
+            return f"{type(error).__name__}: {lines[-1] if lines else error}"
+        lines = [line for line in done.stderr.splitlines() if "error:" in line]
+        return "; ".join(lines) if any(each["row"][0] for each in done.ended) else ""
+
+    def _difference(self, name: str, reference: str) -> str:
+        for key, tolerance in (("loss", LOSS), ("grad_norm", NORM), ("validation_loss", LOSS)):
+            ours, theirs = (self._numbers(each, key) for each in (name, reference))
+            growth = [1, *[10] * len(theirs)] if key != "validation_loss" else [10]
+            pairs = zip(ours, theirs, growth, strict=False)
+            if len(ours) != len(theirs) or any(abs(a - b) > most * tolerance * abs(b) for a, b, most in pairs):
+                return f"{key} {ours[:6]}, expected {theirs[:6]}"
+        return ""
+
+    def _numbers(self, name: str, key: str) -> list[float]:
+        """Of the float8 model, in the last validation alone."""
+        records = read_metrics(self.folder / "runs" / name / "metrics.jsonl")
+        found = [each[key] for each in records if key in each and each["run"] == records[0]["run"]]
+        return found[-1:] if key == "validation_loss" else found
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="the row to begin with")
+    parser.add_argument("--rows", type=int, help="how many; all that follow if not given")
+    parser.add_argument("--only", default="", help="option=value,...: rows that have these")
+    return parser.parse_args()
+
+
+def _main() -> int:
+    options, wrong = _options(), 0
+    only = dict(each.split("=") for each in options.only.split(",") if each)
+    rows = [(index, row) for index, row in enumerate(array(options.seed)) if only.items() <= row.items()]
+    rows = rows[options.first :][: options.rows]
+    folder = Path(tempfile.mkdtemp(prefix="option_pairs_"))
+    runs = Runs(folder)
+    try:
+        for index, row in rows:
+            finding = runs.check(index, row)
+            wrong += bool(finding)
+            print(f"{index:3} {' '.join(row.values())}: {finding or 'right'}", file=sys.stderr, flush=True)
+    finally:
+        shutil.rmtree(folder)
+    print(f"{len(rows)} rows, {wrong} wrong", file=sys.stderr)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(_main())
