@@ -62,7 +62,8 @@ def profiled(lab: Lab, step: Call) -> list[dict[str, Any]]:
 def by_category(kernels: list[dict[str, Any]], contestant: str = "") -> dict[str, dict[str, Any]]:
     """Milliseconds and launches of each category, the longest first; with a ledger, what it predicts."""
     ledger = ledger_of(contestant)
-    known = {each["name"]: each["category"] for each in ledger.get("kernels", [])}
+    entries = [(each["name"].split(" + "), each["category"]) for each in ledger.get("kernels", [])]
+    known = {name: category for names, category in entries for name in names}
     found: dict[str, dict[str, Any]] = {}
     for each in kernels:
         category = known.get(each["name"]) or category_of(each["name"])

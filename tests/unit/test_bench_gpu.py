@@ -190,7 +190,7 @@ def test_a_ledger_stands_beside_the_profile(tmp_path, monkeypatch):
     monkeypatch.setattr(categories, "LEDGER", tmp_path / "ledger.json")
     kernels = [{"name": "triton_red_fused_1", "us": 1500.0, "count": 3}, {"name": "triton_2", "us": 500.0, "count": 1}]
     assert categories.by_category(kernels, "quaver rowwise") == {"fused by Inductor": {"ms": 2.0, "launches": 4}}
-    ledger = {"name": "quaver rowwise", "kernels": [{"name": "triton_red_fused_1", "category": "casts"}]}
+    ledger = {"name": "quaver rowwise", "kernels": [{"name": "triton_0 + triton_red_fused_1", "category": "casts"}]}
     ledger |= {"milliseconds": {"casts": 1.25}, "categories": {"casts": {"launches": 2}}}
     categories.LEDGER.write_text(json.dumps({"ledgers": [ledger]}))
     assert categories.by_category(kernels, "quaver rowwise") == {
