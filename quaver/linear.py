@@ -10,7 +10,8 @@ along its columns (quantize.py has the picture).
 Saved for backward:
     input     its column operand, M * K bytes in float8 and a scale; in high precision where the recipe computes
               grad_weight in high precision; nothing if the weight is frozen.
-    weight    the parameter itself, no copy, and its tensorwise scale; backward quantizes it again. Its column operand
+    weight    an alias of the parameter, no copy, and its tensorwise scale; backward quantizes it again. An alias keeps
+              the memory that the forward read where `.data` is exchanged before the backward. Its column operand
               where the weight was quantized before the linear ran (an all-gather, `cast_weights_once`) or with
               `keep_float8_weight_for_backward`. Nothing if the input needs no gradient.
 
@@ -85,7 +86,7 @@ class _SavedWeight(NamedTuple):
     """What grad_input reads of the weight; None where the input needs no gradient."""
 
     hp: Tensor | None = None
-    """The parameter, which backward quantizes again, with the tensorwise scales that the forward used:"""
+    """An alias of the weight, which backward quantizes again, with the tensorwise scales that the forward used:"""
     quant_scale: Tensor | None = None
     dequant_scale: Tensor | None = None
     """Also that of `data`."""
@@ -198,7 +199,7 @@ def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -
         saved = _SavedWeight(data=column.data, dequant_scale=column.dequant_scale)
     elif needs_grad_input:
         scales = quantizer.scales_for(args.config.casts.weight.column, operands)
-        saved = _SavedWeight(weight) if scales is None else _SavedWeight(weight, *scales)
+        saved = _SavedWeight(weight.detach(), *(scales or ()))
     return present(operands.row), saved
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -79,7 +79,7 @@ def activation_report(model: nn.Module, step: Callable[[], object]) -> Activatio
     try:
         with leaving():
             exact = _gradients(parameters, step)
-        with _recording(saved):
+        with _recording(saved, parameters.values()):
             stored = _gradients(parameters, step)
     finally:
         for name, parameter in parameters.items():
@@ -103,14 +103,17 @@ def _gradients(parameters: dict[str, nn.Parameter], step: Callable[[], object]) 
 
 
 @contextmanager
-def _recording(saved: list[SavedActivation]) -> Iterator[None]:
+def _recording(saved: list[SavedActivation], parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     known: dict[int, StorageWeakRef] = {}  # weak references keep the keys of storages that are gone from others
+    for parameter in parameters:  # a linear saves an alias of its weight
+        storage = local_tensor(parameter).untyped_storage()
+        known[storage_key(storage)] = StorageWeakRef(storage)
     codes_known: set[StoredCodes] = set()
 
     def report(module: str, tensor: Tensor, stored: StoredTensor | None) -> None:
         storage = local_tensor(tensor).untyped_storage()
         key = storage_key(storage)
-        bytes_before = 0 if isinstance(tensor, nn.Parameter) or key in known else storage.nbytes()
+        bytes_before = 0 if key in known else storage.nbytes()
         known.setdefault(key, StorageWeakRef(storage))
         bytes_after, sqnr_db = bytes_before, None
         if stored is not None:

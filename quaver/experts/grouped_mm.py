@@ -63,7 +63,7 @@ class _Float8GroupedMM(torch.autograd.Function):
         of_a = _quantize_tokens(a, ends, args, "input", True, needs_grad_weight)
         of_weight = _weight_operands(weight, args, keeps_codes)
         saved_a = present(of_a.column) if needs_grad_weight else GroupedOperand(a.new_empty(0))
-        saved_weight = present(of_weight.column) if keeps_codes else GroupedOperand(weight)
+        saved_weight = present(of_weight.column) if keeps_codes else GroupedOperand(weight.detach())  # see linear.py
         ctx.args = args
         ctx.block_rows = saved_a.block_rows, saved_weight.block_rows
         tensors = (*saved_a[:2], *(saved_weight[:2] if needs_grad_a else (None, None)), ends)

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from quaver import scaling
 from quaver.config import ScalingGranularity
+from quaver.formats import HP_DTYPES
 from quaver.kernels import cpu
 from quaver.kernels.operation import library, operation, triton_kernels
 from quaver.kernels.places import NONE, Places, of_blocks
@@ -186,7 +187,11 @@ def _cast_with_scale(
         column_scale: float32 () or [1, C], that of the column codes; None for no column codes.
     Returns:
         Row codes, column codes.
+    Raises:
+        ValueError: hp is not of a high-precision dtype, as a weight whose `.data` was exchanged under compiled code.
     """
+    if hp.dtype not in HP_DTYPES:
+        raise ValueError(f"expected a tensor of {', '.join(map(str, HP_DTYPES))}, got {hp.dtype}")
     cpu.check_memory(hp, row_scale, column_scale)
     row_codes = column_codes = None
     if row_scale is not None:

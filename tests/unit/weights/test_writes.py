@@ -15,8 +15,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from quaver import (
     Float8LinearConfig,
+    Float8LinearRecipeName,
     cast_weights_once,
     convert_to_float8_training,
+    float8_grouped_mm,
+    float8_linear,
     freeze_to_float8,
     use_float8_primary_weights,
 )
@@ -199,3 +202,29 @@ def test_who_looks_sees_the_write_or_it_is_refused_in_one_line(one_rank, tmp_pat
     assert outcomes["output"] == outcomes["grad_input"] == ("refused" if may_be_refused else "right"), after
     allowed = {"right", "refused"} if may_be_refused else {"right"}
     assert {*outcomes.values()} <= allowed, outcomes
+
+
+DYNAMIC = [recipe.value for recipe in Float8LinearRecipeName if not recipe.value.startswith("delayed")]
+
+
+@pytest.mark.parametrize("recipe", DYNAMIC)
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_backward_reads_the_memory_that_the_forward_read(recipe, experts):
+    """Also where `.data` is exchanged in between, as diffusers' layerwise casting does; nn.Linear saves a view."""
+    weight = nn.Parameter(torch.randn(2, 64, 48) if experts else torch.randn(48, 64), requires_grad=False)
+    input = torch.randn(32, 64, requires_grad=True)
+    ends = torch.tensor([16, 32], dtype=torch.int32)
+
+    def gradient(exchange):
+        if experts:
+            output = float8_grouped_mm(input, weight, ends, config=recipe)
+        else:
+            output = float8_linear(input, weight, config=recipe)
+        before, weight.data = weight.data, exchange(weight.data)
+        (grad,) = torch.autograd.grad(output.square().sum(), input)
+        weight.data = before
+        return grad
+
+    expected = gradient(lambda data: data)
+    for exchange in (lambda data: data.to(torch.int8), lambda data: data * 3, lambda data: torch.empty(0)):
+        assert gradient(exchange).equal(expected)
