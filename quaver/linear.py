@@ -428,12 +428,12 @@ class Float8Linear(nn.Linear):
         """The persistent scales of the operands, for a forward that begins now on `device`.
 
         Args:
-            recording: whether casts record amaxes; None for a forward's rule: in training mode with gradients, and
-                during a calibration.
+            recording: whether casts record amaxes; None for a forward's rule: where it records gradients, and during a
+                calibration.
         """
         if self.scaling is not None:
             if recording is None:
-                recording = self.scaling.state.calibrating or (self.training and torch.is_grad_enabled())
+                recording = self.scaling.state.calibrating or torch.is_grad_enabled()
             return self.scaling.scales(recording=recording, device=device)
         if self.config.has_persistent_scales:
             raise RuntimeError(

@@ -15,13 +15,15 @@ rank cast in this step stays as it is.
 [Note: cold start] While a slot's scale is unknown, each cast uses the scale of its own amax. The cast decides on the
 device, so nothing is recompiled.
 
-[Note: who records] Casts record amaxes for a forward in training mode with gradients. A weight that is quantized before
-the forward (by `cast_weights_once`, or for an all-gather) may serve evaluation and training alike, so that cast records
-into a buffer of its own, and each forward that trains takes its maximum into amax_buffer.
+[Note: who records] Casts record amaxes for a forward that records gradients, whatever the mode of its module: its
+backward uses the scales, so they have to follow, also in a layer that is in eval mode while others train. A weight that
+is quantized before the forward (by `cast_weights_once`, or for an all-gather) may serve evaluation and training alike,
+so that cast records into a buffer of its own, and each forward that records gradients takes its maximum into
+amax_buffer.
 
-[Note: a forgotten sync] A forward cannot know that an optimizer has stepped. The state counts the training forwards
-since the last sync and warns at a number that no step's microbatches come near. Until the first sync nothing saturates,
-because each cast uses the scale of its own amax. Forwards of compiled code are not counted.
+[Note: a forgotten sync] A forward cannot know that an optimizer has stepped. The state counts the forwards that record
+gradients since the last sync and warns at a number that no step's microbatches come near. Until the first sync nothing
+saturates, because each cast uses the scale of its own amax. Forwards of compiled code are not counted.
 
 [Note: no buffers] Slots are not module buffers: state dicts are nn.Linear's, DDP broadcasts nothing, and FSDP manages
 nothing. `float8_scaling_state(model)` saves and loads them under names of their own.
@@ -162,11 +164,11 @@ class ScaleState:
         self.is_initialized.copy_(self.quant_scale > 0)
 
     def count_forward(self) -> None:
-        """Count a training forward of one linear, and warn at `_FORWARDS_WITHOUT_SYNC` of each."""
+        """Count a forward of one linear that records gradients, and warn at `_FORWARDS_WITHOUT_SYNC` of each."""
         self.forwards_since_sync += 1
         if self.forwards_since_sync == _FORWARDS_WITHOUT_SYNC * len(self.views) and self.has_delayed:
             warnings.warn(
-                f"{_FORWARDS_WITHOUT_SYNC} training forwards without sync_float8_amax_and_scale_history(model): "
+                f"{_FORWARDS_WITHOUT_SYNC} forwards with gradients without sync_float8_amax_and_scale_history(model): "
                 "delayed scales do not change until it is called. Call it once a step, after the backward",
                 RuntimeWarning,
                 stacklevel=2,
@@ -198,7 +200,7 @@ class LinearScales:
         )
 
     def scales(self, *, recording: bool, device: torch.device) -> PersistentScales:
-        """The scales of casts on `device`. `recording`: for a forward that trains; see [Note: who records]."""
+        """The scales of casts on `device`. `recording`: for one that records gradients; see [Note: who records]."""
         state = self.state
         if device != state.device:
             self.follow(device)

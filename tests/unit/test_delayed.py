@@ -272,7 +272,7 @@ def test_no_scale_changes_between_two_syncs():
 
 
 @RECIPE
-def test_eval_and_no_grad_use_the_scales_and_record_nothing(recipe):
+def test_code_without_gradients_uses_the_scales_and_records_nothing(recipe):
     module, input = make(recipe=recipe), torch.randn(8, 64)
     step(module, input)
     observed = module.scaling.state.amax_buffer.clone()
@@ -284,9 +284,25 @@ def test_eval_and_no_grad_use_the_scales_and_record_nothing(recipe):
         module(input * 100)
     with torch.inference_mode():
         assert torch.equal(module(input), trained)
-    module.eval()
-    step(module, input * 100, sync=False)  # with gradients, too
     assert torch.equal(module.scaling.state.amax_buffer, observed)
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_scales_follow_a_module_in_eval_mode_that_takes_gradients(reentrant):
+    """A forgotten `train()`, a frozen layer in eval, and `eval()` between forward and recomputation."""
+    trained, other = (make(recipe="delayed") for _ in range(2))
+    other.load_state_dict(trained.state_dict())
+    other.requires_grad_(False)
+    for factor in (1.0, 10.0, 100.0):
+        input = (torch.randn(8, 64) * factor).requires_grad_()
+        trained(input).square().sum().backward()
+        other.train(reentrant is not None)
+        output = other(input) if reentrant is None else checkpoint(other, input, use_reentrant=reentrant)
+        other.eval()
+        output.square().sum().backward()
+        for module in (trained, other):
+            sync_float8_amax_and_scale_history(module)
+    assert_same(states(other), states(trained))
 
 
 def test_a_module_that_did_not_run_keeps_its_history():
@@ -378,7 +394,10 @@ def test_a_scope_records_what_trains_in_it_whatever_the_mode_at_its_entry(entry,
                 scope.enter_context(cast_weights_once(module))
             for mode in (False, trains):
                 module.train(mode)
-                run(input).sum().backward()
+                with torch.set_grad_enabled(mode):
+                    output = run(input)
+                if mode:
+                    output.sum().backward()
         sync_float8_amax_and_scale_history(module)
         history = states(module)["weight.amax_history"]
         assert (fared(module, "weight").amax == module.weight.abs().max().item()) == trains
@@ -436,7 +455,7 @@ def test_a_forgotten_sync_is_said_once(several, few_forwards):
             warnings.simplefilter("error")
             for _ in range(few_forwards - 1):
                 step(model, torch.randn(4, 64), sync=False)
-        with pytest.warns(RuntimeWarning, match="3 training forwards without sync_float8_amax_and_scale_hist"):
+        with pytest.warns(RuntimeWarning, match="3 forwards with gradients without sync_float8_amax_and_scale_hist"):
             step(model, torch.randn(4, 64), sync=False)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -460,9 +479,6 @@ def test_what_is_no_forgotten_sync(few_forwards):
         with torch.no_grad():
             for _ in range(2 * few_forwards):
                 module(torch.randn(4, 64))
-        module.eval()
-        for _ in range(2 * few_forwards):
-            step(module, torch.randn(4, 64), sync=False)
 
 
 def test_a_linear_without_a_state_says_what_to_do():
