@@ -37,7 +37,9 @@ from quaver.linear import OWN_ATTRIBUTES, Float8Linear
 from quaver.quantized_configs import drop_false_quantization
 from quaver.shared_input import share_inputs, stop_sharing_inputs
 from quaver.slow_paths import slow_paths
+from quaver.tensor import Float8Tensor
 from quaver.torch_private.fsdp import fsdp_module_class, has_run
+from quaver.weights.cast_once import is_cast_once
 from quaver.weights.frozen import FrozenFloat8Weight
 from quaver.weights.gathered import (
     Float8AllGatherWeight,
@@ -239,6 +241,10 @@ def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig,
             f"{name or 'the module'} is already converted, with another config ({earlier}); filter it out, or "
             "call convert_to_high_precision first"
         )
+    for weight in [module.weight] if isinstance(module, nn.Linear) else weights_of(module).values():
+        otherwise = weight.quantized_otherwise(config.casts.weight) if isinstance(weight, Float8Tensor) else ""
+        if otherwise:
+            raise ValueError(f"{name or 'the module'}: {otherwise}")
     if tied and config.enable_fsdp_float8_all_gather:
         raise ValueError(
             f"the weight of {name} is tied to {', '.join(tied)}, so it cannot be gathered in float8; "
@@ -281,6 +287,10 @@ def _convert(
 
 def _check_way_back(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
     module, is_whole = weight.module, weight.local is weight.parameter
+    if is_cast_once(weight):
+        raise RuntimeError(
+            f"{name or 'the module'} cannot be converted back inside cast_weights_once; leave the scope before that"
+        )
     if isinstance(weight.local, FrozenFloat8Weight) and not is_whole:
         obstacle = "fully_shard shards its frozen float8 weight"
     elif is_all_gather_weight(weight) and not isinstance(weight.parameter, Float8AllGatherWeight):

@@ -272,7 +272,7 @@ def float8_linear(
     config = resolve_config(config)
     if config.has_persistent_scales:
         raise ValueError("float8_linear scales dynamically, got a config with persistent scales; use a Float8Linear")
-    operands = weight.operands() if isinstance(weight, Float8Tensor) else None
+    operands = weight.operands_for(config.casts.weight) if isinstance(weight, Float8Tensor) else None
     return _linear(input, weight, bias, config, NO_PERSISTENT_SCALES, operands, None)
 
 
@@ -418,7 +418,7 @@ class Float8Linear(nn.Linear):
         if sharding is not None:
             weight, bias, bias_after_reduction = sharding.local_parameters(weight, bias)
         if isinstance(weight, Float8Tensor):
-            operands = weight.operands()
+            operands = weight.operands_for(self.config.casts.weight)
         elif isinstance(weight, WrappedTensor):
             weight = weight.plain()
         output = _linear(input, weight, bias, self.config, scales, operands, sharding, self)

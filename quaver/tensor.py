@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quaver.config import OperandCasts
 from quaver.gemm import Operand
 from quaver.kernels.cpu import check_memory
 from quaver.quantize import Operands, present
@@ -94,6 +95,21 @@ class Float8Tensor(TensorForm):
         if of_column is not None:
             of_column = Operand(_rows(of_column.data), of_column.dequant_scale)
         return Operands(Operand(_rows(codes), scale), of_column)
+
+    def check_casts(self, casts: OperandCasts) -> None:
+        """Raise RuntimeError if this was quantized otherwise than a module does that casts its weight so."""
+        otherwise = "" if torch.compiler.is_compiling() else self.quantized_otherwise(casts)
+        if otherwise:
+            raise RuntimeError(otherwise)
+
+    def operands_for(self, casts: OperandCasts) -> Operands:
+        """`operands`, after `check_casts`."""
+        self.check_casts(casts)
+        return self.operands()
+
+    def quantized_otherwise(self, casts: OperandCasts) -> str:
+        """How this differs from what `casts` would make of its values, and what to do; "" if they made it."""
+        return ""
 
     def to_high_precision(self) -> Tensor:
         """The dequantized values of the row codes, in the tensor's dtype. Not differentiable."""

@@ -154,6 +154,8 @@ class Float8Experts(Float8Grouped, RoutedExperts):
         self.note_backend(tokens.device)
         weight, operands = self._local(name), None
         config, transposed = self.float8_config, is_transposed(self)
+        if isinstance(weight, Float8Tensor):
+            weight.check_casts(config.casts.weight)
         if isinstance(weight, FrozenFloat8Weight):
             operands = operands_of_frozen(weight)
         elif isinstance(weight, Float8Tensor):

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from quaver.distributed.weight_scales import all_gather_state
+from quaver.distributed.weight_scales import AllGatherState, all_gather_state
 from quaver.linear import Float8Linear
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torch_private.versions import version_of
@@ -32,6 +32,7 @@ class PreparedWeight:
 
     def __init__(self, weight: ModuleWeight, holder: str) -> None:
         self.operands, self.holder = weight.quantize(), holder
+        self._of, self._config = weight, weight.config
         self._weight, self._memory = weight.parameter, weight.parameter.detach()
         self._version = version_of(self._weight)
 
@@ -39,12 +40,14 @@ class PreparedWeight:
         """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to since."""
         if weight is not self._weight:
             raise changed_inside_scope(weight, "replaced")
+        if self._of.config is not self._config and self._of.config != self._config:
+            raise changed_inside_scope(weight, "given another config")
         if version_of(weight) != self._version or weight.data_ptr() != self._memory.data_ptr():  # `.data = ...`
             raise changed_inside_scope(weight, "changed")
 
 
 def changed_inside_scope(weight: Tensor, how: str) -> RuntimeError:
-    """The error for a weight that was `how`: "changed" or "replaced"."""
+    """The error for a weight that was `how`: "changed", "replaced" or "given another config"."""
     return RuntimeError(
         f"a weight of shape {list(weight.shape)} was {how} inside cast_weights_once; "
         "leave the scope before you change weights"
@@ -139,6 +142,12 @@ def cast_weights_once(model: nn.Module, *, holder: str = "") -> Iterator[None]:
                 weight.module.scaling.weight_observed = None
         for state, _ in gathered:
             state.prepared.clear()
+
+
+def is_cast_once(weight: ModuleWeight) -> bool:
+    """Whether a `cast_weights_once` is open for this weight."""
+    gathering = typing.cast(AllGatherState | None, weight.module.gathering)
+    return weight.prepared is not None or (gathering is not None and weight.name in gathering.prepared)
 
 
 def _is_whole(weight: ModuleWeight) -> bool:

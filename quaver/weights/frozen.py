@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from quaver.config import OperandCasts
 from quaver.formats import FORMATS, HP_DTYPES
 from quaver.gemm import Operand
 from quaver.scaling import (
@@ -222,6 +223,16 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
     def has_codes(self) -> bool:
         """Whether codes and scales are its values, as always in a module."""
         return True
+
+    def quantized_otherwise(self, casts: OperandCasts) -> str:
+        dtype, scales = casts.row.float8_dtype, casts.row.granularity
+        is_so = self.granularity == scales or self.scales_a_matrix == 1
+        if casts.is_one and self.data_fp8.dtype is dtype and is_so:
+            return ""
+        return (
+            f"a frozen weight {list(self.shape)} is stored as {self.granularity} {self.data_fp8.dtype}, and its module "
+            f"casts weights as {casts.row}; convert it back (convert_to_high_precision) and freeze it again"
+        )
 
     # ---- what others ask of a parameter --------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quaver.config import Float8LinearConfig
+from quaver.config import Float8LinearConfig, OperandCasts
 from quaver.experts.grouped_mm import quantize_weight
 from quaver.experts.module import Float8Experts, is_transposed
 from quaver.formats import HP_DTYPES
@@ -126,6 +126,14 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
         if self.wrapped is None or torch.compiler.is_compiling():
             return 0, 0
         return version_of(self), version_of(self.wrapped)
+
+    def quantized_otherwise(self, casts: OperandCasts) -> str:
+        if self.config is None or self.config.casts.weight == casts:
+            return ""
+        return (
+            f"a float8 primary weight {list(self.shape)} was quantized under another config ({self.config.short_str()})"
+            "; convert with that one, or give the module a plain parameter and call use_float8_primary_weights again"
+        )
 
     def assign(self, new: Tensor) -> None:
         """Write the values to the master."""

@@ -469,6 +469,13 @@ def test_refusals_leave_the_model_as_it_was(make, config, message):
     assert all(after[name][0] is cls and after[name][1] is weight for name, (cls, weight) in before.items())
 
 
+def test_codes_of_one_recipe_are_not_those_of_another():
+    net = freeze_to_float8(model(), "blockwise")
+    net[0].config = Float8LinearConfig.from_recipe_name("tensorwise")
+    with pytest.raises(RuntimeError, match="is stored as blockwise 128 x 128 .* casts weights as"):
+        net(batch())
+
+
 def test_weights_from_a_checkpoint():
     hp = torch.randn(130, 257)
     codes, _, scale = dynamic_cast_blocks(hp, E4M3)

@@ -9,7 +9,7 @@ from torch import nn
 
 import quaver.experts.grouped_mm
 import quaver.quantize
-from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training
+from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training, convert_to_high_precision
 from quaver.weights.module_weight import weights_under
 from tests.mixture import DIM, make_mixture
 from tests.reference import RECIPES
@@ -205,3 +205,22 @@ def test_a_model_without_float8_is_left_alone():
     with cast_weights_once(model):
         model.weight.data.mul_(2)
         model(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("make", [model_of, mixture_of])
+def test_a_conversion_inside_the_scope_is_an_error(make):
+    model = make("tensorwise")
+    input = microbatches(1)[0]
+    expected = model(input)
+    with cast_weights_once(model):
+        with pytest.raises(RuntimeError, match="cannot be converted back inside cast_weights_once"):
+            convert_to_high_precision(model)
+        assert model(input).equal(expected)
+    convert_to_high_precision(model)
+
+
+def test_another_config_inside_the_scope_is_an_error():
+    model = model_of("tensorwise")
+    with pytest.raises(RuntimeError, match="given another config"), cast_weights_once(model):
+        model[0].config = Float8LinearConfig.from_recipe_name("rowwise")
+        model(microbatches(1)[0])

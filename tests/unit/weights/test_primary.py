@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from quaver import convert_to_float8_training, use_float8_primary_weights
+from quaver import (
+    Float8Linear,
+    Float8LinearConfig,
+    convert_to_float8_training,
+    convert_to_high_precision,
+    use_float8_primary_weights,
+)
+from quaver.experts.module import Float8Experts
 from quaver.weights.module_weight import weights_under
 from quaver.weights.primary import Float8PrimaryWeight, round_stochastically
 from tests import steps as steps_of
@@ -447,6 +454,25 @@ def test_what_cannot_be_is_refused_and_nothing_is_changed(make, options, message
     with pytest.raises((ValueError, TypeError), match=message):
         use_float8_primary_weights(model, optimizer, **options)
     assert [type(parameter) for parameter in model.parameters()] == before
+
+
+@pytest.mark.parametrize("make", [linears, experts])
+def test_codes_of_one_recipe_are_not_those_of_another(make):
+    model, _ = pair("tensorwise", make=make)
+    input = torch.randn(32, DIM)
+    expected = model(input)
+    convert_to_high_precision(model)
+    with pytest.raises(ValueError, match="was quantized under another config"):
+        convert_to_float8_training(model, config="rowwise")
+    assert not any(isinstance(each, Float8Linear | Float8Experts) for each in model.modules())
+    convert_to_float8_training(model, config="tensorwise")
+    assert_same(model(input), expected)
+    for module in model.modules():
+        if isinstance(module, Float8Linear | Float8Experts):
+            name = "config" if isinstance(module, Float8Linear) else "float8_config"
+            setattr(module, name, Float8LinearConfig.from_recipe_name("rowwise"))
+    with pytest.raises(RuntimeError, match="was quantized under another config"):
+        model(input)
 
 
 def test_a_weight_that_was_replaced_is_an_error_and_not_untrained():
