@@ -13,6 +13,9 @@ import torch
 from quaver.formats import FORMATS
 from quaver.torchao_forms import from_torchao
 
+ALL = 0
+"""As a number of dot products, or of elements along them, that share a scale: all of them."""
+
 
 class ScalingType(enum.Enum):
     """When the scale of a tensor is computed."""
@@ -49,7 +52,16 @@ class ScalingGranularity(enum.Enum):
 
     def short_str(self) -> str:
         """ "ten", "axs" or "blk"."""
-        return {ScalingGranularity.ROWWISE: "axs", ScalingGranularity.BLOCKWISE: "blk"}.get(self, "ten")
+        return {ScalingGranularity.ROWWISE: "axs", ScalingGranularity.BLOCKWISE: "blk"}.get(self, self.value[:3])
+
+    def sharing(self, block_size: tuple[int, int] | None) -> tuple[int, int] | None:
+        """How many dot products, and how many elements along them, share a scale; `ALL` of them, or a number.
+
+        The one place that knows. None for a granularity that is not in the table: who cuts, sends, stores or checks
+        scales asks `CastConfig.known_sharing`, which refuses it.
+        """
+        table = {ScalingGranularity.TENSORWISE: (ALL, ALL), ScalingGranularity.ROWWISE: (1, ALL)}
+        return block_size if self is ScalingGranularity.BLOCKWISE else table.get(self)
 
 
 class ScaleCalculationMode(enum.Enum):
@@ -116,6 +128,8 @@ class CastConfig:
     is_blockwise: bool = field(init=False, repr=False, compare=False)
     is_persistent: bool = field(init=False, repr=False, compare=False)
     """Whether the scale is known before the tensor is: delayed or static."""
+    sharing: tuple[int, int] | None = field(init=False, repr=False, compare=False)
+    """`ScalingGranularity.sharing`."""
     has_two_casts: bool = field(init=False, repr=False, compare=False)
     """Whether rows and columns have scales of their own, so that each direction takes its own cast."""
     block_options: tuple[int | str, ...] = field(init=False, repr=False, compare=False)
@@ -153,14 +167,32 @@ class CastConfig:
             for name, given in (("block_size", self.block_size), ("scale_calculation_mode", mode)):
                 check(given is None, name, f"None unless scaling_granularity is {blocks}", given)
             object.__setattr__(self, "block_options", ())
-            object.__setattr__(self, "has_two_casts", self.is_rowwise)
+            self._set_sharing(None)
             return
         size = (128, 128) if self.block_size is None else self.block_size
         size = tuple(size) if isinstance(size, list) else size
         check(size in BLOCK_SIZES, "block_size", f"one of {', '.join(map(str, BLOCK_SIZES))}", size)
         object.__setattr__(self, "block_size", size)
-        object.__setattr__(self, "has_two_casts", size[0] != size[1])
         object.__setattr__(self, "block_options", (*size, self.e8m0_mode))
+        self._set_sharing(size)
+
+    def _set_sharing(self, block_size: tuple[int, int] | None) -> None:
+        sharing = self.scaling_granularity.sharing(block_size)
+        object.__setattr__(self, "sharing", sharing)
+        object.__setattr__(self, "has_two_casts", sharing is None or sharing[0] != sharing[1])
+
+    def known_sharing(self, asker: str) -> tuple[int, int]:
+        """`sharing`, for `asker`, the name of a feature that depends on it.
+
+        Raises:
+            NotImplementedError: a granularity that does not say which elements share a scale.
+        """
+        if self.sharing is None:
+            raise NotImplementedError(
+                f"{asker}: which elements of a {self.granularity} cast share a scale is not known "
+                "(ScalingGranularity.sharing); use tensorwise, row-wise or block-wise scales, or turn it off"
+            )
+        return self.sharing
 
     def _check_static_scale(self, given: float) -> None:
         is_number = isinstance(given, int | float) or (isinstance(given, torch.Tensor) and given.numel() == 1)

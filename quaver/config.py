@@ -272,6 +272,8 @@ class Float8LinearConfig:
         _check_blocks(casts, self.round_scales_to_power_of_2)
         if self.round_scales_to_power_of_2:
             _check_powers_of_2(casts)
+        for cast in casts.weight[:2] if self.enable_fsdp_float8_all_gather else ():
+            cast.known_sharing("enable_fsdp_float8_all_gather")
         if self.enable_fsdp_float8_all_gather and not casts.weight.is_float8:
             raise ValueError(
                 "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output "

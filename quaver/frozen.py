@@ -182,6 +182,7 @@ def _resolved(config: Float8LinearConfig | Float8LinearRecipeName | str | None) 
     weight = config.casts.weight
     if config.has_persistent_scales:
         raise ValueError(f"freeze_to_float8 scales dynamically: expected no delayed or static scaling, got {config}")
+    weight.row.known_sharing("freeze_to_float8")
     if not weight.is_one or weight.row.is_disabled:
         raise ValueError(
             "freeze_to_float8 stores a weight once: expected one float8 cast for both of its matmuls, got "

@@ -240,6 +240,8 @@ _NOT_THE_HARDWARE = (
 
 def kind_of_casts(left: CastConfig, right: CastConfig) -> ScaleKind | None:
     """The kind of the scales of a matmul whose operands are cast so; None for those that no hardware multiplies."""
+    if left.sharing is None or right.sharing is None:
+        return None
     if not (left.is_blockwise or right.is_blockwise):
         return ScaleKind.ROWWISE if left.is_rowwise or right.is_rowwise else ScaleKind.TENSORWISE
     if left.block_size is None or right.block_size is None or not left.has_two_casts:

@@ -39,13 +39,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from quaver import scaling
+from quaver.cast_config import ALL
 from quaver.config import CastConfig, Float8LinearConfig, OperandCasts
 from quaver.distributed.agreement import check_ranks_agree
 from quaver.distributed.collectives import all_to_all, max_over_ranks
 from quaver.distributed.linear_sharding import local_part
 from quaver.experts.cast import amax_of_places, cast_groups
 from quaver.experts.grouped_mm import quantize_groups
-from quaver.experts.groups import ALL, GroupedOperand, GroupedOperands, group_of_rows
+from quaver.experts.groups import GroupedOperand, GroupedOperands, group_of_rows
 from quaver.experts.module import RoutedExperts, weights_of
 from quaver.kernels.cast import cast_with_scale
 from quaver.quantize import present

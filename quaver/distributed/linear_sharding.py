@@ -139,9 +139,10 @@ def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> N
     casts = linear.config.casts
     sharded = ((casts.weight, weight_dim), (casts.grad_output if weight_dim == 0 else casts.input, 1))
     # The blocks of row codes have the sizes (dot products, length), those of column codes (length, dot products).
-    rows = [operand.row.block_size[dim] for operand, dim in sharded if operand.row.block_size is not None]
-    columns = [operand.column.block_size[1 - dim] for operand, dim in sharded if operand.column.block_size is not None]
-    block = max(rows + columns, default=1)
+    along = [(operand.row, dim) for operand, dim in sharded]
+    along += [(operand.column, 1 - dim) for operand, dim in sharded]
+    sharing = [cast.known_sharing("tensor parallelism")[dim] for cast, dim in along if not cast.is_disabled]
+    block = max([1, *sharing])
     name, features = (("out", linear.out_features), ("in", linear.in_features))[weight_dim]
     part = -(-features // ranks)
     if ranks > 1 and part % block:

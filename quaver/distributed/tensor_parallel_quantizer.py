@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from quaver.cast_config import ALL
 from quaver.config import CastConfig, OperandCasts
 from quaver.distributed.collectives import all_gather, max_over_ranks
 from quaver.gemm import Operand, laid_out_for_columns, laid_out_for_rows
@@ -54,9 +55,12 @@ class TensorParallelQuantizer(Quantizer):
 
     def cast(self, cast: CastConfig, hp: Tensor, row: bool, column: bool, scales: Scales | None) -> Operands:
         """See `Quantizer`; scales that reduce the sharded dim are agreed on."""
-        if cast.is_disabled or cast.is_blockwise:
+        if cast.is_disabled:
             return super().cast(cast, hp, row, column, scales)
-        if cast.is_rowwise:
+        sharing = cast.known_sharing("tensor parallelism")
+        if ALL not in sharing:
+            return super().cast(cast, hp, row, column, scales)
+        if sharing != (ALL, ALL):
             return self._cast_rowwise(cast, hp, row, column)
         if scales is not None or self.scale is None:
             return super().cast(cast, hp, row, column, scales or self._agreed_scales(cast, hp, None))
@@ -145,9 +149,7 @@ class GatheringQuantizer(TensorParallelQuantizer):
 
 def _tokens_per_scale(cast: CastConfig, direction: int) -> int:
     """How many tokens share a scale of their own in row (0) or column (1) codes; 0 where all do."""
-    if cast.block_size is not None:
-        return cast.block_size[direction]
-    return 1 if cast.is_rowwise and direction == 0 else 0
+    return cast.known_sharing("tensor parallelism")[direction]
 
 
 # ---- with a persistent scale -----------------------------------------------------------------------------------------

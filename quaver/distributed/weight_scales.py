@@ -38,6 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from quaver import scaling
+from quaver.cast_config import ALL
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.distributed.agreement import check_ranks_agree
 from quaver.distributed.collectives import max_over_ranks
@@ -204,9 +205,10 @@ def groupings(weight: ModuleWeight) -> list[Grouping]:
 
 def _grouping(cast: CastConfig, dim: int) -> Grouping:
     """`dim`: the one that the matmul contracts."""
-    if cast.block_size is not None:
-        return cast.block_size if dim == 1 else cast.block_size[::-1]
-    return dim if cast.is_rowwise else None
+    sharing = cast.known_sharing("float8 all-gather")
+    if ALL not in sharing:
+        return sharing if dim == 1 else sharing[::-1]
+    return None if sharing == (ALL, ALL) else dim
 
 
 def compute_whole_scales(shards: Sequence[Shard], weights: Sequence[ModuleWeight]) -> list[WholeScales]:

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quaver import scaling
+from quaver.cast_config import ALL
 from quaver.config import CastConfig, ScalingGranularity
 from quaver.experts.groups import (
-    ALL,
     Block,
     GroupedOperand,
     GroupedOperands,
@@ -183,8 +183,8 @@ def cast_groups(
         operand = GroupedOperand(hp)
         return GroupedOperands(operand if row else None, operand if column else None)
     granularity, options = cast.scaling_granularity.value, cast.block_options or (0, 0, "")
+    block = cast.known_sharing("grouped matmuls")
     places = _operation(hp, cast.float8_dtype, ends, groups, row, column, power_of_2, granularity, *options)
-    block = block_of(granularity, options)
     of_row = of_column = GroupedOperand(places[0], places[2], block[0])
     if cast.has_two_casts:
         of_column = GroupedOperand(places[3], places[5], block[1])

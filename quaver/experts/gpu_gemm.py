@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.experts.groups import ALL, Form, GroupedOperand, group_of_rows, places_of_rows
+from quaver.cast_config import ALL
+from quaver.experts.groups import Form, GroupedOperand, group_of_rows, places_of_rows
 from quaver.formats import E4M3
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.kernels.widen import widen

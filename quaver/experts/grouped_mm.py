@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quaver.cast_config import ALL
 from quaver.checkpointing.early_stop import save, saved
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName, OperandCasts, resolve_config
 from quaver.experts.cast import cast_groups
 from quaver.experts.dispatch import Dispatch
 from quaver.experts.gemm import grouped_mm
-from quaver.experts.groups import ALL, Block, Form, GroupedOperand, GroupedOperands, block_of, scales_in_places
+from quaver.experts.groups import Block, Form, GroupedOperand, GroupedOperands, scales_in_places
 from quaver.experts.probe import GroupedProbe
 from quaver.formats import HP_DTYPES
 from quaver.linear import NoSecondDerivative, compute_dtype
@@ -169,7 +170,7 @@ def casts_of_stored(config: Float8LinearConfig, transposed: bool) -> OperandCast
 def blocks_of_stored(config: Float8LinearConfig, transposed: bool) -> tuple[Block, Block]:
     """The blocks of the row codes and of the column codes of weights as they are stored."""
     casts = casts_of_stored(config, transposed)[:2]
-    row, column = (block_of(cast.scaling_granularity.value, cast.block_options) for cast in casts)
+    row, column = (cast.known_sharing("grouped matmuls") for cast in casts)
     return row, (column[1], column[0])
 
 

@@ -19,6 +19,7 @@ because ceil(n / r) <= (start + n) // r - start // r + 1, and rows // r + E rows
 from __future__ import annotations
 
 import enum
+import typing
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,12 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.config import ScalingGranularity
-
-ALL = 0
-"""As a length of blocks: all rows of a group, or all columns."""
+from quaver.cast_config import ALL, ScalingGranularity
 
 Block = tuple[int, int]
+"""The rows of a group and the columns that share a scale; `ALL` of them, or a number."""
 
 
 class GroupedOperand(NamedTuple):
@@ -125,12 +124,11 @@ def scale_of_group(operand: GroupedOperand, group: int, start: int, stop: int) -
 
 def block_of(granularity: str, block_options: Sequence[Any]) -> Block:
     """The block of the row codes; that of the column codes is the same turned. See the table at the top."""
-    if granularity == ScalingGranularity.TENSORWISE.value:
-        return ALL, ALL
-    if granularity == ScalingGranularity.ROWWISE.value:
-        return 1, ALL
-    dot_products, length, *_ = block_options
-    return dot_products, length
+    block_size = tuple(block_options[:2]) or None
+    sharing = ScalingGranularity(granularity).sharing(typing.cast(Block | None, block_size))
+    if sharing is None:
+        raise NotImplementedError(f"experts: which elements of a {granularity} cast share a scale is not known")
+    return sharing
 
 
 def places_of_rows(ends: Tensor | None, groups: int, rows: int, block_rows: int, device: torch.device) -> Tensor:

@@ -211,7 +211,9 @@ def obstacle_of_experts(module: nn.Module, config: Float8LinearConfig) -> str:
         return "their forward was replaced on the instance (by an Accelerate hook, say): convert before that"
     if config.has_persistent_scales:
         return DYNAMIC_ONLY
-    return ""
+    casts = [cast for operand in config.casts for cast in operand[:2]]
+    unknown = next((cast.granularity for cast in casts if cast.sharing is None and not cast.is_disabled), "")
+    return f"which elements of a {unknown} cast share a scale is not known" if unknown else ""
 
 
 def to_float8_experts(module: nn.Module, config: Float8LinearConfig) -> Float8Experts:

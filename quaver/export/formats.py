@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from quaver.cast_config import ALL
 from quaver.config import CastConfig, Float8LinearConfig
 from quaver.scaling import BLOCK_SIZE
 
@@ -119,12 +120,17 @@ def weight_format(format: str, config: Float8LinearConfig) -> WeightFormat:
     for name, cast in (("weight", weight), ("input", input)):
         if not cast.is_disabled and cast.float8_dtype is not torch.float8_e4m3fn:
             raise NotImplementedError(f"{name}: checkpoints hold codes in e4m3, got {cast}; export with another recipe")
-    if format != COMPRESSED_TENSORS or weight.is_blockwise:
+    sharing = weight.known_sharing("export")
+    if format != COMPRESSED_TENSORS or ALL not in sharing:
         return WeightFormat(FP8 if format == FP8 else COMPRESSED_TENSORS, "block", "group", False)
-    return WeightFormat(format, "channel" if weight.is_rowwise else "tensor", _strategy(input), input.is_persistent)
+    weights = "tensor" if sharing == (ALL, ALL) else "channel"
+    return WeightFormat(format, weights, _strategy(input), input.is_persistent)
 
 
 def _strategy(input: CastConfig) -> str | None:
     if input.is_disabled:
         return None
-    return "token" if input.is_rowwise else "tensor"
+    sharing = input.known_sharing("export")
+    if ALL not in sharing:
+        raise NotImplementedError(f"input: expected tensorwise or row-wise scales as those of the weight, got {input}")
+    return "tensor" if sharing == (ALL, ALL) else "token"

@@ -167,6 +167,8 @@ def _operand_casts(casts: OperandCasts, *, apart: bool = False) -> Casts:
     in_float8 = [cast for cast in (row, column) if not cast.is_disabled]
     if not in_float8:
         return NO_CASTS
+    for cast in in_float8:
+        cast.known_sharing("roofline")
     if len(in_float8) == 1:
         return _one_layout(in_float8[0])
     if row.is_blockwise:

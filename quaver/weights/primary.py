@@ -420,6 +420,8 @@ def _obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -> str:
         return f"it is a {type(parameter).__name__}; under FSDP2 use cast_weights_once"
     if not casts.weight.is_float8:
         return "one of its matmuls runs in high precision"
+    if casts.weight.row.sharing is None or casts.weight.column.sharing is None:
+        return f"which elements of a {casts.weight.row.granularity} cast share a scale is not known"
     if casts.weight.row.is_persistent:
         return "its scale is delayed or static; the recipe delayed_with_dynamic_weight scales weights dynamically"
     names = owners[id(parameter)]

@@ -17,10 +17,17 @@ DIFF = re.compile(r"```diff\n(.*?)```", re.S)
 
 TRAIN = """
 import sys
+from dataclasses import replace
 
 import torch
 from torch import nn
-from quaver import convert_to_float8_training, conversion_report
+from quaver import conversion_report, convert_to_float8_training, float8_grouped_mm, freeze_to_float8
+from quaver import use_float8_primary_weights
+from quaver.distributed.linear_sharding import check_can_be_sharded
+from quaver.experts.module import Float8Experts
+from quaver.export.formats import weight_format
+from quaver.gemm import kind_of_casts
+from tests.mixture import make_mixture
 from quaver.config import CastConfig, Float8LinearConfig, ScalingGranularity
 from quaver.quantize import Quantizer, present
 from quaver.scaling import dequantize
@@ -59,6 +66,34 @@ for compute in (model, torch.compile(model, fullgraph=True, backend=sys.argv[1])
         assert sqnr_db(exact, got.double()) > 45, sqnr_db(exact, got.double())  # bfloat16 results
 assert i_row.shape == input.shape and sqnr_db(input.double(), i_row) > 28
 assert "segments" in str(conversion_report(model))
+
+# What depends on which elements share a scale refuses a granularity that does not say.
+
+
+def refuses(function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except (NotImplementedError, ValueError) as error:
+        assert "share a scale is not known" in str(error) and len(str(error).splitlines()) == 1, error
+    else:
+        raise AssertionError(function)
+
+
+primary = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64)), config=config)
+experts = make_mixture(layers=1)
+convert_to_float8_training(experts, config=config)
+assert not any(isinstance(each, Float8Experts) for each in experts.modules())
+assert "share a scale is not known" in str(conversion_report(experts))
+refuses(replace, config, enable_fsdp_float8_all_gather=True)
+refuses(check_can_be_sharded, linear, 0, 2)
+refuses(weight_format, "compressed-tensors", config)
+refuses(weight_format, "fp8", config)
+refuses(freeze_to_float8, nn.Sequential(nn.Linear(64, 64)), config)
+refuses(use_float8_primary_weights, primary, torch.optim.SGD(primary.parameters(), lr=0.1))
+ends = torch.tensor([2, 4], dtype=torch.int32)
+refuses(float8_grouped_mm, input[:, :64], torch.randn(2, 64, 64).bfloat16(), ends, config=config)
+assert kind_of_casts(segments, segments) is None
+assert segments.short_str() == "dyn_seg_e4m3"
 """
 
 
@@ -85,7 +120,7 @@ def test_the_diff_adds_a_granularity_in_three_files(tmp_path, backend):
     # A cache of its own, because other tests compile kernels of the same names at the same time; and of the environment
     # only what a shell has, because in whole test runs the compiler was seen to link without the C++ library.
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}
-    environment |= {"PYTHONPATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    environment |= {"PYTHONPATH": f"{tmp_path}:{ROOT.parent}", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", TRAIN, backend]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
