@@ -421,6 +421,7 @@ _ROWS: dict[Any, Any] = {
     aten.split.Tensor: lambda weight, args: len(args) < 3 or args[2] == 0,
     aten.slice.Tensor: lambda weight, args: (args[1] if len(args) > 1 else 0) == 0,
     aten.new_zeros.default: lambda weight, args: tuple(args[1][1:]) == tuple(weight.shape[1:]),
+    aten.new_empty.default: lambda weight, args: math.prod(args[1]) == 0,  # of a rank without rows
     aten.view.default: lambda weight, args: weight.is_part,
 }
 """Ops that FSDP2 calls on the rows of a weight, and when they are such."""

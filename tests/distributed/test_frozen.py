@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -89,6 +89,27 @@ def test_fsdp_variants():
         model = sharded(copy.deepcopy(whole))
         model[0].unshard()
         assert model[0].up.weight.to_high_precision().equal(whole[0].up.weight.to_high_precision())
+
+
+@pytest.mark.parametrize("config", ["blockwise", "tensorwise", "rowwise"])
+@on_ranks(RANKS)
+def test_a_rank_without_rows(config):
+    """One row on two ranks, and one expert."""
+    torch.manual_seed(0)
+    whole = freeze_to_float8(
+        nn.Sequential(nn.Linear(DIM, 1), make_mixture(layers=1, num_experts=1, dim=DIM)[0]), config
+    )
+    model = copy.deepcopy(whole)
+    for module in model:
+        fully_shard(module)
+    fully_shard(model)
+    input = torch.randn(16, DIM)
+    for sharded_module, of_whole in zip(model, whole, strict=True):
+        assert sharded_module(input).equal(of_whole(input))
+    state, expected = get_model_state_dict(model), whole.state_dict()
+    assert state.keys() == expected.keys()
+    set_model_state_dict(model, state)
+    assert model[0](input).equal(whole[0](input))
 
 
 @on_ranks(RANKS)
