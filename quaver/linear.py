@@ -44,6 +44,7 @@ from quaver.config import Float8LinearConfig, Float8LinearRecipeName, resolve_co
 from quaver.formats import HP_DTYPES
 from quaver.gemm import Operand, backends_of, laid_out_for_columns_after, mm
 from quaver.kernels.cpu import check_memory
+from quaver.nested import over_rows
 from quaver.quantize import (
     SHARDINGS,
     LinearProbe,
@@ -259,7 +260,7 @@ def float8_linear(
     """`torch.nn.functional.linear` with its three matmuls in float8.
 
     Args:
-        input: [..., K], float32, bfloat16 or float16, any strides.
+        input: [..., K], float32, bfloat16 or float16, any strides; or a nested tensor.
         weight: [N, K], any high-precision dtype. Either may be a `Float8Tensor`.
         bias: [N] or None.
         config: a config, a recipe or its name; None for the tensorwise recipe. Dynamic scaling only: a function has no
@@ -272,6 +273,8 @@ def float8_linear(
     config = resolve_config(config)
     if config.has_persistent_scales:
         raise ValueError("float8_linear scales dynamically, got a config with persistent scales; use a Float8Linear")
+    if input.is_nested:
+        return over_rows(lambda rows: float8_linear(rows, weight, bias, config=config), input)
     operands = weight.operands_for(config.casts.weight) if isinstance(weight, Float8Tensor) else None
     return _linear(input, weight, bias, config, NO_PERSISTENT_SCALES, operands, None)
 
@@ -384,6 +387,8 @@ class Float8Linear(nn.Linear):
         self._converted_from = converted_from
 
     def forward(self, input: Tensor) -> Tensor:
+        if input.is_nested:
+            return over_rows(self.forward, input)
         weight = self.weight
         if type(weight) is not nn.Parameter and type(weight) is not Tensor and type(weight) is not FakeTensor:
             if is_torchaos(weight):  # quantized for inference, after training

@@ -385,3 +385,48 @@ def test_functional_call(recipe):
 def test_bad_inputs_say_what_was_expected(input, message):
     with pytest.raises(ValueError, match=message):
         make("tensorwise", dtype=torch.float32)(input())
+
+
+def nested(layout):
+    return torch.nested.nested_tensor([torch.randn(n, 64) for n in (3, 16, 5)], layout=layout, requires_grad=True)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "blockwise", "delayed"])
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_inputs_give_what_their_rows_give(recipe, layout):
+    linear, input = convert_to_float8_training(nn.Linear(64, 48), config=recipe), nested(layout)
+    rows = torch.cat([part.detach() for part in input.unbind()]).requires_grad_()
+    expected = linear(rows)
+    expected.square().sum().backward()
+    weight_grad, linear.weight.grad = linear.weight.grad, None
+    output = linear(input)
+    assert output.layout is layout
+    assert torch.cat(list(output.unbind())).equal(expected)
+    torch.cat(list(output.unbind())).square().sum().backward()
+    assert torch.cat(list(input.grad.unbind())).equal(rows.grad)
+    assert linear.weight.grad.equal(weight_grad)
+    assert (output + output).layout is layout
+
+
+def test_nested_inputs_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="of one length along its last dim"):
+        float8_linear(nested(torch.jagged).transpose(1, 2), torch.randn(8, 64))
+    with pytest.raises(NotImplementedError, match="holes between its sequences; call contiguous"):
+        lengths = torch.tensor([2, 2])
+        holes = torch.nested.narrow(torch.randn(2, 4, 64), 1, torch.zeros(2, dtype=torch.int64), lengths, torch.jagged)
+        float8_linear(holes, torch.randn(8, 64))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_an_encoder_with_a_padding_mask_is_evaluated(recipe):
+    """It makes its input a nested tensor; padded rows are zeros."""
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    input, mask = torch.randn(2, 8, 64), torch.zeros(2, 8, dtype=torch.bool)
+    mask[1, 5:] = True
+    with torch.no_grad():
+        expected = encoder(input, src_key_padding_mask=mask)
+        output = convert_to_float8_training(encoder, config=recipe)(input, src_key_padding_mask=mask)
+    assert output.shape == expected.shape
+    assert sqnr_db(expected, output) > 20
+    assert output[1, 5:].count_nonzero() == 0

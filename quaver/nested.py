@@ -1,0 +1,36 @@
+"""Nested tensors as inputs of linears: sequences of several lengths, jagged or strided.
+
+nn.TransformerEncoder makes strided ones in eval mode out of a batch and its padding mask. A float8 linear runs on the
+rows of all sequences together, so that they share what a batch shares: a tensorwise scale, the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.torch_private.nested import ragged_dim
+
+
+def over_rows(linear: Callable[[Tensor], Tensor], input: Any) -> Tensor:
+    """Apply `linear`, which maps the last dim of a tensor, to the nested tensor `input`; a nested one of its layout.
+
+    Raises:
+        ValueError: the lengths vary along the last dim, which linears contract.
+        NotImplementedError: a jagged tensor with holes between its sequences.
+    """
+    if input.layout is torch.jagged:
+        dim = ragged_dim(input)
+        if dim == input.dim() - 1:
+            raise ValueError(f"expected a nested input of one length along its last dim, got {tuple(input.shape)}")
+        if input.lengths() is not None:
+            raise NotImplementedError("a nested input with holes between its sequences; call contiguous() first")
+        return torch.nested.nested_tensor_from_jagged(linear(input.values()), input.offsets(), jagged_dim=dim)
+    parts = input.unbind()
+    rows = [part.reshape(-1, part.shape[-1]) for part in parts]
+    outputs = linear(torch.cat(rows)).split([len(each) for each in rows])
+    made = [output.view(*part.shape[:-1], output.shape[-1]) for output, part in zip(outputs, parts, strict=True)]
+    return torch.nested.as_nested_tensor(made)
