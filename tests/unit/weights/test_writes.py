@@ -128,7 +128,7 @@ REFUSED = {
     "gathered": RESHAPES
     | {"foreach copy", "set_", "numpy", "averaging"}  # DTensor's, or FSDP2's
     | {"another parameter", "swap_tensors", "state dict"},
-    "frozen": RESHAPES | {"view", "rows", "set_", "numpy", "state dict"},
+    "frozen": RESHAPES | {"view", "rows", "set_", "numpy"},
     "primary": RESHAPES | {"set_", "numpy"},
     "cast_once": {*WRITES} - {"averaging"},
 }
@@ -155,9 +155,10 @@ def exported(model, folder):
 def in_checkpoint(model, folder):
     torch.save(model.state_dict(), folder / "model.pt")
     state = torch.load(folder / "model.pt", weights_only=False)
-    weight, scale = state["0.weight"], state.get("0.weight_dequant_scale")
-    weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-    return weight if scale is None else weight.float() * scale
+    weight = state["0.weight"]
+    if isinstance(weight, FrozenFloat8Weight):
+        return weight.to_high_precision()
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 LOOKS = {look.__name__: look for look in (output, grad_input, exported, in_checkpoint)}
