@@ -8,6 +8,7 @@
 | `compiler` | compiled modules, the compiler's settings |
 | `versions` | version counters |
 | `dtensor` | the local tensor of a DTensor |
+| `nested` | the ragged dim of a nested tensor |
 | `fsdp` | where FSDP2 issues its collectives, and that checkpoints do not count them |
 | `policies` | selective activation checkpoints |
 | `collectives` | functional collectives |
