@@ -275,8 +275,15 @@ def float8_linear(
         raise ValueError("float8_linear scales dynamically, got a config with persistent scales; use a Float8Linear")
     if input.is_nested:
         return over_rows(lambda rows: float8_linear(rows, weight, bias, config=config), input)
-    operands = weight.operands_for(config.casts.weight) if isinstance(weight, Float8Tensor) else None
+    operands = _checked_operands(weight, config) if isinstance(weight, Float8Tensor) else None
     return _linear(input, weight, bias, config, NO_PERSISTENT_SCALES, operands, None)
+
+
+def _checked_operands(weight: Float8Tensor, config: Float8LinearConfig) -> Operands:
+    """The operands of a weight that was quantized before; in eager code, an error if that was under another config."""
+    if not torch.compiler.is_compiling():
+        weight.check_casts(config.casts.weight)
+    return weight.operands()
 
 
 def compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
@@ -423,7 +430,7 @@ class Float8Linear(nn.Linear):
         if sharding is not None:
             weight, bias, bias_after_reduction = sharding.local_parameters(weight, bias)
         if isinstance(weight, Float8Tensor):
-            operands = weight.operands_for(self.config.casts.weight)
+            operands = _checked_operands(weight, self.config)
         elif isinstance(weight, WrappedTensor):
             weight = weight.plain()
         output = _linear(input, weight, bias, self.config, scales, operands, sharding, self)

@@ -98,14 +98,8 @@ class Float8Tensor(TensorForm):
 
     def check_casts(self, casts: OperandCasts) -> None:
         """Raise RuntimeError if this was quantized otherwise than a module does that casts its weight so."""
-        otherwise = "" if torch.compiler.is_compiling() else self.quantized_otherwise(casts)
-        if otherwise:
+        if otherwise := self.quantized_otherwise(casts):
             raise RuntimeError(otherwise)
-
-    def operands_for(self, casts: OperandCasts) -> Operands:
-        """`operands`, after `check_casts`."""
-        self.check_casts(casts)
-        return self.operands()
 
     def quantized_otherwise(self, casts: OperandCasts) -> str:
         """How this differs from what `casts` would make of its values, and what to do; "" if they made it."""

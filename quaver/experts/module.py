@@ -154,7 +154,7 @@ class Float8Experts(Float8Grouped, RoutedExperts):
         self.note_backend(tokens.device)
         weight, operands = self._local(name), None
         config, transposed = self.float8_config, is_transposed(self)
-        if isinstance(weight, Float8Tensor):
+        if isinstance(weight, Float8Tensor) and not torch.compiler.is_compiling():
             weight.check_casts(config.casts.weight)
         if isinstance(weight, FrozenFloat8Weight):
             operands = operands_of_frozen(weight)
