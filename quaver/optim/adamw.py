@@ -18,9 +18,9 @@ from torch import Tensor
 
 from quaver.optim.base import Float8Optimizer, Stepped, checked_gradient
 from quaver.optim.blocks import grid_of
-from quaver.optim.buckets import Update, run_updates
+from quaver.optim.buckets import Update, run_cut_updates, run_updates
 from quaver.optim.options import check_common, check_storages
-from quaver.optim.state import blocks_of
+from quaver.optim.state import blocks_of, scales_of_rows, shares_blocks
 from quaver.optim.update import Scalars
 from quaver.torch_private.dtensor import local_tensor
 
@@ -100,24 +100,27 @@ class Float8AdamW(Float8Optimizer):
 
     def _step_group(self, group: dict[str, Any], stepped: Sequence[Stepped]) -> None:
         alike: dict[int, list[Update]] = defaultdict(list)
+        cut: dict[int, list[tuple[Tensor, Update, list[Tensor | None]]]] = defaultdict(list)
         copies: list[tuple[Tensor, Tensor]] = []
         for parameter, step, key in stepped:
             update = self._update_of(parameter, group, key, copies)
-            if update is not None:
+            if shares_blocks(parameter, group):
+                cut[step].append((parameter, update, scales_of_rows(parameter, self.state[parameter], group)))
+            elif update.grad.numel():
                 alike[step].append(update)
         for step, updates in alike.items():
             run_updates(updates, Scalars.of(group, step), self._counter, self.compile)
+        for step, shared in cut.items():
+            run_cut_updates(shared, Scalars.of(group, step), self._counter)
         for target, source in copies:
             target.copy_(source)
 
     def _update_of(
         self, parameter: Tensor, group: dict[str, Any], key: int, copies: list[tuple[Tensor, Tensor]]
-    ) -> Update | None:
-        """What the step does; None for an empty part. `copies`: what to copy afterwards, (to, from)."""
+    ) -> Update:
+        """What the step does. `copies`: what to copy afterwards, (to, from)."""
         grad = checked_gradient(parameter)
         grid = grid_of(parameter)
-        if not grad.numel():
-            return None
         state = self.state[parameter]
         blocks = blocks_of(parameter, state, group)
         if not blocks.param.is_contiguous():

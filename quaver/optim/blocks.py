@@ -4,7 +4,8 @@ A parameter [D0, ..., Dn] is a matrix of rows. A row is the shortest run of trai
 but never the first dim of several: a linear's rows are [in_features], those of experts [E, N, K] are [K], those of a
 convolution [out, in, 3, 3] are [in, 3, 3]. Blocks have 256 elements of one row; the last of a row may be shorter. So a
 shard of whole rows (FSDP2, a column-parallel linear, experts over ranks) has whole blocks, and its scales are a shard
-of the scales of the parameter. So has a shard of columns, if it is cut between blocks.
+of the scales of the parameter. So has a shard of columns, if it is cut between blocks. The ranks that share blocks (a
+row-parallel linear) agree on their amaxes in each step (cut_blocks.py), and each has the scales of whole rows.
 """
 
 from __future__ import annotations
@@ -41,7 +42,12 @@ class BlockGrid(NamedTuple):
     @property
     def blocks(self) -> int:
         """Blocks in a row of this part."""
-        return blocks_in(self.lane + self.columns)
+        return blocks_in(self.lane + self.columns) if self.columns else 0
+
+    @property
+    def first_of_row(self) -> int:
+        """The first of them among the blocks of a row of the whole parameter."""
+        return self.first % self.row_blocks
 
 
 def blocks_in(columns: int) -> int:
@@ -93,26 +99,38 @@ def grid_of(parameter: Tensor) -> BlockGrid:
     )
 
 
+def _sharded_dims(parameter: Tensor) -> list[tuple[int, int]]:
+    """(axis, dim) for each mesh axis of several ranks that shards a dim; the same on all ranks."""
+    if not isinstance(parameter, DTensor):
+        return []
+    mesh = parameter.device_mesh
+    dims = [(axis, getattr(placement, "dim", None)) for axis, placement in enumerate(parameter.placements)]
+    return [(axis, dim) for axis, dim in dims if dim is not None and mesh.size(axis) > 1]
+
+
 def obstacle_of(parameter: Tensor) -> str:
-    """Why this rank's part has no scales of its own; "" if it has. All ranks say the same."""
-    shape, (local, _) = tuple(parameter.shape), _part_of(parameter)
-    grid, leading = grid_of(parameter), leading_dims(shape)
-    if tuple(local[2:leading]) != shape[2:leading] or tuple(local[leading + 1 :]) != shape[leading + 1 :]:
+    """Why the parts of this parameter have no scales; "" if they have. All ranks say the same."""
+    leading = leading_dims(parameter.shape)
+    if any(2 <= dim < leading or dim > leading for _, dim in _sharded_dims(parameter)):
         return "it is sharded in a dim that is neither one of the first two nor the first of its rows"
-    row = prod(shape[leading:])
-    if grid.columns != row and (grid.lane or (grid.columns % BLOCK and not _is_end(parameter, leading))):
-        return f"a shard cuts its rows of {row} within a block of {BLOCK}"
     return ""
 
 
-def _is_end(parameter: Tensor, dim: int) -> bool:
-    """Whether this rank's part reaches to the end of `dim`."""
-    local, offset = _part_of(parameter)
-    return offset[dim] + local[dim] == parameter.shape[dim]
+def cut_axes(parameter: Tensor) -> tuple[int, ...]:
+    """The axes of its mesh whose ranks share blocks: they cut rows, and not between blocks. The same on all ranks."""
+    leading = leading_dims(parameter.shape)
+    axes = tuple(axis for axis, dim in _sharded_dims(parameter) if dim == leading > 0)
+    if len(axes) == 1 and isinstance(parameter, DTensor):
+        length = -(-parameter.shape[leading] // parameter.device_mesh.size(axes[0]))
+        if length * prod(parameter.shape[leading + 1 :]) % BLOCK == 0:
+            return ()
+    return axes
 
 
 def to_blocks(matrix: Tensor, grid: BlockGrid) -> Tensor:
     """Rows [R, columns] as blocks [R * grid.blocks, 256], filled up with zeros."""
+    if not grid.columns:
+        return matrix.new_empty(0, BLOCK)
     right = grid.blocks * BLOCK - grid.lane - grid.columns
     if grid.lane or right:
         matrix = F.pad(matrix, (grid.lane, right))
@@ -121,6 +139,8 @@ def to_blocks(matrix: Tensor, grid: BlockGrid) -> Tensor:
 
 def from_blocks(blocks: Tensor, grid: BlockGrid) -> Tensor:
     """The rows [R, columns] of `to_blocks`, as a view."""
+    if not grid.columns:
+        return blocks.new_empty(grid.rows, 0)
     return blocks.view(-1, grid.blocks * BLOCK)[:, grid.lane : grid.lane + grid.columns]
 
 

@@ -21,8 +21,9 @@ from torch import Tensor
 from quaver.kernels import adamw as cpu_adamw
 from quaver.kernels.adamw import BLOCK
 from quaver.optim.blocks import BlockGrid, Run, block_numbers, from_blocks, to_blocks
+from quaver.optim.cut_blocks import CutPart, agree, store_scales
 from quaver.optim.rounding import block_keys
-from quaver.optim.update import Blocks, Scalars, update_blocks
+from quaver.optim.update import Blocks, Scalars, largest_of, update_blocks
 
 BUCKET = 1 << 22
 """Elements that are updated at once, at most. In PyTorch they take about 60 bytes each meanwhile."""
@@ -108,7 +109,8 @@ def _buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, Run]]]:
         yield bucket
 
 
-def _run_bucket(bucket: list[tuple[Update, Run]], scalars: Tensor, function: Callable[..., Any]) -> Tensor:
+def _gathered(bucket: list[tuple[Update, Run]]) -> tuple[Blocks, Tensor, dict[str, list[Tensor]]]:
+    """The blocks of a bucket, those of the gradients, and by name the rows that the blocks are of."""
     runs = [run for _, run in bucket]
     grad = torch.cat([to_blocks(rows_of(update.grad, run), run.grid) for update, run in bucket])
     places: dict[str, list[Tensor]] = {}
@@ -119,12 +121,49 @@ def _run_bucket(bucket: list[tuple[Update, Run]], scalars: Tensor, function: Cal
             places[name] = rows
             parts = zip(rows, runs, strict=True)
             old[name] = torch.cat([to.flatten() if _is_scale(name) else to_blocks(to, run.grid) for to, run in parts])
-    made, skipped = function(Blocks(**old), grad, block_keys(*block_numbers(runs, grad.device)), scalars)
+    return Blocks(**old), grad, places
+
+
+def _run_bucket(bucket: list[tuple[Update, Run]], scalars: Tensor, function: Callable[..., Any]) -> Tensor:
+    old, grad, places = _gathered(bucket)
+    runs = [run for _, run in bucket]
+    made, skipped = function(old, grad, block_keys(*block_numbers(runs, grad.device)), scalars)
     for name, rows in places.items():
         blocks = zip(getattr(made, name).split([run.blocks for run in runs]), rows, runs, strict=True)
         new = [each.view_as(to) if _is_scale(name) else from_blocks(each, run.grid) for each, to, run in blocks]
         torch._foreach_copy_(rows, new)
     return typing.cast(Tensor, skipped)
+
+
+def run_cut_updates(
+    updates: Sequence[tuple[Tensor, Update, Sequence[Tensor | None]]],
+    scalars: Scalars,
+    skipped: Callable[[torch.device], Tensor],
+) -> None:
+    """Make the step of parameters whose blocks several ranks share; a collective, see cut_blocks.py.
+
+    Args:
+        updates: (parameter, update, this rank's tensors with the scales of whole rows of both moments or None), in the
+            same order on all ranks; also those of which this rank has no element.
+    """
+    values, parts = torch.tensor(scalars, dtype=torch.float32), []
+    for parameter, update, _ in updates:
+        parts.append(part := CutPart.of(parameter, 2))
+        for run in _runs_here(update):
+            old, grad, _ = _gathered([(update, run)])
+            for own, amax in zip(part.own, largest_of(old, grad, values.to(grad.device)), strict=True):
+                own[run.begin : run.end].copy_(amax.view(-1, run.grid.blocks))
+    for part, (_, update, scales) in zip(agree(parts), updates, strict=True):
+        device = update.grad.device
+        for run in _runs_here(update):
+            mean, root = (own[run.begin : run.end].reshape(-1) for own in part.own)
+            function = functools.partial(update_blocks, largest=(mean, root))
+            skipped(device).add_(_run_bucket([(update, run)], values.to(device), function))
+        store_scales(part, scales, part.amaxes.isfinite().all(0))
+
+
+def _runs_here(update: Update) -> list[Run]:
+    return row_runs(update.grid, update.key) if update.grad.numel() else []
 
 
 def _is_scale(name: str) -> bool:

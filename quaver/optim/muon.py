@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from quaver.optim.base import Float8Optimizer, Stepped, checked_gradient
 from quaver.optim.blocks import Run, block_numbers, from_blocks, grid_of, to_blocks
 from quaver.optim.buckets import row_runs, rows_of
+from quaver.optim.cut_blocks import CutPart, agree, store_scales
 from quaver.optim.options import check_common, check_storages
 from quaver.optim.rounding import block_keys, low16, more_random_bits, random_bits, round_to_bfloat16
-from quaver.optim.state import layout_of, like_parameter
+from quaver.optim.state import layout_of, like_parameter, scales_here, scales_of_rows, shares_blocks
 from quaver.optim.update import load_moment, store_moment
 from quaver.torch_private.dtensor import local_shape_and_offset, local_tensor
 from quaver.torch_private.muon import adjust_lr, zeropower_via_newtonschulz
@@ -118,11 +119,14 @@ class Float8Muon(Float8Optimizer):
     def _step_matrix(self, parameter: Tensor, group: dict[str, Any], key: int) -> None:
         state, names = self.state[parameter], layout_of(parameter, group).moments["momentum_buffer"]
         grad, runs = checked_gradient(parameter), row_runs(grid_of(parameter), key)
-        stored = [None if name is None else local_tensor(state[name]) for name in names]
+        runs = runs if grad.numel() else []
+        scale = None if names.scale is None else scales_here(parameter, state[names.scale])
+        stored = [local_tensor(state[names.values]), scale]
         new = [None if tensor is None else torch.empty_like(tensor) for tensor in stored]
         update = torch.empty(grad.shape, dtype=torch.bfloat16, device=grad.device)
+        part = _agreed(parameter, runs, grad, stored, group) if shares_blocks(parameter, group) else None
         for run in runs:
-            _advance_momentum(run, grad, stored, new, update, group)
+            _advance_momentum(run, grad, stored, new, update, group, part)
 
         whole = _whole(like_parameter(parameter, update, tuple(parameter.shape)))
         is_fine = whole.isfinite().all()
@@ -130,6 +134,8 @@ class Float8Muon(Float8Optimizer):
         for old, made in zip(stored, new, strict=True):
             if old is not None and made is not None:
                 old.copy_(torch.where(is_fine, made, old))
+        if part is not None:
+            store_scales(part, scales_of_rows(parameter, state, group), is_fine)
         change = zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
         change = torch.where(is_fine, _part(change, parameter), 0)
         lr = float(group["lr"])
@@ -144,20 +150,38 @@ def _advance_momentum(
     new: Sequence[Tensor | None],
     update: Tensor,
     group: dict[str, Any],
+    part: CutPart | None,
 ) -> None:
     """Write the rows of a run: `new` momentum from `stored`, both (values, scales or None), and the bfloat16 update."""
-    grid, mu = run.grid, group["momentum"]
-    values, scale = (_rows(tensor, run) for tensor in stored)
-    gradient = to_blocks(rows_of(grad, run), grid).float()
-    old = load_moment(to_blocks(values, grid), None if scale is None else scale.reshape(-1))
-    momentum = old.lerp(gradient, 1 - mu)
-    looked_ahead = gradient.lerp(momentum, mu) if group["nesterov"] else momentum
+    grid, values = run.grid, _rows(stored[0], run)
+    gradient, momentum = _momentum(run, grad, stored, group)
+    looked_ahead = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
     rows_of(update, run).copy_(from_blocks(looked_ahead, grid))
     noise = low16(_random_bits(run, grad.device))
-    codes, scales = store_moment(momentum, momentum.abs().amax(1), noise, values.dtype, is_root=False)
+    amax = momentum.abs().amax(1) if part is None else _rows(part.own[0], run).reshape(-1)
+    codes, scales = store_moment(momentum, amax, noise, values.dtype, is_root=False)
     _rows(new[0], run).copy_(from_blocks(codes, grid))
     if scales is not None:
         _rows(new[1], run).copy_(scales.view(-1, grid.blocks))
+
+
+def _momentum(run: Run, grad: Tensor, stored: Sequence[Tensor | None], group: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The gradient and the new momentum of the rows of a run, in blocks, float32."""
+    values, scale = (_rows(tensor, run) for tensor in stored)
+    gradient = to_blocks(rows_of(grad, run), run.grid).float()
+    old = load_moment(to_blocks(values, run.grid), None if scale is None else scale.reshape(-1))
+    return gradient, old.lerp(gradient, 1 - group["momentum"])
+
+
+def _agreed(
+    parameter: Tensor, runs: Sequence[Run], grad: Tensor, stored: Sequence[Tensor | None], group: dict[str, Any]
+) -> CutPart:
+    """The amaxes of the momentum's blocks over the ranks that share them. A collective."""
+    part = CutPart.of(parameter, 1)
+    for run in runs:
+        amax = _momentum(run, grad, stored, group)[1].abs().amax(1)
+        _rows(part.own[0], run).copy_(amax.view(-1, run.grid.blocks))
+    return agree([part])[0]
 
 
 def _rows(tensor: Tensor | None, run: Run) -> Any:

@@ -65,7 +65,27 @@ class Blocks(NamedTuple):
     exp_avg_sq_scale: Tensor | None
 
 
-def update_blocks(blocks: Blocks, grad: Tensor, keys: Tensor, scalars: Tensor) -> tuple[Blocks, Tensor]:
+def _advance(blocks: Blocks, grad: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The new moments in float32: the mean, the square, and its root."""
+    _, beta1, one_minus_beta1, beta2, one_minus_beta2, *_ = scalars.unbind()
+    gradient = grad.float()
+    mean = load_moment(blocks.exp_avg, blocks.exp_avg_scale) * beta1 + gradient * one_minus_beta1
+    square = load_moment(blocks.exp_avg_sq, blocks.exp_avg_sq_scale)
+    if blocks.exp_avg_sq_scale is not None:
+        square = square * square
+    square = square * beta2 + gradient * gradient * one_minus_beta2
+    return mean, square, _sqrt(square)
+
+
+def largest_of(blocks: Blocks, grad: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor]:
+    """The amaxes of the mean and of the root after a step, float32 [B] each; arguments are those of `update_blocks`."""
+    mean, _, root = _advance(blocks, grad, scalars)
+    return mean.abs().amax(1), root.amax(1)
+
+
+def update_blocks(
+    blocks: Blocks, grad: Tensor, keys: Tensor, scalars: Tensor, largest: tuple[Tensor, Tensor] | None = None
+) -> tuple[Blocks, Tensor]:
     """One step.
 
     Args:
@@ -73,18 +93,13 @@ def update_blocks(blocks: Blocks, grad: Tensor, keys: Tensor, scalars: Tensor) -
         grad: [B, 256], float32, bfloat16 or float16.
         keys: int32 [B], `block_keys`.
         scalars: `Scalars`, float32 (8,), on any device.
+        largest: what `largest_of` returned, over all ranks that share the blocks.
     Returns:
         The new blocks, of the same dtypes; and how many blocks were left as they were, int64 ().
     """
-    decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, correction, eps = scalars.unbind()
-    gradient = grad.float()
-    mean = load_moment(blocks.exp_avg, blocks.exp_avg_scale) * beta1 + gradient * one_minus_beta1
-    square = load_moment(blocks.exp_avg_sq, blocks.exp_avg_sq_scale)
-    if blocks.exp_avg_sq_scale is not None:
-        square = square * square
-    square = square * beta2 + gradient * gradient * one_minus_beta2
-    root = _sqrt(square)
-    largest_mean, largest_root = mean.abs().amax(1), root.amax(1)
+    decay, _, _, _, _, step_size, correction, eps = scalars.unbind()
+    mean, square, root = _advance(blocks, grad, scalars)
+    largest_mean, largest_root = largest or (mean.abs().amax(1), root.amax(1))
     is_fine = largest_mean.isfinite() & largest_root.isfinite()
 
     bits = random_bits(keys)

@@ -117,29 +117,60 @@ def test_hsdp_experts_by_rows_and_offloaded_states_are_the_same():
         assert_same(result(model, optimizer), expected)
 
 
-@on_ranks(4)
-def test_tensor_parallel_states_are_the_same_or_float32():
-    """Shards of whole blocks have the bits of one process; those that cut blocks keep float32 moments."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+def row_parallel(parts, muon=False):
+    """`wide` has rows of 600, which two ranks or more cut within blocks; `up` rows of 512, which four do, not two."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // parts, parts), mesh_dim_names=("dp", "tp"))
     model = make_model()
-    plan = {"up": RowwiseParallel(), "down": ColwiseParallel(), "wide": RowwiseParallel()}
-    parallelize_module(model, mesh["tp"], plan)
+    if muon:
+        model = nn.Sequential(*(part for part in model.children() if isinstance(part, nn.Linear)))
+        model.requires_grad_(False)
+        for part in model:
+            part.weight.requires_grad_(True)
+    if parts > 1:
+        for part in model.modules():
+            if isinstance(part, nn.Linear):
+                parallelize_module(part, mesh["tp"], RowwiseParallel())
     for module in model.children():
         fully_shard(module, mesh=mesh["dp"])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, (Float8Muon if muon else Float8AdamW)(trained, lr=1e-2)
+
+
+def _reshard(folder, muon):
+    """Two steps on each degree of tensor parallelism, from the checkpoint of the one before."""
+    results = {}
+    for step, parts in enumerate((1, 4, 2)):
+        model, optimizer = row_parallel(parts, muon)
+        if step:
+            _load(folder, model, optimizer)
+        train(model, optimizer, range(2 * step, 2 * step + 2))
+        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=f"{folder}/{step}")
+        results = result(model, optimizer)
+    whole, optimizer = row_parallel(1, muon)
+    train(whole, optimizer, range(6))
+    assert_same(results, result(whole, optimizer))
+
+
+@pytest.mark.parametrize("muon", [False, True])
+def test_blocks_that_ranks_share_have_the_bits_of_one_process_on_any_degree(muon, tmp_path):
+    run(4, _reshard, str(tmp_path), muon)
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_sharded_in_other_dims_has_float32_moments():
+    model = nn.Module()
+    mesh = init_device_mesh("cpu", (2,))
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(64, 32, 4, 4), mesh, [Shard(2)]))
     optimizer = Float8AdamW(model.parameters(), lr=1e-2)
     optimizer.name_parameters(model)
     is_first = dist.get_rank() == 0
     with (TestCase().assertLogs if is_first else TestCase().assertNoLogs)("quaver.optim.base") as logs:
         train(model, optimizer, range(STEPS))
     if is_first:
-        assert len(logs.output) == 1  # none of small parameters, which are float32 anyway
-        assert "moments of wide.weight [21, 600] are float32: a shard cuts its rows of 600" in logs.output[0]
-    states, expected = result(model, optimizer), alone()
-    cut, uncut = states.pop("wide.weight"), expected.pop("wide.weight")
-    assert_same(states, expected)
-    assert set(cut) == {"parameter", "step", "exp_avg", "exp_avg_sq"}
-    torch.testing.assert_close(cut["parameter"], uncut["parameter"], rtol=0, atol=0.01)
-    assert model.up.weight.placements == (Shard(0), Shard(1))
+        assert len(logs.output) == 1
+        assert "moments of weight [64, 32, 4, 4] are float32: it is sharded in a dim" in logs.output[0]
+    assert set(optimizer.state[model.weight]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
