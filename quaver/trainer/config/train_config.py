@@ -147,12 +147,12 @@ class TrainConfig(Settings):
         is_possible = checkpoint.mode != "memory_budget" or is_compiled
         self.require(is_possible, "training.compile", expected, "the compiler decides what to save")
         every = selected_every(checkpoint.selective_ac_option)
-        in_full = checkpoint.mode == "full" or every is not None
+        in_full = checkpoint.mode in ("full", "memory_budget") or every is not None
         self.require(
             not (in_full and is_compiled and self.parallelism.tensor_parallel_degree > 1),
             "activation_checkpoint.mode",
             "none, or selective with op, for compiled blocks that are split by tensor parallelism",
-            "torch 2.13 cannot compile their recomputation in full",
+            "torch 2.13 cannot compile another recomputation of them",
         )
         is_reached = every is None or every <= self.model.n_layers
         expected = f"op or at most model.n_layers = {self.model.n_layers}"

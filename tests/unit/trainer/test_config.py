@@ -182,6 +182,7 @@ BAD_SETTINGS = {
     "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=ops": 'be "op" or a number',
     "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=5": "no block would be",
     "--activation_checkpoint.mode=full --training.compile --parallelism.tensor_parallel_degree=2": "selective with op",
+    "--activation_checkpoint.mode=memory_budget --training.compile --parallelism.tensor_parallel_degree=2": "with op",
     "--activation_checkpoint.selective_ac_option=2": "unless activation_checkpoint.mode is selective, got '2'",
     "--activation_checkpoint.mode=memory_budget": "training.compile must be true with activation_checkpoint.mode = m",
     "--activation_checkpoint.mode=full --activation_checkpoint.selective_ac_also_keep=aten.abs": "got ('aten.abs',)",
