@@ -15,6 +15,7 @@ thread are of `rows_of_thread` adjacent rows: it then holds 8 codes or more of e
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from quaver.formats import HP_DTYPES, format_of
-from quaver.scaling import EPS, PLAIN_TYPES
+from quaver.scaling import EPS, PLAIN_TYPES, bits_of
 
 UNAVAILABLE_BECAUSE: str | None = None
 """Why Triton cannot be imported."""
@@ -118,6 +119,9 @@ class Cast(NamedTuple):
     largest_quant_scale: float
     saturates_above: float
     power_of_2: bool
+    max_bits: int
+    largest_exponent: int
+    """Of a quant_scale that is a power of two."""
 
 
 @functools.cache
@@ -127,7 +131,9 @@ def cast_to(float8_dtype: torch.dtype, power_of_2: bool = False) -> Cast:
     pair = f"cvt.rn.satfinite.{'e4m3' if fmt.dtype is torch.float8_e4m3fn else 'e5m2'}x2.f32"
     statements = ".reg .b16 low, high;", f"{pair} low, $2, $1;", f"{pair} high, $4, $3;", "mov.b32 $0, {low, high};"
     conversion = "\n".join(("{", *statements, "}"))
-    return Cast(TRITON_FLOAT8[float8_dtype], conversion, fmt.max, fmt.max / EPS, fmt.saturates_above, power_of_2)
+    limits = fmt.max, fmt.max / EPS, fmt.saturates_above
+    exponents = bits_of(fmt.max), math.frexp(fmt.max / EPS)[1] - 1
+    return Cast(TRITON_FLOAT8[float8_dtype], conversion, *limits, power_of_2, *exponents)
 
 
 @jit
@@ -153,12 +159,13 @@ def as_bits(amax_ptr: tl.tensor) -> tl.tensor:
 @jit
 def to_quant_scale(amax: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
     """`quaver.scaling.amax_to_quant_scale` of float32 numbers."""
+    if CAST.power_of_2:  # as `_power_of_2_below` in scaling.py
+        bits = amax.to(tl.int32, bitcast=True)
+        exponent = tl.minimum((CAST.max_bits - bits) >> 23, CAST.largest_exponent)
+        quant = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+        return tl.where(bits < 0x7F800000, quant, tl.where(bits == 0x7F800000, 0.0, amax))
     quant = tl.div_rn(CAST.max, amax)
-    quant = tl.where(quant > CAST.largest_quant_scale, CAST.largest_quant_scale, quant)
-    if CAST.power_of_2:
-        mantissa_cleared = (quant.to(tl.int32, bitcast=True) & -(1 << 23)).to(tl.float32, bitcast=True)
-        quant = tl.where(quant == quant, mantissa_cleared, quant)  # a NaN without its mantissa would be an inf
-    return quant
+    return tl.where(quant > CAST.largest_quant_scale, CAST.largest_quant_scale, quant)
 
 
 @jit

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quaver import scaling
 from quaver.scaling import (
     EPS,
     amax,
@@ -55,6 +56,19 @@ def test_every_16_bit_amax_has_its_scale(hp_dtype, float8_dtype, power_of_2):
     quant_scales, dequant_scales = reference_scales(amaxes, float8_dtype, power_of_2=power_of_2)
     assert scales.equal(quant_scales)
     assert to_dequant_scale(scales).equal(dequant_scales)
+
+
+@FLOAT8
+def test_the_integers_of_compiled_code_give_the_scales_of_the_division(float8_dtype, monkeypatch):
+    """Of all bfloat16 and float16 amaxes, and of float32 ones beside those where the power of two changes."""
+    turns = torch.arange(-149, 128).double().exp2()[:, None] * torch.tensor([1.75, 1.0, EPS]).double()
+    turns = turns[turns < torch.finfo(torch.float32).max].float()
+    beside = [turns.nextafter(torch.tensor(way)) for way in (0.0, math.inf)]
+    amaxes = [every_value(torch.bfloat16).abs(), every_value(torch.float16).abs(), turns, *beside]
+    expected = [amax_to_quant_scale(each, float8_dtype, power_of_2=True) for each in amaxes]
+    monkeypatch.setattr(scaling, "runs_eagerly_on_cpu", lambda tensor: False)
+    for each, scale in zip(amaxes, expected, strict=True):
+        assert_same_bits(amax_to_quant_scale(each, float8_dtype, power_of_2=True), scale)
 
 
 @FLOAT8
