@@ -11,7 +11,7 @@ from quaver.roofline.device_specs import DeviceSpec
 
 COLUMNS = (
     "precision",
-    "launches",
+    "laun-\nches",
     "amax\nGB",
     "casts\nGB",
     "copies\nGB",

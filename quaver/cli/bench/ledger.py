@@ -133,7 +133,7 @@ def run(argv: list[str]) -> int:
 
 
 def _in_one_line(title: str) -> str:
-    return title.replace("\n", " ")
+    return title.replace("-\n", "").replace("\n", " ")
 
 
 def _json_of(ledger: Ledger, spec: DeviceSpec, *, kernels: bool) -> dict[str, Any]:
