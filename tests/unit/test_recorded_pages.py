@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from torch import nn
 
-from benchmarks import performance, scaling, stored_activations
+from benchmarks import ledger, performance, scaling, stored_activations
 from benchmarks.record import ROOT, fill
 from benchmarks.scaling import PICTURES, fare, scenarios
 from quaver.cli.bench import VERBS
@@ -37,6 +37,15 @@ def test_the_table_of_stored_activations_is_that_of_the_recorded_run_and_keeps_i
     assert max(stored) <= 0.55
     for row in results["rows"]:  # with checkpoints the other table counted the same blocks
         assert stored_activations.of_memory_table(row["recipe"], row["compiled"])["none"] == row["kept"]["saved"]
+
+
+def test_the_table_of_a_blocks_cost_is_that_of_the_recorded_counts():
+    page, results = ledger.PAGE.read_text(), json.loads(ledger.RECORD.read_text())
+    assert fill(page, ledger.tables(results)) == page, "run python -m benchmarks.ledger --update-docs"
+    for row, counted in zip(results["table"], results["ledgers"], strict=True):
+        assert row["precision"] == counted["name"].removeprefix("quaver ")
+        assert float(row["sum GB"]) == round(counted["overhead_bytes"] / 1e9, 1)
+        assert int(row["launches"]) == counted["launches"]
 
 
 @pytest.mark.parametrize("name", performance.COMMANDS)

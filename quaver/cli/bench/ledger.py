@@ -121,7 +121,7 @@ def run(argv: list[str]) -> int:
     found = {
         "environment": environment(torch.device("cpu"))
         | ({"torchao": version("torchao")} if options.peer != "none" else {}),
-        "options": asdict(options),
+        "options": {name: value for name, value in asdict(options).items() if name != "output"},
         "constants": constants(spec),
         "table": [dict(zip(map(_in_one_line, COLUMNS), row, strict=True)) for row in rows],
         "ledgers": [_json_of(each, spec, kernels=options.kernels) for each in ledgers],

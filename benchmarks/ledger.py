@@ -1,0 +1,45 @@
+"""What one float8 block of Llama 3 8B costs: the table of docs/block-cost.md, counted without a GPU.
+
+    python -m benchmarks.ledger --update-docs              minutes; writes benchmarks/results/ledger.{json,png}
+    python -m benchmarks.ledger --recorded --update-docs   the page again, from the recorded counts
+
+It runs COMMAND. `--recipe NAME ...` counts these recipes instead of all.
+"""
+
+import json
+from typing import Any
+
+from benchmarks.record import ROOT, make_page, markdown, page_parser
+from quaver.cli import main as quaver
+
+PAGE = ROOT / "docs" / "block-cost.md"
+RECORD = ROOT / "benchmarks" / "results" / "ledger.json"
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
+COMMAND = ("bench", "ledger", "--model", "llama-8b", "--gpu", "h200", "--peer", "torchao")
+
+
+def count(recipes: list[str]) -> dict[str, Any]:
+    """Run the command, which writes RECORD and its picture."""
+    code = quaver([*COMMAND, "--recipe", *recipes, "--output", str(RECORD)])
+    if code:
+        raise SystemExit(code)
+    results = json.loads(RECORD.read_text())
+    results["environment"]["command"] = f"quaver {' '.join([*COMMAND, '--recipe', *recipes])}"
+    return results
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """The printed table, in Markdown."""
+    rows = results["table"]
+    return {"block cost": markdown(list(rows[0]), [list(row.values()) for row in rows])}
+
+
+def main() -> None:
+    parser = page_parser(__doc__)
+    parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=RECIPES)
+    options = parser.parse_args()
+    make_page(options, lambda: count(options.recipe), RECORD, tables, PAGE)
+
+
+if __name__ == "__main__":
+    main()
