@@ -32,7 +32,7 @@ from torch import Tensor
 
 from quaver.config import MATMULS, CastConfig, Float8LinearConfig, MatmulOptions
 from quaver.formats import E5M2, FORMATS
-from quaver.kernels.cast import column_major_after
+from quaver.kernels.cast import column_major_after, row_major
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.exact_mm import exact_float8_mm, varies_along_contracted
 from quaver.kernels.native_blocks import ALIGNMENT, block_length, native_block_mm, pad_codes
@@ -340,14 +340,14 @@ def reads_along_contracted(device: torch.device, emulate: bool = False) -> bool:
 
 def laid_out_for_rows(codes: Tensor, *, emulate: bool = False) -> Tensor:
     """Row codes in the layout that this device multiplies: the native backend reads rows that are contiguous."""
-    return codes if codes.is_cpu or not reads_along_contracted(codes.device, emulate) else codes.contiguous()
+    return codes if codes.is_cpu or not reads_along_contracted(codes.device, emulate) else row_major(codes)
 
 
 def laid_out_for_columns(codes: Tensor, *, emulate: bool = False) -> Tensor:
     """Column codes in the layout that this device multiplies: the native backend reads columns that are contiguous."""
     if codes.is_cpu or not reads_along_contracted(codes.device, emulate):
         return codes
-    return codes.t().contiguous().t()
+    return row_major(codes.t()).t()
 
 
 def laid_out_for_columns_after(codes: Tensor, gradient: Tensor, *, emulate: bool = False) -> Tensor:
@@ -369,8 +369,7 @@ def native_operands(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The operands as the hardware reads them: K and N padded to 16, contiguous along K, both scales of one kind."""
     a, b, b_dequant_scale = _padded(a, b, b_dequant_scale)
-    a = a.contiguous()
-    b = b.t().contiguous().t()
+    a, b = row_major(a), row_major(b.t()).t()
     if a_dequant_scale.dim() or b_dequant_scale.dim():
         a_dequant_scale = a_dequant_scale.expand(a.shape[0], 1).contiguous()
         b_dequant_scale = b_dequant_scale.expand(1, b.shape[1]).contiguous()

@@ -25,7 +25,7 @@ from quaver.cast_config import ALL
 from quaver.config import CastConfig, OperandCasts
 from quaver.distributed.collectives import all_gather, max_over_ranks
 from quaver.gemm import Operand, laid_out_for_columns, laid_out_for_rows
-from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, matrix_amax, record, record_amax
+from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, matrix_amax, record, record_amax, row_major
 from quaver.kernels.cpu import check_memory
 from quaver.quantize import Operands, Quantizer
 from quaver.scaling import PLAIN_TYPES, PersistentScale, Scales, scales_of
@@ -139,7 +139,7 @@ class GatheringQuantizer(TensorParallelQuantizer):
         )
 
     def _gathered(self, operand: Operand, shape: torch.Size, token_dim: int, tokens_per_scale: int) -> Operand:
-        codes = all_gather(operand.data.contiguous().view(shape), token_dim, self.group)
+        codes = all_gather(row_major(operand.data).view(shape), token_dim, self.group)
         scale = operand.dequant_scale
         if scale is not None and tokens_per_scale:  # scales of tokens travel too
             of_runs = scale.view(math.prod(shape[:token_dim]), -1, scale.shape[1])

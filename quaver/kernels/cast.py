@@ -143,7 +143,12 @@ def _column_major(codes: Tensor) -> Tensor:
     return codes.new_empty(codes.shape[1], codes.shape[0]).copy_(codes.t()).t()
 
 
-column_major = operation(_column_major, results=1, in_graphs=True)
+column_major = operation(_column_major, results=1, gpu="column_major", in_graphs=True)
+
+
+def row_major(codes: Tensor) -> Tensor:
+    """`codes`, contiguous: themselves, or a copy."""
+    return codes if codes.is_contiguous() else column_major(codes.t()).t()
 
 
 def _cpu_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places | None:
@@ -323,7 +328,8 @@ def _column_major_after(codes: Tensor, gradient: Tensor) -> Tensor:
     This copy also reads a gradient, so it is made in the backward. It is for codes that an all-gather or
     `cast_weights_once` quantized before the graph.
     """
-    return _column_major(codes)
+    copy: Tensor = column_major(codes)
+    return copy
 
 
 column_major_after = operation(_column_major_after, results=1, in_graphs=True)

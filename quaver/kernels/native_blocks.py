@@ -4,9 +4,10 @@
     128      Hopper, cublasLt 12.9 or later   1 x 128   128 x 128 or 128 x 1    float32, column-major
     32       Blackwell                        1 x 32    32 x 32 or 32 x 1       E8M0, in tiles of 128 x 4
 
-Lengths run along the contracted dim. Zeros complete the last blocks, and add nothing. Square blocks of 32 are written
-out as 32 rows of one scale. torch.nn.functional.scaled_mm multiplies, with a bfloat16 result. It is one operation to a
-compiler: torch 2.13's Inductor refuses tiles of scales, and drops what says how scales of 128 lie.
+Lengths run along the contracted dim, along which casts for a GPU lay codes out. Zeros complete the last blocks, and add
+nothing. Square blocks of 32 are written out as 32 rows of one scale. torch.nn.functional.scaled_mm multiplies, with a
+bfloat16 result. It is one operation to a compiler: torch 2.13's Inductor refuses tiles of scales, and drops what says
+how scales of 128 lie.
 
 A tile holds the scales of 128 rows and of 4 blocks, row r and block c at byte 16 (r % 32) + 4 (r // 32) + c; tiles
 follow each other along K, then along rows.
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 from torch.utils.flop_counter import register_flop_formula
 
+from quaver.kernels.cast import row_major
 from quaver.kernels.exact_mm import flops
 from quaver.kernels.operation import operation
 
@@ -49,9 +51,9 @@ def _native_block_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_sc
     (m, k), n = a.shape, b.shape[1]
     is_square = b_dequant_scale.shape[1] != b.shape[1]
     columns = -n % (length if is_square else ALIGNMENT)
-    a = pad_codes(a, -m % ALIGNMENT, -k % length).contiguous()
+    a = row_major(pad_codes(a, -m % ALIGNMENT, -k % length))
     a_dequant_scale = F.pad(a_dequant_scale, (0, 0, 0, -m % ALIGNMENT), value=1.0)
-    b = pad_codes(b, -k % length, columns).t().contiguous().t()
+    b = row_major(pad_codes(b, -k % length, columns).t()).t()
     b_scale = b_dequant_scale if is_square else F.pad(b_dequant_scale, (0, columns), value=1.0)
     if length == 128:
         scales = _apart(a_dequant_scale), _apart(_scales_of_columns(b_scale, is_square))
@@ -86,9 +88,11 @@ def _tiles(scale: Tensor) -> Tensor:
 
 
 def pad_codes(codes: Tensor, rows: int, columns: int) -> Tensor:
-    """Append zeros (code 0 in every format)."""
+    """Append zeros (code 0 in every format), in the layout that the codes have."""
     if not (rows or columns):
         return codes
+    if not codes.is_contiguous() and codes.t().is_contiguous():
+        return pad_codes(codes.t(), columns, rows).t()
     return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
 
 

@@ -54,7 +54,8 @@ def operation(
         results: how many tensors. With more than one, the operation returns empty tensors of shape (0,) for None.
             Results have no autograd history.
         cpu: as `reference`, or None as its result where it does not take the tensor.
-        gpu: the name of such a function in triton_cast.py, for tensors that its `takes` accepts.
+        gpu: the name of such a function in triton_cast.py, for tensors that its `takes` accepts; where the reference
+            has no float8 dtype, for codes that its `takes_codes` does.
         fake: computes results on fake tensors; None for the reference.
         in_graphs: whether code compiled for a GPU calls the operation, instead of the reference.
     """
@@ -64,7 +65,8 @@ def operation(
         """For tensors that have memory."""
         kernel = cpu
         if not first.is_cpu:
-            kernel = None if gpu is None else getattr(triton_kernels(first, args[0]), gpu, None)
+            float8_dtype = args[0] if args and isinstance(args[0], torch.dtype) else None
+            kernel = None if gpu is None else getattr(triton_kernels(first, float8_dtype), gpu, None)
         made = None if kernel is None else kernel(first, *args)
         return reference(first, *args) if made is None else made
 
@@ -99,8 +101,8 @@ def runs_as_operation(tensor: Tensor, in_graphs: bool = False) -> bool:
     return not runs_directly() or type(tensor) not in PLAIN_TYPES
 
 
-def triton_kernels(hp: Tensor, float8_dtype: torch.dtype) -> Any:
-    """The module of the Triton kernels if they take `hp`, else None."""
+def triton_kernels(hp: Tensor, float8_dtype: torch.dtype | None) -> Any:
+    """The module of the Triton kernels if they cast `hp` to `float8_dtype`, or without one copy codes; else None."""
     if not hp.is_cuda or torch.compiler.is_dynamo_compiling():
         return None
     from quaver.kernels import triton_blocks, triton_cast  # import triton, which PyTorch for CPUs comes without
@@ -110,4 +112,5 @@ def triton_kernels(hp: Tensor, float8_dtype: torch.dtype) -> Any:
             f"casts on {hp.device}",
             f"float8 casts on {hp.device} run in PyTorch, in several passes over memory: {obstacle}",
         )
-    return triton_cast if triton_cast.takes(hp, float8_dtype) else None
+    takes = triton_cast.takes_codes(hp) if float8_dtype is None else triton_cast.takes(hp, float8_dtype)
+    return triton_cast if takes else None

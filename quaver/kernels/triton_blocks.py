@@ -62,14 +62,17 @@ def takes(hp: Tensor, float8_dtype: torch.dtype) -> bool:
 
     Under TRITON_INTERPRET: such a tensor on the CPU. Do not call while compiling.
     """
+    return hp.dtype in HP_DTYPES and float8_dtype in FLOAT8_DTYPES and has_kernels(hp)
+
+
+def has_kernels(tensor: Tensor) -> bool:
+    """`takes`, but for the dtypes."""
     return (
         triton is not None
-        and type(hp) in PLAIN_TYPES
-        and hp.dtype in HP_DTYPES
-        and float8_dtype in FLOAT8_DTYPES
-        and hp.is_contiguous()
-        and hp.numel() > 0
-        and (obstacle_of(hp.device.index) is None if hp.is_cuda else INTERPRETED and hp.is_cpu)
+        and type(tensor) in PLAIN_TYPES
+        and tensor.is_contiguous()
+        and tensor.numel() > 0
+        and (obstacle_of(tensor.device.index) is None if tensor.is_cuda else INTERPRETED and tensor.is_cpu)
     )
 
 
@@ -108,6 +111,18 @@ def tile_for(hp: Tensor, *, column_codes: bool = False) -> Tile:
     if width % 16 or hp.data_ptr() % 16 or (column_codes and height % 16):
         return Tile(64, 32, warps=4, rows_of_thread=16)
     return Tile(128, 64, warps=2 * hp.element_size(), rows_of_thread=8)
+
+
+Codes = tuple[Tensor | None, Tensor | None]
+"""Row codes and column codes; None for those that were not asked for."""
+
+
+def empty_codes(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool) -> Codes:
+    """Memory for the codes of `hp` [R, C]."""
+    height, width = hp.shape
+    row_codes = hp.new_empty(height, width, dtype=float8_dtype) if row else None
+    column_codes = hp.new_empty(width, height, dtype=float8_dtype).t() if column else None
+    return row_codes, column_codes
 
 
 class Cast(NamedTuple):
@@ -212,13 +227,21 @@ def load_tile(
     hp_ptr: tl.tensor, tile: tl.tensor, rows: tl.tensor, columns: tl.tensor, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """A tile of hp [rows, columns] as float32, its rows, its columns."""
+    hp, r, c = load_bits(hp_ptr, tile, rows, columns, TILE)
+    return widen(hp), r, c
+
+
+@jit
+def load_bits(
+    hp_ptr: tl.tensor, tile: tl.tensor, rows: tl.tensor, columns: tl.tensor, TILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """`load_tile` in the dtype that the matrix has."""
     across = tl.cdiv(columns, TILE.columns)
     order = tl.arange(0, TILE.rows)
     STRIPES: tl.constexpr = TILE.rows // TILE.rows_of_thread
     r = (tile // across).to(tl.int64) * TILE.rows + (order % STRIPES) * TILE.rows_of_thread + order // STRIPES
     c = (tile % across).to(tl.int64) * TILE.columns + spread(hp_ptr, TILE.columns)
-    hp = tl.load(hp_ptr + r[:, None] * columns + c[None, :], mask=inside(r, rows, c, columns), other=0.0)
-    return widen(hp), r, c
+    return tl.load(hp_ptr + r[:, None] * columns + c[None, :], mask=inside(r, rows, c, columns), other=0.0), r, c
 
 
 @jit

@@ -11,7 +11,7 @@
     cast_with_persistent_scale    given where known      3, 1 read    3, 1 read      4, 1 read
     cast_blockwise (*)            block amaxes           3, 1 read    3, 1 read      6, 2 reads
 
-(*) In triton_cast_blocks.py.
+(*) In triton_cast_blocks.py; square blocks move 4 bytes for both, in 1 read.
 
 A persistent scale that is not known yet costs one more read, and so do rows of more than WIDEST_ROW columns. The first
 of two reads is an amax pass (triton_amax.py). Three kernels cast: `_cast_tensorwise` with one scale, dynamic or
@@ -31,9 +31,11 @@ from torch import Tensor
 from quaver.kernels.places import Places
 from quaver.kernels.triton_amax import amax, amax_by_dim, amax_unless_known
 from quaver.kernels.triton_blocks import (
+    Codes,
     Tile,
     as_bits,
     cast_to,
+    empty_codes,
     inside,
     jit,
     launch,
@@ -51,6 +53,7 @@ from quaver.kernels.triton_blocks import (
     widen,
 )
 from quaver.kernels.triton_cast_blocks import cast_blockwise
+from quaver.kernels.triton_copy import column_major, takes_codes
 
 try:
     import triton
@@ -65,11 +68,10 @@ __all__ = [
     "cast_tensorwise",
     "cast_with_persistent_scale",
     "cast_with_scale",
+    "column_major",
     "takes",
+    "takes_codes",
 ]
-
-Codes = tuple[Tensor | None, Tensor | None]
-"""Row codes and column codes; None for those that were not asked for."""
 
 Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Amaxes, and the quant_scales and dequant_scales to make of them; or given quant_scales and twice None."""
@@ -98,7 +100,7 @@ def cast_with_persistent_scale(
         The six places of cast.py, scales float32 (); and float32 [2]: the amax of hp, and how many elements saturated.
     """
     observed = amax_unless_known(hp, quant_scale)
-    row_codes, column_codes = _empty_codes(hp, float8_dtype, row, column)
+    row_codes, column_codes = empty_codes(hp, float8_dtype, row, column)
     quant, dequant = (hp.new_empty((), dtype=torch.float32) for _ in range(2))
     tile, cast = tile_for(hp, column_codes=column), cast_to(float8_dtype, power_of_2)
     tensors = (row_codes, column_codes, quant_scale, observed, quant, dequant)
@@ -144,7 +146,7 @@ def _cast_by_dim(
     hp: Tensor, float8_dtype: torch.dtype, row_scales: Scales, column_scales: Scales, power_of_2: bool
 ) -> Codes:
     of_rows, of_columns = row_scales[0], column_scales[0]
-    codes = _empty_codes(hp, float8_dtype, of_rows is not None, of_columns is not None)
+    codes = empty_codes(hp, float8_dtype, of_rows is not None, of_columns is not None)
     strides = (0 if of_rows is None else of_rows.stride(0), 0 if of_columns is None else of_columns.stride(1))
     tile, cast = tile_for(hp, column_codes=of_columns is not None), cast_to(float8_dtype, power_of_2)
     launch(_cast_rowwise, hp, tile, *codes, *row_scales, *column_scales, *strides, CAST=cast)
@@ -156,13 +158,6 @@ def tile_of_whole_rows(width: int) -> Tile:
     columns = max(triton.next_power_of_2(width), 16)
     rows = max(4096 // columns, 1)
     return Tile(rows, columns, warps=rows * columns // (32 * 32))
-
-
-def _empty_codes(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool) -> Codes:
-    height, width = hp.shape
-    row_codes = hp.new_empty(height, width, dtype=float8_dtype) if row else None
-    column_codes = hp.new_empty(width, height, dtype=float8_dtype).t() if column else None
-    return row_codes, column_codes
 
 
 def _empty_scales(amax: Tensor | None) -> Scales:

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from quaver import scaling
 from quaver.config import BLOCK_SIZES
 from quaver.kernels import triton_cast
+from quaver.kernels.cast import column_major
 from tests.reference import every_value
 from tests.unit.kernels.triton_kernels import (
     BOTH,
@@ -94,6 +95,15 @@ def test_both_layouts_have_the_same_codes(float8_dtype, hp_dtype):
         hp = torch.randn(rows, columns, device="cuda", dtype=hp_dtype)
         row_codes, _, _, column_codes, *_ = triton_cast.cast_tensorwise(hp, float8_dtype, True, True, False)
         assert column_codes.view(torch.uint8).equal(row_codes.view(torch.uint8))
+
+
+@FLOAT8
+def test_a_transposing_copy_keeps_every_code(float8_dtype):
+    for rows, columns in ((4096, 4096), (1000, 1024), (4097, 33)):
+        codes = torch.randint(0, 256, (rows, columns), device="cuda", dtype=torch.uint8).view(float8_dtype)
+        copy = column_major(codes)
+        assert copy.stride() == (1, rows)
+        assert copy.view(torch.uint8).equal(codes.view(torch.uint8))
 
 
 def test_more_than_2_to_the_31_elements():

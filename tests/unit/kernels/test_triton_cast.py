@@ -95,6 +95,28 @@ def _saturated_elements_are_counted():
         assert scaling.cast_with_persistent_scale(hp, torch.tensor(1.0), float8_dtype)[3][1] == 3
 
 
+def _copies():
+    """Every byte lands where it belongs, in tiles that are whole, cut, and narrow; each is read and written once."""
+    shapes = (1, 40), (33, 1), (3, 5), (70, 45), (144, 80), (272, 160)
+    every_byte = torch.arange(272 * 160).to(torch.uint8)
+    for source in (
+        *(every_byte[: rows * columns].view(rows, columns) for rows, columns in shapes),
+        every_byte[1:81].view(5, 16),
+    ):
+        codes = (source * 7).view(E5M2)
+        with counting_bytes() as counted:
+            copy = triton_cast.column_major(codes)
+        assert (copy.dtype, copy.stride()) == (E5M2, (1, codes.shape[0]))
+        assert torch.equal(copy.t().view(torch.uint8), codes.view(torch.uint8).t())
+        assert sum(counted.values()) == 2 * codes.numel()
+    assert [triton_cast.takes_codes(each) for each in (codes, codes.t(), codes[:0], codes.float())] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
 def _bytes(cast):
     """The bytes of hp and codes, and of all else, per element, for row codes, column codes and both."""
     hp = varied(256, 512, torch.bfloat16)
@@ -139,6 +161,7 @@ AT_NIGHT = [*((_every_value, *dtypes) for dtypes in OTHERS), (_shapes, *OTHERS[2
         (_blocks, torch.float16, E5M2, True, "floor"),
         (_rows_of_every_width,),
         (_saturated_elements_are_counted,),
+        (_copies,),
         *(pytest.param(check, marks=pytest.mark.nightly) for check in AT_NIGHT),
     ],
     ids=lambda check: "-".join(str(getattr(each, "__name__", each)) for each in check),

@@ -169,6 +169,19 @@ def test_blocks(compiled, hp_dtype, tmp_path):
         assert_fits(asm, tmp_path, 200)
 
 
+def test_a_transposing_copy(compiled, tmp_path):
+    """It converts nothing, so that no assembler can lose a code: [Note: ptxas before 13]."""
+    for shape in ((256, 128), (129, 129)):
+        triton_cast.column_major(torch.empty(shape, dtype=E4M3))
+    whole, odd = compiled["_column_major"]
+    found = instructions(whole)
+    assert found["ld.global.v4.b32"] == found["st.global.v4.b32"] == 8
+    assert found["ld.shared.b8"] == found["st.shared.b8"] == 0
+    assert not any(name.startswith("cvt") and "x2" in name for name in found)
+    assert_fits(whole, tmp_path, 64)
+    assert_fits(odd, tmp_path, 128)
+
+
 def every_cast(hp, float8_dtype=E4M3):
     triton_cast.cast_with_persistent_scale(hp, float8_dtype, *BOTH, True, torch.ones(()))
     triton_cast.cast_rowwise(hp, float8_dtype, *ROWS, True)
