@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 _library = torch.library.Library("quaver", "FRAGMENT")
-_library.define("wait_for(Tensor(a!) waiting, Tensor computed) -> ()")
+# Inductor would give an operation that constrains layouts a copy of a pointwise result, and each later reader another.
+_library.define("wait_for(Tensor(a!) waiting, Tensor computed) -> ()", tags=torch.Tag.flexible_layout)
 _library.impl("wait_for", lambda waiting, computed: None, "CompositeExplicitAutograd")
 torch.library.register_fake("quaver::wait_for", lambda waiting, computed: None, lib=_library)
 
@@ -47,3 +48,17 @@ def materialize(tensor: Tensor, waiting: Tensor) -> None:
     """
     if not tensor.is_cpu:
         add_dependency(waiting, tensor)
+
+
+def apart(scale: Tensor, codes: Tensor) -> Tensor:
+    """`scale`, for a second conversion of what was converted to `codes` with it.
+
+    In code compiled for a GPU the second waits until `codes` are stored. Inductor would merge both conversions into one
+    and store that twice; see [Note: ptxas before 13] in triton_blocks.py.
+
+    Args:
+        scale: made in the graph.
+    """
+    if not scale.is_cpu:
+        add_dependency(scale, codes)
+    return scale

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from quaver.checkpointing.early_stop import save
 from quaver.checkpointing.early_stop import saved as saved_tensors
-from quaver.compile_hints import add_dependency, materialize
+from quaver.compile_hints import add_dependency, apart, materialize
 from quaver.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.formats import HP_DTYPES
 from quaver.gemm import Operand, backends_of, laid_out_for_columns_after, mm
@@ -52,6 +52,7 @@ from quaver.quantize import (
     Operands,
     PreparedOperands,
     Quantizer,
+    StoredQuantizer,
     present,
 )
 from quaver.scale_state import LinearScales
@@ -145,6 +146,8 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         args.probe.operands("grad_output", grad_output, Operands(row, column))
     if row is not None and row.dequant_scale is not None:
         materialize(grad_output, row.dequant_scale)
+        if saved_input.dequant_scale is not None:
+            materialize(saved_input.data, row.dequant_scale)
     grad_input = grad_weight = grad_bias = None
     if needs_grad_bias:
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
@@ -181,6 +184,9 @@ def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) ->
         of_input = cached_quantizer if args.sharding is None else args.sharding.input_quantizer
         quantizer = of_input(input, casts, args.hp_dtype, scale, args.reader)
         operands = quantizer(input, row=True, column=needs_grad_weight)
+        row = present(operands.row)
+        if row.dequant_scale is not None:
+            materialize(row.data, row.dequant_scale)  # once, for q, k and v
     if args.probe is not None:
         args.probe.operands("input", input, operands)
     return operands
@@ -200,6 +206,8 @@ def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -
         saved = _SavedWeight(data=column.data, dequant_scale=column.dequant_scale)
     elif needs_grad_input:
         scales = quantizer.scales_for(args.config.casts.weight.column, operands)
+        if scales is not None:
+            scales = scales._replace(quant=apart(scales.quant, present(operands.row).data))
         saved = _SavedWeight(weight.detach(), *(scales or ()))
     return present(operands.row), saved
 
@@ -228,7 +236,7 @@ def _weight_quantizer(args: LinearArgs) -> Quantizer:
 
 
 def _grad_output_quantizer(args: LinearArgs) -> Quantizer:
-    of_grad_output = Quantizer if args.sharding is None else args.sharding.grad_output_quantizer
+    of_grad_output = StoredQuantizer if args.sharding is None else args.sharding.grad_output_quantizer
     return of_grad_output(args.config.casts.grad_output, args.hp_dtype, args.scales.grad_output)
 
 

@@ -18,15 +18,17 @@ follow the dot products: the row operand has one per row [rows, 1], the column o
 Tensorwise, both operands have one scale, and on a CPU one set of codes; blockwise (weights), one set of codes and
 scales. A cast that the config disables gives the matrix itself, in high precision.
 
-Three quantizers share this interface:
+Four quantizers share this interface:
 
     Quantizer                        scales from the matrix; from an earlier step where the scale is persistent
+    StoredQuantizer                  the same, for a gradient, which lies in memory when compiled code casts it
     CachedQuantizer                  the same, for an activation that q, k and v read (shared_input.py)
     TensorParallelQuantizer          the same scales for a matrix that ranks share (distributed/)
 """
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -35,7 +37,13 @@ from torch import Tensor
 
 from quaver.config import CastConfig, OperandCasts
 from quaver.gemm import Operand
-from quaver.kernels.cast import CASTS, cast_with_persistent_scale, cast_with_scale
+from quaver.kernels.cast import (
+    CASTS,
+    CASTS_OF_STORED,
+    cast_with_persistent_scale,
+    cast_with_scale,
+    column_codes_of_blocks,
+)
 from quaver.kernels.places import Places
 from quaver.scaling import PersistentScale, Scales, to_dequant_scale
 
@@ -77,7 +85,7 @@ class Quantizer:
         Args:
             hp: [..., columns], float32, bfloat16 or float16; leading dims are rows.
             row, column: which operands to make.
-            scales: tensorwise scales that are known from an earlier cast of the same matrix.
+            scales: what `scales_for` gave for an earlier cast of the same matrix.
         """
         if not (row or column):
             return Operands(None, None)
@@ -102,6 +110,9 @@ class Quantizer:
             quant, dequant = scales
             codes = cast_with_scale(hp, float8_dtype, quant if of_row else None, quant if of_column else None)
             places = codes[0], quant, dequant, codes[1], None, None
+        elif cast.is_blockwise and scales is not None:
+            column_codes = column_codes_of_blocks(hp, float8_dtype, scales.quant, typing.cast(Any, cast.block_size)[0])
+            places = None, *scales, column_codes, None, None
         elif cast.is_persistent and self.scale is not None:
             places = cast_with_persistent_scale(hp, self.scale, float8_dtype, row, column, power_of_2)
         else:
@@ -109,15 +120,18 @@ class Quantizer:
         return operands_of(places, row, column)
 
     def scales_for(self, cast: CastConfig, operands: Operands) -> Scales | None:
-        """The tensorwise scales of a matrix that was quantized, for a tensorwise `cast` of it, without another read.
+        """The scales of a matrix that was quantized, for a `cast` of it with one scale, without another read.
 
         None for another cast, and where they do not follow. After a row-wise cast it is the smallest quant_scale: a
-        scale falls with its amax, rounding included, and is NaN where an amax is.
+        scale falls with its amax, rounding included, and is NaN where an amax is. In code compiled for a GPU also those
+        of square blocks; elsewhere one kernel finds them and casts.
         """
-        if not cast.is_tensorwise:
-            return None
         operand = operands.row or operands.column
         if operand is None or operand.quant_scale is None or operand.dequant_scale is None:
+            return None
+        if cast.is_blockwise and not cast.has_two_casts and torch.compiler.is_dynamo_compiling():
+            return None if operand.data.is_cpu else Scales(operand.quant_scale, operand.dequant_scale)
+        if not cast.is_tensorwise:
             return None
         if operand.quant_scale.dim() == 0:
             return Scales(operand.quant_scale, operand.dequant_scale)
@@ -125,6 +139,26 @@ class Quantizer:
             return None
         quant = operand.quant_scale.min()
         return Scales(quant, to_dequant_scale(quant))
+
+
+class StoredQuantizer(Quantizer):
+    """Quantizes a matrix that lies in memory, as a gradient does, by one operation for both of its matmuls.
+
+    That is for code compiled for a GPU, where Inductor would read the matrix once for each layout. What Inductor merges
+    with the producer of a matrix, as a norm with the cast of its result, is not for it.
+    """
+
+    __slots__ = ()
+
+    def cast(self, cast: CastConfig, hp: Tensor, row: bool, column: bool, scales: Scales | None) -> Operands:
+        """See `Quantizer`."""
+        by_operation = CASTS_OF_STORED.get(cast.scaling_granularity)
+        if by_operation is None or not (row and column and torch.compiler.is_dynamo_compiling()) or hp.is_cpu:
+            return super().cast(cast, hp, row, column, scales)
+        if cast.is_disabled or (cast.is_persistent and self.scale is not None):
+            return super().cast(cast, hp, row, column, scales)
+        places = by_operation(hp, cast.float8_dtype, row, column, self.casts.power_of_2, *cast.block_options)
+        return operands_of(places, row, column)
 
 
 def operands_of(places: Places, row: bool, column: bool) -> Operands:

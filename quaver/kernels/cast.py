@@ -1,11 +1,13 @@
 """The table of casts to float8: for each granularity its reference, and its kernels for CPUs and GPUs.
 
                                   scales from                       CPU            GPU       compiled for a GPU
-    cast_tensorwise               the amax of the matrix            C extension    Triton    PyTorch
-    cast_rowwise                  the amaxes of rows, of columns    C extension    Triton    PyTorch
+    cast_tensorwise               the amax of the matrix            C extension    Triton    PyTorch (*)
+    cast_rowwise                  the amaxes of rows, of columns    C extension    Triton    PyTorch (*)
     cast_blockwise                the amaxes of blocks              C extension    Triton    PyTorch
     cast_with_scale               the caller                        C extension    Triton    PyTorch
     cast_with_persistent_scale    an earlier step                   C extension    Triton    the operation
+
+(*) Of a matrix that is in memory, for both directions at once, the operation (`CASTS_OF_STORED`, docs/design/0018).
 
 A matrix hp [R, C] is the operand of two matmuls (quantize.py): `row` asks for what the matmul along its rows reads,
 `column` for what the one along its columns reads. What the C extension or Triton does not take (other dtypes, strides,
@@ -16,13 +18,12 @@ shape (0,)):
 
     row_codes, row_quant_scale, row_dequant_scale, column_codes, column_quant_scale, column_dequant_scale
 
-Where the column's is None, the row's serves both: the tensorwise scales, codes and scales of square blocks, and on a
-CPU the tensorwise codes. `CASTS` has these casts by granularity; to add one, add its reference and a row
+Where the column's is None, the row's serves both: the tensorwise scales, the scales of square blocks, and on a CPU the
+codes of both. `CASTS` has these casts by granularity; to add one, add its reference and a row
 (docs/extending.md).
 
 Layouts. A GPU multiplies float8 only along the contiguous dim: there, row codes are contiguous and column codes have
-strides (1, R). A CPU takes any layout: there, codes are contiguous. Block codes are contiguous everywhere, because the
-matmul that reads them takes any layout.
+strides (1, R). A CPU takes any layout: there, codes are contiguous.
 
 A cast with a persistent scale is one operation on every device: only a kernel can find out on the device that it has to
 read the matrix twice. For when casts are operations see operation.py.
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor
 
 from quaver import scaling
+from quaver.compile_hints import apart
 from quaver.config import ScalingGranularity
 from quaver.formats import HP_DTYPES
 from quaver.kernels import cpu
@@ -55,9 +57,25 @@ _amax = phase("quaver::amax")(scaling.amax)
 def _cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
     """Quantize with the scale of the matrix's own amax."""
     cpu.check_memory(hp)
-    quant, dequant = scaling.scales_of(_amax(hp), float8_dtype, power_of_2)
-    row_codes, column_codes = _laid_out(scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True), row, column)
+    quant, dequant = _computed_once(scaling.scales_of(_amax(hp), float8_dtype, power_of_2))
+    row_codes, column_codes = _with_one_scale(hp, float8_dtype, quant, row, column)
     return row_codes, quant, dequant, column_codes, None, None
+
+
+def _with_one_scale(
+    hp: Tensor, float8_dtype: torch.dtype, quant: Tensor, row: bool, column: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Row codes and column codes with one scale. Compiled code converts twice; see `apart`."""
+    if not (torch.compiler.is_dynamo_compiling() and column) or hp.is_cpu:
+        return _laid_out(scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True), row, column)
+    row_codes = scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True).contiguous() if row else None
+    quant = quant if row_codes is None else apart(quant, row_codes)
+    return row_codes, _transposed(scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True))
+
+
+def _transposed(codes: Tensor) -> Tensor:
+    """`column_major` of codes that no other tensor has; compiled code converts into this layout."""
+    return codes.t().contiguous().t() if torch.compiler.is_dynamo_compiling() else column_major(codes)
 
 
 def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
@@ -69,12 +87,25 @@ def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
     made: list[Tensor | None] = []
     for dim, asked in ((1, row), (0, column)):
         if asked:
-            quant, dequant = scaling.scales_of(_amax(hp, dim), float8_dtype, power_of_2)
+            scales = scaling.scales_of(_amax(hp, dim), float8_dtype, power_of_2)
+            quant, dequant = scales if dim else _computed_once(scales)  # a kernel that reads rows computes theirs once
             codes = scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True)
-            made += [codes if hp.is_cpu else _laid_out(codes, dim == 1, dim == 0)[1 - dim], quant, dequant]
+            if not hp.is_cpu:
+                codes = codes.contiguous() if dim else _transposed(codes)
+            made += [codes, quant, dequant]
         else:
             made += NONE
     return tuple(made)
+
+
+def _computed_once(scales: scaling.Scales) -> scaling.Scales:
+    """Keep Inductor from computing a scale in each element that it scales; it also stored that in float32.
+
+    Of what is viewed by strides Inductor makes a buffer.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return scales
+    return scaling.Scales(*(each.as_strided(each.shape, each.stride()) for each in scales))
 
 
 def _cast_blockwise(
@@ -95,9 +126,31 @@ def _cast_blockwise(
     cpu.check_memory(hp)
 
     def cast(block_size: tuple[int, int]) -> Places:
-        return scaling.dynamic_cast_blocks(hp, float8_dtype, power_of_2=power_of_2, block_size=block_size, mode=mode)
+        amax = scaling.block_amax(hp, block_size)
+        scales = _computed_once(scaling.scales_of_blocks(amax, float8_dtype, power_of_2, mode))
+        return scaling.cast_blocks(hp, scales.quant, float8_dtype, block_size, True), *scales
 
-    return of_blocks(cast, row, column, dot_products, length)
+    places = of_blocks(cast, row, column, dot_products, length)
+    if hp.is_cpu or not column:
+        return places
+    row_codes, quant, dequant, column_codes, *of_columns = places
+    if dot_products != length:
+        return row_codes, quant, dequant, _transposed(column_codes), *of_columns
+    if row and torch.compiler.is_dynamo_compiling():
+        return (
+            row_codes,
+            quant,
+            dequant,
+            column_codes_of_blocks(hp, float8_dtype, apart(quant, row_codes), length),
+            None,
+            None,
+        )
+    return row_codes if row else None, quant, dequant, _transposed(row_codes), None, None
+
+
+def column_codes_of_blocks(hp: Tensor, float8_dtype: torch.dtype, quant_scale: Tensor, length: int) -> Tensor:
+    """The column codes of a matrix whose square blocks have known quant_scales, for compiled code."""
+    return _transposed(scaling.cast_blocks(hp, quant_scale, float8_dtype, (length, length), True))
 
 
 def _cpu_blockwise(
@@ -124,7 +177,11 @@ def _fake_blockwise(
         scales = (hp.new_empty(counts, dtype=torch.float32) for _ in range(2))
         return hp.new_empty(hp.shape, dtype=float8_dtype), *scales
 
-    return of_blocks(cast, row, column, dot_products, length)
+    places = of_blocks(cast, row, column, dot_products, length)
+    if hp.is_cpu or not column:
+        return places
+    column_codes = hp.new_empty(hp.shape[1], hp.shape[0], dtype=float8_dtype).t()
+    return places[0] if row else None, *places[1:3], column_codes, *places[4:]
 
 
 def _laid_out(codes: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -135,11 +192,7 @@ def _laid_out(codes: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Te
 
 
 def _column_major(codes: Tensor) -> Tensor:
-    """A copy of `codes` [R, C] with strides (1, R).
-
-    An operation in compiled code, which would else store codes of one conversion in both layouts; for what that meets
-    see [Note: ptxas before 13] in triton_blocks.py.
-    """
+    """A copy of `codes` [R, C] with strides (1, R)."""
     return codes.new_empty(codes.shape[1], codes.shape[0]).copy_(codes.t()).t()
 
 
@@ -179,6 +232,24 @@ CASTS = {
 """(hp, float8_dtype, row, column, power_of_2, *block_options) -> the six places at the top."""
 
 
+def _stored_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
+    quant, dequant = scaling.scales_of(_amax(hp), float8_dtype, power_of_2)
+    row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, quant, quant)
+    return row_codes, quant, dequant, column_codes, None, None
+
+
+CASTS_OF_STORED: dict[ScalingGranularity, Any] = {
+    ScalingGranularity.TENSORWISE: _stored_tensorwise,
+    ScalingGranularity.ROWWISE: torch.ops.quaver.cast_rowwise,
+    ScalingGranularity.BLOCKWISE: torch.ops.quaver.cast_blockwise,
+}
+"""As `CASTS`, by operations that store both layouts.
+
+For compiled code, of a matrix that is in memory. The amax of a tensorwise cast is PyTorch's: Inductor finds it where
+it computes the matrix.
+"""
+
+
 # ---- known scales ----------------------------------------------------------------------------------------------------
 
 
@@ -203,8 +274,9 @@ def _cast_with_scale(
         row_codes = scaling.cast_to_float8(hp, row_scale, float8_dtype)
         row_codes = row_codes if hp.is_cpu else row_codes.contiguous()
     if column_scale is not None:
+        column_scale = column_scale if row_codes is None else apart(column_scale.clone(), row_codes)
         column_codes = scaling.cast_to_float8(hp, column_scale, float8_dtype)
-        column_codes = column_codes if hp.is_cpu else column_major(column_codes)
+        column_codes = column_codes if hp.is_cpu else _transposed(column_codes)
     return row_codes, column_codes
 
 

@@ -1,7 +1,8 @@
 """The cast of blocks on NVIDIA GPUs, in Triton: the bits of quaver/scaling.py, in one read of the matrix.
 
 One program casts one tile of whole blocks: a block, or blocks up to 32 rows and columns. Elements outside the matrix
-are read as 0 and not written. Codes are row-major in both directions; gemm.py lays them out for the matmul.
+are read as 0 and not written. Column codes have strides (1, R). Square blocks are read once for both layouts; of column
+codes a tile has one block along its rows, so that the order in which it holds them does not matter (triton_blocks.py).
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.kernels.places import Places, of_blocks
+from quaver.kernels.places import NONE, Places
 from quaver.kernels.triton_blocks import (
     Tile,
     cast_to,
+    empty_codes,
     inside,
     jit,
     launch,
+    load_tile,
     magnitude_bits,
+    store_column_codes,
     store_row_codes,
     to_float8,
     to_quant_scale,
-    widen,
 )
 from quaver.scaling import block_counts, e8m0_offset
 
@@ -58,29 +61,43 @@ def cast_blockwise(
         The six places of cast.py; square blocks are cast once.
     """
 
-    def cast(block_size: tuple[int, int]) -> Places:
-        return _cast(hp, float8_dtype, power_of_2, block_size, mode)
+    def cast(block_size: tuple[int, int], row: bool, column: bool) -> Places:
+        return _cast(hp, float8_dtype, power_of_2, block_size, mode, row, column)
 
-    return of_blocks(cast, row, column, dot_products, length)
+    if dot_products == length:
+        row_codes, column_codes, *scales = cast((length, length), row, column)
+        return row_codes, *scales, column_codes, None, None
+    row_codes, _, *of_rows = cast((dot_products, length), True, False) if row else (None, *NONE)
+    _, column_codes, *of_columns = cast((length, dot_products), False, True) if column else (None, *NONE)
+    return row_codes, *of_rows, column_codes, *of_columns
 
 
 def _cast(
-    hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, block_size: tuple[int, int], mode: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    codes = torch.empty_like(hp, dtype=float8_dtype)
+    hp: Tensor,
+    float8_dtype: torch.dtype,
+    power_of_2: bool,
+    block_size: tuple[int, int],
+    mode: str,
+    row: bool,
+    column: bool,
+) -> Places:
+    """Row codes, column codes, and their scales."""
+    codes = empty_codes(hp, float8_dtype, row, column)
     counts = block_counts(hp.shape[0], hp.shape[1], block_size)
     quant, dequant = (hp.new_empty(counts, dtype=torch.float32) for _ in range(2))
     rows, columns = (max(size, 32) for size in block_size)
-    tile, cast = Tile(rows, columns, warps=rows * columns // 1024), cast_to(float8_dtype, power_of_2)
+    rows_of_thread = hp.element_size() * 2 if column else 1
+    tile, cast = Tile(rows, columns, rows * columns // 1024, rows_of_thread), cast_to(float8_dtype, power_of_2)
     blocks = Blocks(*block_size, bool(mode), e8m0_offset(float8_dtype, mode))
-    launch(_cast_blocks, hp, tile, codes, quant, dequant, CAST=cast, BLOCKS=blocks)
-    return codes, quant, dequant
+    launch(_cast_blocks, hp, tile, *codes, quant, dequant, CAST=cast, BLOCKS=blocks)
+    return *codes, quant, dequant
 
 
 @jit
 def _cast_blocks(
     hp_ptr: tl.tensor,
-    codes_ptr: tl.tensor,
+    row_codes_ptr: tl.tensor,
+    column_codes_ptr: tl.tensor,
     quant_ptr: tl.tensor,
     dequant_ptr: tl.tensor,
     rows: tl.tensor,
@@ -93,8 +110,7 @@ def _cast_blocks(
     ACROSS: tl.constexpr = TILE.columns // BLOCKS.columns
     tiles_across = tl.cdiv(columns, TILE.columns)
     tile_r, tile_c = (tl.program_id(0) // tiles_across).to(tl.int64), (tl.program_id(0) % tiles_across).to(tl.int64)
-    r, c = tile_r * TILE.rows + tl.arange(0, TILE.rows), tile_c * TILE.columns + tl.arange(0, TILE.columns)
-    hp = widen(tl.load(hp_ptr + r[:, None] * columns + c[None, :], mask=inside(r, rows, c, columns), other=0.0))
+    hp, r, c = load_tile(hp_ptr, tl.program_id(0), rows, columns, TILE)
     magnitudes = tl.reshape(magnitude_bits(hp), [DOWN, BLOCKS.rows, ACROSS, BLOCKS.columns])
     bits = tl.max(tl.max(magnitudes, 3), 1)
     amax = bits.to(tl.float32, bitcast=True)
@@ -108,7 +124,10 @@ def _cast_blocks(
         dequant = tl.div_rn(1.0, quant)
     of_elements = tl.broadcast_to(quant[:, None, :, None], [DOWN, BLOCKS.rows, ACROSS, BLOCKS.columns])
     codes = to_float8(hp * tl.reshape(of_elements, [TILE.rows, TILE.columns]), CAST)
-    store_row_codes(codes_ptr, codes, r, c, rows, columns)
+    if row_codes_ptr is not None:
+        store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
+    if column_codes_ptr is not None:
+        store_column_codes(column_codes_ptr, codes, tl.program_id(0), c, rows, columns, TILE)
     i, j = tile_r * DOWN + tl.arange(0, DOWN), tile_c * ACROSS + tl.arange(0, ACROSS)
     down, across = tl.cdiv(rows, BLOCKS.rows), tl.cdiv(columns, BLOCKS.columns)
     positions, mask = i[:, None] * across + j[None, :], inside(i, down, j, across)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 from quaver.bench.ledger.kernels import float64_operations, times_read
@@ -178,6 +179,12 @@ def _persistent_cast(entry: Entry) -> list[Entry]:
     return [replace(entry, category="casts" if entry.category != "small" else "small", launches=3)]
 
 
+def _cast_from_two_reads(entry: Entry, launches: int) -> list[Entry]:
+    """An operand is read for its amaxes and for its codes, or for those of rows and of columns."""
+    operand = entry.launch.reads[0].moved_bytes
+    return [replace(entry, read_bytes=entry.read_bytes + operand, launches=launches)]
+
+
 _ATTENTION_MATMULS = {False: 2, True: 5}
 """Matmuls of queries with keys, or of scores with values: forward, and backward with the recomputed scores."""
 
@@ -199,6 +206,8 @@ OPERATIONS: dict[str, Operation] = {
     "quaver.exact_float8_mm": _matmul,
     "quaver.column_major": _transposed_copy,
     "quaver.cast_with_persistent_scale": _persistent_cast,
+    "quaver.cast_rowwise": partial(_cast_from_two_reads, launches=3),
+    "quaver.cast_blockwise": partial(_cast_from_two_reads, launches=2),
     "quaver.grouped_mm": _grouped_matmul,
     "aten._scaled_mm": _matmul,
     "aten._scaled_grouped_mm": _grouped_matmul,

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -42,17 +43,20 @@ def test_counts(part, name):
 
 
 def test_the_amax_and_the_cast_of_a_gradient_by_hand():
-    """grad_output [M, N] in bfloat16: the amax reads it, the cast reads it again and writes its codes."""
+    """grad_output [M, N] in bfloat16: the amax reads it; one operation reads it again and writes both layouts."""
     backward = [entry for entry in ledger("linear", "quaver tensorwise").entries if entry.is_backward]
     (amax,) = (e for e in backward if e.category == "amax" and e.launch.reads[0].elements == M * N)
     assert amax.read_bytes == 2 * M * N
     assert amax.written_bytes == sum(4 * each.elements for each in amax.launch.writes) < M * N / 100
     assert amax.name.startswith("triton_red_fused") or amax.name.startswith("triton_per_fused")
     casts = [e for e in backward if e.category == "casts" and any(r.elements == M * N for r in e.launch.reads)]
-    written = [each for e in casts for each in e.launch.writes if each.elements == M * N]
-    assert {each.dtype for each in written} == {torch.float8_e5m2}
-    assert sum(e.written_bytes for e in casts) == M * N * len(written)
-    assert sum(e.read_bytes for e in casts) == len(casts) * (2 * M * N + 2)  # and the amax in bfloat16
+    (cast,) = casts
+    assert [(each.dtype, each.stride) for each in cast.launch.writes] == [
+        (torch.float8_e5m2, (N, 1)),
+        (torch.float8_e5m2, (1, M)),
+    ]
+    assert cast.written_bytes == 2 * M * N
+    assert 0 <= cast.read_bytes - 2 * M * N <= 8  # and the scale
 
 
 def test_matmuls_and_saved_bytes_by_hand():
@@ -76,7 +80,7 @@ def test_each_kernel_tells_its_line_and_what_it_fuses():
 
 def test_tensors_read_for_quantization_and_stores():
     of_linear = ledger("linear", "quaver tensorwise")
-    assert max(of_linear.quantization_reads.values()) == 2  # an amax and a cast
+    assert max(of_linear.quantization_reads.values()) == 3  # an amax, and a cast for each layout
     assert sum(map(len, of_linear.stores.values())) == of_linear.surplus_stores + len(
         {(name, each.stride) for name, stored in of_linear.stores.items() for each in stored}
     )
@@ -136,8 +140,10 @@ def test_the_time_of_a_bfloat16_linear_is_the_rooflines():
 
 def test_the_copies_cost_what_their_elements_do():
     spec, of_linear = find_device_spec("H200"), ledger("linear", "quaver tensorwise")
-    copied = sum(entry.copied_elements for entry in of_linear.entries)
-    assert copied == M * K + K * N + M * N
+    assert not any(entry.copied_elements for entry in of_linear.entries)
+    copied, entry = M * N, next(entry for entry in of_linear.entries if entry.category == "casts")
+    moved = {"read_bytes": copied, "written_bytes": copied, "copied_elements": copied}
+    of_linear = replace(of_linear, entries=(replace(entry, category="copies", **moved),))
     slow = sum(milliseconds_by_category(of_linear, spec).values()) - milliseconds_with_fast_copies(of_linear, spec)
     assert slow == pytest.approx(1e3 * copied * (7.4e-12 - 2 / (4800e9 * 0.85)))
 

@@ -95,15 +95,17 @@ def assert_block_casts(hp, float8_dtype, block_size, power_of_2, mode, wanted=(B
     """The cast in blocks has the oracle's bits along rows and along columns."""
     assert triton_cast.takes(hp, float8_dtype)
     for rows, columns in wanted:
-        expected = []
-        for size, asked in ((block_size, rows or block_size[0] == block_size[1]), (block_size[::-1], columns)):
+        made = []
+        for size in (block_size, block_size[::-1]):
             options = {"power_of_2": power_of_2, "block_size": size, "mode": mode}
-            made = scaling.dynamic_cast_blocks(hp.cpu(), float8_dtype, **options)
-            expected += made if asked else (None, None, None)
-        if block_size[0] == block_size[1]:
-            expected[3:] = None, None, None
+            made.append(scaling.dynamic_cast_blocks(hp.cpu(), float8_dtype, **options))
+        row_codes, column_codes = laid_out(made[0][0], made[1][0], rows, columns)
+        is_square = block_size[0] == block_size[1]
+        of_rows = made[0][1:] if rows or is_square else (None, None)
+        of_columns = made[1][1:] if columns and not is_square else (None, None)
         assert_equal(
-            triton_cast.cast_blockwise(hp, float8_dtype, rows, columns, power_of_2, *block_size, mode), expected
+            triton_cast.cast_blockwise(hp, float8_dtype, rows, columns, power_of_2, *block_size, mode),
+            (row_codes, *of_rows, column_codes, *of_columns),
         )
 
 

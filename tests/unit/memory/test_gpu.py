@@ -24,6 +24,7 @@ from tests.distributed.counting import CollectiveCounter
 aten = torch.ops.aten
 SIZE = Size(sequences=2)
 TOKENS = SIZE.sequences * SIZE.seq_len
+FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
 on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="torch 2.11 hides gathers")
 
 
@@ -74,11 +75,24 @@ class NormAndSwiGLU(torch.nn.Module):
         return self.mlp(self.norm(hidden))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "mxfp8"])
-def test_compiled_code_multiplies_for_all_gradients_and_stores_what_a_gpu_stores(recipe, monkeypatch):
+def stored(graph):
+    """The buffers of a lowered graph that something reads."""
+    read = {name.removesuffix("_start") for name in graph.get_output_names()}
+    for operation in reversed(graph.operations):
+        if operation.is_extern():
+            read |= {each.get_name() for each in operation.inputs}
+        elif any(each.get_name() in read for each in operation.get_outputs()):
+            read |= set(operation.get_read_names())
+    return [each for each in graph.buffers if each.has_tensor_output() and each.get_name() in read]
+
+
+@pytest.mark.parametrize(("recipe", "codes"), [("tensorwise", 16), ("rowwise_with_gw_hp", 11), ("mxfp8", 18)])
+def test_compiled_code_multiplies_for_all_gradients_and_stores_what_a_gpu_stores(recipe, codes, monkeypatch):
     """No gradient is left out or of zeros, and nothing lies in memory in float32 between SwiGLU and casts, as on a CPU.
 
-    No generated kernel transposes codes: one that stored them twice could lose the second.
+    `codes`: each layout of each operand is stored once, though gate and up read one; in mxfp8 each has its own, because
+    scales that may be NaN are not merged. No kernel stores one conversion
+    twice, which could lose the second: see [Note: ptxas before 13].
     """
     module = convert_to_float8_training(NormAndSwiGLU(), config=recipe)
     fuse_producers(module)
@@ -91,8 +105,13 @@ def test_compiled_code_multiplies_for_all_gradients_and_stores_what_a_gpu_stores
         called = [node for node in graph.module.graph.nodes if node.op == "call_function"]
         matmuls.update(name for name in map(str, (node.target for node in called)) if "mm" in name)
         made_of.extend(node for node in called if node.target in (aten.copy.default, aten.full.default))
-        made = (each for each in graph.buffers if each.has_tensor_output())
-        buffers.extend((each.get_dtype(), each.get_numel()) for each in made)
+        converted = [node for node in called if "convert" in str(node.target) and node.meta["val"].dtype in FLOAT8]
+        layouts = [
+            {aten.clone.default in {each.target for each in reader.users} for reader in node.users}
+            for node in converted
+        ]
+        assert {True, False} not in layouts
+        buffers.extend((each.get_dtype(), each.get_numel()) for each in stored(graph))
         return result
 
     monkeypatch.setattr(GraphLowering, "run", seen)
@@ -102,6 +121,7 @@ def test_compiled_code_multiplies_for_all_gradients_and_stores_what_a_gpu_stores
     if recipe != "mxfp8":  # whose scales make expressions so long that Inductor stores the parts
         assert (torch.float32, TOKENS * 512) not in buffers
     assert not [node for node in made_of if node.meta["val"].numel() > 1], made_of
+    assert sum(dtype in FLOAT8 for dtype, _ in buffers) == codes
 
 
 @pytest.mark.parametrize(
