@@ -148,25 +148,43 @@ def amax_to_quant_scale(amax: Tensor, float8_dtype: torch.dtype, *, power_of_2: 
     if runs_eagerly_on_cpu(amax):
         scale = torch.div(_MAX[float8_dtype], amax.float()).clamp_max_(_LARGEST_QUANT_SCALE[float8_dtype])
     elif power_of_2:
-        return _power_of_2_below(amax.float(), format_of(float8_dtype).max)
+        return _power_of_2_below(amax.float(), float8_dtype)
     else:  # [Note: one division, two formulas]
         # The cap comes after the rounding, because torch 2.11's compiler drops a float64 -> float32 -> float64 that has
         # nothing between (`pointless_convert` in its joint graph passes): to_dequant_scale would divide unrounded.
-        fmt = format_of(float8_dtype)
-        scale = (fmt.max / amax.double()).float().clamp(max=fmt.max / EPS)
+        largest, largest_quant_scale = _scale_constants(float8_dtype)
+        scale = (largest / amax.double()).float().clamp(max=largest_quant_scale)
     return round_down_to_power_of_2(scale) if power_of_2 else scale
 
 
-def _power_of_2_below(amax: Tensor, largest: float) -> Tensor:
+def _power_of_2_below(amax: Tensor, float8_dtype: torch.dtype) -> Tensor:
     """The same for powers of two, by integers: a float64 division takes 40 instructions where compiled code fuses it.
 
     2^k is at most largest / amax where the bits of amax, k exponents up, are at most those of `largest`. RN32 of the
     quotient is the same power of two: with a mantissa of 1.75 the quotient of the next amax is too far below.
     """
-    most = math.frexp(largest / EPS)[1] - 1
-    exponent = ((bits_of(largest) - amax.view(torch.int32)) >> 23).clamp(max=most)
+    largest_bits, most = _power_of_2_constants(float8_dtype)
+    exponent = ((largest_bits - amax.view(torch.int32)) >> 23).clamp(max=most)
     scale = ((exponent + 127) << 23).view(torch.float32)
     return torch.where(amax < torch.inf, scale, torch.where(amax == torch.inf, 0.0, amax))
+
+
+# [Note: floats under dynamic shapes] With dynamic=True Dynamo makes a float of a module an input of the graph, which it
+# cannot hand to the graph of an autograd function inside (torch 2.13). It runs these functions when it traces.
+
+
+@torch.compiler.assume_constant_result
+def _scale_constants(float8_dtype: torch.dtype) -> tuple[float, float]:
+    """The format's largest number, and the largest quant_scale."""
+    largest = format_of(float8_dtype).max
+    return largest, largest / EPS
+
+
+@torch.compiler.assume_constant_result
+def _power_of_2_constants(float8_dtype: torch.dtype) -> tuple[int, int]:
+    """The bits of the format's largest number, and the exponent of the largest power of two that is a quant_scale."""
+    largest = format_of(float8_dtype).max
+    return bits_of(largest), math.frexp(largest / EPS)[1] - 1
 
 
 def bits_of(number: float) -> int:

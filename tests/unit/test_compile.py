@@ -15,6 +15,7 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.kernels.cast import cast_rowwise, cast_tensorwise, cast_with_scale
+from quaver.scaling import scales_of
 from tests.distributed.models import DIM, Block
 from tests.reference import BLOCK_RECIPES, PERSISTENT_RECIPES, RECIPES
 from tests.steps import assert_same, results_of
@@ -196,3 +197,22 @@ def test_the_cast_operations_have_faithful_fakes():
             check(ops.cast_with_scale, hp, E4M3, row_scale if rows else None, column_scale if columns else None)
         for rows, columns in ((True, False), (False, True), (True, True)):
             check(ops.cast_rowwise, hp, E4M3, rows, columns, True)
+
+
+class ScalesInside(torch.autograd.Function):
+    """An autograd function that computes scales itself, as that of a tensor-parallel linear does."""
+
+    @staticmethod
+    def forward(ctx, values, power_of_2):
+        return torch.stack([*scales_of(values.abs().amax(), torch.float8_e4m3fn, power_of_2)])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.new_zeros(8), None
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_dynamic_shapes_make_no_inputs_of_the_constants_of_scales(power_of_2):
+    compiled = torch.compile(ScalesInside.apply, dynamic=True, backend="aot_eager", fullgraph=True)
+    values = torch.randn(8, requires_grad=True)
+    assert_same(compiled(values, power_of_2), ScalesInside.apply(values, power_of_2))
