@@ -36,7 +36,8 @@ class Export(Settings):
     )
     format: Annotated[str, OneOf(FORMATS)] = setting(
         COMPRESSED_TENSORS,
-        "compressed-tensors keeps the codes of training; the other two quantize again, in blocks of 128 x 128.",
+        "compressed-tensors keeps the codes of training; the others quantize again what was trained with other blocks "
+        "than theirs, of 128 x 128, or of 32 elements of a row in MXFP8.",
     )
     model: str | None = setting(None, "Which model of a run, such as tensorwise or bfloat16; the first by default.")
     dtype: Annotated[str, OneOf(("float32", "bfloat16"))] = setting(

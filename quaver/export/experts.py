@@ -4,6 +4,7 @@
     a row                each has its own rows
     a tensor             both have the scale of the whole
     128 x 128 blocks     each has its own rows of blocks, where F is a multiple of 128
+    MXFP8                each has its own rows, with the scales of their 32 x 32 blocks
 
 Otherwise a block of the forward has rows of both, which no checkpoint holds: gate and up are quantized again, each in
 blocks from its own first row. So are weights of recipes without such blocks.
@@ -17,10 +18,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from quaver.config import OperandCasts
-from quaver.formats import E4M3
+from quaver.export.formats import WeightFormat
 from quaver.gemm import Operand
 from quaver.quantize import Quantizer, present
-from quaver.scaling import BLOCK_SIZE, dynamic_cast_blocks
 
 
 class StoredExpert(NamedTuple):
@@ -38,7 +38,7 @@ def quantize_expert(weight: Tensor, casts: OperandCasts) -> Operand:
 
 
 def store_expert(
-    weight: Tensor, of_forward: Operand, casts: OperandCasts, parts: int, is_in_blocks: bool
+    weight: Tensor, of_forward: Operand, casts: OperandCasts, parts: int, format: WeightFormat
 ) -> StoredExpert:
     """What a checkpoint holds of the matrix of one expert.
 
@@ -47,16 +47,14 @@ def store_expert(
         of_forward: the operand of its matmul.
         casts: of the weight.
         parts: into how many matrices of N / parts rows a checkpoint cuts it.
-        is_in_blocks: whether the format has scales of 128 x 128 blocks.
+        format: of the checkpoint.
     """
-    square = (BLOCK_SIZE, BLOCK_SIZE)
-    has_blocks = casts.row.is_blockwise and casts.row.block_size == square
-    is_cut_between_blocks = parts == 1 or weight.shape[0] // parts % BLOCK_SIZE == 0
-    if not is_in_blocks or (has_blocks and is_cut_between_blocks):
-        return StoredExpert(_cut(of_forward, parts), False)
-    power_of_2 = has_blocks and casts.power_of_2
-    again = [dynamic_cast_blocks(each, E4M3.dtype, power_of_2=power_of_2) for each in weight.chunk(parts)]
-    return StoredExpert([Operand(codes, scale) for codes, _, scale in again], True)
+    held, rows = format.held(of_forward, casts.row), weight.shape[0] // parts
+    is_cut_between_blocks = parts == 1 or format.block_size is None or rows % format.block_size[0] == 0
+    if held is not None and is_cut_between_blocks:
+        return StoredExpert(_cut(held, parts), False)
+    power_of_2 = held is not None and casts.power_of_2
+    return StoredExpert([format.quantized(each, power_of_2=power_of_2) for each in weight.chunk(parts)], True)
 
 
 def _cut(operand: Operand, parts: int) -> list[Operand]:

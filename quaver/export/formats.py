@@ -6,16 +6,19 @@
                                 tensorwise                      one scale               dynamic, per tensor
                                 delayed, static                 one scale               static, per tensor
     compressed-tensors-block    any                             a scale per 128 x 128   dynamic, per 128 of a token
+    compressed-tensors-mxfp8    any                             E8M0, a scale per 32    dynamic, per 32 of a token
     fp8                         any                             a scale per 128 x 128   dynamic, per 128 of a token
 
 A float8 weight `<linear>.weight`, e4m3 [N, K], comes with its scale, float32: [N, 1] per row, [1] per tensor,
-[ceil(N / 128), ceil(K / 128)] per block; value = code * scale. It is called `<linear>.weight_scale`, in fp8 (the format
-of DeepSeek's checkpoints) `<linear>.weight_scale_inv`. Static activations add `<linear>.input_scale`, [1]. These are
-the names, shapes and dtypes that compressed-tensors 0.20 and transformers 5.23 write, and that the
-CompressedTensorsW8A8Fp8 of vLLM (its main branch, October 2025) and of SGLang register.
+[ceil(N / 128), ceil(K / 128)] per block; or the bytes of E8M0, uint8 [N, K / 32]; value = code * scale. It is called
+`<linear>.weight_scale`, in fp8 (the format of DeepSeek's checkpoints) `<linear>.weight_scale_inv`. Static activations
+add `<linear>.input_scale`, [1]. These are the names, shapes and dtypes that compressed-tensors 0.20 and transformers
+5.23 write, and that the CompressedTensorsW8A8Fp8 of vLLM (its main branch, October 2025) and of SGLang register, and
+vLLM's CompressedTensorsW8A8Mxfp8.
 
-The two block formats hold the codes of the recipe `blockwise` and of weights that `freeze_to_float8` stored so; weights
-of other recipes are quantized again. Under a blockwise config compressed-tensors is compressed-tensors-block.
+The formats of 128 x 128 hold the codes of the recipe `blockwise` and of weights that `freeze_to_float8` stored so,
+compressed-tensors-mxfp8 those of `mxfp8`, whose 32 x 32 blocks have 32 equal rows of scales; weights of other recipes
+are quantized again. Under a blockwise config compressed-tensors is that of the two which has its blocks.
 """
 
 from __future__ import annotations
@@ -25,22 +28,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from quaver.cast_config import ALL
+from quaver.cast_config import ALL, ScaleCalculationMode
 from quaver.config import CastConfig, Float8LinearConfig
-from quaver.scaling import BLOCK_SIZE
+from quaver.formats import E4M3
+from quaver.gemm import Operand
+from quaver.scaling import BLOCK_SIZE, dynamic_cast_blocks
 
 COMPRESSED_TENSORS = "compressed-tensors"
 BLOCKS = "compressed-tensors-block"
+MXFP8 = "compressed-tensors-mxfp8"
 FP8 = "fp8"
 HIGH_PRECISION = "high-precision"
-FORMATS = (COMPRESSED_TENSORS, BLOCKS, FP8)
+FORMATS = (COMPRESSED_TENSORS, BLOCKS, MXFP8, FP8)
+
+GROUP_SIZE = 32
+"""How many elements of a row share a scale in MXFP8."""
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Sibling linears that servers fuse into one, which has one scale where scales are per tensor."""
 
 _SCALE_NAMES = {COMPRESSED_TENSORS: "weight_scale", FP8: "weight_scale_inv"}
 """The leaf name of a weight's scale, by `quant_method`."""
+
+_BLOCK_SIZES = {"block": (BLOCK_SIZE, BLOCK_SIZE), "group": (1, GROUP_SIZE)}
+"""The rows and columns that share a scale, by the strategies of weights in blocks."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,7 @@ class WeightFormat:
     method: str
     """The `quant_method`."""
     weights: str
-    """The compressed-tensors strategy: "channel" (a scale per row), "tensor" or "block"."""
+    """The compressed-tensors strategy: "channel" (a scale per row), "tensor", "block", or "group" (MXFP8)."""
     activations: str | None
     """The strategy "token", "tensor" or "group"; None for activations in high precision."""
     is_static: bool
@@ -60,6 +73,57 @@ class WeightFormat:
     def scale_name(self) -> str:
         """The leaf name of a weight's scale."""
         return _SCALE_NAMES[self.method]
+
+    @property
+    def block_size(self) -> tuple[int, int] | None:
+        """The rows and columns that share a scale; None where it is one of a row or of the tensor."""
+        return _BLOCK_SIZES.get(self.weights)
+
+    @property
+    def is_mx(self) -> bool:
+        """Whether scales are E8M0, one byte each."""
+        return self.weights == "group"
+
+    def held(self, operand: Operand, weight: CastConfig) -> Operand | None:
+        """The codes [N, K] of the forward with scales of the blocks of the format; None where it cannot hold them.
+
+        Args:
+            operand: of the forward's matmul.
+            weight: how it was cast.
+        """
+        if self.block_size is None:
+            return operand
+        if not self.is_mx:
+            return operand if weight.block_size == self.block_size else None
+        scale = operand.dequant_scale
+        if scale is None or weight.block_size is None or weight.block_size[1] != GROUP_SIZE or not _is_e8m0(scale):
+            return None
+        return Operand(operand.data, scale.repeat_interleave(weight.block_size[0], 0)[: operand.data.shape[0]])
+
+    def quantized(self, weight: Tensor, *, power_of_2: bool = False) -> Operand:
+        """A weight [N, K] in the blocks of the format.
+
+        Args:
+            weight: in high precision.
+            power_of_2: round the scales of blocks to powers of two; those of MXFP8 are such.
+        """
+        if self.block_size is None:
+            raise RuntimeError(f"{self.weights}: expected a format of blocks")
+        codes, _, scale = dynamic_cast_blocks(
+            weight,
+            E4M3.dtype,
+            power_of_2=power_of_2,
+            block_size=self.block_size,
+            mode=ScaleCalculationMode.RCEIL.value if self.is_mx else "",
+        )
+        return Operand(codes, scale)
+
+    def stored_scale(self, dequant_scale: Tensor) -> Tensor:
+        """A scale as the checkpoint has it, contiguous and with at least one dim."""
+        scale = dequant_scale.contiguous()
+        if self.is_mx:
+            return scale.to(torch.float8_e8m0fnu).view(torch.uint8)
+        return scale if scale.dim() else scale.reshape(1).clone()  # it may be shared
 
     def quantization_config(self, ignore: Sequence[str], cut_inputs: Sequence[str] = ()) -> dict[str, Any]:
         """The `quantization_config` of config.json.
@@ -79,10 +143,10 @@ class WeightFormat:
             }
         inputs = None
         if self.activations is not None:
-            inputs = _quantization_args(self.activations, is_dynamic=not self.is_static)
+            inputs = self._quantization_args(self.activations, is_dynamic=not self.is_static)
         group = {
             "targets": ["Linear"],
-            "weights": _quantization_args(self.weights, is_dynamic=False),
+            "weights": self._quantization_args(self.weights, is_dynamic=False),
             "input_activations": inputs,
             "output_activations": None,
         }
@@ -91,20 +155,26 @@ class WeightFormat:
             groups["group_1"] = {**group, "targets": list(cut_inputs), "input_activations": None}
         return {
             "quant_method": COMPRESSED_TENSORS,
-            "format": "float-quantized",
+            "format": "mxfp8-quantized" if self.is_mx else "float-quantized",
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": list(ignore),
         }
 
+    def _quantization_args(self, strategy: str, *, is_dynamic: bool) -> dict[str, Any]:
+        args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": is_dynamic}
+        if self.is_mx:
+            return {**args, "group_size": GROUP_SIZE, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+        if strategy == "group":
+            args["group_size"] = BLOCK_SIZE
+        if strategy == "block":
+            args["block_structure"] = [BLOCK_SIZE, BLOCK_SIZE]
+        return args
 
-def _quantization_args(strategy: str, *, is_dynamic: bool) -> dict[str, Any]:
-    args = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": is_dynamic}
-    if strategy == "group":
-        args["group_size"] = BLOCK_SIZE
-    if strategy == "block":
-        args["block_structure"] = [BLOCK_SIZE, BLOCK_SIZE]
-    return args
+
+def _is_e8m0(scale: Tensor) -> bool:
+    """Whether every scale is a power of two that E8M0 has."""
+    return scale.to(torch.float8_e8m0fnu).float().equal(scale)
 
 
 def weight_format(format: str, config: Float8LinearConfig) -> WeightFormat:
@@ -121,6 +191,9 @@ def weight_format(format: str, config: Float8LinearConfig) -> WeightFormat:
         if not cast.is_disabled and cast.float8_dtype is not torch.float8_e4m3fn:
             raise NotImplementedError(f"{name}: checkpoints hold codes in e4m3, got {cast}; export with another recipe")
     sharing = weight.known_sharing("export")
+    is_mx = weight.scale_calculation_mode is not None and sharing[1] == GROUP_SIZE
+    if format == MXFP8 or (format == COMPRESSED_TENSORS and is_mx):
+        return WeightFormat(COMPRESSED_TENSORS, "group", "group", False)
     if format != COMPRESSED_TENSORS or ALL not in sharing:
         return WeightFormat(FP8 if format == FP8 else COMPRESSED_TENSORS, "block", "group", False)
     weights = "tensor" if sharing == (ALL, ALL) else "channel"

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quaver.export.files import listed
 from quaver.quantized_configs import QUANTIZATION_KEYS
-from quaver.scaling import dequantize
+from quaver.scaling import BLOCK_LENGTHS, dequantize
 
 CODES = ("F8_E4M3", "F8_E5M2")
 """Dtypes of weights, as headers of files name them."""
@@ -94,7 +94,7 @@ class StoredFormat:
             values = values[:, 0, :, 0]
         counts = tuple(values.shape)
         sizes = [size for size in self.block_sizes if _block_counts(shape, size) == counts]
-        is_of_config = bool(sizes) and counts != (rows, 1)
+        is_of_config = bool(sizes) and (counts != (rows, 1) or all(size[0] == 1 for size in sizes))
         if not is_of_config:
             if math.prod(counts) == 1 and (len(counts) < 2 or not self.block_sizes):
                 return StoredScale(values.reshape(()), "tensor")
@@ -112,7 +112,8 @@ class StoredFormat:
                 f"{' or '.join(blocks)}, got {list(stored.shape)}"
                 + ("" if self.block_sizes else "; weight_block_size in config.json says which blocks")
             )
-        return StoredScale(values, f"block {sizes[0][0]} x {sizes[0][1]}", sizes[0])
+        values, size = _in_squares(values, sizes[0])
+        return StoredScale(values, f"block {size[0]} x {size[1]}", size)
 
 
 def _float32(name: str, scale: Tensor) -> Tensor:
@@ -124,6 +125,18 @@ def _float32(name: str, scale: Tensor) -> Tensor:
     if not scale.isfinite().all():
         raise ValueError(f"the scale of {name} has an inf or a NaN: the model that was exported has diverged")
     return scale
+
+
+def _in_squares(values: Tensor, size: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+    """Scales of groups of a row as those of square blocks, where the rows of each block have the same ones.
+
+    So files of MXFP8 hold the blocks of quaver's recipe, which frozen weights have.
+    """
+    length = size[1]
+    squares = values[::length]
+    if size[0] == 1 and length in BLOCK_LENGTHS and squares.repeat_interleave(length, 0)[: len(values)].equal(values):
+        return squares, (length, length)
+    return values, size
 
 
 def _block_counts(shape: Sequence[int], size: tuple[int, int]) -> tuple[int, int]:

@@ -14,7 +14,15 @@ from quaver.experts.module import Float8Experts, weights_of
 from quaver.experts.seam import Float8GroupedMM
 from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
 from quaver.export.files import listed
-from quaver.export.formats import COMPRESSED_TENSORS, FORMATS, HIGH_PRECISION, WeightFormat, weight_format
+from quaver.export.formats import (
+    BLOCKS,
+    COMPRESSED_TENSORS,
+    FORMATS,
+    GROUP_SIZE,
+    HIGH_PRECISION,
+    WeightFormat,
+    weight_format,
+)
 from quaver.linear import Float8Linear
 from quaver.scaling import BLOCK_SIZE
 from quaver.weights.frozen import FrozenFloat8Weight
@@ -42,9 +50,9 @@ class Plan:
     """The modules whose matrices stay in high precision."""
     format: WeightFormat
     ragged: list[str]
-    """The weights whose last blocks are cut, because a dimension is no multiple of 128; none without blocks."""
+    """The weights whose last blocks are cut, because a dimension is no multiple of 128; none without such blocks."""
     cut_inputs: list[str]
-    """The modules of a checkpoint whose weights have columns that are no multiple of 128; none without blocks."""
+    """The modules of a checkpoint whose weights have columns that are no multiple of 128; none without such blocks."""
     recipe: str
     report: ConversionReport
 
@@ -100,7 +108,11 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     }
     recipe = config.recipe_name.value if config.recipe_name else str(config)
     whole = [name for name in stacks if name not in experts] + _stacks_of_torchtitan(modules)
-    sizes = _sizes(linears, experts, checkpoint) if stored.weights == "block" else {}
+    sizes = {} if stored.block_size is None else _sizes(linears, experts, checkpoint)
+    if stored.is_mx:
+        if format != HIGH_PRECISION:
+            _check_groups(sizes)
+        sizes = {}
     ragged = [name for name, size in sizes.items() if any(length % BLOCK_SIZE for length in size)]
     cut_inputs = [
         part.removesuffix(".weight")
@@ -109,6 +121,16 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
         for part in checkpoint.of(name if name in experts else f"{name}.weight")
     ]
     return Plan(linears, experts, whole, names, checkpoint, sorted(ignore), stored, ragged, cut_inputs, recipe, report)
+
+
+def _check_groups(sizes: Mapping[str, list[int]]) -> None:
+    """Refuse weights whose rows groups do not divide: compressed-tensors reads none, and a row has no other scales."""
+    cut = [f"{name} {size}" for name, size in sizes.items() if size[1] % GROUP_SIZE]
+    if cut:
+        raise NotImplementedError(
+            f"MXFP8 has a scale for each {GROUP_SIZE} columns of a weight, expected a multiple of them, got "
+            f"{listed(cut)}; use the format {BLOCKS}, which quantizes again, or leave these in high precision"
+        )
 
 
 def _float8_stacks(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Float8Experts]:

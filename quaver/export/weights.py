@@ -4,7 +4,8 @@ The codes come from the quantizers that the forward of `Float8Linear` uses, on t
 they are those of the next training step, to the bit. Two exceptions, whose cost `Float8Weights.requantized` states:
     one scale per tensor    servers fuse q, k, v and gate, up into one linear with one scale. Such siblings share the
                             smallest of their scales, unless the caller asks for their own.
-    blocks                  formats of blocks hold blocks of 128 x 128; weights of other recipes are quantized again.
+    blocks                  formats of blocks hold blocks of 128 x 128, or those of MXFP8; weights of other recipes are
+                            quantized again.
 
 The weights of a frozen base (`freeze_to_float8`, `load_frozen`) are written with the codes that they hold.
 
@@ -30,15 +31,7 @@ from quaver.export.plan import Plan, frozen_weights, named_tensors, plan_export
 from quaver.gemm import Operand
 from quaver.linear import Float8Linear
 from quaver.quantize import Quantizer, present
-from quaver.scaling import (
-    BLOCK_SIZE,
-    PersistentScales,
-    Scales,
-    dequantize,
-    dynamic_cast_blocks,
-    sqnr_db,
-    to_dequant_scale,
-)
+from quaver.scaling import PersistentScales, Scales, dequantize, sqnr_db, to_dequant_scale
 from quaver.torch_private.dtensor import local_tensor
 from quaver.weights.base import WrappedTensor
 from quaver.weights.frozen import FrozenFloat8Weight
@@ -71,8 +64,8 @@ def iter_float8_weights(
         model: converted to float8; plain, or sharded by FSDP2 or tensor parallelism. All ranks iterate together, and
             no forward runs meanwhile: each gathers one whole weight at a time (the weights of fused linears together,
             and of all experts in a stack), or, where FSDP2 shards float8 weights, the weights of one FSDPModule.
-        format: "compressed-tensors", "compressed-tensors-block" or "fp8" (see formats.py); "high-precision" for the
-            plain tensors, which is the control.
+        format: "compressed-tensors", "compressed-tensors-block", "compressed-tensors-mxfp8" or "fp8" (see formats.py);
+            "high-precision" for the plain tensors, which is the control.
         weights: the tensors by name, where `model` is on the meta device; the model's own by default. Experts may be
             stacks, as in the model, or matrices, as in a checkpoint.
         dtype: of the tensors that stay in high precision, but for e_score_correction_bias, which routers add to scores;
@@ -84,8 +77,8 @@ def iter_float8_weights(
     Raises (when called):
         ValueError: no linear or expert is float8, a float8 weight is tied, a weight is missing, or PEFT's adapters are
             not merged.
-        NotImplementedError: no format holds the recipe, weights have different ones, or this rank has some of the
-            experts.
+        NotImplementedError: no format holds the recipe, weights have different ones, this rank has some of the experts,
+            or groups of MXFP8 do not divide the inputs of a weight.
     Raises (in the iteration):
         ValueError: a weight is not finite or on the meta device, or the scale of an input is unknown.
     """
@@ -174,14 +167,11 @@ class Float8Weights:
         shared = min((each[2] for each in own), key=lambda scales: scales.quant.item()) if len(names) > 1 else None
         format = self.plan.format
         for name, (weight, operand, scales) in zip(names, own, strict=True):
-            stored = operand
-            if format.weights == "block":
-                if self.plan.linears[name].config.casts.weight.row.block_size != (BLOCK_SIZE, BLOCK_SIZE):
-                    codes, _, dequant_scale = dynamic_cast_blocks(weight, torch.float8_e4m3fn)
-                    stored = Operand(codes, dequant_scale)
-            elif shared is not None and scales.quant != shared.quant:
+            held = format.held(operand, self.plan.linears[name].config.casts.weight.row)
+            stored = format.quantized(weight) if held is None else held
+            if shared is not None and scales.quant != shared.quant:
                 stored = self._quantize(name, weight, shared)[0]
-            if stored is not operand:
+            if stored is not held:
                 self.requantized[name] = Requantized(_cost(weight, operand), _cost(weight, stored))
             weight_name = self.plan.checkpoint.renamed(f"{name}.weight")
             yield from self._stored(weight_name, stored)
@@ -190,18 +180,15 @@ class Float8Weights:
 
     def _stored(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
         yield name, operand.data.contiguous()
-        scale = typing.cast(Tensor, operand.dequant_scale).contiguous()
         scale_name = f"{name.removesuffix('weight')}{self.plan.format.scale_name}"
-        yield scale_name, scale if scale.dim() else scale.reshape(1).clone()  # it may be shared
+        yield scale_name, self.plan.format.stored_scale(typing.cast(Tensor, operand.dequant_scale))
 
     def _quantized_experts(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """The codes and scales of a stack, one expert after the other."""
         casts = self.plan.experts[name].float8_config.casts.weight
         for parts, weight, frozen in self._matrices(name, self._forward_dtype):
             of_forward = frozen or quantize_expert(weight, casts)
-            stored, is_requantized = store_expert(
-                weight, of_forward, casts, len(parts), self.plan.format.weights == "block"
-            )
+            stored, is_requantized = store_expert(weight, of_forward, casts, len(parts), self.plan.format)
             if is_requantized:
                 cost = Requantized(_cost(weight, of_forward), _cost(weight, *stored))
                 known = self.requantized.get(name, cost)

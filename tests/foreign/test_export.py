@@ -40,6 +40,7 @@ FORMATS = [
     ("rowwise", "compressed-tensors"),
     ("tensorwise", "compressed-tensors"),
     ("rowwise", "compressed-tensors-block"),
+    ("mxfp8", "compressed-tensors"),
     ("rowwise", "fp8"),
 ]
 RAGGED = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
@@ -118,7 +119,7 @@ def test_transformers_loads_the_dequantized_weights(recipe, format, exported):
         assert torch.equal(logits_of(model), dequantized_logits(folder))
 
 
-@pytest.mark.parametrize(("recipe", "format"), [*FORMATS[:3], ("deepseek", "compressed-tensors-block")])
+@pytest.mark.parametrize(("recipe", "format"), [*FORMATS[:4], ("deepseek", "compressed-tensors-block")])
 def test_compressed_tensors_decompresses_the_same_values(recipe, format, exported):
     folder = exported(recipe, format)
     config = QuantizationConfig.model_validate(json.loads((folder / "config.json").read_text())["quantization_config"])
@@ -128,19 +129,20 @@ def test_compressed_tensors_decompresses_the_same_values(recipe, format, exporte
     for name, tensor in load_float8(folder, dtype=torch.float32).items():
         if f"{name}_scale" in stored:
             parts = {"weight": stored[name], "weight_scale": stored[f"{name}_scale"]}
-            assert torch.equal(compressor.decompress(parts, scheme)["weight"], tensor), name
+            assert torch.equal(compressor.decompress(parts, scheme)["weight"].float(), tensor), name
             count += 1
     assert count == (16 if recipe == "deepseek" else 7)  # 5 of each attention, 3 of each dense and shared feed-forward
     assert recipe == "deepseek" or config.ignore == ["lm_head", "model.embed_tokens"]
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])
 def test_compressed_tensors_runs_the_layers_that_training_ran(recipe, exported):
     """Its own float8 linears, weights and activations quantized as config.json says, are near to the training ones."""
-    served = AutoModelForCausalLM.from_pretrained(exported(recipe, "compressed-tensors"), dtype=torch.float32)
+    dtype = torch.bfloat16 if recipe == "mxfp8" else torch.float32  # it decompresses MXFP8 to bfloat16 alone
+    served = AutoModelForCausalLM.from_pretrained(exported(recipe, "compressed-tensors"), dtype=dtype)
     assert served.model.layers[0].mlp.up_proj.weight.dtype is torch.float8_e4m3fn
     training = convert_to_float8_training(llama(), config=recipe, module_filter_fn=not_the_head)
-    reference, expected, got = logits_of(llama()), logits_of(training), logits_of(served)
+    reference, expected, got = logits_of(llama()), logits_of(training), logits_of(served).float()
     assert (got - expected).norm() < 0.12 * reference.norm()
 
 
@@ -199,11 +201,11 @@ def test_names_shapes_and_dtypes_are_those_that_servers_register(recipe, format,
             assert stored[name].dtype is torch.float32
             continue
         rows, columns = tensor.shape
-        shape = {"rowwise": [rows, 1], "tensorwise": [1]}[recipe]
+        shape = {"rowwise": [rows, 1], "tensorwise": [1], "mxfp8": [rows, columns // 32]}[recipe]
         shape = shape if format == "compressed-tensors" else [rows // 128, columns // 128]
         scale = f"{name.removesuffix('weight')}{leaf}"
         assert (stored.dtype(name), stored.shape(name)) == ("F8_E4M3", [rows, columns])
-        assert (stored.dtype(scale), stored.shape(scale)) == ("F32", shape)
+        assert (stored.dtype(scale), stored.shape(scale)) == ("U8" if recipe == "mxfp8" else "F32", shape)
 
 
 def test_a_hugging_face_folder_is_exported_and_imported(tmp_path, capsys):

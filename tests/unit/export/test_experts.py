@@ -43,6 +43,9 @@ def assert_codes_of_forward(tensors, forward, leaf):
             scales = [tensors[f"{prefix}.{leaf}"] for prefix in prefixes]
             if scale.dim() == 0:
                 assert all(each.tolist() == [scale.item()] for each in scales)
+            elif scales[0].dtype is torch.uint8:  # MXFP8 has the scales of 32 x 32 blocks in each row
+                rows = scale.repeat_interleave(32, 0)[: len(codes)]
+                assert torch.equal(torch.cat(scales).view(torch.float8_e8m0fnu).float(), rows)
             else:
                 assert torch.equal(torch.cat(scales), scale)
 
@@ -74,6 +77,14 @@ def test_blocks_of_a_training_are_exported_as_they_are(format, size, monkeypatch
     assert not exported.requantized
     ragged = ["o_proj", "experts.gate_up_proj", "experts.down_proj"]
     assert exported.plan.ragged == ([] if size == 256 else ragged)
+
+
+def test_blocks_of_32_are_exported_as_rows_of_groups(monkeypatch):
+    """Gate and up part between two of them, not between blocks of 128."""
+    model = mixture("mxfp8", 64, 96)
+    exported = iter_float8_weights(model)
+    assert_codes_of_forward(dict(exported), multiplied(model, monkeypatch), "weight_scale")
+    assert not exported.requantized
 
 
 def test_a_block_with_rows_of_gate_and_up_is_quantized_again(monkeypatch):
@@ -344,7 +355,8 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("recipe", "format", "inner"), [
-    ("rowwise", "compressed-tensors", 48), ("tensorwise", "compressed-tensors", 48), ("blockwise", "fp8", 128)
+    ("rowwise", "compressed-tensors", 48), ("tensorwise", "compressed-tensors", 48), ("blockwise", "fp8", 128),
+    ("mxfp8", "compressed-tensors", 96),
 ])  # fmt: skip
 def test_a_frozen_model_has_the_codes_of_the_file(recipe, format, inner, tmp_path, monkeypatch):
     trained, folder = mixture(recipe, inner=inner), tmp_path / "out"

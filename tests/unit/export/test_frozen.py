@@ -29,6 +29,7 @@ CONFIGS = {
     "mixed": "rowwise_with_tensorwise_weight",
     "blockwise": blockwise_config(),
     "float32 blocks": blockwise_config(power_of_2=False),
+    "mxfp8": "mxfp8",
 }
 
 
@@ -78,6 +79,13 @@ def test_other_dtypes(dtype, tmp_path):
     load_frozen(frozen, tmp_path / "out")
     assert {parameter.dtype for parameter in frozen.parameters()} == {dtype}
     assert logits(frozen).equal(logits(model))
+
+
+def test_mxfp8_of_one_group_in_a_row(tmp_path):
+    """Its scales have the shape of those of rows, and are blocks as those of the other weights."""
+    frozen = load_frozen(Tiny(32), saved(tmp_path / "out", "mxfp8", 32))
+    assert frozen.layer["q_proj"].weight.dequant_scale.shape == (1, 1)
+    assert logits(frozen).equal(logits(tiny("mxfp8", 32)))
 
 
 def test_a_deepseek_style_folder(tmp_path):

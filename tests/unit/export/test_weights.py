@@ -13,10 +13,12 @@ from quaver import (
     ScalingType,
     calibrate_float8_static_scales,
     convert_to_float8_training,
+    freeze_to_float8,
     sync_float8_amax_and_scale_history,
 )
 from quaver.export import iter_float8_weights
 from quaver.export.formats import weight_format
+from quaver.scaling import dynamic_cast_blocks
 from tests.reference import PERSISTENT_RECIPES, RECIPES, sqnr_db
 from tests.steps import assert_same
 from tests.unit.export.models import PROJECTIONS, Tiny, tiny
@@ -90,10 +92,51 @@ def test_blocks_of_a_training_are_exported_as_they_are(format, monkeypatch):
 
 
 def test_smaller_blocks_are_quantized_again_in_128_x_128():
-    exported = iter_float8_weights(tiny("mxfp8", size=150))
+    exported = iter_float8_weights(tiny("mxfp8", size=150), format="compressed-tensors-block")
     tensors = dict(exported)
     assert tensors["layer.q_proj.weight_scale"].shape == (2, 2)
     assert set(exported.requantized) == {f"layer.{name}" for name in PROJECTIONS}
+    with pytest.raises(NotImplementedError, match=r"layer.q_proj \[150, 150\].*use the format compressed-tensors-"):
+        iter_float8_weights(tiny("mxfp8", size=150))
+    assert len(dict(iter_float8_weights(tiny("mxfp8", size=150), format="high-precision"))) == 11
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "compressed-tensors-mxfp8"])
+def test_mxfp8_has_the_scales_of_its_blocks_in_each_row(format, monkeypatch):
+    """96 rows are three blocks, one of which is zero."""
+    model = tiny("mxfp8", size=96)
+    with torch.no_grad():
+        model.layer["q_proj"].weight[32:64, :32] = 0
+    forward = multiplied_weights(model, monkeypatch)
+    exported = iter_float8_weights(model, format=format)
+    tensors = dict(exported)
+    for name, operand in zip(PROJECTIONS, forward, strict=True):
+        codes, scale = tensors[f"layer.{name}.weight"], tensors[f"layer.{name}.weight_scale"]
+        assert torch.equal(codes.view(torch.uint8), operand.data.contiguous().view(torch.uint8)), name
+        assert (scale.dtype, scale.shape) == (torch.uint8, (96, 3))
+        assert torch.equal(torch.exp2(scale.double() - 127), operand.dequant_scale.double().repeat_interleave(32, 0))
+    assert tensors["layer.q_proj.weight_scale"][32, 0] == 0
+    assert not exported.requantized
+
+
+@pytest.mark.parametrize("trained", ["rowwise", "blocks of 32 with other scales"])
+def test_mxfp8_of_what_it_cannot_hold_is_quantized_again(trained):
+    """In groups of 32 elements of a row, which lose less than blocks."""
+    if trained == "rowwise":
+        model = tiny("rowwise", size=64)
+    else:
+        model = freeze_to_float8(Tiny(64), "mxfp8", module_filter_fn=lambda module, name: "lm_head" not in name)
+        for name in PROJECTIONS:
+            model.layer[name].weight.dequant_scale.mul_(1.25)
+    exported = iter_float8_weights(model, format="compressed-tensors-mxfp8")
+    tensors = dict(exported)
+    assert set(exported.requantized) == {f"layer.{name}" for name in PROJECTIONS}
+    for name in PROJECTIONS:
+        weight = model.layer[name].weight.detach()
+        weight = weight.to_high_precision() if hasattr(weight, "to_high_precision") else weight
+        codes, _, scale = dynamic_cast_blocks(weight, torch.float8_e4m3fn, block_size=(1, 32), mode="rceil")
+        assert torch.equal(tensors[f"layer.{name}.weight"].view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(tensors[f"layer.{name}.weight_scale"].view(torch.float8_e8m0fnu).float(), scale)
 
 
 def test_fused_linears_share_the_smallest_scale_and_the_cost_is_stated():
