@@ -125,7 +125,7 @@ def scale_of_group(operand: GroupedOperand, group: int, start: int, stop: int) -
 def block_of(granularity: str, block_options: Sequence[Any]) -> Block:
     """The block of the row codes; that of the column codes is the same turned. See the table at the top."""
     block_size = tuple(block_options[:2]) or None
-    sharing = ScalingGranularity(granularity).sharing(typing.cast(Block | None, block_size))
+    sharing = ScalingGranularity(granularity).sharing(typing.cast("Block | None", block_size))
     if sharing is None:
         raise NotImplementedError(f"experts: which elements of a {granularity} cast share a scale is not known")
     return sharing
