@@ -4,7 +4,7 @@ Category, by what is written:
 
     casts       float8 codes, with or without an amax or a norm in the same kernel
     amax        nothing but reductions of what quantization needs
-    copies      codes that were codes: a transposition
+    copies      codes that were codes, in another layout
     hp          anything else in high precision: norms, SwiGLU, RoPE, the residual, gradients of them
     float8 matmul, bfloat16 matmul, attention
     small       vectors and scales
@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+
+import torch
 
 from quaver.bench.ledger.kernels import float64_operations, times_read
 from quaver.memory.compiling.launches import Access, CompiledGraph, Launch
@@ -40,7 +42,7 @@ class Entry:
 
     Attributes:
         again_bytes: in `read_bytes`, of second reads.
-        copied_elements: of codes that aten's strided copy moves.
+        strided_elements: of codes that aten's strided copy of bytes moves.
         float64_operations: values that are computed in float64.
     """
 
@@ -54,7 +56,7 @@ class Entry:
     written_bytes: int
     again_bytes: int
     flops: int
-    copied_elements: int
+    strided_elements: int
     float64_operations: int
     launch: Launch
 
@@ -80,8 +82,9 @@ def _accessed(launches: Sequence[Launch]) -> list[Access]:
 
 def _entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int) -> list[Entry]:
     again = _again(launch, l2_bytes)
+    category = _category(launch, small)
     entry = Entry(
-        category=_category(launch, small),
+        category=category,
         is_backward=is_backward,
         name=launch.operator or " + ".join(kernel.name for kernel in launch.kernels),
         place=launch.place,
@@ -91,7 +94,7 @@ def _entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int) -> 
         written_bytes=sum(each.moved_bytes for each in launch.writes),
         again_bytes=again,
         flops=0,
-        copied_elements=0,
+        strided_elements=launch.writes[0].elements if category == "copies" and _is_atens(launch) else 0,
         float64_operations=sum(float64_operations(kernel.source) for kernel in launch.kernels),
         launch=launch,
     )
@@ -106,9 +109,15 @@ def _category(launch: Launch, small: float) -> str:
     written = [each for each in launch.writes if each.elements > small]
     if any(each.is_float8 for each in written):
         read = [each for each in launch.reads if each.elements > small]
-        return "copies" if all(each.is_float8 for each in (*read, *written)) else "casts"
+        return "copies" if read and all(each.is_float8 for each in (*read, *written)) else "casts"
     is_amax = launch.is_reduction and not written and _REDUCTIONS.intersection(launch.fuses)
     return "amax" if is_amax else "hp"
+
+
+def _is_atens(launch: Launch) -> bool:
+    """Whether aten copies codes across strides: it is no kernel of Inductor's, and the layout changes."""
+    codes = next(each for each in launch.reads if each.is_float8)
+    return launch.operator.startswith("aten.") and codes.stride != launch.writes[0].stride
 
 
 def _again(launch: Launch, l2_bytes: int) -> int:
@@ -146,31 +155,64 @@ def _grouped_matmul(entry: Entry) -> list[Entry]:
     return [replace(entry, category="float8 matmul" if a.is_float8 else "bfloat16 matmul", flops=flops)]
 
 
-def _block_matmul(entry: Entry) -> list[Entry]:
-    """A matmul with scales of blocks, and before it a copy of each operand that is not contiguous along K."""
-    a, b = _matrices(entry)
-    copied = [each for each, is_along in ((a, a.stride[-1] == 1), (b, b.stride[0] == 1)) if not is_along]
+def _expert_matmul(entry: Entry) -> list[Entry]:
+    """quaver's, and before it the copies of e4m3 codes that do not lie along the contracted dim (experts/gpu_gemm.py).
+
+    aten makes them, across strides. Tokens that are contracted are moved between zeros first. A square weight is
+    contracted along its columns in the forward and along its rows in the backward. Codes with scales of blocks are
+    widened instead.
+    """
+    a, b, *scales, ends = entry.launch.reads
+    result = entry.launch.writes[0]
+    along_blocks = any(len(each.size) == 2 and each.size[1] > 1 and each.size[0] != ends.elements for each in scales)
+    if along_blocks or not a.dtype is b.dtype is torch.float8_e4m3fn:
+        return _grouped_matmul(entry)
+    contracts_tokens = len(result.size) == 3
+    is_along = b.size[-1] == a.size[-1] and not (entry.is_backward and b.size[-1] == result.size[-1])
+    copied = (a, b) if contracts_tokens else () if is_along else (b,)
     copies = [
         replace(
             entry,
             category="copies",
             name=f"{entry.name}: copy",
-            read_bytes=each.moved_bytes,
-            written_bytes=each.moved_bytes,
-            copied_elements=each.elements,
+            launches=3 if contracts_tokens else 1,
+            read_bytes=each.elements * (2 if contracts_tokens else 1),
+            written_bytes=each.elements * (3 if contracts_tokens else 1),
+            strided_elements=each.elements,
         )
         for each in copied
     ]
-    return [*copies, *_matmul(entry)]
+    return [*copies, *_grouped_matmul(entry)]
 
 
-def _transposed_copy(entry: Entry) -> list[Entry]:
-    """Codes are read and written once; a gradient that only orders the copy is not read."""
-    codes = entry.launch.reads[0]
-    moved = codes.moved_bytes
-    return [
-        replace(entry, category="copies", read_bytes=moved, written_bytes=moved, copied_elements=codes.elements),
-    ]
+def _block_matmul(entry: Entry) -> list[Entry]:
+    """A matmul with scales of blocks, and before it a copy of each operand that is not contiguous along K."""
+    a, b = _matrices(entry)
+    copied = [each for each, lies in ((a, is_contiguous(a)), (b, is_contiguous(b, transposed=True))) if not lies]
+    return [*(replace(_copy(entry, each), name=f"{entry.name}: copy") for each in copied), *_matmul(entry)]
+
+
+def _copy(entry: Entry, codes: Access) -> Entry:
+    """Codes, read once and written once into the other layout.
+
+    quaver's kernel copies those that are contiguous one way or the other (quaver/kernels/triton_copy.py), aten others.
+    """
+    is_ours = is_contiguous(codes) or is_contiguous(codes, transposed=True)
+    moved = codes.elements * codes.dtype.itemsize
+    strided = 0 if is_ours else codes.elements
+    return replace(entry, category="copies", read_bytes=moved, written_bytes=moved, strided_elements=strided)
+
+
+def is_contiguous(access: Access, *, transposed: bool = False) -> bool:
+    """Whether a matrix lies row by row without gaps, or its transpose does."""
+    size, stride = ((each[::-1] if transposed else each) for each in (access.size, access.stride))
+    dense = (prod(size[dim + 1 :]) for dim in range(len(size)))
+    return all(extent == 1 or got == wanted for extent, got, wanted in zip(size, stride, dense, strict=True))
+
+
+def _copy_of_codes(entry: Entry) -> list[Entry]:
+    """The first argument is copied; a gradient behind it, which only orders the copy, is not read."""
+    return [_copy(entry, entry.launch.reads[0])]
 
 
 def _persistent_cast(entry: Entry) -> list[Entry]:
@@ -204,11 +246,11 @@ Operation = Callable[[Entry], list[Entry]]
 OPERATIONS: dict[str, Operation] = {
     "quaver.native_block_mm": _block_matmul,
     "quaver.exact_float8_mm": _matmul,
-    "quaver.column_major": _transposed_copy,
+    "quaver.column_major": _copy_of_codes,
     "quaver.cast_with_persistent_scale": _persistent_cast,
     "quaver.cast_rowwise": partial(_cast_from_two_reads, launches=3),
     "quaver.cast_blockwise": partial(_cast_from_two_reads, launches=2),
-    "quaver.grouped_mm": _grouped_matmul,
+    "quaver.grouped_mm": _expert_matmul,
     "aten._scaled_mm": _matmul,
     "aten._scaled_grouped_mm": _grouped_matmul,
     "aten._grouped_mm": _grouped_matmul,

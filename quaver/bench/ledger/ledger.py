@@ -45,8 +45,13 @@ class Ledger:
 
     @property
     def copies(self) -> int:
-        """Launches of aten's strided copy of codes."""
-        return sum(1 for entry in self.entries if entry.copied_elements)
+        """Copies of codes into another layout."""
+        return len(self.of("copies"))
+
+    @property
+    def strided_copies(self) -> int:
+        """Those by aten's strided copy of bytes, which is slow."""
+        return sum(1 for entry in self.entries if entry.strided_elements)
 
     @property
     def saved_bytes(self) -> int:
@@ -79,7 +84,7 @@ class Ledger:
             launch = entry.launch
             for access in launch.writes:
                 if access.is_float8 and entry.category in ("casts", "copies") and not entry.flops:
-                    source = launch.reads[0].name if entry.copied_elements else ""
+                    source = launch.reads[0].name if entry.category == "copies" else ""
                     conversion = of_buffer.get(source) or f"{side} {launch.conversions.get(access.name, access.name)}"
                     of_buffer[access.name] = conversion
                     found.setdefault(conversion, []).append(access)
@@ -114,6 +119,7 @@ class Ledger:
         return {
             "launches": self.launches,
             "copies": self.copies,
+            "strided_copies": self.strided_copies,
             **{f"{category}_bytes": self.bytes_of(category) for category in OVERHEAD},
             "saved_bytes": self.saved_bytes,
             "surplus_stores": self.surplus_stores,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from quaver.bench.ledger.entries import OVERHEAD
 from quaver.bench.ledger.ledger import Ledger
-from quaver.bench.ledger.times import milliseconds_by_category, milliseconds_with_fast_copies, seconds_of
+from quaver.bench.ledger.times import milliseconds_by_category, seconds_of
 from quaver.roofline.device_specs import DeviceSpec
 
 COLUMNS = (
@@ -20,7 +20,6 @@ COLUMNS = (
     "saved\nMB",
     "model\nms",
     "speed",
-    "fast\ncopies",
 )
 KERNEL_COLUMNS = ("category", "pass", "us", "MB", "kernel and its line", "fuses")
 _LONGEST = 8
@@ -36,7 +35,7 @@ def rows_of(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Iterator[list[str]]:
         if ledger.copies:
             cells[2 + OVERHEAD.index("copies")] += f" ({ledger.copies})"
         cells += [_gigabytes(ledger.overhead_bytes), f"{ledger.saved_bytes / 1e6:,.0f}", f"{total:.1f}"]
-        yield [*cells, f"{base / total:.2f}", f"{base / milliseconds_with_fast_copies(ledger, spec):.2f}"]
+        yield [*cells, f"{base / total:.2f}"]
 
 
 def kernel_rows(ledger: Ledger, spec: DeviceSpec) -> Iterator[list[str]]:
@@ -60,6 +59,8 @@ def findings(ledger: Ledger) -> Iterator[str]:
     if reads:
         times = sorted(reads.values())
         yield f"{ledger.name}: reads {len(reads)} tensors to quantize them, {times[0]} to {times[-1]} times each"
+    if ledger.strided_copies:
+        yield f"{ledger.name}: copies codes by aten's strided copy of bytes {ledger.strided_copies} times"
     if ledger.surplus_stores:
         yield f"{ledger.name}: stores codes {ledger.surplus_stores} times in a layout that is stored already"
     if ledger.float64_per_element >= 1:

@@ -3,7 +3,8 @@
     seconds = max(FLOPs / rate, bytes / bandwidth) + launches * KERNEL_LAUNCH_S
 
 with the data sheet's rates and bandwidth, and the shares of them that quaver/roofline/cost.py takes from measurements.
-Two constants are of this file. Not modelled: instructions (`--machine-code` counts them), the host, the overlap of
+A copy of codes is such a launch, of quaver's kernel or of Inductor's; aten's strided copy of bytes is slower. Two
+constants are of this file. Not modelled: instructions (`--machine-code` counts them), the host, the overlap of
 kernels, tiles that do not fill the last wave.
 """
 
@@ -28,7 +29,7 @@ def seconds_of(entry: Entry, spec: DeviceSpec) -> float:
     """The modelled time of one entry, its launches included."""
     moved = entry.moved_bytes / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
     multiplied = entry.flops / (_tflops(entry.category, spec) * 1e12) if entry.flops else 0.0
-    return max(moved, multiplied, entry.copied_elements * STRIDED_COPY_S) + entry.launches * KERNEL_LAUNCH_S
+    return max(moved, multiplied, entry.strided_elements * STRIDED_COPY_S) + entry.launches * KERNEL_LAUNCH_S
 
 
 def milliseconds_by_category(ledger: Ledger, spec: DeviceSpec) -> dict[str, float]:
@@ -37,15 +38,6 @@ def milliseconds_by_category(ledger: Ledger, spec: DeviceSpec) -> dict[str, floa
     for entry in ledger.entries:
         found[entry.category] += 1e3 * seconds_of(entry, spec)
     return found
-
-
-def milliseconds_with_fast_copies(ledger: Ledger, spec: DeviceSpec) -> float:
-    """The modelled time if copies ran at the bandwidth of the other kernels."""
-    slow = sum(seconds_of(entry, spec) for entry in ledger.entries if entry.copied_elements)
-    copied = (entry for entry in ledger.entries if entry.copied_elements)
-    bandwidth = spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
-    fast = sum(entry.moved_bytes / bandwidth + entry.launches * KERNEL_LAUNCH_S for entry in copied)
-    return sum(milliseconds_by_category(ledger, spec).values()) + 1e3 * (fast - slow)
 
 
 def _tflops(category: str, spec: DeviceSpec) -> float:

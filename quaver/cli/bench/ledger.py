@@ -158,7 +158,6 @@ def _views(options: LedgerOptions, ledgers: list[Ledger], spec: DeviceSpec, work
             )
     yield (
         "Counted: launches, bytes, copies (in brackets), saved bytes, from the code that Inductor compiles. "
-        "hp: norms, SwiGLU, RoPE, residual. Modelled: ms and speed, against the first row; fast copies: the speed if "
-        "copies of codes ran at full bandwidth. "
+        "hp: norms, SwiGLU, RoPE, residual. Modelled: ms, and speed against the first row. "
         + "; ".join(f"{name} {text}" for name, text in constants(spec).items())
     )

@@ -2,17 +2,20 @@
 
 import json
 import tomllib
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from quaver.bench.ledger.entries import entries_of
 from quaver.bench.ledger.kernels import float64_operations, times_read
+from quaver.bench.ledger.ledger import Ledger
 from quaver.bench.ledger.subjects import Work, count
-from quaver.bench.ledger.times import milliseconds_by_category, milliseconds_with_fast_copies
+from quaver.bench.ledger.table import findings
+from quaver.bench.ledger.times import milliseconds_by_category
 from quaver.cli import main
+from quaver.memory.compiling.launches import Access, CompiledGraph, Launch
 from quaver.roofline.cost import KERNEL_LAUNCH_S, linear_cost
 from quaver.roofline.device_specs import find_device_spec
 from quaver.trainer.config import Model
@@ -138,14 +141,59 @@ def test_the_time_of_a_bfloat16_linear_is_the_rooflines():
     assert times["bfloat16 matmul"] > 3e3 * KERNEL_LAUNCH_S
 
 
-def test_the_copies_cost_what_their_elements_do():
-    spec, of_linear = find_device_spec("H200"), ledger("linear", "quaver tensorwise")
-    assert not any(entry.copied_elements for entry in of_linear.entries)
-    copied, entry = M * N, next(entry for entry in of_linear.entries if entry.category == "casts")
-    moved = {"read_bytes": copied, "written_bytes": copied, "copied_elements": copied}
-    of_linear = replace(of_linear, entries=(replace(entry, category="copies", **moved),))
-    slow = sum(milliseconds_by_category(of_linear, spec).values()) - milliseconds_with_fast_copies(of_linear, spec)
-    assert slow == pytest.approx(1e3 * copied * (7.4e-12 - 2 / (4800e9 * 0.85)))
+def access(size, stride, dtype=torch.float8_e4m3fn):
+    return Access("codes", size, stride, dtype, size[0] * size[-1] * dtype.itemsize)
+
+
+ROWS, COLUMNS, PART = access((M, N), (N, 1)), access((M, N), (1, M)), access((M, N), (2 * N, 1))
+OF_TOKENS, OF_GROUPS = access((M, 1), (1, 1), torch.float32), access((8,), (1,), torch.int32)
+
+
+def ledger_of(operator, reads, write, is_backward=False):
+    launch = Launch(operator, (), tuple(reads), (write,), (), "", {}, False)
+    graphs = (CompiledGraph(is_backward, (launch,), (), ""),)
+    return Ledger("made", "H200", entries_of(graphs, 0), graphs)
+
+
+@pytest.mark.parametrize(
+    ("operator", "codes", "is_strided"),
+    [
+        ("quaver.column_major", ROWS, False),
+        ("quaver.column_major_after", ROWS, False),
+        ("quaver.column_major", PART, True),
+        ("aten.clone", ROWS, True),
+    ],
+)
+def test_a_copy_runs_at_bandwidth_unless_it_is_atens(operator, codes, is_strided):
+    spec, gradient = find_device_spec("H200"), access((M, N), (N, 1), torch.bfloat16)
+    made = ledger_of(operator, [codes, gradient] if operator.endswith("after") else [codes], COLUMNS)
+    assert (made.copies, made.strided_copies, made.overhead_bytes) == (1, int(is_strided), 2 * M * N)
+    seconds = M * N * 7.4e-12 if is_strided else 2 * M * N / (4800e9 * 0.85)
+    assert milliseconds_by_category(made, spec)["copies"] == pytest.approx(1e3 * (seconds + KERNEL_LAUNCH_S))
+    assert any("aten's strided copy of bytes 1 times" in line for line in findings(made)) is is_strided
+
+
+def test_matmuls_of_blocks_and_experts_copy_what_does_not_lie_along_the_contracted_dim():
+    scales, result = [access((M, 6), (6, 1), torch.float32)] * 2, access((M, M), (M, 1), torch.bfloat16)
+    for operands, copies, strided in (
+        ((ROWS, access((N, M), (1, N))), 0, 0),
+        ((COLUMNS, access((N, M), (M, 1))), 2, 0),
+        ((PART, access((N, M), (1, N))), 1, 1),
+    ):
+        made = ledger_of("quaver.native_block_mm", [*operands, *scales], result)
+        assert (made.copies, made.strided_copies) == (copies, strided)
+    weights, tokens = access((8 * K, N), (N, 1)), access((M, K), (K, 1))
+    scale = [OF_TOKENS, OF_TOKENS, OF_GROUPS]
+    for operands, result, is_backward, strided in (
+        ((ROWS, weights), (M, K), False, 0),
+        ((tokens, weights), (M, N), True, 1),
+        ((ROWS, tokens), (8, N, K), True, 2),
+    ):
+        written = access(result, (1,) * len(result), torch.bfloat16)
+        made = ledger_of("quaver.grouped_mm", [*operands, *scale], written, is_backward)
+        assert made.strided_copies == made.copies == strided
+        blocks = [access((M, 6), (6, 1), torch.float32)] * 2
+        assert not ledger_of("quaver.grouped_mm", [*operands, *blocks, OF_GROUPS], written, is_backward).copies
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
