@@ -1,4 +1,4 @@
-"""`quaver doctor [--json] [--no-compile]`, and `quaver doctor --model RUN|HF-FOLDER`: see doctor_model.py."""
+"""`quaver doctor [--json] [--no-compile] [--ledger RECIPE]`, and `--model RUN|HF-FOLDER`: see doctor_model.py."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -11,6 +11,7 @@ from quaver.cli.doctor_model import print_survey, survey_model
 from quaver.cli.errors import bad_input
 from quaver.numerics.accumulation import HARDWARE
 from quaver.trainer.config.flags import parse_options
+from quaver.trainer.config.float8 import RECIPES
 from quaver.trainer.config.settings import FiniteNotNegative, OneOf, Settings, setting
 
 
@@ -20,6 +21,9 @@ class Doctor(Settings):
 
     json: bool = setting(False, "Print JSON.")
     compile: bool = setting(True, "Try torch.compile, which takes seconds; --no-compile leaves it out.")
+    ledger: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
+        None, "A recipe: say what it gains on this GPU by `quaver bench ledger`, and what another would. Takes minutes."
+    )
     model: str | None = setting(
         None, "A run or a Hugging Face folder: survey its linears instead, and choose a recipe for each."
     )
@@ -41,7 +45,7 @@ class Doctor(Settings):
                 "data", "budget_db", "out", "sequences", "seq_len", "hardware", unless="--model is given"
             )
         else:
-            self.require_default("compile", unless="--model is not given")
+            self.require_default("compile", "ledger", unless="--model is not given")
 
 
 def run(argv: list[str]) -> int:
@@ -53,4 +57,9 @@ def run(argv: list[str]) -> int:
                 found = survey_model(options.model, options)
             print_survey(found, as_json=options.json)
             return 0
-    return print_machine(as_json=options.json, try_compile=options.compile)
+    verdict = None
+    if options.ledger is not None:
+        from quaver.cli.doctor_ledger import verdict_for_this_gpu  # imports the compiler
+
+        verdict = verdict_for_this_gpu(options.ledger)
+    return print_machine(as_json=options.json, try_compile=options.compile, ledger=verdict)

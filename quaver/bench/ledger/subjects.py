@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from quaver.trainer.float8 import fuse_producers
 
 BFLOAT16 = "bfloat16"
 PARTS = ("block", "linear")
+COUNTED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
+"""Those that are counted where none is named."""
 
 _MULTIPLIED = {
     "H100": {ScaleKind.TENSORWISE, ScaleKind.ROWWISE, ScaleKind.BLOCKS_OF_128},
@@ -60,14 +63,28 @@ def check_recipe(recipe: str, gpu: str) -> None:
         ValueError: an unknown recipe.
         NotImplementedError: no matmul of the GPU takes the recipe's scales.
     """
-    kinds = {kind_of_casts(*pair) for pair in casts_of_matmuls(Float8LinearConfig.from_recipe_name(recipe))}
-    missing = kinds - _MULTIPLIED[gpu]
-    if missing:
+    if missing := _not_multiplied(recipe, gpu):
         names = " and ".join(sorted("such" if kind is None else kind.value for kind in missing))
         raise NotImplementedError(
-            f"--recipe {recipe}: no float8 matmul of {gpu} takes {names} scales; there operands are widened, 3 bytes "
-            "an element, and multiplied at bfloat16's rate, which is slower than bfloat16; name another recipe or --gpu"
+            f"recipe {recipe}: no float8 matmul of {gpu} takes {names} scales; there operands are widened, 3 bytes "
+            "an element, and multiplied at bfloat16's rate, which is slower than bfloat16; name another recipe or GPU"
         )
+
+
+def is_multiplied(recipe: str, gpu: str) -> bool:
+    """Whether `check_recipe` accepts a recipe."""
+    return not _not_multiplied(recipe, gpu)
+
+
+def _not_multiplied(recipe: str, gpu: str) -> set[ScaleKind | None]:
+    kinds = {kind_of_casts(*pair) for pair in casts_of_matmuls(Float8LinearConfig.from_recipe_name(recipe))}
+    return kinds - _MULTIPLIED[gpu]
+
+
+def check_triton() -> None:
+    """Raise ValueError without triton."""
+    if find_spec("triton") is None:
+        raise ValueError("triton is not installed, and Inductor writes a GPU's kernels in it: pip install triton")
 
 
 def count(work: Work, name: str, gpu: str) -> Ledger:

@@ -14,7 +14,16 @@ from rich.table import Table
 from quaver.bench.ledger.ledger import Ledger
 from quaver.bench.ledger.machine_code import MACHINE_COLUMNS, machine_rows
 from quaver.bench.ledger.picture import draw
-from quaver.bench.ledger.subjects import BFLOAT16, PARTS, Work, check_recipe, count
+from quaver.bench.ledger.subjects import (
+    BFLOAT16,
+    COUNTED,
+    PARTS,
+    Work,
+    check_recipe,
+    check_triton,
+    count,
+    is_multiplied,
+)
 from quaver.bench.ledger.table import COLUMNS, KERNEL_COLUMNS, findings, kernel_rows, rows_of
 from quaver.bench.ledger.times import constants, milliseconds_by_category
 from quaver.bench.peer import is_peer_recipe
@@ -31,7 +40,6 @@ from quaver.trainer.config.float8 import RECIPES
 from quaver.trainer.config.settings import AtLeast1, OneOf, Settings, setting
 from quaver.trainer.config_io import load_config
 
-_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
 _PEERS = ("none", "torchao")
 
 
@@ -41,7 +49,7 @@ class LedgerOptions(Settings):
 
     model: str = setting("llama-8b", f"A model, {', '.join(MODEL_NAMES)}, or a TOML file of quaver train.")
     recipe: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = setting(
-        (), f"Recipes, beside bfloat16; by default those of {', '.join(_RECIPES)} that the GPU multiplies."
+        (), f"Recipes, beside bfloat16; by default those of {', '.join(COUNTED)} that the GPU multiplies."
     )
     gpu: Annotated[str, OneOf(tuple(name.lower() for name in GPUS), has_aliases=True)] = setting(
         "h200", "The GPU that the code is for."
@@ -67,8 +75,7 @@ class LedgerOptions(Settings):
         for recipe in self.recipe:
             check_recipe(Float8LinearRecipeName(recipe).value, self.device)
         self.require(self.peer == "none" or find_spec("torchao") is not None, "peer", "a library that is installed")
-        if find_spec("triton") is None:
-            raise ValueError("triton is not installed, and Inductor writes a GPU's kernels in it: pip install triton")
+        check_triton()
 
     def work(self) -> Work:
         """What to compile. Raises ValueError or OSError for an unknown model, and for a TOML file that is none."""
@@ -86,19 +93,11 @@ class LedgerOptions(Settings):
 
     def contestants(self) -> list[str]:
         """bfloat16, quaver's recipes, then the peer's."""
-        recipes = [Float8LinearRecipeName(each).value for each in self.recipe] or list(_multiplied(self.device))
+        named = [Float8LinearRecipeName(each).value for each in self.recipe]
+        recipes = named or [each for each in COUNTED if is_multiplied(each, self.device)]
         recipes = list(dict.fromkeys(recipes))
         peers = [f"{self.peer} {each}" for each in recipes if self.peer != "none" and is_peer_recipe(each)]
         return [BFLOAT16, *(f"quaver {each}" for each in recipes), *peers]
-
-
-def _multiplied(gpu: str) -> Iterator[str]:
-    for recipe in _RECIPES:
-        try:
-            check_recipe(recipe, gpu)
-        except NotImplementedError:
-            continue
-        yield recipe
 
 
 def run(argv: list[str]) -> int:

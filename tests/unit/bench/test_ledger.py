@@ -223,7 +223,7 @@ def test_the_command_prints_and_writes(monkeypatch, tmp_path, capsys):
         ("--gpu h300", "--gpu must be one of h100, h200, b200, got 'h300'"),
         ("--gpu a100", "--gpu must be one of h100, h200, b200, got 'a100'"),
         ("--recipe tensorwide", "tensorwide"),
-        ("--recipe mxfp8", "--recipe mxfp8: no float8 matmul of H200 takes 1 x 32 scales; there operands are widened"),
+        ("--recipe mxfp8", "recipe mxfp8: no float8 matmul of H200 takes 1 x 32 scales; there operands are widened"),
         ("--recipe blockwise --gpu b200", "no float8 matmul of B200 takes 1 x 128 scales"),
         ("--peer transformer-engine", "--peer must be one of none, torchao"),
         ("--seq-len 0", "--seq-len must be at least 1, got 0"),
@@ -235,5 +235,5 @@ def test_bad_input_is_one_line(refused, words, line):
 
 
 def test_without_triton(refused, monkeypatch):
-    monkeypatch.setattr("quaver.cli.bench.ledger.find_spec", lambda name: None if name == "triton" else "found")
+    monkeypatch.setattr("quaver.bench.ledger.subjects.find_spec", lambda name: None)
     assert "triton is not installed" in refused("bench", "ledger")
