@@ -139,12 +139,19 @@ class Float8Optimizer(Optimizer):
     # ---- state dicts -------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of such an optimizer, tensors as they are.
+        """Load a state dict of such an optimizer, tensors as they are; or of torch's, whose moments are rounded.
+
+        A run that resumes with a float8 optimizer in place of torch's loads the states that it finds so; a log says it.
 
         Raises:
             ValueError: another version or another optimizer's, or a tensor of another shape or dtype; nothing is
                 changed.
         """
+        if not any("state_version" in group for group in state_dict["param_groups"]):
+            self._load_torch_state_dict(state_dict)
+            theirs = self.torch_optimizer.__name__
+            logger.warning("the moments of a state dict of torch.optim.%s were rounded to this optimizer's", theirs)
+            return
         groups = with_own_options(state_dict["param_groups"], self.param_groups)
         self._check_options(groups)
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -165,9 +172,8 @@ class Float8Optimizer(Optimizer):
         for group in groups:
             if group.get("state_version") != STATE_VERSION:
                 raise ValueError(
-                    f"expected a state dict of {name} with state_version {STATE_VERSION}, got "
-                    f"{group.get('state_version', 'none')}; of torch.optim.{theirs}'s use "
-                    f"load_{theirs.lower()}_state_dict"
+                    f"expected a state dict of {name} with state_version {STATE_VERSION}, or of torch.optim.{theirs}, "
+                    f"got state_version {group.get('state_version', 'none')}"
                 )
             # torch's Optimizer.__setstate__ adds "differentiable" to defaults
             if missing := sorted(self.defaults.keys() - group.keys() - {"differentiable"}):
@@ -206,12 +212,14 @@ class Float8Optimizer(Optimizer):
         ]:
             raise ValueError(f"expected an {theirs} state dict with the param groups of this optimizer, got others")
         shared = self.defaults.keys() & self._torch_defaults().keys()
-        position = 0
+        position, states = 0, {}
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, index in zip(group["params"], loaded["params"], strict=True):
                 if index in state_dict["state"]:
-                    self.state[parameter] = _converted(parameter, group, state_dict["state"][index], position)
+                    states[parameter] = _converted(parameter, group, state_dict["state"][index], position)
                 position += 1
+        self.state.update(states)
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: loaded[name] for name in shared if name in loaded})
 
     def _parameters(self, packed: dict[str, Any]) -> dict[int, tuple[Tensor, dict[str, Any]]]:

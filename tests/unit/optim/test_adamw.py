@@ -455,10 +455,14 @@ def test_states_of_adamw_are_converted_in_both_directions():
             error = (back["state"][index][name] - state[name]).norm() / state[name].norm()
             assert error < (tolerance if state[name].numel() >= 4096 else 1e-6)
     adamw.load_state_dict(back)
-    again = Float8AdamW(ours)
+    again, resumed = Float8AdamW(ours), Float8AdamW(copy.deepcopy(ours))
     again.load_adamw_state_dict(adamw.state_dict())
+    resumed.load_state_dict(adamw.state_dict())  # as a trainer does, which knows no other method
     give_gradients(ours, 1)
+    give_gradients(resumed.param_groups[0]["params"], 1)
     again.step()
+    resumed.step()
+    same((ours, again), (resumed.param_groups[0]["params"], resumed))
 
 
 def test_states_that_do_not_fit_are_refused():
@@ -466,12 +470,19 @@ def test_states_that_do_not_fit_are_refused():
     saved = optimizer.state_dict()
     newer = copy.deepcopy(saved)
     newer["param_groups"][0]["state_version"] = 9
-    with pytest.raises(ValueError, match="state_version 1, got 9"):
+    with pytest.raises(ValueError, match="state_version 1, or of torch.optim.AdamW, got state_version 9"):
         optimizer.load_state_dict(newer)
     theirs = torch.optim.AdamW(parameters)
     theirs.step()
-    with pytest.raises(ValueError, match="got none; of torch.optim.AdamW's use load_adamw_state_dict"):
-        optimizer.load_state_dict(theirs.state_dict())
+    more = torch.optim.AdamW([*parameters, torch.zeros(4, requires_grad=True)])
+    with pytest.raises(ValueError, match="expected an AdamW state dict with the param groups of this optimizer"):
+        optimizer.load_state_dict(more.state_dict())
+    momentum = torch.optim.SGD(parameters, momentum=0.9)
+    momentum.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="exp_avg: expected a Parameter .*, got none"):
+        optimizer.load_state_dict(momentum.state_dict())
+    assert_same(optimizer.state_dict(), before)
     _, other = made(shapes=[(64, 256), *SHAPES[1:]])
     with pytest.raises(
         ValueError, match=r"expected exp_avg_fp8 in torch.uint8 \[64, 256\], got torch.uint8 \[64, 512\]"
