@@ -38,7 +38,7 @@ class Mixture(nn.Module):
 
     def __init__(self, num_experts, dim, hidden, is_transposed):
         super().__init__()
-        self.top_k = 2
+        self.top_k = min(2, num_experts)
         self.norm = nn.LayerNorm(dim)
         self.router = nn.Parameter(torch.empty(num_experts, dim))
         self.experts = Experts(num_experts, dim, hidden, is_transposed)
