@@ -8,20 +8,27 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from quaver.bench import working as working_module
+from quaver.bench.ledger.entries import entries_of
+from quaver.bench.ledger.ledger import Ledger
 from quaver.bench.working import working
 from quaver.cli import VERBS, bench, convert, dry_run, main
-from quaver.cli.bench import roofline
+from quaver.cli.bench import ledger, roofline
 from quaver.cli.console import show
 from quaver.cli.doctor_model import SHOWN, Survey
 from quaver.cli.doctor_model import _views as survey_views
 from quaver.cli.memory import views
 from quaver.layer_recipes import LayerRecipes
+from quaver.memory.compiling.launches import Access, CompiledGraph, Launch
 from quaver.memory.runs.advise import Advice, Row
 from quaver.memory.runs.links import Links, Traffic
 from quaver.memory.runs.step_time import StepCost
+from quaver.numerics.matmul_sums import Sums
 from quaver.numerics.survey import SurveyedLinear
+from quaver.numerics.survey_sums import MatmulSums
+from quaver.roofline.device_specs import find_device_spec
 from quaver.trainer.config.float8 import RECIPES
 from quaver.trainer.config_io import load_config
 from quaver.trainer.display import training_display
@@ -173,7 +180,17 @@ def survey_of_a_model():
     db = {recipe: {"grad_output": 25.1, "weight": 31.5} for recipe in SHOWN}
     surveyed = [SurveyedLinear(NAME, 10, db)]
     recipes = LayerRecipes(recipe="tensorwise", layers={NAME: LONGEST})
-    return survey_views(Survey(surveyed, recipes, "tensorwise", 25.0, 0.9, [], [], "text", None))
+    sums = [MatmulSums(NAME, "grad_weight", Sums(13.2, 63.6, 41.9), True)]
+    return survey_views(Survey(surveyed, recipes, "tensorwise", 25.0, 0.9, [], [], "text", None, "h100", sums))
+
+
+def ledger_views():
+    access = Access("codes", (16384, 28672), (28672, 1), torch.float8_e4m3fn, 80 * GIB)
+    launch = Launch("quaver.column_major", (), (access,), (access,), (), "", {}, False)
+    graphs = (CompiledGraph(False, (launch,) * 20, (), ""),)
+    ledgers = [Ledger(f"torchao {LONGEST}", "H200", entries_of(graphs, 0), graphs)]
+    options = ledger.LedgerOptions(kernels=True)
+    return ledger._views(options, ledgers, find_device_spec("H200"), options.work())
 
 
 def all_of_a_roofline():
@@ -193,8 +210,11 @@ TABLES = {
         ["model.layers.*.self_attn.q_proj", "4,096 -> 14,336", "(2)"],
     ),
     "bench roofline": (all_of_a_roofline, [LONGEST, "28,672", "60%"]),
+    "bench ledger": (ledger_views, [LONGEST, "(20)", "quaver.column_major"]),
 }
-TABLES |= {f"bench {verb}": (lambda verb=verb: bench_views(verb), []) for verb in bench.VERBS if verb != "roofline"}
+TABLES |= {
+    f"bench {verb}": (lambda verb=verb: bench_views(verb), []) for verb in {*bench.VERBS} - {"roofline", "ledger"}
+}
 
 
 @pytest.mark.parametrize("table", TABLES)
