@@ -148,8 +148,12 @@ class Float8Optimizer(Optimizer):
                 changed.
         """
         if not any("state_version" in group for group in state_dict["param_groups"]):
-            self._load_torch_state_dict(state_dict)
             theirs = self.torch_optimizer.__name__
+            shared = self.defaults.keys() & self._torch_defaults().keys() - {"differentiable"}
+            if missing := sorted(shared - {name for group in state_dict["param_groups"] for name in group}):
+                expected = f"a state dict of {type(self).__name__} or of torch.optim.{theirs}"
+                raise ValueError(f"expected {expected}, got one without {', '.join(missing)}")
+            self._load_torch_state_dict(state_dict)
             logger.warning("the moments of a state dict of torch.optim.%s were rounded to this optimizer's", theirs)
             return
         groups = with_own_options(state_dict["param_groups"], self.param_groups)
