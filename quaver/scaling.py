@@ -50,6 +50,7 @@ from torch import Tensor
 
 from quaver.formats import FORMATS, HP_DTYPES, format_of
 from quaver.torch_private.dispatch import without_dispatch_modes
+from quaver.torch_private.tracing import assume_constant_result
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """The types of a tensor that is neither fake nor another subclass."""
@@ -173,14 +174,14 @@ def _power_of_2_below(amax: Tensor, float8_dtype: torch.dtype) -> Tensor:
 # cannot hand to the graph of an autograd function inside (torch 2.13). It runs these functions when it traces.
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _scale_constants(float8_dtype: torch.dtype) -> tuple[float, float]:
     """The format's largest number, and the largest quant_scale."""
     largest = format_of(float8_dtype).max
     return largest, largest / EPS
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _power_of_2_constants(float8_dtype: torch.dtype) -> tuple[int, int]:
     """The bits of the format's largest number, and the exponent of the largest power of two that is a quant_scale."""
     largest = format_of(float8_dtype).max
