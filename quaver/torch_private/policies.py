@@ -92,6 +92,6 @@ class _Copying(_CachingTorchDispatchMode):
 
     def _storages_of(self, tensor: Tensor) -> set[Any]:
         if is_traceable_wrapper_subclass(tensor):
-            parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-            return {storage for part in parts for storage in self._storages_of(part)}
+            parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # a DTensor names its mesh, too
+            return {each for part in parts if isinstance(part, Tensor) for each in self._storages_of(part)}
         return {storage_key(tensor.untyped_storage())}

@@ -107,7 +107,7 @@ def test_casts_without_triton(monkeypatch, caplog):
         monkeypatch.delitem(sys.modules, f"quaver.kernels.{name}", raising=False)
         monkeypatch.delattr(f"quaver.kernels.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
-    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float32)
     for _ in range(2):
         assert operation.triton_kernels(on_gpu, torch.float8_e4m3fn) is None
     assert len(caplog.records) == len(slow_paths()) == 1
