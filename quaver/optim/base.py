@@ -6,8 +6,10 @@ states are loaded past torch's casts.
 
 from __future__ import annotations
 
+import copy
 import logging
 import typing
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -25,6 +27,7 @@ from quaver.optim.state import is_small, layout_of, new_state, read_moments, wri
 from quaver.slow_paths import say_once
 from quaver.torch_private.dispatch import fake_mode_is_on
 from quaver.torch_private.dtensor import local_tensor, waited_local_tensor
+from quaver.torch_private.optimizer import loading
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +150,10 @@ class Float8Optimizer(Optimizer):
             ValueError: another version or another optimizer's, or a tensor of another shape or dtype; nothing is
                 changed.
         """
+        with loading(self, state_dict) as state_dict:
+            self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         if not any("state_version" in group for group in state_dict["param_groups"]):
             theirs = self.torch_optimizer.__name__
             shared = self.defaults.keys() & self._torch_defaults().keys() - {"differentiable"}
@@ -158,18 +165,19 @@ class Float8Optimizer(Optimizer):
             return
         groups = with_own_options(state_dict["param_groups"], self.param_groups)
         self._check_options(groups)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        loaded = [(index, group) for group in groups for index in group["params"]]
-        for parameter, (index, group) in zip(parameters, loaded, strict=False):  # torch says what does not fit
-            if index in state_dict["state"]:
-                _check_state(parameter, state_dict["state"][index], group)
-        # torch casts what it loads to the parameter's dtype, but for what is no tensor and no container.
-        held = {i: {key: _Held(value) for key, value in each.items()} for i, each in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": held, "param_groups": groups})
-        for parameter, state in self.state.items():
-            for name, value in state.items():
-                state[name] = value.on(parameter.device)
-            state["step"] = state["step"].to("cpu", copy=True)  # the optimizer that was saved may go on counting in it
+        own, got = ([len(group["params"]) for group in each] for each in (self.param_groups, groups))
+        if own != got:
+            raise ValueError(f"expected a state dict with param groups of {own} parameters, got {got}")
+        state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        loaded = []
+        for mine, group in zip(self.param_groups, groups, strict=True):
+            for parameter, index in zip(mine["params"], group["params"], strict=True):
+                if index in state_dict["state"]:
+                    _check_state(parameter, state_dict["state"][index], group)
+                    state[parameter] = _moved(state_dict["state"][index], parameter.device)
+            names = {name: mine[name] for name in ("param_names",) if name in mine}
+            loaded.append({**names, **copy.deepcopy(group), "params": mine["params"]})
+        self.__setstate__({"state": state, "param_groups": loaded})
 
     def _check_options(self, groups: list[dict[str, Any]]) -> None:
         theirs, name = self.torch_optimizer.__name__, type(self).__name__
@@ -238,16 +246,6 @@ class Float8Optimizer(Optimizer):
         return {**super().__getstate__(), "_skipped": self._skipped, "_warned": self._warned}
 
 
-class _Held:
-    """A tensor on its way through Optimizer.load_state_dict."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def on(self, device: torch.device | str) -> Any:
-        return self.value.to(device) if isinstance(self.value, Tensor) else self.value
-
-
 def _write_to_empty_part(parameter: Tensor) -> None:
     """Write to a parameter of which this rank has no element, as the step does on the ranks that have some.
 
@@ -280,6 +278,13 @@ def _check_state(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]
                 f"state of a parameter {list(parameter.shape)}: expected {name} in {dtype} {list(shape)}, got {found}; "
                 "make the optimizer with the options and the parameters that saved it"
             )
+
+
+def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """A loaded state on a parameter's device, in its own dtypes: torch would cast them to the parameter's."""
+    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in state.items()}
+    # The optimizer that was saved may go on counting in its own.
+    return {**moved, "step": state["step"].to("cpu", copy=True)}
 
 
 def _wants_float8(parameter: Tensor, group: dict[str, Any]) -> bool:

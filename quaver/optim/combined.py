@@ -19,6 +19,7 @@ from quaver.optim.base import Float8Optimizer
 from quaver.optim.groups import with_own_options
 from quaver.optim.state import new_state
 from quaver.torch_private.dtensor import local_tensor
+from quaver.torch_private.optimizer import loading, saved
 
 
 class _States(MutableMapping[Tensor, Any]):
@@ -109,20 +110,44 @@ class CombinedOptimizer(Optimizer):
             each.step()
         return loss
 
+    def state_dict(self) -> dict[str, Any]:
+        """Theirs as one, with their parameters numbered in their order."""
+        return saved(self, self._packed)
+
+    def _packed(self) -> dict[str, Any]:
+        packed: dict[str, Any] = {}
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        first = 0
+        for each in self.optimizers:
+            theirs = each.state_dict()
+            state |= {first + number: value for number, value in theirs["state"].items()}
+            groups += [
+                {**group, "params": [first + number for number in group["params"]]} for group in theirs["param_groups"]
+            ]
+            first += sum(len(group["params"]) for group in each.param_groups)
+            packed |= theirs
+        return {**packed, "state": state, "param_groups": groups}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of optimizers with the same param groups.
 
         Raises:
             ValueError: another number of param groups, or what an optimizer refuses; those before it have loaded.
         """
+        with loading(self, state_dict) as state_dict:
+            self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         groups, begin = state_dict["param_groups"], 0
         if len(groups) != len(self.param_groups):
             raise ValueError(f"expected a state dict with {len(self.param_groups)} param groups, got {len(groups)}")
         for each in self.optimizers:
             own = with_own_options(groups[begin : begin + len(each.param_groups)], each.param_groups)
             begin += len(own)
-            numbers = {number for group in own for number in group["params"]}
-            state = {number: value for number, value in state_dict["state"].items() if number in numbers}
+            numbers = {number: place for place, number in enumerate(chain(*(group["params"] for group in own)))}
+            state = {numbers[number]: value for number, value in state_dict["state"].items() if number in numbers}
+            own = [{**group, "params": [numbers[number] for number in group["params"]]} for group in own]
             each.load_state_dict({**state_dict, "state": state, "param_groups": own})
         self._share()
 

@@ -16,6 +16,7 @@
 | `fake_ranks` | one process as one rank of many |
 | `profiler` | named ranges, events |
 | `memory` | identities of storages, the CUDA allocator's history |
+| `optimizer` | hooks of state dicts |
 | `muon` | Newton-Schulz and learning rates of torch.optim.Muon |
 | `hardware` | instructions of the CPU, the float8 matmul of GPUs |
 

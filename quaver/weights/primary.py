@@ -44,6 +44,7 @@ from quaver.linear import Float8Linear
 from quaver.quantize import Operands, Quantizer, present
 from quaver.tensor import Float8Tensor
 from quaver.torch_private.dispatch import OpOverload
+from quaver.torch_private.optimizer import loading, saved
 from quaver.torch_private.versions import version_of
 from quaver.weights.base import COLLECTIVES, WrappedTensor, is_parameter
 from quaver.weights.module_weight import ModuleWeight, owners_of_parameters, weights_of_module, weights_under
@@ -250,11 +251,11 @@ class Float8PrimaryOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's."""
         _copy_options(self.param_groups, self.inner.param_groups)
-        return self.inner.state_dict()
+        return saved(self, self.inner.state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the wrapped optimizer, or of one of its kind that trained ordinary parameters."""
-        with self._masters():  # torch gives the state their dtype
+        with loading(self, state_dict) as state_dict, self._masters():  # torch gives the state their dtype
             self.inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

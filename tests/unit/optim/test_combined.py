@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+from quaver import convert_to_float8_training, use_float8_primary_weights
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, load_states_of
 from tests.steps import assert_same, by_torch_save
 from tests.unit.optim.test_adamw import give_gradients, same
@@ -178,3 +179,61 @@ def test_a_scheduler_that_cycles_momentum_needs_one_name_for_it():
     with pytest.raises(ValueError, match="must support momentum or beta1"):
         torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10, cycle_momentum=False)
+
+
+def with_primary_weights(parameters):
+    """An optimizer around AdamW, of a linear in float8."""
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 16, bias=False)))
+    optimizer = use_float8_primary_weights(model, torch.optim.AdamW(model.parameters()))
+    return list(model.parameters()), optimizer
+
+
+KINDS = {
+    "AdamW": lambda parameters: (parameters, torch.optim.AdamW(parameters)),
+    "Float8AdamW": lambda parameters: (parameters, Float8AdamW(parameters)),
+    "combined": lambda parameters: (
+        parameters,
+        CombinedOptimizer(Float8AdamW(parameters[:1]), torch.optim.AdamW(parameters[1:])),
+    ),
+    "primary": with_primary_weights,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_state_dicts_run_as_those_of_torchs_optimizers(kind):
+    parameters, optimizer = KINDS[kind]([nn.Parameter(torch.randn(64, 64)) for _ in range(2)])
+    make_steps(parameters, optimizer, range(1))
+    calls, lr, step = [], optimizer.param_groups[0]["lr"], "step"
+
+    def renamed(each, state_dict):
+        calls.append("load")
+        return {"state": state_dict["moments"], "param_groups": state_dict["param_groups"]}
+
+    def loaded(each):
+        calls.append(f"loaded {float(next(iter(each.state.values()))[step])}")
+
+    def saved(each, state_dict):
+        calls.append("saved")
+        return {"moments": state_dict["state"], "param_groups": state_dict["param_groups"]}
+
+    optimizer.register_state_dict_pre_hook(lambda each: calls.append("save"))
+    optimizer.register_state_dict_post_hook(saved)
+    optimizer.register_load_state_dict_pre_hook(renamed)
+    optimizer.register_load_state_dict_post_hook(loaded)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    state_dict["param_groups"][0]["lr"] = lr / 2
+    make_steps(parameters, optimizer, range(1))
+    optimizer.load_state_dict(state_dict)
+    assert calls == ["save", "saved", "load", "loaded 1.0"]
+    assert optimizer.param_groups[0]["lr"] == lr / 2
+    assert "state" not in state_dict
+
+
+def test_hooks_of_the_optimizers_in_it_see_their_own_part():
+    parameters, optimizer = stepped(kinds=THEIRS)
+    seen = []
+    for each in optimizer.optimizers:
+        each.register_state_dict_post_hook(lambda one, state_dict: seen.append([*state_dict["state"]]))
+        each.register_load_state_dict_pre_hook(lambda one, state_dict: seen.append([*state_dict["state"]]))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [[0], [0, 1]] * 2
