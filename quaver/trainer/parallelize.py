@@ -73,6 +73,8 @@ def parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh | None) -> N
 
 def _checkpoint_blocks(model: Llama, config: TrainConfig) -> None:
     checkpoint = config.activation_checkpoint
+    if config.training.compile:  # the budget is the process's, and an earlier run may have set it
+        apply_activation_checkpointing([], mode="memory_budget", memory_budget=1.0)
     apply_activation_checkpointing(
         model.blocks(),
         mode=checkpoint.mode,

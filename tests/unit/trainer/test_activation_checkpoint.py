@@ -41,6 +41,10 @@ def test_a_memory_budget_is_given_to_the_compiler(tiny_config, monkeypatch, memo
     config = changed(tiny_config, training={"compile": True})
     prepare(replace(config, activation_checkpoint=ActivationCheckpoint("memory_budget", memory_budget=0.25)))
     assert compiler_config.activation_memory_budget == 0.25
+    prepare(
+        changed(replace(config, activation_checkpoint=BY_POLICY), job={"name": "next"})
+    )  # torch compiles none with it
+    assert compiler_config.activation_memory_budget == 1
 
 
 def test_the_checkpoint_of_a_bad_step_is_searched_too(tiny_float8_config):
