@@ -29,41 +29,68 @@ from quaver.weights.frozen import FrozenFloat8Weight
 from tests.thinned import thinned
 
 
-def linear():
+class Experts(nn.Module):
+    """Two experts of two matmuls with nothing in between, so that results are linear in each of the weights."""
+
+    has_gate, has_bias, num_experts = False, False, 2
+
+    def __init__(self, is_transposed):
+        super().__init__()
+        self.is_transposed = is_transposed
+        for name, shape in (("up_proj", (2, 48, 64)), ("down_proj", (2, 64, 48))):
+            weight = torch.randn(shape)
+            setattr(self, name, nn.Parameter(weight.mT.contiguous() if is_transposed else weight))
+
+    def _apply_gate(self, inner):
+        return inner
+
+    act_fn = _apply_gate
+
+
+Llama4TextExperts = type("Llama4TextExperts", (Experts,), {})
+"""A name by which an export knows that a transposed stack is linears in a checkpoint."""
+
+MODULES = {
+    "linear": lambda: nn.Linear(64, 48, bias=False),
+    "experts": lambda: Experts(False),
+    "transposed experts": lambda: Llama4TextExperts(True),
+}
+
+
+def made(kind):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 48, bias=False))
+    return nn.Sequential(MODULES[kind]())
 
 
-def converted(recipe, **changes):
-    model = linear()
+def converted(kind, recipe, **changes):
     config = replace(Float8LinearConfig.from_recipe_name(recipe), **changes)
-    return convert_to_float8_training(model, config=config)
+    return convert_to_float8_training(made(kind), config=config)
 
 
-def plain(recipe, scope):
-    return converted(recipe)
+def plain(kind, recipe, scope):
+    return converted(kind, recipe)
 
 
-def gathered(recipe, scope):
-    model = converted(recipe, enable_fsdp_float8_all_gather=True)
+def gathered(kind, recipe, scope):
+    model = converted(kind, recipe, enable_fsdp_float8_all_gather=True)
     fully_shard(model[0])
     fully_shard(model)
     precompute_float8_dynamic_scale_for_fsdp(model)
     return model
 
 
-def frozen(recipe, scope):
-    return freeze_to_float8(linear(), recipe)
+def frozen(kind, recipe, scope):
+    return freeze_to_float8(made(kind), recipe)
 
 
-def primary(recipe, scope):
-    model = converted(recipe)
+def primary(kind, recipe, scope):
+    model = converted(kind, recipe)
     use_float8_primary_weights(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return model
 
 
-def cast_once(recipe, scope):
-    model = converted(recipe)
+def cast_once(kind, recipe, scope):
+    model = converted(kind, recipe)
     scope.enter_context(cast_weights_once(model))
     return model
 
@@ -71,58 +98,77 @@ def cast_once(recipe, scope):
 FORMS = {form.__name__: form for form in (plain, gathered, frozen, primary, cast_once)}
 
 
-def values(model):
-    """The values of the weight, as what an optimizer would compute from it: a DTensor where the weight is one."""
-    weight = model[0].weight.detach()
-    return weight.to_high_precision() if isinstance(weight, FrozenFloat8Weight) else (weight.t() * 1).t()
+def name_of(model):
+    """The weight that is written to: the linear's, or the first one of the experts."""
+    return next(name for name, _ in model.named_parameters())
 
 
-def loaded(model, **options):
-    model.load_state_dict({"0.weight": values(model) * 2}, **options)
+def weight_of(model):
+    return model.get_parameter(name_of(model))
 
 
-def averaged(model):
+def doubled(weight):
+    """The values of a weight times two, as what an optimizer would compute from it: a DTensor where the weight is."""
+    weight = weight.detach()
+    values = weight.to_high_precision() if isinstance(weight, FrozenFloat8Weight) else (weight.mT * 1).mT
+    return values * 2
+
+
+def put(model, weight):
+    name = name_of(model).removeprefix("0.")
+    setattr(model[0], name, nn.Parameter(doubled(weight)))
+
+
+def loaded(model, weight, **options):
+    model.load_state_dict({**model.state_dict(), name_of(model): doubled(weight)}, **options)
+
+
+def averaged(model, weight):
     source = copy.deepcopy(model)
-    source[0].weight.mul_(2)
+    weight_of(source).mul_(2)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.0))
     average.n_averaged.fill_(1)
     average.update_parameters(source)
     return average.module
 
 
-def as_vector(model):
-    vector = nn.utils.parameters_to_vector(model.parameters()) * 2
-    nn.utils.vector_to_parameters(vector, model.parameters())
+def as_vector(model, weight):
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([weight]) * 2, [weight])
+
+
+def halved(weight):
+    *sizes, last = weight.shape
+    weight.requires_grad_(False).resize_(*sizes, last // 2)
 
 
 WRITES = {
-    "in place": lambda model: model[0].weight.mul_(2),
-    "copy_": lambda model: model[0].weight.copy_(values(model) * 2),
-    "foreach mul": lambda model: torch._foreach_mul_([model[0].weight], 2.0),
-    "foreach copy": lambda model: torch._foreach_copy_([model[0].weight], [values(model) * 2]),
-    "foreach lerp": lambda model: torch._foreach_lerp_([model[0].weight], [values(model) * 2], 1.0),
-    "foreach itself": lambda model: torch._foreach_add_([model[0].weight], [model[0].weight]),
-    "out=": lambda model: torch.mul(values(model), 2, out=model[0].weight),
-    "out= itself": lambda model: torch.mul(model[0].weight, 2, out=model[0].weight),
-    "out= of another shape": lambda model: torch.mul(torch.ones(3), 2, out=model[0].weight),
-    "detached": lambda model: model[0].weight.detach().mul_(2),
-    "view": lambda model: model[0].weight.view(-1).mul_(2),
-    "rows": lambda model: [row.mul_(2) for row in model[0].weight.split(16)],
-    ".data =": lambda model: setattr(model[0].weight, "data", values(model) * 2),
-    ".data in place": lambda model: model[0].weight.data.mul_(2),
+    "in place": lambda model, weight: weight.mul_(2),
+    "copy_": lambda model, weight: weight.copy_(doubled(weight)),
+    "foreach mul": lambda model, weight: torch._foreach_mul_([weight], 2.0),
+    "foreach copy": lambda model, weight: torch._foreach_copy_([weight], [doubled(weight)]),
+    "foreach lerp": lambda model, weight: torch._foreach_lerp_([weight], [doubled(weight)], 1.0),
+    "foreach itself": lambda model, weight: torch._foreach_add_([weight], [weight]),
+    "out=": lambda model, weight: torch.mul(doubled(weight), 1, out=weight),
+    "out= itself": lambda model, weight: torch.mul(weight, 2, out=weight),
+    "out= of another shape": lambda model, weight: torch.mul(torch.ones(3), 2, out=weight),
+    "detached": lambda model, weight: weight.detach().mul_(2),
+    "view": lambda model, weight: weight.view(-1).mul_(2),
+    "rows": lambda model, weight: [rows.mul_(2) for rows in weight.split(len(weight) // 2)],
+    ".data =": lambda model, weight: setattr(weight, "data", doubled(weight)),
+    ".data in place": lambda model, weight: weight.data.mul_(2),
     "vector": as_vector,
-    "set_": lambda model: model[0].weight.set_(values(model) * 2),
-    "t_": lambda model: model[0].weight.t_().mul_(2),
-    "resize_": lambda model: model[0].weight.requires_grad_(False).resize_(48, 32),
-    "another parameter": lambda model: setattr(model[0], "weight", nn.Parameter(values(model) * 2)),
-    "swap_tensors": lambda model: torch.utils.swap_tensors(model[0].weight, nn.Parameter(values(model) * 2)),
-    "state dict": lambda model: model.state_dict()["0.weight"].mul_(2),
+    "set_": lambda model, weight: weight.set_(doubled(weight)),
+    "transpose_": lambda model, weight: weight.transpose_(-1, -2).mul_(2),
+    "resize_": lambda model, weight: halved(weight),
+    "another parameter": put,
+    "swap_tensors": lambda model, weight: torch.utils.swap_tensors(weight, nn.Parameter(doubled(weight))),
+    "state dict": lambda model, weight: model.state_dict()[name_of(model)].mul_(2),
     "load_state_dict": loaded,
-    "load assigned": lambda model: loaded(model, assign=True),
+    "load assigned": lambda model, weight: loaded(model, weight, assign=True),
     "averaging": averaged,
-    "numpy": lambda model: np.multiply(model[0].weight.detach().numpy(), 2, out=model[0].weight.detach().numpy()),
+    "numpy": lambda model, weight: np.multiply(weight.detach().numpy(), 2, out=weight.detach().numpy()),
 }
-RESHAPES = {"t_", "resize_", "out= of another shape"}
+RESHAPES = {"transpose_", "resize_", "out= of another shape"}
 REFUSED = {
     "plain": set(),
     "gathered": RESHAPES
@@ -149,13 +195,16 @@ def grad_input(model, folder):
 def exported(model, folder):
     folder = folder / str(len(list(folder.iterdir())))
     save_float8(model, folder, config={})
-    return load_float8(folder, dtype=torch.float32)["0.weight"]
+    name, state = name_of(model), load_float8(folder, dtype=torch.float32)
+    if name in state:
+        return state[name]
+    return torch.stack([state[name.replace(".", f".{expert}.") + ".weight"] for expert in range(2)])
 
 
 def in_checkpoint(model, folder):
     torch.save(model.state_dict(), folder / "model.pt")
     state = torch.load(folder / "model.pt", weights_only=False)
-    weight = state["0.weight"]
+    weight = state[name_of(model)]
     if isinstance(weight, FrozenFloat8Weight):
         return weight.to_high_precision()
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
@@ -183,16 +232,22 @@ CELLS = [
     for form, write in itertools.product(FORMS, WRITES)
     if (form, write) not in LOST and not (write in RESHAPES and form in {"plain", "cast_once"})
 ]
+RECIPES = ["tensorwise", "rowwise", "blockwise"]
+LINEARS = thinned(["linear"], RECIPES, CELLS, together=1)
+EXPERTS = [  # the dispatch is that of linears
+    pytest.param(*case, marks=pytest.mark.nightly if number % 32 else ())
+    for number, case in enumerate(itertools.product(["experts", "transposed experts"], RECIPES, CELLS))
+]
 
 
-@pytest.mark.parametrize(("recipe", "cell"), thinned(["tensorwise", "rowwise", "blockwise"], CELLS, together=1))
-def test_who_looks_sees_the_write_or_it_is_refused_in_one_line(one_rank, tmp_path, recipe, cell):
+@pytest.mark.parametrize(("kind", "recipe", "cell"), [*LINEARS, *EXPERTS])
+def test_who_looks_sees_the_write_or_it_is_refused_in_one_line(one_rank, tmp_path, kind, recipe, cell):
     form, write = cell
     with ExitStack() as scope:
-        model = FORMS[form](recipe, scope)
+        model = FORMS[form](kind, recipe, scope)
         before = {name: look(model, tmp_path) for name, look in LOOKS.items()}
         with torch.no_grad():
-            written = _attempt(WRITES[write], model)
+            written = _attempt(WRITES[write], model, weight_of(model))
         if isinstance(written, nn.Module):
             model = written
         is_refused = isinstance(written, list) and isinstance(written[0], str)
