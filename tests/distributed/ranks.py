@@ -142,7 +142,6 @@ def _close_all():
 def _serve(rank, world_size, port, collective_timeout, connection):
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     gc.freeze()  # what was imported before the fork: a collection visits, and so copies, all of it
     torch.set_num_threads(1)
@@ -154,10 +153,7 @@ def _serve(rank, world_size, port, collective_timeout, connection):
             module, name, arguments = connection.recv()
         except EOFError:
             return
-        # Threads of a group poll until it is destroyed; DTensor's cache holds the meshes of its specs.
-        for group in [each for each in dist.distributed_c10d._world.pg_map if each is not dist.group.WORLD]:
-            dist.destroy_process_group(group)
-        _clear_sharding_prop_cache()
+        _destroy_groups()
         try:
             call = getattr(importlib.import_module(module), name)
             call = getattr(call, "on_each_rank", call)
@@ -170,3 +166,20 @@ def _serve(rank, world_size, port, collective_timeout, connection):
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
         connection.send((result, message))
+
+
+def _destroy_groups():
+    """End the groups of the test before: three threads each, one of which wakes 100 times a second.
+
+    A destroyed group keeps its threads while a mesh holds it, and DTensor's caches hold meshes for ever.
+    """
+    import torch.distributed as dist
+    from torch.distributed.tensor import _collective_utils, _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    for group in [each for each in dist.distributed_c10d._world.pg_map if each is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()

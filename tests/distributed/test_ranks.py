@@ -1,11 +1,14 @@
 """The pool of ranks: a failure or a hang fails its test, by name, and the next test gets ranks that work."""
 
 import os
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.distributed.ranks import RanksError, run
 
@@ -23,6 +26,14 @@ def _fail_on_rank_1():
 
 def _sleep():
     time.sleep(30)
+
+
+def _threads_after_redistributing():
+    """How many threads the rank has, before it makes a mesh and redistributes a DTensor on it."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    threads = len(os.listdir("/proc/self/task"))
+    distribute_tensor(torch.ones(4, 4), mesh, [Replicate(), Shard(0)]).redistribute(placements=[Shard(0), Shard(0)])
+    return threads
 
 
 def _die():
@@ -52,3 +63,9 @@ def test_a_rank_that_dies_is_replaced():
     with pytest.raises(RanksError, match="rank 0: the process died"):
         run(2, _die, timeout=10)
     assert run(2, _sum_of_ranks) == [1, 1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_the_threads_of_a_group_end_with_its_test():
+    first, *later = (run(2, _threads_after_redistributing) for _ in range(4))
+    assert later == [first] * 3
