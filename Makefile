@@ -113,7 +113,8 @@ gpu:
 clean:
 	rm -rf $(VENV) runs build dist
 
-# .base, .dev, .docs and .bench each hold the set before them, so a rebuilt one never lacks a package.
+# .base, .dev, .docs and .bench each hold the set before them, so a rebuilt one never lacks a package. Those that come
+# after .base leave its C extension as it is: pip would compile it again for each.
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "quaver needs Python 3.11 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
@@ -124,13 +125,13 @@ $(VENV)/.base: $(VENV)/bin/python pyproject.toml setup.py $(wildcard quaver/csrc
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	$(PIP) --editable '.[dev]'
+	QUAVER_EXTENSION=0 $(PIP) --editable '.[dev]'
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.base
-	$(PIP) --editable '.[docs]'
+	QUAVER_EXTENSION=0 $(PIP) --editable '.[docs]'
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.base
-	$(PIP) --editable '.[bench]'
+	QUAVER_EXTENSION=0 $(PIP) --editable '.[bench]'
 	touch $@
