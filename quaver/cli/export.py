@@ -9,11 +9,12 @@ from annotated_types import Ge, Le
 
 from quaver.bench.working import working
 from quaver.cli.errors import bad_input
-from quaver.export import Float8Weights, save_float8
+from quaver.export import Float8Weights, save_float8, set_kv_scales
 from quaver.export.bundle import tokenizer_files
 from quaver.export.files import CONFIG
 from quaver.export.folders import check_new
 from quaver.export.formats import COMPRESSED_TENSORS, FORMATS
+from quaver.export.load import Float8Checkpoint
 from quaver.export.source import DEFAULT_FILTER, Source, huggingface_source
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.trainer.config.flags import parse_options
@@ -56,6 +57,9 @@ class Export(Settings):
         0, "Measure the change of the logits on so many random tokens; the model is then whole in memory."
     )
     max_shard_size: str = setting("5GB", "Largest size of a file.")
+    kv_scales: str | None = setting(
+        None, "A float8 folder of this model, whose scales of a float8 KV cache are written; by default none are."
+    )
     tokenizer: str | None = setting(
         None, "Folder whose tokenizer files are copied; of a Hugging Face folder, its own by default."
     )
@@ -103,6 +107,11 @@ def _source(options: Export) -> Source:
 
 
 def _save(options: Export, source: Source, target: Path) -> Float8Weights:
+    if options.kv_scales is not None:
+        scales = Float8Checkpoint(expanded(options.kv_scales), torch.float32).kv_scales
+        if not scales:
+            raise ValueError(f"--kv-scales must be a folder with scales of a KV cache, got {options.kv_scales!r}")
+        set_kv_scales(source.model, scales)
     files = source.files if options.tokenizer is None else tokenizer_files(expanded(options.tokenizer))
     return save_float8(
         source.model,

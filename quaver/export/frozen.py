@@ -17,6 +17,7 @@ from quaver.convert import FilterDecision, convert_to_float8_training
 from quaver.experts.module import Float8Experts, obstacle_of_experts
 from quaver.export.checkpoint_names import Parts
 from quaver.export.files import listed
+from quaver.export.kv_cache import set_kv_scales
 from quaver.export.layouts import StoredScale
 from quaver.export.load import Float8Checkpoint, ModelTensors
 from quaver.formats import E4M3
@@ -44,7 +45,8 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
     a row where by group, and otherwise by tensor, always dynamically: a stored input_scale is not used. Tensors in high
     precision are loaded in the dtype of the model. So are experts whose gate and up, one matrix in the model, have
     scales that are none of it; they are dequantized. All but an error of the disk is found before the model changes. As
-    after `freeze_to_float8`, frozen weights do not train, and `conversion_report(model)` lists each layer.
+    after `freeze_to_float8`, frozen weights do not train, and `conversion_report(model)` lists each layer. Scales of a
+    float8 KV cache are kept for `save_float8`.
 
     Args:
         model: in high precision, on any device, or on the meta device, from where it moves to the CPU. Its names are
@@ -79,6 +81,7 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
     cut = [name for name, stack in stacks.items() if not _has_scales_of_stack(checkpoint, stack)]
     dequantized = {name.rpartition(".")[0] for name in cut}
     stacks = {name: stack for name, stack in stacks.items() if name.rpartition(".")[0] not in dequantized}
+    set_kv_scales(model, checkpoint.kv_scales)
     frozen = {*linears, *(name.rpartition(".")[0] for name in stacks)}
     convert_to_float8_training(
         model,

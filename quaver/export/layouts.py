@@ -8,7 +8,8 @@
                 a block           [n, k] or [n, 1, k, 1]                   of config.json, or of powers of two
 
 A block that does not divide the matrix has the size that config.json gives; without it the scale is ambiguous. Scales
-of activations and of the KV cache are no part of a weight and left out. docs/export.md lists who writes which layout.
+of a KV cache have a mapping of their own (kv_cache.py); those of activations are left out. docs/export.md lists who
+writes which layout.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quaver.export.files import listed
+from quaver.export.kv_cache import stored_kv_scales
 from quaver.quantized_configs import QUANTIZATION_KEYS
 from quaver.scaling import BLOCK_LENGTHS, dequantize
 
@@ -239,8 +241,10 @@ class Tensors(NamedTuple):
     """The name of the scale of each float8 weight."""
     others: list[str]
     """The names of all tensors but scales; float8 weights among them."""
+    of_cache: dict[str, tuple[str, ...]]
+    """What the scales of keys and values in a KV cache are called in a model, by name."""
     left_out: list[str]
-    """The scales of activations and of the KV cache."""
+    """The scales of activations, and those of a cache that are none of keys or values."""
 
 
 def sort_tensors(dtypes: Mapping[str, str]) -> Tensors:
@@ -284,7 +288,9 @@ def sort_tensors(dtypes: Mapping[str, str]) -> Tensors:
     ]
     if lost:
         raise ValueError(f"scales without a float8 weight: {listed(sorted(lost))}; {_KNOWN}")
-    return Tensors(scale_of, [name for name in dtypes if name not in used.union(left_out)], left_out)
+    others = [name for name in dtypes if name not in used.union(left_out)]
+    of_cache = stored_kv_scales(left_out)
+    return Tensors(scale_of, others, of_cache, [name for name in left_out if name not in of_cache])
 
 
 def _scales(name: str) -> list[str]:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def load_float8(
     folder: Path | str, *, dtype: torch.dtype = torch.bfloat16, model: nn.Module | None = None
-) -> Mapping[str, Tensor]:
+) -> Float8Checkpoint | ModelTensors:
     """Return the tensors of a float8 checkpoint in high precision: `model.load_state_dict(dict(load_float8(folder)))`.
 
     Each is read and dequantized when it is asked for, so that a loop over the items holds one at a time. The value of a
@@ -36,6 +36,8 @@ def load_float8(
     A mixture of experts needs `model`, because checkpoints have a matrix where the model has a stack of experts:
 
         model.load_state_dict(dict(load_float8(folder, model=model)))
+
+    The scales of a float8 KV cache are no tensors of it: `kv_scales` has them, for `set_kv_scales`.
 
     Args:
         folder: with config.json and safetensors, in a layout of layouts.py: of compressed-tensors, AutoFP8, DeepSeek,
@@ -50,6 +52,7 @@ def load_float8(
         NotImplementedError: the checkpoint has another layout.
     """
     checkpoint = Float8Checkpoint(Path(folder), dtype)
+    _tell_of_kv_scales(checkpoint, "set_kv_scales(model, load_float8(folder).kv_scales)")
     return checkpoint if model is None else ModelTensors(model, checkpoint)
 
 
@@ -60,6 +63,8 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         dtype: of the tensors in high precision.
         format: how the folder stores them.
         float8_names: the names of the weights that are stored in float8.
+        kv_scales: the scales of a float8 KV cache, `model.layers.0.self_attn.k_scale`, under these names in the file
+            or under others that vLLM reads.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
@@ -74,7 +79,8 @@ class Float8Checkpoint(Mapping[str, Tensor]):
 
     def _check(self) -> None:
         stored = self._stored
-        self._scale_of, self._names, left_out = sort_tensors({name: stored.dtype(name) for name in stored})
+        tensors = sort_tensors({name: stored.dtype(name) for name in stored})
+        self._scale_of, self._names, left_out = tensors.scale_of, tensors.others, tensors.left_out
         if not self._scale_of:
             if self.format.method is None:
                 raise ValueError("no weight is in float8: the model is in high precision already; use it as it is")
@@ -82,10 +88,14 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         for name in self._scale_of:
             self._scales(name)
         self.float8_names = list(self._scale_of)
+        self.kv_scales: dict[str, float] = {}
+        for name, in_model in tensors.of_cache.items():
+            if not (stored[name].numel() == 1 and 0 < (scale := stored[name].float().item()) < math.inf):
+                raise ValueError(f"{name}: expected one scale of a KV cache, above 0 and finite, got {stored[name]}")
+            self.kv_scales |= dict.fromkeys(in_model, scale)
         if left_out:
             logger.warning(
-                "%s: scales of activations or of the KV cache are left out; activations are scaled dynamically",
-                listed(left_out),
+                "%s: scales of activations are left out; activations are scaled dynamically", listed(left_out)
             )
 
     def _scales(self, name: str) -> list[StoredScale]:
@@ -158,12 +168,14 @@ class ModelTensors(Mapping[str, Tensor]):
         stacks: the names in the checkpoint of the matrices of each expert, by the name of the stack.
         transposed: the stacks that hold each matrix transposed.
         tied: the names of tied tensors that the checkpoint has under another one.
+        kv_scales: as in `Float8Checkpoint`.
     Raises (when made):
         ValueError: the checkpoint lacks matrices of a stack of which it has others, or their shapes differ.
     """
 
     def __init__(self, model: nn.Module, checkpoint: Float8Checkpoint) -> None:
         self._names, self._checkpoint = checkpoint_names(model), checkpoint
+        self.kv_scales = checkpoint.kv_scales
         known = {WRAPPERS.sub("", name) for name in model.state_dict()}
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
         self.transposed, stacks = self._names.transposed, self._names.stacks
@@ -228,6 +240,15 @@ class ModelTensors(Mapping[str, Tensor]):
         return len(self.stored) + len(self.stacks)
 
 
+def _tell_of_kv_scales(checkpoint: Float8Checkpoint, call: str) -> None:
+    if checkpoint.kv_scales:
+        logger.warning(
+            "%s: scales of a float8 KV cache are not loaded; %s keeps them for save_float8",
+            listed(list(checkpoint.kv_scales)),
+            call,
+        )
+
+
 def _check_codes(name: str, codes: Tensor) -> None:
     fmt = FORMATS[codes.dtype]
     magnitudes = codes.view(torch.uint8).bitwise_and(0x7F)
@@ -251,6 +272,7 @@ def import_float8(
     folder, out = Path(folder), Path(out)
     check_new(out)
     weights = Float8Checkpoint(folder, dtype)
+    _tell_of_kv_scales(weights, f"quaver export --kv-scales {str(folder)!r}")
     config = without_quantization(read_config(folder))
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     config.pop("dtype", None)

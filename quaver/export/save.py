@@ -19,6 +19,7 @@ from quaver.export.bundle import GENERATION, write_bundle
 from quaver.export.files import CONFIG, SafetensorsWriter, config_text, listed
 from quaver.export.folders import new_folder
 from quaver.export.formats import COMPRESSED_TENSORS, FP8
+from quaver.export.kv_cache import SCHEME
 from quaver.export.load import load_float8
 from quaver.export.plan import Plan
 from quaver.export.weights import Float8Weights, iter_float8_weights
@@ -44,6 +45,9 @@ def save_float8(
     measure_tokens: int = 128,
 ) -> Float8Weights:
     """Write `model` as the new Hugging Face folder `folder`; an error leaves nothing there.
+
+    The scales of a float8 KV cache are written too, if the model has them: from `calibrate_kv_cache`, `load_frozen` or
+    `set_kv_scales`.
 
     Args:
         model, format, weights, dtype, forward_dtype, share_fused_scales: as for `iter_float8_weights`. For a sharded
@@ -75,7 +79,10 @@ def save_float8(
     )
     plan = tensors.plan
     is_sharded = any(isinstance(each, DTensor) for each in model.parameters())
-    config = {**config, "quantization_config": plan.format.quantization_config(plan.ignore, plan.cut_inputs)}
+    quantization = plan.format.quantization_config(plan.ignore, plan.cut_inputs)
+    if tensors.kv_scales and plan.format.method == COMPRESSED_TENSORS:
+        quantization["kv_cache_scheme"] = SCHEME
+    config = {**config, "quantization_config": quantization}
     key = "dtype" if "dtype" in config else "torch_dtype"
     stored = dtype if dtype is not None or config.get(key) else getattr(model, "dtype", None)
     if stored is not None:

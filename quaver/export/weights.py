@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from quaver.export.checkpoint_names import KEPT_IN_FLOAT32, Parts
 from quaver.export.experts import quantize_expert, store_expert
 from quaver.export.formats import COMPRESSED_TENSORS, FORMATS, FUSED, HIGH_PRECISION
+from quaver.export.kv_cache import kv_scales_of
 from quaver.export.plan import Plan, frozen_weights, named_tensors, plan_export
 from quaver.gemm import Operand
 from quaver.linear import Float8Linear
@@ -94,6 +95,7 @@ class Float8Weights:
             float8 weights of FSDP2; 0 for a model that is not sharded.
         requantized: the linears that are stored with other codes than those of training, and the stacks of experts,
             each with the expert that loses the most.
+        kv_scales: of the model's float8 KV cache, from `calibrate_kv_cache` or a checkpoint; they come last.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class Float8Weights:
         self._shares = share_fused_scales and self.plan.format.weights == "tensor"
         self._forward_dtype = forward_dtype
         self._frozen = frozen_weights(model)
+        self.kv_scales = {self.plan.checkpoint.renamed(name): each for name, each in kv_scales_of(model).items()}
         self._fsdp_modules = {} if forward_dtype or weights is not None else _fsdp_modules(model, self.plan)
         self._gathered: dict[str, Tensor] = {}
         self._tensors = self._run()
@@ -149,6 +152,8 @@ class Float8Weights:
                 fused = self._fused_with(linear) if self._shares else [linear]
                 done.update(fused)
                 yield from self._quantized(fused)
+        for name, scale in self.kv_scales.items():
+            yield name, torch.tensor([scale])
 
     def _converted(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor that stays in high precision."""

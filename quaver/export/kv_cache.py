@@ -1,0 +1,176 @@
+"""Scales of a float8 KV cache: measured on batches, kept from a checkpoint, and written beside the weights.
+
+    <attention>.k_scale, .v_scale    float32 [1]; cached key = code * k_scale, so k_scale = amax / 448 (e4m3)
+
+These are the names and the meaning of compressed-tensors 0.20, whose reader quantizes what an attention gives to
+transformers' cache, and of vLLM's BaseKVCacheMethod (its main branch, 2026) with `kv_cache_dtype="fp8"`, which
+`kv_cache_scheme` of compressed-tensors turns on. vLLM takes k_scale for queries, too, where a file has no q_scale.
+The scales are no tensors of the state dict: a training that changes keys and values makes them stale.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from quaver.delayed import WRAPPERS
+from quaver.export.checkpoint_names import checkpoint_names
+from quaver.export.files import listed
+from quaver.formats import E4M3
+
+LEAVES = ("k_scale", "v_scale")
+SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+"""The kv_cache_scheme of compressed-tensors."""
+
+_ATTRIBUTE = "_float8_kv_scales"
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_STORED = {
+    "k_proj.k_scale": ("k_scale",),  # modelopt
+    "v_proj.v_scale": ("v_scale",),
+    "k_proj.output_scale": ("k_scale",),  # Quark, and compressed-tensors before it had k_scale
+    "v_proj.output_scale": ("v_scale",),
+    "kv_scale": LEAVES,  # AutoFP8
+    "k_scale": ("k_scale",),
+    "v_scale": ("v_scale",),
+}
+"""The leaf names of files that vLLM reads as scales of its cache. q_proj.k_scale and the like are none."""
+
+
+@contextmanager
+def calibrate_kv_cache(model: nn.Module) -> Iterator[None]:
+    """Measure the scales of a float8 KV cache on the batches that run inside the block; `save_float8` writes them.
+
+        with calibrate_kv_cache(model.eval()), torch.no_grad():
+            for batch in batches:
+                model(**batch)
+        save_float8(model, "served")
+
+    What is measured is what each attention gives to the cache: keys after the rotary embedding, and values, before
+    heads of a group are repeated. A scale is the largest amax of all batches and ranks, divided by 448. Padding counts.
+
+    Args:
+        model: a decoder of transformers; every rank of a process group runs the block, sharded or not.
+    Raises:
+        ValueError: no attention of the model takes a cache.
+        NotImplementedError: an encoder-decoder, or latent attention, whose cache in servers holds the latent.
+        RuntimeError: at the exit, if no batch reached an attention, or keys or values were all 0 or not finite. No
+            scale is then changed.
+    """
+    attentions = {name: each for name, each in model.named_modules() if _cached_argument(each)}
+    if not attentions:
+        raise ValueError(f"{type(model).__name__}: expected a decoder of transformers, whose attention takes a cache")
+    latent = [name for name, each in attentions.items() if hasattr(each, "kv_b_proj")]
+    if latent or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise NotImplementedError(
+            "scales of a KV cache: expected a decoder whose cache holds keys and values, got "
+            + (f"latent attention in {listed(latent)}" if latent else "an encoder-decoder")
+        )
+    amaxes: dict[str, list[Tensor]] = {}
+    with ExitStack() as hooks:
+        for name, each in attentions.items():
+            hook = partial(_record_cached, amaxes.setdefault(name, []))
+            hooks.callback(each.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
+    scales = _measured(amaxes)
+    for name, each in scales.items():
+        setattr(attentions[name], _ATTRIBUTE, each)
+
+
+def _cached_argument(module: nn.Module) -> str | None:
+    """The argument of an attention for its cache, found as compressed-tensors does; None for other modules."""
+    if "attention" not in type(module).__name__.lower():
+        return None
+    arguments = inspect.signature(module.forward).parameters
+    return next((each for each in _CACHES if each in arguments), None)
+
+
+def _record_cached(
+    amaxes: list[Tensor], module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Give the attention a cache that records what it gets, and does what the one of the caller does."""
+    argument = str(_cached_argument(module))
+    return args, {**kwargs, argument: _RecordingCache(amaxes, kwargs.get(argument))}
+
+
+class _RecordingCache:
+    """In front of a cache of transformers, or of none."""
+
+    def __init__(self, amaxes: list[Tensor], cache: Any) -> None:
+        self._amaxes, self._cache = amaxes, cache
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        measured = torch.stack([each.detach().abs().amax().float() for each in (keys, values)])
+        self._amaxes[:] = [torch.maximum(measured, *self._amaxes)] if self._amaxes else [measured]
+        return (keys, values) if self._cache is None else self._cache.update(keys, values, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def _measured(amaxes: dict[str, list[Tensor]]) -> dict[str, dict[str, float]]:
+    """The scales of each attention that any rank measured. Raises RuntimeError on every rank."""
+    ranks: list[dict[str, list[float]]] = [{name: each[0].tolist() for name, each in amaxes.items() if each}]
+    if dist.is_available() and dist.is_initialized():
+        local, ranks = ranks[0], [{}] * dist.get_world_size()
+        dist.all_gather_object(ranks, local)
+    names = [name for name in amaxes if any(name in each for each in ranks)]
+    largest = {name: torch.tensor([each[name] for each in ranks if name in each]).amax(0).tolist() for name in names}
+    bad = [f"{name} {each}" for name, each in largest.items() if not all(0 < amax < float("inf") for amax in each)]
+    if bad or not largest:
+        found = f"the amaxes of keys and values are {listed(bad)}" if bad else "no batch reached an attention"
+        raise RuntimeError(f"calibration of the KV cache: {found}; no scale was changed")
+    return {name: dict(zip(LEAVES, map(_scale, each), strict=True)) for name, each in largest.items()}
+
+
+def _scale(amax: float) -> float:
+    return torch.tensor(amax / E4M3.max, dtype=torch.float32).item()
+
+
+def kv_scales_of(model: nn.Module) -> dict[str, float]:
+    """The scales that `model` has of a calibration or a checkpoint, by name, `model.layers.0.self_attn.k_scale`."""
+    return {
+        WRAPPERS.sub("", f"{name}.{leaf}".lstrip(".")): scale
+        for name, module in model.named_modules()
+        for leaf, scale in getattr(module, _ATTRIBUTE, {}).items()
+    }
+
+
+def set_kv_scales(model: nn.Module, scales: Mapping[str, float]) -> None:
+    """Give `model` the scales of a checkpoint's KV cache in place of its own, for `save_float8` to write them.
+
+        set_kv_scales(model, load_float8(folder).kv_scales)
+
+    Args:
+        scales: by name, `model.layers.0.self_attn.k_scale`, of the model or of its checkpoints.
+    Raises:
+        ValueError: the model has no module of such a name; it is then unchanged.
+    """
+    modules = {WRAPPERS.sub("", name): each for name, each in model.named_modules()}
+    known = {f"{name}.{leaf}".lstrip(".") for name in modules for leaf in LEAVES}
+    in_model = checkpoint_names(model).in_model(known, scales)
+    unknown = [stored for stored, name in in_model.items() if name not in known]
+    if unknown:
+        raise ValueError(f"the model has no attention for these scales of a KV cache: {listed(unknown)}")
+    for each in modules.values():
+        each.__dict__.pop(_ATTRIBUTE, None)
+    for stored, name in in_model.items():
+        owner, _, leaf = name.rpartition(".")
+        modules[owner].__dict__.setdefault(_ATTRIBUTE, {})[leaf] = scales[stored]
+
+
+def stored_kv_scales(names: list[str]) -> dict[str, tuple[str, ...]]:
+    """What the scales of a file's KV cache are in a model: one or two names, by the name in the file."""
+    found = {}
+    for name in names:
+        suffix = next((each for each in _STORED if name.endswith(f".{each}")), None)
+        owner = name.removesuffix(f".{suffix}")
+        if suffix is not None and not owner.endswith("_proj"):
+            found[name] = tuple(f"{owner}.{leaf}" for leaf in _STORED[suffix])
+    return found
