@@ -185,6 +185,12 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     def write(self, hp: Tensor) -> None:
         """Quantize `hp`, of this shape, in the granularity of this weight, into its memory."""
+        if hp.dtype not in HP_DTYPES:
+            raise ValueError(
+                f"a frozen float8 weight has codes and scales already, expected values of one of "
+                f"{', '.join(map(str, HP_DTYPES))} for it, got {hp.dtype}; leave its module out, as "
+                "skip_modules_classes=(FrozenFloat8Linear,) does in diffusers' layerwise casting"
+            )
         before = self.to_high_precision()
         if hp.shape != self.shape:
             raise ValueError(f"expected a weight of shape {list(self.shape)}, got {list(hp.shape)}")

@@ -521,6 +521,16 @@ def test_data_of_another_weight_that_does_not_fit_is_refused():
             weight.data = freeze_to_float8(other).weight
 
 
+def test_layerwise_casting_to_float8_leaves_frozen_modules_out_or_is_refused():
+    """What diffusers' enable_layerwise_casting does to each leaf but those of skip_modules_classes."""
+    net, codes = freeze_to_float8(model(), "blockwise"), {}
+    for linear in (net[0], net[2]):
+        codes[linear] = linear.weight.data_fp8.view(torch.uint8).clone()
+        with pytest.raises(ValueError, match=r"got torch.float8_e4m3fn; leave its module out, as skip_modules_classes"):
+            linear.to(E4M3)
+        assert_same(linear.weight.data_fp8.view(torch.uint8), codes[linear], "codes")
+
+
 def test_every_pair_of_dtypes_multiplies():
     for config, dtype, input_dtype in itertools.product(CONFIGS, (torch.bfloat16, torch.float16), (torch.float32,)):
         linear = freeze_to_float8(nn.Linear(32, 16, dtype=dtype), config)
