@@ -1,4 +1,4 @@
-"""The table of docs/integrations.md: library x feature, from what the tests of this folder say that they prove.
+"""The table of docs/integrations.md: feature x library, from what the tests of this folder say that they prove.
 
 `python -m tests.foreign.table` writes it into the page; `test_table.py` compares the two.
 """
@@ -20,11 +20,18 @@ FEATURES = (
     "FSDP2",
     "FSDP2, float8 gather",
     "save, resume",
-    "resume elsewhere, best model",
+    "reload",
+    "resume elsewhere",
+    "best model",
     "after a failed run",
     "evaluate",
+    "evaluate in a step",
+    "EMA swap",
+    "heads",
+    "adapters before",
+    "adapters after",
+    "merge",
     "reference model",
-    "adapters first",
 )
 LIBRARIES = (
     "transformers' Trainer",
@@ -47,31 +54,49 @@ def refuses(library, feature, sentence):
     return lambda test: test
 
 
-def marks() -> Iterator[tuple[str, list[str]]]:
-    """Every mark in this folder: the decorator's name with its arguments."""
+def lacks(library, *features, sentence):
+    """Says of features that a library has nothing of its own for them, and why, so that no test can show them."""
+
+
+def marks() -> Iterator[tuple[str, list[str], str]]:
+    """Every mark in this folder: its kind, the library with the features, and the sentence or nothing."""
     for path in sorted(FOLDER.glob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            for call in getattr(node, "decorator_list", []):
-                if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("proves", "refuses"):
-                    yield call.func.id, [ast.literal_eval(argument) for argument in call.args]
+        tree = ast.parse(path.read_text())
+        decorators = [each for node in ast.walk(tree) for each in getattr(node, "decorator_list", [])]
+        statements = [node.value for node in tree.body if isinstance(node, ast.Expr)]
+        for call in decorators + statements:
+            kind = getattr(call.func, "id", "") if isinstance(call, ast.Call) else ""
+            if kind in ("proves", "refuses", "lacks"):
+                words = [ast.literal_eval(argument) for argument in call.args]
+                sentence = "".join(ast.literal_eval(each.value) for each in call.keywords)
+                yield (
+                    kind,
+                    words[:2] if kind == "refuses" else words,
+                    sentence or (words[2] if kind == "refuses" else ""),
+                )
 
 
 def table() -> str:
-    """The table in Markdown. Raises ValueError for a mark of an unknown library or feature."""
-    cells: dict[tuple[str, str], str] = {}
+    """The table in Markdown. Raises ValueError for a mark of no row or column, or that another contradicts."""
+    cells: dict[tuple[str, str], list[str]] = {}
     sentences: list[str] = []
-    for kind, (library, *rest) in marks():
-        features = rest if kind == "proves" else rest[:1]
+    for kind, (library, *features), sentence in marks():
         if library not in LIBRARIES or not set(features) <= set(FEATURES):
             raise ValueError(f"no row {library} or column {features} in the table")
-        if kind == "refuses":
-            sentence = f"{len(sentences) + 1}. {library}, {features[0]}: {rest[1]}"
-            sentences.append(textwrap.fill(sentence, 120, subsequent_indent="   "))
+        if sentence:
+            named = f"{library}, {features[0]}" if kind == "refuses" else library
+            numbered = f"{len(sentences) + 1}. {named}: {sentence}"
+            sentences.append(textwrap.fill(numbered, 120, subsequent_indent="   "))
+        word = {"proves": "works", "refuses": f"refused ({len(sentences)})", "lacks": f"({len(sentences)})"}[kind]
         for feature in features:
-            works = "works" if kind == "proves" else f"refused ({len(sentences)})"
-            cells[library, feature] = ", ".join(dict.fromkeys(filter(None, [cells.get((library, feature)), works])))
-    rows = [["", *FEATURES], ["---"] * (len(FEATURES) + 1)]
-    rows += [[library, *(cells.get((library, feature), "–") for feature in FEATURES)] for library in LIBRARIES]
+            cells.setdefault((library, feature), []).append(word)
+    for (library, feature), words in cells.items():
+        if len({each.split("(")[0] for each in words} & {"", "works"}) > 1:
+            raise ValueError(f"{library} is marked both as lacking {feature} and as proved")
+    rows = [["", *LIBRARIES], ["---"] * (len(LIBRARIES) + 1)]
+    for feature in FEATURES:
+        found = (cells.get((library, feature), ["–"]) for library in LIBRARIES)
+        rows.append([feature, *(", ".join(dict.fromkeys(words)) for words in found)])
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([*lines, "", *sentences]) + "\n"
 

@@ -1,6 +1,9 @@
 """Accelerate on two ranks: DDP, and FSDP2 with and without float8 all-gather."""
 
+import json
 import os
+import subprocess
+import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -9,10 +12,15 @@ from unittest import mock
 import pytest
 import torch
 
-from quaver import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
+from quaver import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+    sync_float8_amax_and_scale_history,
+)
 from tests.distributed.ranks import RanksError, run
 from tests.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, train_by_hand
-from tests.foreign.table import proves, refuses
+from tests.foreign.table import lacks, proves, refuses
 
 
 @contextmanager
@@ -183,6 +191,18 @@ def save_and_resume(
     return both
 
 
+lacks(
+    "Accelerate",
+    "best model",
+    "heads",
+    "adapters before",
+    "adapters after",
+    "merge",
+    "reference model",
+    sentence="it prepares the model that it gets, and knows neither parts of it nor a best one.",
+)
+
+
 @proves("Accelerate", "save, resume")
 @pytest.mark.parametrize(
     ("strategy", "float8_all_gather", "state_dict_type"),
@@ -191,3 +211,27 @@ def save_and_resume(
 def test_a_resumed_run_goes_on_as_before(strategy, float8_all_gather, state_dict_type, tmp_path):
     for whole, resumed in run(2, save_and_resume, strategy, float8_all_gather, state_dict_type, str(tmp_path)):
         assert resumed == whole
+
+
+def launched_by_hand():
+    """The losses of this rank from batch 2 on, with delayed scaling."""
+    model = llama("delayed")
+    replica = torch.nn.parallel.DistributedDataParallel(model)
+    sync = partial(sync_float8_amax_and_scale_history, model)
+    return train_by_hand(replica, rank=torch.distributed.get_rank(), before=lambda _: sync())[2:]
+
+
+@pytest.mark.nightly
+@proves("Accelerate", "DDP", "save, resume", "resume elsewhere")
+def test_processes_that_accelerate_launch_starts(tmp_path):
+    """`--multi_gpu` starts torchrun's, on CPUs, too; `--cpu` starts one, and leaves more to mpirun."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--main_process_port", "0", "-m", "tests.foreign.launched", str(tmp_path)]
+    subprocess.run([*launch, "0"], check=True, timeout=600)
+    (tmp_path / "state").rename(tmp_path / "moved")
+    subprocess.run([*launch, "2"], check=True, timeout=600)
+    found = [json.loads((tmp_path / f"{start}.{rank}.json").read_text()) for start in (0, 2) for rank in (0, 1)]
+    assert found == [found[0]] * 4
+    assert found[0]["type"] == "DistributedType.MULTI_CPU"
+    expected = torch.tensor(run(2, launched_by_hand)).mean(0).tolist()
+    assert found[0]["losses"] == expected

@@ -14,7 +14,7 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from tests.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, train_by_hand
-from tests.foreign.table import proves, refuses
+from tests.foreign.table import lacks, proves, refuses
 from tests.steps import assert_same
 
 lightning = pytest.importorskip("pytorch_lightning")
@@ -115,7 +115,38 @@ def test_validation_within_and_between_accumulated_steps_changes_no_scale(tmp_pa
     assert_same(runs[True], runs[False])
 
 
-@proves("Lightning's Trainer", "save, resume")
+@proves("Lightning's Trainer", "best model")
+def test_the_best_checkpoint_comes_with_its_scales(tmp_path):
+    """Every step makes the loss worse."""
+
+    class Ascending(Module):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1, maximize=True)
+
+    module, plugin = (
+        Ascending(None, False),
+        Float8Precision("delayed", module_filter_fn=not_the_head, autocast_dtype=None),
+    )
+    best = lightning.callbacks.ModelCheckpoint(monitor="validation", save_on_train_epoch_end=False)
+    run = trainer(tmp_path, BATCHES, plugins=[plugin], callbacks=[best], val_check_interval=1)
+    run.fit(module, batches(), batches())
+    (found,) = run.validate(module, batches(), ckpt_path="best")
+    assert best.best_model_path.endswith("step=1.ckpt")
+    assert found["validation"] == best.best_model_score.item()
+
+
+lacks(
+    "Lightning's Trainer",
+    "heads",
+    "adapters before",
+    "adapters after",
+    "merge",
+    "reference model",
+    sentence="the module is the user's, with what it consists of.",
+)
+
+
+@proves("Lightning's Trainer", "save, resume", "resume elsewhere")
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_the_precision_plugin_converts_scales_and_saves(tmp_path, recipe):
     def plugin():
@@ -203,7 +234,19 @@ def test_fabric_with_autocast_differs_by_its_rounding():
     assert losses != by_hand
 
 
-@proves("Fabric", "save, resume")
+lacks(
+    "Fabric",
+    "best model",
+    "heads",
+    "adapters before",
+    "adapters after",
+    "merge",
+    "reference model",
+    sentence="the model and the loop are the user's.",
+)
+
+
+@proves("Fabric", "save, resume", "resume elsewhere")
 def test_a_resumed_fabric_run_goes_on_as_before(tmp_path):
     fabric, model, optimizer = with_fabric()
     whole = loop(model, optimizer, fabric.backward, only=range(2))[:2]
@@ -211,7 +254,8 @@ def test_a_resumed_fabric_run_goes_on_as_before(tmp_path):
     whole += loop(model.train(), optimizer, fabric.backward, only=range(2, BATCHES))
     assert whole == loop_by_hand()
     fabric, model, optimizer = with_fabric()
-    fabric.load(tmp_path / "state", {"model": model, "optimizer": optimizer})
+    (tmp_path / "state").rename(tmp_path / "moved")
+    fabric.load(tmp_path / "moved", {"model": model, "optimizer": optimizer})
     assert loop(model, optimizer, fabric.backward, only=range(2, BATCHES)) == whole[2:]
 
 

@@ -33,6 +33,7 @@ def float8_names(model):
     return {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
 
 
+@proves("PEFT", "adapters before", "adapters after")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_the_order_of_conversion_and_adapters_does_not_matter(recipe):
     first, second = (adapted(recipe, order) for order in ("convert, then adapt", "adapt, then convert"))
@@ -44,6 +45,7 @@ def test_the_order_of_conversion_and_adapters_does_not_matter(recipe):
     assert train_by_hand(first) == train_by_hand(second)
 
 
+@proves("PEFT", "merge")
 def test_merging_gives_the_float8_model_of_the_merged_weights():
     model = adapted("tensorwise", "convert, then adapt")
     train_by_hand(model)

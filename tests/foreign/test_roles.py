@@ -41,6 +41,7 @@ def skipped(model):
     return {layer.name: layer.reason for layer in conversion_report(model).skipped}
 
 
+@proves("transformers' Trainer", "heads")
 @pytest.mark.parametrize("name", HEADS)
 def test_what_leads_out_of_the_blocks_is_a_head(name):
     config, options, expected = HEADS[name]
@@ -75,7 +76,7 @@ TUNERS = {
 }
 
 
-@proves("PEFT", "adapters first")
+@proves("PEFT", "adapters before", "heads")
 @pytest.mark.parametrize("name", TUNERS)
 def test_heads_and_adapters_that_peft_made_first_stay(name):
     model = prepare_model_for_float8(peft.get_peft_model(llama(), TUNERS[name]), "rowwise")

@@ -14,7 +14,7 @@ from quaver import Float8Linear, Float8LinearConfig, assert_float8_training, con
 from quaver.integrations.torchao import main
 from tests.distributed.ranks import run
 from tests.foreign.llama import BATCHES, batches, llama, optimizer_of
-from tests.foreign.table import proves
+from tests.foreign.table import lacks, proves
 from tests.foreign.test_accelerate import accelerator_on
 from tests.isolated import Forked, isolated
 
@@ -205,6 +205,18 @@ def train_with_accelerate(strategy, recipe, variant, folder):
         again = [step(part) for part in parts[HALF:]]
         results.append((losses, again, moved, sorted(float8_names(plain) - {"lm_head"}), set(before)))
     return results
+
+
+lacks(
+    "Accelerate, mixed_precision=fp8",
+    "best model",
+    "heads",
+    "adapters before",
+    "adapters after",
+    "merge",
+    "reference model",
+    sentence="as Accelerate; it leaves the first and the last linear in high precision.",
+)
 
 
 @proves("Accelerate, mixed_precision=fp8", "train", "DDP", "FSDP2", "FSDP2, float8 gather", "save, resume", "evaluate")

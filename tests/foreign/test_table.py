@@ -21,5 +21,15 @@ def test_a_feature_may_work_and_be_refused_in_part(tmp_path, monkeypatch):
         '@proves("Accelerate", "DDP")\ndef test_a(): ...\n@refuses("Accelerate", "DDP", "no.")\ndef test_b(): ...\n'
     )
     monkeypatch.setattr(table, "FOLDER", tmp_path)
-    assert "| Accelerate | – | – | – | – | works, refused (1) |" in table.table()
+    assert "| DDP | – | – | – | works, refused (1) | – |" in table.table()
     assert table.table().endswith("\n1. Accelerate, DDP: no.\n")
+
+
+def test_what_a_library_lacks_is_told_apart_from_what_no_test_shows(tmp_path, monkeypatch):
+    (tmp_path / "test_new.py").write_text('lacks("Fabric", "merge", "heads", sentence="no.")\n')
+    monkeypatch.setattr(table, "FOLDER", tmp_path)
+    assert "| merge | – | – | – | – | – | – | (1) |" in table.table()
+    assert table.table().endswith("\n1. Fabric: no.\n")
+    (tmp_path / "test_other.py").write_text('@proves("Fabric", "merge")\ndef test_a(): ...\n')
+    with pytest.raises(ValueError, match="Fabric is marked both as lacking merge and as proved"):
+        table.table()

@@ -16,7 +16,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from quaver import Float8Linear
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
 from tests.foreign.llama import BATCHES, Tokens, clip, llama, train_by_hand
-from tests.foreign.table import proves
+from tests.foreign.table import lacks, proves
 from tests.foreign.test_transformers_trainer import losses_of
 
 WORDS = [f"w{number}" for number in range(126)]
@@ -77,6 +77,10 @@ def test_sft_has_the_losses_of_a_loop_written_by_hand(tmp_path, gradient_checkpo
     assert moved(model, before) == set(before)
 
 
+lacks("TRL", "heads", "adapters before", "merge", sentence="as with transformers' Trainer and PEFT, which it uses.")
+
+
+@proves("TRL", "adapters after")
 def test_sft_adds_adapters_to_a_converted_model(tmp_path):
     model = prepare_model_for_float8(llama(), "rowwise")
     trained = SFTTrainer(
