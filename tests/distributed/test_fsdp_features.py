@@ -444,3 +444,29 @@ def test_what_sharded_models_refuse():
         convert_to_high_precision(model)
     with pytest.raises(RuntimeError, match="call the module that was given to it"):
         model[0].up(torch.randn(2, DIM))
+
+
+@pytest.mark.parametrize("how", ["one rank, precomputed", "GradScaler", "GradScaler, precomputed"])
+@on_ranks(2)
+def test_a_step_that_is_left_out_leaves_no_stale_scale(how):
+    """One rank's gradient is infinite. GradScaler leaves the step out on all ranks; else that rank does alone."""
+    config = gathering("tensorwise")
+    model, whole, moved = shard_model(config), make_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    scaler = torch.amp.GradScaler("cpu", enabled="GradScaler" in how)
+    weight = next(each for each in model.parameters() if each.dim() == 2)
+    for step, batch in enumerate(batches(2, 2)):
+        scaler.scale(loss_of(model(part_of(batch)))).backward()
+        before, is_bad = weight.to_local() * 1, step == 1 and dist.get_rank() == 0
+        if is_bad:
+            weight.grad.to_local().fill_(torch.inf)
+        if scaler.is_enabled() or not is_bad:
+            scaler.step(optimizer)
+            scaler.update()
+        moved.append(not torch.equal(weight.to_local() * 1, before))
+        optimizer.zero_grad()
+        if "precomputed" in how:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+    assert moved == [True, "GradScaler" not in how and dist.get_rank() == 1]
+    whole.load_state_dict({name: each.full_tensor() for name, each in model.state_dict().items()})
+    assert operands_that_differ(model, whole, config) == []
