@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from quaver.optim.blocks import obstacle_of
 from quaver.optim.groups import with_own_options
+from quaver.optim.options import check_same_algorithm
 from quaver.optim.rounding import step_key
 from quaver.optim.state import is_small, layout_of, new_state, read_moments, write_moments
 from quaver.slow_paths import say_once
@@ -86,7 +87,9 @@ class Float8Optimizer(Optimizer):
 
         Raises:
             ValueError: a gradient that is sparse or has another layout than its parameter.
+            RuntimeError: a CUDA graph is being captured.
         """
+        _check_no_capture(type(self).__name__)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -216,13 +219,15 @@ class Float8Optimizer(Optimizer):
         """Load a state dict of torch's optimizer, whose moments are rounded; this optimizer's own options stay.
 
         Raises:
-            ValueError: a moment is missing or has another shape than its parameter.
+            ValueError: another algorithm, or a moment is missing or has another shape than its parameter.
         """
         theirs = self.torch_optimizer.__name__
         if [len(group["params"]) for group in self.param_groups] != [
             len(group["params"]) for group in state_dict["param_groups"]
         ]:
             raise ValueError(f"expected an {theirs} state dict with the param groups of this optimizer, got others")
+        for loaded in state_dict["param_groups"]:
+            check_same_algorithm(loaded)
         shared = self.defaults.keys() & self._torch_defaults().keys()
         position, states = 0, {}
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -244,6 +249,14 @@ class Float8Optimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_skipped": self._skipped, "_warned": self._warned}
+
+
+def _check_no_capture(name: str) -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{name} counts steps on the host, so a CUDA graph would repeat one step and its random bits: call step() "
+            "outside of the graph"
+        )
 
 
 def _write_to_empty_part(parameter: Tensor) -> None:

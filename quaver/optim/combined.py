@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from quaver.optim.base import Float8Optimizer
 from quaver.optim.groups import with_own_options
+from quaver.optim.options import check_same_algorithm
 from quaver.optim.state import new_state
 from quaver.torch_private.dtensor import local_tensor
 from quaver.torch_private.optimizer import loading, saved
@@ -170,7 +171,8 @@ def load_states_of(target: Optimizer, source: Optimizer) -> None:
     Float8Muon begins at 0 after it.
 
     Raises:
-        ValueError: a parameter is Muon's in one and AdamW's in the other, or is missing in `source`.
+        ValueError: a parameter is Muon's in one and AdamW's in the other, is missing in `source`, or goes by an option
+            of torch's that `target` lacks.
     """
     found: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]] = {}
     for each in parts_of(source):
@@ -215,6 +217,8 @@ def _torch_state_dict(target: Optimizer, found: dict[Tensor, tuple[Optimizer, di
             source, theirs, values = found[numbered[number]]
             if _kind(source) is not _kind(target):
                 raise ValueError(f"states of {_kind(source).__name__} cannot become those of {_kind(target).__name__}")
+            if isinstance(target, Float8Optimizer):
+                check_same_algorithm(theirs)
             options = {name: theirs[name] for name in source.defaults.keys() & target.defaults.keys() if name in theirs}
             if values and type(target) is torch.optim.Muon:  # one that it does not advance would be loaded later
                 values = {name: value for name, value in values.items() if name != "step"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,16 +12,34 @@ from quaver.optim.state import STORAGES
 
 
 def check_common(group: dict[str, Any]) -> None:
-    """Raise ValueError for a rate, eps, weight decay, seed or dtype of a parameter that cannot be."""
+    """Raise ValueError for a rate, eps, weight decay, seed, option or dtype of a parameter that cannot be."""
     rates = {"lr": float(group["lr"]), "eps": group["eps"], "weight_decay": group["weight_decay"]}
     for name, value in rates.items():
         if not 0 <= value < math.inf:
             raise ValueError(f"{name}: expected a finite number, 0 or more, got {value}")
     if not (isinstance(group["seed"], int) and 0 <= group["seed"] < 2**63):
         raise ValueError(f"seed: expected a number from 0 to 2^63 - 1, got {group['seed']!r}")
+    check_torch_options(group, "amsgrad", "maximize", "capturable", "differentiable")
     for parameter in group["params"]:
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"expected parameters in float32 or bfloat16, got {parameter.dtype}")
+
+
+def check_torch_options(group: Mapping[str, Any], *names: str) -> None:
+    """Raise ValueError for options of torch's optimizers that a param group asks for and that these lack."""
+    for name in names:
+        if group.get(name):
+            raise ValueError(f"{name}: expected no such option, got {group[name]!r}: no step here would follow it")
+
+
+def check_same_algorithm(group: Mapping[str, Any]) -> None:
+    """Raise ValueError for a param group of one of torch's optimizers whose steps go by another algorithm."""
+    check_torch_options(group, "amsgrad", "maximize")
+    if group["weight_decay"] and not group.get("decoupled_weight_decay", True):
+        raise ValueError(
+            f"weight_decay: expected the decoupled one of AdamW, got {group['weight_decay']} of torch.optim.Adam, "
+            "which adds it to the gradient"
+        )
 
 
 def check_storages(group: dict[str, Any], *moments: str) -> None:

@@ -1,12 +1,13 @@
 """Options that Float8AdamW and Float8Muon refuse."""
 
+import contextlib
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from quaver.optim import Float8AdamW, Float8Muon
+from quaver.optim import Float8AdamW, Float8Muon, load_states_of
 
 RATE = "expected a finite number, 0 or more, got"
 BOTH = {
@@ -16,6 +17,7 @@ BOTH = {
     "masters: expected one of bfloat16, float32": {"masters": "float8"},
     "seed: expected a number from 0": {"seed": -1},
     "expected parameters in float32 or bfloat16, got torch.float16": {"dtype": torch.float16},
+    "expected parameters in float32 or bfloat16, got torch.complex64": {"dtype": torch.complex64},
 }
 OF_ADAMW = {
     "betas: expected two numbers from 0 to below 1": {"betas": (0.9, 1.0)},
@@ -52,3 +54,49 @@ def test_a_bad_option_is_refused_in_one_line(optimizer, message, options):
     with pytest.raises(ValueError, match=message):
         fine.add_param_group({"params": parameters, **chosen})
     assert len(fine.param_groups) == 1
+
+
+OF_TORCH = "amsgrad", "maximize", "capturable", "differentiable"
+
+
+@pytest.mark.parametrize("optimizer", [Float8AdamW, Float8Muon])
+def test_options_of_torch_that_these_lack_are_refused(optimizer):
+    """A param group may have any key: one that no step follows would be lost without a word."""
+    parameters = [nn.Parameter(torch.zeros(64, 64))]
+    for name in OF_TORCH:
+        with pytest.raises(TypeError, match=name):
+            optimizer(parameters, **{name: True})
+        with pytest.raises(ValueError, match=f"{name}: expected no such option, got True"):
+            optimizer([{"params": parameters, name: True}])
+    assert optimizer([{"params": parameters, "name": "mine", **dict.fromkeys(OF_TORCH, False)}])
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, "amsgrad: expected no such option, got True"),
+        (torch.optim.AdamW, {"maximize": True}, "maximize: expected no such option, got True"),
+        (torch.optim.Adam, {"weight_decay": 0.1}, "weight_decay: expected the decoupled one of AdamW, got 0.1 of"),
+        (torch.optim.Adam, {}, None),
+        (torch.optim.AdamW, {"foreach": False}, None),
+    ],
+)
+def test_states_of_another_algorithm_are_refused(make, options, message):
+    parameter = nn.Parameter(torch.ones(64, 64))
+    parameter.grad = torch.ones(64, 64)
+    theirs = make([parameter], **options)
+    theirs.step()
+    target = Float8AdamW([parameter])
+    loads = [lambda: target.load_state_dict(theirs.state_dict()), lambda: load_states_of(target, theirs)]
+    for load in loads[: 1 if make is torch.optim.Adam else 2]:  # load_states_of takes none of Adam's
+        with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+            load()
+        assert bool(target.state) == (message is None)
+
+
+@pytest.mark.parametrize("optimizer", [Float8AdamW, Float8Muon])
+def test_a_step_in_a_cuda_graph_is_refused(optimizer, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=f"{optimizer.__name__} counts steps on the host"):
+        optimizer([nn.Parameter(torch.zeros(64, 64))]).step()
