@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from quaver.devices import MissingDeviceError
-from quaver.export.files import NotWrittenError
+from quaver.export.folders import NotWrittenError
 from quaver.trainer.errors import CheckpointError
 
 EXIT_BAD_INPUT = 2
@@ -31,7 +31,7 @@ def print_error(message: object) -> None:
 
 @contextmanager
 def bad_input() -> Iterator[None]:
-    """Turn bad input inside the block into one line on stderr and SystemExit(2); weights not written into 4."""
+    """Turn bad input inside the block into one line on stderr and SystemExit(2); a full disk into 4."""
     try:
         yield
     except BrokenPipeError:  # the reader of --help has closed the pipe

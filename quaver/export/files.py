@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from quaver.export.folders import NotWrittenError
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -176,10 +178,6 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
         raise ValueError(f"{str(file)!r} is damaged: {error}; download it again") from error
-
-
-class NotWrittenError(OSError):
-    """The weights could not be written, for want of space for example."""
 
 
 class SafetensorsWriter:

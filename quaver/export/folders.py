@@ -1,11 +1,18 @@
 """Folders that appear under their name complete or not at all: exports, imports, converted models, checkpoints."""
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+
+_NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+
+
+class NotWrittenError(OSError):
+    """A result could not be written, for want of space for example."""
 
 
 def check_new(path: Path) -> None:
@@ -22,6 +29,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     Raises:
         FileExistsError: `path` exists.
+        NotWrittenError: there is no room for what the block writes.
         OSError: the folder cannot be made or written.
     """
     check_new(path)
@@ -34,6 +42,10 @@ def new_folder(path: Path) -> Iterator[Path]:
         sync_all(partial)
         check_new(path)  # rename() would replace an empty folder that was made in the meantime
         rename(partial, path)
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise NotWrittenError(f"cannot write {str(path)!r}: {error.strerror}") from error
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # an error of the block is more important
 

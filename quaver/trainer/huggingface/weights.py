@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
-from quaver.export.files import NotWrittenError
+from quaver.export.folders import NotWrittenError
 from quaver.trainer.checkpoint import ignore_single_process_warning, load_state, read_metadata, reason
 from quaver.trainer.config import Model
 from quaver.trainer.model import Llama

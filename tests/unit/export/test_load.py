@@ -1,7 +1,10 @@
 """`quaver import` and `load_float8`: the dequantized values of the codes; bad input is one line and leaves nothing."""
 
+import errno
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,11 +175,11 @@ def test_bad_input_is_one_line_and_leaves_nothing(case, exported, tmp_path, caps
     assert not any(isinstance(module, FrozenFloat8Linear) for module in model.modules())
 
 
-def refused(capsys, *words):
+def refused(capsys, *words, code=2):
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
         main([str(word) for word in words])
-    assert stopped.value.code == 2
+    assert stopped.value.code == code
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
@@ -217,3 +220,27 @@ def test_the_change_of_the_logits_is_measured(tmp_path):
     assert logits["tokens"] == 32
     assert 15 < logits["sqnr_db"] < 60
     assert f"SQNR {logits['sqnr_db']:.2f} dB" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_full_disk_is_one_line_and_exit_code_4_and_leaves_nothing(name, exported, tmp_path, capsys, monkeypatch):
+    """Whichever file finds no room."""
+    folder = Path(shutil.copytree(exported, tmp_path / "in"))
+    (folder / "tokenizer.json").write_text("{}")
+
+    def unless_full(write, argument):
+        def written(*arguments, **options):
+            file = arguments[argument]
+            if ".out.partial" in str(file) and (Path(file).name == name or name == "model.safetensors"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(*arguments, **options)
+
+        return written
+
+    monkeypatch.setattr("safetensors.torch.save_file", unless_full(save_file, 1))
+    monkeypatch.setattr(Path, "write_text", unless_full(Path.write_text, 0))
+    monkeypatch.setattr(shutil, "copyfile", unless_full(shutil.copyfile, 1))
+    line = refused(capsys, "import", folder, tmp_path / "out", code=4)
+    assert "cannot write" in line
+    assert line.endswith("No space left on device")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
