@@ -7,6 +7,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import date
 from itertools import groupby
@@ -141,6 +142,8 @@ def _commit() -> str:
 def writable(path: Path, option: str = "--output") -> Path:
     """Return `path` after checking that it can be written, so that a measurement is not lost at its end.
 
+    The check leaves no file or folder: words that are refused after it have written nothing.
+
     Args:
         option: the setting that gave the path, for the error.
     Raises:
@@ -148,7 +151,7 @@ def writable(path: Path, option: str = "--output") -> Path:
     """
     if path.is_dir():
         raise ValueError(f"{option}: expected a file to write, got the folder {path}")
-    existed = path.exists()
+    existed, missing = path.exists(), [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -156,9 +159,14 @@ def writable(path: Path, option: str = "--output") -> Path:
             path.unlink()
     except OSError as error:
         raise ValueError(f"{option}: cannot write {path}: {error.strerror}") from error
+    finally:
+        with suppress(OSError):  # nothing was made, or another process writes there
+            for folder in missing:  # the innermost first
+                folder.rmdir()
     return path
 
 
 def save(result: dict[str, Any], path: Path) -> None:
-    """Write a result as JSON."""
+    """Write a result as JSON, in a folder that is made if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")

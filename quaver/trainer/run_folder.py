@@ -246,7 +246,8 @@ def _resume_step(path: Path, config: Checkpoint, *, is_run: bool) -> int | None:
         return config.load_step
     if not steps and config.resume == "must":
         what = "has no complete checkpoint" if is_run else "is not a run folder"
-        raise FileNotFoundError(f"{str(path)!r} {what}, so there is nothing to resume; start the run without --resume")
+        begin = "start the run without --resume, or with checkpoint.resume = never"
+        raise FileNotFoundError(f"{str(path)!r} {what}, so there is nothing to resume; {begin}")
     return steps[-1] if steps else None
 
 

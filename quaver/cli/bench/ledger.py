@@ -115,6 +115,7 @@ def run(argv: list[str]) -> int:
             tell(f"compiling {name} for {options.device}")
             ledgers.append(count(work, name, options.device))
         tell(f"drawing {output.with_suffix('.png')}")
+        output.parent.mkdir(parents=True, exist_ok=True)
         draw(ledgers, spec, output.with_suffix(".png"))
     rows = list(rows_of(ledgers, spec))
     found = {
