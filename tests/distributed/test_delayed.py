@@ -180,3 +180,11 @@ def test_ranks_that_disagree_get_an_error_and_no_hang():
     ):
         message = refusal(_disagree, how, call)
         assert "ranks disagree about the tensors with persistent scales: rank" in message, (how, call, message)
+
+
+@on_ranks(2)
+def test_siblings_that_are_not_named_are_not_calibrated_with_tensor_parallelism():
+    model = spread(model_of(static_config(shared_inputs=())), world_mesh())
+    message = refusal(calibrated, model, [part(torch.randn(2, 16, 32), 1)])
+    assert message.startswith("RuntimeError: calibration: 0.attention.k.input was not cast")
+    assert "must be named in Float8LinearConfig.shared_inputs" in message

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,6 +27,7 @@ from tests.mixture import make_mixture
 from tests.steps import assert_same
 
 RANKS, STEPS, DIM, HIDDEN = 2, 3, 130, 301  # a rank's 151 rows end inside a block of 128
+FSDP1 = {"use_orig_params": True, "device_id": torch.device("cpu")}
 CONFIGS = ("blockwise", "mxfp8", "tensorwise", "rowwise")
 CONFIG = pytest.mark.parametrize("config", CONFIGS)
 
@@ -125,6 +126,13 @@ def test_what_is_refused():
     mesh = init_device_mesh("cpu", (RANKS,))
     with pytest.raises(NotImplementedError, match="Float8ColwiseParallel: expected a weight in high precision"):
         parallelize_module(frozen_model(config)[0], mesh, {"up": Float8ColwiseParallel()})
+    others = {name: value + 1 for name, value in make_model(layers=2, dim=DIM, hidden=HIDDEN).state_dict().items()}
+    with pytest.raises(RuntimeError, match="do not hold these values, and a shard cannot have others"):
+        set_model_state_dict(sharded(frozen_model(config)), others, options=StateDictOptions(full_state_dict=True))
+    by_columns = {"shard_placement_fn": lambda parameter: Shard(parameter.dim() - 1)}
+    for wrap in (functools.partial(sharded, **by_columns), functools.partial(FullyShardedDataParallel, **FSDP1)):
+        with pytest.raises(NotImplementedError, match="FSDP2 can shard dim 0 alone"):
+            wrap(frozen_model(config))
     for write in (functools.partial(dist.broadcast, src=0), dist.all_reduce):
         with pytest.raises(NotImplementedError, match="has no high-precision memory that a collective could write to"):
             write(frozen_model(config)[0].up.weight)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -150,6 +150,15 @@ def test_wrapped_models_are_refused():
     model = shard_model(config_of("tensorwise"))
     with pytest.raises(ValueError, match="it is a DTensor; under FSDP2 use cast_weights_once"):
         use_float8_primary_weights(model, torch.optim.AdamW(model.parameters()))
+
+
+@on_ranks(2)
+def test_weights_that_fully_shard_replaced_are_an_error():
+    model = convert_to_float8_training(make_model(LAYERS), config="tensorwise")
+    optimizer = use_float8_primary_weights(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match="was replaced after use_float8_primary_weights"):
+        optimizer.step()
 
 
 def _ddp(dtype, master_dtype=None, scope=nullcontext):

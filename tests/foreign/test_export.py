@@ -158,6 +158,12 @@ def test_compressed_tensors_runs_blocks_that_the_inputs_cut(tmp_path):
     assert (logits_of(served) - logits_of(model)).norm() < 0.12 * reference.norm()
     groups = served.config.quantization_config.quantization_config.config_groups
     assert groups["group_1"].targets == ["model.layers.0.mlp.down_proj"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    both = config["quantization_config"]["config_groups"]
+    both["group_0"]["targets"] += both.pop("group_1")["targets"]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RuntimeError, match="unflatten"):
+        logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32))
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "deepseek"])

@@ -106,9 +106,10 @@ def test_names_and_values_are_those_of_transformers(name, format, tmp_path):
 def test_what_transformers_does_not_read(tmp_path):
     """It multiplies the blocks of an expert by their scales as if they were rows. Then docs/export.md can say so."""
     model = prepare_model_for_float8(large("qwen3_moe"), "rowwise")
-    save_float8(model, tmp_path / "blocks", format="compressed-tensors-block")
-    with pytest.raises(RuntimeError, match="conversion of the weights"):
-        from_transformers(tmp_path / "blocks", type(model), "compressed-tensors-block")
+    for format in ("compressed-tensors-block", "compressed-tensors-mxfp8"):
+        save_float8(model, tmp_path / format, format=format)
+        with pytest.raises(RuntimeError, match="conversion of the weights"):
+            from_transformers(tmp_path / format, type(model), format)
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])

@@ -30,6 +30,7 @@ from quaver.gemm import kind_of_casts
 from tests.mixture import make_mixture
 from quaver.config import CastConfig, Float8LinearConfig, ScalingGranularity
 from quaver.quantize import Quantizer, present
+from quaver.roofline.cost import _operand_casts
 from quaver.scaling import dequantize
 
 segments = CastConfig(scaling_granularity=ScalingGranularity.SEGMENTS, target_dtype=torch.float8_e4m3fn)
@@ -92,6 +93,7 @@ refuses(freeze_to_float8, nn.Sequential(nn.Linear(64, 64)), config)
 refuses(use_float8_primary_weights, primary, torch.optim.SGD(primary.parameters(), lr=0.1))
 ends = torch.tensor([2, 4], dtype=torch.int32)
 refuses(float8_grouped_mm, input[:, :64], torch.randn(2, 64, 64).bfloat16(), ends, config=config)
+refuses(_operand_casts, config.casts.input)
 assert kind_of_casts(segments, segments) is None
 assert segments.short_str() == "dyn_seg_e4m3"
 """

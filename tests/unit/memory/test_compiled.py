@@ -199,9 +199,10 @@ class _Restless(_Squaring):
     [
         ({"mode": "max-autotune"}, "default kernels in Python code, got max_autotune"),
         ({"options": {"cpp_wrapper": True}}, "default kernels in Python code, got cpp_wrapper"),
+        ({"options": {"memory_planning": True}}, "default kernels in Python code, got memory_planning"),
         ({"kind": _Restless}, "a step that compiles nothing after 4 others"),
     ],
-    ids=["max-autotune", "cpp_wrapper", "compiled in each step"],
+    ids=["max-autotune", "cpp_wrapper", "pools", "compiled in each step"],
 )
 def test_what_is_refused_and_that_settings_are_as_before(options, message):
     before = GraphLowering.run, torch._inductor.config.fx_graph_cache, cpu_vec_isa.valid_vec_isa_list
@@ -210,6 +211,12 @@ def test_what_is_refused_and_that_settings_are_as_before(options, message):
     assert "\n" not in str(caught.value)
     assert (GraphLowering.run, torch._inductor.config.fx_graph_cache, cpu_vec_isa.valid_vec_isa_list) == before
     assert not are_kernels_left_out()
+
+
+def test_several_ranks_need_a_torch_that_shows_gathers(monkeypatch):
+    monkeypatch.setattr("quaver.memory.runs.predict.SEES_GATHERS", False)
+    with pytest.raises(NotImplementedError, match="memory on several ranks is predicted with torch 2.13 or newer"):
+        predict_memory(TrainConfig(), 2)
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -360,3 +361,11 @@ def test_a_model_without_float8_and_a_second_monitor_are_refused():
         monitor(model)
     with monitor(Float8Linear(16, 16)):
         pass
+
+
+def test_a_sample_in_a_cuda_graph_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    slots, sampling = SimpleNamespace(is_cuda=True), SimpleNamespace(on=True)
+    monkeypatch.setattr(observe, "_running", lambda number: sampling)
+    with pytest.raises(RuntimeError, match="a CUDA graph cannot repeat: compile without mode='reduce-overhead'"):
+        observe._observed(lambda *_: None)(slots, 0, torch.tensor(0))

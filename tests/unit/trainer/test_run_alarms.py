@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from quaver import Float8Linear
+from quaver.cli import main
+from quaver.cli import train as train_cli
 from quaver.numerics.record import Record
 from quaver.trainer import train as train_module
 from quaver.trainer.checkpoint_folder import read_record
 from quaver.trainer.config import Float8, TrainConfig
 from quaver.trainer.config_io import load_config
 from quaver.trainer.errors import CheckpointError, NonFiniteError
-from quaver.trainer.train import Run, prepare, train
+from quaver.trainer.train import Run, build, prepare, train
 from tests.unit.trainer.runs import changed
 
 LAYER = "model.layers.0.mlp.up_proj"
@@ -56,13 +58,16 @@ def test_alarms_are_recorded_with_remedies_and_the_run_goes_on(watched_config):
     assert 0 < alarm["remedies"][-1]["flops_share"] < 1
 
 
-def test_stop_ends_the_run_with_a_checkpoint(watched_config):
+def test_stop_ends_the_run_with_a_checkpoint_and_exit_code_5(watched_config, monkeypatch):
     config = changed(watched_config, numerics={"on_alarm": "stop"}, checkpoint={"interval": 100})
     run = with_outlier(prepare(config))
     summary = train(run)
     assert (summary["status"], summary["steps"]) == ("alarm", 2)
     assert f"{LAYER} input" in summary["error"]
     assert run.checkpoints.folder.steps() == [2]
+    monkeypatch.setattr(train_cli, "build", lambda plan: with_outlier(build(plan)))
+    words = ["train", "--resume", str(run.folder.path), "--training.steps=8"]
+    assert main(words) == 5  # it recalls nothing, and stops again
 
 
 @pytest.mark.parametrize("recipe", ["high_precision", "mxfp8"])

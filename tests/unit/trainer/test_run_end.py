@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import time
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from quaver.trainer.config import Comm, Float8
 from quaver.trainer.errors import NonFiniteError
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.process import determinism, quiet, watchdog
+from quaver.trainer.ranks import Ranks
 from quaver.trainer.train import Run, prepare, train
 from quaver.trainer.trained_model import TrainedModel
 from tests.isolated import Forked
@@ -231,3 +233,27 @@ def test_the_first_rank_alone_shows_the_warnings_of_torch(caplog):
                 logging.getLogger("quaver").warning("of this rank")
         assert [str(each.message) for each in shown] == ["of every rank"] * is_first
         assert [each.name for each in caplog.records] == ["torch", "quaver"][not is_first :]
+
+
+def wait_in_a_collective(rank: int, port: int, folder: Path) -> None:
+    """Rank 0 waits for rank 1, which does not come before rank 0 has raised."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with Ranks(rank, rank, 2).process_group(torch.device("cpu"), timeout_seconds=1):
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="(?i)timed? ?out"):
+                torch.distributed.all_reduce(torch.ones(1))
+            (folder / "raised").touch()
+        while not (folder / "raised").exists():
+            time.sleep(0.02)
+        os._exit(0)
+
+
+@pytest.mark.nightly
+def test_a_collective_raises_after_its_timeout(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ranks = [Forked(wait_in_a_collective, rank, port, tmp_path) for rank in range(2)]
+    done = [rank.finished() for rank in ranks]
+    assert [each.returncode for each in done] == [0, 0], done
+    assert (tmp_path / "raised").exists()
