@@ -21,6 +21,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 
 from torch.distributed import TCPStore
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.isolated import forkserver
 
@@ -28,6 +29,7 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 AFTER_A_FAILURE_S = 20.0
 
 _pools = {}
+_meshes = {}
 
 
 class RanksError(AssertionError):
@@ -168,16 +170,29 @@ def _serve(rank, world_size, port, collective_timeout, connection):
         connection.send((result, message))
 
 
-def _destroy_groups():
-    """End the groups of the test before: three threads each, one of which wakes 100 times a second.
+def mesh_of(shape, names=None):
+    """The mesh of this shape, with the groups that all tests on this pool share, and what DTensor inferred for it."""
+    if (shape, names) not in _meshes:
+        _meshes[shape, names] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return _meshes[shape, names]
 
-    A destroyed group keeps its threads while a mesh holds it, and DTensor's caches hold meshes for ever.
+
+def _destroy_groups():
+    """End what groups the test before has made: three threads each, one of which wakes 100 times a second.
+
+    A destroyed group keeps its threads while a mesh holds it, and DTensor's caches hold meshes for ever. To fill them
+    again takes a step of Adam most of its time: they are kept where all meshes have the groups of `mesh_of`, or the
+    default group, as those of all ranks along one axis.
     """
     import torch.distributed as dist
     from torch.distributed.tensor import _collective_utils, _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    for group in [each for each in dist.distributed_c10d._world.pg_map if each is not dist.group.WORLD]:
+    kept = {dist.group.WORLD, *(group for mesh in _meshes.values() for group in mesh.get_all_groups())}
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group not in kept]
+    if not groups:
+        return
+    for group in groups:
         dist.destroy_process_group(group)
     _clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -29,7 +28,7 @@ from quaver import (
 )
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from tests.distributed.models import assert_same_scaling_on_all_ranks, config_of, make_model, scaling_snapshot
-from tests.distributed.ranks import on_ranks, run
+from tests.distributed.ranks import mesh_of, on_ranks, run
 from tests.distributed.test_tensor_parallel import model_of, spread
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 from tests.steps import assert_same, draw, full
@@ -61,9 +60,9 @@ def sharded(recipe, *, layout="fsdp", **options):
     """Shards of 18 and 42 rows, and of 3, which is less than 4 ranks have; "fsdp and tp": 2 x 2."""
     model, _ = one_process(recipe, layout=layout, **options)
     if layout == "fsdp":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = mesh_of((dist.get_world_size(),))
     else:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = mesh_of((2, 2), ("dp", "tp"))
         model = spread(model, mesh["tp"])
         mesh = mesh["dp"]
     for block in model:

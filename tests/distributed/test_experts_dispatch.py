@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -27,7 +26,7 @@ from quaver import (
 from quaver.distributed import Float8ExpertParallel, collectives
 from quaver.experts.module import Float8Experts
 from quaver.weights.gathered import Float8AllGatherWeight
-from tests.distributed.ranks import on_ranks, refusal
+from tests.distributed.ranks import mesh_of, on_ranks, refusal
 from tests.reference import BACKEND, assert_same_bits, sqnr_db
 from tests.steps import assert_same
 
@@ -72,9 +71,7 @@ def converted(recipe, dtype=torch.bfloat16, trained=True, **flags):
 
 
 def parallel(experts, **options):
-    return parallelize_module(
-        experts, init_device_mesh("cpu", (dist.get_world_size(),)), Float8ExpertParallel(**options)
-    )
+    return parallelize_module(experts, mesh_of((dist.get_world_size(),)), Float8ExpertParallel(**options))
 
 
 def tokens_of(ranks, top_k, dtype=torch.bfloat16, experts=EXPERTS):
@@ -214,7 +211,7 @@ def test_under_fsdp(recipe, gathers, dim):
     config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gathers)
     experts, parts, rank = converted(recipe, torch.float32), tokens_of(4, 2, torch.float32), dist.get_rank()
     steps = [step(experts, *(torch.cat(each) for each in zip(*pair, strict=True))) for pair in (parts[:2], parts[2:])]
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    mesh = mesh_of((2, 2), ("dp", "ep"))
     split = parallelize_module(converted(config, torch.float32), mesh["ep"], Float8ExpertParallel())
     got = step(fully_shard(split, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(dim)), *parts[rank])
     assert gathers == isinstance(split.down_proj.to_local(), Float8AllGatherWeight)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -12,7 +11,7 @@ from quaver import Float8ColwiseParallel, Float8LinearConfig, Float8RowwiseParal
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.frozen import blockwise_config
 from tests.distributed.models import config_of
-from tests.distributed.ranks import on_ranks
+from tests.distributed.ranks import mesh_of, on_ranks
 from tests.steps import assert_same
 from tests.unit.export.mixtures import mixture
 from tests.unit.export.models import PROJECTIONS, Tiny, tiny
@@ -100,7 +99,7 @@ def iter_all(model, format):
 
 @on_ranks(4)
 def test_codes_of_a_model_in_tensor_parallel_and_sharded_parts():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    mesh = mesh_of((2, 2), ("fsdp", "tp"))
     model = tiny("rowwise")
     parallelize_module(model.layer, mesh["tp"], {"q_proj": Float8ColwiseParallel(), "o_proj": Float8RowwiseParallel()})
     sharded(model, mesh=mesh["fsdp"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))

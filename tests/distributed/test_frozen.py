@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -20,7 +19,7 @@ from quaver.export import iter_float8_weights
 from quaver.weights.frozen import FrozenFloat8Weight
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import LEARNING_RATE, batches, make_model, train_in_parts
-from tests.distributed.ranks import on_ranks
+from tests.distributed.ranks import mesh_of, on_ranks
 from tests.distributed.test_fsdp import shard_model, train_step
 from tests.mixture import DIM as MIXTURE_DIM
 from tests.mixture import make_mixture
@@ -79,7 +78,7 @@ def test_fsdp_computes_the_same_and_gathers_a_byte_per_element(config):
 @on_ranks(RANKS)
 def test_fsdp_variants():
     whole, input = frozen_model("blockwise"), batches(1, 1, DIM)[0]
-    mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("a", "b"))
+    mesh = mesh_of((RANKS, 1), ("a", "b"))
     with torch.no_grad():
         half = sharded(copy.deepcopy(whole), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         assert half(input).equal(copy.deepcopy(whole).bfloat16()(input.bfloat16()))
@@ -123,7 +122,7 @@ def test_what_is_refused():
         convert_to_high_precision(model)
     with pytest.raises(ValueError, match="is a DTensor; freeze before fully_shard"):
         freeze_to_float8(sharded(make_model(layers=1)), config)
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = mesh_of((RANKS,))
     with pytest.raises(NotImplementedError, match="Float8ColwiseParallel: expected a weight in high precision"):
         parallelize_module(frozen_model(config)[0], mesh, {"up": Float8ColwiseParallel()})
     others = {name: value + 1 for name, value in make_model(layers=2, dim=DIM, hidden=HIDDEN).state_dict().items()}

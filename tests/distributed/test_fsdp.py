@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +23,7 @@ from tests.distributed.models import (
     quantized,
     single_process_losses,
 )
-from tests.distributed.ranks import on_ranks, run
+from tests.distributed.ranks import mesh_of, on_ranks, run
 from tests.reference import RECIPES
 from tests.thinned import at_night
 
@@ -34,7 +33,7 @@ STEPS = 4
 
 
 def world_mesh():
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return mesh_of((dist.get_world_size(),))
 
 
 def shard_model(config, *, mesh=None, compiled=None, model=None, **options):

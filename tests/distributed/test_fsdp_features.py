@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -28,7 +27,7 @@ from tests.distributed.models import (
     quantized,
     single_process_losses,
 )
-from tests.distributed.ranks import RanksError, on_ranks, refusal, run
+from tests.distributed.ranks import RanksError, mesh_of, on_ranks, refusal, run
 from tests.distributed.test_fsdp import finish_step, operands_that_differ, part_of, shard_model, train_step
 from tests.reference import RECIPES
 from tests.steps import assert_same, by_torch_save
@@ -58,7 +57,7 @@ def model_by(how, config, make=make_model):
         options["reshard_after_forward"] = how == "always reshard"
     elif how == "hsdp":
         shape = (2, dist.get_world_size() // 2)
-        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        options["mesh"] = mesh_of(shape, ("replicate", "shard"))
     elif how == "cpu offload":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     elif how == "mixed precision":

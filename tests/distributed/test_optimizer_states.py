@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -21,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from quaver.config import Float8LinearConfig
 from quaver.convert import convert_to_float8_training
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon
-from tests.distributed.ranks import RanksError, on_ranks, run
+from tests.distributed.ranks import RanksError, mesh_of, on_ranks, run
 from tests.steps import assert_same, full
 from tests.thinned import at_night
 
@@ -109,7 +108,7 @@ def test_states_are_the_same_on_any_number_of_ranks(ranks):
 @on_ranks(4)
 def test_hsdp_experts_by_rows_and_offloaded_states_are_the_same():
     expected = alone()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of((2, 2), ("replicate", "shard"))
     by_rows = {"placement": lambda p: Shard(1) if p.dim() == 3 else None}
     for options in ({"mesh": mesh}, by_rows, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
         model, optimizer = fsdp(**options)
@@ -119,7 +118,7 @@ def test_hsdp_experts_by_rows_and_offloaded_states_are_the_same():
 
 def row_parallel(parts, muon=False):
     """`wide` has rows of 600, which two ranks or more cut within blocks; `up` rows of 512, which four do, not two."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // parts, parts), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((dist.get_world_size() // parts, parts), ("dp", "tp"))
     model = make_model()
     if muon:
         model = nn.Sequential(*(part for part in model.children() if isinstance(part, nn.Linear)))
@@ -160,7 +159,7 @@ def test_blocks_that_ranks_share_have_the_bits_of_one_process_on_any_degree(muon
 @on_ranks(2)
 def test_a_parameter_that_is_sharded_in_other_dims_has_float32_moments():
     model = nn.Module()
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     model.weight = nn.Parameter(distribute_tensor(torch.ones(64, 32, 4, 4), mesh, [Shard(2)]))
     optimizer = Float8AdamW(model.parameters(), lr=1e-2)
     optimizer.name_parameters(model)
@@ -312,7 +311,7 @@ def muon(parallelize, folder=None):
 
 
 def _tensor_parallel(model):
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((1, dist.get_world_size()), ("dp", "tp"))
     plan = {"up": RowwiseParallel(), "down": ColwiseParallel(), "wide": ColwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
     for module in model.children():
@@ -321,7 +320,7 @@ def _tensor_parallel(model):
 
 
 def _hsdp(model):
-    return fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    return fully_shard(model, mesh=mesh_of((2, 2), ("replicate", "shard")))
 
 
 def _offloaded(model):

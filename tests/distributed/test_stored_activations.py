@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -17,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from quaver.checkpointing import activation_report, store_activations_in_float8
-from tests.distributed.ranks import on_ranks
+from tests.distributed.ranks import mesh_of, on_ranks
 from tests.reference import sqnr_db
 
 
@@ -48,7 +47,7 @@ def test_the_report_is_that_of_one_process_where_a_block_is_parallel_in_part():
     store_activations_in_float8(model)
     expected = activation_report(model, lambda: gradients(model)).gradient_sqnr_db
     plan = {"0.1.up": ColwiseParallel(), "0.1.down": RowwiseParallel()}
-    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    parallelize_module(model, mesh_of((2,)), plan)
     got = activation_report(model, lambda: gradients(model)).gradient_sqnr_db
     assert got == pytest.approx(expected, abs=0.01)
     assert 20 < got["0"] < 60
@@ -59,7 +58,7 @@ def test_each_rank_stores_its_part_of_what_one_process_stores():
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), FeedForward())
     stored, parallel = copy.deepcopy(plain), copy.deepcopy(plain)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of((2,))
     for model in (stored, parallel):
         assert store_activations_in_float8(model) == ["1", "2", "2.activation"]
     plan = {

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
@@ -22,7 +21,7 @@ from quaver.scaling import NO_PERSISTENT_SCALES
 from quaver.tensor import Float8Tensor
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import config_of, quantized
-from tests.distributed.ranks import on_ranks, refusal, run
+from tests.distributed.ranks import mesh_of, on_ranks, refusal, run
 from tests.distributed.test_fsdp import world_mesh
 from tests.reference import BLOCK_RECIPES, RECIPES, assert_same_bits
 from tests.steps import assert_same, full
@@ -578,7 +577,7 @@ def raises(kind, *words):
 
 @on_ranks(2)
 def test_errors_when_a_style_is_applied():
-    mesh, mesh_2d = world_mesh(), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh, mesh_2d = world_mesh(), mesh_of((1, 2), ("dp", "tp"))
     for style in (Float8ColwiseParallel(), Float8RowwiseParallel()):
         name = type(style).__name__
         with raises(ValueError, name, "expects a Float8Linear, got Linear", "convert_to_float8_training"):

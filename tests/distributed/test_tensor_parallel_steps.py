@@ -22,7 +22,7 @@ from tests.distributed.models import (
     scaling_snapshot,
     train_in_parts,
 )
-from tests.distributed.ranks import on_ranks, run
+from tests.distributed.ranks import mesh_of, on_ranks, run
 from tests.distributed.test_fsdp import world_mesh
 from tests.distributed.test_tensor_parallel import model_of, part, spread, spread_by_torch
 from tests.reference import PERSISTENT_RECIPES, RECIPES
@@ -119,7 +119,7 @@ def _train_tp(recipe, compiled=None, use_local_output=False, of_torch=False):
 
 def _train_2d(recipe, gather_float8, compiled=None, precompute=False, spread=spread):
     batches = batches_of(recipe)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of((2, 2), ("dp", "tp"))
     tp_rank, dp_rank = mesh["tp"].get_local_rank(), mesh["dp"].get_local_rank()
     gathering = dataclasses.replace(sharing(recipe), enable_fsdp_float8_all_gather=gather_float8)
     model = spread(model_of(gathering, blocks_of(recipe, compiled), batches[0].shape[-1]), mesh["tp"])
