@@ -13,7 +13,7 @@ from tests.distributed.models import Block, config_of, make_model, single_proces
 from tests.distributed.ranks import on_ranks, refusal
 from tests.distributed.test_delayed_fsdp import STEPS, check_against_one_process, check_exchanges, train
 from tests.reference import PERSISTENT_RECIPES, RECIPES
-from tests.thinned import at_night
+from tests.thinned import at_night, thinned
 
 WRAPPERS = ["DDP", "FSDP1", "DDP, weights to gather"]
 COMPILED = ["DDP of compiled blocks", "compiled DDP"]
@@ -64,8 +64,7 @@ def test_compiled_steps_equal_one_process(recipe):
         check_against_one_process(got, expected, 2, how)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("scope", [contextlib.nullcontext, cast_weights_once])
+@pytest.mark.parametrize(("recipe", "scope"), thinned(RECIPES, [contextlib.nullcontext, cast_weights_once], together=1))
 @on_ranks(2)
 def test_accumulated_gradients(recipe, scope):
     """With weights cast once; under FSDP1 the scope leaves sharded weights alone."""

@@ -27,7 +27,7 @@ from tests.distributed.test_fsdp import world_mesh
 from tests.distributed.test_tensor_parallel import model_of, part, spread, spread_by_torch
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 from tests.steps import draw
-from tests.thinned import at_night
+from tests.thinned import at_night, thinned
 
 RECIPE = pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 STEPS, COMPILED_BLOCKS = 3, 1
@@ -195,8 +195,9 @@ def test_steps_with_the_styles_of_torch_equal_one_process(recipe):
     check_against_one_process(run(2, _train_tp, recipe, None, False, True)[0], recipe, "styles of torch")
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "blockwise", "mxfp8"])
-@pytest.mark.parametrize("use_local_output", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "use_local_output"), thinned([*RECIPES, "blockwise", "mxfp8"], [False, True], together=1)
+)
 def test_steps_with_dynamic_scales_equal_one_process(recipe, use_local_output):
     check_against_one_process(run(2, _train_tp, recipe, None, use_local_output)[0], recipe, "dynamic")
 
