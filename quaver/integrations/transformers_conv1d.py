@@ -12,6 +12,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from quaver.weights.frozen import FrozenFloat8Weight
+
 
 class Conv1DLinear(nn.Linear):
     """A `Conv1D` as an nn.Linear, with the state dict of the Conv1D."""
@@ -22,13 +24,17 @@ class Conv1DLinear(nn.Linear):
     def state_dict(self, *args: Any, prefix: str = "", **options: Any) -> Any:
         """That of the Conv1D: after the hooks, of which one unwraps a weight that FSDP2 gathers in float8."""
         made = super().state_dict(*args, prefix=prefix, **options)
-        made[f"{prefix}weight"] = made[f"{prefix}weight"].t()
+        weight = made[f"{prefix}weight"]
+        if type(weight) is FrozenFloat8Weight:  # with keep_vars
+            weight = weight.to_high_precision()
+        made[f"{prefix}weight"] = weight.t()
         return made
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         name = f"{prefix}weight"
         weight = state_dict.get(name)
-        if isinstance(weight, Tensor) and weight.dim() == 2:
+        is_of_module = isinstance(weight, FrozenFloat8Weight)  # what a frozen module has made of a tensor of the file
+        if isinstance(weight, Tensor) and weight.dim() == 2 and not is_of_module:
             state_dict = {**state_dict, name: weight.t().contiguous()}
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

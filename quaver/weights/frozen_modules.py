@@ -45,11 +45,13 @@ class FrozenModule(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
     ) -> None:
         state_dict = dict(state_dict)
+        is_transposed = getattr(self, "state_dict_is_transposed", False)
         for weight, local in self._frozen_weights():
             name = prefix + weight.name
             value, scale = state_dict.get(name), state_dict.pop(name + SCALE_SUFFIX, None)
             try:
                 if value is not None:
+                    value = value.t() if is_transposed and value.dim() == 2 else value
                     state_dict[name] = _loadable(local, value, scale, weight)
             except ValueError as error:
                 lists[-1].append(f"{name}: {error}")

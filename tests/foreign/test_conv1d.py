@@ -18,7 +18,14 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from quaver import Float8Linear, conversion_report, convert_to_high_precision, float8_linear
+from quaver import (
+    Float8Linear,
+    conversion_report,
+    convert_to_high_precision,
+    float8_linear,
+    freeze_to_float8,
+    use_float8_primary_weights,
+)
 from quaver.export import save_float8
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
 from tests.foreign.test_transformers_trainer import losses_of, trained
@@ -96,6 +103,43 @@ def test_adapters_of_peft_merge_into_square_weights_as_into_linears():
     merged = peft.get_peft_model(prepared(), adapters).merge_and_unload()
     assert isinstance(merged.transformer.h[0].attn.c_proj, Float8Linear)
     assert_same(convert_to_high_precision(merged)(TOKENS).logits, expected)
+
+
+def frozen(seed=0):
+    return freeze_to_float8(prepared(seed), "rowwise", module_filter_fn=lambda _, name: name != "lm_head")
+
+
+def test_frozen_layers_save_load_and_train_adapters(tmp_path):
+    model, other = frozen(), frozen(seed=1)
+    values = model.transformer.h[0].attn.c_proj.weight.to_high_precision()  # square
+    assert_same(model.state_dict(keep_vars=True)["transformer.h.0.attn.c_proj.weight"], values.t())
+    other.load_state_dict(model.state_dict())
+    assert_same(other.transformer.h[0].attn.c_proj.weight.to_high_precision(), values)
+    model.save_pretrained(tmp_path)
+    loaded = GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert_same(loaded.transformer.h[0].attn.c_proj.weight, values.t())
+    expected = model.eval()(TOKENS).logits
+    assert_same(other.eval()(TOKENS).logits, expected)
+    assert_same(convert_to_high_precision(model).state_dict(), loaded.state_dict())
+    adapted = peft.get_peft_model(other, peft.LoraConfig(target_modules=["c_attn"], init_lora_weights=False))
+    adapted(TOKENS, labels=TOKENS).loss.backward()
+    assert all(each.grad.any() for each in adapted.parameters() if each.requires_grad)
+
+
+def test_primary_weights_train_as_before():
+    losses, states = [], []
+    for is_primary in (False, True):
+        model = prepared()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = use_float8_primary_weights(model, optimizer) if is_primary else optimizer
+        for _ in range(2):
+            losses.append(model(TOKENS, labels=TOKENS).loss)
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(dict(model.state_dict()))
+    assert_same(losses[2:], losses[:2])
+    assert_same(states[1], states[0])
 
 
 def test_what_peft_wrapped_or_the_filter_leaves_out_stays_a_conv1d():
