@@ -8,7 +8,8 @@ from importlib.metadata import version
 
 from quaver.bench.working import working
 from quaver.cli.dispatch import find_verb
-from quaver.cli.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, print_error
+from quaver.cli.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NOT_WRITTEN, print_error
+from quaver.export.folders import NO_ROOM
 
 VERBS = {
     "train": "train a Llama in float8, alone or with its bfloat16 baseline",
@@ -74,3 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the pipe has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        print_error(f"cannot write the result: {error.strerror}")
+        return EXIT_NOT_WRITTEN

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-_NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+"""Errors of a write to a disk, or of a user, with no room left."""
 
 
 class NotWrittenError(OSError):
@@ -43,7 +44,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         check_new(path)  # rename() would replace an empty folder that was made in the meantime
         rename(partial, path)
     except OSError as error:
-        if error.errno in _NO_ROOM:
+        if error.errno in NO_ROOM:
             raise NotWrittenError(f"cannot write {str(path)!r}: {error.strerror}") from error
         raise
     finally:

@@ -18,7 +18,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "commands.md": {
         "| 3 | `quaver train`": f"{TRAIN}::test_a_diverging_run_stops_with_one_line",
-        "| 4 | a result cannot be written": f"{REPORT}::test_a_disk_that_is_full",
+        "| 4 | a result cannot be written": f"{REPORT}::test_a_disk_that_is_full "
+        "tests/unit/bench/test_command.py::test_a_full_disk_is_one_line_and_exit_code_4",
         "| 5 | `quaver train`": f"{ALARMS}::test_stop_ends_the_run_with_a_checkpoint_and_exit_code_5",
     },
     "configuration.md": {

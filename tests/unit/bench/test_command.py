@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,3 +162,9 @@ def test_without_a_name_the_benchmarks_are_listed(capsys):
 def test_the_docs_have_every_benchmark():
     docs = (Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text()
     assert all(f"quaver bench {verb}" in docs for verb in VERBS)
+
+
+def test_a_full_disk_is_one_line_and_exit_code_4(monkeypatch, capsys):
+    monkeypatch.setattr("quaver.cli.bench._prepared", lambda *_: (SimpleNamespace(result_file=Path("/dev/full")), dict))
+    assert main(["bench", "cast"]) == 4
+    assert capsys.readouterr().err == "quaver: error: cannot write the result: No space left on device\n"
