@@ -6,7 +6,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from quaver import (
     Float8Linear,
@@ -105,6 +105,20 @@ def test_a_run_after_a_failed_one_closes_what_that_left_open(tmp_path):
     )
     with cast_weights_once(model), pytest.raises(RuntimeError, match="leave it before you"), cast_weights_once(model):
         pass
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_trials_of_one_trainer_start_afresh(tmp_path, recipe):
+    """As those of `hyperparameter_search`: `model_init` makes another model for each, and the callback stays."""
+    arguments = TrainingArguments(str(tmp_path), max_steps=3, logging_steps=1, use_cpu=True, report_to=[], seed=0)
+    models = {"model_init": lambda: prepare_model_for_float8(llama(), recipe), "train_dataset": Tokens()}
+    run, losses = Trainer(args=arguments, callbacks=[Float8Callback(monitor=1)], **models), []
+    for learning_rate in (1e-3, 1e-2, 1e-3):
+        arguments.learning_rate = learning_rate
+        run.train()
+        losses.append(losses_of(run))
+    assert losses[0] == losses[2] != losses[1]
 
 
 def test_the_log_says_how_much_is_in_float8_and_how_scales_fit(tmp_path):

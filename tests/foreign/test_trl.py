@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
 from quaver import Float8Linear
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
@@ -142,3 +142,29 @@ def test_the_reference_that_trl_loads_is_in_float8_too(tmp_path, convert):
     trained.train()
     assert sum(isinstance(module, Float8Linear) for module in trained.ref_model.modules()) == (14 if convert else 0)
     assert (losses_of(trained)[0] == pytest.approx(math.log(2), abs=1e-6)) is convert
+
+
+@pytest.mark.nightly
+@proves("TRL", "reference model")
+@pytest.mark.parametrize("kind", ["KTO", "RLOO"])
+def test_the_first_batch_has_no_divergence_from_the_reference_that_trl_loads(kind, tmp_path):
+    llama().save_pretrained(tmp_path / "model")
+    model = prepare_model_for_float8(LlamaForCausalLM.from_pretrained(tmp_path / "model"), "rowwise")
+    options = {**settings(tmp_path), "max_steps": 1, "per_device_train_batch_size": 4}
+    data = [
+        {"prompt": f"w{i} w2", **({} if kind == "RLOO" else {"completion": f" w{i + 3} w5", "label": i % 2 == 0})}
+        for i in range(8)
+    ]
+    others = {
+        "train_dataset": Dataset.from_list(data),
+        "processing_class": tokenizer(),
+        "callbacks": [Float8Callback()],
+    }
+    if kind == "KTO":
+        run = KTOTrainer(model, args=KTOConfig(**options), **others)
+    else:
+        arguments = RLOOConfig(**options, num_generations=2, max_completion_length=8, beta=0.1)
+        run = RLOOTrainer(model, [lambda completions, **kwargs: [1.0] * len(completions)], args=arguments, **others)
+    run.train()
+    assert run.state.log_history[0]["kl"] == 0
+    assert sum(isinstance(module, Float8Linear) for module in run.ref_model.modules()) == 14
