@@ -1,8 +1,9 @@
 """The cast of blocks on NVIDIA GPUs, in Triton: the bits of quaver/scaling.py, in one read of the matrix.
 
-One program casts one tile of whole blocks: a block, or blocks up to 32 rows and columns. Elements outside the matrix
-are read as 0 and not written. Column codes have strides (1, R). Square blocks are read once for both layouts; of column
-codes a tile has one block along its rows, so that the order in which it holds them does not matter (triton_blocks.py).
+One program casts one tile of whole blocks: a block, or blocks up to 32 rows and columns; of blocks along rows and
+blocks along columns at once, a square of both. Elements outside the matrix are read as 0 and not written. Column codes
+have strides (1, R). Of column codes a tile has one block along its rows, so that the order in which it holds them does
+not matter (triton_blocks.py).
 """
 
 from __future__ import annotations
@@ -67,9 +68,24 @@ def cast_blockwise(
     if dot_products == length:
         row_codes, column_codes, *scales = cast((length, length), row, column)
         return row_codes, *scales, column_codes, None, None
+    if row and column and dot_products == 1:
+        return _cast_both(hp, float8_dtype, power_of_2, length, mode)
     row_codes, _, *of_rows = cast((dot_products, length), True, False) if row else (None, *NONE)
     _, column_codes, *of_columns = cast((length, dot_products), False, True) if column else (None, *NONE)
     return row_codes, *of_rows, column_codes, *of_columns
+
+
+def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: int, mode: str) -> Places:
+    """The six places, of blocks [1, length] for the row codes and [length, 1] for the column codes."""
+    row_codes, column_codes = empty_codes(hp, float8_dtype, True, True)
+    counts = (block_counts(hp.shape[0], hp.shape[1], block_size) for block_size in ((1, length), (length, 1)))
+    of_rows, of_columns = ([hp.new_empty(count, dtype=torch.float32) for _ in range(2)] for count in counts)
+    columns = max(length, 128)
+    tile = Tile(length, columns, length * columns // 1024, hp.element_size() * 2)
+    blocks = Blocks(length, length, bool(mode), e8m0_offset(float8_dtype, mode))
+    places = row_codes, *of_rows, column_codes, *of_columns
+    launch(_cast_rows_and_columns, hp, tile, *places, CAST=cast_to(float8_dtype, power_of_2), BLOCKS=blocks)
+    return places
 
 
 def _cast(
@@ -112,16 +128,7 @@ def _cast_blocks(
     tile_r, tile_c = (tl.program_id(0) // tiles_across).to(tl.int64), (tl.program_id(0) % tiles_across).to(tl.int64)
     hp, r, c = load_tile(hp_ptr, tl.program_id(0), rows, columns, TILE)
     magnitudes = tl.reshape(magnitude_bits(hp), [DOWN, BLOCKS.rows, ACROSS, BLOCKS.columns])
-    bits = tl.max(tl.max(magnitudes, 3), 1)
-    amax = bits.to(tl.float32, bitcast=True)
-    if BLOCKS.is_e8m0:
-        exponent = tl.maximum((bits + BLOCKS.offset) & -(1 << 23), 0)
-        nan_or_0 = amax * 0.0
-        quant = ((254 << 23) - exponent).to(tl.float32, bitcast=True) + nan_or_0
-        dequant = tl.maximum(exponent, 1 << 22).to(tl.float32, bitcast=True) + nan_or_0
-    else:
-        quant = tl.where(bits == 0, 1.0, to_quant_scale(amax, CAST))
-        dequant = tl.div_rn(1.0, quant)
+    quant, dequant = _scales_of(tl.max(tl.max(magnitudes, 3), 1), CAST, BLOCKS)
     of_elements = tl.broadcast_to(quant[:, None, :, None], [DOWN, BLOCKS.rows, ACROSS, BLOCKS.columns])
     codes = to_float8(hp * tl.reshape(of_elements, [TILE.rows, TILE.columns]), CAST)
     if row_codes_ptr is not None:
@@ -133,3 +140,54 @@ def _cast_blocks(
     positions, mask = i[:, None] * across + j[None, :], inside(i, down, j, across)
     tl.store(quant_ptr + positions, quant, mask=mask)
     tl.store(dequant_ptr + positions, dequant, mask=mask)
+
+
+@jit
+def _cast_rows_and_columns(
+    hp_ptr: tl.tensor,
+    row_codes_ptr: tl.tensor,
+    row_quant_ptr: tl.tensor,
+    row_dequant_ptr: tl.tensor,
+    column_codes_ptr: tl.tensor,
+    column_quant_ptr: tl.tensor,
+    column_dequant_ptr: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    TILE: tl.constexpr,
+    CAST: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Of a tile with one block along its rows: `BLOCKS` has the length of blocks twice."""
+    ACROSS: tl.constexpr = TILE.columns // BLOCKS.columns
+    tiles_across = tl.cdiv(columns, TILE.columns)
+    tile_r, tile_c = (tl.program_id(0) // tiles_across).to(tl.int64), (tl.program_id(0) % tiles_across).to(tl.int64)
+    hp, r, c = load_tile(hp_ptr, tl.program_id(0), rows, columns, TILE)
+    bits = magnitude_bits(hp)
+    quant, dequant = _scales_of(tl.max(tl.reshape(bits, [TILE.rows, ACROSS, BLOCKS.columns]), 2), CAST, BLOCKS)
+    of_elements = tl.broadcast_to(quant[:, :, None], [TILE.rows, ACROSS, BLOCKS.columns])
+    codes = to_float8(hp * tl.reshape(of_elements, [TILE.rows, TILE.columns]), CAST)
+    store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
+    j, across = tile_c * ACROSS + tl.arange(0, ACROSS), tl.cdiv(columns, BLOCKS.columns)
+    positions, mask = r[:, None] * across + j[None, :], inside(r, rows, j, across)
+    tl.store(row_quant_ptr + positions, quant, mask=mask)
+    tl.store(row_dequant_ptr + positions, dequant, mask=mask)
+    quant, dequant = _scales_of(tl.max(bits, 0), CAST, BLOCKS)
+    codes = to_float8(hp * quant[None, :], CAST)
+    store_column_codes(column_codes_ptr, codes, tl.program_id(0), c, rows, columns, TILE)
+    tl.store(column_quant_ptr + tile_r * columns + c, quant, mask=c < columns)
+    tl.store(column_dequant_ptr + tile_r * columns + c, dequant, mask=c < columns)
+
+
+@jit
+def _scales_of(bits: tl.tensor, CAST: tl.constexpr, BLOCKS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The quant_scales and dequant_scales of blocks, from the bits of their amaxes."""
+    amax = bits.to(tl.float32, bitcast=True)
+    if BLOCKS.is_e8m0:
+        exponent = tl.maximum((bits + BLOCKS.offset) & -(1 << 23), 0)
+        nan_or_0 = amax * 0.0
+        quant = ((254 << 23) - exponent).to(tl.float32, bitcast=True) + nan_or_0
+        dequant = tl.maximum(exponent, 1 << 22).to(tl.float32, bitcast=True) + nan_or_0
+    else:
+        quant = tl.where(bits == 0, 1.0, to_quant_scale(amax, CAST))
+        dequant = tl.div_rn(1.0, quant)
+    return quant, dequant

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 
 import torch
@@ -221,10 +220,10 @@ def _persistent_cast(entry: Entry) -> list[Entry]:
     return [replace(entry, category="casts" if entry.category != "small" else "small", launches=3)]
 
 
-def _cast_from_two_reads(entry: Entry, launches: int) -> list[Entry]:
-    """An operand is read for its amaxes and for its codes, or for those of rows and of columns."""
+def _cast_from_two_reads(entry: Entry) -> list[Entry]:
+    """An operand is read for its amaxes and for its codes."""
     operand = entry.launch.reads[0].moved_bytes
-    return [replace(entry, read_bytes=entry.read_bytes + operand, launches=launches)]
+    return [replace(entry, read_bytes=entry.read_bytes + operand, launches=3)]
 
 
 _ATTENTION_MATMULS = {False: 2, True: 5}
@@ -248,8 +247,7 @@ OPERATIONS: dict[str, Operation] = {
     "quaver.exact_float8_mm": _matmul,
     "quaver.column_major": _copy_of_codes,
     "quaver.cast_with_persistent_scale": _persistent_cast,
-    "quaver.cast_rowwise": partial(_cast_from_two_reads, launches=3),
-    "quaver.cast_blockwise": partial(_cast_from_two_reads, launches=2),
+    "quaver.cast_rowwise": _cast_from_two_reads,
     "quaver.grouped_mm": _expert_matmul,
     "aten._scaled_mm": _matmul,
     "aten._scaled_grouped_mm": _grouped_matmul,

@@ -126,6 +126,7 @@ def _bytes(cast):
         "known": lambda *wanted: persistent(hp, E4M3, *wanted, False, torch.tensor(2.0)),
         "unknown": lambda *wanted: persistent(hp, E4M3, *wanted, False, torch.tensor(0.0)),
         "rowwise": lambda *wanted: triton_cast.cast_rowwise(hp, E4M3, *wanted, False),
+        "blocks": lambda *wanted: triton_cast.cast_blockwise(hp, E4M3, *wanted, True, 1, 128, ""),
         "given": lambda rows, columns: triton_cast.cast_with_scale(
             hp, E4M3, torch.tensor(2.0) if rows else None, torch.ones(1, 512) if columns else None
         ),
@@ -177,6 +178,7 @@ def test_casts_have_the_oracles_bits(interpreter, check):
         ("known", [3, 3, 4]),
         ("unknown", [5, 5, 6]),
         ("rowwise", [3, 5, 6]),
+        ("blocks", [3, 3, 4]),
         ("given", [3, 3, 4]),
     ],
 )

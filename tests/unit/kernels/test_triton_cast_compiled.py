@@ -161,9 +161,10 @@ def test_blocks(compiled, hp_dtype, tmp_path):
     """Blocks of 128 x 128 spill up to 140 bytes where the width is no multiple of 16, and accesses are narrow."""
     for block_size in BLOCK_SIZES:
         mode = "" if 128 in block_size else "rceil"  # as the recipes have them
-        triton_cast.cast_blockwise(empty(hp_dtype, 144, 304), E4M3, *BOTH, True, *block_size, mode)
-    assert len(compiled["_cast_blocks"]) == 2 + 4  # square blocks once, others along rows and along columns
-    for asm in compiled["_cast_blocks"]:
+        for wanted in (BOTH, ROWS, COLUMNS) if 1 in block_size else (BOTH,):
+            triton_cast.cast_blockwise(empty(hp_dtype, 144, 304), E4M3, *wanted, True, *block_size, mode)
+    assert {name: len(asms) for name, asms in compiled.items()} == {"_cast_blocks": 2 + 4, "_cast_rows_and_columns": 2}
+    for asm in itertools.chain(*compiled.values()):
         assert ".ftz" not in asm["ptx"]
         assert CONVERSION[E4M3] in asm["ptx"]
         assert_fits(asm, tmp_path, 200)
