@@ -19,6 +19,7 @@ from torch import Tensor
 from quaver.cast_config import ALL
 from quaver.experts.groups import Form, GroupedOperand, group_of_rows, places_of_rows
 from quaver.formats import E4M3
+from quaver.kernels.cast import row_major
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.kernels.widen import widen
 from quaver.torch_private.hardware import grouped_mm, scaled_grouped_mm
@@ -100,7 +101,7 @@ def _multiply(
             a, b, a_scale, b_scale = b, a, b_scale, a_scale
         sizes = a.shape[1], b.shape[1]
         to, padded_ends, rows = _padded_places(ends, a.shape[0])
-        left, right = (_moved(_padded(each), to, rows).t().contiguous() for each in (a, b))
+        left, right = (row_major(_moved(_padded(each), to, rows).t()) for each in (a, b))
         if a_scale is not None and b_scale is not None:
             a_scale, b_scale = (_padded(each, 1.0).reshape(-1) for each in (a_scale, b_scale))
         out = _call(left, right.t(), a_scale, b_scale, padded_ends, use_fast_accum)[:, : sizes[0], : sizes[1]]
@@ -109,7 +110,7 @@ def _multiply(
     weights = b.view(groups, -1, b.shape[1])
     weights = weights if by_rows else weights.transpose(1, 2)  # [E, columns of the result, contracted]
     columns = weights.shape[1]
-    right = _padded(_padded(weights).transpose(1, 2)).transpose(1, 2).contiguous()
+    right = row_major(_padded(_padded(weights).transpose(1, 2)).transpose(1, 2))
     if b_scale is not None:
         b_scale = _padded(b_scale.reshape(groups, columns), 1.0)
     out = _call(_padded(a).contiguous(), right.transpose(1, 2), a_scale, b_scale, ends, use_fast_accum)[:, :columns]

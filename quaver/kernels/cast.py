@@ -192,16 +192,16 @@ def _laid_out(codes: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Te
 
 
 def _column_major(codes: Tensor) -> Tensor:
-    """A copy of `codes` [R, C] with strides (1, R)."""
-    return codes.new_empty(codes.shape[1], codes.shape[0]).copy_(codes.t()).t()
+    """A copy of `codes` [..., R, C] in which each matrix has strides (1, R)."""
+    return codes.new_empty(codes.mT.shape).copy_(codes.mT).mT
 
 
 column_major = operation(_column_major, results=1, gpu="column_major", in_graphs=True)
 
 
 def row_major(codes: Tensor) -> Tensor:
-    """`codes`, contiguous: themselves, or a copy."""
-    return codes if codes.is_contiguous() else column_major(codes.t()).t()
+    """`codes` [..., R, C], contiguous: themselves, or a copy."""
+    return codes if codes.is_contiguous() else column_major(codes.mT).mT
 
 
 def _cpu_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places | None:

@@ -99,10 +99,14 @@ class Tile(NamedTuple):
 
 
 def launch(kernel: Any, hp: Tensor, tile: Tile, *args: Tensor | int | None, **constants: Any) -> None:
-    """Launch `kernel` with one program per tile of `hp` [R, C]. Its arguments: hp, `args`, R, C, TILE, `constants`."""
-    programs = triton.cdiv(hp.shape[0], tile.rows) * triton.cdiv(hp.shape[1], tile.columns)
+    """Launch `kernel` with one program per tile of each matrix of `hp` [..., R, C], on a grid [tiles, matrices].
+
+    Its arguments: hp, `args`, R, C, TILE, `constants`.
+    """
+    *matrices, height, width = hp.shape
+    tiles = triton.cdiv(height, tile.rows) * triton.cdiv(width, tile.columns)
     with torch.cuda.device_of(hp):
-        kernel[(programs,)](hp, *args, *hp.shape, TILE=tile, num_warps=tile.warps, **constants)
+        kernel[tiles, math.prod(matrices)](hp, *args, height, width, TILE=tile, num_warps=tile.warps, **constants)
 
 
 def tile_for(hp: Tensor, *, column_codes: bool = False) -> Tile:

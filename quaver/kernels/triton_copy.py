@@ -24,13 +24,13 @@ def takes_codes(codes: Tensor) -> bool:
 
 
 def column_major(codes: Tensor) -> Tensor:
-    """A copy of `codes` [R, C] that `takes_codes` accepts, with strides (1, R)."""
-    height, width = codes.shape
-    copy = codes.new_empty(width, height)
+    """A copy of `codes` [..., R, C] that `takes_codes` accepts, in which each matrix has strides (1, R)."""
+    height, width = codes.shape[-2:]
+    copy = codes.new_empty(codes.mT.shape)
     is_aligned = height % 16 == width % 16 == codes.data_ptr() % 16 == 0
     tile = Tile(128, 128, warps=4, rows_of_thread=8) if is_aligned else Tile(64, 32, warps=4, rows_of_thread=16)
     launch(_column_major, codes.view(torch.uint8), tile, copy.view(torch.uint8))
-    return copy.t()
+    return copy.mT
 
 
 @jit
@@ -38,5 +38,6 @@ def _column_major(
     codes_ptr: tl.tensor, copy_ptr: tl.tensor, rows: tl.tensor, columns: tl.tensor, TILE: tl.constexpr
 ) -> None:
     tile = tl.program_id(0)
-    codes, _, c = load_bits(codes_ptr, tile, rows, columns, TILE)
-    store_column_codes(copy_ptr, codes, tile, c, rows, columns, TILE)
+    matrix = tl.program_id(1).to(tl.int64) * rows * columns
+    codes, _, c = load_bits(codes_ptr + matrix, tile, rows, columns, TILE)
+    store_column_codes(copy_ptr + matrix, codes, tile, c, rows, columns, TILE)

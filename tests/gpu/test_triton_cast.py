@@ -99,10 +99,10 @@ def test_both_layouts_have_the_same_codes(float8_dtype, hp_dtype):
 
 @FLOAT8
 def test_a_transposing_copy_keeps_every_code(float8_dtype):
-    for rows, columns in ((4096, 4096), (1000, 1024), (4097, 33)):
-        codes = torch.randint(0, 256, (rows, columns), device="cuda", dtype=torch.uint8).view(float8_dtype)
+    for shape in ((4096, 4096), (1000, 1024), (4097, 33), (8, 512, 1024), (3, 33, 1000)):
+        codes = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).view(float8_dtype)
         copy = column_major(codes)
-        assert copy.stride() == (1, rows)
+        assert copy.mT.is_contiguous()
         assert copy.view(torch.uint8).equal(codes.view(torch.uint8))
 
 

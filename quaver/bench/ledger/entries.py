@@ -157,7 +157,7 @@ def _grouped_matmul(entry: Entry) -> list[Entry]:
 def _expert_matmul(entry: Entry) -> list[Entry]:
     """quaver's, and before it the copies of e4m3 codes that do not lie along the contracted dim (experts/gpu_gemm.py).
 
-    aten makes them, across strides. Tokens that are contracted are moved between zeros first. A square weight is
+    quaver's kernel makes them. Tokens that are contracted are moved between zeros first. A square weight is
     contracted along its columns in the forward and along its rows in the backward. Codes with scales of blocks are
     widened instead.
     """
@@ -177,7 +177,6 @@ def _expert_matmul(entry: Entry) -> list[Entry]:
             launches=3 if contracts_tokens else 1,
             read_bytes=each.elements * (2 if contracts_tokens else 1),
             written_bytes=each.elements * (3 if contracts_tokens else 1),
-            strided_elements=each.elements,
         )
         for each in copied
     ]

@@ -102,14 +102,17 @@ def _copies():
     for source in (
         *(every_byte[: rows * columns].view(rows, columns) for rows, columns in shapes),
         every_byte[1:81].view(5, 16),
+        every_byte[:3960].view(3, 33, 40),
+        every_byte[: 2 * 144 * 80].view(2, 144, 80),
     ):
         codes = (source * 7).view(E5M2)
         with counting_bytes() as counted:
             copy = triton_cast.column_major(codes)
-        assert (copy.dtype, copy.stride()) == (E5M2, (1, codes.shape[0]))
-        assert torch.equal(copy.t().view(torch.uint8), codes.view(torch.uint8).t())
+        assert (copy.dtype, copy.shape, copy.stride()[-2:]) == (E5M2, codes.shape, (1, codes.shape[-2]))
+        assert copy.mT.is_contiguous()
+        assert torch.equal(copy.mT.view(torch.uint8), codes.view(torch.uint8).mT)
         assert sum(counted.values()) == 2 * codes.numel()
-    assert [triton_cast.takes_codes(each) for each in (codes, codes.t(), codes[:0], codes.float())] == [
+    assert [triton_cast.takes_codes(each) for each in (codes, codes.mT, codes[:0], codes.float())] == [
         True,
         False,
         False,

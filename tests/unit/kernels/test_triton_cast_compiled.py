@@ -179,7 +179,7 @@ def test_a_transposing_copy(compiled, tmp_path):
     assert found["ld.global.v4.b32"] == found["st.global.v4.b32"] == 8
     assert found["ld.shared.b8"] == found["st.shared.b8"] == 0
     assert not any(name.startswith("cvt") and "x2" in name for name in found)
-    assert_fits(whole, tmp_path, 64)
+    assert_fits(whole, tmp_path, 72)
     assert_fits(odd, tmp_path, 128)
 
 
