@@ -24,6 +24,7 @@ import torch
 
 from quaver.bench.ledger.kernels import float64_operations, times_read
 from quaver.memory.compiling.launches import Access, CompiledGraph, Launch
+from quaver.roofline.block import ATTENTION_MATMULS
 
 CATEGORIES = ("amax", "casts", "copies", "hp", "float8 matmul", "bfloat16 matmul", "attention", "small")
 OVERHEAD = ("amax", "casts", "copies", "hp")
@@ -225,17 +226,13 @@ def _cast_from_two_reads(entry: Entry) -> list[Entry]:
     return [replace(entry, read_bytes=entry.read_bytes + operand, launches=3)]
 
 
-_ATTENTION_MATMULS = {False: 2, True: 5}
-"""Matmuls of queries with keys, or of scores with values: forward, and backward with the recomputed scores."""
-
-
 def _attention(entry: Entry) -> list[Entry]:
     """Causal: half of the scores."""
     query, key = entry.launch.reads[0], entry.launch.reads[1]
     if entry.is_backward:
         query, key = entry.launch.reads[1], entry.launch.reads[2]
     sequences, heads, queries, size = query.size
-    flops = _ATTENTION_MATMULS[entry.is_backward] * 2 * sequences * heads * queries * key.size[2] * size // 2
+    flops = ATTENTION_MATMULS[entry.is_backward] * 2 * sequences * heads * queries * key.size[2] * size // 2
     return [replace(entry, category="attention", flops=flops)]
 
 

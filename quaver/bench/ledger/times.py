@@ -3,8 +3,7 @@
     seconds = max(FLOPs / rate, bytes / bandwidth) + launches * KERNEL_LAUNCH_S
 
 with the data sheet's rates and bandwidth, and the shares of them that quaver/roofline/cost.py takes from measurements.
-A copy of codes is such a launch, of quaver's kernel or of Inductor's; aten's strided copy of bytes is slower. Two
-constants are of this file. Not modelled: instructions (`--machine-code` counts them), the host, the overlap of
+A copy of codes is such a launch, of quaver's kernel or of Inductor's; aten's strided copy of bytes is slower. Not modelled: instructions (`--machine-code` counts them), the host, the overlap of
 kernels, tiles that do not fill the last wave.
 """
 
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 from quaver.bench.ledger.entries import CATEGORIES, Entry
 from quaver.bench.ledger.ledger import Ledger
+from quaver.roofline.block import ATTENTION_SHARE
 from quaver.roofline.cost import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE
 from quaver.roofline.device_specs import DeviceSpec
 
@@ -19,11 +19,6 @@ STRIDED_COPY_S = 7.4e-12
 """Of one element, in aten's strided copy of bytes: 1.98 ms for 32768 x 8192 on an H100, where a compiled copy takes
 0.224 ms (github.com/pytorch/pytorch/issues/113560). Assumed for every GPU; one round on a loaded H200 was nearer to a
 compiled copy (docs/log.md)."""
-
-ATTENTION_SHARE = 0.35
-"""Of the data sheet's bfloat16 rate, of torch's flash attention, which is FlashAttention-2: "35% utilization on the
-H100 GPU" (arXiv 2407.08608, abstract). Assumed for its backward and for every GPU."""
-
 
 def seconds_of(entry: Entry, spec: DeviceSpec) -> float:
     """The modelled time of one entry, its launches included."""

@@ -1,12 +1,13 @@
 """The FLOPs and the modelled time of a training step, to order settings by speed.
 
-    step       micro-batches * (linears + attention + recomputation)
-    linears    quaver.roofline: three matmuls each, casts and launches, for this rank's share
-    attention  2 matmuls of every query with every key, forward and backward, at the rate of bfloat16 matmuls
-    recompute  each recomputed linear's first matmul and its casts; attention as above
+    step       micro-batches * (linears + blocks * between + recomputation)
+    linears    quaver/roofline/cost.py: three matmuls each, casts and launches, for this rank's share
+    between    quaver/roofline/block.py: norms, RoPE, attention, SwiGLU and the residual, likewise
+    recompute  of a checkpointed block: each recomputed linear's first matmul and its casts, and the forward between;
+               attention only if it is recomputed
 
-Not modelled: norms, SwiGLU, the loss, the optimizer, communication, the host. So settings that differ in communication
-cannot be compared.
+Not modelled: routed experts, the loss, the optimizer, communication, the host. So settings that differ in
+communication cannot be compared.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from quaver.torch_private.dispatch import overload_packet
 from quaver import Float8Linear
 from quaver.checkpointing.policy import selected_every
 from quaver.roofline.device_specs import DeviceSpec
+from quaver.roofline.block import BlockShape, Both, attention_seconds, seconds_between_matmuls
 from quaver.roofline.cost import MATMUL_SHARES, LinearTime, linear_cost
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.recorder.modules import ModuleTracker
@@ -71,8 +73,12 @@ def step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec | None
     seconds = None
     if spec is not None and again is not None and training.mixed_precision_param == "bfloat16":
         linears = _linears(config, layout, spec, tokens, micro_batches)
-        seconds = sum(time.total_s for _, time in linears) + _attention_s(config, layout, spec, tokens)
-        seconds = micro_batches * (seconds + blocks * _again_s(again, linears, layout, spec))
+        between, attention = _between_matmuls(config, layout, spec, tokens)
+        seconds = sum(time.total_s for _, time in linears) + config.model.n_layers * (sum(between) + sum(attention))
+        if again:
+            recomputed = _again_s(again, linears, attention.forward, layout, spec) + between.forward
+            seconds += blocks * recomputed
+        seconds *= micro_batches
     return StepCost(flops + (repeated or 0), repeated, seconds)
 
 
@@ -107,29 +113,42 @@ def _shapes(model: Model, float8: Float8, training: Training) -> list[tuple[str,
     return [(name, each.in_features, each.out_features, isinstance(each, Float8Linear)) for name, each in linears]
 
 
-def _bfloat16_flops_per_s(spec: DeviceSpec) -> float:
-    return spec.bfloat16_tflops * 1e12 * MATMUL_SHARES[spec.name].bfloat16
+def _between_matmuls(
+    config: TrainConfig, layout: ParallelDims, spec: DeviceSpec, tokens: int
+) -> tuple[Both, Both]:
+    """The seconds of one block: of norms, RoPE, SwiGLU and the residual; and of attention.
 
-
-def _attention_s(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec, tokens: int) -> float:
-    """As in `training_flops_per_token`, without skipping the masked half."""
-    model = config.model
-    flops = 12 * model.n_layers * model.dim * config.training.seq_len * tokens / layout.tensor
-    return flops / _bfloat16_flops_per_s(spec)
+    Tensor parallel ranks share both: norms and the residual by sequence, the others by features.
+    """
+    model, training = config.model, config.training
+    queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
+    experts = model.top_k + model.n_shared_experts if model.n_experts else 1
+    shape = BlockShape(model.dim, queries, keys, experts * model.hidden_dim)
+    residual_bytes = getattr(torch, training.residual_stream_dtype).itemsize
+    share = tokens / layout.tensor
+    between = seconds_between_matmuls(shape, share, spec, residual_bytes)
+    return between, attention_seconds(queries, share, training.seq_len, spec)
 
 
 def _again_s(
-    again: dict[str, int], linears: list[tuple[str, LinearTime]], layout: ParallelDims, spec: DeviceSpec
+    again: dict[str, int],
+    linears: list[tuple[str, LinearTime]],
+    attention_s: float,
+    layout: ParallelDims,
+    spec: DeviceSpec,
 ) -> float:
-    """The time of one block's recomputation for one micro-batch."""
+    """The time of the matmuls and the attention that one block recomputes for one micro-batch."""
     by_name = {name: time for name, time in linears if name}  # of the last block; all are equal
+    bfloat16_flops_per_s = spec.bfloat16_tflops * 1e12 * MATMUL_SHARES[spec.name].bfloat16
     seconds = 0.0
     for name, flops in again.items():
         if name in by_name:
             time = by_name[name]
             seconds += time.output_s + time.input_casts_s + time.weight_casts_s
+        elif name == "self_attn":
+            seconds += attention_s
         else:
-            seconds += flops / layout.tensor / _bfloat16_flops_per_s(spec)
+            seconds += flops / layout.tensor / bfloat16_flops_per_s
     return seconds
 
 

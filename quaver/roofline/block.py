@@ -1,0 +1,79 @@
+"""The time of a Llama block between its matmuls, predicted from bytes: norms, RoPE, attention, SwiGLU, the residual.
+
+Bytes for each token, of D features of the residual stream in r bytes, Q and K of queries and keys, H of the
+feed-forward, all others in bfloat16. A kernel reads and writes each tensor once:
+
+    forward     input norm                  reads the stream, writes                          (r + 2) D
+                RoPE                        reads and writes queries and keys                 4 (Q + K)
+                second norm                 reads the stream and o_proj's output, writes      (r + 4) D
+                SwiGLU                      reads gate and up, writes                         6 H
+                block's output              reads the stream and two outputs, writes          (2 r + 4) D
+    backward    SwiGLU                      reads the gradient, gate and up, writes two       10 H
+                RoPE                        as forward                                        4 (Q + K)
+                each norm                   reads its inputs and gradients, writes one        (3 r + 6) D
+
+As compiled code does it; eager code moves more. Compiled casts read what a norm or SwiGLU computes without storing it,
+and find amaxes in its kernel; against that, they compute it again. `quaver bench ledger` counts both, and
+tests/unit/roofline/test_block.py holds these floors within 10% of its counts (blockwise: 30%).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quaver.roofline.cost import KERNEL_LAUNCH_S, MEMORY_SHARE
+from quaver.roofline.device_specs import DeviceSpec
+
+ATTENTION_SHARE = 0.35
+"""Of the data sheet's bfloat16 rate, of torch's flash attention, which is FlashAttention-2: "35% utilization on the
+H100 GPU" (arXiv 2407.08608, abstract). Assumed for its backward and for every GPU."""
+
+ATTENTION_MATMULS = {False: 2, True: 5}
+"""Matmuls of queries with keys, or of scores with values: forward, and backward with the recomputed scores."""
+
+_KERNELS = (6, 5)
+"""Of norms, RoPE (queries and keys apart), SwiGLU and the block's output; a backward has none for the last."""
+
+
+class BlockShape(NamedTuple):
+    """The widths of a block: features of the residual stream, of all queries, of all keys, and of the feed-forward."""
+
+    stream: int
+    queries: int
+    keys: int
+    hidden: int
+
+
+class Both(NamedTuple):
+    """Something of the forward, and of the backward."""
+
+    forward: float
+    backward: float
+
+
+def bytes_between_matmuls(shape: BlockShape, residual_bytes: int = 2) -> Both:
+    """The bytes that one token takes in a block outside of its matmuls, attention and casts.
+
+    Args:
+        residual_bytes: of an element of the residual stream: 2, or 4 in float32.
+    """
+    stream, queries, keys, hidden = shape
+    rotated = 4 * (queries + keys)
+    return Both(
+        forward=(4 * residual_bytes + 10) * stream + rotated + 6 * hidden,
+        backward=2 * (3 * residual_bytes + 6) * stream + rotated + 10 * hidden,
+    )
+
+
+def seconds_between_matmuls(shape: BlockShape, tokens: float, spec: DeviceSpec, residual_bytes: int = 2) -> Both:
+    """The seconds of `bytes_between_matmuls` for so many tokens, launches included."""
+    bytes_per_s = spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
+    moved = bytes_between_matmuls(shape, residual_bytes)
+    return Both(*(tokens * each / bytes_per_s + kernels * KERNEL_LAUNCH_S for each, kernels in zip(moved, _KERNELS, strict=True)))
+
+
+def attention_seconds(queries: int, tokens: float, seq_len: int, spec: DeviceSpec) -> Both:
+    """The seconds of attention for so many tokens in sequences of `seq_len`; it is causal and skips the masked half."""
+    flops_per_s = spec.bfloat16_tflops * 1e12 * ATTENTION_SHARE
+    matmul = queries * seq_len * tokens / flops_per_s  # 2 FLOPs for half of the scores
+    return Both(*(ATTENTION_MATMULS[is_backward] * matmul + KERNEL_LAUNCH_S for is_backward in (False, True)))
