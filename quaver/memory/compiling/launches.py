@@ -126,7 +126,8 @@ def _kernel_launch(node: Any, kernels: Sequence[TritonKernel]) -> Launch:
     return Launch(
         operator="",
         kernels=tuple(kernel for kernel in kernels if kernel.scheduled == id(node)),
-        reads=tuple(_accesses(reads)),
+        # what a kernel reads of its own results is in registers
+        reads=tuple(_accesses({name: moved for name, moved in reads.items() if name not in writes})),
         writes=tuple(_accesses(written)),
         fuses=tuple(dict.fromkeys(_name(origin) for origin in origins)),
         place=_place([part.node for part in parts if part.get_name() in written] or [part.node for part in parts]),
