@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from quaver import scaling
 from quaver.compile_hints import apart
@@ -232,10 +233,26 @@ CASTS = {
 """(hp, float8_dtype, row, column, power_of_2, *block_options) -> the six places at the top."""
 
 
+_ROWS_OF_A_RUN = 8
+
+
 def _stored_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
-    quant, dequant = scaling.scales_of(_amax(hp), float8_dtype, power_of_2)
+    quant, dequant = scaling.scales_of(_amax(_by_rows(hp)), float8_dtype, power_of_2)
     row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, quant, quant)
     return row_codes, quant, dequant, column_codes, None, None
+
+
+def _by_rows(hp: Tensor) -> Tensor:
+    """The matrix [R, C], or the largest of each run of rows.
+
+    Inductor reduces a matrix in runs of a power of two of elements. It merges this with the kernel that computes the
+    matrix where runs are whole rows, as they are if C is a power of two. For another C the runs are made here, if R is
+    known to be a multiple of theirs.
+    """
+    rows, columns = hp.shape
+    if statically_known_true(columns & (columns - 1) == 0) or not statically_known_true(rows % _ROWS_OF_A_RUN == 0):
+        return hp
+    return hp.reshape(rows // _ROWS_OF_A_RUN, -1).abs().amax(1)
 
 
 CASTS_OF_STORED: dict[ScalingGranularity, Any] = {
