@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from quaver.checkpointing.policy import RECOMPUTED_HOOKS
 from quaver.config import OperandCasts
+from quaver.gemm import Operand
 from quaver.quantize import Operands, Quantizer
 from quaver.scaling import PersistentScale, Scales
 from quaver.torch_private.dispatch import count_dispatch_modes, dispatch_mode_at
@@ -176,6 +177,7 @@ class CachedQuantizer(Quantizer):
             scales=self.scales_for(missing, known),
         )
         made = Operands(known.row or made.row, known.column or made.column)
+        kept = made if hp.dtype is not self.hp_dtype else Operands(*map(_unless_hp, made))
         weak_mode = None if mode is None else weakref.ref(mode)
         _entry = _Entry(
             weakref.ref(hp, _clear_if),
@@ -185,10 +187,15 @@ class CachedQuantizer(Quantizer):
             self.hp_dtype,
             self.scale,
             _version_of(self.scale),
-            made,
+            kept,
             readers,
         )
         return made
+
+
+def _unless_hp(operand: Operand | None) -> Operand | None:
+    """None for an operand that is the activation itself: an entry that held it would live as long as autograd does."""
+    return None if operand is None or operand.dequant_scale is None else operand
 
 
 def cached_quantizer(
@@ -203,8 +210,7 @@ def cached_quantizer(
         return Quantizer(casts, hp_dtype, scale)
     if not getattr(_open, "forwards", 0) and not _under_selective_checkpoint():
         return Quantizer(casts, hp_dtype, scale)
-    # Autograd saves this activation for backward, so an entry would outlive its readers.
-    if casts.column.is_disabled and activation.dtype is hp_dtype:
+    if casts.row.is_disabled and casts.column.is_disabled:
         return Quantizer(casts, hp_dtype, scale)
     return CachedQuantizer(casts, hp_dtype, scale, reader)
 

@@ -163,12 +163,14 @@ def elements_read(run) -> int:
 
 
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="counts the reads of the C extension")
-@pytest.mark.parametrize(("recipe", "reads"), [("tensorwise", 2), ("rowwise", 1)])
-def test_one_forward_that_trains_casts_its_input_once(recipe, reads):
+@pytest.mark.parametrize(
+    ("recipe", "reads", "trains"), [("tensorwise", 2, 2), ("rowwise", 1, 2), ("rowwise_with_gw_hp", 1, 1)]
+)
+def test_one_forward_that_trains_casts_its_input_once(recipe, reads, trains):
     """An amax and a cast; row-wise in one read for the forward, and in two for both matmuls."""
     attention = convert_to_float8_training(Attention(), config=recipe)
     x = torch.randn(32, 64)
-    weights, once = 3 * reads * 64 * 64, 2 * x.numel()
+    weights, once = 3 * reads * 64 * 64, trains * x.numel()
     assert elements_read(lambda: attention(x)) == weights + once
     with torch.no_grad():
         assert elements_read(lambda: attention(x)) == weights + 3 * reads * x.numel()
