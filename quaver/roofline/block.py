@@ -69,7 +69,8 @@ def seconds_between_matmuls(shape: BlockShape, tokens: float, spec: DeviceSpec, 
     """The seconds of `bytes_between_matmuls` for so many tokens, launches included."""
     bytes_per_s = spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
     moved = bytes_between_matmuls(shape, residual_bytes)
-    return Both(*(tokens * each / bytes_per_s + kernels * KERNEL_LAUNCH_S for each, kernels in zip(moved, _KERNELS, strict=True)))
+    both = zip(moved, _KERNELS, strict=True)
+    return Both(*(tokens * each / bytes_per_s + kernels * KERNEL_LAUNCH_S for each, kernels in both))
 
 
 def attention_seconds(queries: int, tokens: float, seq_len: int, spec: DeviceSpec) -> Both:

@@ -3,8 +3,9 @@
     seconds = max(FLOPs / rate, bytes / bandwidth) + launches * KERNEL_LAUNCH_S
 
 with the data sheet's rates and bandwidth, and the shares of them that quaver/roofline/cost.py takes from measurements.
-A copy of codes is such a launch, of quaver's kernel or of Inductor's; aten's strided copy of bytes is slower. Not modelled: instructions (`--machine-code` counts them), the host, the overlap of
-kernels, tiles that do not fill the last wave.
+A copy of codes is such a launch, of quaver's kernel or of Inductor's; aten's strided copy of bytes is slower.
+Not modelled: instructions (`--machine-code` counts them), the host, the overlap of kernels, tiles that do not fill the
+last wave.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ STRIDED_COPY_S = 7.4e-12
 """Of one element, in aten's strided copy of bytes: 1.98 ms for 32768 x 8192 on an H100, where a compiled copy takes
 0.224 ms (github.com/pytorch/pytorch/issues/113560). Assumed for every GPU; one round on a loaded H200 was nearer to a
 compiled copy (docs/log.md)."""
+
 
 def seconds_of(entry: Entry, spec: DeviceSpec) -> float:
     """The modelled time of one entry, its launches included."""

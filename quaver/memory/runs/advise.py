@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
 from quaver.memory.runs.changes import Change, combinations, least_gathered, less_precise, single_changes, words_of
 from quaver.memory.runs.predict import predict_memory
 from quaver.memory.runs.step_time import StepCost, step_cost
+from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
 from quaver.trainer.config import TrainConfig
 from quaver.trainer.parallel_dims import resolve
 
@@ -28,7 +28,7 @@ EQUALLY_FAST = 1.02
 NEARLY_FITS = 1.1
 """Up to this ratio of its peak to `fit_bytes` a setting is tried with fewer gathered weights, too."""
 SAVES_AS_MUCH = 1.1
-"""A setting is tried with less precise storage too if up to so many times what that saves the configured run is over."""
+"""A setting is tried with less precise storage too if the run is over by up to so many times what that saves."""
 MOST_TRIED = 60
 """Combinations that are predicted at most."""
 TIMES = (
@@ -146,7 +146,7 @@ class _Search:
         return next((index for index in self._in_order(_fastest_first(costs)) if self.rows[index].fits), None)
 
     def _in_order(self, groups: list[list[Change]]) -> Iterator[int]:
-        """Yield the rows of changes that are equally fast; then, with less precise storage, of those that nearly fit."""
+        """Yield the rows of changes that are equally fast; then those that nearly fit, with less precise storage."""
         left = MOST_TRIED
         for group in groups:
             for change in group[:left]:
@@ -206,9 +206,8 @@ class _Search:
 
 def _fastest_first(changes: list[tuple[Change, StepCost | None]]) -> list[list[Change]]:
     """By modelled time, or FLOPs without a device; those nearly equal together, with fewer changes first."""
-    known = [
-        (cost.modelled_s or float(cost.step_flops), place) for place, (_, cost) in enumerate(changes) if cost is not None
-    ]
+    places = enumerate(changes)
+    known = [(cost.modelled_s or float(cost.step_flops), place) for place, (_, cost) in places if cost is not None]
     groups: list[list[int]] = []
     slowest = -1.0
     for time, place in sorted(known):

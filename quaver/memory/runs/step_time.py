@@ -21,24 +21,24 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from quaver.torch_private.autograd import current_node
-from quaver.torch_private.dispatch import overload_packet
 from quaver import Float8Linear
 from quaver.checkpointing.policy import selected_every
-from quaver.roofline.device_specs import DeviceSpec
-from quaver.roofline.block import BlockShape, Both, attention_seconds, seconds_between_matmuls
-from quaver.roofline.cost import MATMUL_SHARES, LinearTime, linear_cost
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.recorder.modules import ModuleTracker
-from quaver.trainer.trained_model import autocast_of
+from quaver.roofline.block import BlockShape, Both, attention_seconds, seconds_between_matmuls
+from quaver.roofline.cost import MATMUL_SHARES, LinearTime, linear_cost
+from quaver.roofline.device_specs import DeviceSpec
+from quaver.torch_private.autograd import current_node
+from quaver.torch_private.dispatch import overload_packet
 from quaver.trainer.config import ActivationCheckpoint, Data, Float8, Model, TrainConfig, Training
 from quaver.trainer.float8 import convert_model
 from quaver.trainer.initialize import allocate
-from quaver.trainer.parallel_dims import ParallelDims
 from quaver.trainer.loss import next_token_loss
 from quaver.trainer.model import Llama, training_flops_per_token
+from quaver.trainer.parallel_dims import ParallelDims
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.run_setup import make_models
+from quaver.trainer.trained_model import autocast_of
 
 _READERS = {"q_proj": 3, "k_proj": 3, "v_proj": 3, "gate_proj": 2, "up_proj": 2}
 """The number of linears that share the input and its casts."""
@@ -113,9 +113,7 @@ def _shapes(model: Model, float8: Float8, training: Training) -> list[tuple[str,
     return [(name, each.in_features, each.out_features, isinstance(each, Float8Linear)) for name, each in linears]
 
 
-def _between_matmuls(
-    config: TrainConfig, layout: ParallelDims, spec: DeviceSpec, tokens: int
-) -> tuple[Both, Both]:
+def _between_matmuls(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec, tokens: int) -> tuple[Both, Both]:
     """The seconds of one block: of norms, RoPE, SwiGLU and the residual; and of attention.
 
     Tensor parallel ranks share both: norms and the residual by sequence, the others by features.
@@ -182,7 +180,7 @@ _COUNTED = ("seq_len", "local_batch_size", "dtype", "mixed_precision_param")
 
 
 def _one_block(config: TrainConfig) -> TrainConfig:
-    """A run of one checkpointed block in high precision, on one rank and eager; FLOPs do not depend on the precision."""
+    """A run of one checkpointed block in high precision, on one rank and eager; no precision changes FLOPs."""
     checkpoint, training = config.activation_checkpoint, config.training
     if selected_every(checkpoint.selective_ac_option) is not None:
         checkpoint = ActivationCheckpoint(mode="full")

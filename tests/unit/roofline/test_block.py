@@ -29,7 +29,8 @@ def cast_bytes(recipe):
 
 def milliseconds(recipe):
     spec = find_device_spec("H200")
-    costs = [linear_cost(TOKENS, k, n, recipe or "tensorwise", spec, input_readers=readers) for k, n, readers in LINEARS]
+    named = recipe or "tensorwise"
+    costs = [linear_cost(TOKENS, k, n, named, spec, input_readers=readers) for k, n, readers in LINEARS]
     linears = sum((each.float8 if recipe else each.bfloat16).total_s for each in costs)
     return 1e3 * (
         linears + sum(seconds_between_matmuls(SHAPE, TOKENS, spec)) + sum(attention_seconds(Q, TOKENS, SEQ_LEN, spec))
