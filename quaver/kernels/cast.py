@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from quaver import scaling
 from quaver.compile_hints import apart
@@ -249,6 +248,8 @@ def _by_rows(hp: Tensor) -> Tensor:
     matrix where runs are whole rows, as they are if C is a power of two. For another C the runs are made here, if R is
     known to be a multiple of theirs.
     """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, as compilers do
+
     rows, columns = hp.shape
     if statically_known_true(columns & (columns - 1) == 0) or not statically_known_true(rows % _ROWS_OF_A_RUN == 0):
         return hp
