@@ -27,7 +27,7 @@ from quaver.experts.groups import (
     shape_of_scales,
 )
 from quaver.kernels import cpu
-from quaver.kernels.cast import CASTS, cast_blocks_with_scale
+from quaver.kernels.cast import CASTS, cast_blocks_with_scale, computed_once
 from quaver.kernels.operation import operation
 from quaver.kernels.places import Places, of_blocks
 from quaver.phases import phase
@@ -64,11 +64,12 @@ def _cast_groups(
         rows, columns = block
         count = count_of_scales(rows, groups, hp.shape[0])
         place = places_of_rows(ends, groups, hp.shape[0], rows, hp.device)
-        amax = amax_of_places(hp, place, count, columns)
+        amax = _amaxes(hp, ends, groups, block, place)
         if granularity == ScalingGranularity.BLOCKWISE.value:
-            quant, dequant = scaling.scales_of_blocks(amax, float8_dtype, power_of_2, mode)
+            scales = scaling.scales_of_blocks(amax, float8_dtype, power_of_2, mode)
         else:
-            quant, dequant = scaling.scales_of(amax, float8_dtype, power_of_2)
+            scales = scaling.scales_of(amax, float8_dtype, power_of_2)
+        quant, dequant = computed_once(scales)
         shape = shape_of_scales(block, groups, *hp.shape)
         of_rows, part = scales_at_places(hp, quant, place, columns)
         codes = cast_blocks_with_scale(hp, of_rows, float8_dtype, part, True)
@@ -80,6 +81,17 @@ def _cast_groups(
 def _part_of_row(hp: Tensor, columns: int) -> Block:
     """The block of one row with so many columns."""
     return 1, columns or max(hp.shape[1], 1)
+
+
+def _amaxes(hp: Tensor, ends: Tensor | None, groups: int, block: Block, place: Tensor) -> Tensor:
+    """`amax_of_places` of every row; nothing is scattered where a place is a row, or as many rows as any other."""
+    rows, columns = block
+    is_even = rows == ALL and ends is None and hp.shape[0] > 0
+    if rows != 1 and not is_even:
+        return amax_of_places(hp, place, count_of_scales(rows, groups, hp.shape[0]), columns)
+    amax = scaling.block_amax(hp, _part_of_row(hp, columns)).float()
+    amax = amax.view(groups, -1, amax.shape[1]).amax(1) if is_even else amax
+    return F.pad(amax, (0, 0, 0, 1))
 
 
 def amax_of_places(hp: Tensor, place: Tensor, count: int, columns: int) -> Tensor:

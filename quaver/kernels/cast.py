@@ -57,7 +57,7 @@ _amax = phase("quaver::amax")(scaling.amax)
 def _cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
     """Quantize with the scale of the matrix's own amax."""
     cpu.check_memory(hp)
-    quant, dequant = _computed_once(scaling.scales_of(_amax(hp), float8_dtype, power_of_2))
+    quant, dequant = computed_once(scaling.scales_of(_amax(hp), float8_dtype, power_of_2))
     row_codes, column_codes = _with_one_scale(hp, float8_dtype, quant, row, column)
     return row_codes, quant, dequant, column_codes, None, None
 
@@ -88,7 +88,7 @@ def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
     for dim, asked in ((1, row), (0, column)):
         if asked:
             scales = scaling.scales_of(_amax(hp, dim), float8_dtype, power_of_2)
-            quant, dequant = scales if dim else _computed_once(scales)  # a kernel that reads rows computes theirs once
+            quant, dequant = scales if dim else computed_once(scales)  # a kernel that reads rows computes theirs once
             codes = scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True)
             if not hp.is_cpu:
                 codes = codes.contiguous() if dim else _transposed(codes)
@@ -98,7 +98,7 @@ def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
     return tuple(made)
 
 
-def _computed_once(scales: scaling.Scales) -> scaling.Scales:
+def computed_once(scales: scaling.Scales) -> scaling.Scales:
     """Keep Inductor from computing a scale in each element that it scales; it also stored that in float32.
 
     Of what is viewed by strides Inductor makes a buffer.
@@ -127,7 +127,7 @@ def _cast_blockwise(
 
     def cast(block_size: tuple[int, int]) -> Places:
         amax = scaling.block_amax(hp, block_size)
-        scales = _computed_once(scaling.scales_of_blocks(amax, float8_dtype, power_of_2, mode))
+        scales = computed_once(scaling.scales_of_blocks(amax, float8_dtype, power_of_2, mode))
         return scaling.cast_blocks(hp, scales.quant, float8_dtype, block_size, True), *scales
 
     places = of_blocks(cast, row, column, dot_products, length)
