@@ -274,6 +274,17 @@ def test_a_resumed_lora_goes_on_as_before_and_its_adapter_fits_the_unconverted_m
     assert all(torch.equal(p, loaded.get_parameter(name)) for name, p in whole.model.named_parameters())
 
 
+@proves("PEFT", "best model")
+@pytest.mark.nightly
+def test_the_best_adapter_comes_back(tmp_path):
+    """The learning rate makes every step worse than the first."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "loss"}
+    best = trained(tmp_path, lora(), load_best_model_at_end=True, learning_rate=1e4, **options)
+    assert best.state.best_global_step == 1
+    short = trained(tmp_path / "1", lora(), max_steps=1, learning_rate=1e4)
+    assert_same(dict(best.model.named_parameters()), dict(short.model.named_parameters()))
+
+
 def test_a_model_that_was_not_converted_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match="no linear is in float8"):
         trainer(tmp_path, llama()).train()

@@ -17,6 +17,7 @@ from tests.foreign.llama import BATCHES, batches, llama, optimizer_of
 from tests.foreign.table import lacks, proves
 from tests.foreign.test_accelerate import accelerator_on
 from tests.isolated import Forked, isolated
+from tests.steps import assert_same
 
 pytest.importorskip("torchao")
 
@@ -242,6 +243,70 @@ def test_accelerates_fp8_trains_as_a_conversion_by_hand(tmp_path, strategy, reci
         assert again == losses[HALF:BATCHES]
         assert moved == names
         assert len(float8) == 13
+
+
+def check_between_batches(folder):
+    """As test_between.py does for the libraries whose model is converted before."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from safetensors.torch import load_file
+
+    from quaver.integrations import torchao as shim
+    from tests.foreign import test_between
+
+    shim.install()
+
+    def prepared(model):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, mixed_precision="fp8")
+        return accelerator, *accelerator.prepare(model, optimizer_of(model))
+
+    def trained(between=lambda model, ends_step: None, model=None):
+        accelerator, model, optimizer = prepared(model or llama())
+        test_between.loop(model, optimizer, accelerator.backward, between)
+        return accelerator, model
+
+    alone = test_between.weights(trained()[1])
+    swap = test_between.Swap()
+    accelerator, model = trained(swap)
+    assert len(float8_names(model)) == 13
+    assert_same(test_between.weights(model), alone)
+    last = test_between.evaluated(model)
+    assert swap.losses[-1] != last
+    accelerator.save_model(model, folder)
+    again = prepared(test_between.loaded(load_file(folder / "model.safetensors")))[1]
+    assert test_between.evaluated(again) == last
+
+    def fail(model, ends_step):
+        raise OSError("no batch")
+
+    failed = llama()
+    with pytest.raises(OSError, match="no batch"):
+        trained(fail, failed)
+    failed.load_state_dict(llama().state_dict())
+    assert_same(test_between.weights(trained(model=failed)[1]), alone)
+
+    *_, batch = batches()
+    states = []
+    for load_from in (None, folder / "moved"):
+        accelerator, model, optimizer = prepared(llama())
+        if load_from is None:
+            accelerator.save_state(str(folder / "state"))
+            (folder / "state").rename(folder / "moved")
+        else:
+            model.load_state_dict(alone)
+            accelerator.load_state(str(load_from))
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        states.append(test_between.weights(model))
+    assert_same(*states)
+
+
+@proves("Accelerate, mixed_precision=fp8", "reload", "evaluate in a step", "EMA swap", "after a failed run")
+@proves("Accelerate, mixed_precision=fp8", "resume elsewhere")
+@pytest.mark.nightly
+def test_what_is_done_between_the_batches_of_accelerates_fp8(tmp_path):
+    isolated(check_between_batches, tmp_path)
 
 
 def check_without_the_shim():

@@ -13,11 +13,12 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
-from quaver import Float8Linear
+from quaver import Float8Linear, float8_scaling_state
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
 from tests.foreign.llama import BATCHES, Tokens, clip, llama, train_by_hand
 from tests.foreign.table import lacks, proves
-from tests.foreign.test_transformers_trainer import losses_of
+from tests.foreign.test_transformers_trainer import losses_of, trainer
+from tests.steps import assert_same
 
 WORDS = [f"w{number}" for number in range(126)]
 
@@ -58,23 +59,76 @@ def weights(model):
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
 
+class InOrder(SFTTrainer):
+    def _get_train_sampler(self, *args):
+        return None
+
+
+def sft(folder, model, **options):
+    """SFTTrainer as test_transformers_trainer.py makes a Trainer."""
+    arguments = SFTConfig(**(settings(folder) | options), loss_type="nll", max_length=None)
+    data = {"train_dataset": tokens(), "eval_dataset": tokens(), "processing_class": tokenizer()}
+    return InOrder(model, arguments, callbacks=[Float8Callback()], **data)
+
+
 @proves("TRL", "train", "checkpointing")
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_sft_has_the_losses_of_a_loop_written_by_hand(tmp_path, gradient_checkpointing):
-    class InOrder(SFTTrainer):
-        def _get_train_sampler(self, *args):
-            return None
-
     model = llama("rowwise")
     before = weights(model)
-    options = {"gradient_checkpointing": gradient_checkpointing, "loss_type": "nll", "max_length": None}
-    arguments = SFTConfig(**settings(tmp_path), **options)
-    trained = InOrder(
-        model, arguments, train_dataset=tokens(), processing_class=tokenizer(), callbacks=[Float8Callback()]
-    )
+    trained = sft(tmp_path, model, gradient_checkpointing=gradient_checkpointing)
     trained.train()
     assert losses_of(trained) == pytest.approx(train_by_hand(llama("rowwise"), before=clip), abs=1e-4)
     assert moved(model, before) == set(before)
+
+
+@proves("TRL", "accumulate", "compile")
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_steps": 2, "max_steps": BATCHES // 2},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    ],
+    ids=["accumulate", "compile"],
+)
+def test_sft_trains_as_transformers_trainer(tmp_path, options):
+    by_trl = sft(tmp_path / "trl", llama("rowwise"), **options)
+    by_trl.train()
+    by_transformers = trainer(tmp_path / "transformers", "rowwise", [Float8Callback()], **options)
+    by_transformers.train()
+    assert losses_of(by_trl) == pytest.approx(losses_of(by_transformers), abs=1e-4)
+
+
+@proves("TRL", "save, resume", "resume elsewhere")
+@pytest.mark.nightly
+def test_sft_resumes_a_moved_checkpoint_with_its_scales(tmp_path):
+    whole, resumed = (
+        sft(tmp_path / name, prepare_model_for_float8(llama(), "delayed"), save_strategy="steps", save_steps=2)
+        for name in ("whole", "resumed")
+    )
+    whole.train()
+    resumed.train(resume_from_checkpoint=str((tmp_path / "whole" / "checkpoint-2").rename(tmp_path / "moved")))
+    assert losses_of(resumed)[-2:] == losses_of(whole)[-2:]
+    assert_same(scales_of(resumed), scales_of(whole))
+
+
+@proves("TRL", "best model")
+@pytest.mark.nightly
+def test_the_best_model_of_sft_comes_with_its_scales(tmp_path):
+    """The learning rate makes every step worse than the first."""
+    saving = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    options = {"learning_rate": 10.0, **saving, "metric_for_best_model": "loss"}
+    best = sft(tmp_path, prepare_model_for_float8(llama(), "delayed"), load_best_model_at_end=True, **options)
+    best.train()
+    assert best.state.best_global_step == 1
+    short = sft(tmp_path / "1", prepare_model_for_float8(llama(), "delayed"), max_steps=1, learning_rate=10.0)
+    short.train()
+    assert_same(scales_of(best), scales_of(short))
+
+
+def scales_of(trainer):
+    return float8_scaling_state(trainer.model).state_dict()
 
 
 lacks("TRL", "heads", "adapters before", "merge", sentence="as with transformers' Trainer and PEFT, which it uses.")
@@ -124,6 +178,23 @@ def test_dpo_learns_which_answer_was_chosen(tmp_path, has_reference):
     assert losses[0] == pytest.approx(0.6931, abs=1e-3)
     assert losses[-1] < losses[0]
     assert trained.evaluate()["eval_rewards/accuracies"] == 1.0
+
+
+@proves("PEFT", "reference model")
+@pytest.mark.nightly
+def test_the_reference_of_adapters_is_the_model_without_them(tmp_path):
+    model = prepare_model_for_float8(llama(), "rowwise")
+    pairs = [{"prompt": " w1 w2", "chosen": f" w{n + 1} w{n + 2}", "rejected": f" w{n + 5} w{n + 9}"} for n in range(4)]
+    trained = DPOTrainer(
+        model,
+        args=DPOConfig(**settings(tmp_path) | {"max_steps": 1}, beta=1.0),
+        train_dataset=Dataset.from_list(pairs),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "up_proj"]),
+        callbacks=[Float8Callback()],
+    )
+    trained.train()
+    assert losses_of(trained) == [pytest.approx(math.log(2), abs=1e-4)]  # the adapters begin at 0
 
 
 @proves("TRL", "reference model")

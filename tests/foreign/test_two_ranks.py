@@ -51,13 +51,25 @@ def by_hand(model, rank, distribute=replicated, **options):
     return train_by_hand(distribute(model), rank=rank, after=after, **options)
 
 
-def with_the_trainer(folder, make, strategy, float8_all_gather):
-    """The losses that it logs, means over the ranks, and those of this rank by hand."""
+def transformers_trainer(folder, model, **options):
     from quaver.integrations.transformers import Float8Callback
-    from tests.foreign.test_transformers_trainer import losses_of, trainer
+    from tests.foreign.test_transformers_trainer import trainer
+
+    return trainer(folder, model, [Float8Callback()], **options)
+
+
+def trl_trainer(folder, model, **options):
+    from tests.foreign.test_trl import sft
+
+    return sft(folder, model, **options)
+
+
+def with_a_trainer(made_by, folder, make, strategy, float8_all_gather):
+    """The losses that it logs, means over the ranks, and those of this rank by hand."""
+    from tests.foreign.test_transformers_trainer import losses_of
 
     with as_torchrun_starts_a_rank() as rank:
-        trained = trainer(folder, converted(float8_all_gather, make), [Float8Callback()], per_device_train_batch_size=1)
+        trained = made_by(folder, converted(float8_all_gather, make), per_device_train_batch_size=1)
         if strategy == "FSDP2":
             make_fsdp2(trained.accelerator)
             trained.is_fsdp_enabled = True
@@ -68,9 +80,16 @@ def with_the_trainer(folder, make, strategy, float8_all_gather):
 
 
 @proves("transformers' Trainer", "DDP", "FSDP2", "FSDP2, float8 gather")
-@pytest.mark.parametrize(("make", "strategy", "float8_all_gather"), MODELS_AND_WAYS)
-def test_the_trainer(tmp_path, make, strategy, float8_all_gather):
-    (logged, first), (_, second) = run(2, with_the_trainer, tmp_path, make, strategy, float8_all_gather)
+@proves("TRL", "DDP", "FSDP2", "FSDP2, float8 gather")
+@pytest.mark.parametrize(
+    ("made_by", "make", "strategy", "float8_all_gather"),
+    [
+        *((transformers_trainer, *each) for each in MODELS_AND_WAYS),
+        *(pytest.param(trl_trainer, llama, *way, marks=pytest.mark.nightly) for way in WAYS),
+    ],
+)
+def test_a_trainer(tmp_path, made_by, make, strategy, float8_all_gather):
+    (logged, first), (_, second) = run(2, with_a_trainer, made_by, tmp_path, make, strategy, float8_all_gather)
     assert logged == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)], abs=1e-4)
 
 
