@@ -26,6 +26,7 @@ WORK = {
     "linear": Work(BLOCK, 2, 512, part="linear"),
     "block": Work(BLOCK, 2, 512),
     "experts": Work(EXPERTS, 2, 512),
+    "autocast": Work(BLOCK, 2, 512, autocast=True),
 }
 M, K, N = 1024, 256, 768
 
