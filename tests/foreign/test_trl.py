@@ -180,20 +180,26 @@ def test_dpo_learns_which_answer_was_chosen(tmp_path, has_reference):
     assert trained.evaluate()["eval_rewards/accuracies"] == 1.0
 
 
-@proves("PEFT", "reference model")
-@pytest.mark.nightly
-def test_the_reference_of_adapters_is_the_model_without_them(tmp_path):
-    model = prepare_model_for_float8(llama(), "rowwise")
+def dpo(folder, model, convert_reference=True, **options):
+    """DPOTrainer after one step on four pairs."""
     pairs = [{"prompt": " w1 w2", "chosen": f" w{n + 1} w{n + 2}", "rejected": f" w{n + 5} w{n + 9}"} for n in range(4)]
     trained = DPOTrainer(
         model,
-        args=DPOConfig(**settings(tmp_path) | {"max_steps": 1}, beta=1.0),
+        args=DPOConfig(**settings(folder) | {"max_steps": 1}, beta=1.0),
         train_dataset=Dataset.from_list(pairs),
         processing_class=tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "up_proj"]),
-        callbacks=[Float8Callback()],
+        callbacks=[Float8Callback(convert_reference=convert_reference)],
+        **options,
     )
     trained.train()
+    return trained
+
+
+@proves("PEFT", "reference model")
+@pytest.mark.nightly
+def test_the_reference_of_adapters_is_the_model_without_them(tmp_path):
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
+    trained = dpo(tmp_path, prepare_model_for_float8(llama(), "rowwise"), peft_config=adapters)
     assert losses_of(trained) == [pytest.approx(math.log(2), abs=1e-4)]  # the adapters begin at 0
 
 
@@ -202,15 +208,7 @@ def test_the_reference_of_adapters_is_the_model_without_them(tmp_path):
 def test_the_reference_that_trl_loads_is_in_float8_too(tmp_path, convert):
     llama().save_pretrained(tmp_path / "saved")
     model = prepare_model_for_float8(LlamaForCausalLM.from_pretrained(tmp_path / "saved"), "rowwise")
-    pairs = [{"prompt": " w1 w2", "chosen": f" w{n + 1} w{n + 2}", "rejected": f" w{n + 5} w{n + 9}"} for n in range(4)]
-    trained = DPOTrainer(
-        model,
-        args=DPOConfig(**settings(tmp_path) | {"max_steps": 1}, beta=1.0),
-        train_dataset=Dataset.from_list(pairs),
-        processing_class=tokenizer(),
-        callbacks=[Float8Callback(convert_reference=convert)],
-    )
-    trained.train()
+    trained = dpo(tmp_path, model, convert)
     assert sum(isinstance(module, Float8Linear) for module in trained.ref_model.modules()) == (14 if convert else 0)
     assert (losses_of(trained)[0] == pytest.approx(math.log(2), abs=1e-6)) is convert
 
