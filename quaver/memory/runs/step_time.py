@@ -6,7 +6,7 @@
     recompute  of a checkpointed block: each recomputed linear's first matmul and its casts, and the forward between;
                attention only if it is recomputed
 
-Not modelled: routed experts, the loss, the optimizer, communication, the host. So settings that differ in
+Not modelled: matmuls of routed experts, the loss, the optimizer, communication, the host. So settings that differ in
 communication cannot be compared.
 """
 
