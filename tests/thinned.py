@@ -30,6 +30,12 @@ def thinned(*axes: Iterable[Any], together: int = 2) -> list[Any]:
     ]
 
 
+def first(count: int, cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Parameter sets; `make nightly` runs those after the first `count`."""
+    cases = list(cases)
+    return [*cases[:count], *at_night(cases[count:])]
+
+
 def at_night(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
     """Parameter sets that `make nightly` runs."""
     return [pytest.param(*case, marks=pytest.mark.nightly) for case in cases]

@@ -20,6 +20,7 @@ from quaver.integrations.transformers import prepare_model_for_float8
 from quaver.weights.gathered import Float8AllGatherWeight
 from tests.distributed.ranks import refusal, run
 from tests.reference import assert_same_bits
+from tests.thinned import first
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "moe_intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2}
@@ -82,7 +83,7 @@ def with_tokens_of_their_own(folder, recipe, ep, gather, out):
 
 @pytest.mark.parametrize(
     ("ranks", "ep", "recipe", "gather"),
-    [(2, 2, "rowwise", False), (2, 2, "mxfp8", True), (4, 4, "blockwise", False), (4, 2, "mxfp8", True)],
+    first(2, [(2, 2, "rowwise", False), (4, 2, "mxfp8", True), (2, 2, "mxfp8", True), (4, 4, "blockwise", False)]),
 )
 def test_ranks_with_tokens_of_their_own(folder, ranks, ep, recipe, gather, tmp_path):
     run(ranks, with_tokens_of_their_own, folder, recipe, ep, gather, tmp_path)

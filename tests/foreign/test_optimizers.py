@@ -62,7 +62,7 @@ def test_lightning(tmp_path):
         ("DDP", None, optimizer_of),
         ("FSDP2", "SHARDED_STATE_DICT", optimizer_of),
         ("FSDP2", "FULL_STATE_DICT", optimizer_of),
-        ("FSDP2", "SHARDED_STATE_DICT", with_muon),
+        pytest.param("FSDP2", "SHARDED_STATE_DICT", with_muon, marks=pytest.mark.nightly),
     ],
 )
 def test_accelerate(tmp_path, strategy, state_dict_type, optimizer_of):

@@ -15,6 +15,7 @@ from quaver import (
 )
 from tests.foreign.llama import Tokens, llama, not_the_head, train_by_hand
 from tests.foreign.table import proves
+from tests.thinned import thinned
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 
@@ -87,12 +88,15 @@ ADAPTERS = {
 NEED_THE_TRANSPOSED_WEIGHT = {"hra"}
 
 
+def converted():
+    return llama("rowwise")
+
+
 def frozen():
     return freeze_to_float8(llama(), "rowwise", module_filter_fn=not_the_head)
 
 
-@pytest.mark.parametrize("base", [lambda: llama("rowwise"), frozen], ids=["converted", "frozen"])
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize(("kind", "base"), thinned(ADAPTERS, [frozen, converted], together=1))
 def test_other_adapters_train_and_load(kind, base, tmp_path):
     torch.manual_seed(1)
     if base is frozen and kind in NEED_THE_TRANSPOSED_WEIGHT:

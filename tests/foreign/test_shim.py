@@ -225,7 +225,7 @@ lacks(
 @pytest.mark.parametrize(
     ("strategy", "recipe", "variant"),
     [
-        ("DDP", None, "train"),
+        pytest.param("DDP", None, "train", marks=pytest.mark.nightly),
         ("DDP", "rowwise", "accumulate"),
         pytest.param("DDP", "tensorwise", "checkpointing", marks=pytest.mark.nightly),
         pytest.param("DDP", "rowwise", "compile", marks=pytest.mark.nightly),

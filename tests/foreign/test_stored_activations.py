@@ -118,7 +118,7 @@ def with_fsdp2(checkpointing):
     return losses
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_fsdp2(checkpointing):
     for kept, before, after in run_on_ranks(2, with_fsdp2, checkpointing):
         assert before == after

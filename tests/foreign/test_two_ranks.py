@@ -14,10 +14,11 @@ from tests.distributed.ranks import run
 from tests.foreign.llama import batches, clip, llama, mixture, not_the_head, optimizer_of, train_by_hand
 from tests.foreign.table import proves
 from tests.foreign.test_accelerate import accelerator_on, as_torchrun_starts_a_rank, make_fsdp2
+from tests.thinned import at_night, first
 
 WAYS = [("DDP", False), ("FSDP2", False), ("FSDP2", True)]
 """Strategy, and whether weights are gathered in float8."""
-MODELS_AND_WAYS = [*((llama, *way) for way in WAYS), (mixture, "FSDP2", True)]
+MODELS_AND_WAYS = first(2, [(llama, *WAYS[0]), (mixture, *WAYS[2]), *((llama, *way) for way in WAYS[1:])])
 
 
 def replicated(model):
@@ -84,8 +85,9 @@ def with_a_trainer(made_by, folder, make, strategy, float8_all_gather):
 @pytest.mark.parametrize(
     ("made_by", "make", "strategy", "float8_all_gather"),
     [
-        *((transformers_trainer, *each) for each in MODELS_AND_WAYS),
-        *(pytest.param(trl_trainer, llama, *way, marks=pytest.mark.nightly) for way in WAYS),
+        (transformers_trainer, llama, *WAYS[0]),
+        (transformers_trainer, mixture, *WAYS[2]),
+        *at_night((made_by, llama, *way) for made_by in (transformers_trainer, trl_trainer) for way in WAYS),
     ],
 )
 def test_a_trainer(tmp_path, made_by, make, strategy, float8_all_gather):
@@ -117,7 +119,7 @@ def with_adapters(strategy, float8_all_gather):
 
 
 @proves("PEFT", "DDP", "FSDP2", "FSDP2, float8 gather")
-@pytest.mark.parametrize(("strategy", "float8_all_gather"), WAYS)
+@pytest.mark.parametrize(("strategy", "float8_all_gather"), [WAYS[2], *at_night(WAYS[:2])])
 def test_adapters(strategy, float8_all_gather):
     for by_accelerate, expected in run(2, with_adapters, strategy, float8_all_gather):
         assert by_accelerate == expected

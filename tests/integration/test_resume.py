@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -54,6 +55,7 @@ def has_steps(run: Path, number: int = 3) -> bool:
     return metrics.exists() and metrics.read_bytes().count(b"\n") >= number
 
 
+@pytest.mark.nightly  # each run kills one process at each step of a save, and ranks in test_optimizer_states.py
 def test_two_ranks_killed_at_a_random_step(where, tmp_path):
     """FSDP2 with a float8 all-gather; then one process resumes from what two wrote."""
     gather = ["--float8.enable_fsdp_float8_all_gather", "--training.global_batch_size=4"]
@@ -154,3 +156,24 @@ def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(where, tmp_path
     assert {path: path.read_bytes() for path in (run / "checkpoint").rglob("*") if path.is_file()} == before
     assert json.loads((run / "summary.json").read_text())["status"] == "checkpoint failed"
     assert main(["train", "--resume", str(run), "--training.steps=10"]) == 0
+
+
+def part_of_reliability(words: list[str]) -> None:
+    sys.argv = ["benchmarks.reliability", *words]
+    runpy.run_module("benchmarks.reliability", run_name="__main__")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to find the ranks of a launcher")
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["--part", "phases", "--tries", "11"], id="a kill at each step of a save"),
+        pytest.param(["--part", "disks", "--tries", "3", "--part", "damage"], id="little", marks=pytest.mark.nightly),
+        pytest.param([], id="everything", marks=[pytest.mark.nightly, pytest.mark.timeout(7200)]),
+    ],
+)
+def test_every_try_holds(words):
+    """Each try of benchmarks/reliability.py."""
+    process = Forked(part_of_reliability, words)
+    _, error = process.communicate(timeout=7200)
+    assert process.returncode == 0, error

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -151,14 +149,6 @@ def test_blocks_of_five_recipes_compile_to_train_and_to_validate(where, tmp_path
     layers = ",".join(f"model.layers.{index}.mlp.down_proj={recipe}" for index, recipe in enumerate(recipes))
     words = ["--model.n_layers=5", "--training.compile", f"--float8.layer_recipes={layers}", "--training.steps=2"]
     assert main(["train", *TINY, *where, *words, "--validation.freq=1", "--job.compare"]) == 0
-
-
-def test_bad_input_in_a_process_of_its_own():
-    """A process that is forked has imported everything; test_quickstart.py trains in a process of its own."""
-    command = [sys.executable, "-m", "quaver.cli", "trian"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "quaver: error: unknown command 'trian'; did you mean 'train'?\n"
 
 
 def test_help_version_and_unknown_verbs(capsys):

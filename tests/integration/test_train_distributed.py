@@ -51,35 +51,38 @@ NORM = {EXACT: 10 * EXACT, FLOAT8: 50 * FLOAT8, BLOCKS: 50 * BLOCKS}
 
 REFERENCES = {
     "hp": HP,
-    "tied": [*HP, "--model.tie_word_embeddings", *MASKED],
     "tensorwise": [],
-    "mxfp8": MXFP8,
-    "mixed": MIXED,
     "mixture": MIXTURE,
-    "mixture_tensorwise": EXPERTS,
     "delayed": DELAYED,
 }
-REFERENCES_AT_NIGHT = {"mixture_hp": [*HP, *EXPERTS], "delayed_dynamic_weight": DELAYED_DYNAMIC_WEIGHT}
+REFERENCES_AT_NIGHT = {
+    "tied": [*HP, "--model.tie_word_embeddings", *MASKED],
+    "mixed": MIXED,
+    "mxfp8": MXFP8,
+    "mixture_tensorwise": EXPERTS,
+    "mixture_hp": [*HP, *EXPERTS],
+    "delayed_dynamic_weight": DELAYED_DYNAMIC_WEIGHT,
+}
 
 LAYOUTS = {
     # name: (ranks, reference, words, tolerance)
     "shard": (2, "hp", HP, EXACT),
-    "tied": (2, "tied", REFERENCES["tied"], EXACT),
     "all_gather": (2, "tensorwise", [*ALL_GATHER, "--job.compare"], FLOAT8),
-    "tensor_mixed": (2, "mixed", [*MIXED, *TENSOR], FLOAT8),
-    "mxfp8_shard_tensor": (4, "mxfp8", [*MXFP8, *TENSOR, *ALL_GATHER], BLOCKS),
     "mixture_split": (2, "mixture", [*MIXTURE, *SPLIT_BY_2, "--training.compile"], FLOAT8),
-    # The tensorwise scale of an expert's tokens is one for those of all ranks.
-    "tensorwise_split": (2, "mixture_tensorwise", [*EXPERTS, *SPLIT_BY_2, *ALL_GATHER], BLOCKS),
     "mixture_shard_split": (4, "mixture", [*MIXTURE, *SPLIT_BY_2, *ALL_GATHER, *SELECTIVE], FLOAT8),
     "delayed_all_gather": (2, "delayed", [*DELAYED, *ALL_GATHER], FLOAT8),
     "shard_tensor": (4, "hp", [*HP, *TENSOR], EXACT),
     "shard_replicate": (4, "hp", [*HP, *REPLICATE, "--validation.steps=3"], EXACT),
-    "shard_tensor_all_gather": (4, "tensorwise", [*TENSOR, *ALL_GATHER, "--float8.cast_weights_once"], FLOAT8),
     "delayed_shard_tensor": (4, "delayed", [*DELAYED, *TENSOR, *ALL_GATHER], FLOAT8),
 }
 
 NIGHTLY = {
+    "tied": (2, "tied", REFERENCES_AT_NIGHT["tied"], EXACT),
+    "mxfp8_shard_tensor": (4, "mxfp8", [*MXFP8, *TENSOR, *ALL_GATHER], BLOCKS),
+    "tensor_mixed": (2, "mixed", [*MIXED, *TENSOR], FLOAT8),
+    # The tensorwise scale of an expert's tokens is one for those of all ranks.
+    "tensorwise_split": (2, "mixture_tensorwise", [*EXPERTS, *SPLIT_BY_2, *ALL_GATHER], BLOCKS),
+    "shard_tensor_all_gather": (4, "tensorwise", [*TENSOR, *ALL_GATHER, "--float8.cast_weights_once"], FLOAT8),
     "split_selective": (4, "mixture_tensorwise", [*EXPERTS, *SPLIT_BY_2, ALL_GATHER[0], *SELECTIVE], BLOCKS),
     "mixture_shard": (2, "mixture", MIXTURE, FLOAT8),
     "mixture_hp_split": (4, "mixture_hp", [*HP, *EXPERTS, *SPLIT_BY_4], EXACT),

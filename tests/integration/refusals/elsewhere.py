@@ -8,7 +8,7 @@ TENSOR_PARALLEL, SHIM = "tests/distributed/test_tensor_parallel.py", "tests/fore
 LOAD, HUGGING_FACE = "tests/unit/export/test_load.py", "tests/unit/trainer/test_huggingface.py"
 EXPORT, CALLBACK = "tests/unit/export/test_weights.py", "tests/foreign/test_float8_callback.py"
 TORCHTITAN, MEMORY = "tests/foreign/test_torchtitan.py", "tests/unit/memory/test_compiled.py"
-REPORT, RELIABILITY = "tests/unit/report/test_command.py", "tests/integration/test_reliability.py"
+REPORT, RELIABILITY = "tests/unit/report/test_command.py", "tests/integration/test_resume.py"
 TRAIN, GPU = "tests/integration/test_train_cli.py", "tests/unit/test_bench_gpu.py"
 
 ELSEWHERE: dict[str, dict[str, str]] = {
