@@ -111,7 +111,7 @@ def test_text_can_be_read(browser, opened, name, pairs, at_least, dark):
     assert [each for each in contrasts if each[0] < READABLE] == []
 
 
-WIDTHS = {"full": [400], "wide": [400], "real": [1600], "one": [400], "two": [400, 1280, 1600], "large": [400]}
+WIDTHS = {"full": [400], "wide": [400], "real": [1600], "one": [400], "two": [400, 1600], "large": [400]}
 
 
 @pytest.mark.parametrize(("name", "width"), [(name, width) for name, widths in WIDTHS.items() for width in widths])

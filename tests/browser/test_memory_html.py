@@ -90,7 +90,7 @@ def test_areas_are_as_high_as_their_bytes(browser, pages):
 
 
 def test_a_short_peak_among_many_events_is_seen(browser, pages):
-    """Of 100,000 events one has the peak: it is drawn at its height, in a window of any width."""
+    """Of 30,000 events one has the peak: it is drawn at its height, in a window of any width."""
     for width in (400, 1600):
         browser.open(pages / "wide.html", width=width)
         top = browser.run("return Math.min(...[...document.querySelectorAll('.area')].map((a) => a.getBBox().y))")

@@ -30,7 +30,7 @@ from quaver.frozen import blockwise_config
 from quaver.reference import ReferenceLinear
 from tests.reference import assert_matmul_exact
 from tests.steps import assert_same, results_of
-from tests.thinned import at_night
+from tests.thinned import at_night, first
 
 RECIPES = {recipe.value: Float8LinearConfig.from_recipe_name(recipe) for recipe in Float8LinearRecipeName}
 CONFIGS = RECIPES | {
@@ -150,17 +150,22 @@ def assert_steps_are_equal(config, shape, dtype, bias, backend=None):
                 each.weight.mul_(growth)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", CONFIGS)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WITH_A_DTYPE = [(name, DTYPES[(index + more) % 3]) for more in range(3) for index, name in enumerate(CONFIGS)]
+WITH_A_DTYPE = first(len(CONFIGS), WITH_A_DTYPE)
+
+
+@pytest.mark.parametrize(("name", "dtype"), WITH_A_DTYPE)
 def test_eager_steps_have_the_references_bits(name, dtype):
     for shape, bias in zip(SMALL, (True, False), strict=True):
         assert_steps_are_equal(CONFIGS[name], shape, dtype, bias)
     assert_steps_are_equal(CONFIGS[name], LARGE, dtype, bias=False)
 
 
-COMPILED = [(name, "aot_eager") for name in (*RECIPES, "static", "frozen", "rowwise, weight kept")]
-COMPILED += [("delayed", "inductor"), ("mxfp8", "inductor")]
-COMPILED += at_night((name, "inductor") for name in RECIPES if (name, "inductor") not in COMPILED)
+IN_EACH_RUN = ("tensorwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8", "static", "frozen")
+COMPILED = [*((name, "aot_eager") for name in IN_EACH_RUN), ("delayed", "inductor")]
+COMPILED += at_night((name, "aot_eager") for name in (*RECIPES, "rowwise, weight kept") if name not in IN_EACH_RUN)
+COMPILED += at_night((name, "inductor") for name in RECIPES if name != "delayed")
 
 
 @pytest.mark.parametrize(("name", "backend"), COMPILED)
@@ -168,8 +173,7 @@ def test_compiled_steps_have_the_references_bits(name, backend):
     assert_steps_are_equal(CONFIGS[name], SMALL[0], torch.bfloat16, bias=True, backend=backend)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "dtype"), WITH_A_DTYPE)
 def test_codes_and_scales_of_any_numbers_have_the_references_bits(name, dtype, reference_matmuls):
     config = CONFIGS[name]
     in_float8 = 3 - config.cast_config_input_for_grad_weight.is_disabled

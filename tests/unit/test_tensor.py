@@ -59,7 +59,7 @@ def test_a_linear_takes_a_weight_that_was_cast_before(recipe, dtype):
     ("recipe", "backend"),
     [
         *itertools.product(["tensorwise", "rowwise", "rowwise_with_tensorwise_weight"], [None, "aot_eager"]),
-        ("rowwise", "inductor"),
+        pytest.param("rowwise", "inductor", marks=pytest.mark.nightly),
     ],
 )
 def test_a_linear_takes_an_input_that_was_cast_before(recipe, backend):

@@ -85,13 +85,14 @@ TWO_CASTS = ("cast", "--shapes 64x128 --casts delayed rowwise_both --torchao no"
 
 
 @pytest.mark.parametrize(
-    ("verb", "words", "printed", "check"),
+    ("verb", "words", "printed", "check", "backend"),
     [
-        *(pytest.param(*command, id=command[0]) for command in COMMANDS),
-        pytest.param(*TWO_CASTS, id="two casts", marks=pytest.mark.nightly),
+        *(pytest.param(*command, "aot_eager", id=command[0]) for command in COMMANDS),
+        pytest.param(*TWO_CASTS, "inductor", id="two casts", marks=pytest.mark.nightly),
     ],
 )
-def test_the_command_prints_and_saves_a_table(verb, words, printed, check, tmp_path, capsys):
+def test_the_command_prints_and_saves_a_table(verb, words, printed, check, backend, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     output = tmp_path / "new" / f"{verb}.json"
     common = ["--rounds", "2", "--device", "cpu", "--output", str(output)]
     assert main(["bench", verb, *words.split(), *common]) == 0

@@ -19,6 +19,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 from quaver.config import BLOCK_SIZES
 from quaver.kernels import triton_blocks, triton_cast
+from tests.thinned import at_night
 from tests.unit.kernels.triton_kernels import BOTH, COLUMNS, E4M3, E5M2, ROWS
 
 pytestmark = pytest.mark.skipif(triton_blocks.INTERPRETED, reason="TRITON_INTERPRET is set: kernels do not compile")
@@ -196,7 +197,7 @@ def test_odd_sizes_do_not_spill(compiled, tmp_path):
         assert_fits(asm, tmp_path, 200)
 
 
-@pytest.mark.parametrize("capability", [90, 100, pytest.param(120, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("capability", [90, *at_night([(100,), (120,)])])
 def test_addresses_and_one_rounding(compiled, capability, monkeypatch):
     monkeypatch.setattr(_Driver, "capability", capability)
     every_cast(empty(torch.bfloat16, 128, 4096), E5M2)
@@ -210,7 +211,7 @@ def test_addresses_and_one_rounding(compiled, capability, monkeypatch):
     assert_whole_accesses(compiled["_cast_rowwise"][0], torch.bfloat16, conversions=2)
 
 
-@pytest.mark.parametrize("shape", [(1, 40), (33, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 40), *at_night([((33, 1),)])], ids=str)
 def test_integers_of_1_and_missing_pointers_compile(compiled, shape):
     """Triton makes constants of both."""
     hp, one = empty(torch.bfloat16, *shape), torch.ones(())

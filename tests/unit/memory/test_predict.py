@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, measure, predict
@@ -15,16 +14,11 @@ from quaver import convert_to_float8_training, float8_scaling_state
 from quaver.memory import TensorBytes, explain
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.faking.gloo_buffers import GlooBuffers
-from quaver.memory.runs.predict import SEES_GATHERS
-from quaver.recorder.allocator import Usage
 from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.parallel_dims import ParallelDims
-from tests.distributed.ranks import run as run_on_ranks
 from tests.unit.memory.models import CPU, Block, check
 
 SIZE = Size(sequences=2)
-MEASUREMENTS = 2
-"""On ranks: when gloo's threads release their buffers is chance, and can only add; the least of so many counts."""
 
 
 QUICK = {
@@ -125,20 +119,6 @@ def _sharded():
 def test_what_is_refused(build, loss, message):
     with pytest.raises((ValueError, NotImplementedError), match=message):
         explain(build(), (torch.empty(2, 64),), loss=loss)
-
-
-def _measured_on_rank(case):
-    mesh = init_device_mesh("cpu", (case.ranks,))
-    usages = [measure(case, SIZE, CPU, mesh)[1] for _ in range(MEASUREMENTS)]
-    return min(usage.tensor_peak_bytes for usage in usages), min(usage.saved_bytes for usage in usages)
-
-
-@pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
-@pytest.mark.parametrize("precision", [pytest.param("bfloat16", marks=pytest.mark.nightly), "rowwise"])
-def test_ranks_that_are_pretended_take_what_ranks_take(precision):
-    case = Case("1 block", precision, "full", ranks=2)
-    measured = run_on_ranks(2, _measured_on_rank, case)
-    check(predict(case, SIZE), Usage(0, *(max(of_ranks) for of_ranks in zip(*measured, strict=True))))
 
 
 def test_what_gloo_copies_is_counted():

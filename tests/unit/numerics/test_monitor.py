@@ -22,6 +22,7 @@ from quaver.optim import CombinedOptimizer
 from quaver.quantize import Quantizer
 from tests import steps as steps_of
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
+from tests.thinned import at_night
 
 
 class Model(nn.Module):
@@ -114,13 +115,11 @@ def test_results_are_compared_with_high_precision(recipe):
 @pytest.mark.parametrize(
     ("mode", "recipe"),
     [
-        ("inductor", "tensorwise"),
         ("aot_eager", "rowwise"),
         ("aot_eager", "delayed"),
-        ("aot_eager", "blockwise_with_gw_hp"),
-        ("checkpoint", "tensorwise"),
         ("checkpoint", "rowwise"),
-        ("checkpoint", "delayed"),
+        *at_night([("inductor", "tensorwise"), ("aot_eager", "blockwise_with_gw_hp")]),
+        *at_night([("checkpoint", "tensorwise"), ("checkpoint", "delayed")]),
     ],
 )
 def test_compiled_and_checkpointed_samples_are_those_of_eager_code(mode, recipe):

@@ -73,7 +73,7 @@ def losses_of(config: TrainConfig, mode: str, store: bool = False) -> list[tuple
     ("float8", "degree"),
     [
         pytest.param({"recipe_name": "rowwise"}, 1, marks=pytest.mark.nightly),
-        ({"recipe_name": "delayed", "enable_fsdp_float8_all_gather": True}, 1),
+        pytest.param({"recipe_name": "delayed", "enable_fsdp_float8_all_gather": True}, 1, marks=pytest.mark.nightly),
         ({}, 2),
     ],
     ids=["shard", "all_gather", "tensor"],
