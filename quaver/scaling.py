@@ -67,6 +67,7 @@ BLOCK_LENGTHS = (32, BLOCK_SIZE)
 _INT_VIEW = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _ABS_MASK = {torch.int16: 0x7FFF, torch.int32: 0x7FFFFFFF}
 _BITS_PAY_FROM = 8192  # elements; below, two more calls cost more than they save
+_NAN_BITS = 0x7FC00000
 _MANTISSA_CLEARED = -(1 << 23)  # keeps sign and exponent of a float32
 
 # A 0-dim tensor costs half of what a Python number costs, per call, as an operand of an eager operation.
@@ -372,9 +373,9 @@ def e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> Scales:
     dequant = bits.bitwise_and_(_MANTISSA_CLEARED).clamp_(min=0)
     quant = (254 << 23) - dequant
     dequant.clamp_(min=1 << 22)  # 2^-127 is subnormal
-    # Not `+ amax * 0`: Inductor takes a product with 0 for 0, which left a view of int32 that it cannot pass on.
+    # As an integer: no NaN of a graph equals another, and the compiler would not merge the casts of q, k and v.
     is_finite = amax < torch.inf
-    return Scales(*(torch.where(is_finite, bits.view(torch.float32), torch.nan) for bits in (quant, dequant)))
+    return Scales(*(torch.where(is_finite, bits, _NAN_BITS).view(torch.float32) for bits in (quant, dequant)))
 
 
 def scale_blocks(scale: Tensor, size: Sequence[int]) -> tuple[int, int] | None:
