@@ -170,6 +170,30 @@ def magnitude_bits(hp: tl.tensor) -> tl.tensor:
 
 
 @jit
+def largest_magnitude_bits(hp: tl.tensor) -> tl.tensor:
+    """The largest of `magnitude_bits(widen(hp))`, found before hp is widened."""
+    if hp.dtype.primitive_bitwidth == 32:
+        bits = tl.max(magnitude_bits(hp))
+    else:
+        largest = tl.max(hp.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int16)
+        bits = magnitude_bits(widen(largest.to(hp.dtype, bitcast=True)))
+    return bits
+
+
+@jit
+def as_if_new(hp: tl.tensor) -> tl.tensor:
+    """hp, hidden from the compiler's search for what it computes twice.
+
+    A tile in 16 bits takes half of the registers of what is computed from it. So a kernel that needs the same numbers
+    before and after a barrier or a branch computes them again.
+    """
+    if _INTERPRETED:
+        return hp
+    PACK: tl.constexpr = 32 // hp.dtype.primitive_bitwidth
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [hp], dtype=hp.dtype, is_pure=False, pack=PACK)
+
+
+@jit
 def as_bits(amax_ptr: tl.tensor) -> tl.tensor:
     """A pointer to the same float32 numbers as int32, whose order is theirs as long as none is negative."""
     return amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)

@@ -34,11 +34,14 @@ from quaver.kernels.triton_blocks import (
     Codes,
     Tile,
     as_bits,
+    as_if_new,
     cast_to,
     empty_codes,
     inside,
     jit,
+    largest_magnitude_bits,
     launch,
+    load_bits,
     load_tile,
     magnitude_bits,
     nan_for_inf,
@@ -180,7 +183,7 @@ def _cast_tensorwise(
 ) -> None:
     """With a persistent scale, adds to observed: the amax by a maximum, the number of saturated elements by a sum."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    hp, r, c = load_tile(hp_ptr, tile, rows, columns, TILE)
+    hp, r, c = load_bits(hp_ptr, tile, rows, columns, TILE)
     recorded = tl.load(as_bits(observed_ptr))
     quant = 0.0 if quant_scale_ptr is None else tl.load(quant_scale_ptr)
     if not (quant > 0):
@@ -188,15 +191,16 @@ def _cast_tensorwise(
     if tile == 0:
         store_scales(quant_ptr, dequant_ptr, quant, None)
     if quant_scale_ptr is None:
-        scaled = hp * quant
-    else:  # observed before the codes are made: after that it costs 40 registers
-        scaled = nan_for_inf(hp) * quant
-        bits = tl.max(magnitude_bits(hp))
+        scaled = widen(hp) * quant
+    else:
+        bits = largest_magnitude_bits(hp)
         tl.atomic_max(as_bits(observed_ptr), bits, mask=bits > recorded, sem="relaxed")
+        hp = as_if_new(hp)
         # Rounded products order like their factors: where the largest does not saturate, none does.
         if not (bits.to(tl.float32, bitcast=True) * quant <= CAST.saturates_above):
-            count = tl.sum((tl.abs(scaled) > CAST.saturates_above).to(tl.int32))
+            count = tl.sum((tl.abs(nan_for_inf(widen(hp)) * quant) > CAST.saturates_above).to(tl.int32))
             tl.atomic_add(observed_ptr + 1, count.to(tl.float32), mask=count > 0, sem="relaxed")
+        scaled = nan_for_inf(widen(as_if_new(hp))) * quant
     codes = to_float8(scaled, CAST)
     if row_codes_ptr is not None:
         store_row_codes(row_codes_ptr, codes, r, c, rows, columns)

@@ -120,9 +120,9 @@ def assert_whole_accesses(asm, hp_dtype, conversions):
 def test_one_scale(compiled, hp_dtype, float8_dtype, tmp_path):
     for scale in (None, torch.ones(())):
         triton_cast.cast_with_persistent_scale(empty(hp_dtype), float8_dtype, *BOTH, False, scale)
-    for asm, registers in zip(compiled["_cast_tensorwise"], (96, 128), strict=True):
+    for asm in compiled["_cast_tensorwise"]:
         assert_whole_accesses(asm, hp_dtype, conversions=1)
-        assert_fits(asm, tmp_path, registers)  # 128: 64 KiB of loads under way on a multiprocessor
+        assert_fits(asm, tmp_path, 96)  # 80 KiB of loads under way on a multiprocessor
 
 
 @HP
