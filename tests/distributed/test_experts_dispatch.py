@@ -29,6 +29,7 @@ from quaver.weights.gathered import Float8AllGatherWeight
 from tests.distributed.ranks import mesh_of, on_ranks, refusal
 from tests.reference import BACKEND, assert_same_bits, sqnr_db
 from tests.steps import assert_same
+from tests.thinned import at_night
 
 RECIPES = [name.value for name in Float8LinearRecipeName if "delayed" not in name.value]
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
@@ -129,11 +130,15 @@ def assert_parts_same(got, expected):
 
 
 TRANSPOSED, WITHOUT_GATE = {"has_bias": True, "is_transposed": True}, {"has_gate": False}
-CASES = [(ranks, top_k, recipe, {}) for ranks, top_k in ((2, 2), (4, 1), (4, 2)) for recipe in RECIPES]
-CASES += [(2, 2, recipe, {"trained": False}) for recipe in RECIPES]
-CASES += [(2, 2, recipe, {"dtype": torch.float32}) for recipe in ("tensorwise", "rowwise", "mxfp8")]
-CASES += [(2, 2, recipe, {"recomputed": True}) for recipe in ("tensorwise", "rowwise")]
-CASES += [(2, 2, recipe, flags) for recipe in ("tensorwise", "blockwise") for flags in (TRANSPOSED, WITHOUT_GATE)]
+CASES = [(2, 2, recipe, {}) for recipe in RECIPES]
+CASES += [(4, 1, "tensorwise", {}), (4, 2, "rowwise", {}), (4, 1, "blockwise", {})]
+CASES += [(2, 2, recipe, {"trained": False}) for recipe in ("tensorwise", "rowwise_with_gw_hp", "mxfp8")]
+CASES += [(2, 2, recipe, {"dtype": torch.float32}) for recipe in ("tensorwise", "mxfp8")]
+CASES += [(2, 2, "rowwise", {"recomputed": True}), (2, 2, "blockwise", TRANSPOSED), (2, 2, "tensorwise", WITHOUT_GATE)]
+CASES += at_night((4, top_k, recipe, {}) for top_k in (1, 2) for recipe in RECIPES)
+CASES += at_night((2, 2, recipe, {"trained": False}) for recipe in RECIPES)
+CASES += at_night((2, 2, *of) for of in (("rowwise", {"dtype": torch.float32}), ("tensorwise", {"recomputed": True})))
+CASES += at_night([(2, 2, "tensorwise", TRANSPOSED), (2, 2, "blockwise", WITHOUT_GATE)])
 
 
 @pytest.mark.parametrize(("ranks", "top_k", "recipe", "options"), CASES, ids=str)

@@ -100,7 +100,7 @@ def _fsdp_equals_one_process(dtype):
     assert_same(result(model, optimizer), alone(dtype=dtype))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", [2, 3, *at_night([(8,)])])
 def test_states_are_the_same_on_any_number_of_ranks(ranks):
     run(ranks, _fsdp_equals_one_process, torch.bfloat16 if ranks == 3 else torch.float32)
 
@@ -151,7 +151,7 @@ def _reshard(folder, muon):
     assert_same(results, result(whole, optimizer))
 
 
-@pytest.mark.parametrize("muon", [False, True])
+@pytest.mark.parametrize("muon", [True, *at_night([(False,)])])
 def test_blocks_that_ranks_share_have_the_bits_of_one_process_on_any_degree(muon, tmp_path):
     run(4, _reshard, str(tmp_path), muon)
 
@@ -332,7 +332,8 @@ def _muon_equals_one_process(parallelize, folder):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "parallelize"), [(2, fully_shard), (3, fully_shard), (2, _tensor_parallel), (4, _hsdp), (2, _offloaded)]
+    ("ranks", "parallelize"),
+    [(3, fully_shard), (2, _tensor_parallel), *at_night([(2, fully_shard), (4, _hsdp), (2, _offloaded)])],
 )
 def test_momentum_and_matrices_of_muon_are_the_same_on_any_number_of_ranks(ranks, parallelize, tmp_path):
     run(ranks, _muon_equals_one_process, parallelize, str(tmp_path))

@@ -29,7 +29,6 @@ from tests.reference import PERSISTENT_RECIPES, RECIPES
 from tests.steps import draw
 from tests.thinned import at_night, thinned
 
-RECIPE = pytest.mark.parametrize("recipe", PERSISTENT_RECIPES)
 STEPS, COMPILED_BLOCKS = 3, 1
 DIMS = {"blockwise": 256, "blockwise_with_gw_hp": 256, "mxfp8": 64}
 """Of recipes that scale blocks: each of two ranks has whole ones; FSDP2 cuts them again."""
@@ -179,9 +178,14 @@ IN_2D = {"float8": 1, "high precision": 14}
 """What FSDP2 gathers; and the exchanges that the dynamic scales of all weights take: one where it gathers them."""
 
 
-@RECIPE
 @pytest.mark.parametrize(
-    ("ranks", "ways"), [(2, [False, True]), (4, ["float8"]), *at_night([(4, [False, True, *IN_2D])])]
+    ("recipe", "ranks", "ways"),
+    [
+        ("delayed", 2, [False, True]),
+        *((recipe, 4, ["float8"]) for recipe in PERSISTENT_RECIPES),
+        *at_night([("delayed_with_dynamic_weight", 2, [False, True])]),
+        *at_night((recipe, 4, [False, True, *IN_2D]) for recipe in PERSISTENT_RECIPES),
+    ],
 )
 def test_steps_equal_one_process_and_exchange_nothing_once_scales_are_known(recipe, ranks, ways):
     """With PrepareFloat8ModuleInput giving a DTensor, and a local tensor; and with FSDP2."""
@@ -190,7 +194,7 @@ def test_steps_equal_one_process_and_exchange_nothing_once_scales_are_known(reci
         assert result[2] == amax_exchanges(recipe, weights=IN_2D.get(way, 14)), way
 
 
-@RECIPE
+@pytest.mark.parametrize("recipe", ["delayed", *at_night([PERSISTENT_RECIPES[1:]])])
 def test_steps_with_the_styles_of_torch_equal_one_process(recipe):
     check_against_one_process(run(2, _train_tp, recipe, None, False, True)[0], recipe, "styles of torch")
 
@@ -205,10 +209,13 @@ def test_steps_with_dynamic_scales_equal_one_process(recipe, use_local_output):
 @pytest.mark.parametrize(
     ("recipe", "gather_float8", "precompute", "spread"),
     [
-        *((recipe, True, True, spread) for recipe in (*RECIPES, *DIMS)),
-        ("mxfp8", True, False, spread_by_torch),
-        *(("tensorwise", gather, False, spread) for gather in (False, True)),
+        ("tensorwise", True, True, spread),
+        ("tensorwise", False, False, spread),
         ("rowwise", True, True, spread_by_torch),
+        ("blockwise", True, True, spread),
+        ("mxfp8", True, False, spread_by_torch),
+        *at_night((recipe, True, True, spread) for recipe in (*RECIPES[1:], "blockwise_with_gw_hp", "mxfp8")),
+        pytest.param("tensorwise", True, False, spread, marks=pytest.mark.nightly),
         *(
             pytest.param(recipe, gather, False, spread, marks=pytest.mark.nightly)
             for recipe in RECIPES[1:]
