@@ -19,6 +19,7 @@ from tests.distributed.ranks import on_ranks
 from tests.distributed.test_delayed_fsdp import train
 from tests.distributed.test_fsdp import part_of, shard_model, world_mesh
 from tests.distributed.test_fsdp_features import change_weights, gathering, model_by
+from tests.thinned import at_night
 
 MICROBATCHES = 2
 LINEARS = 7
@@ -31,20 +32,15 @@ def run_step(model, batch, microbatches=MICROBATCHES):
 
 
 SCOPES = (contextlib.nullcontext, cast_weights_once)
-CASES = [
-    ("rowwise", "checkpointed"),
-    ("rowwise_with_gw_hp", "keep gathered"),
-    ("tensorwise", "cpu offload"),
-    ("delayed", "checkpointed"),
-]
-HSDP = [("rowwise_with_tensorwise_weight", "hsdp")]
-NIGHTLY = [("tensorwise", "plain"), ("rowwise", "mixed precision"), ("tensorwise", "meta"), ("delayed", "hsdp")]
+CASES = [("rowwise", "checkpointed"), ("rowwise_with_gw_hp", "keep gathered"), ("delayed", "checkpointed")]
+NIGHTLY = [("rowwise_with_tensorwise_weight", "hsdp"), ("tensorwise", "cpu offload")]
+NIGHTLY += [("tensorwise", "plain"), ("rowwise", "mixed precision"), ("tensorwise", "meta"), ("delayed", "hsdp")]
 
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(1, CASES[:1]), (2, CASES), (4, HSDP), pytest.param(4, [*CASES, *NIGHTLY], marks=pytest.mark.nightly)],
-    ids=["1", "2", "4", "nightly"],
+    [(2, CASES), *at_night([(1, CASES[:1]), (4, [*CASES, *NIGHTLY])])],
+    ids=["2", "1", "4"],
 )
 @on_ranks()
 def test_changes_no_bit_of_the_losses(ranks, cases):
@@ -75,8 +71,14 @@ def _count(recipe, how, scope, microbatches):
     return casts.total(), dict(counter.calls), dict(counter.bytes)
 
 
-@pytest.mark.parametrize(("recipe", "payloads"), [("tensorwise", 1), ("rowwise", 2)])
-@pytest.mark.parametrize("how", ["always reshard", "checkpointed"])
+@pytest.mark.parametrize(
+    ("recipe", "payloads", "how"),
+    [
+        ("tensorwise", 1, "checkpointed"),
+        ("rowwise", 2, "always reshard"),
+        *at_night([("tensorwise", 1, "always reshard"), ("rowwise", 2, "checkpointed")]),
+    ],
+)
 @on_ranks(2)
 def test_casts_each_shard_once_and_sends_the_same(recipe, payloads, how):
     for microbatches in (1, 3):

@@ -13,7 +13,7 @@ from tests.distributed.models import Block, config_of, make_model, single_proces
 from tests.distributed.ranks import on_ranks, refusal
 from tests.distributed.test_delayed_fsdp import STEPS, check_against_one_process, check_exchanges, train
 from tests.reference import PERSISTENT_RECIPES, RECIPES
-from tests.thinned import at_night, thinned
+from tests.thinned import at_night, first
 
 WRAPPERS = ["DDP", "FSDP1", "DDP, weights to gather"]
 COMPILED = ["DDP of compiled blocks", "compiled DDP"]
@@ -39,10 +39,8 @@ def wrapped(recipe, how, layers=3):
     [
         ("rowwise", WRAPPERS),
         ("delayed", WRAPPERS),
-        ("blockwise", WRAPPERS[:2]),
-        ("mxfp8", WRAPPERS),
-        *((recipe, WRAPPERS[:2]) for recipe in (*RECIPES, *PERSISTENT_RECIPES) if recipe not in ("rowwise", "delayed")),
-        *at_night((recipe, WRAPPERS[2:]) for recipe in (*RECIPES, *PERSISTENT_RECIPES)),
+        ("mxfp8", WRAPPERS[:1]),
+        *at_night((recipe, WRAPPERS) for recipe in (*RECIPES, *PERSISTENT_RECIPES, "blockwise", "mxfp8")),
     ],
 )
 @on_ranks(2)
@@ -55,18 +53,24 @@ def test_steps_equal_one_process(recipe, wrappers):
             check_exchanges(got[2], recipe, how, gathers=False)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", *at_night([(recipe,) for recipe in (*RECIPES, PERSISTENT_RECIPES[1])])])
+@pytest.mark.parametrize(
+    ("recipe", "wrappers"),
+    [("delayed", COMPILED[1:]), *at_night((recipe, COMPILED) for recipe in (*RECIPES, *PERSISTENT_RECIPES))],
+)
 @on_ranks(2)
-def test_compiled_steps_equal_one_process(recipe):
+def test_compiled_steps_equal_one_process(recipe, wrappers):
     expected = single_process(config_of(recipe), STEPS, 2, layers=1)
-    for how in COMPILED:
+    for how in wrappers:
         got = train(wrapped(recipe, how, layers=1), compiled=True)
         check_against_one_process(got, expected, 2, how)
 
 
-@pytest.mark.parametrize(("recipe", "scope"), thinned(RECIPES, [contextlib.nullcontext, cast_weights_once], together=1))
+SCOPES = [cast_weights_once, contextlib.nullcontext]
+
+
+@pytest.mark.parametrize(("scope", "recipe"), first(2, zip(SCOPES * 2, RECIPES, strict=True)))
 @on_ranks(2)
-def test_accumulated_gradients(recipe, scope):
+def test_accumulated_gradients(scope, recipe):
     """With weights cast once; under FSDP1 the scope leaves sharded weights alone."""
     expected = single_process(config_of(recipe), STEPS, 4)
     for how in ("DDP", "FSDP1"):

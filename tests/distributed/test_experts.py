@@ -32,7 +32,7 @@ from tests.distributed.test_fsdp import part_of, shard_model, train_step
 from tests.distributed.test_fsdp_features import gathering, model_by
 from tests.mixture import DIM, HIDDEN, make_mixture
 from tests.steps import assert_same
-from tests.thinned import at_night
+from tests.thinned import at_night, thinned
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 LAYOUTS = list(itertools.product((0, 1), (False, True)))
@@ -60,11 +60,9 @@ def losses_of_one(config, steps, ranks, is_transposed):
 @pytest.mark.parametrize(
     ("ranks", "recipe", "layout", "gather", "compiled"),
     [
-        (2, "tensorwise", LAYOUTS[0], False, None),
         (2, "tensorwise", LAYOUTS[0], True, "aot_eager"),
-        (4, "rowwise", LAYOUTS[1], True, None),
         (4, "blockwise", LAYOUTS[3], True, None),
-        (4, "mxfp8", LAYOUTS[2], False, None),
+        *at_night([(4, "rowwise", LAYOUTS[1], True, None), (4, "mxfp8", LAYOUTS[2], False, None)]),
     ],
 )
 def test_ranks_train_as_one_process(ranks, recipe, layout, gather, compiled):
@@ -84,8 +82,7 @@ def _results(config, layout, batch):
     return output.detach(), {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize(("layout", "gather"), thinned(LAYOUTS, [False, True], together=1))
 def test_two_ranks_have_the_bits_of_one_process(layout, gather):
     """Of two ranks even the gradients: a sum of two has one order, and their mean halves it exactly."""
     batch = batches(1, 2, DIM)[0]
@@ -155,8 +152,7 @@ def used_scales(operand, shape):
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("ranks", "layout"), thinned([2, 4, 1], LAYOUTS, together=1))
 @on_ranks()
 def test_codes_and_scales_are_those_of_one_process(ranks, layout):
     along = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32))
@@ -190,10 +186,9 @@ def _scales(shape, recipe):
     ("ranks", "recipe", "casts"),
     [
         (2, "tensorwise", 1),
+        (2, "rowwise", 2),
         (4, "blockwise", 1),
-        (2, "mxfp8", 1),
-        (4, "rowwise", 2),
-        *at_night([(4, "tensorwise", 1), (2, "blockwise", 1), (4, "mxfp8", 1), (2, "rowwise", 2)]),
+        *at_night([(2, "mxfp8", 1), (4, "rowwise", 2)]),
     ],
 )
 @on_ranks()
@@ -246,7 +241,11 @@ def _losses_by(how, recipe, scope, precompute):
 
 @pytest.mark.parametrize(
     ("ranks", "ways"),
-    [(2, ["plain", "keep gathered", "always reshard", "cpu offload", "meta", "checkpointed"]), (4, ["plain", "hsdp"])],
+    [
+        (2, ["keep gathered", "meta", "checkpointed"]),
+        (4, ["hsdp"]),
+        *at_night([(2, ["plain", "always reshard", "cpu offload"]), (4, ["plain"])]),
+    ],
 )
 @on_ranks()
 def test_every_way_to_use_fsdp_trains_alike(ranks, ways):

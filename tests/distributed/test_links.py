@@ -19,6 +19,7 @@ from quaver.trainer.run_setup import make_models
 from quaver.trainer.trained_model import TrainedModel
 from tests.distributed import ranks
 from tests.distributed.counting import CollectiveCounter
+from tests.thinned import at_night
 
 RANKS, DIM, HIDDEN, LAYERS, TOKENS = 2, 32, 64, 2, 2 * 32
 GATHERED = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
@@ -44,6 +45,9 @@ CASES = {
 }
 
 
+ALWAYS = ("FSDP2, bfloat16", "FSDP2, rowwise, no precompute", "tensor parallel, tensorwise")
+
+
 def counted(config):
     """The number and the bytes of the collectives that this rank starts in its second step, by kind."""
     config, layout = resolve(config, rank=dist.get_rank(), world_size=RANKS)
@@ -60,7 +64,7 @@ def counted(config):
     return counter.calls, counter.bytes
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*ALWAYS, *at_night((case,) for case in CASES if case not in ALWAYS)])
 def test_predicted_and_counted(case):
     calls, sizes = ranks.run(RANKS, counted, CASES[case])[0]
     with predicting_for("cpu"):
@@ -99,17 +103,13 @@ def test_the_formulas_of_fsdp2():
 def test_the_formulas_of_hsdp_and_tensor_parallelism():
     links, rows = links_of(config(float8=Float8(**GATHERED), replicate=2))
     assert rows["dp_replicate", "all_reduce", "float32"].tensor_bytes == 4 * links.parameters // 2
-    _, rows = links_of(SPLIT_AND_SHARDED)
-    # The inputs of attention and feed-forward, [tokens, dim], as codes; in backward again the gradients of o and down.
-    assert rows["tp", "all_gather", "uint8"].tensor_bytes == LAYERS * 4 * TOKENS * DIM
-    assert rows["tp", "all_gather", "uint8"].number == LAYERS * 4
-
-
-def test_a_thousand_ranks_take_no_longer():
-    links, rows = links_of(SPLIT_AND_SHARDED, ranks=1024)
+    links, rows = links_of(SPLIT_AND_SHARDED, ranks=1024)  # which takes no longer than four
     assert (links.layout.shard, links.layout.tensor) == (512, 2)
     assert rows["dp_shard", "reduce_scatter", "float32"].ranks == 512
     assert links.sums["dp_shard"][0] == sum(each.number for key, each in rows.items() if key[0] == "dp_shard")
+    # The inputs of attention and feed-forward, [tokens, dim], as codes; in backward again the gradients of o and down.
+    assert rows["tp", "all_gather", "uint8"].tensor_bytes == LAYERS * 4 * TOKENS * DIM
+    assert rows["tp", "all_gather", "uint8"].number == LAYERS * 4
 
 
 @pytest.mark.parametrize(
