@@ -13,7 +13,7 @@ from quaver.export import Float8Weights, save_float8, set_kv_scales
 from quaver.export.bundle import tokenizer_files
 from quaver.export.files import CONFIG
 from quaver.export.folders import check_new
-from quaver.export.formats import COMPRESSED_TENSORS, FORMATS
+from quaver.export.formats import COMFYUI, COMPRESSED_TENSORS, FORMATS
 from quaver.export.load import Float8Checkpoint
 from quaver.export.source import DEFAULT_FILTER, Source, huggingface_source
 from quaver.recorder.byte_sizes import parse_bytes
@@ -27,18 +27,18 @@ from quaver.trainer.huggingface.float8 import run_source
 @dataclass(frozen=True)
 class Export(Settings):
     """Write the float8 weights of a model, with the codes and scales of its training forward, as a folder that
-    transformers, vLLM and SGLang load.
+    transformers, vLLM and SGLang load, or as a file that ComfyUI loads.
     """
 
     source: str = argument("a run of quaver train, a step-... folder of it, or a Hugging Face folder")
-    target: str = argument("the new folder")
+    target: str = argument("the new folder; in the format comfyui the new .safetensors file")
     recipe: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
         None, "Whose codes to write; that of the run by default. A Hugging Face folder needs one."
     )
     format: Annotated[str, OneOf(FORMATS)] = setting(
         COMPRESSED_TENSORS,
         "compressed-tensors keeps the codes of training; the others quantize again what was trained with other blocks "
-        "than theirs, of 128 x 128, or of 32 elements of a row in MXFP8.",
+        "than theirs, of 128 x 128, of 32 elements of a row in MXFP8, or in comfyui one scale or MXFP8.",
     )
     model: str | None = setting(None, "Which model of a run, such as tensorwise or bfloat16; the first by default.")
     dtype: Annotated[str, OneOf(("float32", "bfloat16"))] = setting(
@@ -70,6 +70,9 @@ def run(argv: list[str]) -> int:
     with bad_input():
         options = parse_options(Export, argv, prog="quaver export SOURCE TARGET")
         target = expanded(options.target)
+        if options.format == COMFYUI:
+            of_folder = ("tokenizer", "measure_tokens", "max_shard_size", "kv_scales")
+            options.require_default(*of_folder, unless="--format is that of a folder")
         check_new(target)
         with working("reading the model") as tell:
             source = _source(options)
@@ -81,9 +84,10 @@ def run(argv: list[str]) -> int:
         print("codes and scales are those of the training forward, to the bit")
     else:
         worst = max(written.requantized.values(), key=lambda each: each.training_db - each.stored_db)
+        where = "quaver_export in the header of the file" if plan.format.is_file else "README.md in the folder"
         print(
             f"{len(written.requantized)} weights have other codes than in training; the largest loss is from "
-            f"{worst.training_db:.2f} to {worst.stored_db:.2f} dB SQNR (see README.md in the folder)"
+            f"{worst.training_db:.2f} to {worst.stored_db:.2f} dB SQNR (see {where})"
         )
     return 0
 
@@ -124,7 +128,7 @@ def _save(options: Export, source: Source, target: Path) -> Float8Weights:
         share_fused_scales=not options.own_scales,
         max_shard_bytes=parse_bytes(options.max_shard_size, "--max-shard-size"),
         about=source.about,
-        files=files,
+        files=[] if options.format == COMFYUI else files,
         high_precision_model=source.high_precision_model if options.measure_tokens else None,
         measure_tokens=options.measure_tokens,
     )

@@ -1,4 +1,4 @@
-"""`quaver import SOURCE TARGET`: a float8 checkpoint becomes a Hugging Face folder in high precision, to train from."""
+"""`quaver import SOURCE TARGET`: a float8 checkpoint becomes one in high precision, to train from."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -15,15 +15,15 @@ from quaver.trainer.config.settings import OneOf, Settings, argument, expanded, 
 
 @dataclass(frozen=True)
 class Import(Settings):
-    """Dequantize a float8 checkpoint, in any layout that docs/export.md lists, into a folder to train from."""
+    """Dequantize a float8 checkpoint, in a layout that docs/export.md lists, into a folder or a file to train from."""
 
-    source: str = argument("a folder with config.json and *.safetensors")
-    target: str = argument("the new folder")
+    source: str = argument("a folder with config.json and *.safetensors, or a .safetensors file such as ComfyUI's")
+    target: str = argument("the new folder; the new file of a file")
     dtype: Annotated[str, OneOf(("float32", "bfloat16", "float16"))] = setting(
         "bfloat16",
         "Dtype of the weights; codes times power-of-two scales are exact in bfloat16, others only in float32.",
     )
-    max_shard_size: str = setting("5GB", "Largest size of a file.")
+    max_shard_size: str = setting("5GB", "Largest size of a file in a folder.")
 
 
 def run(argv: list[str]) -> int:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from quaver.delayed import WRAPPERS
 from quaver.experts.module import is_experts, is_transposed, weights_of
+from quaver.export.comfyui import PREFIXES
 
 Parts = tuple[str, ...]
 """The names of the matrices of one expert, whose rows follow each other in the stack."""
@@ -90,7 +91,8 @@ class CheckpointNames:
         known = set(model_names)
         owners = {each: name for name in known for each in self.of(name)}
         named = {each: each if each in known else owners.get(each) for each in stored}
-        return {each: name or self.other_name(each, known) for each, name in named.items()}
+        free = known.difference(named.values())
+        return {each: name or self.other_name(each, free) for each, name in named.items()}
 
 
 def checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> CheckpointNames:
@@ -168,6 +170,8 @@ class _Conversions:
     def other_name(self, name: str, known: set[str]) -> str:
         """The name in the model that `from_pretrained` reads a tensor of a checkpoint into; its own for none."""
         candidates = [name, *(name.replace(part, "", 1) for part in _TEXT_PARTS if part in name)]
+        candidates += [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
+        candidates += [f"{prefix}{name}" for prefix in PREFIXES]
         if self.is_known:
             from transformers.core_model_loading import rename_source_key
 

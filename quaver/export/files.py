@@ -1,8 +1,9 @@
-"""The safetensors files of a Hugging Face folder: a lazy reader that trusts no index, and a writer that cuts files."""
+"""The safetensors files of a Hugging Face folder, or one file: a lazy reader that trusts no index, and a writer."""
 
 import json
 import math
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from quaver.export.folders import NotWrittenError
 
+SUFFIX = ".safetensors"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -42,7 +44,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise FileNotFoundError(
-            f"{str(folder)!r} has no {CONFIG}; give the folder of a Hugging Face model, with its *.safetensors"
+            f"{str(folder)!r} has no {CONFIG}; give the folder of a Hugging Face model, with *.safetensors, or one file"
         )
     return read_json_object(path)
 
@@ -79,18 +81,23 @@ def listed(names: list[str], most: int = 3) -> str:
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of a Hugging Face folder by name; each is read from its file when it is asked for.
+    """The tensors of a Hugging Face folder, or of one file, by name; each is read when it is asked for.
 
+    Attributes:
+        path: of the folder or the file.
+        metadata: the strings in the header of each file.
     Raises (when made):
         FileNotFoundError: there is no safetensors file, or the index names one that is not in the folder.
-        ValueError: a file is damaged, or the index and the files differ.
+        ValueError: a file is damaged, or the index and the files differ; a file is one of several.
     """
 
     def __init__(self, folder: Path) -> None:
+        self.path = folder
         index = _read_index(folder)
         self._opened = {file: _open(file) for file in sorted(set(index.values()) if index else {_single_file(folder)})}
         stored = [(name, file) for file, opened in self._opened.items() for name in opened.keys()]  # noqa: SIM118
         self._file = dict(stored)
+        self.metadata: list[dict[str, str]] = [opened.metadata() or {} for opened in self._opened.values()]
         check_names(self._file, folder)
         _check_index(folder, index, self._file)
         if len(stored) != len(self._file):
@@ -158,7 +165,15 @@ def _check_index(folder: Path, index: dict[str, Path] | None, stored: dict[str, 
 
 
 def _single_file(folder: Path) -> Path:
-    """Return the one safetensors file of a folder without an index. Raises FileNotFoundError."""
+    """Return the one safetensors file of a folder without an index, or the given one.
+
+    Raises:
+        FileNotFoundError: there is none, or several.
+        ValueError: it is one of several, or no safetensors file.
+    """
+    if folder.is_file():
+        _check_file(folder)
+        return folder
     if (folder / SINGLE).is_file():
         return folder / SINGLE
     found = sorted(folder.glob("*.safetensors"))
@@ -171,6 +186,17 @@ def _single_file(folder: Path) -> Path:
     return found[0]
 
 
+def _check_file(file: Path) -> None:
+    """Raise ValueError for a file of another kind, or one that an index next to it names with others."""
+    if file.suffix != SUFFIX:
+        raise ValueError(f"{str(file)!r} must be a folder or a {SUFFIX} file")
+    for index in file.parent.glob(f"*{SUFFIX}.index.json"):
+        weight_map = read_json_object(index).get("weight_map")
+        files = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        if file.name in files and any(each != file.name for each in files):
+            raise ValueError(f"{str(file)!r} is one of the files of {index.name}; give their folder")
+
+
 def _open(file: Path) -> Any:
     from safetensors import SafetensorError, safe_open  # an extra; the errors of this file are everyone's
 
@@ -181,10 +207,14 @@ def _open(file: Path) -> Any:
 
 
 class SafetensorsWriter:
-    """Writes tensors into files of at most `max_bytes`, or one tensor, and an index. Memory holds one file."""
+    """Writes tensors into files of at most `max_bytes`, or one tensor, and an index. Memory holds one file.
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
+    `max_bytes=None`: into one file, whose header gets `metadata`, which may be filled until `close`.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int | None) -> None:
+        self._folder, self._max_bytes = folder, sys.maxsize if max_bytes is None else max_bytes
+        self.metadata = {"format": "pt"}
         self._pending: dict[str, Tensor] = {}
         self._filled = 0
         self._written: list[list[str]] = []
@@ -206,7 +236,7 @@ class SafetensorsWriter:
         try:
             file.touch()
             mode = file.stat().st_mode
-            save_file(self._pending, file, metadata={"format": "pt"})
+            save_file(self._pending, file, metadata=self.metadata)
             file.chmod(mode)  # safetensors writes a temporary file that only its owner may read
         except (SafetensorError, OSError) as error:
             raise NotWrittenError(f"cannot write the weights to {str(file.parent)!r}: {error}") from error

@@ -23,10 +23,11 @@ def check_new(path: Path) -> None:
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, *, file: str = "") -> Iterator[Path]:
     """Yield an empty folder next to `path`; at the end of the block it is on the disk and renamed to `path`.
 
-    An error in the block leaves nothing. What a killed process left is removed by the next call.
+    With `file`, `path` becomes the file of this name that the block has made in the folder. An error in the block
+    leaves nothing. What a killed process left is removed by the next call.
 
     Raises:
         FileExistsError: `path` exists.
@@ -42,7 +43,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield partial
         sync_all(partial)
         check_new(path)  # rename() would replace an empty folder that was made in the meantime
-        rename(partial, path)
+        rename(partial / file, path)
     except OSError as error:
         if error.errno in NO_ROOM:
             raise NotWrittenError(f"cannot write {str(path)!r}: {error.strerror}") from error
@@ -52,7 +53,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def rename(partial: Path, path: Path) -> None:
-    """Rename a folder to `path` in the same parent, and return when the new name is on the disk."""
+    """Rename a folder or a file to `path` on the same disk, and return when the new name is on the disk."""
     partial.rename(path)
     sync(path.parent)
 

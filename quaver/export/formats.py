@@ -8,6 +8,9 @@
     compressed-tensors-block    any                             a scale per 128 x 128   dynamic, per 128 of a token
     compressed-tensors-mxfp8    any                             E8M0, a scale per 32    dynamic, per 32 of a token
     fp8                         any                             a scale per 128 x 128   dynamic, per 128 of a token
+    comfyui                     mxfp8, mxfp8_with_gw_hp         E8M0, a scale per 32    dynamic, per 32 of a token
+                                delayed, static                 one scale               static, per tensor
+                                any other                       one scale               in high precision
 
 A float8 weight `<linear>.weight`, e4m3 [N, K], comes with its scale, float32: [N, 1] per row, [1] per tensor,
 [ceil(N / 128), ceil(K / 128)] per block; or the bytes of E8M0, uint8 [N, K / 32]; value = code * scale. It is called
@@ -19,6 +22,10 @@ vLLM's CompressedTensorsW8A8Mxfp8.
 The formats of 128 x 128 hold the codes of the recipe `blockwise` and of weights that `freeze_to_float8` stored so,
 compressed-tensors-mxfp8 those of `mxfp8`, whose 32 x 32 blocks have 32 equal rows of scales; weights of other recipes
 are quantized again. Under a blockwise config compressed-tensors is that of the two which has its blocks.
+
+comfyui is one file for ComfyUI, whose layers have marks (comfyui.py); it holds the codes of recipes with one scale and
+of `mxfp8`. ComfyUI scales activations dynamically only in MXFP8: without a static scale it would cast them unscaled, so
+the mark of such a layer asks for a matmul in high precision.
 """
 
 from __future__ import annotations
@@ -32,16 +39,18 @@ from torch import Tensor
 
 from quaver.cast_config import ALL, ScaleCalculationMode
 from quaver.config import CastConfig, Float8LinearConfig
+from quaver.export import comfyui
 from quaver.formats import E4M3
 from quaver.gemm import Operand
-from quaver.scaling import BLOCK_SIZE, dynamic_cast_blocks
+from quaver.scaling import BLOCK_SIZE, dynamic_cast, dynamic_cast_blocks
 
 COMPRESSED_TENSORS = "compressed-tensors"
 BLOCKS = "compressed-tensors-block"
 MXFP8 = "compressed-tensors-mxfp8"
 FP8 = "fp8"
+COMFYUI = comfyui.COMFYUI
 HIGH_PRECISION = "high-precision"
-FORMATS = (COMPRESSED_TENSORS, BLOCKS, MXFP8, FP8)
+FORMATS = (COMPRESSED_TENSORS, BLOCKS, MXFP8, FP8, COMFYUI)
 
 GROUP_SIZE = 32
 """How many elements of a row share a scale in MXFP8."""
@@ -49,8 +58,8 @@ GROUP_SIZE = 32
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Sibling linears that servers fuse into one, which has one scale where scales are per tensor."""
 
-_SCALE_NAMES = {COMPRESSED_TENSORS: "weight_scale", FP8: "weight_scale_inv"}
-"""The leaf name of a weight's scale, by `quant_method`."""
+_SCALE_NAMES = {COMPRESSED_TENSORS: "weight_scale", FP8: "weight_scale_inv", COMFYUI: "weight_scale"}
+"""The leaf name of a weight's scale, by method."""
 
 _BLOCK_SIZES = {"block": (BLOCK_SIZE, BLOCK_SIZE), "group": (1, GROUP_SIZE)}
 """The rows and columns that share a scale, by the strategies of weights in blocks."""
@@ -61,7 +70,7 @@ class WeightFormat:
     """How the weights of one recipe are stored, and how a server quantizes the inputs of these linears."""
 
     method: str
-    """The `quant_method`."""
+    """The `quant_method`; "comfyui" for one file without a config.json."""
     weights: str
     """The compressed-tensors strategy: "channel" (a scale per row), "tensor", "block", or "group" (MXFP8)."""
     activations: str | None
@@ -84,31 +93,46 @@ class WeightFormat:
         """Whether scales are E8M0, one byte each."""
         return self.weights == "group"
 
+    @property
+    def is_file(self) -> bool:
+        """Whether a checkpoint is one file, with marks at its layers."""
+        return self.method == COMFYUI
+
+    @property
+    def mark(self) -> Tensor | None:
+        """What marks a layer, if anything does."""
+        if not self.is_file:
+            return None
+        return comfyui.mark("mxfp8" if self.is_mx else "float8_e4m3fn", is_hp=self.activations is None)
+
     def held(self, operand: Operand, weight: CastConfig) -> Operand | None:
-        """The codes [N, K] of the forward with scales of the blocks of the format; None where it cannot hold them.
+        """The codes [N, K] of the forward with scales of the format; None where it cannot hold them.
 
         Args:
             operand: of the forward's matmul.
             weight: how it was cast.
         """
+        scale = operand.dequant_scale
         if self.block_size is None:
-            return operand
+            return operand if not self.is_file or (scale is not None and scale.numel() == 1) else None
         if not self.is_mx:
             return operand if weight.block_size == self.block_size else None
-        scale = operand.dequant_scale
         if scale is None or weight.block_size is None or weight.block_size[1] != GROUP_SIZE or not _is_e8m0(scale):
             return None
         return Operand(operand.data, scale.repeat_interleave(weight.block_size[0], 0)[: operand.data.shape[0]])
 
     def quantized(self, weight: Tensor, *, power_of_2: bool = False) -> Operand:
-        """A weight [N, K] in the blocks of the format.
+        """A weight [N, K] in the blocks of the format, or with one scale.
 
         Args:
             weight: in high precision.
-            power_of_2: round the scales of blocks to powers of two; those of MXFP8 are such.
+            power_of_2: round the scales to powers of two; those of MXFP8 are such.
         """
+        if self.weights == "tensor":
+            codes, _, scale = dynamic_cast(weight, E4M3.dtype, power_of_2=power_of_2)
+            return Operand(codes, scale)
         if self.block_size is None:
-            raise RuntimeError(f"{self.weights}: expected a format of blocks")
+            raise RuntimeError(f"{self.weights}: expected a format of blocks, or of one scale")
         codes, _, scale = dynamic_cast_blocks(
             weight,
             E4M3.dtype,
@@ -118,11 +142,18 @@ class WeightFormat:
         )
         return Operand(codes, scale)
 
+    def stored_codes(self, codes: Tensor) -> Tensor:
+        """The codes as the checkpoint has them, contiguous."""
+        return comfyui.padded(codes) if self.is_file and self.is_mx else codes.contiguous()
+
     def stored_scale(self, dequant_scale: Tensor) -> Tensor:
-        """A scale as the checkpoint has it, contiguous and with at least one dim."""
+        """A scale as the checkpoint has it, contiguous; one number has one dim, and none in comfyui."""
         scale = dequant_scale.contiguous()
         if self.is_mx:
-            return scale.to(torch.float8_e8m0fnu).view(torch.uint8)
+            e8m0 = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
+            return comfyui.tiled(e8m0) if self.is_file else e8m0
+        if self.is_file:
+            return scale.reshape(()).clone()
         return scale if scale.dim() else scale.reshape(1).clone()  # it may be shared
 
     def quantization_config(self, ignore: Sequence[str], cut_inputs: Sequence[str] = ()) -> dict[str, Any]:
@@ -192,12 +223,21 @@ def weight_format(format: str, config: Float8LinearConfig) -> WeightFormat:
             raise NotImplementedError(f"{name}: checkpoints hold codes in e4m3, got {cast}; export with another recipe")
     sharing = weight.known_sharing("export")
     is_mx = weight.scale_calculation_mode is not None and sharing[1] == GROUP_SIZE
+    if format == COMFYUI:
+        is_static = input.is_persistent and not is_mx
+        return WeightFormat(COMFYUI, "group" if is_mx else "tensor", _comfyui_strategy(is_mx, is_static), is_static)
     if format == MXFP8 or (format == COMPRESSED_TENSORS and is_mx):
         return WeightFormat(COMPRESSED_TENSORS, "group", "group", False)
     if format != COMPRESSED_TENSORS or ALL not in sharing:
         return WeightFormat(FP8 if format == FP8 else COMPRESSED_TENSORS, "block", "group", False)
     weights = "tensor" if sharing == (ALL, ALL) else "channel"
     return WeightFormat(format, weights, _strategy(input), input.is_persistent)
+
+
+def _comfyui_strategy(is_mx: bool, is_static: bool) -> str | None:
+    if is_mx:
+        return "group"
+    return "tensor" if is_static else None
 
 
 def _strategy(input: CastConfig) -> str | None:

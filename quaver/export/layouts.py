@@ -8,8 +8,8 @@
                 a block           [n, k] or [n, 1, k, 1]                   of config.json, or of powers of two
 
 A block that does not divide the matrix has the size that config.json gives; without it the scale is ambiguous. Scales
-of a KV cache have a mapping of their own (kv_cache.py); those of activations are left out. docs/export.md lists who
-writes which layout.
+of a KV cache have a mapping of their own (kv_cache.py); those of activations are left out. ComfyUI's files mark their
+layers, and may have float8 tensors without a scale (comfyui.py). docs/export.md lists who writes which layout.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quaver.export.comfyui import Marks, plain_tensors
 from quaver.export.files import listed
 from quaver.export.kv_cache import stored_kv_scales
 from quaver.quantized_configs import QUANTIZATION_KEYS
@@ -33,11 +34,12 @@ CODES = ("F8_E4M3", "F8_E5M2")
 METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "mxfp8", "quark")
 """Values of `quant_method` whose float8 weights are codes times a scale."""
 
-SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale", "scale_inv", "qscale_weight")
+SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale", "scale_inv", "qscale_weight", "scale_weight")
 """What follows the name of a module in that of its weight's scale; of a stack `<stack>_scale`, `<stack>_scale_inv`."""
 
 _OF_ACTIVATIONS = (
     "input_scale",
+    "scale_input",
     "activation_scale",
     "input_scale_ub",
     "input_global_scale",
@@ -45,7 +47,16 @@ _OF_ACTIVATIONS = (
     "qscale_act",
 )
 _OF_CACHES = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale")
-_FOREIGN = ("weight_packed", "weight_zero_point", "weight_global_scale", "weight_scale_2", "qweight", "qzeros", "g_idx")
+_FOREIGN = (
+    "weight_packed",
+    "weight_zero_point",
+    "weight_global_scale",
+    "weight_scale_2",
+    "pre_quant_scale",
+    "qweight",
+    "qzeros",
+    "g_idx",
+)
 _HIGH_PRECISION = ("F64", "F32", "BF16", "F16")
 _KNOWN = (
     f"known are weights in {' or '.join(CODES)} with one scale for each, called {', '.join(SCALE_NAMES)}, and "
@@ -237,8 +248,8 @@ def _block(size: Any) -> tuple[int, int]:
 class Tensors(NamedTuple):
     """The tensors of a checkpoint by what they are."""
 
-    scale_of: dict[str, str]
-    """The name of the scale of each float8 weight."""
+    scale_of: dict[str, str | None]
+    """The name of the scale of each float8 weight; None for one whose values are its codes."""
     others: list[str]
     """The names of all tensors but scales; float8 weights among them."""
     of_cache: dict[str, tuple[str, ...]]
@@ -247,9 +258,12 @@ class Tensors(NamedTuple):
     """The scales of activations, and those of a cache that are none of keys or values."""
 
 
-def sort_tensors(dtypes: Mapping[str, str]) -> Tensors:
+def sort_tensors(dtypes: Mapping[str, str], marks: Marks | None = None) -> Tensors:
     """Say what each tensor of a checkpoint is, from its name and its dtype.
 
+    Args:
+        dtypes: of the tensors, by name.
+        marks: of a file, whose float8 tensors without a scale may be plain values (comfyui.py).
     Raises:
         ValueError: a float8 weight has no scale or several, or a scale no weight.
         NotImplementedError: weights have another dtype.
@@ -267,24 +281,28 @@ def sort_tensors(dtypes: Mapping[str, str]) -> Tensors:
     if foreign:
         found = [f"{name} ({dtype})" for name, dtype in foreign.items()]
         raise NotImplementedError(f"weights that are no float8: {listed(found)}; {_KNOWN}")
-    weights = [name for name, dtype in dtypes.items() if dtype in CODES]
-    scale_of = {}
-    for name in weights:
-        scales = [each for each in _scales(name) if each in dtypes]
-        if len(scales) != 1:
+    found_scales = {
+        name: [each for each in _scales(name) if each in dtypes] for name, dtype in dtypes.items() if dtype in CODES
+    }
+    scaled = [name for name, scales in found_scales.items() if scales]
+    plain = [] if marks is None else plain_tensors(found_scales, scaled, marks)
+    scale_of: dict[str, str | None] = {}
+    for name, scales in found_scales.items():
+        if len(scales) != 1 and name not in plain:
             found = [each for each in dtypes if each.startswith(f"{name.rpartition('.')[0]}.") and each != name]
             raise ValueError(
                 f"{name} ({dtypes[name]}) must have one scale, got {listed(scales) or 'none'}"
                 + (f", next to it {listed(found)}" if found and not scales else "")
+                + ("" if scaled or marks else "; give the file and not its folder if the codes are the values")
                 + f"; {_KNOWN}"
             )
-        scale_of[name] = scales[0]
+        scale_of[name] = scales[0] if scales else None
     used = set(scale_of.values())
     left_out = [name for name in dtypes if name not in used and _is_left_out(name)]
     lost = [
         name
         for name in dtypes
-        if name not in used and name.endswith((".weight_scale", ".weight_scale_inv", ".qscale_weight"))
+        if name not in used and name.endswith((".weight_scale", ".weight_scale_inv", ".qscale_weight", ".scale_weight"))
     ]
     if lost:
         raise ValueError(f"scales without a float8 weight: {listed(sorted(lost))}; {_KNOWN}")

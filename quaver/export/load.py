@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from quaver.delayed import WRAPPERS
 from quaver.export.bundle import check_bundle, copied_files
 from quaver.export.checkpoint_names import Parts, checkpoint_names
-from quaver.export.files import StoredTensors, listed, read_config, write_model
+from quaver.export.comfyui import METADATA, PREFIXES, RECORD, LayerMark, marks_of, padded_shape, untiled
+from quaver.export.files import SINGLE, SUFFIX, SafetensorsWriter, StoredTensors, listed, read_config, write_model
 from quaver.export.folders import check_new, new_folder
 from quaver.export.layouts import StoredFormat, StoredScale, sort_tensors, stored_format, without_quantization
 from quaver.formats import FORMATS, HP_DTYPES
@@ -41,10 +42,12 @@ def load_float8(
 
     Args:
         folder: with config.json and safetensors, in a layout of layouts.py: of compressed-tensors, AutoFP8, DeepSeek,
-            FBGEMM, modelopt and others. A bundle of quaver's is compared with its digests first.
+            FBGEMM, modelopt and others. A bundle of quaver's is compared with its digests first. Or one .safetensors
+            file, as ComfyUI has them, where a float8 tensor without a scale is its codes.
         dtype: float32, bfloat16 or float16.
         model: whose names and stacks the tensors get, converted or not, on any device; without it the names are those
-            of the file. What the checkpoint has beyond the model stays, but for what its class ignores in transformers.
+            of the file. What the checkpoint has beyond the model stays, but for what its class ignores in transformers,
+            and for other models in a file where this one's names have a prefix of ComfyUI's.
     Raises:
         OSError: a file is missing, or the index names one outside of the folder.
         ValueError: a file is damaged; a scale is missing, not finite or of another shape; a matrix of an expert is
@@ -71,20 +74,26 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         if dtype not in HP_DTYPES:
             raise ValueError(f"dtype: expected one of {', '.join(map(str, HP_DTYPES))}, got {dtype}")
         keep_configs_true()
-        self._config = read_config(folder)
+        self._is_file = folder.is_file()
+        self._config = {} if self._is_file else read_config(folder)
         self.format: StoredFormat = stored_format(self._config)
         self._stored, self.dtype = StoredTensors(folder), dtype
         check_bundle(folder)
         self._check()
 
     def _check(self) -> None:
-        stored = self._stored
-        tensors = sort_tensors({name: stored.dtype(name) for name in stored})
+        stored, marks = self._stored, marks_of(self._stored)
+        dtypes = {name: stored.dtype(name) for name in stored if name not in marks.tensors}
+        tensors = sort_tensors(dtypes, marks if self._is_file else None)
+        self._marks, self._cut = marks.layers, dict[str, list[int]]()
         self._scale_of, self._names, left_out = tensors.scale_of, tensors.others, tensors.left_out
         if not self._scale_of:
             if self.format.method is None:
                 raise ValueError("no weight is in float8: the model is in high precision already; use it as it is")
             raise ValueError(f"quant_method in config.json is {self.format.method!r}, and no weight is in float8")
+        for name, mark in self._marks.items():
+            if mark.shape is not None:
+                self.cut(name, mark.shape)
         for name in self._scale_of:
             self._scales(name)
         self.float8_names = list(self._scale_of)
@@ -93,6 +102,9 @@ class Float8Checkpoint(Mapping[str, Tensor]):
             if not (stored[name].numel() == 1 and 0 < (scale := stored[name].float().item()) < math.inf):
                 raise ValueError(f"{name}: expected one scale of a KV cache, above 0 and finite, got {stored[name]}")
             self.kv_scales |= dict.fromkeys(in_model, scale)
+        plain = [name for name, scale in self._scale_of.items() if scale is None]
+        if plain:
+            logger.warning("%s: float8 without a scale; the codes are the values", listed(plain))
         if left_out:
             logger.warning(
                 "%s: scales of activations are left out; activations are scaled dynamically", listed(left_out)
@@ -100,7 +112,10 @@ class Float8Checkpoint(Mapping[str, Tensor]):
 
     def _scales(self, name: str) -> list[StoredScale]:
         """The scale of a matrix, or of each matrix of a stack."""
-        shape, scale = self._stored.shape(name), self._stored[self._scale_of[name]]
+        shape, stored, mark = self.shape(name), self._scale_of[name], self._marks.get(name)
+        scale = torch.ones(()) if stored is None else self._stored[stored]
+        if mark is not None and mark.block_size is not None:
+            return self._of_blocks(name, shape, scale, mark)
         if len(shape) == 2:
             return [self.format.scale(name, shape, scale)]
         if scale.numel() == 1:
@@ -111,9 +126,31 @@ class Float8Checkpoint(Mapping[str, Tensor]):
             )
         return [self.format.scale(name, shape[1:], each) for each in scale]
 
+    def _of_blocks(self, name: str, shape: list[int], scale: Tensor, mark: LayerMark) -> list[StoredScale]:
+        """The scale of a matrix, or of each matrix of a stack, in the blocks of a mark."""
+        if len(shape) == 3 and shape[0] == scale.shape[0]:
+            return [each for matrix in scale for each in self._of_blocks(name, shape[1:], matrix, mark)]
+        if len(shape) != 2 or mark.block_size is None:
+            raise ValueError(f"{name} {shape} is marked as {mark.format}: expected a matrix, or a stack of them")
+        format = StoredFormat(self.format.method, (mark.block_size,), has_rows=True)
+        return [format.scale(name, shape, untiled(name, scale, shape) if mark.is_mx else scale)]
+
+    def cut(self, name: str, shape: Sequence[int]) -> None:
+        """Read the part [N, K] of a matrix that ComfyUI's MXFP8 has padded, where it has padded a matrix of `shape`."""
+        mark, stored = self._marks.get(name), self._stored.shape(name)
+        if mark is not None and mark.is_mx and len(shape) == 2 and padded_shape(shape) == stored:
+            self._cut[name] = list(shape)
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self._stored[name]
+        if name in self._cut:
+            rows, columns = self._cut[name]
+            return tensor[:rows, :columns].contiguous()
+        return tensor
+
     def __getitem__(self, name: str) -> Tensor:
         keep_configs_true()  # transformers may have been imported meanwhile
-        tensor = self._stored[name]
+        tensor = self._read(name)
         if name in self._scale_of:
             _check_codes(name, tensor)
             scales = self._scales(name)
@@ -131,7 +168,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         Raises:
             ValueError: a code is NaN or infinite.
         """
-        codes = self._stored[name]
+        codes = self._read(name)
         _check_codes(name, codes)
         return codes, self.scale(name)
 
@@ -143,6 +180,16 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         """The scale of a float8 matrix."""
         return self._scales(name)[0]
 
+    def write_file(self, path: Path) -> None:
+        """Write all tensors in high precision as the new file `path`, with what the header says of the model."""
+        with new_folder(path, file=SINGLE) as partial:
+            writer = SafetensorsWriter(partial, None)
+            for each in self._stored.metadata:
+                writer.metadata |= {key: text for key, text in each.items() if key not in (METADATA, RECORD)}
+            for name, tensor in self.items():
+                writer.add(name, tensor)
+            writer.close()
+
     def has_part(self, model: nn.Module) -> bool:
         """Whether `model` is one of the models that the checkpoint's consists of, such as its model of text."""
         model_type = getattr(getattr(model, "config", None), "model_type", None)
@@ -151,7 +198,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
 
     def shape(self, name: str) -> list[int]:
         """The shape of a tensor, from the header of its file."""
-        return self._stored.shape(name)
+        return self._cut.get(name) or self._stored.shape(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -176,19 +223,23 @@ class ModelTensors(Mapping[str, Tensor]):
     def __init__(self, model: nn.Module, checkpoint: Float8Checkpoint) -> None:
         self._names, self._checkpoint = checkpoint_names(model), checkpoint
         self.kv_scales = checkpoint.kv_scales
-        known = {WRAPPERS.sub("", name) for name in model.state_dict()}
+        tensors = {WRAPPERS.sub("", name): each for name, each in model.state_dict().items()}
+        known = set(tensors)
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
         self.transposed, stacks = self._names.transposed, self._names.stacks
         self.stored: dict[str, str] = {}
         self.stacks: dict[str, list[Parts]] = {}
-        beyond = []
-        for stored, name in self._names.in_model(known, checkpoint).items():
+        beyond, in_model = [], self._names.in_model(known, checkpoint)
+        prefix = next((each for each in PREFIXES if any(s == f"{each}{name}" for s, name in in_model.items())), "")
+        for stored, name in in_model.items():
             if name in stacks and stored != name:
                 self.stacks[name] = stacks[name]
-            elif name not in known and checkpoint.has_part(model):
+            elif name not in known and (checkpoint.has_part(model) or not stored.startswith(prefix)):
                 beyond.append(stored)
             elif name in known or not any(re.search(pattern, name) for pattern in ignored):
                 self.stored[name] = stored
+                if name in known and isinstance(tensors[name], Tensor):
+                    checkpoint.cut(stored, tensors[name].shape)
         if beyond:
             logger.warning("the model is a part of the checkpoint's, which has more: %s", listed(sorted(beyond)))
         for stack in self.stacks.values():
@@ -262,17 +313,24 @@ def import_float8(
     """Write the float8 checkpoint in `folder` as the new Hugging Face folder `out` in high precision.
 
     transformers' `from_pretrained` and `quaver convert hf-to-quaver` load it for training. The tokenizer and the
-    generation config are copied. Memory holds one file of the result. Returns the number of float8 weights.
+    generation config are copied. Memory holds one file of the result. A file becomes the new file `out`, with the same
+    names. Returns the number of float8 weights.
 
     Raises:
         OSError, ValueError, NotImplementedError: as `load_float8`.
+        ValueError: `folder` is a file and `out` has not the suffix .safetensors.
         FileExistsError: `out` exists.
         NotWrittenError: the weights cannot be written.
     """
     folder, out = Path(folder), Path(out)
     check_new(out)
+    if folder.is_file() and out.suffix != SUFFIX:
+        raise ValueError(f"{str(out)!r} must end in {SUFFIX}, because {str(folder)!r} is a file")
     weights = Float8Checkpoint(folder, dtype)
     _tell_of_kv_scales(weights, f"quaver export --kv-scales {str(folder)!r}")
+    if folder.is_file():
+        weights.write_file(out)
+        return len(weights.float8_names)
     config = without_quantization(read_config(folder))
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     config.pop("dtype", None)

@@ -16,6 +16,7 @@ from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
 from quaver.export.files import listed
 from quaver.export.formats import (
     BLOCKS,
+    COMFYUI,
     COMPRESSED_TENSORS,
     FORMATS,
     GROUP_SIZE,
@@ -83,6 +84,11 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
             f"no server reads Conv1D weights in float8, and the model's float8 layers are such ({listed(transposed)}); "
             "save_pretrained writes them in high precision"
         )
+    if format == COMFYUI and stacks:
+        raise NotImplementedError(
+            f"{COMFYUI}: ComfyUI reads no matrices of single experts, got {listed(list(stacks))}; leave them in high "
+            "precision"
+        )
     config, stored = _one_format(COMPRESSED_TENSORS if format == HIGH_PRECISION else format, linears, experts)
     names, tied = _names(model)
     if hasattr(model, "get_base_model") or any(".base_layer." in name for name in names):
@@ -110,7 +116,7 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     whole = [name for name in stacks if name not in experts] + _stacks_of_torchtitan(modules)
     sizes = {} if stored.block_size is None else _sizes(linears, experts, checkpoint)
     if stored.is_mx:
-        if format != HIGH_PRECISION:
+        if format not in (HIGH_PRECISION, COMFYUI):
             _check_groups(sizes)
         sizes = {}
     ragged = [name for name, size in sizes.items() if any(length % BLOCK_SIZE for length in size)]

@@ -1,12 +1,14 @@
-"""`save_float8`: writes a model with float8 weights as a Hugging Face folder that inference engines load."""
+"""`save_float8`: writes a model with float8 weights as a Hugging Face folder, or as a file of ComfyUI's."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from quaver.export import comfyui
 from quaver.export.bundle import GENERATION, write_bundle
-from quaver.export.files import CONFIG, SafetensorsWriter, config_text, listed
+from quaver.export.files import CONFIG, SINGLE, SUFFIX, SafetensorsWriter, config_text, listed
 from quaver.export.folders import new_folder
-from quaver.export.formats import COMPRESSED_TENSORS, FP8
+from quaver.export.formats import COMFYUI, COMPRESSED_TENSORS, FP8
 from quaver.export.kv_cache import SCHEME
 from quaver.export.load import load_float8
 from quaver.export.plan import Plan
@@ -44,7 +47,7 @@ def save_float8(
     high_precision_model: Callable[[], nn.Module] | None = None,
     measure_tokens: int = 128,
 ) -> Float8Weights:
-    """Write `model` as the new Hugging Face folder `folder`; an error leaves nothing there.
+    """Write `model` as the new Hugging Face folder `folder`, or the new file `folder`; an error leaves nothing there.
 
     The scales of a float8 KV cache are written too, if the model has them: from `calibrate_kv_cache`, `load_frozen` or
     `set_kv_scales`.
@@ -52,9 +55,11 @@ def save_float8(
     Args:
         model, format, weights, dtype, forward_dtype, share_fused_scales: as for `iter_float8_weights`. For a sharded
             model all ranks call this, and rank 0 writes.
+        folder: in the format comfyui a file, NAME.safetensors. It has no config, other files or model card: its
+            header says under `quaver_export` what the record of a bundle says. Memory holds it whole.
         config: the config.json without its quantization_config; by default that of a transformers model, whose
             generation config is written too.
-        max_shard_bytes: a file holds at most so much, or one tensor; memory holds one file.
+        max_shard_bytes: a file holds at most so much, or one tensor; memory holds one file. Not for comfyui.
         about: what the record of the bundle says about the origin: "source", "step".
         files: other files to copy, such as the tokenizer's.
         high_precision_model: makes the model in high precision, to measure how much the logits change; the model is
@@ -66,9 +71,13 @@ def save_float8(
         FileExistsError: `folder` exists.
         NotWrittenError: the weights cannot be written.
         ValueError, NotImplementedError: as `iter_float8_weights`.
+        NotImplementedError: ComfyUI loses the scales of the model, because it renames its tensors.
     """
     folder = Path(folder)
-    config = config if config is not None else _own_config(model)
+    is_file = format == COMFYUI
+    if is_file:
+        _check_file(folder, {"files": files, "high_precision_model": high_precision_model})
+    config = config if config is not None else {} if is_file else _own_config(model)
     tensors = iter_float8_weights(
         model,
         format=format,
@@ -78,8 +87,10 @@ def save_float8(
         share_fused_scales=share_fused_scales,
     )
     plan = tensors.plan
+    if is_file:
+        comfyui.check_names_of_model(plan.names)
     is_sharded = any(isinstance(each, DTensor) for each in model.parameters())
-    quantization = plan.format.quantization_config(plan.ignore, plan.cut_inputs)
+    quantization = {} if is_file else plan.format.quantization_config(plan.ignore, plan.cut_inputs)
     if tensors.kv_scales and plan.format.method == COMPRESSED_TENSORS:
         quantization["kv_cache_scheme"] = SCHEME
     config = {**config, "quantization_config": quantization}
@@ -88,23 +99,28 @@ def save_float8(
     if stored is not None:
         config[key] = str(stored).removeprefix("torch.")
     text = config_text(config)
-    partial, writer = folder, SafetensorsWriter(folder, max_shard_bytes)
+    partial, writer, max_bytes = folder, SafetensorsWriter(folder, None), None if is_file else max_shard_bytes
 
     def begin() -> None:
         nonlocal partial, writer
         _warn(plan)
-        partial = stack.enter_context(new_folder(folder))
-        writer = SafetensorsWriter(partial, max_shard_bytes)
+        partial = stack.enter_context(new_folder(folder, file=SINGLE if is_file else ""))
+        writer = SafetensorsWriter(partial, max_bytes)
 
     def finish() -> None:
+        costs = {name: _without_inf(each._asdict()) for name, each in tensors.requantized.items()}
+        record = {"format": format, "recipe": plan.recipe, **(about or {}), "requantized": costs}
+        if is_file:
+            writer.metadata[comfyui.RECORD] = json.dumps({"quaver": version("quaver"), **record})
+            writer.close()
+            stack.close()
+            return
         writer.close()
         (partial / CONFIG).write_text(text, encoding="utf-8")
         _write_others(model, partial, files)
         logits = None
         if high_precision_model is not None:
             logits = _measured(high_precision_model(), partial, measure_tokens)
-        costs = {name: _without_inf(each._asdict()) for name, each in tensors.requantized.items()}
-        record = {"format": format, "recipe": plan.recipe, **(about or {}), "requantized": costs}
         record |= {"ragged": plan.ragged, "whole_stacks": plan.whole_stacks, "logits": logits}
         record["bytes"] = writer.total_bytes
         write_bundle(partial, record, plan.report)
@@ -116,6 +132,15 @@ def save_float8(
             _on_first_rank(lambda name=name, tensor=tensor: writer.add(name, tensor), is_sharded)  # type: ignore[misc]
         _on_first_rank(finish, is_sharded)
     return tensors
+
+
+def _check_file(path: Path, given: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name or for arguments that are those of a folder."""
+    if path.suffix != SUFFIX:
+        raise ValueError(f"{str(path)!r} must end in {SUFFIX}: the format {COMFYUI} is one file")
+    of_folder = [name for name, value in given.items() if value]
+    if of_folder:
+        raise ValueError(f"{', '.join(of_folder)}: not in the format {COMFYUI}, which is one file")
 
 
 def _warn(plan: Plan) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from quaver.export import comfyui
 from quaver.export.checkpoint_names import KEPT_IN_FLOAT32, Parts
 from quaver.export.experts import quantize_expert, store_expert
 from quaver.export.formats import COMPRESSED_TENSORS, FORMATS, FUSED, HIGH_PRECISION
@@ -65,8 +66,8 @@ def iter_float8_weights(
         model: converted to float8; plain, or sharded by FSDP2 or tensor parallelism. All ranks iterate together, and
             no forward runs meanwhile: each gathers one whole weight at a time (the weights of fused linears together,
             and of all experts in a stack), or, where FSDP2 shards float8 weights, the weights of one FSDPModule.
-        format: "compressed-tensors", "compressed-tensors-block", "compressed-tensors-mxfp8" or "fp8" (see formats.py);
-            "high-precision" for the plain tensors, which is the control.
+        format: "compressed-tensors", "compressed-tensors-block", "compressed-tensors-mxfp8", "fp8" or "comfyui" (see
+            formats.py); "high-precision" for the plain tensors, which is the control.
         weights: the tensors by name, where `model` is on the meta device; the model's own by default. Experts may be
             stacks, as in the model, or matrices, as in a checkpoint.
         dtype: of the tensors that stay in high precision, but for e_score_correction_bias, which routers add to scores;
@@ -74,7 +75,7 @@ def iter_float8_weights(
         forward_dtype: the dtype in which the forward reads the weights, where that is not their own. Not needed for the
             own tensors of a model that FSDP2 shards: `unshard()` gathers them as for the forward.
         share_fused_scales: give fused linears one scale where scales are per tensor. Without it codes are those of
-            training, and a server that fuses quantizes them again.
+            training, and a server that fuses quantizes them again. ComfyUI fuses none: each has its own there.
     Raises (when called):
         ValueError: no linear or expert is float8, a float8 weight is tied, a weight is missing, or PEFT's adapters are
             not merged.
@@ -119,10 +120,12 @@ class Float8Weights:
             name: stored for stored, name in self.plan.checkpoint.in_model(self.plan.names, weights or ()).items()
         }
         self._dtype = dtype
-        self._shares = share_fused_scales and self.plan.format.weights == "tensor"
+        format_of_plan = self.plan.format
+        self._shares = share_fused_scales and format_of_plan.weights == "tensor" and not format_of_plan.is_file
         self._forward_dtype = forward_dtype
         self._frozen = frozen_weights(model)
-        self.kv_scales = {self.plan.checkpoint.renamed(name): each for name, each in kv_scales_of(model).items()}
+        kv_scales = {} if format_of_plan.is_file else kv_scales_of(model)
+        self.kv_scales = {self.plan.checkpoint.renamed(name): each for name, each in kv_scales.items()}
         self._fsdp_modules = {} if forward_dtype or weights is not None else _fsdp_modules(model, self.plan)
         self._gathered: dict[str, Tensor] = {}
         self._tensors = self._run()
@@ -181,12 +184,14 @@ class Float8Weights:
             weight_name = self.plan.checkpoint.renamed(f"{name}.weight")
             yield from self._stored(weight_name, stored)
             if format.is_static:
-                yield f"{weight_name.removesuffix('weight')}input_scale", self._input_scale(name)
+                yield f"{weight_name.removesuffix('weight')}input_scale", format.stored_scale(self._input_scale(name))
 
     def _stored(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
-        yield name, operand.data.contiguous()
-        scale_name = f"{name.removesuffix('weight')}{self.plan.format.scale_name}"
-        yield scale_name, self.plan.format.stored_scale(typing.cast(Tensor, operand.dequant_scale))
+        format, prefix = self.plan.format, name.removesuffix("weight")
+        yield name, format.stored_codes(operand.data)
+        yield f"{prefix}{format.scale_name}", format.stored_scale(typing.cast(Tensor, operand.dequant_scale))
+        if (mark := format.mark) is not None:
+            yield f"{prefix}{comfyui.MARK}", mark
 
     def _quantized_experts(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """The codes and scales of a stack, one expert after the other."""
@@ -238,7 +243,7 @@ class Float8Weights:
                 f"the scale of the input of {name} is unknown: train a step, or calibrate, before the export; or give "
                 "a recipe with dynamic scaling"
             )
-        return to_dequant_scale(scale.quant_scale).reshape(1)
+        return to_dequant_scale(scale.quant_scale)
 
     def _of_forward(self, name: str) -> tuple[Tensor, Operand, Scales]:
         """The weight that the forward reads, the operand of its matmul, and the scales of that."""

@@ -155,6 +155,13 @@ def test_delayed_scales_and_the_baseline(runs, tmp_path, capsys):
             "x",
             "--format=gguf",
         ): "--format must be one of compressed-tensors, compressed-tensors-block, compressed-tensors-mxfp8, fp8",
+        (*baseline[:2], "x", "--format=comfyui"): "x' must end in .safetensors: the format comfyui is one file",
+        (
+            *baseline[:2],
+            "x",
+            "--format=comfyui",
+            "--tokenizer=.",
+        ): "--tokenizer must be its default, None, unless --format is that of a folder",
         (*baseline[:2], "x", "--recipe=int8"): "unknown recipe 'int8'",
         (*baseline[:2], "x", "--tokenizer=."): "must have files of a tokenizer",
         ("export", str(tmp_path / "blocks"), "x"): "--recipe must be one of tensorwise, rowwise",

@@ -11,6 +11,7 @@ TORCHTITAN, MEMORY = "tests/foreign/test_torchtitan.py", "tests/unit/memory/test
 REPORT, RELIABILITY = "tests/unit/report/test_command.py", "tests/integration/test_resume.py"
 TRAIN, GPU = "tests/integration/test_train_cli.py", "tests/unit/test_bench_gpu.py"
 
+COMFYUI = "tests/unit/export/test_comfyui.py"
 ELSEWHERE: dict[str, dict[str, str]] = {
     "benchmarks.md": {
         "The exit code is 1 if a part failed, 2 without a GPU": f"{GPU}::test_parts_and_groups_are_chosen_by_name "
@@ -57,6 +58,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         f"{LOAD}::test_a_bundle_is_compared_with_its_digests {EXPORT}::test_what_no_format_holds_is_refused",
         "Refused are encoder-decoders": "tests/foreign/test_kv_cache.py"
         "::test_what_cannot_be_measured_or_kept_is_refused",
+        "Refused are stacks of experts, and the names of diffusers'": f"{COMFYUI}::test_what_is_refused",
+        "It is an error where its layer is marked": f"{COMFYUI}::test_a_bad_file_is_one_line",
+        "**Refused** are `nvfp4`": f"{COMFYUI}::test_a_bad_file_is_one_line {COMFYUI}::test_a_file_becomes_a_file",
         "Exit code 4": f"{LOAD}::test_a_full_disk_is_one_line_and_exit_code_4_and_leaves_nothing",
         "An expert-parallel model is refused": "tests/unit/export/test_experts.py"
         "::test_experts_of_one_rank_are_refused",
