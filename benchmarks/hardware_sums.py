@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.record import ROOT, markdown, show
 from quaver.numerics.accumulation import HARDWARE, accumulation_of
 from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
-from quaver.scaling import dynamic_cast
+from quaver.recipes.scaling import dynamic_cast
 
 PAGE = ROOT / "docs" / "numerics.md"
 SIZES = (4096, 16384)

@@ -28,13 +28,13 @@ from quaver.checkpointing import apply_activation_checkpointing
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.predict import Prediction, predict_step
 from quaver.recorder.allocator import Usage, measure_usage
-from quaver.trainer.config import Model, Optimizer
+from quaver.settings import Model, Optimizer
+from quaver.settings.parallel_dims import ParallelDims
 from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.float8 import fuse_producers
 from quaver.trainer.memory import storage_bytes
 from quaver.trainer.model import Attention, Block, FeedForward, rope_tables
 from quaver.trainer.optimizer import build_optimizer
-from quaver.trainer.parallel_dims import ParallelDims
 
 PRECISIONS = (
     "bfloat16",

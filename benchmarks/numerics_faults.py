@@ -23,13 +23,13 @@ import torch
 
 from benchmarks.numerics_scenarios import FAULTS, HEALTHY, Fault, Healthy
 from benchmarks.record import ROOT, provenance, show
+from quaver.data import Batch
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.monitor import Monitor
 from quaver.numerics.record import Record, RecordWriter
-from quaver.trainer.config import TrainConfig
-from quaver.trainer.config_io import load_config
-from quaver.trainer.data import Batch
-from quaver.trainer.errors import NonFiniteError
+from quaver.runs.errors import NonFiniteError
+from quaver.settings import TrainConfig
+from quaver.settings.config_file import load_config
 from quaver.trainer.train import Run, prepare
 
 STORIES_PAGE = ROOT / "docs" / "diagnosing.md"

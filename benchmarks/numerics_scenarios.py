@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks import numerics_inject as inject
-from quaver.trainer.data import Batch
+from quaver.data import Batch
 from quaver.trainer.trained_model import TrainedModel
 
 DOWN, Q, UP = "model.layers.1.mlp.down_proj", "model.layers.2.self_attn.q_proj", "model.layers.2.mlp.up_proj"

@@ -29,8 +29,8 @@ from benchmarks.loss_curves import curve
 from benchmarks.record import ROOT, markdown, provenance
 from quaver.checkpointing import store_activations_in_float8
 from quaver.optim import Float8AdamW
-from quaver.trainer.config import Optimizer
-from quaver.trainer.config_io import load_config
+from quaver.settings import Optimizer
+from quaver.settings.config_file import load_config
 from quaver.trainer.optimizer import build_optimizer
 from quaver.trainer.train import prepare, train
 

@@ -34,14 +34,14 @@ import torch
 import quaver.trainer.train  # noqa: F401 - imported once, before the forks
 from quaver.cli import main
 from quaver.roofline.device_specs import peak_flops
-from quaver.trainer.checkpoint import Checkpointer
-from quaver.trainer.checkpoint_folder import CheckpointFolder
-from quaver.trainer.config import Checkpoint, Model, TrainConfig
-from quaver.trainer.config.settings import OneOf
+from quaver.runs.checkpoint import Checkpointer
+from quaver.runs.checkpoint_folder import CheckpointFolder
+from quaver.runs.manifest import MANIFEST, check_manifest
+from quaver.runtime.ranks import Ranks
+from quaver.settings import Checkpoint, Model, TrainConfig
+from quaver.settings.fields import OneOf
 from quaver.trainer.huggingface.weights import meta_state
-from quaver.trainer.manifest import MANIFEST, check_manifest
 from quaver.trainer.metrics import read_metrics
-from quaver.trainer.ranks import Ranks
 
 WORDS = [
     *("--model.dim=32", "--model.n_layers=1", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=48"),
@@ -52,16 +52,16 @@ WORDS = [
 ]
 
 PHASES = (
-    "quaver.trainer.checkpoint_folder.CheckpointFolder.begin",
+    "quaver.runs.checkpoint_folder.CheckpointFolder.begin",
     "torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data",
     "torch.distributed.checkpoint.filesystem._write_item",
     "torch.distributed.checkpoint.filesystem.FileSystemWriter.finish",
-    "quaver.trainer.checkpoint._read_back",
-    "quaver.trainer.checkpoint_folder.write_manifest",
-    "quaver.trainer.checkpoint_folder.sync_all",
-    "quaver.trainer.checkpoint_folder.rename",
-    "quaver.trainer.checkpoint_folder.CheckpointFolder.prune",
-    "quaver.trainer.checkpoint_folder.shutil.rmtree",
+    "quaver.runs.checkpoint._read_back",
+    "quaver.runs.checkpoint_folder.write_manifest",
+    "quaver.runs.checkpoint_folder.sync_all",
+    "quaver.runs.checkpoint_folder.rename",
+    "quaver.runs.checkpoint_folder.CheckpointFolder.prune",
+    "quaver.runs.checkpoint_folder.shutil.rmtree",
 )
 """The steps of a save in their order; a process is killed when it calls one of them."""
 

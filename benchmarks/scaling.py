@@ -38,8 +38,8 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver.formats import FORMATS
-from quaver.scaling import amax, cast_to_float8, cast_with_persistent_scale
+from quaver.recipes.formats import FORMATS
+from quaver.recipes.scaling import amax, cast_to_float8, cast_with_persistent_scale
 
 RECORD = ROOT / "benchmarks" / "results" / "scaling.json"
 DOCS = ROOT / "docs" / "scaling.md"

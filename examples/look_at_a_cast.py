@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from quaver.scaling import dynamic_cast
+from quaver.recipes.scaling import dynamic_cast
 
 torch.manual_seed(0)
 hp = torch.randn(4, 1024) * torch.tensor([[1.0], [1e-2], [1e-4], [1e-6]])

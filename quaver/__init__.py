@@ -6,7 +6,27 @@ convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("ro
 
 from typing import TYPE_CHECKING, Any
 
-from quaver.config import (
+from quaver.conversion.check import assert_float8_training
+from quaver.conversion.convert import (
+    FilterDecision,
+    convert_to_float8_training,
+    convert_to_high_precision,
+)
+from quaver.conversion.delayed import (
+    Float8ScalingState,
+    TensorScaling,
+    calibrate_float8_static_scales,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
+from quaver.conversion.freeze import freeze_to_float8
+from quaver.conversion.layer_recipes import LayerRecipes
+from quaver.conversion.report import ConversionReport, conversion_report
+from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.experts.grouped_mm import float8_grouped_mm
+from quaver.linear.module import Float8Linear, float8_linear
+from quaver.numerics import monitor
+from quaver.recipes.config import (
     CastConfig,
     DelayedScalingConfig,
     Float8GemmConfig,
@@ -16,28 +36,8 @@ from quaver.config import (
     ScalingGranularity,
     ScalingType,
 )
-from quaver.conversion_report import ConversionReport, conversion_report
-from quaver.convert import (
-    FilterDecision,
-    convert_to_float8_training,
-    convert_to_high_precision,
-)
-from quaver.delayed import (
-    Float8ScalingState,
-    TensorScaling,
-    calibrate_float8_static_scales,
-    float8_scaling_state,
-    sync_float8_amax_and_scale_history,
-)
-from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.experts.grouped_mm import float8_grouped_mm
-from quaver.frozen import freeze_to_float8
-from quaver.integrations.check import assert_float8_training
-from quaver.layer_recipes import LayerRecipes
-from quaver.linear import Float8Linear, float8_linear
-from quaver.numerics import monitor
 from quaver.roofline.auto_filter import auto_filter_for_recipe
-from quaver.slow_paths import error_on_slow_path
+from quaver.runtime.slow_paths import error_on_slow_path
 from quaver.weights.cast_once import cast_weights_once
 from quaver.weights.frozen_modules import FrozenFloat8Experts, FrozenFloat8Linear
 from quaver.weights.primary import use_float8_primary_weights

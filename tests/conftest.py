@@ -46,8 +46,8 @@ def _collections_skip_what_was_there_before() -> None:
 def _fresh_state():
     """The same random numbers for each test, and no compiled code or slow paths of an earlier one."""
     torch.manual_seed(0)
-    if "quaver.slow_paths" in sys.modules:
-        sys.modules["quaver.slow_paths"].clear_slow_paths()
+    if "quaver.runtime.slow_paths" in sys.modules:
+        sys.modules["quaver.runtime.slow_paths"].clear_slow_paths()
     yield
     if "torch._dynamo" in sys.modules:  # importing it takes seconds
         torch.compiler.reset()

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_parts.lab import Call, Lab
 from benchmarks.record import ROOT
-from quaver.devices import synchronize
+from quaver.runtime.devices import synchronize
 
 LEDGER = ROOT / "benchmarks" / "results" / "ledger.json"
 

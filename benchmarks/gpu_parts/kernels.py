@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
-from quaver.config import Float8LinearConfig, OperandCasts
-from quaver.formats import FORMATS
 from quaver.kernels.cast import cast_with_scale, column_major
-from quaver.quantize import Quantizer
-from quaver.scaling import PersistentScale, amax
+from quaver.linear.quantize import Quantizer
+from quaver.recipes.config import Float8LinearConfig, OperandCasts
+from quaver.recipes.formats import FORMATS
+from quaver.recipes.scaling import PersistentScale, amax
 
 E4M3 = torch.float8_e4m3fn
 DIRECTIONS = {"both": (True, True), "row": (True, False), "column": (False, True)}

@@ -15,7 +15,7 @@ from torch import Tensor
 from quaver.bench.harness import Timing, last_level_cache_bytes
 from quaver.bench.results import environment
 from quaver.bench.shapes import model_of
-from quaver.trainer.config import Model
+from quaver.settings import Model
 
 Row = dict[str, Any]
 Call = Callable[[], object]

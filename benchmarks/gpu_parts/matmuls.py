@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
-from quaver.gemm import float8_mm
+from quaver.linear.gemm import float8_mm
 from quaver.numerics.accumulation import HOPPER, accumulate
 from quaver.torch_private.hardware import scaled_mm
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import torch
 
 from benchmarks.gpu_parts.lab import Lab, Row, timing
-from quaver.gemm import float8_mm
+from quaver.linear.gemm import float8_mm
 from quaver.roofline.device_specs import device_spec
 
 

@@ -21,8 +21,8 @@ from quaver.bench.options import BenchOptions, Modes, Recipes
 from quaver.bench.results import BFLOAT16, Result, Row, contestant_rows
 from quaver.bench.shapes import MODEL_NAMES, model_of, scaled_name
 from quaver.recorder.allocator import measure_usage
-from quaver.trainer.config import Model
-from quaver.trainer.config.settings import AtLeast1, OneOf, setting
+from quaver.settings import Model
+from quaver.settings.fields import AtLeast1, OneOf, setting
 from quaver.trainer.memory import storage_bytes
 
 _RESIDENT_BYTES = 16

@@ -1,7 +1,7 @@
 """Casts to float8: time, and bytes per second, against compiled PyTorch, torchao, and a copy of the same matrix.
 
-The contestants cast one operand of a linear: `quaver.quantize.Quantizer`, eager and compiled; the same arithmetic in
-plain PyTorch (`quaver.scaling`), compiled; torchao's dynamic casts, if installed.
+The contestants cast one operand of a linear: `quaver.linear.quantize.Quantizer`, eager and compiled; the same arithmetic in
+plain PyTorch (`quaver.recipes.scaling`), compiled; torchao's dynamic casts, if installed.
 
 `floor` is the least bytes per element: passes over the source times its bytes, and 1 for each layout of the codes. A
 dynamic scale of a matrix, or of rows and of columns, needs one pass for the amaxes and one for the codes; the scale of
@@ -26,12 +26,12 @@ from quaver.bench.options import OperandOptions, Shapes
 from quaver.bench.peer import torchao_cast
 from quaver.bench.results import Result, Row
 from quaver.bench.shapes import Shape
-from quaver.config import CastConfig, Float8LinearConfig
-from quaver.formats import FORMATS
-from quaver.gemm import laid_out_for_columns, laid_out_for_rows, reads_along_contracted
-from quaver.quantize import Quantizer
-from quaver.scaling import PersistentScale, amax, cast_with_persistent_scale, dynamic_cast
-from quaver.trainer.config.settings import OneOf, setting
+from quaver.linear.gemm import laid_out_for_columns, laid_out_for_rows, reads_along_contracted
+from quaver.linear.quantize import Quantizer
+from quaver.recipes.config import CastConfig, Float8LinearConfig
+from quaver.recipes.formats import FORMATS
+from quaver.recipes.scaling import PersistentScale, amax, cast_with_persistent_scale, dynamic_cast
+from quaver.settings.fields import OneOf, setting
 
 CastFunction = Callable[[Tensor], tuple[Tensor, ...]]
 """From a matrix [rows, columns] to its float8 codes, the scales, and anything else that the cast returns."""
@@ -99,7 +99,7 @@ class Cast(Shapes, OperandOptions):
     def measure(self) -> Result:
         """Return a row for each matrix, kind of cast and contestant.
 
-        `same_codes` says whether a contestant's float8 codes are those of `quaver.scaling`, bit for bit.
+        `same_codes` says whether a contestant's float8 codes are those of `quaver.recipes.scaling`, bit for bit.
         """
         return self.run_cases(product(self.parse_shapes(), self.casts), self._rows_of, dtype=str(self.torch_dtype))
 

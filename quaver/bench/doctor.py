@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from quaver.config import Float8LinearConfig, Float8LinearRecipeName
-from quaver.convert import convert_to_float8_training
-from quaver.delayed import sync_float8_amax_and_scale_history
-from quaver.gemm import casts_of_matmuls, kind_of_casts, native_failure
+from quaver.conversion.convert import convert_to_float8_training
+from quaver.conversion.delayed import sync_float8_amax_and_scale_history
 from quaver.kernels import cpu
 from quaver.kernels.exact_mm import has_bfloat16_units
-from quaver.linear import Float8Linear
-from quaver.slow_paths import error_on_slow_path, slow_paths
+from quaver.linear.gemm import casts_of_matmuls, kind_of_casts, native_failure
+from quaver.linear.module import Float8Linear
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.runtime.slow_paths import error_on_slow_path, slow_paths
 
 _SIZE = 64
 _ENOUGH_DB = 20.0  # a wrong result has about 0 dB, the coarsest recipe about 24

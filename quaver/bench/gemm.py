@@ -4,7 +4,7 @@
     grad_input   [M, N] @ [N, K]      grad_output, weight
     grad_weight  [N, M] @ [M, K]      grad_output.t(), input
 
-bfloat16 is `torch.mm` on the views that autograd multiplies. float8 is `quaver.gemm.float8_mm` on operands that are
+bfloat16 is `torch.mm` on the views that autograd multiplies. float8 is `quaver.linear.gemm.float8_mm` on operands that are
 already cast and in the layout that the backend reads. The native backend runs with and without fast accumulation; the
 exact one has no such choice. A matmul has 2 * M * K * N FLOPs. Values are Gaussian: a GPU's clock depends on the data.
 The peak is the data sheet's for the operands' precision.
@@ -24,11 +24,11 @@ from quaver.bench.harness import Rotation, time_alternating
 from quaver.bench.options import BenchOptions, Shapes
 from quaver.bench.results import BFLOAT16, Result, Row
 from quaver.bench.shapes import Shape
-from quaver.config import MATMULS, Float8LinearConfig
-from quaver.gemm import GemmBackend, ScaleKind, backend_for, float8_mm, laid_out_for_columns, laid_out_for_rows
+from quaver.linear.gemm import GemmBackend, ScaleKind, backend_for, float8_mm, laid_out_for_columns, laid_out_for_rows
+from quaver.recipes.config import MATMULS, Float8LinearConfig
+from quaver.recipes.scaling import dynamic_cast
 from quaver.roofline.device_specs import PeakFlops, device_spec, peak_flops
-from quaver.scaling import dynamic_cast
-from quaver.trainer.config.settings import OneOf, setting
+from quaver.settings.fields import OneOf, setting
 
 GRANULARITIES = ("tensorwise", "rowwise")
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from quaver.devices import synchronize
+from quaver.runtime.devices import synchronize
 
 Input = TypeVar("Input")
 Name = TypeVar("Name", bound=Hashable)

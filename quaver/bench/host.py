@@ -24,9 +24,9 @@ from quaver.bench.harness import time_alternating
 from quaver.bench.linear import LinearOptions
 from quaver.bench.results import Result, Row, contestant_rows
 from quaver.bench.shapes import Shape
-from quaver.devices import synchronize
+from quaver.runtime.devices import synchronize
+from quaver.settings.fields import AtLeast1, setting
 from quaver.torch_private.profiler import DeviceType
-from quaver.trainer.config.settings import AtLeast1, setting
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from quaver.bench.options import Modes, OperandOptions, Recipes, Shapes
 from quaver.bench.peer import is_peer_recipe, torchao_linear
 from quaver.bench.results import BFLOAT16, Result, Row, contestant_rows
 from quaver.bench.shapes import Shape
-from quaver.config import Float8LinearConfig
-from quaver.convert import convert_to_float8_training
-from quaver.delayed import sync_float8_amax_and_scale_history
+from quaver.conversion.convert import convert_to_float8_training
+from quaver.conversion.delayed import sync_float8_amax_and_scale_history
+from quaver.recipes.config import Float8LinearConfig
 
 Batch = tuple[Tensor, Tensor]
 """The input [M, K] of a linear and the gradient [M, N] of its output."""

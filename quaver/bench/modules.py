@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from quaver.bench.harness import Rotation
-from quaver.config import Float8LinearConfig
-from quaver.convert import convert_to_float8_training
-from quaver.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
-from quaver.trainer.config import Model, Optimizer
+from quaver.conversion.convert import convert_to_float8_training
+from quaver.conversion.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.recipes.config import Float8LinearConfig
+from quaver.settings import Model, Optimizer
 from quaver.trainer.float8 import fuse_producers
 from quaver.trainer.model import Block, rope_tables
 from quaver.trainer.optimizer import build_optimizer

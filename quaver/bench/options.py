@@ -18,12 +18,12 @@ from annotated_types import Ge, Le
 from quaver.bench.results import Result, Row, environment, writable
 from quaver.bench.shapes import Shape, parse_shapes
 from quaver.bench.working import working
-from quaver.config import Float8LinearConfig
-from quaver.devices import resolve_device
-from quaver.formats import HP_DTYPES
-from quaver.trainer.config.float8 import RECIPES
-from quaver.trainer.config.settings import AtLeast1, OneOf, Settings, setting
-from quaver.trainer.config.training import DEVICES
+from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.formats import HP_DTYPES
+from quaver.runtime.devices import resolve_device
+from quaver.settings.fields import AtLeast1, OneOf, Settings, setting
+from quaver.settings.float8 import RECIPES
+from quaver.settings.training import DEVICES
 
 MODES = ("eager", "compiled")
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.config import Float8LinearRecipeName
+from quaver.recipes.config import Float8LinearRecipeName
 
 RECIPES = (
     Float8LinearRecipeName.TENSORWISE,

@@ -18,8 +18,8 @@ import torch
 
 from quaver.bench.harness import Timing
 from quaver.kernels.exact_mm import has_bfloat16_units
+from quaver.runs.run_folder import git_revision
 from quaver.torch_private.hardware import has_amx_tiles
-from quaver.trainer.run_folder import git_revision
 
 BFLOAT16 = "bfloat16"
 """The contestant that all ratios are to."""

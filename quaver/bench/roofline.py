@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quaver.bench.roofline_layers import ModelLayers
-from quaver.config import Float8LinearRecipeName
+from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.cost import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE, LinearCost, LinearTime, linear_cost
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, find_device_spec
 

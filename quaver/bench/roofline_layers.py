@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from quaver.bench.shapes import MODELS
-from quaver.config import SHARED_INPUTS
-from quaver.conversion_report import LayerReport
-from quaver.trainer.config import Float8, Model
-from quaver.trainer.config_io import load_config
+from quaver.conversion.report import LayerReport
+from quaver.recipes.config import SHARED_INPUTS
+from quaver.settings import Float8, Model
+from quaver.settings.config_file import load_config
 from quaver.trainer.float8 import convert_model
 from quaver.trainer.model import Llama, training_flops_per_token
 

@@ -16,15 +16,15 @@ from quaver.bench.harness import Timing
 from quaver.bench.options import BenchOptions, Recipes
 from quaver.bench.results import Result, Row
 from quaver.bench.working import working
+from quaver.runtime.ranks import Ranks
+from quaver.settings import TrainConfig
+from quaver.settings.fields import NotNegative, setting
+from quaver.settings.parallel_dims import ParallelDims
 from quaver.torch_private.compiler import recompile_limit
-from quaver.trainer.config import TrainConfig
-from quaver.trainer.config.settings import NotNegative, setting
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.model import Llama
-from quaver.trainer.parallel_dims import ParallelDims
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.process import determinism
-from quaver.trainer.ranks import Ranks
 from quaver.trainer.run_setup import RunSetup, make_models, set_up_run
 from quaver.trainer.train import MEMORY_STEP
 from quaver.trainer.trained_model import TrainedModel

@@ -13,7 +13,7 @@ from torch import Tensor
 from quaver.kernels.cast import cast_blockwise
 from quaver.kernels.operation import operation
 from quaver.kernels.widen import widen
-from quaver.scaling import BLOCK_LENGTHS
+from quaver.recipes.scaling import BLOCK_LENGTHS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What can be stored."""

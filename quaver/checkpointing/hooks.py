@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from quaver.checkpointing.codes import DTYPES, Layout, decode, encode
-from quaver.checkpointing.held import HeldTensor
+from quaver.linear.held_tensor import HeldTensor
 from quaver.torch_private.autograd import runs_in_backward, top_saved_tensors_hooks
 from quaver.torch_private.dtensor import is_dtensor, local_tensor, waited_local_tensor
 from quaver.torch_private.memory import storage_key

@@ -30,7 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from quaver.checkpointing.codes import DTYPES, Layout, decode_in_graph, encode
 from quaver.checkpointing.hooks import SMALL, STORED_IN, Around
 from quaver.checkpointing.policy import MATMULS
-from quaver.slow_paths import say_once
+from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.compiler import CustomPartitionerFn, decompositions, partition
 
 _aten = torch.ops.aten

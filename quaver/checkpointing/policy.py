@@ -115,7 +115,7 @@ def apply_activation_checkpointing(
             string: every n-th module as in "full", the others not at all.
         memory_budget: with mode "memory_budget", the share of what could be saved that is saved: 1 for all of it, 0 for
             inputs only. It is set for all that this process compiles from now on. Where float8 is multiplied exactly
-            (quaver.gemm), the compiler takes those matmuls for cheap ones, and below 1 saves less than it might. Torch
+            (quaver.linear.gemm), the compiler takes those matmuls for cheap ones, and below 1 saves less than it might. Torch
             compiles no attention of mode "selective" then: set the budget to 1 before.
         preserve_rng_state: recompute with the random numbers of the forward. Modules without dropout can do without.
         also_keep: with mode "selective" and option "op", operators whose results the policy saves besides its own,
@@ -286,7 +286,7 @@ class _Checkpointed:
     """Marks the classes that `_checkpointed_class` makes."""
 
 
-RECOMPUTED_HOOKS: Any = "quaver.shared_input"
+RECOMPUTED_HOOKS: Any = "quaver.linear.shared_input"
 """The key of the hooks of a module that a recomputation calls, too: linears share a cast between them."""
 
 

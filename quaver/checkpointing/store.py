@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from quaver.checkpointing.hooks import STORED_IN, Around, Storage, leaving, storing
-from quaver.config import Float8LinearConfig
 from quaver.kernels.operation import library
-from quaver.scaling import BLOCK_LENGTHS
-from quaver.slow_paths import say_once
+from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.scaling import BLOCK_LENGTHS
+from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.tracing import is_exporting
 
 _NORM = re.compile(r"Norm(\d[dD])?$")

@@ -14,8 +14,8 @@ from unittest.mock import patch
 from quaver.bench.working import working
 from quaver.cli import VERBS, main
 from quaver.cli.errors import EXIT_BAD_INPUT, print_error
-from quaver.trainer.config.flags import parse_options
-from quaver.trainer.config.settings import Settings
+from quaver.settings.fields import Settings
+from quaver.settings.flags import parse_options
 
 _PLAIN = {"COLUMNS": "10000", "NO_COLOR": "1"}
 """Environment in which help breaks no line, and has no escape codes."""

@@ -7,8 +7,8 @@ from quaver.bench.working import working
 from quaver.cli.dispatch import find_verb
 from quaver.cli.errors import bad_input
 from quaver.recorder.byte_sizes import parse_bytes
-from quaver.trainer.config.flags import parse_options
-from quaver.trainer.config.settings import OneOf, Settings, argument, expanded, setting
+from quaver.settings.fields import OneOf, Settings, argument, expanded, setting
+from quaver.settings.flags import parse_options
 from quaver.trainer.huggingface.convert import export_hf, import_hf
 from quaver.trainer.huggingface.weights import file_state
 

@@ -10,9 +10,9 @@ from quaver.cli.doctor_machine import print_machine
 from quaver.cli.doctor_model import print_survey, survey_model
 from quaver.cli.errors import bad_input
 from quaver.numerics.accumulation import HARDWARE
-from quaver.trainer.config.flags import parse_options
-from quaver.trainer.config.float8 import RECIPES
-from quaver.trainer.config.settings import FiniteNotNegative, OneOf, Settings, setting
+from quaver.settings.fields import FiniteNotNegative, OneOf, Settings, setting
+from quaver.settings.flags import parse_options
+from quaver.settings.float8 import RECIPES
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from quaver.bench.ledger.subjects import check_triton
 from quaver.bench.ledger.verdict import Verdict, spec_of_this_gpu, verdict
 from quaver.bench.working import working
 from quaver.cli.errors import bad_input
-from quaver.config import Float8LinearRecipeName
+from quaver.recipes.config import Float8LinearRecipeName
 
 
 def verdict_for_this_gpu(recipe: str) -> Verdict:

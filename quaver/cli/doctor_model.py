@@ -18,14 +18,14 @@ from rich.table import Table
 
 from quaver.cli.console import make_table, show
 from quaver.cli.doctor_sums import sums_as_dict, views_of_sums
-from quaver.config import Float8LinearConfig
+from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.experts.module import is_experts
-from quaver.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.numerics.accumulation import accumulation_of
 from quaver.numerics.extras import RECIPES
 from quaver.numerics.survey import SurveyedLinear, float8_share, recipes_under, survey
 from quaver.numerics.survey_sums import MatmulSums, survey_sums
-from quaver.trainer.config.settings import expanded
+from quaver.recipes.config import Float8LinearConfig
+from quaver.settings.fields import expanded
 from quaver.trainer.float8 import linear_config
 from quaver.trainer.surveyed import Surveyed, open_surveyed
 

@@ -8,8 +8,8 @@ from rich.table import Table
 from quaver.bench.working import working
 from quaver.cli.console import make_table, show
 from quaver.cli.errors import bad_input
-from quaver.trainer.config.settings import MostRanks, Settings, setting
-from quaver.trainer.config_io import load_config, parse_arguments
+from quaver.settings.config_file import load_config, parse_arguments
+from quaver.settings.fields import MostRanks, Settings, setting
 from quaver.trainer.dry_run import DryRun, dry_run
 
 

@@ -4,9 +4,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from quaver.devices import MissingDeviceError
 from quaver.export.folders import NotWrittenError
-from quaver.trainer.errors import CheckpointError
+from quaver.runs.errors import CheckpointError
+from quaver.runtime.devices import MissingDeviceError
 
 EXIT_BAD_INPUT = 2
 EXIT_NONFINITE = 3

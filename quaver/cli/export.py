@@ -17,9 +17,9 @@ from quaver.export.formats import COMFYUI, COMPRESSED_TENSORS, FORMATS
 from quaver.export.load import Float8Checkpoint
 from quaver.export.source import DEFAULT_FILTER, Source, huggingface_source
 from quaver.recorder.byte_sizes import parse_bytes
-from quaver.trainer.config.flags import parse_options
-from quaver.trainer.config.float8 import RECIPES
-from quaver.trainer.config.settings import OneOf, Settings, argument, expanded, setting
+from quaver.settings.fields import OneOf, Settings, argument, expanded, setting
+from quaver.settings.flags import parse_options
+from quaver.settings.float8 import RECIPES
 from quaver.trainer.huggingface.convert import checkpoint_of
 from quaver.trainer.huggingface.float8 import run_source
 

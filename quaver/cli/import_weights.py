@@ -9,8 +9,8 @@ from quaver.bench.working import working
 from quaver.cli.errors import bad_input
 from quaver.export import import_float8
 from quaver.recorder.byte_sizes import parse_bytes
-from quaver.trainer.config.flags import parse_options
-from quaver.trainer.config.settings import OneOf, Settings, argument, expanded, setting
+from quaver.settings.fields import OneOf, Settings, argument, expanded, setting
+from quaver.settings.flags import parse_options
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 
 from quaver.cli.errors import bad_input
-from quaver.trainer.config import Data
-from quaver.trainer.config.flags import exit_after_help
-from quaver.trainer.config.settings import Settings
-from quaver.trainer.config_io import load_config, parse_arguments
-from quaver.trainer.data import load_data
+from quaver.data import load_data
+from quaver.settings import Data
+from quaver.settings.config_file import load_config, parse_arguments
+from quaver.settings.fields import Settings
+from quaver.settings.flags import exit_after_help
 
 
 @dataclass(frozen=True)

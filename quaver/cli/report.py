@@ -13,8 +13,8 @@ from quaver.report.facts import facts_of, headline
 from quaver.report.page import write_report
 from quaver.report.picture import draw_report
 from quaver.report.run import RunData, read_runs
-from quaver.trainer.config.flags import parse_options
-from quaver.trainer.config.settings import NotNegative, Settings, argument, expanded, setting
+from quaver.settings.fields import NotNegative, Settings, argument, expanded, setting
+from quaver.settings.flags import parse_options
 
 _PAGE = "report.html"
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.delayed import WRAPPERS, float8_scaling_state, named_slots
-from quaver.scale_state import next_scale
+from quaver.conversion.delayed import WRAPPERS, float8_scaling_state, named_slots
+from quaver.linear.scale_state import next_scale
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 /* quaver._cpu: float8 casts on a CPU, and a float8 matmul for CPUs with bfloat16 dot products.
  *
- * quaver/scaling.py says what a cast computes, and is matched bit for bit; quaver/kernels/cpu.py is the only caller.
+ * quaver/recipes/scaling.py says what a cast computes, and is matched bit for bit; quaver/kernels/cpu.py is the only caller.
  * Every matrix is [rows, columns], contiguous. `dim` is the one that an amax reduces: NONE (-1) for one amax or scale,
  * 1 for one per row [rows, 1], 0 for one per column [1, columns]; BLOCKS (2) for one per block, the last of a dim cut.
  *

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from quaver.distributed.weight_scales import precompute_float8_dynamic_scale_for_fsdp
-from quaver.quantize import SHARDINGS, LinearSharding
+from quaver.fsdp.weight_scales import precompute_float8_dynamic_scale_for_fsdp
+from quaver.linear.quantize import SHARDINGS, LinearSharding
 from quaver.torch_private.dtensor import is_dtensor
 
 if TYPE_CHECKING:
-    from quaver.distributed.expert_parallel import Float8ExpertParallel
-    from quaver.distributed.tensor_parallel import (
+    from quaver.parallel.expert_parallel import Float8ExpertParallel
+    from quaver.parallel.tensor_parallel import (
         Float8ColwiseParallel,
         Float8RowwiseParallel,
         PrepareFloat8ModuleInput,
@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
 def _sharding_of_dtensor(linear: Any, input: Tensor) -> LinearSharding | None:
     if not is_dtensor(linear.weight):
         return None
-    from quaver.distributed.linear_sharding import derived_sharding
+    from quaver.parallel.linear_sharding import derived_sharding
 
     return derived_sharding(linear, input)
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quaver.config import Float8LinearConfig
 from quaver.experts.gemm import grouped_backends_of
+from quaver.recipes.config import Float8LinearConfig
 
 
 class Float8Grouped(nn.Module):

@@ -12,9 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver import scaling
-from quaver.cast_config import ALL
-from quaver.config import CastConfig, ScalingGranularity
 from quaver.experts.groups import (
     Block,
     GroupedOperand,
@@ -30,7 +27,10 @@ from quaver.kernels import cpu
 from quaver.kernels.cast import CASTS, cast_blocks_with_scale, computed_once
 from quaver.kernels.operation import operation
 from quaver.kernels.places import Places, of_blocks
-from quaver.phases import phase
+from quaver.recipes import scaling
+from quaver.recipes.cast_config import ALL
+from quaver.recipes.config import CastConfig, ScalingGranularity
+from quaver.runtime.phases import phase
 
 # ---- the reference ---------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """What experts need of expert parallelism: rows that travel to the ranks of their experts, and back.
 
-distributed/expert_parallel.py has the exchange. Here is what a grouped matmul and a module of experts call.
+parallel/expert_parallel.py has the exchange. Here is what a grouped matmul and a module of experts call.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from quaver.config import OperandCasts
 from quaver.experts.groups import GroupedOperands
+from quaver.recipes.config import OperandCasts
 
 
 class Dispatch(Protocol):

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from quaver.config import CastConfig, Float8LinearConfig, MatmulOptions
 from quaver.experts import gpu_gemm
 from quaver.experts.groups import Form, GroupedOperand, bounds_of, scale_of_group
-from quaver.formats import E4M3
-from quaver.gemm import (
+from quaver.kernels.exact_mm import exact_float8_mm_into
+from quaver.kernels.operation import operation
+from quaver.linear.gemm import (
     PROBES,
     GemmBackend,
     Operand,
@@ -40,10 +40,10 @@ from quaver.gemm import (
     kind_of_casts,
     mm,
 )
-from quaver.kernels.exact_mm import exact_float8_mm_into
-from quaver.kernels.operation import operation
-from quaver.phases import phase
-from quaver.slow_paths import say_once
+from quaver.recipes.config import CastConfig, Float8LinearConfig, MatmulOptions
+from quaver.recipes.formats import E4M3
+from quaver.runtime.phases import phase
+from quaver.runtime.slow_paths import say_once
 
 
 def _grouped_mm(

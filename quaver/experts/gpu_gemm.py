@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.cast_config import ALL
 from quaver.experts.groups import Form, GroupedOperand, group_of_rows, places_of_rows
-from quaver.formats import E4M3
 from quaver.kernels.cast import row_major
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.kernels.widen import widen
+from quaver.recipes.cast_config import ALL
+from quaver.recipes.formats import E4M3
 from quaver.torch_private.hardware import grouped_mm, scaled_grouped_mm
 
 

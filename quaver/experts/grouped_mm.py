@@ -17,20 +17,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.cast_config import ALL
-from quaver.checkpointing.early_stop import save, saved
-from quaver.config import Float8LinearConfig, Float8LinearRecipeName, OperandCasts, resolve_config
 from quaver.experts.cast import cast_groups
 from quaver.experts.dispatch import Dispatch
 from quaver.experts.gemm import grouped_mm
 from quaver.experts.groups import Block, Form, GroupedOperand, GroupedOperands, scales_in_places
 from quaver.experts.probe import GroupedProbe
-from quaver.formats import HP_DTYPES
-from quaver.linear import NoSecondDerivative, compute_dtype
-from quaver.quantize import present
-from quaver.tensor import Float8Tensor
+from quaver.linear.frozen_weight import FrozenFloat8Weight
+from quaver.linear.module import NoSecondDerivative, compute_dtype
+from quaver.linear.quantize import present
+from quaver.linear.saved_tensors import save, saved
+from quaver.linear.tensor import Float8Tensor
+from quaver.recipes.cast_config import ALL
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, OperandCasts, resolve_config
+from quaver.recipes.formats import HP_DTYPES
 from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
-from quaver.weights.frozen import FrozenFloat8Weight
 
 DYNAMIC_ONLY = "experts are scaled dynamically: the tokens of an expert are others in each step"
 """Why no expert has delayed or static scaling."""

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.cast_config import ALL, ScalingGranularity
+from quaver.recipes.cast_config import ALL, ScalingGranularity
 
 Block = tuple[int, int]
 """The rows of a group and the columns that share a scale; `ALL` of them, or a number."""

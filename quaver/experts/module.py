@@ -27,17 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.class_change import float8_class
-from quaver.config import Float8LinearConfig
 from quaver.experts.base import Float8Grouped
 from quaver.experts.dispatch import Combine, Dispatch, Dispatcher
 from quaver.experts.grouped_mm import DYNAMIC_ONLY, multiply_by_weight, operands_of_frozen, operands_of_quantized
 from quaver.experts.probe import GroupedProbe
-from quaver.quantize import PreparedOperands
-from quaver.tensor import Float8Tensor
+from quaver.linear.class_change import float8_class
+from quaver.linear.frozen_weight import FrozenFloat8Weight
+from quaver.linear.quantize import PreparedOperands
+from quaver.linear.tensor import Float8Tensor
+from quaver.linear.weight_form import WrappedTensor
+from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.tracing import disable_compile
-from quaver.weights.base import WrappedTensor
-from quaver.weights.frozen import FrozenFloat8Weight
 
 OWN_ATTRIBUTES = ("float8_config", "dispatcher", "gathering", "_converted_from", "_prepared_weights")
 """The attributes that a Float8Experts adds to those of the experts."""
@@ -144,7 +144,7 @@ class Float8Experts(Float8Grouped, RoutedExperts):
     """
 
     gathering: object | None
-    """Set where FSDP2 all-gathers the weights in float8 (weights/gathered.py)."""
+    """Set where FSDP2 all-gathers the weights in float8 (fsdp/gathered.py)."""
     _prepared_weights: dict[str, PreparedOperands]
     """By name; filled while a `cast_weights_once` is open."""
     probes: Mapping[str, GroupedProbe] | None = None

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quaver.class_change import float8_class
-from quaver.config import Float8LinearConfig
 from quaver.experts.base import Float8Grouped
 from quaver.experts.grouped_mm import DYNAMIC_ONLY, float8_grouped_mm
+from quaver.linear.class_change import float8_class
+from quaver.recipes.config import Float8LinearConfig
 
 _TOKENS, _ENDS = ("A", "input_RI"), ("offs", "offsets_E")
 _WEIGHTS = {"B_t": False, "weight_EOI": True}

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from quaver.conversion_report import ConversionReport
+from quaver.conversion.report import ConversionReport
 from quaver.export.files import check_names, listed, read_json_object, write_json
 from quaver.export.folders import file_threads
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.delayed import WRAPPERS
+from quaver.conversion.delayed import WRAPPERS
 from quaver.experts.module import is_experts, is_transposed, weights_of
 from quaver.export.comfyui import PREFIXES
 

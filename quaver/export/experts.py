@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from quaver.config import OperandCasts
 from quaver.export.formats import WeightFormat
-from quaver.gemm import Operand
-from quaver.quantize import Quantizer, present
+from quaver.linear.gemm import Operand
+from quaver.linear.quantize import Quantizer, present
+from quaver.recipes.config import OperandCasts
 
 
 class StoredExpert(NamedTuple):

@@ -37,12 +37,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.cast_config import ALL, ScaleCalculationMode
-from quaver.config import CastConfig, Float8LinearConfig
 from quaver.export import comfyui
-from quaver.formats import E4M3
-from quaver.gemm import Operand
-from quaver.scaling import BLOCK_SIZE, dynamic_cast, dynamic_cast_blocks
+from quaver.linear.gemm import Operand
+from quaver.recipes.cast_config import ALL, ScaleCalculationMode
+from quaver.recipes.config import CastConfig, Float8LinearConfig
+from quaver.recipes.formats import E4M3
+from quaver.recipes.scaling import BLOCK_SIZE, dynamic_cast, dynamic_cast_blocks
 
 COMPRESSED_TENSORS = "compressed-tensors"
 BLOCKS = "compressed-tensors-block"

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quaver.delayed import WRAPPERS
+from quaver.conversion.delayed import WRAPPERS
 from quaver.export.checkpoint_names import checkpoint_names
 from quaver.export.files import listed
-from quaver.formats import E4M3
+from quaver.recipes.formats import E4M3
 
 LEAVES = ("k_scale", "v_scale")
 SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}

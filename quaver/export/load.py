@@ -12,16 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quaver.delayed import WRAPPERS
+from quaver.conversion.delayed import WRAPPERS
+from quaver.conversion.quantized_configs import keep_configs_true
+from quaver.experts.module_weight import owners_of_parameters
 from quaver.export.bundle import check_bundle, copied_files
 from quaver.export.checkpoint_names import Parts, checkpoint_names
 from quaver.export.comfyui import METADATA, PREFIXES, RECORD, LayerMark, marks_of, padded_shape, untiled
 from quaver.export.files import SINGLE, SUFFIX, SafetensorsWriter, StoredTensors, listed, read_config, write_model
 from quaver.export.folders import check_new, new_folder
 from quaver.export.layouts import StoredFormat, StoredScale, sort_tensors, stored_format, without_quantization
-from quaver.formats import FORMATS, HP_DTYPES
-from quaver.quantized_configs import keep_configs_true
-from quaver.weights.module_weight import owners_of_parameters
+from quaver.recipes.formats import FORMATS, HP_DTYPES
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from quaver.config import Float8LinearConfig
-from quaver.conversion_report import ConversionReport, conversion_report
-from quaver.delayed import WRAPPERS
+from quaver.conversion.delayed import WRAPPERS
+from quaver.conversion.report import ConversionReport, conversion_report
 from quaver.experts.module import Float8Experts, weights_of
+from quaver.experts.module_weight import weights_under
 from quaver.experts.seam import Float8GroupedMM
 from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
 from quaver.export.files import listed
@@ -24,11 +24,11 @@ from quaver.export.formats import (
     WeightFormat,
     weight_format,
 )
-from quaver.linear import Float8Linear
-from quaver.scaling import BLOCK_SIZE
-from quaver.weights.frozen import FrozenFloat8Weight
+from quaver.linear.frozen_weight import FrozenFloat8Weight
+from quaver.linear.module import Float8Linear
+from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.scaling import BLOCK_SIZE
 from quaver.weights.frozen_modules import SCALE_SUFFIX
-from quaver.weights.module_weight import weights_under
 
 _HAS_LINEARS = tuple(each for each in FORMATS if each.startswith(COMPRESSED_TENSORS))
 """The formats that hold a linear for each of Llama 4's experts; others, and high precision, hold stacks."""

@@ -26,7 +26,7 @@ from quaver.export.kv_cache import SCHEME
 from quaver.export.load import load_float8
 from quaver.export.plan import Plan
 from quaver.export.weights import Float8Weights, iter_float8_weights
-from quaver.scaling import sqnr_db
+from quaver.recipes.scaling import sqnr_db
 
 logger = logging.getLogger(__name__)
 

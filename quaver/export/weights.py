@@ -30,13 +30,13 @@ from quaver.export.experts import quantize_expert, store_expert
 from quaver.export.formats import COMPRESSED_TENSORS, FORMATS, FUSED, HIGH_PRECISION
 from quaver.export.kv_cache import kv_scales_of
 from quaver.export.plan import Plan, frozen_weights, named_tensors, plan_export
-from quaver.gemm import Operand
-from quaver.linear import Float8Linear
-from quaver.quantize import Quantizer, present
-from quaver.scaling import PersistentScales, Scales, dequantize, sqnr_db, to_dequant_scale
+from quaver.linear.frozen_weight import FrozenFloat8Weight
+from quaver.linear.gemm import Operand
+from quaver.linear.module import Float8Linear
+from quaver.linear.quantize import Quantizer, present
+from quaver.linear.weight_form import WrappedTensor
+from quaver.recipes.scaling import PersistentScales, Scales, dequantize, sqnr_db, to_dequant_scale
 from quaver.torch_private.dtensor import local_tensor
-from quaver.weights.base import WrappedTensor
-from quaver.weights.frozen import FrozenFloat8Weight
 
 
 class Requantized(NamedTuple):

@@ -21,12 +21,12 @@ from pytorch_lightning.plugins.precision import Precision as _TrainerPrecision
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from quaver.config import Float8LinearConfig, Float8LinearRecipeName
-from quaver.convert import ModuleFilter, convert_to_float8_training
-from quaver.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.conversion.convert import ModuleFilter, convert_to_float8_training
+from quaver.conversion.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.numerics.monitor import Monitor
 from quaver.numerics.record import FILE_NAME
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 
 
 class _Float8:

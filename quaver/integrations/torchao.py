@@ -23,11 +23,11 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from quaver.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
-from quaver.convert import ModuleFilter
-from quaver.convert import convert_to_float8_training as _convert
-from quaver.integrations.check import is_torchao_linear
-from quaver.linear import Float8Linear
+from quaver.conversion.check import is_torchao_linear
+from quaver.conversion.convert import ModuleFilter
+from quaver.conversion.convert import convert_to_float8_training as _convert
+from quaver.linear.module import Float8Linear
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 
 USAGE = "usage: python -m quaver.integrations.torchao script.py [arguments], or -m module [arguments]"
 PATHS = tuple(

@@ -22,10 +22,10 @@ from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 
-from quaver.config import resolve_config
-from quaver.convert import convert_to_float8_training
+from quaver.conversion.convert import convert_to_float8_training
 from quaver.experts.seam import arguments_of, to_float8_grouped_mm
 from quaver.kernels.native_blocks import ALIGNMENT
+from quaver.recipes.config import resolve_config
 
 
 @dataclass(kw_only=True, slots=True)

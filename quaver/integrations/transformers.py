@@ -23,20 +23,20 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
-from quaver.config import Float8LinearConfig, Float8LinearRecipeName
-from quaver.conversion_report import conversion_report
-from quaver.convert import FilterDecision, ModuleFilter, convert_to_float8_training
-from quaver.delayed import Float8ScalingState, float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.conversion.check import assert_float8_training, is_torchao_linear
+from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_float8_training
+from quaver.conversion.delayed import Float8ScalingState, float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.conversion.layer_recipes import LayerRecipes, convert_layers
+from quaver.conversion.report import conversion_report
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.integrations import torchao as shim
-from quaver.integrations.check import assert_float8_training, is_torchao_linear
 from quaver.integrations.transformers_conv1d import Conv1DLinear, conv1ds, to_linears
 from quaver.integrations.transformers_reference import convert_reference
 from quaver.integrations.transformers_roles import roles_of_linears
 from quaver.kernels.native_blocks import ALIGNMENT
-from quaver.layer_recipes import LayerRecipes, convert_layers
 from quaver.numerics.monitor import Monitor
 from quaver.numerics.record import FILE_NAME as NUMERICS_FILE
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.weights.cast_once import cast_weights_once
 
 if importlib.util.find_spec("transformers.distributed.expert_parallel"):  # 5.21 and newer

@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from quaver.weights.frozen import FrozenFloat8Weight
+from quaver.linear.frozen_weight import FrozenFloat8Weight
 
 
 class Conv1DLinear(nn.Linear):

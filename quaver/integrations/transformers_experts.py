@@ -7,7 +7,7 @@
 
 transformers (5.21 and newer) splits experts when it loads a model, and replaces their forward on the instance by one
 that asks the implementation for their results. This one sends tokens as `Float8ExpertParallel` does
-(distributed/expert_parallel.py); "float8_grad_weight_from_codes" is that with its option. Until the conversion they are
+(parallel/expert_parallel.py); "float8_grad_weight_from_codes" is that with its option. Until the conversion they are
 transformers' "auto".
 """
 
@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AutoEP, EPImplementation, EPImplementationInterface
 
-from quaver.distributed.expert_parallel import ExpertDispatcher, check_backend
 from quaver.experts.module import Float8Experts, RoutedExperts
+from quaver.parallel.expert_parallel import ExpertDispatcher, check_backend
 
 
 class Float8EP(EPImplementation):

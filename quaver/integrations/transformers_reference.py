@@ -15,11 +15,11 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
-from quaver.config import Float8LinearConfig
-from quaver.convert import convert_to_float8_training
-from quaver.delayed import WRAPPERS
+from quaver.conversion.convert import convert_to_float8_training
+from quaver.conversion.delayed import WRAPPERS
 from quaver.experts.base import Float8Grouped
-from quaver.linear import Float8Linear
+from quaver.linear.module import Float8Linear
+from quaver.recipes.config import Float8LinearConfig
 
 logger = logging.getLogger(__name__)
 

@@ -36,15 +36,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver import scaling
-from quaver.compile_hints import apart
-from quaver.config import ScalingGranularity
-from quaver.formats import HP_DTYPES
 from quaver.kernels import cpu
 from quaver.kernels.operation import library, operation, triton_kernels
 from quaver.kernels.places import NONE, Places, of_blocks
-from quaver.phases import phase
-from quaver.scaling import PersistentScale
+from quaver.recipes import scaling
+from quaver.recipes.config import ScalingGranularity
+from quaver.recipes.formats import HP_DTYPES
+from quaver.recipes.scaling import PersistentScale
+from quaver.runtime.compile_hints import apart
+from quaver.runtime.phases import phase
 from quaver.torch_private.dispatch import count_dispatch_modes
 
 _cast_phase = phase("quaver::cast")
@@ -391,7 +391,7 @@ def record_amax(scale: PersistentScale, amax: Tensor) -> None:
 
 @phase("quaver::amax")
 def matrix_amax(hp: Tensor, dim: int | None) -> Tensor:
-    """`quaver.scaling.amax` of a matrix in float32, for amaxes that ranks reduce before they quantize.
+    """`quaver.recipes.scaling.amax` of a matrix in float32, for amaxes that ranks reduce before they quantize.
 
     Under a dispatch mode it is PyTorch's, so that a selective-checkpoint policy can save the amax.
     """

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, empty_like
 
-from quaver.scaling import PLAIN_TYPES, block_counts, scale_blocks
-from quaver.slow_paths import say_once
+from quaver.recipes.scaling import PLAIN_TYPES, block_counts, scale_blocks
+from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.dispatch import (
     DispatchKey,
     DispatchKeySet,
@@ -215,7 +215,7 @@ def dynamic_cast(
     power_of_2: bool = False,
     codes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`quaver.scaling.dynamic_cast` of `hp` [rows, columns]: float8 [rows, columns], quant_scale, dequant_scale.
+    """`quaver.recipes.scaling.dynamic_cast` of `hp` [rows, columns]: float8 [rows, columns], quant_scale, dequant_scale.
 
     `codes`: where to write them, rows of a float8 matrix, for an `hp` that `takes` accepts; None for new memory.
     """
@@ -261,7 +261,7 @@ def cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) 
 
 
 def block_amax(hp: Tensor, block_size: Sequence[int]) -> Tensor | None:
-    """`quaver.scaling.block_amax` of `hp` [rows, columns]."""
+    """`quaver.recipes.scaling.block_amax` of `hp` [rows, columns]."""
     if hp.dtype not in HP_KIND or not takes(hp, torch.float8_e4m3fn):
         return None
     amax = hp.new_empty(block_counts(hp.shape[0], hp.shape[1], block_size))
@@ -273,7 +273,7 @@ def block_amax(hp: Tensor, block_size: Sequence[int]) -> Tensor | None:
 def cast_and_observe(
     hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, power_of_2: bool, observed: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`quaver.scaling.cast_with_persistent_scale` of `hp` [rows, columns], in one pass where the scale is known.
+    """`quaver.recipes.scaling.cast_with_persistent_scale` of `hp` [rows, columns], in one pass where the scale is known.
 
     Args:
         quant_scale: float32 (). A scale <= 0 or NaN means uninitialized: hp is then scaled by its own amax.

@@ -33,7 +33,7 @@ from torch.utils.flop_counter import register_flop_formula
 from quaver.kernels import cpu
 from quaver.kernels.operation import operation
 from quaver.kernels.widen import widen
-from quaver.scaling import multiply_scale_, scale_blocks
+from quaver.recipes.scaling import multiply_scale_, scale_blocks
 from quaver.torch_private.hardware import has_avx512_bfloat16, onednn_has_bfloat16
 
 UNITS_PAY_FROM = 8192
@@ -71,7 +71,7 @@ def _exact_float8_mm(
     out_dtype: torch.dtype,
     scales_are_powers_of_2: bool,
 ) -> Tensor:
-    """See the top of the file, and `quaver.gemm.float8_mm` for the arguments. Runs on plain tensors, never traced."""
+    """See the top of the file, and `quaver.linear.gemm.float8_mm` for the arguments. Runs on plain tensors, never traced."""
     return _multiply(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2, None)
 
 

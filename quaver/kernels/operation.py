@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.cpu import check_memory, runs_directly
-from quaver.scaling import PLAIN_TYPES
-from quaver.slow_paths import say_once
+from quaver.recipes.scaling import PLAIN_TYPES
+from quaver.runtime.slow_paths import say_once
 
 library = torch.library.Library("quaver", "FRAGMENT")
 

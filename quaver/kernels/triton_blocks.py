@@ -1,6 +1,6 @@
 """What the Triton kernels share: which tensors they take, the arithmetic of a cast, and tiles of a matrix [R, C].
 
-The device functions compute what quaver/scaling.py says, bit for bit, NaN, inf, zero and subnormal numbers included;
+The device functions compute what quaver/recipes/scaling.py says, bit for bit, NaN, inf, zero and subnormal numbers included;
 nothing is flushed to zero.
 
 Grid: one program per tile, tiles numbered along the rows. Mask: elements outside the matrix are read as 0 and not
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.formats import HP_DTYPES, format_of
-from quaver.scaling import EPS, PLAIN_TYPES, bits_of
+from quaver.recipes.formats import HP_DTYPES, format_of
+from quaver.recipes.scaling import EPS, PLAIN_TYPES, bits_of
 
 UNAVAILABLE_BECAUSE: str | None = None
 """Why Triton cannot be imported."""
@@ -201,7 +201,7 @@ def as_bits(amax_ptr: tl.tensor) -> tl.tensor:
 
 @jit
 def to_quant_scale(amax: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
-    """`quaver.scaling.amax_to_quant_scale` of float32 numbers."""
+    """`quaver.recipes.scaling.amax_to_quant_scale` of float32 numbers."""
     if CAST.power_of_2:  # as `_power_of_2_below` in scaling.py
         bits = amax.to(tl.int32, bitcast=True)
         exponent = tl.minimum((CAST.max_bits - bits) >> 23, CAST.largest_exponent)
@@ -222,7 +222,7 @@ def nan_for_inf(hp: tl.tensor) -> tl.tensor:
 
 @jit
 def store_scales(quant_ptr: tl.tensor, dequant_ptr: tl.tensor, quant: tl.tensor, mask: tl.tensor) -> None:
-    """Write quant_scales, and `quaver.scaling.to_dequant_scale` of them."""
+    """Write quant_scales, and `quaver.recipes.scaling.to_dequant_scale` of them."""
     tl.store(quant_ptr, quant, mask=mask)
     tl.store(dequant_ptr, tl.div_rn(1.0, quant), mask=mask)
 

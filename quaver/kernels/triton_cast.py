@@ -1,4 +1,4 @@
-"""Casts of a matrix [R, C] to float8 on NVIDIA GPUs, in Triton: the bits of quaver/scaling.py, one layout or both.
+"""Casts of a matrix [R, C] to float8 on NVIDIA GPUs, in Triton: the bits of quaver/recipes/scaling.py, one layout or both.
 
     row codes      [R, C], contiguous                for a matmul that contracts C
     column codes   [R, C] with strides (1, R)        for a matmul that contracts R
@@ -84,7 +84,7 @@ WIDEST_ROW = 32768
 
 
 def cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
-    """`quaver.scaling.dynamic_cast` of an `hp` [R, C] that `takes` accepts, with one scale.
+    """`quaver.recipes.scaling.dynamic_cast` of an `hp` [R, C] that `takes` accepts, with one scale.
 
     Returns:
         The six places of cast.py; scales are float32 ().
@@ -95,7 +95,7 @@ def cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bo
 def cast_with_persistent_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor | None
 ) -> Places:
-    """`quaver.scaling.cast_with_persistent_scale` of an `hp` [R, C] that `takes` accepts.
+    """`quaver.recipes.scaling.cast_with_persistent_scale` of an `hp` [R, C] that `takes` accepts.
 
     Args:
         quant_scale: float32 (). None for a dynamic scale, under which nothing but the amax is observed.
@@ -112,7 +112,7 @@ def cast_with_persistent_scale(
 
 
 def cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
-    """`quaver.scaling.dynamic_cast` of an `hp` [R, C] that `takes` accepts, along dim 1 and along dim 0.
+    """`quaver.recipes.scaling.dynamic_cast` of an `hp` [R, C] that `takes` accepts, along dim 1 and along dim 0.
 
     Returns:
         The six places of cast.py; scales are float32 [R, 1] and [1, C].
@@ -132,7 +132,7 @@ def cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool,
 def cast_with_scale(
     hp: Tensor, float8_dtype: torch.dtype, row_scale: Tensor | None, column_scale: Tensor | None
 ) -> Codes:
-    """`quaver.scaling.cast_to_float8` of an `hp` [R, C] that `takes` accepts.
+    """`quaver.recipes.scaling.cast_to_float8` of an `hp` [R, C] that `takes` accepts.
 
     Args:
         row_scale: float32 () or [R, 1], the quant_scale of row codes. None for no row codes.

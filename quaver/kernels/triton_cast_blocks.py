@@ -1,4 +1,4 @@
-"""The cast of blocks on NVIDIA GPUs, in Triton: the bits of quaver/scaling.py, in one read of the matrix.
+"""The cast of blocks on NVIDIA GPUs, in Triton: the bits of quaver/recipes/scaling.py, in one read of the matrix.
 
 One program casts one tile of whole blocks: a block, or blocks up to 32 rows and columns; of blocks along rows and
 blocks along columns at once, a square of both. Elements outside the matrix are read as 0 and not written. Column codes
@@ -28,7 +28,7 @@ from quaver.kernels.triton_blocks import (
     to_float8,
     to_quant_scale,
 )
-from quaver.scaling import block_counts, e8m0_offset
+from quaver.recipes.scaling import block_counts, e8m0_offset
 
 try:
     import triton.language as tl
@@ -56,7 +56,7 @@ def cast_blockwise(
     length: int,
     mode: str,
 ) -> Places:
-    """`quaver.scaling.dynamic_cast_blocks` of an `hp` [R, C] that triton_cast.py takes, along rows and along columns.
+    """`quaver.recipes.scaling.dynamic_cast_blocks` of an `hp` [R, C] that triton_cast.py takes, along rows and along columns.
 
     Returns:
         The six places of cast.py; square blocks are cast once.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels import cpu
-from quaver.scaling import multiply_scale_
+from quaver.recipes.scaling import multiply_scale_
 
 _TABLE_PAYS_FROM = 8192  # elements; below, the plain conversion costs less than the table's extra calls
 _LEAST_EXACT = 2.0**-110  # scale for bfloat16 products that C computes

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quaver.formats import format_of
+from quaver.recipes.formats import format_of
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from functools import cache
 
 import torch
 
-from quaver.formats import Float8Format, format_of
+from quaver.recipes.formats import Float8Format, format_of
 
 
 @cache

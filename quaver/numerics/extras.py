@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quaver.config import Float8LinearConfig, Float8LinearRecipeName, OperandCasts
+from quaver.linear.quantize import Quantizer, as_matrix, present
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.expected import bulk_db
 from quaver.numerics.matmul_sums import WIDTH as SUMS_WIDTH
@@ -27,8 +27,8 @@ from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
 from quaver.numerics.places import OPERANDS
 from quaver.numerics.record import encode_counts
 from quaver.numerics.statistics import Place, Values, observe_matrix, scales_of, spread, sqnr_db
-from quaver.quantize import Quantizer, as_matrix, present
-from quaver.scaling import multiply_scale_
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, OperandCasts
+from quaver.recipes.scaling import multiply_scale_
 
 _EXPONENTS, _BIAS = 256, 127
 HISTOGRAM_ROWS = 256

@@ -14,14 +14,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from quaver.config import OperandCasts, resolve_config
-from quaver.formats import HP_DTYPES
-from quaver.gemm import Operand
+from quaver.linear.gemm import Operand
+from quaver.linear.quantize import Quantizer, as_matrix
 from quaver.numerics.expected import bulk_db
 from quaver.numerics.extras import RECIPES
 from quaver.numerics.places import OPERANDS, is_shared
 from quaver.numerics.statistics import finish, observe_matrix
-from quaver.quantize import Quantizer, as_matrix
+from quaver.recipes.config import OperandCasts, resolve_config
+from quaver.recipes.formats import HP_DTYPES
 
 
 def figure(sqnr_db: float | None, underflow: float | None) -> float | None:

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.formats import E5M2
 from quaver.numerics.accumulation import Accumulation, accumulate, chains
 from quaver.numerics.statistics import scales_of, signal_and_noise, spread
-from quaver.scaling import multiply_scale_, scale_blocks
+from quaver.recipes.formats import E5M2
+from quaver.recipes.scaling import multiply_scale_, scale_blocks
 
 SAMPLED = 16
 """Rows of each operand: the noise of 256 sums is known to about 0.4 dB."""

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from quaver.experts.module import Float8Experts
-from quaver.linear import Float8Linear
+from quaver.experts.module_weight import ModuleWeight, weights_under
+from quaver.linear.module import Float8Linear
 from quaver.numerics.accumulation import accumulation_of
 from quaver.numerics.extras import WIDTH as EXTRAS_WIDTH
 from quaver.numerics.extras import describe_extras, describe_sums
@@ -42,7 +43,6 @@ from quaver.numerics.statistics import STATISTICS, finish, new_slots
 from quaver.numerics.step_ends import StepEnds
 from quaver.numerics.watch import AlarmSink
 from quaver.torch_private.autograd import runs_in_backward
-from quaver.weights.module_weight import ModuleWeight, weights_under
 
 CPU = torch.device("cpu")
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")

@@ -31,15 +31,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.config import MATMULS
 from quaver.kernels.cpu import check_memory, has_memory
 from quaver.kernels.operation import library
+from quaver.linear.quantize import as_matrix
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.extras import extras_of, extras_of_result
 from quaver.numerics.matmul_sums import Rows, some_rows
 from quaver.numerics.statistics import merge, new_slots, observe_matrix, observe_result, observe_scales, spread
-from quaver.quantize import as_matrix
-from quaver.scaling import scale_blocks
+from quaver.recipes.config import MATMULS
+from quaver.recipes.scaling import scale_blocks
 from quaver.torch_private.autograd import runs_in_backward
 from quaver.torch_private.dispatch import without_dispatch_modes
 from quaver.torch_private.tracing import FakeTensor

@@ -9,9 +9,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from quaver.experts.groups import GroupedOperand, bounds_of, first_scale, scale_of_group
+from quaver.linear.quantize import as_matrix
 from quaver.numerics.observe import QUANTIZED_BEFORE, Sampling, observing_operation
 from quaver.numerics.statistics import Place, merge, new_slots, observe_matrix, observe_result, observe_scales
-from quaver.quantize import as_matrix
 from quaver.torch_private.autograd import runs_in_backward
 
 _OF_OTHER_RANKS = "its codes are those of tokens of all ranks, and the high-precision matrix has this rank's tokens"

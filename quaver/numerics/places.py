@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from quaver.config import CastConfig, Float8LinearConfig, OperandCasts
+from quaver.recipes.config import CastConfig, Float8LinearConfig, OperandCasts
 
 OPERANDS = ("input", "weight", "grad_output")
 RESULTS = ("output", "grad_input", "grad_weight")

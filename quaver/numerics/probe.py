@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quaver.config import Float8LinearConfig
 from quaver.experts.groups import GroupedOperand, GroupedOperands
-from quaver.gemm import Operand
+from quaver.linear.gemm import Operand
+from quaver.linear.quantize import Operands
+from quaver.linear.tensor import Float8Tensor
 from quaver.numerics import observe, observe_groups
 from quaver.numerics.places import BACKWARD, FORWARD, GRAD_INPUT, GRAD_WEIGHT, OPERANDS, OUTPUT, Place, is_shared
 from quaver.numerics.statistics import clear, merge, new_slots
-from quaver.quantize import Operands
-from quaver.tensor import Float8Tensor
+from quaver.recipes.config import Float8LinearConfig
 
 
 class Slots:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quaver.formats import E5M2, Float8Format
 from quaver.numerics.expected import (
     cast_bound_db,
     named_format,
@@ -22,6 +21,7 @@ from quaver.numerics.expected import (
 )
 from quaver.numerics.remedies import no_remedies, remedies, remedies_of_sums
 from quaver.numerics.seen import Sample, Seen
+from quaver.recipes.formats import E5M2, Float8Format
 
 BIT_DB = 20 * math.log10(2)
 """What one bit of the mantissa is worth."""

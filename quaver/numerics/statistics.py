@@ -31,9 +31,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quaver.formats import format_of
 from quaver.kernels import cpu
-from quaver.scaling import scale_blocks
+from quaver.recipes.formats import format_of
+from quaver.recipes.scaling import scale_blocks
 
 
 class Place(enum.IntEnum):

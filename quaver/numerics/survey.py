@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quaver.config import Float8LinearConfig
-from quaver.layer_recipes import HIGH_PRECISION, LayerRecipes
+from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.numerics.extras import RECIPES
 from quaver.numerics.figures import figures
+from quaver.recipes.config import Float8LinearConfig
 
 
 @dataclass

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.config import MATMULS, Float8LinearConfig, OperandCasts
+from quaver.linear.quantize import Quantizer, as_matrix
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.matmul_sums import Rows, Sums, observe_sums, some_rows
 from quaver.numerics.survey import hooked
-from quaver.quantize import Quantizer, as_matrix
+from quaver.recipes.config import MATMULS, Float8LinearConfig, OperandCasts
 
 
 @dataclass(frozen=True)

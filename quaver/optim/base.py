@@ -25,7 +25,7 @@ from quaver.optim.groups import with_own_options
 from quaver.optim.options import check_same_algorithm
 from quaver.optim.rounding import step_key
 from quaver.optim.state import is_small, layout_of, new_state, read_moments, write_moments
-from quaver.slow_paths import say_once
+from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.dispatch import fake_mode_is_on
 from quaver.torch_private.dtensor import local_tensor, waited_local_tensor
 from quaver.torch_private.optimizer import loading
@@ -262,7 +262,7 @@ def _check_no_capture(name: str) -> None:
 def _write_to_empty_part(parameter: Tensor) -> None:
     """Write to a parameter of which this rank has no element, as the step does on the ranks that have some.
 
-    What follows a write is the same on every rank then: see [Note: when scales are dropped] in weights/gathered.py.
+    What follows a write is the same on every rank then: see [Note: when scales are dropped] in fsdp/gathered.py.
     """
     local = local_tensor(parameter).detach()
     if not local.numel():

@@ -22,8 +22,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quaver.formats import E4M3
 from quaver.kernels.adamw import BLOCK
+from quaver.recipes.formats import E4M3
 
 LARGEST_QUANT_SCALE = 2.0**120
 """A larger one has a subnormal reciprocal."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quaver.optim.rounding import decode, encode, high16, low16, more_random_bits, random_bits, round_to_bfloat16
-from quaver.scaling import runs_eagerly_on_cpu
+from quaver.recipes.scaling import runs_eagerly_on_cpu
 
 
 class Scalars(NamedTuple):

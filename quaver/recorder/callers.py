@@ -22,7 +22,7 @@ _CHECKPOINT = "torch.utils.checkpoint"
 _ENGINE = "torch.autograd.graph", "_engine_run_backward"
 
 NOT_THE_MODELS = (
-    *("torch.", "quaver.recorder.", "quaver.memory.", "quaver.kernels.operation", "quaver.phases"),
+    *("torch.", "quaver.recorder.", "quaver.memory.", "quaver.kernels.operation", "quaver.runtime.phases"),
     *("quaver.torch_private.", "contextlib", "functools"),
 )
 """Prefixes of Python modules that are not the model's code, or call what others chose."""
@@ -32,7 +32,7 @@ class Caller(NamedTuple):
     """The call of one operator."""
 
     line: str
-    """As "quaver/linear.py:123", the file's path from its outermost package on; empty where there is none."""
+    """As "quaver/linear/module.py:123", the file's path from its outermost package on; empty where there is none."""
     communicates: bool
     """Whether the result is a buffer of a collective."""
     under_policy: bool

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.phases import OpenPhase
 from quaver.recorder.callers import caller
 from quaver.recorder.modules import OUTSIDE, ModuleTracker
 from quaver.recorder.storages import StorageWatch, plain_parts
+from quaver.runtime.phases import OpenPhase
 from quaver.torch_private.autograd import current_node
 from quaver.torch_private.memory import storage_key
 
@@ -71,7 +71,7 @@ class Allocation:
     """Of the first tensor seen with the storage."""
     dtype: str
     line: str = ""
-    """The line that called the operator, as "quaver/linear.py:123"; for an autograd node in C++ the forward's line that
+    """The line that called the operator, as "quaver/linear/module.py:123"; for an autograd node in C++ the forward's line that
     created the node, as "backward of model.py:57"; empty where neither is known."""
     of: Allocation | None = None
     """The largest operand of the operator, or of the float8 phase around it."""

@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quaver.phases import watch_phases
 from quaver.recorder.modules import ModuleTracker, is_compiled, visible_modules
 from quaver.recorder.recorder import Allocation, Recorder
 from quaver.recorder.report import added_bytes, report_of
 from quaver.recorder.saved import record_saved_tensors
+from quaver.runtime.phases import watch_phases
 
 COMPILED = "compiled code: not attributed"
 

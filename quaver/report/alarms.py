@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from quaver.numerics.record import Record
-from quaver.trainer.json_file import STRICT
+from quaver.settings.json_file import STRICT
 
 
 class Alarm(TypedDict):

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from quaver.config import Float8LinearRecipeName
-from quaver.convert import FilterDecision
+from quaver.conversion.convert import FilterDecision
 from quaver.kernels.native_blocks import ALIGNMENT
+from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.cost import has_blocks, linear_cost
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
 

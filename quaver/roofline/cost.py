@@ -31,7 +31,7 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quaver.config import MATMULS, CastConfig, Float8LinearConfig, Float8LinearRecipeName, OperandCasts
+from quaver.recipes.config import MATMULS, CastConfig, Float8LinearConfig, Float8LinearRecipeName, OperandCasts
 from quaver.roofline.device_specs import DeviceSpec
 
 

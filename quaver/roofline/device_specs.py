@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quaver.devices import synchronize
+from quaver.runtime.devices import synchronize
 
 
 @dataclass(frozen=True)

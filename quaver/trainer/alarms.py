@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 from quaver import conversion_report, convert_to_float8_training, convert_to_high_precision
-from quaver.delayed import float8_scaling_state
-from quaver.layer_recipes import HIGH_PRECISION
+from quaver.conversion.delayed import float8_scaling_state
+from quaver.conversion.layer_recipes import HIGH_PRECISION
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.rules import REMEDIED
 from quaver.numerics.watch import AlarmSink, LineSink
-from quaver.trainer.checkpoint import Checkpointer
-from quaver.trainer.config import Float8, Numerics
+from quaver.runs.checkpoint import Checkpointer
+from quaver.runs.run_folder import RunFolder
+from quaver.settings import Float8, Numerics
 from quaver.trainer.display import Display
 from quaver.trainer.float8 import fuse_producers, linear_config
 from quaver.trainer.mixture import Experts
-from quaver.trainer.run_folder import RunFolder
 from quaver.trainer.trained_model import TrainedModel
 
 

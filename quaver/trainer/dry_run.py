@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from quaver.conversion_report import ConversionReport
+from quaver.conversion.report import ConversionReport
+from quaver.data.source import Source, find_source
+from quaver.data.tokenizer import check_vocabulary, load_tokenizer
 from quaver.optim.combined import state_bytes
+from quaver.runtime.ranks import plain_tensors
+from quaver.settings import TrainConfig
+from quaver.settings.parallel_dims import ParallelDims, resolve
 from quaver.torch_private.fake_ranks import FakeStore
-from quaver.trainer.config import TrainConfig
-from quaver.trainer.data.source import Source, find_source
-from quaver.trainer.data.tokenizer import check_vocabulary, load_tokenizer
 from quaver.trainer.flops import LinearPrecision, grouped, linear_precisions
 from quaver.trainer.model import training_flops_per_token
 from quaver.trainer.optimizer import build_optimizer
-from quaver.trainer.parallel_dims import ParallelDims, resolve
 from quaver.trainer.parallelize import parallelize
-from quaver.trainer.ranks import plain_tensors
 from quaver.trainer.run_setup import check_environment, make_models
 
 

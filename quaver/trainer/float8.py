@@ -17,11 +17,11 @@ from quaver import (
     auto_filter_for_recipe,
     conversion_report,
 )
-from quaver.conversion_report import ConversionReport
-from quaver.convert import ModuleFilter
+from quaver.conversion.convert import ModuleFilter
+from quaver.conversion.layer_recipes import convert_layers
+from quaver.conversion.report import ConversionReport
 from quaver.experts.module import Float8Experts
-from quaver.layer_recipes import convert_layers
-from quaver.trainer.config import Float8
+from quaver.settings import Float8
 from quaver.trainer.mixture import Experts
 from quaver.trainer.model import Block, FeedForward, Llama, RMSNorm
 

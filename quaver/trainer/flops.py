@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from quaver import Float8Linear, Float8LinearConfig
-from quaver.config import MATMULS
 from quaver.experts.gemm import grouped_backend_of_casts
 from quaver.experts.module import Float8Experts, weights_of
-from quaver.gemm import GemmBackend, backend_of_casts
 from quaver.kernels.exact_mm import has_bfloat16_units
+from quaver.linear.gemm import GemmBackend, backend_of_casts
+from quaver.recipes.config import MATMULS
 from quaver.roofline.device_specs import PeakFlops
-from quaver.trainer.config import Model
+from quaver.settings import Model
 from quaver.trainer.mixture import Experts
 from quaver.trainer.model import Llama, training_flops_per_token
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from quaver.recorder.allocator import measure_usage
 from quaver.recorder.storages import TensorBytes
+from quaver.runtime.ranks import plain_tensors
 from quaver.torch_private.memory import storage_key
-from quaver.trainer.ranks import plain_tensors
 
 
 @dataclass

@@ -15,14 +15,14 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from quaver.devices import describe
 from quaver.roofline.device_specs import PeakFlops
-from quaver.trainer.config import Metrics, TrainConfig
-from quaver.trainer.config.settings import NotNegative
-from quaver.trainer.errors import CheckpointError, OutputError
+from quaver.runs.errors import CheckpointError, OutputError
+from quaver.runtime.devices import describe
+from quaver.settings import Metrics, TrainConfig
+from quaver.settings.fields import NotNegative
+from quaver.settings.json_file import STRICT
+from quaver.settings.parallel_dims import ParallelDims
 from quaver.trainer.flops import utilization
-from quaver.trainer.json_file import STRICT
-from quaver.trainer.parallel_dims import ParallelDims
 from quaver.trainer.trained_model import TrainedModel
 
 WARMUP_STEPS = 3

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.config import CastConfig, Float8LinearConfig, ScalingType
 from quaver.experts.dispatch import Bring, Combine, Dispatch
 from quaver.experts.grouped_mm import float8_grouped_mm
 from quaver.experts.module import RoutedExperts
-from quaver.linear import compute_dtype
-from quaver.trainer.config import Model
+from quaver.linear.module import compute_dtype
+from quaver.recipes.config import CastConfig, Float8LinearConfig, ScalingType
+from quaver.runtime.ranks import plain_tensors
+from quaver.settings import Model
 from quaver.trainer.functional import swiglu
-from quaver.trainer.ranks import plain_tensors
 
 Kind = TypeVar("Kind", bound=nn.Module)
 

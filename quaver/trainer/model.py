@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.linear import compute_dtype
-from quaver.trainer.config import Model
-from quaver.trainer.config.model import RopeScaling
+from quaver.linear.module import compute_dtype
+from quaver.settings import Model
+from quaver.settings.model import RopeScaling
 from quaver.trainer.functional import embedding, plain_rms_norm, rms_norm, swiglu
 from quaver.trainer.mixture import Mixture
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.trainer.ranks import plain_tensors
+from quaver.runtime.ranks import plain_tensors
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quaver.numerics.record import RecordWriter, decode_counts
-from quaver.trainer.errors import OutputError
+from quaver.runs.errors import OutputError
+from quaver.runs.run_folder import RunFolder
 from quaver.trainer.metrics import Histograms, Logger
-from quaver.trainer.run_folder import RunFolder
 
 LOGGED = ("amax", "underflow", "saturated", "sqnr_db", "nonfinite")
 """The statistics that loggers get; the file has all."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quaver.optim import FLOAT32_MOMENTS, CombinedOptimizer, Float8AdamW, Float8Muon, embeddings_of
-from quaver.trainer.config import LRScheduler, Optimizer
-from quaver.trainer.ranks import plain_tensors
+from quaver.runtime.ranks import plain_tensors
+from quaver.settings import LRScheduler, Optimizer
 
 REMAINING: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),

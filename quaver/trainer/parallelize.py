@@ -40,8 +40,8 @@ from quaver.distributed import (
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
-from quaver.distributed.linear_sharding import check_can_be_sharded
-from quaver.trainer.config import TrainConfig
+from quaver.parallel.linear_sharding import check_can_be_sharded
+from quaver.settings import TrainConfig
 from quaver.trainer.mixture import Experts, modules_of
 from quaver.trainer.model import Block, FeedForward, Llama
 

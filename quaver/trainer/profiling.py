@@ -21,14 +21,14 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from quaver import Float8Linear
+from quaver.linear.scale_state import LinearScales
 from quaver.recorder.draw import draw_timeline
 from quaver.recorder.timeline import record_timeline
-from quaver.scale_state import LinearScales
+from quaver.runs.errors import OutputError
+from quaver.runtime.ranks import Ranks
+from quaver.settings import TrainConfig
 from quaver.torch_private.memory import dump_snapshot, record_memory_history
-from quaver.trainer.config import TrainConfig
-from quaver.trainer.errors import OutputError
 from quaver.trainer.process import Requests, snapshot_signals
-from quaver.trainer.ranks import Ranks
 
 MAX_HISTORY_ENTRIES = 100_000
 """The newest allocations and frees in CUDA's history."""

@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from quaver.conversion_report import ConversionReport
-from quaver.devices import resolve_device
-from quaver.trainer.checkpoint_folder import read_record
-from quaver.trainer.config import TrainConfig, require
-from quaver.trainer.data import TokenData, load_data
-from quaver.trainer.errors import CheckpointError, OutputError
+from quaver.conversion.report import ConversionReport
+from quaver.data import TokenData, load_data
+from quaver.runs.checkpoint_folder import read_record
+from quaver.runs.errors import CheckpointError, OutputError
+from quaver.runs.run_folder import RunFolder, provenance
+from quaver.runtime.devices import resolve_device
+from quaver.runtime.ranks import Ranks
+from quaver.settings import TrainConfig, require
+from quaver.settings.parallel_dims import ParallelDims, resolve
 from quaver.trainer.float8 import convert_model
 from quaver.trainer.flops import flops_per_token_by_precision
 from quaver.trainer.metrics import check_loggers
 from quaver.trainer.model import Llama
-from quaver.trainer.parallel_dims import ParallelDims, resolve
 from quaver.trainer.parallelize import check_tensor_parallel
-from quaver.trainer.ranks import Ranks
-from quaver.trainer.run_folder import RunFolder, provenance
 
 
 @dataclass

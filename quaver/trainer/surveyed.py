@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from quaver.data import Batch, load_data
 from quaver.export.files import read_config
 from quaver.export.source import ROUTERS, huggingface_source
-from quaver.trainer.config import Data, Model, TrainConfig
-from quaver.trainer.config_io import build_config
-from quaver.trainer.data import Batch, load_data
+from quaver.settings import Data, Model, TrainConfig
+from quaver.settings.config_file import build_config
 from quaver.trainer.huggingface.config import model_from_hf
 from quaver.trainer.huggingface.convert import checkpoint_of, open_checkpoint
 from quaver.trainer.huggingface.float8 import run_source

@@ -14,30 +14,30 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from quaver.conversion_report import conversion_report
+from quaver.conversion.report import conversion_report
+from quaver.data import Batch, TokenData
 from quaver.numerics.monitor import Monitor
 from quaver.numerics.watch import AlarmSink
 from quaver.roofline.device_specs import PeakFlops, peak_flops
+from quaver.runs.checkpoint import Checkpointer, load_weights
+from quaver.runs.checkpoint_folder import Progress
+from quaver.runs.errors import CheckpointError, NonFiniteError, OutputError
+from quaver.runs.run_folder import RunFolder, replaced
+from quaver.runtime.ranks import Ranks
+from quaver.settings import TrainConfig
+from quaver.settings.parallel_dims import ParallelDims
 from quaver.trainer.alarms import RunAlarms, fall_back
-from quaver.trainer.checkpoint import Checkpointer, load_weights
-from quaver.trainer.checkpoint_folder import Progress
-from quaver.trainer.config import TrainConfig
-from quaver.trainer.data import Batch, TokenData
 from quaver.trainer.display import Display, print_results, say, training_display
-from quaver.trainer.errors import CheckpointError, NonFiniteError, OutputError
 from quaver.trainer.float8_scales import saturation_summary, scales_record
 from quaver.trainer.flops import utilization
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.memory import device_memory, reset_device_peaks
 from quaver.trainer.metrics import JsonLines, Logger, is_spike, open_loggers, remember, summarize
 from quaver.trainer.numerics import NumericsLog
-from quaver.trainer.parallel_dims import ParallelDims
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.plot import draw_curves
 from quaver.trainer.process import Requests, Watchdog, determinism, quiet, stop_signals, watchdog
 from quaver.trainer.profiling import Profiling
-from quaver.trainer.ranks import Ranks
-from quaver.trainer.run_folder import RunFolder, replaced
 from quaver.trainer.run_setup import RunSetup, begin_folder, open_folder, set_up_run
 from quaver.trainer.trained_model import StepResult, TrainedModel
 

@@ -17,13 +17,14 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver.devices import synchronize
+from quaver.data import Batch
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.experts.module import Float8Experts
 from quaver.numerics.monitor import Monitor
-from quaver.trainer.config import TrainConfig, Training
-from quaver.trainer.data import Batch
-from quaver.trainer.errors import NonFiniteError
+from quaver.runs.errors import NonFiniteError
+from quaver.runtime.devices import synchronize
+from quaver.runtime.ranks import Ranks
+from quaver.settings import TrainConfig, Training
 from quaver.trainer.float8 import in_high_precision
 from quaver.trainer.loss import next_token_loss
 from quaver.trainer.memory import PeakMemory, measure_peak
@@ -44,7 +45,6 @@ from quaver.trainer.optimizer import (
     squared_norm_share,
     sum_partial_gradients,
 )
-from quaver.trainer.ranks import Ranks
 
 
 def autocast_of(training: Training, device: torch.device) -> torch.autocast:

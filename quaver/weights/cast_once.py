@@ -19,12 +19,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from quaver.distributed.weight_scales import AllGatherState, all_gather_state
-from quaver.linear import Float8Linear
+from quaver.experts.module_weight import ModuleWeight, weights_under
+from quaver.fsdp.gathered import AllGatherInputs, Float8AllGatherWeight, ScaleBox, is_all_gather_weight
+from quaver.fsdp.weight_scales import AllGatherState, all_gather_state
+from quaver.linear.module import Float8Linear
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torch_private.versions import version_of
-from quaver.weights.gathered import AllGatherInputs, Float8AllGatherWeight, ScaleBox, is_all_gather_weight
-from quaver.weights.module_weight import ModuleWeight, weights_under
 
 
 class PreparedWeight:

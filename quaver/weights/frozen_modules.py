@@ -14,14 +14,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quaver.distributed.weight_scales import local_weight
 from quaver.experts.module import Float8Experts
-from quaver.formats import FORMATS
-from quaver.linear import Float8Linear
+from quaver.experts.module_weight import ModuleWeight, weights_of_module
+from quaver.fsdp.weight_scales import local_weight
+from quaver.linear.frozen_state import FrozenState
+from quaver.linear.frozen_weight import FrozenFloat8Weight
+from quaver.linear.module import Float8Linear
+from quaver.recipes.formats import FORMATS
 from quaver.torch_private.dtensor import distributed_like, is_dtensor, local_shape_and_offset
-from quaver.weights.frozen import FrozenFloat8Weight
-from quaver.weights.frozen_state import FrozenState
-from quaver.weights.module_weight import ModuleWeight, weights_of_module
 
 SCALE_SUFFIX = "_dequant_scale"
 """What follows the name of a weight in that of its scales, where a state_dict has plain codes."""

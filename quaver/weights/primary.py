@@ -35,19 +35,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quaver.config import Float8LinearConfig, OperandCasts
 from quaver.experts.grouped_mm import quantize_weight
 from quaver.experts.module import Float8Experts, is_transposed
-from quaver.formats import HP_DTYPES
-from quaver.gemm import Operand
-from quaver.linear import Float8Linear
-from quaver.quantize import Operands, Quantizer, present
-from quaver.tensor import Float8Tensor
+from quaver.experts.module_weight import ModuleWeight, owners_of_parameters, weights_of_module, weights_under
+from quaver.linear.gemm import Operand
+from quaver.linear.module import Float8Linear
+from quaver.linear.quantize import Operands, Quantizer, present
+from quaver.linear.tensor import Float8Tensor
+from quaver.linear.weight_form import COLLECTIVES, WrappedTensor, is_parameter
+from quaver.recipes.config import Float8LinearConfig, OperandCasts
+from quaver.recipes.formats import HP_DTYPES
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.optimizer import loading, saved
 from quaver.torch_private.versions import version_of
-from quaver.weights.base import COLLECTIVES, WrappedTensor, is_parameter
-from quaver.weights.module_weight import ModuleWeight, owners_of_parameters, weights_of_module, weights_under
 
 aten = torch.ops.aten
 

@@ -39,10 +39,10 @@ def row(size_bytes: int, **what) -> dict:
         "phase": "forward",
         "shape": [2048, 768],
         "dtype": "bfloat16",
-        "source": "quaver/gemm.py:106",
+        "source": "quaver/linear/gemm.py:106",
         "saved_in": "model.layers.0.mlp",
         "saved_by": "autograd",
-        "first_use": {"operator": "aten.mm", "module": "model.layers.0.mlp", "source": "quaver/linear.py:123"},
+        "first_use": {"operator": "aten.mm", "module": "model.layers.0.mlp", "source": "quaver/linear/module.py:123"},
     }
     return plain | what
 

@@ -151,7 +151,7 @@ def test_a_part_shows_all_its_fields_and_layers_unfold(browser, pages):
     browser.pointer().move_to_element(leaf).perform()
     panel = dict(zip(browser.texts(".panel dt"), browser.texts(".panel dd"), strict=True))
     wanted = {"operator": "quaver.exact_float8_mm", "bytes": "41,943,040 = 40.00 MiB", "shape": "2048 \u00d7 768"}
-    wanted |= {"source": "quaver/gemm.py:106", "of": "model.layers.*.mlp.gate_proj.weight"}
+    wanted |= {"source": "quaver/linear/gemm.py:106", "of": "model.layers.*.mlp.gate_proj.weight"}
     assert wanted.items() <= panel.items()
     assert any("</script>" in each.get_attribute("aria-label") for each in browser.all(".cell"))
     assert [_cell(browser, "*").text] == ["*"]

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quaver.tensor import Float8Tensor
+from quaver.linear.tensor import Float8Tensor
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 

@@ -13,8 +13,8 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver.quantize import Quantizer
-from quaver.tensor import Float8Tensor
+from quaver.linear.quantize import Quantizer
+from quaver.linear.tensor import Float8Tensor
 
 DIM = 18  # neither it nor HIDDEN divides by 4: the last rank's shards are smaller
 HIDDEN = 42

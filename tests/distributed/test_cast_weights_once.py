@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-import quaver.weights.gathered as fsdp
+import quaver.fsdp.gathered as fsdp
 from quaver import cast_weights_once, convert_to_float8_training
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from tests import steps

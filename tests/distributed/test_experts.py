@@ -22,9 +22,9 @@ from quaver import (
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.experts.grouped_mm import operands_of_quantized
 from quaver.experts.groups import scale_of_group
-from quaver.tensor import Float8Tensor
-from quaver.weights import gathered
-from quaver.weights.module_weight import weights_of_module
+from quaver.experts.module_weight import weights_of_module
+from quaver.fsdp import gathered
+from quaver.linear.tensor import Float8Tensor
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import LEARNING_RATE, batches, config_of, loss_of, train_in_parts
 from tests.distributed.ranks import on_ranks, refusal, run

@@ -23,9 +23,10 @@ from quaver import (
     convert_to_high_precision,
     freeze_to_float8,
 )
-from quaver.distributed import Float8ExpertParallel, collectives
+from quaver.distributed import Float8ExpertParallel
 from quaver.experts.module import Float8Experts
-from quaver.weights.gathered import Float8AllGatherWeight
+from quaver.fsdp.gathered import Float8AllGatherWeight
+from quaver.runtime import collectives
 from tests.distributed.ranks import mesh_of, on_ranks, refusal
 from tests.reference import BACKEND, assert_same_bits, sqnr_db
 from tests.steps import assert_same

@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from quaver import Float8ColwiseParallel, Float8LinearConfig, Float8RowwiseParallel, freeze_to_float8
+from quaver.conversion.freeze import blockwise_config
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
-from quaver.frozen import blockwise_config
 from tests.distributed.models import config_of
 from tests.distributed.ranks import mesh_of, on_ranks
 from tests.steps import assert_same

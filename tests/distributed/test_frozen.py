@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from quaver import Float8ColwiseParallel, convert_to_high_precision, freeze_to_float8
 from quaver.export import iter_float8_weights
-from quaver.weights.frozen import FrozenFloat8Weight
+from quaver.linear.frozen_weight import FrozenFloat8Weight
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import LEARNING_RATE, batches, make_model, train_in_parts
 from tests.distributed.ranks import mesh_of, on_ranks

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver import CastConfig, Float8Linear, ScalingGranularity, convert_to_float8_training
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.tensor import Float8Tensor
+from quaver.linear.tensor import Float8Tensor
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import (
     LEARNING_RATE,

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from quaver import convert_to_float8_training, convert_to_high_precision
 from quaver.checkpointing import MODES, apply_activation_checkpointing
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.weights.gathered import Float8AllGatherWeight
+from quaver.fsdp.gathered import Float8AllGatherWeight
 from tests.distributed.models import (
     DIM,
     LEARNING_RATE,

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from quaver.cli import main
-from quaver.trainer.checkpoint_folder import FORMAT
-from quaver.trainer.config import Float8, Model, Parallelism, TrainConfig, Training
+from quaver.runs.checkpoint_folder import FORMAT
+from quaver.settings import Float8, Model, Parallelism, TrainConfig, Training
+from quaver.settings.parallel_dims import resolve
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.model import Llama
-from quaver.trainer.parallel_dims import resolve
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.run_setup import make_models
 from tests.distributed.ranks import run

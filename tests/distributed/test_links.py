@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from quaver.memory.faking.gpu import predicting_for
 from quaver.memory.runs.links import link_of, predict_links
 from quaver.memory.runs.predict import training_step
-from quaver.trainer.config import Float8, Model, Parallelism, TrainConfig, Training
+from quaver.runtime.ranks import Ranks
+from quaver.settings import Float8, Model, Parallelism, TrainConfig, Training
+from quaver.settings.parallel_dims import ParallelDims, resolve
 from quaver.trainer.initialize import allocate, initialize
-from quaver.trainer.parallel_dims import ParallelDims, resolve
 from quaver.trainer.parallelize import parallelize
-from quaver.trainer.ranks import Ranks
 from quaver.trainer.run_setup import make_models
 from quaver.trainer.trained_model import TrainedModel
 from tests.distributed import ranks

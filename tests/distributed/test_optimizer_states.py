@@ -17,9 +17,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from quaver.config import Float8LinearConfig
-from quaver.convert import convert_to_float8_training
+from quaver.conversion.convert import convert_to_float8_training
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon
+from quaver.recipes.config import Float8LinearConfig
 from tests.distributed.ranks import RanksError, mesh_of, on_ranks, run
 from tests.steps import assert_same, full
 from tests.thinned import at_night

@@ -13,10 +13,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
 from torch.torch_version import TorchVersion
 
-import quaver.linear
+import quaver.linear.module
 from quaver import convert_to_float8_training
 from quaver.checkpointing import store_activations_in_float8
-from quaver.quantize import Quantizer
+from quaver.linear.quantize import Quantizer
 from tests.distributed import ranks
 from tests.distributed.models import Block, config_of, loss_of
 from tests.reference import RECIPES
@@ -67,7 +67,7 @@ class Counter:
 
     def __enter__(self):
         self.matmuls = self.casts = 0
-        multiply, cast = quaver.linear.mm, Quantizer.cast
+        multiply, cast = quaver.linear.module.mm, Quantizer.cast
 
         def counted_mm(*arguments):
             self.matmuls += 1
@@ -77,7 +77,7 @@ class Counter:
             self.casts += 1
             return cast(*arguments)
 
-        of_mm = mock.patch.object(quaver.linear, "mm", counted_mm)
+        of_mm = mock.patch.object(quaver.linear.module, "mm", counted_mm)
         self.patches = of_mm, mock.patch.object(Quantizer, "cast", counted_cast)
         for each in self.patches:
             each.start()

@@ -13,12 +13,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-import quaver.quantize as quantize
-import quaver.weights.gathered as fsdp
+import quaver.fsdp.gathered as fsdp
+import quaver.linear.quantize as quantize
 from quaver import cast_weights_once, convert_to_float8_training, use_float8_primary_weights
-from quaver.config import ScalingGranularity
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.distributed.weight_scales import all_gather_state
+from quaver.fsdp.weight_scales import all_gather_state
+from quaver.recipes.config import ScalingGranularity
 from quaver.weights.primary import Float8PrimaryWeight
 from tests.distributed.models import DIM, HIDDEN, LEARNING_RATE, batches, config_of, loss_of, make_model
 from tests.distributed.ranks import on_ranks, run

@@ -15,10 +15,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 from quaver import cast_weights_once, convert_to_float8_training
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
-from quaver.distributed.linear_sharding import AllGatherInput, is_all_gathered_in_float8
-from quaver.linear import Float8Linear
-from quaver.scaling import NO_PERSISTENT_SCALES
-from quaver.tensor import Float8Tensor
+from quaver.linear.module import Float8Linear
+from quaver.linear.tensor import Float8Tensor
+from quaver.parallel.linear_sharding import AllGatherInput, is_all_gathered_in_float8
+from quaver.recipes.scaling import NO_PERSISTENT_SCALES
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import config_of, quantized
 from tests.distributed.ranks import mesh_of, on_ranks, refusal, run

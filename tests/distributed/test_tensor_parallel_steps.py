@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from quaver import convert_to_float8_training, float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, precompute_float8_dynamic_scale_for_fsdp
-from quaver.tensor import Float8Tensor
+from quaver.linear.tensor import Float8Tensor
 from tests.distributed.counting import CollectiveCounter
 from tests.distributed.models import (
     assert_same_scaling_on_all_ranks,

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quaver import scaling
+from quaver.recipes import scaling
 from tests.reference import assert_same_bits, every_value
 
 E4M3 = torch.float8_e4m3fn

@@ -9,7 +9,7 @@ from torch import nn
 from quaver import convert_to_float8_training, float8_scaling_state
 from quaver.compat.delayed_buffers import load_delayed_buffers
 from tests.steps import assert_same
-from tests.unit.test_delayed import config_of, fared, make, scale_of, states, step
+from tests.unit.conversion.test_delayed import config_of, fared, make, scale_of, states, step
 
 OLD_NAMES = {"input": "x", "weight": "w", "grad_output": "dL_dY"}
 AMAXES = {"input": [3.0, 7.0, 2.0], "weight": [0.25], "grad_output": [1.0, 0.5]}

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from quaver import Float8LinearConfig, conversion_report, convert_to_high_precision
-from quaver.distributed import collectives
+from quaver.conversion.check import assert_float8_training
 from quaver.experts.module import Float8Experts
-from quaver.integrations.check import assert_float8_training
+from quaver.fsdp.gathered import Float8AllGatherWeight
 from quaver.integrations.transformers import prepare_model_for_float8
-from quaver.weights.gathered import Float8AllGatherWeight
+from quaver.runtime import collectives
 from tests.distributed.ranks import refusal, run
 from tests.reference import assert_same_bits
 from tests.thinned import first

@@ -27,10 +27,10 @@ from transformers.utils.quantization_config import CompressedTensorsConfig, Fine
 
 from quaver import convert_to_float8_training, convert_to_high_precision, freeze_to_float8
 from quaver.cli import main
+from quaver.conversion.freeze import blockwise_config
 from quaver.experts.module import is_experts
 from quaver.export import load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
-from quaver.frozen import blockwise_config
 from tests.foreign.llama import not_the_head
 from tests.steps import assert_same
 

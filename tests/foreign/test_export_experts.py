@@ -19,13 +19,13 @@ from transformers.utils.quantization_config import CompressedTensorsConfig, Fine
 
 from quaver import convert_to_float8_training, freeze_to_float8
 from quaver.cli import main
+from quaver.conversion.freeze import blockwise_config
 from quaver.experts.module import Float8Experts
 from quaver.export import import_float8, iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
-from quaver.frozen import blockwise_config
 from quaver.integrations.transformers import prepare_model_for_float8
-from quaver.scaling import dequantize
-from quaver.weights.frozen import FrozenFloat8Weight
+from quaver.linear.frozen_weight import FrozenFloat8Weight
+from quaver.recipes.scaling import dequantize
 from tests.foreign.zoo import MODELS, make
 from tests.reference import assert_same_bits, sqnr_db
 from tests.steps import assert_same

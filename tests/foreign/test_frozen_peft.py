@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quaver import FrozenFloat8Linear, conversion_report, freeze_to_float8
-from quaver.weights.frozen import FrozenFloat8Weight
+from quaver.linear.frozen_weight import FrozenFloat8Weight
 from tests.foreign.llama import Tokens, batches, llama, not_the_head, optimizer_of, train_by_hand
 from tests.foreign.test_transformers_trainer import losses_of, trainer
 from tests.reference import sqnr_db

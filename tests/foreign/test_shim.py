@@ -34,8 +34,8 @@ def check_names():
     from torchao.float8 import config, float8_linear, float8_linear_utils, float8_tensor_parallel, fsdp_utils
 
     import quaver
+    from quaver.fsdp.gathered import Float8AllGatherWeight
     from quaver.integrations import torchao as shim
-    from quaver.weights.gathered import Float8AllGatherWeight
 
     importer = sys.modules["a_users_module"] = type(sys)("a_users_module")
     importer.convert = package.convert_to_float8_training
@@ -131,7 +131,7 @@ def as_a_module(words):
 def test_a_script_runs_unchanged(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     done = Forked(as_a_module, [str(tmp_path / "program.py"), "--lr", "1"]).finished()
-    assert done.stdout.splitlines()[-1] == f"__main__ quaver.linear ['--lr', '1'] {tmp_path}"
+    assert done.stdout.splitlines()[-1] == f"__main__ quaver.linear.module ['--lr', '1'] {tmp_path}"
     assert done.stderr.count("quaver stands in for torchao.float8") == 1
 
 

@@ -11,8 +11,8 @@ import quaver
 from quaver import Float8Linear, assert_float8_training, conversion_report, convert_to_float8_training
 from quaver.compat.float8.float8_linear_utils import linear_requires_sync
 from quaver.compat.float8.float8_utils import config_has_stateful_scaling
-from quaver.config import resolve_config
 from quaver.integrations.transformers import prepare_model_for_float8
+from quaver.recipes.config import resolve_config
 
 pytest.importorskip("torchao")
 

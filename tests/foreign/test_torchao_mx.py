@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quaver import scaling
+from quaver.recipes import scaling
 from tests.reference import every_value
 
 mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import quaver
-from quaver.scaling import dynamic_cast
-from quaver.weights.gathered import Float8AllGatherWeight
+from quaver.fsdp.gathered import Float8AllGatherWeight
+from quaver.recipes.scaling import dynamic_cast
 
 PATHS = {
     "float8": (

@@ -23,7 +23,7 @@ from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 from torchtitan.models.llama3 import llama3_configs
 from quaver import Float8Linear, assert_float8_training, convert_to_high_precision
-from quaver.config import resolve_config
+from quaver.recipes.config import resolve_config
 from quaver.integrations.torchtitan import Float8LinearConverter
 
 def config():
@@ -98,7 +98,7 @@ from torchtitan.models.gpt_oss import gptoss_configs
 from torchtitan.models.qwen3 import qwen3_configs
 from quaver import conversion_report, float8_linear
 from quaver.experts.seam import Float8GroupedMM, to_float8_grouped_mm
-from quaver.config import resolve_config
+from quaver.recipes.config import resolve_config
 from quaver.integrations.torchtitan import Float8GroupedExpertsConverter, Float8LinearConverter
 
 for configs, name in ((qwen3_configs, "debugmodel_moe"), (gptoss_configs, "debugmodel")):

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from quaver import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
-from quaver.weights.gathered import Float8AllGatherWeight
+from quaver.fsdp.gathered import Float8AllGatherWeight
 from tests.distributed.ranks import run
 from tests.foreign.llama import batches, clip, llama, mixture, not_the_head, optimizer_of, train_by_hand
 from tests.foreign.table import proves

@@ -15,8 +15,8 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.kernels.cast import cast_with_persistent_scale
-from quaver.scaling import PersistentScale
-from quaver.scaling import cast_with_persistent_scale as oracle
+from quaver.recipes.scaling import PersistentScale
+from quaver.recipes.scaling import cast_with_persistent_scale as oracle
 from tests.reference import PERSISTENT_RECIPES
 
 pytestmark = pytest.mark.gpu

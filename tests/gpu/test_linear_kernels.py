@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quaver import Float8Linear, Float8LinearConfig
-from quaver.gemm import reads_along_contracted
+from quaver.linear.gemm import reads_along_contracted
 from tests.reference import RECIPES, sqnr_db
 
 pytestmark = pytest.mark.gpu

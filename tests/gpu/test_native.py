@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quaver import Float8Linear, Float8LinearConfig, cast_weights_once
-from quaver.gemm import GemmBackend, ScaleKind, backend_for, float8_mm, native_failure
-from quaver.scaling import dynamic_cast
+from quaver.linear.gemm import GemmBackend, ScaleKind, backend_for, float8_mm, native_failure
+from quaver.recipes.scaling import dynamic_cast
 from tests.reference import RECIPES, assert_matmul_exact, sqnr_db
 
 pytestmark = pytest.mark.gpu

@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from quaver import scaling
-from quaver.config import BLOCK_SIZES
 from quaver.kernels import triton_cast
 from quaver.kernels.cast import column_major
+from quaver.recipes import scaling
+from quaver.recipes.config import BLOCK_SIZES
 from tests.reference import every_value
 from tests.unit.kernels.triton_kernels import (
     BOTH,

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from quaver.config import Float8LinearRecipeName
 from quaver.kernels import cpu
-from quaver.trainer.config import Checkpoint
-from quaver.trainer.config_io import load_config
+from quaver.recipes.config import Float8LinearRecipeName
+from quaver.settings import Checkpoint
+from quaver.settings.config_file import load_config
 from quaver.trainer.train import prepare
 
 FILE = Path(__file__).with_name("golden_losses.json")

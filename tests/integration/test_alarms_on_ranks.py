@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from quaver.trainer.checkpoint_folder import CheckpointFolder, read_record
+from quaver.runs.checkpoint_folder import CheckpointFolder, read_record
 from quaver.trainer.train import build
 from tests.distributed.ranks import run
 from tests.integration.test_train_distributed import LIMIT_S, TINY

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quaver.trainer.config import (
+from quaver.settings import (
     Float8,
     Job,
     LRScheduler,

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from quaver.cli import main
-from quaver.trainer.checkpoint_folder import CheckpointFolder
+from quaver.runs.checkpoint_folder import CheckpointFolder
+from quaver.runs.lock import HOLDER
 from quaver.trainer.metrics import read_metrics
-from quaver.trainer.run_lock import HOLDER
 from tests.command_line import TEXT, TINY
 from tests.isolated import Forked, quaver, quaver_on_ranks
 

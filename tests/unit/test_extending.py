@@ -23,15 +23,15 @@ import torch
 from torch import nn
 from quaver import conversion_report, convert_to_float8_training, float8_grouped_mm, freeze_to_float8
 from quaver import use_float8_primary_weights
-from quaver.distributed.linear_sharding import check_can_be_sharded
+from quaver.parallel.linear_sharding import check_can_be_sharded
 from quaver.experts.module import Float8Experts
 from quaver.export.formats import weight_format
-from quaver.gemm import kind_of_casts
+from quaver.linear.gemm import kind_of_casts
 from tests.mixture import make_mixture
-from quaver.config import CastConfig, Float8LinearConfig, ScalingGranularity
-from quaver.quantize import Quantizer, present
+from quaver.recipes.config import CastConfig, Float8LinearConfig, ScalingGranularity
+from quaver.linear.quantize import Quantizer, present
 from quaver.roofline.cost import _operand_casts
-from quaver.scaling import dequantize
+from quaver.recipes.scaling import dequantize
 
 segments = CastConfig(scaling_granularity=ScalingGranularity.SEGMENTS, target_dtype=torch.float8_e4m3fn)
 config = Float8LinearConfig(cast_config_input=segments, cast_config_weight=segments, cast_config_grad_output=segments)
@@ -118,7 +118,7 @@ def test_the_diff_adds_a_granularity_in_three_files(tmp_path, backend):
     page = (ROOT.parent / "docs" / "extending.md").read_text()
     shutil.copytree(ROOT, tmp_path / "quaver", ignore=shutil.ignore_patterns("__pycache__"))
     changed = _apply(DIFF.search(page)[1], tmp_path)
-    assert changed == ["quaver/cast_config.py", "quaver/scaling.py", "quaver/kernels/cast.py"]
+    assert changed == ["quaver/recipes/cast_config.py", "quaver/recipes/scaling.py", "quaver/kernels/cast.py"]
     # A cache of its own, because other tests compile kernels of the same names at the same time; and of the environment
     # only what a shell has, because in whole test runs the compiler was seen to link without the C++ library.
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}

@@ -9,17 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from quaver import (
-    convert_to_float8_training,
-    float8_scaling_state,
-    gemm,
-    shared_input,
-    sync_float8_amax_and_scale_history,
-)
+from quaver import convert_to_float8_training, float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.kernels import cpu, widen
 from quaver.kernels.exact_mm import exact_float8_mm
+from quaver.linear import gemm, shared_input
 from tests.steps import assert_same, results_of
-from tests.unit.test_linear import Qkv
+from tests.unit.linear.test_module import Qkv
 
 IMPORTED_LATE = """
     import torch
@@ -30,7 +25,7 @@ IMPORTED_LATE = """
         import quaver
     torch.set_default_dtype(torch.float32)
 
-    from quaver.scaling import amax_to_quant_scale
+    from quaver.recipes.scaling import amax_to_quant_scale
     for dtype, largest in ((torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)):
         for amax in (0.0, 1e-20, 0.7, 3e4):
             expected = torch.tensor(largest / max(amax, 1e-12), dtype=torch.float64).float()

@@ -12,13 +12,13 @@ from quaver.bench.ledger.entries import entries_of
 from quaver.bench.ledger.ledger import Ledger
 from quaver.bench.modules import Subject
 from quaver.bench.peer import convert_with_torchao, is_peer_recipe
-from quaver.config import Float8LinearConfig
-from quaver.convert import convert_to_float8_training
-from quaver.gemm import ScaleKind, casts_of_matmuls, kind_of_casts
+from quaver.conversion.convert import convert_to_float8_training
+from quaver.linear.gemm import ScaleKind, casts_of_matmuls, kind_of_casts
 from quaver.memory.compiling.gpu_code import GPUS, record_compiled
 from quaver.memory.faking.fakes import Fakes
 from quaver.memory.faking.gpu import as_on_a_gpu
-from quaver.trainer.config import Model
+from quaver.recipes.config import Float8LinearConfig
+from quaver.settings import Model
 from quaver.trainer.float8 import fuse_producers
 
 BFLOAT16 = "bfloat16"

@@ -10,9 +10,9 @@ import torch
 from quaver.bench.ledger.subjects import BFLOAT16, COUNTED, Work, check_recipe, count, is_multiplied
 from quaver.bench.ledger.times import milliseconds_by_category
 from quaver.bench.shapes import model_of
-from quaver.devices import MissingDeviceError
 from quaver.memory.compiling.gpu_code import GPUS
 from quaver.roofline.device_specs import DeviceSpec, device_spec
+from quaver.runtime.devices import MissingDeviceError
 
 MODEL, SEQUENCES, SEQ_LEN = "llama-8b", 2, 8192
 

@@ -32,13 +32,13 @@ from quaver.bench.shapes import MODEL_NAMES, model_of
 from quaver.bench.working import working
 from quaver.cli.console import make_table, show
 from quaver.cli.errors import bad_input
-from quaver.config import Float8LinearRecipeName
 from quaver.memory.compiling.gpu_code import GPUS
+from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.device_specs import DeviceSpec, find_device_spec
-from quaver.trainer.config.flags import parse_options
-from quaver.trainer.config.float8 import RECIPES
-from quaver.trainer.config.settings import AtLeast1, OneOf, Settings, setting
-from quaver.trainer.config_io import load_config
+from quaver.settings.config_file import load_config
+from quaver.settings.fields import AtLeast1, OneOf, Settings, setting
+from quaver.settings.flags import parse_options
+from quaver.settings.float8 import RECIPES
 
 _PEERS = ("none", "torchao")
 

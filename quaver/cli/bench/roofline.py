@@ -23,9 +23,9 @@ from quaver.bench.working import working
 from quaver.cli.console import make_table, show
 from quaver.cli.errors import bad_input
 from quaver.roofline.device_specs import DEVICE_SPECS
-from quaver.trainer.config.flags import parse_options
-from quaver.trainer.config.float8 import RECIPES
-from quaver.trainer.config.settings import AtLeast1, NotNegative, OneOf, Settings, setting
+from quaver.settings.fields import AtLeast1, NotNegative, OneOf, Settings, setting
+from quaver.settings.flags import parse_options
+from quaver.settings.float8 import RECIPES
 
 _Device = Annotated[str, OneOf(tuple(spec.name for spec in DEVICE_SPECS), has_aliases=True)]
 

@@ -18,7 +18,6 @@ from quaver.cli.memory.views import (
     prediction_views,
     side_by_side_table,
 )
-from quaver.devices import resolve_device
 from quaver.memory.faking.gpu import predicting_for
 from quaver.memory.reports.compare import compare
 from quaver.memory.reports.html import write_html
@@ -28,10 +27,11 @@ from quaver.memory.runs.measure import measure_memory, side_by_side
 from quaver.memory.runs.predict import RunMemory, predict_memory
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.recorder.draw import draw_timeline
-from quaver.trainer.config import TrainConfig
-from quaver.trainer.config.flags import split_options
-from quaver.trainer.config.settings import MostRanks, NotNegative, OneOf, Settings, setting
-from quaver.trainer.config_io import load_config, parse_arguments
+from quaver.runtime.devices import resolve_device
+from quaver.settings import TrainConfig
+from quaver.settings.config_file import load_config, parse_arguments
+from quaver.settings.fields import MostRanks, NotNegative, OneOf, Settings, setting
+from quaver.settings.flags import split_options
 
 
 @dataclass(frozen=True)

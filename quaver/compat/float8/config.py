@@ -1,6 +1,6 @@
 """`torchao.float8.config`."""
 
-from quaver.config import (
+from quaver.recipes.config import (
     CastConfig,
     DelayedScalingConfig,
     Float8GemmConfig,
@@ -9,7 +9,7 @@ from quaver.config import (
     ScalingGranularity,
     ScalingType,
 )
-from quaver.formats import E4M3, E5M2
+from quaver.recipes.formats import E4M3, E5M2
 
 e4m3_dtype, e5m2_dtype = E4M3.dtype, E5M2.dtype
 

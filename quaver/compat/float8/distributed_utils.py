@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from quaver.tensor import Float8Tensor
+from quaver.linear.tensor import Float8Tensor
 from quaver.torch_private.dtensor import local_tensor
 
 

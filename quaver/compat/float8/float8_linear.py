@@ -1,5 +1,5 @@
 """`torchao.float8.float8_linear`."""
 
-from quaver.linear import Float8Linear
+from quaver.linear.module import Float8Linear
 
 __all__ = ["Float8Linear"]

@@ -1,5 +1,5 @@
 """`torchao.float8.float8_tensor` of torchao 0.9: for isinstance checks; it is constructed differently."""
 
-from quaver.tensor import Float8Tensor
+from quaver.linear.tensor import Float8Tensor
 
 __all__ = ["Float8Tensor"]

@@ -1,5 +1,5 @@
 """`torchao.float8.float8_training_tensor`: for isinstance checks; it is constructed differently."""
 
-from quaver.tensor import Float8Tensor as Float8TrainingTensor
+from quaver.linear.tensor import Float8Tensor as Float8TrainingTensor
 
 __all__ = ["Float8TrainingTensor"]

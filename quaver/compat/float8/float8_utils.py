@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from quaver.config import Float8LinearConfig, resolve_config
-from quaver.scaling import EPS, amax_to_quant_scale, cast_to_float8
+from quaver.recipes.config import Float8LinearConfig, resolve_config
+from quaver.recipes.scaling import EPS, amax_to_quant_scale, cast_to_float8
 
 
 def amax_to_scale(amax: Tensor, float8_dtype: torch.dtype, round_scales_to_power_of_2: bool = False) -> Tensor:

@@ -1,5 +1,5 @@
 """`torchao.float8.types`: the granularity as a type annotation."""
 
-from quaver.config import ScalingGranularity as FP8Granularity
+from quaver.recipes.config import ScalingGranularity as FP8Granularity
 
 __all__ = ["FP8Granularity"]

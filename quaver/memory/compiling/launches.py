@@ -19,8 +19,8 @@ from torch._inductor import ir
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 from torch._inductor.virtualized import V
 
-from quaver.formats import FORMATS
 from quaver.memory.compiling.makers import module_of_node, node_of, place_of
+from quaver.recipes.formats import FORMATS
 
 FLOAT8 = frozenset(FORMATS)
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from quaver.phases import phase
 from quaver.recorder.recorder import CAST_PREFIX
 from quaver.recorder.storages import StorageWatch
+from quaver.runtime.phases import phase
 from quaver.torch_private.dispatch import HigherOrderOperator, OpOverload, dispatch_modes, without_dispatch_modes
 from quaver.torch_private.tracing import FakeTensorMode
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from quaver.distributed.expert_parallel import ExpertDispatcher
 from quaver.experts.module import RoutedExperts
+from quaver.parallel.expert_parallel import ExpertDispatcher
 
 EVEN_LOAD = "expert parallelism: predicted for ranks whose experts get as many tokens"
 

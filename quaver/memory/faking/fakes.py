@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_map_only
 from quaver.memory.compiling.compiled import kernels_left_out
 from quaver.memory.faking.gpu import as_on_a_gpu, is_for_a_gpu
 from quaver.memory.faking.values import Assumptions, depends_on, place_here, refusal
+from quaver.recipes.scaling import PLAIN_TYPES
 from quaver.recorder.storages import StorageWatch
-from quaver.scaling import PLAIN_TYPES
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import quaver.gemm
-from quaver.gemm import GemmBackend, ScaleKind
+import quaver.linear.gemm
+from quaver.linear.gemm import GemmBackend, ScaleKind
 from quaver.torch_private.tracing import FakeTensor
 
 DEVICES = ("cpu", "cuda")
@@ -56,7 +56,7 @@ def as_on_a_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(FakeTensor, "is_cpu", property(lambda _: False)))
         stack.enter_context(patch.object(FakeTensor, "is_cuda", property(lambda _: True)))
-        stack.enter_context(patch.object(quaver.gemm, "backend_for", _backend_for))
+        stack.enter_context(patch.object(quaver.linear.gemm, "backend_for", _backend_for))
         stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         # compiled code calls this overload; torch has a fake of the other only

@@ -19,8 +19,8 @@ from quaver.memory.runs.changes import Change, combinations, least_gathered, les
 from quaver.memory.runs.predict import predict_memory
 from quaver.memory.runs.step_time import StepCost, step_cost
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
-from quaver.trainer.config import TrainConfig
-from quaver.trainer.parallel_dims import resolve
+from quaver.settings import TrainConfig
+from quaver.settings.parallel_dims import resolve
 
 AS_CONFIGURED = "as configured"
 EQUALLY_FAST = 1.02

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from quaver.trainer.config import ActivationCheckpoint, Float8, TrainConfig
-from quaver.trainer.parallel_dims import ParallelDims
+from quaver.settings import ActivationCheckpoint, Float8, TrainConfig
+from quaver.settings.parallel_dims import ParallelDims
 
 CHECKPOINTING = {
     "activations: none checkpointed": ActivationCheckpoint(mode="none"),

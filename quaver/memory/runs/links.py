@@ -19,17 +19,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from quaver.linear.tensor import Float8Tensor
 from quaver.memory.faking.experts import load_evenly
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.runs.predict import training_step
-from quaver.tensor import Float8Tensor
+from quaver.runtime.ranks import Ranks, plain_tensors
+from quaver.settings import TrainConfig
+from quaver.settings.parallel_dims import ParallelDims, resolve
 from quaver.torch_private.collectives import group_of_name
-from quaver.trainer.config import TrainConfig
 from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.initialize import allocate
-from quaver.trainer.parallel_dims import ParallelDims, resolve
 from quaver.trainer.parallelize import parallelize
-from quaver.trainer.ranks import Ranks, plain_tensors
 from quaver.trainer.run_setup import make_models
 from quaver.trainer.trained_model import TrainedModel
 

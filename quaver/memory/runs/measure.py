@@ -19,18 +19,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
-from quaver.devices import resolve_device
+from quaver.data import Batch
 from quaver.memory.predict import Prediction, record_step
 from quaver.memory.runs.predict import COMPARED, RunMemory, training_step
 from quaver.recorder.allocator import Usage, measure_usage
 from quaver.recorder.recorder import CATEGORIES
-from quaver.trainer.config import TrainConfig, require
-from quaver.trainer.data import Batch
+from quaver.runtime.devices import resolve_device
+from quaver.runtime.ranks import Ranks
+from quaver.settings import TrainConfig, require
+from quaver.settings.parallel_dims import ParallelDims, resolve
 from quaver.trainer.initialize import allocate, initialize
-from quaver.trainer.parallel_dims import ParallelDims, resolve
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.profiling import persistent_scales
-from quaver.trainer.ranks import Ranks
 from quaver.trainer.run_setup import make_models
 from quaver.trainer.trained_model import TrainedModel
 

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from quaver.data import Batch
 from quaver.memory.faking.experts import EVEN_LOAD, load_evenly
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.predict import Prediction, predict_step
-from quaver.trainer.config import TrainConfig
-from quaver.trainer.data import Batch
+from quaver.runtime.ranks import Ranks
+from quaver.settings import TrainConfig
+from quaver.settings.parallel_dims import ParallelDims, resolve
 from quaver.trainer.dry_run import pretended_mesh
 from quaver.trainer.initialize import allocate
-from quaver.trainer.parallel_dims import ParallelDims, resolve
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.profiling import persistent_scales
-from quaver.trainer.ranks import Ranks
 from quaver.trainer.run_setup import make_models
 from quaver.trainer.trained_model import TrainedModel
 

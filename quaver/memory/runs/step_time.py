@@ -28,14 +28,14 @@ from quaver.recorder.modules import ModuleTracker
 from quaver.roofline.block import BlockShape, Both, attention_seconds, seconds_between_matmuls
 from quaver.roofline.cost import MATMUL_SHARES, LinearTime, linear_cost
 from quaver.roofline.device_specs import DeviceSpec
+from quaver.settings import ActivationCheckpoint, Data, Float8, Model, TrainConfig, Training
+from quaver.settings.parallel_dims import ParallelDims
 from quaver.torch_private.autograd import current_node
 from quaver.torch_private.dispatch import overload_packet
-from quaver.trainer.config import ActivationCheckpoint, Data, Float8, Model, TrainConfig, Training
 from quaver.trainer.float8 import convert_model
 from quaver.trainer.initialize import allocate
 from quaver.trainer.loss import next_token_loss
 from quaver.trainer.model import Llama, training_flops_per_token
-from quaver.trainer.parallel_dims import ParallelDims
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.run_setup import make_models
 from quaver.trainer.trained_model import autocast_of

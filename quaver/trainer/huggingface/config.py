@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quaver.export.files import listed
-from quaver.trainer.config import Model
+from quaver.settings import Model
 
 DENSE, MIXTURE = ("llama", "LlamaForCausalLM"), ("glm4_moe", "Glm4MoeForCausalLM")
 """model_type and architecture."""

@@ -25,8 +25,8 @@ from quaver.export.bundle import tokenizer_files
 from quaver.export.checkpoint_names import KEPT_IN_FLOAT32
 from quaver.export.files import StoredTensors, listed, read_config, write_model
 from quaver.export.folders import check_new, new_folder
-from quaver.trainer.checkpoint import read_metadata
-from quaver.trainer.checkpoint_folder import (
+from quaver.runs.checkpoint import read_metadata
+from quaver.runs.checkpoint_folder import (
     FORMAT,
     RECORD,
     CheckpointFolder,
@@ -35,8 +35,10 @@ from quaver.trainer.checkpoint_folder import (
     read_record,
     write_record,
 )
-from quaver.trainer.config import Model
-from quaver.trainer.config_io import build_config, load_config
+from quaver.runs.run_folder import CONFIG, provenance
+from quaver.runs.safe_dcp import CheckpointReader
+from quaver.settings import Model
+from quaver.settings.config_file import build_config, load_config
 from quaver.trainer.huggingface.config import KEPT, hf_config, model_from_hf
 from quaver.trainer.huggingface.weights import (
     EMBEDDING,
@@ -48,8 +50,6 @@ from quaver.trainer.huggingface.weights import (
     without_width,
     write_weights,
 )
-from quaver.trainer.run_folder import CONFIG, provenance
-from quaver.trainer.safe_dcp import CheckpointReader
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The dtypes of weights that are imported, by their names in a safetensors file."""

@@ -16,15 +16,15 @@ from torch import nn
 from quaver import FilterDecision, convert_to_float8_training, float8_scaling_state
 from quaver.export.files import listed
 from quaver.export.source import DEFAULT_FILTER, Source, skip_names
-from quaver.trainer.checkpoint import load_state, read_metadata
-from quaver.trainer.config import Float8, Parallelism, Training
-from quaver.trainer.config.settings import Settings
+from quaver.runs.checkpoint import load_state, read_metadata
+from quaver.runs.safe_dcp import CheckpointReader
+from quaver.settings import Float8, Parallelism, Training
+from quaver.settings.fields import Settings
 from quaver.trainer.float8 import convert_chosen
 from quaver.trainer.huggingface.config import hf_config
 from quaver.trainer.huggingface.convert import Export, kept_of_run, open_checkpoint
 from quaver.trainer.huggingface.weights import stored_state, without_width
 from quaver.trainer.model import Llama
-from quaver.trainer.safe_dcp import CheckpointReader
 
 S = TypeVar("S", bound=Settings)
 

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
 from quaver.export.folders import NotWrittenError
-from quaver.trainer.checkpoint import ignore_single_process_warning, load_state, read_metadata, reason
-from quaver.trainer.config import Model
+from quaver.runs.checkpoint import ignore_single_process_warning, load_state, read_metadata, reason
+from quaver.runs.safe_dcp import CheckpointReader
+from quaver.settings import Model
 from quaver.trainer.model import Llama
-from quaver.trainer.safe_dcp import CheckpointReader
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """The two that may be tied."""

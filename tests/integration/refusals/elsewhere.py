@@ -1,6 +1,6 @@
 """Tests that show what a sentence says is refused, where a case would need ranks, another library or their fixtures."""
 
-ALARMS, CHECKPOINTS = "tests/unit/trainer/test_run_alarms.py", "tests/unit/trainer/test_hostile_checkpoint.py"
+ALARMS, CHECKPOINTS = "tests/unit/trainer/test_run_alarms.py", "tests/unit/runs/test_hostile_checkpoint.py"
 RESUMES, RUN_END = "tests/unit/trainer/test_refused_resumes.py", "tests/unit/trainer/test_run_end.py"
 FROZEN, FSDP = "tests/distributed/test_frozen.py", "tests/distributed/test_fsdp_features.py"
 CAST_ONCE, SPLIT_EXPERTS = "tests/distributed/test_cast_weights_once.py", "tests/distributed/test_experts_dispatch.py"
@@ -9,7 +9,7 @@ LOAD, HUGGING_FACE = "tests/unit/export/test_load.py", "tests/unit/trainer/test_
 EXPORT, CALLBACK = "tests/unit/export/test_weights.py", "tests/foreign/test_float8_callback.py"
 TORCHTITAN, MEMORY = "tests/foreign/test_torchtitan.py", "tests/unit/memory/test_compiled.py"
 REPORT, RELIABILITY = "tests/unit/report/test_command.py", "tests/integration/test_resume.py"
-TRAIN, GPU = "tests/integration/test_train_cli.py", "tests/unit/test_bench_gpu.py"
+TRAIN, GPU = "tests/integration/test_train_cli.py", "tests/unit/bench/test_gpu.py"
 
 COMFYUI = "tests/unit/export/test_comfyui.py"
 ELSEWHERE: dict[str, dict[str, str]] = {
@@ -72,7 +72,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "A shard cannot have other scales, and refuses": f"{FROZEN}::test_what_is_refused",
         "| tensor parallelism, expert parallelism, FSDP1, `shard_placement_fn`": f"{FROZEN}::test_what_is_refused "
         f"{SPLIT_EXPERTS}::test_experts_that_cannot_be_split",
-        "A refusal is one line": "tests/unit/test_frozen.py::test_refusals_leave_the_model_as_it_was",
+        "A refusal is one line": "tests/unit/conversion/test_freeze.py::test_refusals_leave_the_model_as_it_was",
     },
     "from-torchao.md": {
         "is an error of torchao's": "tests/foreign/test_torchao_names.py::test_what_behaves_otherwise",
@@ -124,8 +124,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "::test_weights_that_fully_shard_replaced_are_an_error",
     },
     "profiling.md": {
-        "`QUAVER_ERROR_ON_SLOW_PATH=1`": "tests/unit/test_slow_paths.py::test_the_environment_variable",
-        "require_native=True)` raises": "tests/unit/test_check.py::test_training_may_be_required_to_multiply_natively",
+        "`QUAVER_ERROR_ON_SLOW_PATH=1`": "tests/unit/runtime/test_slow_paths.py::test_the_environment_variable",
+        "require_native=True)` raises": "tests/unit/conversion/test_check.py::test_training_may_be_required_to_multiply_natively",
     },
     "reliability.md": {
         "| no file can grow beyond a limit": f"{RELIABILITY}::test_every_try_holds",
@@ -138,7 +138,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "ends in exit code 4": f"{REPORT}::test_a_disk_that_is_full",
     },
     "scale.md": {
-        "refuses `--max-restarts` without it": "tests/unit/trainer/test_parallel_dims.py"
+        "refuses `--max-restarts` without it": "tests/unit/settings/test_parallel_dims.py"
         "::test_what_a_launcher_says_or_should_have_said",
     },
     "scaling.md": {
@@ -153,7 +153,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "::test_a_hostile_value_is_one_line_and_is_not_run",
         "Anything else is refused": f"{CHECKPOINTS}::test_edited_metadata_is_one_line {RESUMES}"
         "::test_a_resume_that_is_refused_is_one_line_and_leaves_every_byte",
-        "A folder is refused unless it belongs to you": "tests/unit/trainer/test_data_cache.py"
+        "A folder is refused unless it belongs to you": "tests/unit/data/test_data_cache.py"
         "::test_a_folder_of_another_user_is_refused_unless_it_is_read_only",
     },
     "trainer.md": {
@@ -183,9 +183,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "**Refused:** experts that are no multiple of the ranks": f"{SPLIT_EXPERTS}::test_experts_that_cannot_be_split "
         f"{SPLIT_EXPERTS}::test_ranks_that_disagree",
     },
-    "design/0015-config.md": {"the check of TOML refuses it": "tests/unit/trainer/test_config.py::test_bad_toml"},
+    "design/0015-config.md": {"the check of TOML refuses it": "tests/unit/settings/test_config.py::test_bad_toml"},
     "design/0016-data.md": {
-        "so a folder of another user is refused": "tests/unit/trainer/test_data_cache.py"
+        "so a folder of another user is refused": "tests/unit/data/test_data_cache.py"
         "::test_a_folder_of_another_user_is_refused_unless_it_is_read_only",
     },
     "design/0019-hardware-sums.md": {

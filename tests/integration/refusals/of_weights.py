@@ -15,7 +15,7 @@ from quaver import (
     freeze_to_float8,
     use_float8_primary_weights,
 )
-from quaver.config import ScalingType
+from quaver.recipes.config import ScalingType
 from tests.integration.refusals import Case, Pages
 
 

@@ -7,7 +7,7 @@ from quaver.bench.block import Block
 from quaver.bench.modules import build_subject, make_steps
 from quaver.bench.results import BFLOAT16
 from quaver.bench.shapes import model_of
-from quaver.linear import Float8Linear
+from quaver.linear.module import Float8Linear
 from quaver.recorder.allocator import measure_usage
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 from quaver.bench import doctor
 from quaver.bench.ledger import verdict
 from quaver.cli import main
-from quaver.config import Float8LinearRecipeName
+from quaver.recipes.config import Float8LinearRecipeName
 from tests.reference import BLOCK_RECIPES, PERSISTENT_RECIPES, RECIPES
 
 

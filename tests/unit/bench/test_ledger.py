@@ -18,7 +18,7 @@ from quaver.cli import main
 from quaver.memory.compiling.launches import Access, CompiledGraph, Launch
 from quaver.roofline.cost import KERNEL_LAUNCH_S, linear_cost
 from quaver.roofline.device_specs import find_device_spec
-from quaver.trainer.config import Model
+from quaver.settings import Model
 
 BLOCK = Model(dim=256, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=768)
 EXPERTS = Model(dim=256, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=256, n_experts=8, top_k=2, n_shared_experts=1)

@@ -7,7 +7,7 @@ import torch
 
 from quaver.bench.train import Train
 from quaver.cli import main
-from quaver.trainer.config_io import build_config
+from quaver.settings.config_file import build_config
 from quaver.trainer.trained_model import TrainedModel
 
 

@@ -25,7 +25,7 @@ from quaver import (
 from quaver.checkpointing import policy as checkpointing
 from quaver.checkpointing.policy import MATMULS, apply_activation_checkpointing
 from quaver.kernels import cpu
-from quaver.trainer.config import Model
+from quaver.settings import Model
 from quaver.trainer.memory import TensorBytes
 from quaver.trainer.model import Block, rope_tables
 from tests.steps import assert_same, draw

@@ -25,10 +25,10 @@ from quaver.checkpointing import (
 from quaver.checkpointing import hooks as store_hooks
 from quaver.checkpointing.codes import Layout, decode, encode
 from quaver.checkpointing.partition import StoringPartitioner
+from quaver.recipes.scaling import dynamic_cast_blocks
 from quaver.recorder.allocator import measure_usage
-from quaver.scaling import dynamic_cast_blocks
-from quaver.slow_paths import clear_slow_paths
-from quaver.trainer.config import Model
+from quaver.runtime.slow_paths import clear_slow_paths
+from quaver.settings import Model
 from quaver.trainer.mixture import Mixture
 from quaver.trainer.model import rope_tables
 from tests.reference import sqnr_db

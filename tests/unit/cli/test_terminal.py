@@ -20,7 +20,7 @@ from quaver.cli.console import show
 from quaver.cli.doctor_model import SHOWN, Survey
 from quaver.cli.doctor_model import _views as survey_views
 from quaver.cli.memory import views
-from quaver.layer_recipes import LayerRecipes
+from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.memory.compiling.launches import Access, CompiledGraph, Launch
 from quaver.memory.runs.advise import Advice, Row
 from quaver.memory.runs.links import Links, Traffic
@@ -29,8 +29,8 @@ from quaver.numerics.matmul_sums import Sums
 from quaver.numerics.survey import SurveyedLinear
 from quaver.numerics.survey_sums import MatmulSums
 from quaver.roofline.device_specs import find_device_spec
-from quaver.trainer.config.float8 import RECIPES
-from quaver.trainer.config_io import load_config
+from quaver.settings.config_file import load_config
+from quaver.settings.float8 import RECIPES
 from quaver.trainer.display import training_display
 
 COMMANDS = [

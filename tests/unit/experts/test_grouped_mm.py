@@ -10,12 +10,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from quaver import Float8LinearConfig, Float8LinearRecipeName, float8_grouped_mm, float8_linear
-from quaver.config import MatmulOptions
 from quaver.experts import gemm, gpu_gemm, grouped_mm
 from quaver.experts.cast import _cast_groups, cast_groups
 from quaver.experts.gemm import Form
 from quaver.experts.groups import GroupedOperand, bounds_of, count_of_scales, first_scale
-from quaver.gemm import PROBES, ScaleKind
+from quaver.linear.gemm import PROBES, ScaleKind
+from quaver.recipes.config import MatmulOptions
 from tests.reference import assert_same_bits
 from tests.steps import assert_same, results_of
 from tests.thinned import thinned

@@ -13,7 +13,7 @@ from quaver import conversion_report, convert_to_float8_training
 from quaver.experts.seam import to_float8_grouped_mm
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export import weights as weights_module
-from quaver.scaling import dequantize, dynamic_cast_blocks
+from quaver.recipes.scaling import dequantize, dynamic_cast_blocks
 from tests.reference import RECIPES, assert_same_bits, sqnr_db
 from tests.steps import assert_same
 from tests.unit.export.mixtures import EXPERTS, mixture, multiplied_experts, plain

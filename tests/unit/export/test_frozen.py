@@ -17,8 +17,8 @@ from quaver import (
     freeze_to_float8,
     sync_float8_amax_and_scale_history,
 )
+from quaver.conversion.freeze import blockwise_config
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
-from quaver.frozen import blockwise_config
 from tests.steps import assert_same
 from tests.unit.export.models import PROJECTIONS, Tiny, saved, tiny
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from quaver import convert_to_float8_training, freeze_to_float8
 from quaver.cli import main
+from quaver.conversion.freeze import blockwise_config
 from quaver.export import load_float8, load_frozen, save_float8
-from quaver.frozen import blockwise_config
-from quaver.scaling import dynamic_cast_blocks
+from quaver.recipes.scaling import dynamic_cast_blocks
 from tests.steps import assert_same, train
 
 ROWS, COLUMNS = 192, 200

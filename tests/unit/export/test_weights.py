@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import quaver.linear
+import quaver.linear.module
 from quaver import (
     CastConfig,
     Float8LinearConfig,
@@ -18,7 +18,7 @@ from quaver import (
 )
 from quaver.export import iter_float8_weights
 from quaver.export.formats import weight_format
-from quaver.scaling import dynamic_cast_blocks
+from quaver.recipes.scaling import dynamic_cast_blocks
 from tests.reference import PERSISTENT_RECIPES, RECIPES, sqnr_db
 from tests.steps import assert_same
 from tests.unit.export.models import PROJECTIONS, Tiny, tiny
@@ -44,14 +44,14 @@ def trained(recipe):
 def multiplied_weights(model, monkeypatch):
     """The operands [N, K] of the weights that a forward multiplies, in the order of the linears."""
     seen = []
-    multiply = quaver.linear.mm
+    multiply = quaver.linear.module.mm
 
     def recorded(a, b, *args):
         seen.append(b.t())
         return multiply(a, b, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(quaver.linear, "mm", recorded)
+        patch.setattr(quaver.linear.module, "mm", recorded)
         model.eval()(TOKENS)
     assert len(seen) == len(PROJECTIONS)
     return seen

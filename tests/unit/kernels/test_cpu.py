@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quaver import scaling
 from quaver.kernels import cpu
 from quaver.kernels.widen import widen
+from quaver.recipes import scaling
 from tests.isolated import isolated
 from tests.reference import assert_same_bits, every_value, reference_amax, reference_cast, reference_scales
 from tests.thinned import thinned

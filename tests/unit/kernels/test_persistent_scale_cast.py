@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quaver import scaling
-from quaver.formats import FORMATS
 from quaver.kernels import cpu
 from quaver.kernels.cast import cast_with_persistent_scale
-from quaver.scaling import PersistentScale
+from quaver.recipes import scaling
+from quaver.recipes.formats import FORMATS
+from quaver.recipes.scaling import PersistentScale
 from tests.reference import MAX, every_value, reference_amax, reference_scales
 from tests.steps import assert_same
 

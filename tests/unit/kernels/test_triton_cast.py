@@ -13,9 +13,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from quaver import scaling
-from quaver.config import BLOCK_SIZES
 from quaver.kernels import triton_blocks, triton_cast
+from quaver.recipes import scaling
+from quaver.recipes.config import BLOCK_SIZES
 from tests.reference import every_value
 from tests.thinned import at_night
 from tests.unit.kernels.triton_kernels import (

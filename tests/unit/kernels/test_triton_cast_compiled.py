@@ -17,8 +17,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
-from quaver.config import BLOCK_SIZES
 from quaver.kernels import triton_blocks, triton_cast
+from quaver.recipes.config import BLOCK_SIZES
 from tests.thinned import at_night
 from tests.unit.kernels.triton_kernels import BOTH, COLUMNS, E4M3, E5M2, ROWS
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from quaver import scaling
 from quaver.kernels import triton_blocks, triton_cast
+from quaver.recipes import scaling
 from tests.reference import assert_same_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

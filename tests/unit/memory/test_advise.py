@@ -18,11 +18,11 @@ from quaver.memory.runs.changes import combinations, least_gathered, single_chan
 from quaver.memory.runs.step_time import checkpointed_blocks, recomputed_flops, step_cost
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.roofline.device_specs import find_device_spec
-from quaver.trainer.config import ActivationCheckpoint, Float8, Parallelism, Training
-from quaver.trainer.config_io import load_config, parse_arguments
+from quaver.settings import ActivationCheckpoint, Float8, Parallelism, Training
+from quaver.settings.config_file import load_config, parse_arguments
+from quaver.settings.parallel_dims import resolve
 from quaver.trainer.loss import next_token_loss
 from quaver.trainer.model import Llama, training_flops_per_token
-from quaver.trainer.parallel_dims import resolve
 from quaver.trainer.parallelize import parallelize
 from tests.unit.trainer.runs import changed
 

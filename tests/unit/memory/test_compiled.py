@@ -24,8 +24,8 @@ from quaver.memory.predict import predict_step
 from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.recorder.allocator import measure_usage
 from quaver.recorder.recorder import Recorder
-from quaver.trainer.config import Model, TrainConfig
-from quaver.trainer.config.training import Training
+from quaver.settings import Model, TrainConfig
+from quaver.settings.training import Training
 from tests.unit.memory.models import CPU, Block
 
 ROWS = 512

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor
 
-import quaver.gemm
+import quaver.linear.gemm
 from benchmarks.memory_modules import Case, Size, predict
 from quaver import convert_to_float8_training
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.faking.gpu import as_on_a_gpu, predicting_for
 from quaver.memory.predict import explain
 from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
-from quaver.trainer.config import Model
-from quaver.trainer.config_io import load_config, parse_arguments
+from quaver.settings import Model
+from quaver.settings.config_file import load_config, parse_arguments
 from quaver.trainer.float8 import fuse_producers
 from quaver.trainer.model import FeedForward, RMSNorm
 from tests.distributed.counting import CollectiveCounter
@@ -148,11 +148,11 @@ def test_a_linear_casts_and_multiplies_as_on_a_gpu(recipe, cast, matmul):
 
 
 def test_all_is_put_back_afterwards():
-    before = quaver.gemm.backend_for, F.rms_norm, vars(FakeTensor).get("is_cpu")
+    before = quaver.linear.gemm.backend_for, F.rms_norm, vars(FakeTensor).get("is_cpu")
     with pytest.raises(ZeroDivisionError), fake_tensors(), as_on_a_gpu():
         assert not torch.empty(2).is_cpu
         raise ZeroDivisionError
-    assert (quaver.gemm.backend_for, F.rms_norm, vars(FakeTensor).get("is_cpu")) == before
+    assert (quaver.linear.gemm.backend_for, F.rms_norm, vars(FakeTensor).get("is_cpu")) == before
     with fake_tensors():
         assert torch.empty(2).is_cpu
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from quaver.cli.memory.views import side_by_side_table
 from quaver.memory.runs.measure import MOST_RANKS, _measure, measure_memory, side_by_side
 from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
-from quaver.trainer.config import ActivationCheckpoint, Data, Float8, Model, Optimizer, Parallelism, Training
-from quaver.trainer.config_io import load_config
+from quaver.runtime.ranks import Ranks
+from quaver.settings import ActivationCheckpoint, Data, Float8, Model, Optimizer, Parallelism, Training
+from quaver.settings.config_file import load_config
+from quaver.settings.parallel_dims import resolve
 from quaver.trainer.model import Block
-from quaver.trainer.parallel_dims import resolve
-from quaver.trainer.ranks import Ranks
 from tests.distributed.ranks import run as run_on_ranks
 from tests.integration.train_on_ranks import compile_quickly
 from tests.unit.trainer.runs import changed, run_to_end

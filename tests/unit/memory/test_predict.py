@@ -14,8 +14,8 @@ from quaver import convert_to_float8_training, float8_scaling_state
 from quaver.memory import TensorBytes, explain
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.faking.gloo_buffers import GlooBuffers
+from quaver.settings.parallel_dims import ParallelDims
 from quaver.trainer.dry_run import pretended_mesh
-from quaver.trainer.parallel_dims import ParallelDims
 from tests.unit.memory.models import CPU, Block, check
 
 SIZE = Size(sequences=2)

@@ -17,8 +17,8 @@ from quaver.memory.faking.fakes import fake_tensors
 from quaver.memory.predict import predict_step
 from quaver.memory.reports.compare import compare
 from quaver.memory.runs.predict import SEES_GATHERS
+from quaver.settings.parallel_dims import ParallelDims
 from quaver.trainer.dry_run import pretended_mesh
-from quaver.trainer.parallel_dims import ParallelDims
 
 pytestmark = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from quaver.formats import E4M3, E5M2
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.expected import bulk_db, cast_bound_db, rounding_bound_db, underflow_at
+from quaver.recipes.formats import E4M3, E5M2
 from tests.unit.numerics.samples import LAYERS, RMS, header, position, sample
 
 UP, DOWN = "layers.1.mlp.up_proj", "layers.1.mlp.down_proj"

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import quaver
 from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision
+from quaver.linear.quantize import Quantizer
 from quaver.numerics import observe
 from quaver.numerics.accumulation import HOPPER
 from quaver.numerics.monitor import monitor
@@ -19,7 +20,6 @@ from quaver.numerics.record import Record
 from quaver.numerics.statistics import finish, observe_matrix
 from quaver.numerics.survey_sums import survey_sums
 from quaver.optim import CombinedOptimizer
-from quaver.quantize import Quantizer
 from tests import steps as steps_of
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.thinned import at_night

@@ -8,13 +8,13 @@ from torch.utils.checkpoint import checkpoint
 
 from quaver import Float8LinearConfig, convert_to_float8_training, freeze_to_float8
 from quaver.experts.grouped_mm import multiply_by_weight
+from quaver.linear.quantize import Quantizer
 from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitor import monitor
 from quaver.numerics.observe import Sampling
 from quaver.numerics.places import places_of
 from quaver.numerics.probe import GroupedProbe
 from quaver.numerics.statistics import STATISTICS, finish, merge, new_slots, observe_matrix
-from quaver.quantize import Quantizer
 from tests.mixture import make_mixture
 from tests.steps import assert_same, train
 from tests.unit.experts.test_grouped_mm import ENDS, RECIPES, operands

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from quaver.config import Float8LinearConfig
+from quaver.linear.quantize import Quantizer
 from quaver.numerics.ranks import disagreeing
 from quaver.numerics.statistics import merge, new_slots, observe_matrix
-from quaver.quantize import Quantizer
+from quaver.recipes.config import Float8LinearConfig
 
 SAME, OTHER, NOT_FINITE, NOTHING = "same", "other", "not finite", None
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from quaver.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.kernels import cpu
+from quaver.linear.quantize import Quantizer
 from quaver.numerics import statistics
 from quaver.numerics.extras import CONFIGS, HISTOGRAM_ROWS, RECIPES, describe_extras, extras_of, what_if
 from quaver.numerics.record import decode_counts
 from quaver.numerics.statistics import Place, finish, merge, new_slots, observe_matrix, sqnr_db
-from quaver.quantize import Quantizer
-from quaver.scaling import scale_blocks
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.scaling import scale_blocks
 from tests.reference import sqnr_db as reference_sqnr_db
 from tests.thinned import thinned
 

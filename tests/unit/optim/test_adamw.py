@@ -15,7 +15,7 @@ from quaver.optim.blocks import Run, block_numbers, grid_of
 from quaver.optim.combined import state_bytes
 from quaver.optim.rounding import block_keys, decode, encode, low16, random_bits, round_to_bfloat16, step_key
 from quaver.optim.update import Scalars
-from quaver.slow_paths import clear_slow_paths, slow_paths
+from quaver.runtime.slow_paths import clear_slow_paths, slow_paths
 from tests.distributed.counting import CollectiveCounter
 from tests.steps import assert_same, by_torch_save, train
 

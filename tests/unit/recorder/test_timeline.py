@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import quaver.quantize
+import quaver.linear.quantize
 from quaver import Float8Linear, Float8LinearConfig, convert_to_float8_training
-from quaver.config import ScalingGranularity
 from quaver.memory import CATEGORIES, TensorBytes, draw_timeline, record_timeline
+from quaver.recipes.config import ScalingGranularity
 from quaver.recorder.allocator import measure_usage
 from tests.distributed.ranks import on_ranks
 from tests.unit.memory.models import CPU, Block, stack
@@ -169,7 +169,7 @@ def test_sums_names_and_spans_of_a_whole_step():
 def test_recording_changes_nothing(monkeypatch):
     """Shared casts stay shared, gradients are the same bits, and all hooks are gone."""
     calls = []
-    casts, tensorwise = quaver.quantize.CASTS, ScalingGranularity.TENSORWISE
+    casts, tensorwise = quaver.linear.quantize.CASTS, ScalingGranularity.TENSORWISE
     cast = casts[tensorwise]
     monkeypatch.setitem(casts, tensorwise, lambda *args: calls.append(1) or cast(*args))
     model, input = convert_to_float8_training(Attention()), torch.randn(ROWS, 64, dtype=torch.bfloat16)

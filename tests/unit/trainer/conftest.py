@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from quaver.trainer.config import (
+from quaver.data import TokenData, load_data
+from quaver.settings import (
     Checkpoint,
     Data,
     Float8,
@@ -18,7 +19,6 @@ from quaver.trainer.config import (
     Training,
     Validation,
 )
-from quaver.trainer.data import TokenData, load_data
 from quaver.trainer.trained_model import TrainedModel
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch._functorch.config as compiler_config
 
-from quaver.trainer.config import ActivationCheckpoint, Checkpoint, Float8, Parallelism, TrainConfig
-from quaver.trainer.data import Batch
+from quaver.data import Batch
+from quaver.settings import ActivationCheckpoint, Checkpoint, Float8, Parallelism, TrainConfig
 from quaver.trainer.model import Block
 from quaver.trainer.train import Run, prepare, train
 from tests.distributed.ranks import run as run_on_ranks

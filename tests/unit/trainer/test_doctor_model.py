@@ -11,7 +11,7 @@ from quaver.cli import main
 from quaver.integrations.transformers import prepare_model_for_float8
 from quaver.numerics.figures import figures
 from quaver.numerics.survey import recipes_under, survey
-from quaver.trainer.config_io import load_config
+from quaver.settings.config_file import load_config
 from quaver.trainer.train import prepare
 from tests.unit.trainer.runs import changed, run_to_end
 

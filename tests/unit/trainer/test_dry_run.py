@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from quaver.cli import main
-from quaver.gemm import GemmBackend
-from quaver.trainer.config import Float8
-from quaver.trainer.config.training import OPTIMIZERS
-from quaver.trainer.config_io import load_config
+from quaver.linear.gemm import GemmBackend
+from quaver.settings import Float8
+from quaver.settings.config_file import load_config
+from quaver.settings.training import OPTIMIZERS
 from quaver.trainer.dry_run import dry_run
 from quaver.trainer.flops import flops_per_token_by_precision, linear_precisions
 from quaver.trainer.memory import storage_bytes
@@ -68,7 +68,7 @@ def test_flops_by_the_precision_that_they_run_in(monkeypatch, recipe, float8_mat
     device = torch.device("cpu")
     monkeypatch.setattr("quaver.trainer.flops.has_bfloat16_units", lambda kind: False)
     older = flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
-    monkeypatch.setattr("quaver.gemm.backend_for", lambda *args, **options: GemmBackend.NATIVE)
+    monkeypatch.setattr("quaver.linear.gemm.backend_for", lambda *args, **options: GemmBackend.NATIVE)
     native = flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
     assert sum(native.values()) == sum(by_precision.values())
     weights = sum(each.flops_per_token for each in linear_precisions(model, "bfloat16", device)[:-1])

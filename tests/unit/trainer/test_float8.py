@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from quaver import Float8Linear
-from quaver.trainer.config import Float8, TrainConfig, Validation
+from quaver.settings import Float8, TrainConfig, Validation
 from quaver.trainer.float8 import in_high_precision
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.parallelize import parallelize

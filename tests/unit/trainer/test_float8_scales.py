@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from quaver import DelayedScalingConfig, Float8Linear, TensorScaling
+from quaver.runs.errors import NonFiniteError
+from quaver.settings import Float8, LRScheduler, Metrics, TrainConfig
 from quaver.trainer import trained_model as trained_model_module
-from quaver.trainer.config import Float8, LRScheduler, Metrics, TrainConfig
-from quaver.trainer.errors import NonFiniteError
 from quaver.trainer.float8_scales import saturation_summary, scales_record
 from quaver.trainer.memory import storage_bytes
 from quaver.trainer.metrics import read_metrics

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from quaver import convert_to_float8_training
-from quaver.trainer.config import Model
+from quaver.settings import Model
 from quaver.trainer.float8 import fuse_producers
 from quaver.trainer.functional import embedding, rms_norm, swiglu
 from quaver.trainer.model import Block, rope_tables

@@ -14,19 +14,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_data_sources import train_tokenizer
 
+from quaver.data.documents import Account, SourceFile
+from quaver.data.records import read_records
+from quaver.data.token_files import DamagedEntryError, check_content, open_entry
+from quaver.data.tokenizer import load_tokenizer
 from quaver.export.files import StoredTensors
-from quaver.trainer.checkpoint import read_metadata
-from quaver.trainer.checkpoint_folder import RECORD, read_record
-from quaver.trainer.config import Data
-from quaver.trainer.config_io import load_config
-from quaver.trainer.data.documents import Account, SourceFile
-from quaver.trainer.data.records import read_records
-from quaver.trainer.data.token_files import DamagedEntryError, check_content, open_entry
-from quaver.trainer.data.tokenizer import load_tokenizer
-from quaver.trainer.errors import CheckpointError
-from quaver.trainer.manifest import MANIFEST, check_manifest
+from quaver.runs.checkpoint import read_metadata
+from quaver.runs.checkpoint_folder import RECORD, read_record
+from quaver.runs.errors import CheckpointError
+from quaver.runs.manifest import MANIFEST, check_manifest
+from quaver.runs.safe_dcp import METADATA, CheckpointReader
+from quaver.settings import Data
+from quaver.settings.config_file import load_config
 from quaver.trainer.metrics import rewound_metrics
-from quaver.trainer.safe_dcp import METADATA, CheckpointReader
 
 EXAMPLES = pytest.mark.parametrize(
     "examples", [80, pytest.param(50_000, marks=[pytest.mark.nightly, pytest.mark.timeout(0)])]

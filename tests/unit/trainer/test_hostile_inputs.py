@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quaver.cli import main
-from quaver.trainer.data.documents import SourceFile
+from quaver.data.documents import SourceFile
 from tests.command_line import TEXT, TINY
 
 pytestmark = pytest.mark.timeout(60)

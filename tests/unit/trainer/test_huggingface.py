@@ -16,18 +16,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from quaver.cli import main
+from quaver.data import load_data
 from quaver.export.files import StoredTensors
-from quaver.trainer.checkpoint import load_state
-from quaver.trainer.checkpoint_folder import read_record
-from quaver.trainer.config import Model
-from quaver.trainer.config_io import load_config, parse_arguments
-from quaver.trainer.data import load_data
+from quaver.runs.checkpoint import load_state
+from quaver.runs.checkpoint_folder import read_record
+from quaver.runs.manifest import write_manifest
+from quaver.settings import Model
+from quaver.settings.config_file import load_config, parse_arguments
+from quaver.settings.parallel_dims import ParallelDims
 from quaver.trainer.huggingface import weights
 from quaver.trainer.huggingface.config import model_from_hf
-from quaver.trainer.manifest import write_manifest
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.model import Llama
-from quaver.trainer.parallel_dims import ParallelDims
 from tests.command_line import TEXT, TINY
 
 pytestmark = pytest.mark.filterwarnings("error:torch.distributed is disabled")

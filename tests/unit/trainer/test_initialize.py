@@ -8,10 +8,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from quaver.trainer.config import Model, TrainConfig, Training
+from quaver.settings import Model, TrainConfig, Training
+from quaver.settings.parallel_dims import ParallelDims
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.model import Llama
-from quaver.trainer.parallel_dims import ParallelDims
 from quaver.trainer.parallelize import parallelize
 
 CPU = torch.device("cpu")

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from quaver.roofline.device_specs import PeakFlops
-from quaver.trainer.config import Metrics, TrainConfig
-from quaver.trainer.config_docs import configuration_page
-from quaver.trainer.errors import CheckpointError
+from quaver.runs.errors import CheckpointError
+from quaver.runs.run_folder import git_revision, provenance
+from quaver.settings import Metrics, TrainConfig
+from quaver.settings.docs import configuration_page
 from quaver.trainer.flops import utilization
 from quaver.trainer.memory import device_memory, measure_peak, memory_words, storage_bytes
 from quaver.trainer.metrics import (
@@ -30,14 +31,13 @@ from quaver.trainer.metrics import (
     remember,
     rewound_metrics,
 )
-from quaver.trainer.run_folder import git_revision, provenance
 from quaver.trainer.train import prepare, train
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_the_page_of_settings_is_what_the_dataclasses_say():
-    """If this fails: python -m quaver.trainer.config_docs docs/configuration.md"""
+    """If this fails: python -m quaver.settings.docs docs/configuration.md"""
     page = configuration_page()
     assert (ROOT / "docs" / "configuration.md").read_text() == page
     config = TrainConfig()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from quaver import conversion_report, convert_to_float8_training
 from quaver.checkpointing import apply_activation_checkpointing
 from quaver.experts.module import Float8Experts
-from quaver.trainer.config import Model
+from quaver.settings import Model
 from quaver.trainer.flops import flops_per_token_by_precision, linear_precisions
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.mixture import Mixture, Router, balance_experts, modules_of, take_expert_load

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quaver.trainer.config import Model
+from quaver.settings import Model
 from quaver.trainer.huggingface.config import hf_config
 from quaver.trainer.loss import next_token_loss
 from quaver.trainer.model import Llama, scaled_frequencies, training_flops_per_token

@@ -9,8 +9,8 @@ import torch
 
 from quaver import Float8Linear
 from quaver.numerics.record import Record
-from quaver.trainer.config import TrainConfig
-from quaver.trainer.errors import NonFiniteError, OutputError
+from quaver.runs.errors import NonFiniteError, OutputError
+from quaver.settings import TrainConfig
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.train import prepare, train
 from tests.unit.trainer.runs import changed, numbers, run_to_end

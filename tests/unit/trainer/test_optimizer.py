@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from quaver.trainer.config import Model, Optimizer
-from quaver.trainer.config.training import OPTIMIZERS
+from quaver.settings import Model, Optimizer
+from quaver.settings.training import OPTIMIZERS
 from quaver.trainer.model import Llama
 from quaver.trainer.optimizer import build_optimizer, clip_gradients, squared_norm_share
 

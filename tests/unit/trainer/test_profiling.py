@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quaver import Float8Linear
 from quaver.kernels import cpu
-from quaver.phases import phase, watch_phases
-from quaver.trainer.config import Profiling as ProfilingConfig
-from quaver.trainer.config import TrainConfig, Training
-from quaver.trainer.errors import OutputError
+from quaver.runs.errors import OutputError
+from quaver.runtime.phases import phase, watch_phases
+from quaver.runtime.ranks import Ranks
+from quaver.settings import Profiling as ProfilingConfig
+from quaver.settings import TrainConfig, Training
 from quaver.trainer.profiling import Profiling
-from quaver.trainer.ranks import Ranks
 
 CPU = torch.device("cpu")
 EVERY_STEP = {"enable_profiling": True, "profile_freq": 1, "profiler_warmup": 0}

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quaver.data import Batch
 from quaver.memory.faking.gpu import predicting_for
 from quaver.memory.runs.predict import predict_memory
-from quaver.trainer.config import ActivationCheckpoint, Float8, Parallelism, TrainConfig
-from quaver.trainer.data import Batch
+from quaver.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
 from tests.distributed.ranks import run as run_on_ranks
 from tests.reference import sqnr_db
 from tests.unit.trainer.runs import changed, on_rank

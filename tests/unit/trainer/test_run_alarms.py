@@ -12,11 +12,11 @@ from quaver import Float8Linear
 from quaver.cli import main
 from quaver.cli import train as train_cli
 from quaver.numerics.record import Record
+from quaver.runs.checkpoint_folder import read_record
+from quaver.runs.errors import CheckpointError, NonFiniteError
+from quaver.settings import Float8, TrainConfig
+from quaver.settings.config_file import load_config
 from quaver.trainer import train as train_module
-from quaver.trainer.checkpoint_folder import read_record
-from quaver.trainer.config import Float8, TrainConfig
-from quaver.trainer.config_io import load_config
-from quaver.trainer.errors import CheckpointError, NonFiniteError
 from quaver.trainer.train import Run, build, prepare, train
 from tests.unit.trainer.runs import changed
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from quaver.cli import main
+from quaver.runs.errors import NonFiniteError
+from quaver.runtime.ranks import Ranks
+from quaver.settings import Comm, Float8
 from quaver.trainer import train as train_module
-from quaver.trainer.config import Comm, Float8
-from quaver.trainer.errors import NonFiniteError
 from quaver.trainer.metrics import read_metrics
 from quaver.trainer.process import determinism, quiet, watchdog
-from quaver.trainer.ranks import Ranks
 from quaver.trainer.train import Run, prepare, train
 from quaver.trainer.trained_model import TrainedModel
 from tests.isolated import Forked

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from quaver.trainer.config import LRScheduler, Optimizer
+from quaver.settings import LRScheduler, Optimizer
 from quaver.trainer.optimizer import learning_rate
 
 LR, STEPS, WARMUP, FLOOR = 0.5, 110, 10, 0.1

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quaver.trainer.config import Float8
-from quaver.trainer.config_io import load_config
+from quaver.settings import Float8
+from quaver.settings.config_file import load_config
 from quaver.trainer.memory import PeakMemory
 from quaver.trainer.metrics import read_metrics, summarize
 from quaver.trainer.train import Run, prepare, train

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import quaver.experts.grouped_mm
-import quaver.quantize
+import quaver.linear.quantize
 from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training, convert_to_high_precision
-from quaver.weights.module_weight import weights_under
+from quaver.experts.module_weight import weights_under
 from tests.mixture import DIM, make_mixture
 from tests.reference import RECIPES
 from tests.steps import assert_same, train
@@ -110,9 +110,11 @@ def test_casts_each_weight_once_per_layout(recipe, monkeypatch):
 
         return count
 
-    for granularity, cast in quaver.quantize.CASTS.items():
-        monkeypatch.setitem(quaver.quantize.CASTS, granularity, counted(cast.__name__, cast))
-    monkeypatch.setattr(quaver.quantize, "cast_with_scale", counted("cast_with_scale", quaver.quantize.cast_with_scale))
+    for granularity, cast in quaver.linear.quantize.CASTS.items():
+        monkeypatch.setitem(quaver.linear.quantize.CASTS, granularity, counted(cast.__name__, cast))
+    monkeypatch.setattr(
+        quaver.linear.quantize, "cast_with_scale", counted("cast_with_scale", quaver.linear.quantize.cast_with_scale)
+    )
     layouts = 1 if recipe in ("tensorwise", "rowwise_with_tensorwise_weight") else 2
     with cast_weights_once(model):
         gradients_of(model, microbatches(4))

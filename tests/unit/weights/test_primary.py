@@ -15,7 +15,7 @@ from quaver import (
     use_float8_primary_weights,
 )
 from quaver.experts.module import Float8Experts
-from quaver.weights.module_weight import weights_under
+from quaver.experts.module_weight import weights_under
 from quaver.weights.primary import Float8PrimaryWeight, round_stochastically
 from tests import steps as steps_of
 from tests.mixture import DIM, make_mixture

@@ -25,7 +25,7 @@ from quaver import (
 )
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.export import load_float8, save_float8
-from quaver.weights.frozen import FrozenFloat8Weight
+from quaver.linear.frozen_weight import FrozenFloat8Weight
 from tests.thinned import thinned
 
 

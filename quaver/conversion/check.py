@@ -1,0 +1,108 @@
+"""`assert_float8_training`: is float8 really on, and does the optimizer train the weights that run in float8?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+from torch.optim import Optimizer
+
+from quaver.conversion.report import conversion_report, unfinished
+from quaver.linear.module import Float8Linear
+from quaver.recipes.torchao_forms import why_inference_only
+from quaver.runtime.slow_paths import slow_paths
+
+
+def assert_float8_training(
+    model: nn.Module, optimizer: Optimizer | None = None, *, allow_frozen: bool = False, require_native: bool = False
+) -> None:
+    """Raise if `model` does not train in float8 as its conversion says.
+
+    Call it when model and optimizer are complete, after any wrapper (DDP, `fully_shard`, PEFT) was applied; with
+    `require_native` after a step.
+
+    Args:
+        model: the model that trains, or a wrapper around it.
+        optimizer: its optimizer; None to check the model alone.
+        allow_frozen: whether float8 linears may have weights without gradients, as under LoRA. One float8 linear must
+            still take part in training: its weight, or one that its gradients reach, has to require gradients.
+        require_native: whether the float8 linears that are on a GPU must have multiplied natively, each of them, in
+            all matmuls so far (`Float8Linear.backend`). A CPU always multiplies exactly, and is not asked.
+    Raises:
+        RuntimeError: with one line for each problem: torchao has converted linears; no linear is in float8; a float8
+            linear whose forward was replaced, or that its conversion did not finish; its weight requires no gradient,
+            or is not in the optimizer; the optimizer holds a parameter twice, or one that the model does not have;
+            with `require_native`, a float8 linear on a GPU multiplied exactly or has not run.
+    """
+    problems = [*_problems_of_the_model(model, allow_frozen)]
+    if require_native:
+        problems += _problems_of_the_backend(model)
+    if optimizer is not None:
+        problems += _problems_of_the_optimizer(model, optimizer)
+    if problems:
+        raise RuntimeError("this is not float8 training as it was asked for:\n" + "\n".join(f"  {p}" for p in problems))
+
+
+def is_torchao_linear(module: nn.Module) -> bool:
+    """Whether `module` is a linear that torchao converted."""
+    return any(cls.__module__ == "torchao.float8.float8_linear" for cls in type(module).__mro__)
+
+
+def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str]:
+    replaced = [name for name, module in model.named_modules() if is_torchao_linear(module)]
+    if replaced:
+        yield (
+            f"torchao has converted {_some(replaced)}, as Accelerate's mixed_precision=fp8 does: set it to bf16, or "
+            "call quaver.integrations.torchao.install() first and leave the conversion to Accelerate"
+        )
+        return
+    report = conversion_report(model)
+    if not report.converted:
+        yield f"no linear is in float8 ({report.why_nothing()})"
+        return
+    for name, linear in _float8_linears(model):
+        for obstacle in filter(None, [why_inference_only(linear.weight), *unfinished(linear)]):
+            yield f"{name}: {obstacle}"
+    frozen = [name for name, linear in _float8_linears(model) if not linear.weight.requires_grad]
+    if frozen and not allow_frozen:
+        yield f"weights that require no gradient: {_some(frozen)}"
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        yield "no parameter of the model requires a gradient"
+
+
+def _problems_of_the_backend(model: nn.Module) -> Iterator[str]:
+    on_gpu = [(name, linear) for name, linear in _float8_linears(model) if linear.weight.device.type != "cpu"]
+    exact = [name for name, linear in on_gpu if "exact" in linear.backend]
+    if exact:
+        reasons = "".join(f"; {reason}" for reason in slow_paths())
+        yield f"float8 linears that multiply exactly on a GPU, not natively: {_some(exact)}{reasons}"
+    idle = [name for name, linear in on_gpu if linear.backend == "not run yet"]
+    if idle:
+        yield f"float8 linears that have not run yet, so nothing is known of their matmuls: {_some(idle)}"
+
+
+def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    held = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    trained = [(name, linear.weight) for name, linear in _float8_linears(model) if linear.weight.requires_grad]
+    missing = [name for name, weight in trained if id(weight) not in held]
+    if missing:
+        yield (
+            f"float8 weights that the optimizer does not hold: {_some(missing)}; make the optimizer after the "
+            "conversion and after fully_shard"
+        )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    twice = [names.get(key, "a parameter of another model") for key, count in held.items() if count > 1]
+    if twice:
+        yield f"parameters that the optimizer holds more than once: {_some(twice)}"
+    foreign = len([key for key in held if key not in names])
+    if foreign:
+        yield f"the optimizer holds {foreign} parameters that the model does not have; make it after the conversion"
+
+
+def _float8_linears(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Float8Linear))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

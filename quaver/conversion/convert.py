@@ -1,0 +1,340 @@
+"""The module swap: `nn.Linear` to `Float8Linear` in place, and the exact way back."""
+
+from __future__ import annotations
+
+import logging
+import typing
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from quaver.conversion.delayed import add_persistent_scales
+from quaver.conversion.quantized_configs import drop_false_quantization
+from quaver.conversion.report import (
+    FILTER_REASON,
+    ConversionReport,
+    conversion_report,
+    obstacle_of,
+    owners_of_weights,
+)
+from quaver.experts.module import (
+    Float8Experts,
+    check_whole,
+    is_experts,
+    obstacle_of_experts,
+    to_float8_experts,
+    to_plain_experts,
+    weights_of,
+)
+from quaver.experts.module_weight import ModuleWeight, first_names, weights_of_module, weights_under
+from quaver.experts.seam import Float8GroupedMM, to_plain_grouped_mm
+from quaver.fsdp.gathered import (
+    Float8AllGatherWeight,
+    is_all_gather_weight,
+    make_all_gather_weights,
+    restore_plain_weights,
+)
+from quaver.linear.class_change import float8_class
+from quaver.linear.frozen_weight import FrozenFloat8Weight
+from quaver.linear.module import OWN_ATTRIBUTES, Float8Linear
+from quaver.linear.shared_input import share_inputs, stop_sharing_inputs
+from quaver.linear.tensor import Float8Tensor
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
+from quaver.runtime.slow_paths import slow_paths
+from quaver.torch_private.fsdp import fsdp_module_class, has_run
+from quaver.weights.cast_once import is_cast_once
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FilterDecision:
+    """What a filter may return instead of a bool: the decision and the reason for the report."""
+
+    convert: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.convert
+
+
+ModuleFilter = Callable[[nn.Module, str], "bool | FilterDecision"]
+"""Takes a linear and its fully qualified name; says whether to convert it."""
+
+
+def convert_to_float8_training(
+    module: nn.Module,
+    *,
+    config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
+    module_filter_fn: ModuleFilter | None = None,
+    include_subclasses: bool = False,
+) -> nn.Module:
+    """Make every `nn.Linear` of `module` a `Float8Linear`, and every module of experts a `Float8Experts`, in place.
+
+    An error leaves `module` as it was. Modules keep their identity, parameters, hooks, attributes and training mode;
+    subclasses of `nn.Linear` that do not override `forward`, and experts, keep all but that. With delayed or static
+    scaling the linears of one call share one state (scale_state.py); call `sync_float8_amax_and_scale_history(model)`
+    once a step, and experts stay in high precision. With `enable_fsdp_float8_all_gather` the weights become new
+    parameters around the same memory: convert before `fully_shard`, and make the optimizer after both.
+    `conversion_report(module)` lists each layer.
+
+    A second call leaves converted layers alone; those that its filter admits must have its config.
+
+    Args:
+        module: any module, or an `nn.Linear` itself.
+        config: a config, a recipe or a recipe's name; None for the tensorwise recipe.
+        module_filter_fn: called with each linear and each module of experts (experts/module.py), and its fully
+            qualified name; false leaves it in high precision. It may return a `FilterDecision`, whose reason goes to
+            the report.
+        include_subclasses: also convert subclasses of `nn.Linear` that override `forward`; their forward is not called.
+    Returns:
+        `module`. A UserWarning says why if nothing was converted; linears that the filter admits but that cannot be
+        converted are logged at WARNING.
+    Raises:
+        ValueError: an unknown recipe, an admitted layer that is converted under another config, or a weight to gather
+            in float8 that is tied to another module's.
+        TypeError: `config` or `module` is of another type.
+        RuntimeError: weights to gather in float8, of a model that ran under `fully_shard` before.
+    """
+    config = resolve_config(config)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
+    chosen = _choose(module, config, module_filter_fn, include_subclasses)
+    _convert(module, chosen.linears, chosen.experts, config)
+    share_inputs(module, Float8Linear)
+    drop_false_quantization(module)
+    for child, reason in chosen.reasons:
+        vars(child).pop(FILTER_REASON, None)
+        vars(child).update({FILTER_REASON: reason} if reason else {})
+    _tell(conversion_report(module), bool(chosen.linears or chosen.experts), chosen.missed)
+    return module
+
+
+def convert_to_high_precision(module: nn.Module) -> nn.Module:
+    """Make every `Float8Linear` of `module` the `nn.Linear` that it was, and experts what they were, in place.
+
+    Experts are `Float8Experts`, and torchtitan's, whose grouped matmul alone runs in float8.
+
+    An error leaves `module` as it was. It may be, or contain, a wrapper such as DistributedDataParallel,
+    torch.compile's or PEFT's. Weights that were prepared for a float8 all-gather become new parameters: make the
+    optimizer after it. Returns `module`.
+
+    Raises:
+        RuntimeError: a linear, or experts, cannot be converted back: `fully_shard` gathers its weight in float8,
+            DistributedDataParallel holds a weight that was prepared for that, or its class was changed since.
+    """
+    linears = [each for each in module.modules() if isinstance(each, Float8Linear)]
+    has_ddp = any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules())
+    for name, weight in weights_under(module):
+        _check_way_back(weight, name, has_ddp)
+    experts = [each for each in module.modules() if isinstance(each, Float8Experts)]
+    if any(parametrize.is_parametrized(each) for each in experts):
+        raise RuntimeError("experts are parametrized and cannot be converted back: remove their parametrizations first")
+    for each in experts:
+        check_whole(each)
+    for linear in linears:
+        restore_plain_weights(linear)
+    for each in experts:
+        restore_plain_weights(each)
+    for linear in linears:
+        plain = _restore(linear, _to_linear)
+        getattr(plain, "to_original", lambda: None)()  # a module that was made an nn.Linear for the conversion
+    for of_experts in experts:
+        _restore(of_experts, to_plain_experts)
+    for grouped in [each for each in module.modules() if isinstance(each, Float8GroupedMM)]:
+        _restore(grouped, to_plain_grouped_mm)
+    for child in module.modules():
+        vars(child).pop(FILTER_REASON, None)
+    stop_sharing_inputs(module)
+    drop_false_quantization(module)
+    return module
+
+
+Converted = TypeVar("Converted", bound=nn.Module)
+
+
+def _restore(converted: Converted, to_plain: Callable[[Converted], nn.Module]) -> nn.Module:
+    """Convert back, also what `fully_shard` put FSDPModule in front of."""
+    before, plain, sharded = type(converted), to_plain(converted), fsdp_module_class()
+    if sharded is not None and issubclass(before, sharded) and not isinstance(plain, sharded):
+        # it was sharded after its conversion
+        namespace = {"__deepcopy__": vars(before)["__deepcopy__"]}
+        plain.__class__ = type(f"FSDP{type(plain).__name__}", (sharded, type(plain)), namespace)
+    return plain
+
+
+# ---- the decision ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What a conversion was asked to convert, by name; why the rest stays, and what it admitted but cannot convert."""
+
+    linears: list[tuple[str, nn.Linear]] = field(default_factory=list)
+    experts: list[tuple[str, nn.Module]] = field(default_factory=list)
+    reasons: list[tuple[nn.Module, str]] = field(default_factory=list)
+    missed: dict[str, list[str]] = field(default_factory=dict)
+
+
+def _choose(
+    module: nn.Module, config: Float8LinearConfig, module_filter_fn: ModuleFilter | None, include_subclasses: bool
+) -> _Choice:
+    chosen, owners = _Choice(), owners_of_weights(module)
+    for name, child in module.named_modules():
+        is_linear = isinstance(child, nn.Linear)
+        if not is_linear and not is_experts(child):
+            continue
+        decision, obstacle = decide(module_filter_fn, child, name), ""
+        if decision and is_linear:
+            obstacle = obstacle_of(child, include_subclasses)
+        elif decision:
+            obstacle = obstacle_of_experts(child, config)
+        if not isinstance(child, Float8Linear | Float8Experts):  # a report finds the obstacle of a linear by itself
+            chosen.reasons.append((child, decision.reason if not obstacle else "" if is_linear else obstacle))
+        if obstacle:
+            chosen.missed.setdefault(obstacle, []).append(name or "the module")
+        elif decision:
+            tied = [x for x in owners.get(id(getattr(child, "weight", None)), []) if x != name]
+            tied += [] if is_linear else _other_owners(module, child, name)
+            _check_can_convert(child, name, config, tied)
+            if isinstance(child, nn.Linear):
+                chosen.linears.append((name, child))
+            else:
+                chosen.experts.append((name, child))
+    return chosen
+
+
+def decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) -> FilterDecision:
+    """What a user's filter says of a linear or of experts. Raises TypeError for a filter that fails on experts."""
+    if module_filter_fn is None:
+        return FilterDecision(True, "")
+    try:
+        decision = module_filter_fn(module, name)
+    except AttributeError as error:
+        if isinstance(module, nn.Linear):
+            raise
+        raise TypeError(
+            f"module_filter_fn was written for linears, and {name or 'the module'} is a {type(module).__name__}, "
+            f"experts with 3-D weights: {error}; return False for what is no nn.Linear, or decide about it"
+        ) from error
+    if isinstance(decision, FilterDecision):
+        return decision
+    return FilterDecision(bool(decision), "" if decision else "filter")
+
+
+def _other_owners(root: nn.Module, experts: nn.Module, name: str) -> list[str]:
+    """The parameters of other modules that are weights of these experts."""
+    weights = set(map(id, weights_of(experts).values()))
+    named = [(x, each) for x, each in root.named_parameters(remove_duplicate=False) if id(each) in weights]
+    return [x for x, _ in named if x.rpartition(".")[0] != name]
+
+
+def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig, tied: list[str]) -> None:
+    earlier = module.config if isinstance(module, Float8Linear) else getattr(module, "float8_config", config)
+    if earlier != config:
+        raise ValueError(
+            f"{name or 'the module'} is already converted, with another config ({earlier}); filter it out, or "
+            "call convert_to_high_precision first"
+        )
+    for weight in [module.weight] if isinstance(module, nn.Linear) else weights_of(module).values():
+        otherwise = weight.quantized_otherwise(config.casts.weight) if isinstance(weight, Float8Tensor) else ""
+        if otherwise:
+            raise ValueError(f"{name or 'the module'}: {otherwise}")
+    if tied and config.enable_fsdp_float8_all_gather:
+        raise ValueError(
+            f"the weight of {name} is tied to {', '.join(tied)}, so it cannot be gathered in float8; "
+            "untie them, filter the layer out, or turn enable_fsdp_float8_all_gather off"
+        )
+
+
+def _convert(
+    module: nn.Module,
+    chosen: list[tuple[str, nn.Linear]],
+    experts: list[tuple[str, nn.Module]],
+    config: Float8LinearConfig,
+) -> None:
+    """Convert the chosen linears and experts, all or none; of those that are converted, set up what is missing."""
+    with ExitStack() as undo:
+        converted: list[tuple[str, Float8Linear]] = []
+        for name, linear in chosen:
+            if not isinstance(linear, Float8Linear):
+                undo.callback(_to_linear, to_float8(linear, config))
+            converted.append((name, linear))  # type: ignore[arg-type]
+        weights = [(name, ModuleWeight(linear)) for name, linear in converted]
+        for name, each in experts:
+            if not isinstance(each, Float8Experts):
+                undo.callback(to_plain_experts, to_float8_experts(each, config))
+            weights += [(f"{name}.{weight.name}", weight) for weight in weights_of_module(each)]
+        stateless = [(name, linear) for name, linear in converted if linear.scaling is None]
+        plain = [(name, weight) for name, weight in weights if not is_all_gather_weight(weight)]
+        for _, linear in stateless:
+            undo.callback(setattr, linear, "scaling", None)
+        for _, weight in plain:
+            undo.callback(weight.module.register_parameter, weight.name, weight.module._parameters.get(weight.name))
+            undo.callback(restore_plain_weights, weight.module)
+        add_persistent_scales(module, stateless, config)
+        if config.enable_fsdp_float8_all_gather:
+            if plain and has_run(module):
+                raise RuntimeError("the model ran under fully_shard already; convert before its first forward")
+            make_all_gather_weights(plain)
+        undo.pop_all()
+
+
+def _check_way_back(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
+    module, is_whole = weight.module, weight.local is weight.parameter
+    if is_cast_once(weight):
+        raise RuntimeError(
+            f"{name or 'the module'} cannot be converted back inside cast_weights_once; leave the scope before that"
+        )
+    if isinstance(weight.local, FrozenFloat8Weight) and not is_whole:
+        obstacle = "fully_shard shards its frozen float8 weight"
+    elif is_all_gather_weight(weight) and not isinstance(weight.parameter, Float8AllGatherWeight):
+        obstacle = "fully_shard gathers its weight in float8"
+    elif is_all_gather_weight(weight) and has_ddp:
+        obstacle = "DistributedDataParallel holds its weight, which was prepared for a float8 all-gather"
+    elif isinstance(module, Float8Linear) and (
+        type(module).forward is not Float8Linear.forward or parametrize.is_parametrized(module)
+    ):
+        obstacle = f"its class was changed to {type(module).__name__} (by checkpointing or a parametrization, say)"
+    else:
+        return
+    raise RuntimeError(f"{name or 'the module'} cannot be converted back: {obstacle}; convert back before that")
+
+
+def _tell(report: ConversionReport, found: bool, missed: dict[str, list[str]]) -> None:
+    logger.info(report.summary())
+    said = slow_paths()
+    for note in report.notes:
+        if note not in said:  # it was logged when it happened
+            logger.warning(note)
+    for obstacle, names in missed.items():
+        logger.warning("%d layers stay in high precision (%s): %s", len(names), first_names(names), obstacle)
+    if not found:
+        warnings.warn(report.why_nothing(), stacklevel=3)
+
+
+# ---- one linear ------------------------------------------------------------------------------------------------------
+
+
+def to_float8(linear: nn.Linear, config: Float8LinearConfig) -> Float8Linear:
+    """Turn `linear` itself into a Float8Linear: same object, parameters, hooks and attributes."""
+    converted_from = type(linear)
+    linear.__class__ = float8_class(converted_from, Float8Linear)
+    float8 = typing.cast(Float8Linear, linear)
+    float8.set_up(config, converted_from)
+    return float8
+
+
+def _to_linear(linear: Float8Linear) -> nn.Linear:
+    """Turn `linear` back into what it was converted from: same object, parameters, hooks and attributes."""
+    linear.__class__ = linear._converted_from  # type: ignore[assignment]
+    for name in OWN_ATTRIBUTES:
+        delattr(linear, name)
+    for name in ("_backend", "probe"):
+        vars(linear).pop(name, None)
+    return linear

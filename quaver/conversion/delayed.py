@@ -1,0 +1,303 @@
+"""Delayed and static scaling of a model: sync, calibrate, save, load, report. scale_state.py has the state."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from quaver.linear.module import Float8Linear
+from quaver.linear.scale_state import (
+    OPERANDS,
+    LinearScales,
+    NamedSlot,
+    ScaleState,
+    all_reduce_amax,
+    entries_of,
+    load_slots,
+    next_scale,
+)
+from quaver.recipes import scaling
+from quaver.recipes.config import CastConfig, Float8LinearConfig
+from quaver.runtime.agreement import check_ranks_agree
+
+logger = logging.getLogger(__name__)
+
+
+def add_persistent_scales(
+    model: nn.Module, named_linears: Sequence[tuple[str, Float8Linear]], config: Float8LinearConfig
+) -> None:
+    """Give these linears of `model` one state for the persistent scales of `config`. Called by the conversion."""
+    if not config.has_persistent_scales or not named_linears:
+        return
+    owners = input_owners([(name, linear.in_features) for name, linear in named_linears], config)
+    cast_of = {
+        operand: next((cast for cast in (casts.row, casts.column) if cast.is_persistent), None)
+        for operand, casts in zip(OPERANDS, config.casts, strict=True)
+    }
+    casts: list[CastConfig] = []
+    slot_of: dict[tuple[str, str], int] = {}
+    slots_of: list[list[int | None]] = []
+    for name, _ in named_linears:
+        keys = [(owners.get(name, name), "input"), (name, "weight"), (name, "grad_output")]
+        for key in keys:
+            cast = cast_of[key[1]]
+            if cast is not None and key not in slot_of:
+                slot_of[key] = len(casts)
+                casts.append(cast)
+        slots_of.append([slot_of.get(key) for key in keys])
+    device = named_linears[0][1].weight.device
+    state = ScaleState(casts, config, torch.device("cpu") if device.type == "meta" else device)
+    for (_, linear), (input, weight, grad_output) in zip(named_linears, slots_of, strict=True):
+        linear.scaling = LinearScales(state, (input, weight, grad_output))
+
+
+def input_owners(named_sizes: Iterable[tuple[str, int]], config: Float8LinearConfig) -> dict[str, str]:
+    """By the name of a linear, the name of the sibling whose input scale it shares; see `shared_inputs`.
+
+    Args:
+        named_sizes: fully qualified names, and in_features.
+    """
+    first: dict[tuple[str, int, int], str] = {}
+    owners: dict[str, str] = {}
+    for name, in_features in named_sizes:
+        parent, _, leaf = name.rpartition(".")
+        group = next((i for i, names in enumerate(config.shared_inputs) if leaf in names), None)
+        if group is not None:
+            owner = first.setdefault((parent, group, in_features), name)
+            if owner != name:
+                owners[name] = owner
+    return owners
+
+
+def sync_float8_amax_and_scale_history(
+    model: nn.Module, fp8_layers: Sequence[Float8Linear] | None = None, *, group: ProcessGroup | None = None
+) -> None:
+    """Compute the delayed scales of the next step from the amaxes of this one. Call it once a step, after the backward.
+
+    It may come before or after `optimizer.step()`. A loop that forgets it gets a RuntimeWarning after 1,000 forwards
+    ([Note: a forgotten sync] in scale_state.py). Models without delayed scaling are left alone.
+    `torch.compile(fullgraph=True)` traces it, to the same bits.
+
+    Args:
+        model: the module that was given to `convert_to_float8_training`, or a module around or inside it.
+        fp8_layers: the Float8Linears of `model`, to save the walk over its modules.
+        group: the ranks that must have the same scales: all that train this model. None for every rank, where there
+            is a process group. With pipeline parallelism, the ranks of one stage.
+    Raises:
+        RuntimeError: on every rank, if ranks have different tensors or configs.
+
+    One all-reduce of 8 bytes a tensor, and a number of kernels that does not depend on the number of tensors. The first
+    eager call also checks, in a collective of 16 bytes, that the ranks agree; compiled code does not check.
+    """
+    states = _states(model.modules() if fp8_layers is None else fp8_layers)
+    group = group or _every_rank()
+    if group is not None and not torch.compiler.is_compiling():
+        _check_once(model, states, group)
+    with torch.no_grad():
+        for state in states:
+            state.sync(group)
+
+
+@contextmanager
+def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | None = None) -> Iterator[None]:
+    """Measure the static scales of `model` on the batches that run inside the block.
+
+    Run forward and backward (or the forward only, if grad_output is not static) as in training. Inside the block,
+    tensors without a static scale are scaled dynamically. At its exit each gets the scale of the largest amax over all
+    ranks, with the `headroom` and `margin` of `delayed_scaling_config`.
+
+    Args:
+        group: as for `sync_float8_amax_and_scale_history`.
+    Raises:
+        ValueError: the model has no static scale to measure.
+        RuntimeError: on every rank, if ranks have different tensors or configs; at the exit, if a tensor was not cast,
+            was all zeros, or was not finite. No scale is then changed.
+    """
+    states = _states(model.modules())
+    group = group or _every_rank()
+    if group is not None:
+        _check_once(model, states, group)
+    named = [(name, state, slot) for name, state, slot in named_slots(model) if slot in state.calibrated_slots]
+    if not named:
+        raise ValueError("nothing to calibrate: the model has no ScalingType.STATIC cast without a static_quant_scale")
+    before = [(state.quant_scale.clone(), state.amax_buffer.clone()) for state in states]
+    try:
+        for state in states:
+            state.quant_scale[state.calibrated_slots] = 0
+            state.was_loaded()
+            state.calibrating = True
+        yield
+        amaxes = [all_reduce_amax(state.amax_buffer, group)[:, 0] for state in states]
+        _check_measured({name: float(amaxes[states.index(state)][slot]) for name, state, slot in named})
+        for (scales, _), amax, state in zip(before, amaxes, states, strict=True):
+            slots = state.calibrated_slots
+            scales[slots] = next_scale(amax[slots], state.format_max[slots], state.delayed_config, state.power_of_2)
+    finally:
+        for (scales, amax_buffer), state in zip(before, states, strict=True):
+            state.calibrating = False
+            state.quant_scale.copy_(scales)
+            state.was_loaded()
+            state.amax_buffer.copy_(amax_buffer)
+
+
+def _check_measured(amaxes: dict[str, float]) -> None:
+    bad = [name for name, amax in amaxes.items() if not 0 < amax < float("inf")]
+    if bad:
+        what = f"had an amax of {amaxes[bad[0]]}"
+        if amaxes[bad[0]] < 0:
+            what = (
+                "was not cast. Run its module, and the backward; siblings whose input tensor parallelism gathers for "
+                "all of them must be named in Float8LinearConfig.shared_inputs"
+            )
+        more = f", and {len(bad) - 1} more have no amax to scale by either" if len(bad) > 1 else ""
+        raise RuntimeError(f"calibration: {bad[0]} {what}{more}; no scale was changed")
+
+
+class TensorScaling(NamedTuple):
+    """How the persistent scale of one tensor fitted it in the step before the last sync."""
+
+    name: str
+    quant_scale: float
+    """What its casts multiplied by: the scale of its amax where it was scaled dynamically. The scale that it has if it
+    was not cast."""
+    is_dynamic: bool
+    """Whether it was scaled dynamically, for want of a history."""
+    amax: float
+    """-1 if it was not cast."""
+    used_over_ideal: float
+    """The scale that was used over the one that would have brought amax to the format's largest number: above 1 the
+    tensor saturates, 2**-n leaves n powers of two unused. 1 where it was scaled dynamically, inf or NaN if amax is;
+    NaN if not cast."""
+    saturated: int
+    """The most elements that saturated in one cast, on one rank."""
+
+
+class Float8ScalingState:
+    """The persistent scales of a model by name: a `Stateful` of torch.distributed.checkpoint."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots = named_slots(model)
+        self._states = _states(model.modules())
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`<linear>.<operand>.quant_scale` () and, with delayed scaling, `<linear>.<operand>.amax_history` [H].
+
+        Views, float32: what is copied into them (as torch.distributed.checkpoint does) is loaded. Equal on every rank
+        after a sync, so it loads into any number of ranks. It has neither static scales that the config gives nor the
+        amaxes since the last sync: save between a sync and the next forward.
+        """
+        return entries_of(self._slots)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a `state_dict`. `quaver.compat.delayed_buffers` reads the buffers of torchao 0.9.
+
+        Tensors that it does not have start cold, and the log says so; entries for tensors that the model does not have
+        are ignored. A history of another length keeps its newest entries.
+
+        Raises:
+            ValueError: an entry that is not a tensor of the right number of dims; nothing is then loaded.
+        """
+        missing = load_slots(self._slots, state_dict)
+        if missing:
+            logger.warning(
+                "%d of %d entries of persistent scales are not in the checkpoint: their tensors are scaled dynamically "
+                "until the first sync (static scales must be calibrated)",
+                missing,
+                len(entries_of(self._slots)),
+            )
+
+    def reset(self) -> None:
+        """Forget every history and every measured scale, as for weights of another origin."""
+        load_slots(self._slots, {})
+
+    def forget_observed(self) -> None:
+        """Forget the amaxes since the last sync, as of a step that is skipped: no scale will follow from them."""
+        for state in self._states:
+            state.reset_amax_buffer()
+
+    def report(self) -> list[TensorScaling]:
+        """How each scale fitted in the last synced step. Waits for the device."""
+        steps = {id(state): torch.cat([state.last_step, state.format_max.unsqueeze(1)], 1) for state in self._states}
+        values = {key: step.tolist() for key, step in steps.items()}
+        return [_fit(name, *values[id(state)][slot]) for name, state, slot in self._slots]
+
+
+def float8_scaling_state(model: nn.Module) -> Float8ScalingState:
+    """The delayed and static scales of `model`, to save, load, and look at.
+
+        torch.save({"model": model.state_dict(), "float8": float8_scaling_state(model).state_dict()}, path)
+        dcp.save({"model": ..., "float8": float8_scaling_state(model)}, checkpoint_id=path)
+
+    The model's own state_dict has none of it. Names are those of `model.named_modules()`, without what wrappers
+    (torch.compile, DDP, FSDP1, checkpoint) put before them. A model without persistent scales has an empty state.
+    """
+    return Float8ScalingState(model)
+
+
+def _fit(name: str, scale: float, amax: float, saturated: float, format_max: float) -> TensorScaling:
+    is_dynamic = not scale > 0
+    if amax < 0:
+        return TensorScaling(name, scale, is_dynamic, amax, float("nan"), 0)
+    used = format_max / max(amax, scaling.EPS) if is_dynamic else scale
+    ratio = 1.0 if is_dynamic else scale * amax / format_max
+    return TensorScaling(name, used, is_dynamic, amax, ratio, int(saturated))
+
+
+WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+def named_slots(model: nn.Module) -> list[NamedSlot]:
+    """Each slot once, as `<linear>.<operand>` of the first linear that has it."""
+    found: dict[tuple[int, int], NamedSlot] = {}
+    in_ddp: list[str] = []
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            in_ddp.append(f"{fqn}.module.".removeprefix("."))
+        elif isinstance(module, Float8Linear) and isinstance(module.scaling, LinearScales):
+            prefix = f"{fqn}." if fqn else ""
+            for wrapper in in_ddp:
+                if prefix.startswith(wrapper):
+                    prefix = wrapper.removesuffix("module.") + prefix.removeprefix(wrapper)
+            for name, state, slot in module.scaling.named_slots(WRAPPERS.sub("", prefix)):
+                found.setdefault((id(state), slot), (name, state, slot))
+    return list(found.values())
+
+
+def _states(modules: Iterable[nn.Module]) -> list[ScaleState]:
+    found = {}
+    for module in modules:
+        if isinstance(module, Float8Linear) and isinstance(module.scaling, LinearScales):
+            found[id(module.scaling.state)] = module.scaling.state
+    return list(found.values())
+
+
+def _every_rank() -> ProcessGroup | None:
+    """The default group, None where there is none or one rank."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if several else None
+
+
+_checked: WeakKeyDictionary[nn.Module, list[ScaleState]] = WeakKeyDictionary()
+
+
+def _check_once(model: nn.Module, states: list[ScaleState], group: ProcessGroup) -> None:
+    """Check that the ranks agree. A rank whose model has no persistent scales checks, too."""
+    if _checked.get(model) == states:
+        return
+    lines = [f"{name} {state.casts[slot]}" for name, state, slot in named_slots(model)]
+    lines += [f"{state.delayed_config}, powers of two: {state.power_of_2}" for state in states]
+    device = states[0].device if states else next((p.device for p in model.parameters()), torch.device("cpu"))
+    check_ranks_agree(lines, group, device, what="the tensors with persistent scales")
+    _checked[model] = states

@@ -1,0 +1,235 @@
+"""`freeze_to_float8`: the base of a fine-tuned model, stored once in float8, for adapters that train on top of it.
+
+    output      = input       @ codes.t()     the codes and scales that are stored
+    grad_input  = grad_output @ codes         the same ones; grad_weight does not exist
+
+The weights of linears and of experts are `FrozenFloat8Weight`s (linear/frozen_weight.py): one byte per element and scales.
+Tensorwise and blockwise codes serve both matmuls. Row-wise scales run along the contracted dim of grad_input, so there
+the weight is dequantized inside the exact matmul (gemm.py): a second cast would give the backward other weights than
+the forward.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quaver.conversion.convert import ModuleFilter, convert_to_float8_training, decide, to_float8
+from quaver.conversion.report import obstacle_of
+from quaver.experts.module import (
+    Float8Experts,
+    is_experts,
+    is_transposed,
+    obstacle_of_experts,
+    to_float8_experts,
+    weights_of,
+)
+from quaver.experts.module_weight import ModuleWeight, owners_of_parameters, weights_of_module
+from quaver.linear.class_change import float8_class
+from quaver.linear.frozen_weight import FrozenFloat8Weight
+from quaver.linear.module import Float8Linear
+from quaver.linear.quantize import Quantizer, present
+from quaver.recipes.config import (
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScaleCalculationMode,
+    resolve_config,
+)
+from quaver.recipes.formats import FORMATS, HP_DTYPES
+from quaver.recipes.scaling import amax
+from quaver.weights.frozen_modules import FrozenFloat8Experts, FrozenFloat8Linear, FrozenModule
+
+
+def blockwise_config(*, power_of_2: bool = True) -> Float8LinearConfig:
+    """The recipe `blockwise`, with another rounding of its scales.
+
+    `power_of_2`: scales that are powers of two, so that the exact matmul runs on bfloat16 units; off for the float32
+    scales of DeepSeek's and Qwen's checkpoints.
+    """
+    config = Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.BLOCKWISE)
+    return replace(config, round_scales_to_power_of_2=power_of_2)
+
+
+def freeze_to_float8(
+    module: nn.Module,
+    config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
+    *,
+    module_filter_fn: ModuleFilter | None = None,
+    include_subclasses: bool = False,
+) -> nn.Module:
+    """Store the weights of all linears and experts of `module` in float8, in place; they do not train any more.
+
+    Call it on the loaded model, before adapters, `fully_shard`, DistributedDataParallel or `torch.compile`. Weights
+    keep their shape and dtype outside; biases and other modules stay as they are. All weights are checked before the
+    first is changed. `conversion_report(module)` lists each layer.
+
+    Args:
+        module: a model in high precision, on any device.
+        config: "blockwise" (the default), "mxfp8", "tensorwise", "rowwise", another recipe with one weight cast, or a
+            config. `enable_fsdp_float8_all_gather` has no effect: frozen codes are all-gathered as they are.
+        module_filter_fn: called with each linear, each module of experts, and its name; false leaves it in high
+            precision.
+        include_subclasses: as for `convert_to_float8_training`.
+    Returns:
+        `module`.
+    Raises:
+        ValueError: a config that scales delayed or statically, casts a weight in two ways or has E8M0 scales by FLOOR;
+            a weight that holds NaN or inf, is tied, sharded, on the meta device or of another dtype; weights of which
+            only some train.
+        TypeError: `config` or `module` is of another type; a filter for linears alone was asked for experts.
+    """
+    config = _resolved(config)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
+    modules = {name: each for name, each in module.named_modules() if isinstance(each, nn.Linear) or is_experts(each)}
+    decisions = {name: decide(module_filter_fn, each, name) for name, each in modules.items()}
+    chosen = {
+        name: each for name, each in modules.items() if decisions[name] and not _stays(each, config, include_subclasses)
+    }
+    problem = next(_problems(chosen, owners_of_parameters(module)), None)
+    if problem is not None:
+        raise ValueError(problem)
+    convert_to_float8_training(
+        module,
+        config=config,
+        module_filter_fn=lambda each, name: decisions[name],
+        include_subclasses=include_subclasses,
+    )
+    for each in chosen.values():
+        for weight in weights_of_module(each):
+            dtype = weight.parameter.dtype
+            store_float8_weight(each, *_quantize(weight), config=config, dtype=dtype, name=weight.name)
+    return module
+
+
+def _stays(module: nn.Module, config: Float8LinearConfig, include_subclasses: bool) -> bool:
+    """Whether a linear or experts cannot be converted, or are frozen already."""
+    if isinstance(module, FrozenModule) and all(each.config == config for each in weights_of_module(module)):
+        return True
+    if isinstance(module, nn.Linear):
+        return bool(obstacle_of(module, include_subclasses))
+    return bool(obstacle_of_experts(module, config))
+
+
+@torch.no_grad()
+def _quantize(weight: ModuleWeight) -> tuple[Tensor, Tensor]:
+    """The codes and scales that the forward multiplies by; matrix by matrix, those of a stack."""
+    quantizer = Quantizer(weight.config.casts.weight, weight.parameter.dtype)
+    if weight.parameter.dim() == 2:
+        codes, scale, _ = present(quantizer(weight.parameter.detach(), row=True, column=False).row)
+        return codes, typing.cast(Tensor, scale)
+    transposed, stack = is_transposed(weight.module), weight.parameter.detach()
+    codes = torch.empty(stack.shape, dtype=weight.config.casts.weight.row.float8_dtype, device=stack.device)
+    scales = []
+    for to, matrix in zip(codes, stack, strict=True):
+        made = present(quantizer(matrix.t() if transposed else matrix, row=True, column=False).row)
+        scale = typing.cast(Tensor, made.dequant_scale)
+        to.copy_(made.data.t() if transposed else made.data)
+        scales.append(scale.t() if transposed and scale.dim() else scale)
+    return codes, torch.stack(scales)
+
+
+def store_float8_weight(
+    module: nn.Module,
+    codes: Tensor,
+    dequant_scale: Tensor,
+    *,
+    config: Float8LinearConfig,
+    dtype: torch.dtype,
+    name: str = "weight",
+) -> None:
+    """Freeze a weight of one linear or of experts, in place, with codes and scales from a checkpoint.
+
+    Args:
+        module: an nn.Linear or experts, which may be on the meta device, or what this config made of them.
+        codes, dequant_scale: float8 [N, K] and float32 (), [N, 1] or one a block of `config`; of experts a stack of
+            each, in the layout of the module. They are kept, not copied.
+        config: how activations and gradients are cast. Its `round_scales_to_power_of_2` promises that every
+            dequant_scale is a power of two.
+        dtype: the high-precision dtype that the weight presents.
+        name: of the weight; of experts one of theirs.
+    Raises:
+        ValueError: operands that do not fit each other, the module or the config.
+    """
+    frozen = FrozenFloat8Weight.from_codes(codes, dequant_scale, dtype)
+    expected, shape = config.casts.weight.row.granularity, getattr(module, name).shape
+    if frozen.shape != shape or (frozen.granularity != expected and frozen.scales_a_matrix > 1):
+        raise ValueError(
+            f"expected a {expected} weight of {list(shape)}, got {frozen.granularity} {list(frozen.shape)}"
+        )
+    fmt = FORMATS[codes.dtype]
+    no_numbers = torch.tensor(fmt.nan_codes + fmt.infinity_codes, dtype=torch.uint8, device=codes.device)
+    if any(bool(torch.isin(each.data.view(torch.uint8), no_numbers).any()) for each in frozen.matrices()):
+        raise ValueError("expected finite codes, got NaN or inf")
+    if not bool(((dequant_scale > 0) & dequant_scale.isfinite()).all()):
+        raise ValueError("expected finite dequant_scales above 0")
+    if config.round_scales_to_power_of_2 and not frozen.has_power_of_2_scales:
+        raise ValueError("expected scales that are powers of two, as config.round_scales_to_power_of_2 promises")
+    if not isinstance(module, Float8Linear | Float8Experts):
+        to_float8(module, config) if isinstance(module, nn.Linear) else to_float8_experts(module, config)
+    setattr(module, name, nn.Parameter(frozen, requires_grad=False))
+    frozen_class = FrozenFloat8Linear if isinstance(module, nn.Linear) else FrozenFloat8Experts
+    module.__class__ = float8_class(typing.cast(Any, module)._converted_from, frozen_class)
+
+
+def _resolved(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
+    config = resolve_config("blockwise" if config is None else config)
+    weight = config.casts.weight
+    if config.has_persistent_scales:
+        raise ValueError(f"freeze_to_float8 scales dynamically: expected no delayed or static scaling, got {config}")
+    weight.row.known_sharing("freeze_to_float8")
+    if not weight.is_one or weight.row.is_disabled:
+        raise ValueError(
+            "freeze_to_float8 stores a weight once: expected one float8 cast for both of its matmuls, got "
+            f"{weight.row} for output, {weight.column} for grad_input"
+        )
+    if weight.row.scale_calculation_mode is ScaleCalculationMode.FLOOR:
+        raise ValueError(
+            f"a frozen weight is quantized so that nothing saturates: expected the scales of RCEIL, got {weight.row}"
+        )
+    return replace(config, enable_fsdp_float8_all_gather=False)
+
+
+def _problems(chosen: dict[str, nn.Module], owners: dict[int, list[str]]) -> Iterator[str]:
+    """Why the first weight that cannot be frozen cannot."""
+    weights: dict[str, Tensor] = {}
+    for name, module in chosen.items():
+        own = {"": module.weight} if isinstance(module, nn.Linear) else weights_of(module)
+        weights |= {f"{name}.{leaf}".strip("."): weight for leaf, weight in own.items()}
+    training = [name for name, weight in weights.items() if weight.requires_grad]
+    if 0 < len(training) < len(weights):
+        yield (
+            f"{training[0]} requires a gradient and other weights do not: call freeze_to_float8 before adapters are "
+            "added, or filter out what trains (module_filter_fn)"
+        )
+    for name, weight in weights.items():
+        if problem := obstacle_to_storing(name, weight, owners):
+            yield problem
+        elif weight.is_meta:
+            yield f"the weight of {name} is on the meta device; load it first"
+        elif not bool(amax(weight.detach()).isfinite()):
+            yield f"the weight of {name} holds NaN or inf"
+
+
+def obstacle_to_storing(name: str, weight: Tensor, owners: dict[int, list[str]]) -> str:
+    """Why a weight cannot be replaced with float8 codes; "" where it can.
+
+    `name`: of a linear, or of the weight of experts. `owners`: see `owners_of_parameters`.
+    """
+    names = [f".{each}".removesuffix(".weight").lstrip(".") for each in owners.get(id(weight), [])]
+    tied = [each for each in names if each != name]
+    if type(weight) is not nn.Parameter:
+        return f"the weight of {name} is a {type(weight).__name__}; freeze before fully_shard and other wrappers"
+    if weight.dtype not in HP_DTYPES:
+        return f"the weight of {name}: expected {', '.join(map(str, HP_DTYPES))}, got {weight.dtype}"
+    if tied:
+        return (
+            f"the weight of {name} is tied to {', '.join(tied)}, so it cannot be stored in float8; untie them, or "
+            "filter the layer out (module_filter_fn)"
+        )
+    return ""

@@ -1,0 +1,128 @@
+"""A recipe for each layer: one config for most of a model, others for a few, high precision for the rest.
+
+    [float8]
+    recipe_name = "tensorwise"
+    layer_recipes = ["model.layers.0.mlp.down_proj=blockwise", "model.layers.3.mlp.down_proj=high_precision"]
+
+`quaver doctor --model` writes such a file under a budget of decibels. `quaver train` and
+`prepare_model_for_float8(model, LayerRecipes.read(path))` take it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import nn
+
+from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_float8_training
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
+
+HIGH_PRECISION = "high_precision"
+"""The recipe of a layer that stays as it is."""
+
+
+@dataclass(frozen=True)
+class LayerRecipes:
+    """Which recipe each layer has.
+
+    Args:
+        recipe: that of layers without an own one.
+        layers: by fully qualified name of a linear or a module of experts, its recipe or `HIGH_PRECISION`.
+    Raises:
+        ValueError: an unknown recipe, or one that keeps scales from step to step beside another `recipe`: a model has
+            one state of such scales.
+    """
+
+    recipe: str = "tensorwise"
+    layers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        Float8LinearRecipeName(self.recipe)  # raises ValueError listing the choices
+        for name, recipe in self.layers.items():
+            if recipe == HIGH_PRECISION:
+                continue
+            try:
+                config = resolve_config(recipe)
+            except ValueError as error:
+                raise ValueError(f"layer {name}: {error}; or {HIGH_PRECISION}") from error
+            if config.has_persistent_scales and recipe != self.recipe:
+                raise ValueError(f"layer {name}: expected a recipe with dynamic scaling, got {recipe!r}")
+
+    @classmethod
+    def parse(cls, recipe: str, entries: Sequence[str]) -> LayerRecipes:
+        """From entries "name=recipe". Raises ValueError."""
+        layers: dict[str, str] = {}
+        for entry in entries:
+            name, equals, own = entry.partition("=")
+            if not (name and equals and own):
+                raise ValueError(f"expected an entry 'layer=recipe', got {entry!r}")
+            if name in layers:
+                raise ValueError(f"layer {name} has two recipes, {layers[name]!r} and {own!r}")
+            layers[name] = own
+        return cls(recipe, layers)
+
+    @classmethod
+    def read(cls, path: str | Path) -> LayerRecipes:
+        """From the [float8] section of a TOML file. Raises OSError, and ValueError where it has none."""
+        try:
+            section = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("float8")
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{str(path)!r} is not valid TOML: {error}") from error
+        if not isinstance(section, dict):
+            raise ValueError(f"expected a section [float8] in {str(path)!r}; quaver doctor --model writes one")
+        entries = section.get("layer_recipes", [])
+        return cls.parse(section.get("recipe_name", cls.recipe), entries)
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """What `parse` takes."""
+        return tuple(f"{name}={recipe}" for name, recipe in self.layers.items())
+
+    def of(self, name: str) -> str:
+        """The recipe of a layer."""
+        return self.layers.get(name, self.recipe)
+
+
+def convert_layers(
+    module: nn.Module,
+    recipes: LayerRecipes,
+    *,
+    config_of: Callable[[str], Float8LinearConfig] = resolve_config,
+    module_filter_fn: ModuleFilter | None = None,
+    include_subclasses: bool = False,
+) -> nn.Module:
+    """`convert_to_float8_training` with a recipe for each layer; returns `module`.
+
+    Args:
+        config_of: the config of a recipe's name.
+        module_filter_fn: false leaves a layer in high precision whatever its recipe.
+    Raises:
+        ValueError: a layer that `module` does not have; and what `convert_to_float8_training` raises. The layers of
+            recipes before that one are converted then.
+    """
+    names = {name for name, _ in module.named_modules()}
+    for name in recipes.layers:
+        if name not in names:
+            raise ValueError(f"layer_recipes has {name!r}, which is no module of this {type(module).__name__}")
+    used = dict.fromkeys([recipes.recipe, *recipes.layers.values()])
+    configs = {recipe: config_of(recipe) for recipe in used if recipe != HIGH_PRECISION}
+    for recipe, config in configs.items():
+        admits = _admitted(recipes, recipe, module_filter_fn)
+        convert_to_float8_training(
+            module, config=config, module_filter_fn=admits, include_subclasses=include_subclasses
+        )
+    return module
+
+
+def _admitted(recipes: LayerRecipes, recipe: str, module_filter_fn: ModuleFilter | None) -> ModuleFilter:
+    def admits(module: nn.Module, name: str) -> bool | FilterDecision:
+        own = recipes.of(name)
+        if own == HIGH_PRECISION:
+            return FilterDecision(False, "layer_recipes: high precision")
+        decision = True if module_filter_fn is None else module_filter_fn(module, name)
+        return decision if own == recipe or not decision else FilterDecision(False, f"layer_recipes: {own}")
+
+    return admits

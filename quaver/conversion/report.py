@@ -1,0 +1,290 @@
+"""`conversion_report`: every matmul weight of a model, whether its matmuls run in float8, and why not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from quaver.conversion.active_experts import ActiveExperts
+from quaver.experts.base import Float8Grouped
+from quaver.experts.module import Float8Experts, is_experts, is_transposed
+from quaver.experts.module_weight import first_names, weights_of_module
+from quaver.fsdp.gathered import is_all_gather_weight
+from quaver.fsdp.weight_scales import local_weight
+from quaver.linear.frozen_weight import FrozenFloat8Weight
+from quaver.linear.module import OWN_ATTRIBUTES, Float8Linear
+from quaver.linear.scale_state import LinearScales
+from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.formats import FORMATS
+from quaver.recipes.torchao_forms import why_inference_only
+from quaver.runtime.slow_paths import slow_paths
+from quaver.torch_private.dtensor import local_tensor
+
+FILTER_REASON = "_float8_filter_reason"
+"""The attribute of a linear that holds the filter's reason; a report computes everything else when it is made."""
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One matmul weight of the model: whether its matmuls run in float8, and why (or why not).
+
+    Attributes:
+        name: of the linear, or of the parameter where the weight belongs to another module.
+        in_features, out_features: the last two dims of the weight; it may be a stack of such matrices.
+        matrices_per_token: with how many such matrices of this weight a token is multiplied. 1; of a stack of experts
+            the active ones; of one expert in a list of E, of which k are active, the mean k / E.
+        backend: what the float8 matmuls ran on so far: "native", "exact", "native and exact" or "not run yet"; "" for
+            skipped layers.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    converted: bool
+    reason: str
+    matrices_per_token: float = 1.0
+    backend: str = ""
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of the three matmuls with each [out_features, in_features] matrix, a multiply and an add counted apart."""
+        return 6 * self.in_features * self.out_features * self.matrices_per_token
+
+    def row(self, width: int) -> str:
+        """One line, with `width` characters for the name."""
+        shape = f"{self.in_features:>6} -> {self.out_features:<6}"
+        matrices = "" if self.matrices_per_token == 1 else f"{self.matrices_per_token:g} a token  "
+        kind = "float8" if self.converted else "skipped"
+        return f"{self.name:<{width}}  {shape}  {kind:<7}  {self.backend:<11}  {matrices}{self.reason}".rstrip()
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """Every matmul weight of a model, converted or skipped and why.
+
+    Attributes:
+        config: the configs of the float8 linears, one a line.
+        notes: what the user should know about these configs, what travels to experts of other ranks, mixtures whose
+            FLOPs are a guess, and the slow paths that this process took (slow_paths.py).
+        convolutions: how many convolutions the model has. They stay in high precision, and `float8_flops_fraction` does
+            not count them, because their FLOPs depend on the size of the input.
+    """
+
+    config: str
+    layers: list[LayerReport] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    convolutions: int = 0
+
+    @property
+    def converted(self) -> list[LayerReport]:
+        return [layer for layer in self.layers if layer.converted]
+
+    @property
+    def skipped(self) -> list[LayerReport]:
+        return [layer for layer in self.layers if not layer.converted]
+
+    @property
+    def float8_flops_fraction(self) -> float:
+        """The share of the matmul FLOPs with these weights that runs in float8 linears."""
+        total = sum(layer.flops_per_token for layer in self.layers)
+        return sum(layer.flops_per_token for layer in self.converted) / total if total else 0.0
+
+    def why_nothing(self) -> str:
+        """One line, for a model of which nothing was converted."""
+        if not self.layers:
+            return "nothing to convert: the module has no nn.Linear"
+        reasons = [f"{layer.name}: {layer.reason}" for layer in self.layers]
+        return f"nothing to convert: all {len(reasons)} matmul weights were skipped ({first_names(reasons, '; ')})"
+
+    def summary(self) -> str:
+        """One line."""
+        plural = "s" if self.convolutions > 1 else ""
+        uncounted = f"; {self.convolutions} convolution{plural} in high precision" if self.convolutions else ""
+        return (
+            f"{len(self.converted)} of {len(self.layers)} matmul weights in float8, "
+            f"{self.float8_flops_fraction:.1%} of their FLOPs{uncounted}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "float8_flops_fraction": self.float8_flops_fraction}
+
+    def __str__(self) -> str:
+        width = max((len(layer.name) for layer in self.layers), default=4)
+        rows = [layer.row(width) for layer in self.layers]
+        return "\n".join([self.summary(), self.config, *self.notes, *rows])
+
+
+def conversion_report(module: nn.Module) -> ConversionReport:
+    """What of `module` runs in float8 now: every matmul weight, converted or skipped and why.
+
+    It is computed from the modules as they are at the call: it holds for wrapped models (under the wrapper's names),
+    submodules, copies, and layers that were replaced or made by hand. Weights of modules other than `nn.Linear` are
+    found by shape and name: 2-D and 3-D parameters but those of embeddings, convolutions, norms and the like.
+    """
+    layers: list[LayerReport] = []
+    configs: dict[str, None] = {}
+    notes: dict[str, None] = {}
+    scale_owners: dict[tuple[int, int], str] = {}
+    owners, experts = owners_of_weights(module), ActiveExperts(module)
+    for name, child in module.named_modules():
+        if not isinstance(child, nn.Linear):
+            if isinstance(child, Float8Grouped):
+                configs[str(child.float8_config)] = None
+                notes.update(dict.fromkeys(_notes(child.float8_config)))
+                if isinstance(child, Float8Experts) and child.dispatcher is not None:
+                    notes[child.dispatcher.note(child)] = None
+            layers += _other_matmul_weights(child, name, owners, experts)
+            continue
+        quantized = why_inference_only(child._parameters.get("weight"))
+        converted, said = isinstance(child, Float8Linear) and not quantized, vars(child).get(FILTER_REASON, "")
+        if quantized:
+            reason = quantized
+        elif isinstance(child, Float8Linear):
+            configs[str(child.config)] = None
+            notes.update(dict.fromkeys(_notes(child.config)))
+            tied = [owner for owner in owners.get(id(child._parameters.get("weight")), []) if owner != name]
+            ties = f"weight tied to {', '.join(tied)}" if tied else ""
+            shares = _shared_input_scale(child, name, scale_owners)
+            reason = "; ".join(filter(None, [said, ties, shares, _stored(local_weight(child)), *unfinished(child)]))
+        else:
+            reason = said or obstacle_of(child, False) or "not converted, or new since the conversion"
+        shape = child.in_features, child.out_features
+        backend = child.backend if isinstance(child, Float8Linear) and not quantized else ""
+        layers.append(LayerReport(name, *shape, converted, reason, experts.of_linear(name), backend))
+    convolutions = sum(isinstance(each, _CONVOLUTIONS) for each in module.modules())
+    said = slow_paths() if configs else []
+    return ConversionReport("\n".join(configs), layers, [*notes, *_guesses(experts), *said], convolutions)
+
+
+# ---- one linear ------------------------------------------------------------------------------------------------------
+
+
+def obstacle_of(linear: nn.Linear, include_subclasses: bool) -> str:
+    """Why `linear` cannot be converted; "" where it can, or is."""
+    cls = type(linear)
+    if isinstance(linear, Float8Linear):
+        return ""
+    weight = linear._parameters.get("weight")
+    if weight is not None and weight.dtype.itemsize == 1:
+        return (
+            f"its weight is stored in {weight.dtype}, which another library quantized: load its checkpoint in high "
+            "precision (quaver import, or quaver.export.load_float8) to train it"
+        )
+    if "forward" in vars(linear):
+        return "its forward was replaced on the instance (by an Accelerate hook or a tp_plan, say): convert before that"
+    if isinstance(linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "its parent reads the weight without calling the module (nn.MultiheadAttention)"
+    if parametrize.is_parametrized(linear):
+        return "it is parametrized (torch.nn.utils.parametrize): remove the parametrization first"
+    if weight is None:
+        return "its weight is no parameter but computed (weight_norm, spectral_norm, pruning) or flattened (FSDP1)"
+    if cls.forward is not nn.Linear.forward and not include_subclasses:
+        return f"subclass {cls.__name__} of nn.Linear overrides forward (include_subclasses=True replaces its forward)"
+    if isinstance(linear, nn.LazyLinear):
+        return "a LazyLinear without a shape: run a forward, or initialize_parameters, before the conversion"
+    if linear.in_features == 0 or linear.out_features == 0:
+        return "shape: a feature dimension is 0"
+    taken = [name for name in OWN_ATTRIBUTES if hasattr(linear, name)]
+    return f"it has attributes of its own that Float8Linear needs: {', '.join(taken)}" if taken else ""
+
+
+def _stored(weight: Tensor) -> str:
+    """How a frozen weight, or a shard of one, is stored, and what an adapter that was merged into it lost."""
+    if not isinstance(weight, FrozenFloat8Weight):
+        return ""
+    merged = weight.requantized_sqnr_db
+    written = "" if merged is None else f", quantized again after a write at {merged:.1f} dB SQNR"
+    return f"frozen, stored in {weight.granularity} {FORMATS[weight.data_fp8.dtype].name}{written}"
+
+
+def unfinished(linear: Float8Linear) -> Iterator[str]:
+    """What keeps a Float8Linear from doing what its config says."""
+    if "forward" in vars(linear):
+        yield "its forward was replaced on the instance after the conversion: float8 only if that calls the original"
+    yield from _unprepared(linear)
+    if linear.config.has_persistent_scales and linear.scaling is None:
+        yield "cannot run until convert_to_float8_training has made the state of its scales"
+
+
+def unfinished_experts(experts: Float8Grouped) -> Iterator[str]:
+    """What keeps converted experts from doing what their config says."""
+    if "forward" in vars(experts) and getattr(experts, "planned_dispatcher", None) is None:
+        yield "its forward was replaced on the instance after the conversion: float8 only if that calls the original"
+    if isinstance(experts, Float8Experts):
+        yield from _unprepared(experts)
+
+
+def _unprepared(module: Float8Linear | Float8Experts) -> Iterator[str]:
+    weights = list(weights_of_module(module))
+    if weights[0].config.enable_fsdp_float8_all_gather and not all(is_all_gather_weight(each) for each in weights):
+        yield "gathered in high precision until convert_to_float8_training has prepared its weight"
+
+
+def _notes(config: Float8LinearConfig) -> Iterator[str]:
+    if config.enable_fsdp_float8_all_gather and any(cast.has_two_casts for cast in config.casts.weight[:2]):
+        yield (
+            "enable_fsdp_float8_all_gather: both casts of a weight are gathered, 2 bytes per element as in bfloat16; "
+            "with one scale per tensor or square block it is 1 byte (rowwise_with_tensorwise_weight, blockwise)"
+        )
+
+
+def _guesses(experts: ActiveExperts) -> Iterator[str]:
+    if experts.unknown:
+        yield (
+            f"unknown how many of the experts or matrices in {first_names(experts.unknown)} a token takes: the share "
+            "of FLOPs counts one; num_experts_per_tok in the model's config, or top_k of the router, would say it"
+        )
+
+
+def _shared_input_scale(linear: Float8Linear, name: str, owners: dict[tuple[int, int], str]) -> str:
+    """Says which linear before it has the persistent scale of its input, if one has."""
+    if not isinstance(linear.scaling, LinearScales) or linear.scaling.slots[0] is None:
+        return ""
+    owner = owners.setdefault((id(linear.scaling.state), linear.scaling.slots[0]), name)
+    return "" if owner == name else f"input scale of {owner}"
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_NO_MATMULS = (nn.Embedding, nn.EmbeddingBag, *_CONVOLUTIONS, parametrize.ParametrizationList)
+_NO_WEIGHTS = re.compile("norm|embed|bias|token|position|scale", re.IGNORECASE)
+
+
+def _other_matmul_weights(
+    module: nn.Module, name: str, owners: dict[int, list[str]], experts: ActiveExperts
+) -> Iterator[LayerReport]:
+    """The parameters of a module other than nn.Linear that matmuls read, by their shape and name."""
+    kind = type(module).__name__
+    for leaf, parameter in module.named_parameters(recurse=False):
+        tied = any(owner != name for owner in owners.get(id(parameter), []))
+        if isinstance(module, _NO_MATMULS) or _NO_WEIGHTS.search(f"{kind}.{leaf}") or tied:
+            continue
+        if not nn.parameter.is_lazy(parameter) and parameter.dim() in (2, 3) and min(parameter.shape) > 1:
+            out_features, in_features = parameter.shape[-2:]
+            said, float8, backend = vars(module).get(FILTER_REASON, ""), isinstance(module, Float8Grouped), ""
+            reason = f"{parameter.dim()}-D parameter of {kind}, which is no nn.Linear"
+            if is_experts(module):
+                reason = said or "experts, not converted or new since the conversion"
+                if is_transposed(module):
+                    in_features, out_features = parameter.shape[-2:]
+            if isinstance(module, Float8Grouped):
+                about = [said, _stored(local_tensor(parameter)), *unfinished_experts(module)]
+                reason, backend = "; ".join(filter(None, about)), module.backend
+            full_name = f"{name}.{leaf}".lstrip(".")
+            uses = experts.of_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0
+            yield LayerReport(full_name, in_features, out_features, float8, reason, uses, backend)
+
+
+def owners_of_weights(module: nn.Module) -> dict[int, list[str]]:
+    """The names of the modules that hold each parameter called `weight`, by the parameter's id."""
+    owners: dict[int, list[str]] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        weight = child._parameters.get("weight")
+        if weight is not None:
+            owners.setdefault(id(weight), []).append(name)
+    return owners

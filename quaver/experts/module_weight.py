@@ -1,0 +1,95 @@
+"""`ModuleWeight`: a weight that a float8 module multiplies by, with what its module says of it.
+
+Float8Linear      `weight` [N, K]
+Float8Experts     its 3-D weights (experts/module.py), each of them E matrices with scales of their own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from quaver.experts.grouped_mm import quantize_weight
+from quaver.experts.groups import GroupedOperands
+from quaver.experts.module import Float8Experts, is_transposed, weights_of
+from quaver.linear.module import Float8Linear
+from quaver.linear.quantize import Operands, PreparedOperands, Quantizer
+from quaver.recipes.config import Float8LinearConfig
+from quaver.torch_private.dtensor import local_tensor
+
+
+class ModuleWeight(NamedTuple):
+    """A weight of a Float8Linear or of a Float8Experts; the parameter may be replaced meanwhile."""
+
+    module: Float8Linear | Float8Experts
+    name: str = "weight"
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter: nn.Parameter = getattr(self.module, self.name)
+        return parameter
+
+    @property
+    def local(self) -> Tensor:
+        """The weight, or this rank's shard of it."""
+        return local_tensor(self.parameter)
+
+    @property
+    def config(self) -> Float8LinearConfig:
+        return self.module.config if isinstance(self.module, Float8Linear) else self.module.float8_config
+
+    def quantize(self) -> Operands | GroupedOperands:
+        """Quantize the whole weight for both of its matmuls."""
+        weight = self.parameter.detach()
+        if isinstance(self.module, Float8Experts):
+            transposed = is_transposed(self.module)
+            return quantize_weight(weight.contiguous(), self.config, transposed, row=True, column=True)
+        scaling = self.module.scaling
+        scale = None if scaling is None else scaling.observe_weight(weight.device)
+        return Quantizer(self.config.casts.weight, weight.dtype, scale)(weight, row=True, column=True)
+
+    @property
+    def prepared(self) -> PreparedOperands | None:
+        """What the module multiplies by while a `cast_weights_once` is open."""
+        if isinstance(self.module, Float8Linear):
+            return self.module._prepared_weight
+        return self.module._prepared_weights.get(self.name)
+
+    def prepare(self, prepared: PreparedOperands | None) -> None:
+        """Set `prepared`."""
+        if isinstance(self.module, Float8Linear):
+            self.module._prepared_weight = prepared
+        elif prepared is None:
+            self.module._prepared_weights.pop(self.name, None)
+        else:
+            self.module._prepared_weights[self.name] = prepared
+
+
+def weights_of_module(module: nn.Module) -> Iterator[ModuleWeight]:
+    """The weights of one module, if it is a Float8Linear or a Float8Experts."""
+    if isinstance(module, Float8Linear):
+        yield ModuleWeight(module)
+    elif isinstance(module, Float8Experts):
+        yield from (ModuleWeight(module, name) for name in weights_of(module))
+
+
+def weights_under(model: nn.Module) -> Iterator[tuple[str, ModuleWeight]]:
+    """The weights of all float8 modules of `model`, each with the name of its linear, or its own of experts."""
+    for name, module in model.named_modules():
+        for weight in weights_of_module(module):
+            yield name if isinstance(module, Float8Linear) else f"{name}.{weight.name}".lstrip("."), weight
+
+
+def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
+    """The names of each parameter, by its id: several of a tied one."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    return owners
+
+
+def first_names(names: list[str], separator: str = ", ") -> str:
+    """The first three names, and how many more there are."""
+    return separator.join(names[:3] + [f"and {len(names) - 3} more"] * (len(names) > 3))

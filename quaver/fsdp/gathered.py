@@ -1,0 +1,415 @@
+"""Float8 all-gather for FSDP2: each rank quantizes its shard with the scales of the whole weight and sends codes.
+
+    convert_to_float8_training(model, config=replace(config, enable_fsdp_float8_all_gather=True))
+    fully_shard(model)
+    ...
+    optimizer.step()
+    precompute_float8_dynamic_scale_for_fsdp(model)      # optional
+
+The parameters that FSDP2 holds and the optimizer updates stay in high precision. The payload of an all-gather is one
+uint8 tensor for each cast of the weight: one byte per element where both matmuls read the same cast (tensorwise,
+rowwise_with_tensorwise_weight, delayed, blockwise, mxfp8), two where they do not (rowwise, rowwise_with_gw_hp), in
+forward and backward. The unsharded parameter is a `Float8Tensor` that lives as long as FSDP2 keeps it unsharded; an
+unsharded weight in high precision never exists. The 3-D weights of experts are gathered likewise.
+
+[Note: when scales are dropped]
+Scales are stored with the shard that they were computed from and dropped at the first write to it: every operation
+on a shard passes `Float8AllGatherWeight.__torch_dispatch__`, which sees an optimizer's multi-tensor kernels too, where
+version counters do not move. What passes it runs on all ranks alike, so all ranks find a scale missing together, and
+all join the collective that computes it. So an optimizer writes to empty shards, too, and no rank may leave out a step
+that the others make. A write that bypasses it (into a tensor of a state_dict) may happen on some
+ranks only, for a shard can be empty. A rank that finds such a write in a version counter cannot know what the others
+found, so it raises instead of starting a collective that the others may not join.
+
+[Note: padding]
+FSDP2 pads the shards of some ranks to the length of the others: at its first unshard and after load_state_dict it
+allocates zeros, and copies the shard to their beginning. That is a write on some ranks only, and no change of the
+weight. So the zeros share the weight's scales from the start, and the one copy of the shard into them drops no scale.
+"""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from quaver.experts.cast import scales_at_places
+from quaver.experts.module import Float8Experts
+from quaver.experts.module_weight import ModuleWeight, weights_of_module
+from quaver.fsdp.weight_scales import (
+    AllGatherState,
+    Grouping,
+    NamedWeights,
+    Shard,
+    Siblings,
+    WholeScales,
+    all_gather_state,
+    current_shard,
+    groupings,
+    whole_scales,
+)
+from quaver.kernels.cast import (
+    cast_blocks_with_scale,
+    cast_with_persistent_scale,
+    cast_with_scale,
+    matrix_amax,
+    record_amax,
+)
+from quaver.linear.frozen_weight import FrozenFloat8Weight
+from quaver.linear.gemm import Operand
+from quaver.linear.module import Float8Linear
+from quaver.linear.tensor import Float8Tensor
+from quaver.linear.weight_form import WrappedTensor
+from quaver.recipes.scaling import Scales
+from quaver.torch_private.dispatch import OpOverload
+from quaver.torch_private.dtensor import is_dtensor, local_tensor, set_local_tensor
+from quaver.torch_private.fsdp import hide_from_policies
+from quaver.torch_private.versions import keep_versions, version_of
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+aten = torch.ops.aten
+
+
+class ScaleBox:
+    """The scales of one shard, shared by all views of it."""
+
+    __slots__ = ("computed_from", "name", "observed", "scales", "writes")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        """The module's attribute that the weight is; copies have it too."""
+        self.scales: WholeScales | None = None
+        self.computed_from: tuple[Tensor, int, int] | None = None
+        """The plain tensor that the scales were computed from, its version then, and that of the parameter."""
+        self.observed: Tensor | None = None
+        """`LinearScales.weight_observed` of the all-gathers since the last write. It is replaced after a write only:
+        forwards that read it may be queued on their stream, and an all-gather waits for these after an optimizer step.
+        """
+        self.writes = 0
+        """How often a write dropped the scales, or would have."""
+
+
+class _Padding:
+    """Marks zeros, and views of them, until FSDP2 has copied the shard to their beginning; see [Note: padding]."""
+
+    __slots__ = ("unused",)
+
+    def __init__(self) -> None:
+        self.unused = True
+
+
+class _Metadata(NamedTuple):
+    """What `fsdp_post_all_gather` needs of `fsdp_pre_all_gather`."""
+
+    scales: WholeScales
+    size: tuple[int, ...]
+    float8_dtype: torch.dtype
+
+
+AllGatherInputs = tuple[tuple[Tensor, ...], _Metadata]
+"""What `fsdp_pre_all_gather` returns: the payloads, and what to make of the gathered ones."""
+
+
+class Float8AllGatherWeight(WrappedTensor):
+    """A weight, or a shard of one, that FSDP2 all-gathers in float8.
+
+    All other ops run on the wrapped tensor. Memory, storage and values that are asked of it are the wrapped tensor's.
+
+    Attributes:
+        wrapped: the plain tensor, high precision [n, K]; of experts [e, r, C].
+    """
+
+    box: ScaleBox
+    padding: _Padding | None
+
+    @staticmethod
+    def __new__(
+        cls, wrapped: Tensor, box: ScaleBox | None = None, padding: _Padding | None = None
+    ) -> Float8AllGatherWeight:
+        return typing.cast(Float8AllGatherWeight, cls.around(wrapped))
+
+    def __init__(self, wrapped: Tensor, box: ScaleBox | None = None, padding: _Padding | None = None) -> None:
+        self.wrapped = wrapped
+        self.box = box or ScaleBox("weight")
+        self.padding = padding
+        hide_from_policies()  # not at the conversion, before which nothing need have imported FSDP2
+
+    def remember(self, scales: WholeScales, parameter: Tensor) -> None:
+        """Keep the scales of the whole weight, which is `parameter`, until the shard is written to."""
+        self.box.scales = scales
+        self.box.computed_from = self.wrapped, version_of(self.wrapped), version_of(parameter)
+
+    def scales(self, parameter: Tensor) -> WholeScales | None:
+        """The scales of the whole weight, which is `parameter`; None if they are unknown or it was written to since.
+
+        Raises:
+            RuntimeError: the wrapped tensor was written to directly; see [Note: when scales are dropped].
+        """
+        box = self.box
+        if box.scales is not None and box.computed_from is not None:
+            # A write to a DTensor that shares the shard counts as one to the parameter, not to the shard.
+            tensor, version, of_parameter = box.computed_from
+            if tensor is not self.wrapped and of_parameter == version_of(parameter):  # padded since
+                box.computed_from = self.wrapped, version_of(self.wrapped), of_parameter
+            elif (version, of_parameter) != (version_of(tensor), version_of(parameter)):
+                raise RuntimeError(
+                    "the shard of a float8 weight was written to directly (through a state_dict?) after its scale was "
+                    "computed. After such a write call model.load_state_dict, or "
+                    "precompute_float8_dynamic_scale_for_fsdp(model), on every rank"
+                )
+        return box.scales
+
+    # ---- the hooks of FSDP2 --------------------------------------------------------------------------------------
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: Float8Linear | Float8Experts,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> AllGatherInputs:
+        """One uint8 tensor of the padded shard's shape for each cast of the weight."""
+        weight = ModuleWeight(module, self.box.name)
+        prepared = all_gather_state(module).prepared.get(weight.name)
+        if prepared is None:
+            return self._make_inputs(mesh, weight)
+        return prepared.all_gather_inputs(lambda: self._make_inputs(mesh, weight))
+
+    def _make_inputs(self, mesh: DeviceMesh, weight: ModuleWeight) -> AllGatherInputs:
+        config, scale = weight.config, None
+        shard = current_shard(weight)._replace(local=self.wrapped)  # on the device of the mesh, also if offloaded
+        if isinstance(weight.module, Float8Linear) and weight.module.scaling is not None:
+            scale = weight.module.scaling.observe_weight(shard.device, self.box.observed)
+            self.box.observed = weight.module.scaling.weight_observed
+        float8_dtype = config.casts.weight.row.float8_dtype
+        scales: WholeScales
+        if scale is not None and scale.is_initialized:  # equal on every rank, so nothing is exchanged
+            power_of_2 = config.round_scales_to_power_of_2
+            code, quant, dequant, *_ = cast_with_persistent_scale(
+                shard.local, scale, float8_dtype, True, False, power_of_2
+            )
+            codes, scales = [code], [Scales(quant, dequant)]
+        else:
+            scales = whole_scales(weight)
+            codes = [
+                _quantize(shard, of_cast.quant, float8_dtype, grouping)
+                for of_cast, grouping in zip(scales, groupings(weight), strict=True)
+            ]
+            if scale is not None:
+                record_amax(scale, matrix_amax(shard.local, None))
+        payloads = [_payload(shard, code) for code in codes]
+        if len(payloads) > 1 and mesh.size() == 1:
+            payloads = [torch.cat(payloads)]  # without an all-gather, FSDP2 passes on the first payload only
+        return tuple(payloads), _Metadata(scales, shard.size, float8_dtype)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: _Metadata,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The unsharded weight, a `Float8Tensor` over the memory that FSDP2 all-gathers into.
+
+        Its dequant_scales are one vector, allocated once, whose memory FSDP2 frees with that of the codes.
+        """
+        scales, size, float8_dtype = metadata
+        payloads: Sequence[Tensor] = all_gather_outputs
+        if len(payloads) < len(scales):
+            payloads = all_gather_outputs[0].chunk(len(scales))
+        elements = math.prod(size)  # without padding
+        codes = [payload.view(-1)[:elements].view(size).view(float8_dtype) for payload in payloads]
+        lengths = [of_cast.dequant.numel() for of_cast in scales]
+        unsharded = None
+        if out is None:
+            vector = scales[0].dequant.new_empty(sum(lengths))
+        else:
+            unsharded = typing.cast(Float8Tensor, local_tensor(out))
+            vector = unsharded.dequant_scale.as_strided((sum(lengths),), (1,), 0)
+        operands = []
+        with torch.no_grad(), keep_versions(vector):  # as that of the codes
+            for code, part, of_cast in zip(codes, vector.split(lengths), scales, strict=True):
+                operands.append(Operand(code, part.view(of_cast.dequant.shape).copy_(of_cast.dequant)))
+        if unsharded is None:
+            return Float8Tensor.from_operands(operands[0], operands[-1], param_dtype), (vector,)
+        unsharded.set_operands(operands[0], operands[-1])
+        return None
+
+    # ---- the tensor ----------------------------------------------------------------------------------------------
+
+    def assign(self, new: Tensor) -> None:
+        """Refused, because it would leave `wrapped` as it was."""
+        raise RuntimeError(
+            "cannot assign to .data of a weight that is all-gathered in float8. FSDP1 does: use fully_shard (FSDP2). "
+            "Accelerate does, to upcast bfloat16 parameters: load the model in float32. In your own code write "
+            "param.copy_(...) under torch.no_grad(), or turn enable_fsdp_float8_all_gather off"
+        )
+
+    @property
+    def _tensor(self) -> Tensor:
+        """torchao's name of `wrapped`: Accelerate asks its address under `mixed_precision="fp8"`."""
+        return self.wrapped
+
+    def state(self) -> tuple[Any, ...]:
+        return self.wrapped, self.box.name
+
+    @classmethod
+    def from_state(cls, wrapped: Tensor, name: str = "weight") -> Float8AllGatherWeight:
+        return cls(wrapped, ScaleBox(name))
+
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return ["wrapped"], self.box.name
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: str, outer_size: object, outer_stride: object
+    ) -> Float8AllGatherWeight:
+        return Float8AllGatherWeight(inner["wrapped"], ScaleBox(meta))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"Float8AllGatherWeight({self.wrapped})"
+
+    def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is aten.new_zeros.default:
+            return Float8AllGatherWeight(func(self.wrapped, *args[1:], **kwargs), self.box, _Padding())
+        return NotImplemented
+
+    def after_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
+        if not _is_padding_copy(func, args):
+            self.box.scales = self.box.observed = None
+            self.box.writes += 1
+
+    def view_of(self, view: Tensor) -> Tensor:
+        return Float8AllGatherWeight(view, self.box, self.padding)
+
+    def copy_of(self, func: OpOverload, copied: Tensor) -> Tensor:
+        return Float8AllGatherWeight(copied, ScaleBox(self.box.name))
+
+
+torch.serialization.add_safe_globals([Float8AllGatherWeight])
+
+
+def _is_padding_copy(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether this copies a shard to the beginning of its padding; see [Note: padding]."""
+    if func is not aten.copy_.default:
+        return False
+    to, source = args[0], args[1]
+    if not (isinstance(to, Float8AllGatherWeight) and isinstance(source, Float8AllGatherWeight)):
+        return False
+    padding = to.padding
+    if padding is None or not padding.unused or source.box is not to.box or source.padding is padding:
+        return False
+    padding.unused = False
+    return True
+
+
+def _payload(shard: Shard, codes: Tensor) -> Tensor:
+    """Codes as row-major uint8, padded to the length that every rank sends."""
+    missing = -(-shard.size[shard.dim] // shard.fsdp_group.size()) - codes.shape[shard.dim]
+    payload = codes.contiguous().view(torch.uint8)
+    return F.pad(payload, (0, 0) * (payload.dim() - 1) + (0, missing)) if missing else payload  # FSDP2 pads dim 0 only
+
+
+def _quantize(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype, grouping: Grouping) -> Tensor:
+    """The codes of a shard; `quant_scale` is that of the whole weight (`WholeScales`)."""
+    if isinstance(grouping, tuple) and len(shard.size) == 3:
+        rows, places = shard.local.flatten(0, 1), shard.places(grouping)
+        scale, block_size = scales_at_places(rows, quant_scale, places, grouping[1])
+        return cast_blocks_with_scale(rows, scale, float8_dtype, block_size).view(shard.local.shape)
+    if isinstance(grouping, tuple):
+        scale, block_size = shard.part_of_blocks(quant_scale, grouping)
+        return cast_blocks_with_scale(shard.local, scale, float8_dtype, block_size)
+    scale = shard.part(quant_scale)
+    by_column = scale.dim() == 2 and scale.shape[0] == 1 != shard.local.shape[0]
+    codes = cast_with_scale(shard.local, float8_dtype, None if by_column else scale, scale if by_column else None)
+    return typing.cast(Tensor, codes[by_column])
+
+
+# ---- conversion: state dicts hold plain tensors ----------------------------------------------------------------------
+
+
+def make_all_gather_weights(named: NamedWeights) -> None:
+    """Have FSDP2 all-gather these weights in float8, all those of each module.
+
+    Each weight becomes a `Float8AllGatherWeight` over the same storage: a new parameter, so make optimizers after it.
+    """
+    siblings = Siblings(named)
+    for module in dict.fromkeys(weight.module for _, weight in named):
+        for weight in weights_of_module(module):
+            _wrap(weight)
+        if isinstance(module, Float8Linear) and module.scaling is not None:
+            module.scaling.host_decides()
+        hooks = (
+            module.register_state_dict_post_hook(_unwrap_in_state_dict),
+            module.register_load_state_dict_post_hook(_wrap_after_load),
+        )
+        module.gathering = AllGatherState(siblings, hooks)
+
+
+def is_all_gather_weight(weight: ModuleWeight) -> bool:
+    """Whether FSDP2 all-gathers the weight in float8, or will; it may hold it unsharded now."""
+    local = weight.local
+    return type(local) is Float8Tensor or isinstance(local, Float8AllGatherWeight)
+
+
+def restore_plain_weights(module: Float8Linear | Float8Experts) -> None:
+    """Undo `make_all_gather_weights` for one module, and dequantize a frozen weight.
+
+    Raises RuntimeError once `fully_shard` has sharded the weight.
+    """
+    for each in weights_of_module(module):
+        weight: Tensor = each.parameter
+        if isinstance(weight, FrozenFloat8Weight):
+            setattr(module, each.name, nn.Parameter(weight.to_high_precision(), requires_grad=False))
+        if is_dtensor(weight) and isinstance(each.local, Float8AllGatherWeight):
+            raise RuntimeError(
+                "a weight that fully_shard all-gathers in float8 cannot be converted back; convert before"
+            )
+        if isinstance(weight, Float8AllGatherWeight):
+            setattr(module, each.name, nn.Parameter(weight.wrapped, requires_grad=weight.requires_grad))
+    if module.gathering is not None:
+        for hook in typing.cast(AllGatherState, module.gathering).hooks:
+            hook.remove()
+        module.gathering = None
+
+
+def _wrap(weight: ModuleWeight) -> None:
+    parameter, local = weight.parameter, weight.local
+    if isinstance(local, Float8AllGatherWeight):
+        return
+    wrapped = Float8AllGatherWeight(local.detach(), ScaleBox(weight.name))
+    if is_dtensor(parameter):
+        set_local_tensor(parameter, wrapped)
+    else:
+        setattr(weight.module, weight.name, nn.Parameter(wrapped, requires_grad=parameter.requires_grad))
+
+
+def _wrap_after_load(module: nn.Module, incompatible_keys: object) -> None:
+    """`load_state_dict(assign=True)` assigns plain tensors."""
+    for weight in weights_of_module(module):
+        if not isinstance(weight.parameter, Float8Tensor):
+            _wrap(weight)
+
+
+def _unwrap_in_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
+    """State dicts hold plain tensors, which share the memory of the weight."""
+    for weight in weights_of_module(module):
+        value = state_dict.get(prefix + weight.name)
+        if isinstance(value, nn.Parameter):  # keep_vars asks for the parameters
+            continue
+        if isinstance(value, Float8AllGatherWeight):
+            state_dict[prefix + weight.name] = typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach()
+        elif is_dtensor(value) and isinstance(local_tensor(value), Float8AllGatherWeight):
+            # Of the weight itself, because writes to an alias would not move its version counter. The DTensor stays:
+            # its counter is the parameter's.
+            set_local_tensor(value, typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach())

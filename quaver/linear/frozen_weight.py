@@ -1,0 +1,438 @@
+"""`FrozenFloat8Weight`: a weight that does not train, stored once as float8 codes and scales.
+
+Outside it has the shape and the dtype of the high-precision weight, so that PEFT, autocast and FSDP2 treat it as one.
+Inside it has one byte per element and the scales of its granularity: (), [N, 1] or one a block of 128 x 128 or
+32 x 32. Both matmuls of a linear read the same codes. The weights of experts are stacks of matrices, [E, N, K] or
+[E, K, N], and so are their scales: [E], [E, N, 1] or [E, 1, N], or one a block of each matrix.
+
+    reads       an op on the weight runs on its dequantized values, the whole of them; but for copies and checks of the
+                values, that is said once (slow_paths.py)
+    writes      an in-place op, or an assignment to `.data`, runs on the dequantized values and quantizes the result
+                again with scales of its own: merging an adapter loses what float8 cannot hold. `requantized_sqnr_db` is
+                the signal-to-noise ratio of the last such write. Writing the values that it has changes nothing.
+    views       refused, because a write to a view of the dequantized values would be lost. FSDP2 can take rows, and
+                DistributedDataParallel reads `view(-1)`, read-only values, to broadcast it
+
+[Note: parts]
+FSDP2 shards the rows of a weight, at any row, and the matrices of a stack. Each shard is a part: the codes of its rows,
+and the scales of the whole weight, at most 4 / K bytes per element. So an all-gather sends codes only, and no block has
+to lie on one rank. A part has no values of its own; the unsharded weight has.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import typing
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from quaver.linear.gemm import Operand
+from quaver.linear.tensor import Float8Tensor
+from quaver.linear.weight_form import COLLECTIVES, COPIES, TensorForm, WeightForm, is_view
+from quaver.recipes.config import OperandCasts
+from quaver.recipes.formats import FORMATS, HP_DTYPES
+from quaver.recipes.scaling import (
+    BLOCK_LENGTHS,
+    block_counts,
+    decibels,
+    dequantize,
+    dynamic_cast,
+    dynamic_cast_blocks,
+)
+from quaver.runtime.slow_paths import say_once
+from quaver.torch_private.dispatch import OpOverload
+from quaver.torch_private.dtensor import local_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+logger = logging.getLogger(__name__)
+aten = torch.ops.aten
+
+
+class _Metadata(NamedTuple):
+    """What `fsdp_post_all_gather` needs of `fsdp_pre_all_gather`."""
+
+    dequant_scale: Tensor
+    size: torch.Size
+    float8_dtype: torch.dtype
+
+
+class FrozenFloat8Weight(WeightForm, Float8Tensor):
+    """A frozen weight [N, K], or a stack of matrices, in float8; see the top of the file.
+
+    Attributes:
+        data_fp8: float8 [N, K] or [E, rows, columns]; of a part, fewer of the first dim, or flat.
+        dequant_scale: float32 (), [N, 1] or one a block (`block_counts`), of the whole weight; of a stack see the top.
+        is_part: whether this is a shard; see [Note: parts].
+        requantized_sqnr_db: of the last write in high precision; None if there was none.
+    """
+
+    is_part: bool
+    requantized_sqnr_db: float | None
+
+    def __init__(self, row: Operand, column: Operand | None, dtype: torch.dtype) -> None:
+        super().__init__(row, column, dtype)
+        self.is_part, self.requantized_sqnr_db = False, None
+
+    @classmethod
+    def from_codes(cls, codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> FrozenFloat8Weight:
+        """The weight of `codes` (float8 [N, K], or a stack) and `dequant_scale` (float32), which presents `dtype`.
+
+        Raises:
+            ValueError: codes, scale or dtype do not fit together.
+        """
+        if codes.dtype not in FORMATS or codes.dim() not in (2, 3):
+            raise ValueError(f"codes: expected a float8 matrix, or a stack, got {codes.dtype} of {list(codes.shape)}")
+        if dtype not in HP_DTYPES:
+            raise ValueError(f"dtype: expected {', '.join(map(str, HP_DTYPES))}, got {dtype}")
+        *stack, rows, columns = codes.shape
+        squares = [block_counts(rows, columns, (length, length)) for length in reversed(BLOCK_LENGTHS)]
+        of_columns = [(1, columns)] if stack else []
+        shapes = [[*stack, *each] for each in ((), (rows, 1), *of_columns, *squares)]
+        if dequant_scale.dtype is not torch.float32 or list(dequant_scale.shape) not in shapes:
+            raise ValueError(
+                f"dequant_scale: expected float32 of shape {', '.join(map(str, shapes[:-1]))} or {shapes[-1]} (blocks "
+                f"of {BLOCK_LENGTHS[1]} or {BLOCK_LENGTHS[0]} squared) for a weight of {list(codes.shape)}, got "
+                f"{dequant_scale.dtype} of {list(dequant_scale.shape)}"
+            )
+        operand = Operand(codes.detach(), dequant_scale.detach())
+        return typing.cast(FrozenFloat8Weight, cls.from_operands(operand, operand, dtype))
+
+    def like(
+        self,
+        codes: Tensor,
+        dequant_scale: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        part: bool = False,
+    ) -> FrozenFloat8Weight:
+        """A weight of other codes, and of other scales where they are given."""
+        operand = Operand(codes, self.dequant_scale if dequant_scale is None else dequant_scale)
+        made = typing.cast(FrozenFloat8Weight, self.from_operands(operand, operand, dtype or self.dtype))
+        made.is_part, made.requantized_sqnr_db = self.is_part or part, self.requantized_sqnr_db
+        return made
+
+    @property
+    def has_power_of_2_scales(self) -> bool:
+        """Also where they are subnormal: the E8M0 scale of zeros is 2^-127."""
+        return bool(torch.frexp(self.dequant_scale)[0].eq(0.5).all())
+
+    @property
+    def granularity(self) -> str:
+        """ "tensorwise", "rowwise" or "blockwise ROWS x COLUMNS"."""
+        if self.dequant_scale.dim() < 2:
+            return "tensorwise"
+        size = self.block_size
+        return "rowwise" if size is None else f"blockwise {size[0]} x {size[1]}"
+
+    @property
+    def block_size(self) -> tuple[int, int] | None:
+        """The rows and columns that share a scale of a block-wise weight, else None.
+
+        A weight that fits into one block of each size counts as the larger one: the scale is the same.
+        """
+        counts, is_stack = tuple(self.dequant_scale.shape[-2:]), self.dequant_scale.dim() == 3
+        if self.dequant_scale.dim() < 2:
+            return None
+        rows, columns = self.shape[-2] if is_stack else self.shape[0], self.shape[-1]
+        if (counts[1] == 1 and counts[0] >= rows) or (is_stack and counts == (1, columns)):
+            return None
+        for size in ((length, length) for length in reversed(BLOCK_LENGTHS)):
+            expected = block_counts(rows, columns, size)
+            if counts[1] == expected[1] and (counts[0] == expected[0] or (self.is_part and not is_stack)):
+                return size
+        raise RuntimeError(f"expected scales of blocks for a weight of {list(self.shape)}, got {list(counts)}")
+
+    @property
+    def scales_a_matrix(self) -> int:
+        return math.prod(self.dequant_scale.shape[-2:]) if self.dequant_scale.dim() > 1 else 1
+
+    def matrices(self) -> list[Operand]:
+        """The codes and the scale of each matrix, views: of the weight alone, or of those of a stack."""
+        if self.data_fp8.dim() == 2:
+            return [Operand(self.data_fp8, self.dequant_scale)]
+        return [Operand(*each) for each in zip(self.data_fp8, self.dequant_scale, strict=True)]
+
+    def to_high_precision(self) -> Tensor:
+        """The dequantized values in the weight's dtype.
+
+        Raises:
+            RuntimeError: this is a shard.
+        """
+        if self.is_part:
+            raise RuntimeError(
+                "a shard of a frozen float8 weight has no values of its own; read the weight while FSDP2 holds it "
+                "unsharded (model.unshard()), or the codes and weight_dequant_scale in the state_dict"
+            )
+        with torch.no_grad():
+            values = torch.empty_like(self.data_fp8, dtype=self.dtype)
+            for to, codes, scale in self._matrices_with(values):
+                to.copy_(dequantize(codes, scale, self.dtype))
+            return values
+
+    def _matrices_with(self, other: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Each matrix of `other`, of this shape, with the codes and the scale of its place here."""
+        for matrix, own in zip(other.view(-1, *self.shape[-2:]), self.matrices(), strict=True):
+            yield matrix, own.data, typing.cast(Tensor, own.dequant_scale)
+
+    def write(self, hp: Tensor) -> None:
+        """Quantize `hp`, of this shape, in the granularity of this weight, into its memory."""
+        if hp.dtype not in HP_DTYPES:
+            raise ValueError(
+                f"a frozen float8 weight has codes and scales already, expected values of one of "
+                f"{', '.join(map(str, HP_DTYPES))} for it, got {hp.dtype}; leave its module out, as "
+                "skip_modules_classes=(FrozenFloat8Linear,) does in diffusers' layerwise casting"
+            )
+        before = self.to_high_precision()
+        if hp.shape != self.shape:
+            raise ValueError(f"expected a weight of shape {list(self.shape)}, got {list(hp.shape)}")
+        if torch.equal(before, hp.to(before)):  # DistributedDataParallel broadcasts parameters, for one
+            return
+        power_of_2, block_size = self.has_power_of_2_scales, self.block_size
+        float8_dtype, norms = self.data_fp8.dtype, []
+        for matrix, codes, scale in self._matrices_with(hp.contiguous()):
+            if block_size is not None:
+                made = dynamic_cast_blocks(matrix, float8_dtype, power_of_2=power_of_2, block_size=block_size)
+            else:
+                dim = None if scale.dim() == 0 else int(scale.shape[1] == 1)
+                made = dynamic_cast(matrix, float8_dtype, dim, power_of_2=power_of_2)
+            codes.copy_(made[0])
+            scale.copy_(made[2])
+            norms.append(dequantize(codes, scale).sub_(matrix).norm().item())
+        self.requantized_sqnr_db = decibels(hp.float().norm().item(), math.hypot(*norms))
+        logger.info("a frozen float8 weight was quantized again: SQNR %.1f dB", self.requantized_sqnr_db)
+
+    def copy_codes(self, source: Any) -> bool:
+        """Copy from another frozen weight, bit for bit; False if `source` is none.
+
+        Raises:
+            ValueError: it has scales of another granularity, or another float8 dtype.
+        """
+        if not isinstance(source, FrozenFloat8Weight) or not source.has_codes:
+            return False
+        if source.dequant_scale.shape != self.dequant_scale.shape or source.data_fp8.dtype is not self.data_fp8.dtype:
+            raise ValueError(f"expected {self.granularity} {self.data_fp8.dtype} codes, got {source}")
+        self.data_fp8.copy_(source.data_fp8)
+        if source.dequant_scale is not self.dequant_scale:
+            self.dequant_scale.copy_(source.dequant_scale)
+        return True
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether codes and scales are its values, as always in a module."""
+        return True
+
+    def quantized_otherwise(self, casts: OperandCasts) -> str:
+        dtype, scales = casts.row.float8_dtype, casts.row.granularity
+        is_so = self.granularity == scales or self.scales_a_matrix == 1
+        if casts.is_one and self.data_fp8.dtype is dtype and is_so:
+            return ""
+        return (
+            f"a frozen weight {list(self.shape)} is stored as {self.granularity} {self.data_fp8.dtype}, and its module "
+            f"casts weights as {casts.row}; convert it back (convert_to_high_precision) and freeze it again"
+        )
+
+    # ---- what others ask of a parameter --------------------------------------------------------------------------
+
+    def assign(self, new: Tensor) -> None:
+        """Write the values that are given; another frozen weight's codes are taken as they are."""
+        if not isinstance(new, FrozenFloat8Weight):
+            self.write(new)
+        elif new.shape != self.shape or new.dtype is not self.dtype:
+            raise RuntimeError(
+                f"cannot assign {new.dtype} {list(new.shape)} to .data of a frozen float8 weight that is "
+                f"{self.dtype} {list(self.shape)}; use module.to(dtype)"
+            )
+        else:
+            operand = Operand(new.data_fp8, new.dequant_scale)
+            self.set_operands(operand, operand)
+            self.requantized_sqnr_db = new.requantized_sqnr_db
+
+    def requires_grad_(self, requires_grad: bool = True) -> FrozenFloat8Weight:
+        """Raises RuntimeError for True."""
+        if requires_grad:
+            raise RuntimeError(
+                "a frozen float8 weight cannot require a gradient: float8 cannot hold an optimizer's updates. Leave "
+                "the layer out of freeze_to_float8 (module_filter_fn), or train an adapter"
+            )
+        return self
+
+    def element_size(self) -> int:
+        """1: what transformers' get_memory_footprint multiplies by the number of elements."""
+        return self.data_fp8.element_size()
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Of the codes and the scales."""
+        return self.data_fp8.nbytes + self.dequant_scale.nbytes
+
+    def memory(self) -> Tensor:
+        return self.data_fp8
+
+    def state(self) -> tuple[Any, ...]:
+        return self.data_fp8, self.dequant_scale, self.dtype, self.is_part, self.requantized_sqnr_db
+
+    @classmethod
+    def from_state(cls, *state: Any) -> FrozenFloat8Weight:
+        codes, scale, dtype, is_part, requantized_sqnr_db = state
+        operand = Operand(codes, scale)
+        weight = typing.cast(FrozenFloat8Weight, cls.from_operands(operand, operand, dtype))
+        weight.is_part, weight.requantized_sqnr_db = is_part, requantized_sqnr_db
+        return weight
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["data_fp8", "dequant_scale"], (self.dtype, self.is_part)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: Any, outer_size: object, outer_stride: object
+    ) -> FrozenFloat8Weight:
+        dtype, is_part = meta
+        return FrozenFloat8Weight.from_state(inner["data_fp8"], inner["dequant_scale"], dtype, is_part, None)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        what = "a part of " if self.is_part else ""
+        codes, device = self.data_fp8.dtype, self.device
+        return f"FrozenFloat8Weight({what}{list(self.shape)}, {self.granularity} {codes} for {self.dtype}, {device})"
+
+    # ---- the hooks of FSDP2: codes travel, scales stay -----------------------------------------------------------
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[Tensor, ...], _Metadata]:
+        """The codes of this shard as one uint8 tensor of the padded shard's shape."""
+        codes = self.data_fp8.view(torch.uint8)
+        missing = -(-outer_size[0] // mesh.size()) - codes.shape[0]
+        padding = (0, 0) * (codes.dim() - 1) + (0, missing)
+        return (F.pad(codes, padding),), _Metadata(self.dequant_scale, outer_size, self.data_fp8.dtype)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: _Metadata,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The unsharded weight over the memory that FSDP2 all-gathers into."""
+        scale, size, float8_dtype = metadata
+        codes = all_gather_outputs[0].view(-1)[: size.numel()].view(size).view(float8_dtype)
+        if out is None:
+            return FrozenFloat8Weight.from_codes(codes, scale, param_dtype), ()
+        unsharded = typing.cast(FrozenFloat8Weight, local_tensor(out))
+        unsharded.set_operands(Operand(codes, scale), Operand(codes, scale))
+        return None
+
+    # ---- ops -----------------------------------------------------------------------------------------------------
+
+    def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is aten._foreach_copy_.default:
+            for to, source in zip(args[0], args[1], strict=True):
+                to.copy_(source)
+            return None
+        if args[0] is not self:
+            return NotImplemented
+        if func in ALIASES or is_as_strided_of_all(func, args):
+            return self.like(aten.alias.default(self.data_fp8))
+        if func in COPIES and kwargs.get("dtype", self.dtype) in HP_DTYPES:
+            options = {name: value for name, value in kwargs.items() if name != "dtype"}
+            copied = (func(each, **options) for each in (self.data_fp8, self.dequant_scale))
+            return self.like(*copied, dtype=kwargs.get("dtype"))
+        if (takes_rows := _ROWS.get(func)) and takes_rows(self, args):
+            rows = func(self.data_fp8, *args[1:], **kwargs)
+            return tree_map_only(Tensor, lambda codes: self.like(codes, part=True), rows)
+        if func is aten.copy_.default and self.copy_codes(args[1]):
+            return self
+        if func is aten.view.default and list(args[1]) == [-1]:
+            return ReadOnly(self.to_high_precision().view(-1))
+        if is_view(func):
+            raise NotImplementedError(
+                f"{func}: a frozen float8 weight has no views in high precision, since a write to one would be lost; "
+                "call to_high_precision() first; FSDP2 can shard dim 0 alone"
+            )
+        return NotImplemented
+
+    def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
+        if is_written and func.namespace in COLLECTIVES:
+            raise NotImplementedError(
+                f"{func}: a frozen float8 weight has no high-precision memory that a collective could write to; "
+                "send the codes and scales of state_dict(), and load them"
+            )
+        if func not in _READS and not is_written:
+            say_once(
+                f"{func} on a frozen weight",
+                f"{func} dequantizes a whole frozen float8 weight, {list(self.shape)}, to {self.dtype}: it does not "
+                "run on float8 codes, as the forward and backward of a FrozenFloat8Linear do",
+            )
+        return self.to_high_precision()
+
+    def after_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
+        self.write(values)
+
+
+torch.serialization.add_safe_globals([FrozenFloat8Weight])
+
+
+class ReadOnly(TensorForm):
+    """Values that a form was read as. A write to them is refused, since the form would not get it."""
+
+    wrapped: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> ReadOnly:
+        return Tensor._make_wrapper_subclass(
+            cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
+        )
+
+    def __init__(self, values: Tensor) -> None:
+        self.wrapped = values
+
+    def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
+        if is_written:
+            raise NotImplementedError(
+                f"{func}: this is a view of a frozen float8 weight, which would not get what is written; write to the "
+                "weight itself"
+            )
+        return self.wrapped
+
+    def view_of(self, view: Tensor) -> Tensor:
+        return ReadOnly(view)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"ReadOnly({self.wrapped})"
+
+
+def is_as_strided_of_all(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether this is as_strided with the weight's own size and strides, as FSDP2 calls it."""
+    if func is not aten.as_strided.default or tuple(args[1]) != tuple(args[0].shape):
+        return False
+    return tuple(args[2]) == args[0].stride() and not any(args[3:])
+
+
+ALIASES = frozenset({aten.alias.default, aten.detach.default})
+_ROWS: dict[Any, Any] = {
+    aten.split.Tensor: lambda weight, args: len(args) < 3 or args[2] == 0,
+    aten.slice.Tensor: lambda weight, args: (args[1] if len(args) > 1 else 0) == 0,
+    aten.new_zeros.default: lambda weight, args: tuple(args[1][1:]) == tuple(weight.shape[1:]),
+    aten.new_empty.default: lambda weight, args: math.prod(args[1]) == 0,  # of a rank without rows
+    aten.view.default: lambda weight, args: weight.is_part,
+}
+"""Ops that FSDP2 calls on the rows of a weight, and when they are such."""
+_READS = frozenset(
+    {aten.copy_.default, aten.view.default, aten.equal.default, aten.eq.Tensor, aten.abs.default, aten.isnan.default}
+)
+"""Ops that are expected to read the values: copies (DistributedDataParallel's broadcast among them) and checks such as
+`isfinite`, by which PEFT merges safely."""

@@ -1,0 +1,249 @@
+"""Quantizers: from one high-precision matrix to its float8 operands for its two matmuls.
+
+A matrix enters two matmuls. The dot products of one run along its rows, those of the other along its columns:
+
+                 columns
+             +-------------+
+             | --------->  |     row operand       contracts the last dim
+        rows | |           |                       of input and weight for output, of grad_output for grad_input
+             | |           |     column operand    contracts the first dim
+             | v           |                       of grad_output and input for grad_weight, of weight for grad_input
+             +-------------+
+
+    operands = quantizer(matrix, row=True, column=True)
+    operands.row, operands.column
+
+Every file says row and column in this sense, from config.py (`casts.weight.column`) to the kernels. Row-wise scales
+follow the dot products: the row operand has one per row [rows, 1], the column operand one per column [1, columns].
+Tensorwise, both operands have one scale, and on a CPU one set of codes; blockwise (weights), one set of codes and
+scales. A cast that the config disables gives the matrix itself, in high precision.
+
+Four quantizers share this interface:
+
+    Quantizer                        scales from the matrix; from an earlier step where the scale is persistent
+    StoredQuantizer                  the same, for a gradient, which lies in memory when compiled code casts it
+    CachedQuantizer                  the same, for an activation that q, k and v read (shared_input.py)
+    TensorParallelQuantizer          the same scales for a matrix that ranks share (distributed/)
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from quaver.kernels.cast import (
+    CASTS,
+    CASTS_OF_STORED,
+    cast_with_persistent_scale,
+    cast_with_scale,
+    column_codes_of_blocks,
+)
+from quaver.kernels.places import Places
+from quaver.linear.gemm import Operand
+from quaver.recipes.config import CastConfig, OperandCasts
+from quaver.recipes.scaling import PersistentScale, Scales, to_dequant_scale
+
+
+class Operands(NamedTuple):
+    """A matrix [rows, columns] as its two matmuls read it; None for an operand that was not asked for."""
+
+    row: Operand | None
+    column: Operand | None
+
+
+AnyOperand = TypeVar("AnyOperand")
+
+
+def present(operand: AnyOperand | None) -> AnyOperand:
+    """The operand. Raises RuntimeError if the matrix was not quantized for it."""
+    if operand is None:
+        raise RuntimeError("a matrix was quantized for one of its two matmuls, and both read it")
+    return operand
+
+
+class Quantizer:
+    """Quantizes one operand of a linear.
+
+    Args:
+        casts: how, in each direction.
+        hp_dtype: the dtype that a disabled cast gives.
+        scale: its persistent scale, where the casts have one.
+    """
+
+    __slots__ = ("casts", "hp_dtype", "scale")
+
+    def __init__(self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None = None) -> None:
+        self.casts, self.hp_dtype, self.scale = casts, hp_dtype, scale
+
+    def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: Scales | None = None) -> Operands:
+        """Quantize `hp` for one of its matmuls, or for both.
+
+        Args:
+            hp: [..., columns], float32, bfloat16 or float16; leading dims are rows.
+            row, column: which operands to make.
+            scales: what `scales_for` gave for an earlier cast of the same matrix.
+        """
+        if not (row or column):
+            return Operands(None, None)
+        casts, hp = self.casts, as_matrix(hp)
+        if casts.is_one or not (row and column):
+            return self.cast(casts.row if row else casts.column, hp, row, column, scales)
+        # A row-wise cast goes first: its scales give the tensorwise one without another read.
+        columns_first = casts.column.is_rowwise
+        earlier, later = (casts.column, casts.row) if columns_first else (casts.row, casts.column)
+        made = self.cast(earlier, hp, not columns_first, columns_first, scales)
+        other = self.cast(later, hp, columns_first, not columns_first, scales or self.scales_for(later, made))
+        return Operands(made.row or other.row, made.column or other.column)
+
+    def cast(self, cast: CastConfig, hp: Tensor, row: bool, column: bool, scales: Scales | None) -> Operands:
+        """Quantize `hp` [rows, columns] by one cast."""
+        if cast.is_disabled:
+            converted = Operand(hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype), None)
+            return Operands(converted if row else None, converted if column else None)
+        float8_dtype, power_of_2 = cast.float8_dtype, self.casts.power_of_2
+        if cast.is_tensorwise and scales is not None:
+            of_row, of_column = (row or hp.is_cpu), (column and not hp.is_cpu)  # on a CPU row codes serve both
+            quant, dequant = scales
+            codes = cast_with_scale(hp, float8_dtype, quant if of_row else None, quant if of_column else None)
+            places = codes[0], quant, dequant, codes[1], None, None
+        elif cast.is_blockwise and scales is not None:
+            column_codes = column_codes_of_blocks(hp, float8_dtype, scales.quant, typing.cast(Any, cast.block_size)[0])
+            places = None, *scales, column_codes, None, None
+        elif cast.is_persistent and self.scale is not None:
+            places = cast_with_persistent_scale(hp, self.scale, float8_dtype, row, column, power_of_2)
+        else:
+            places = CASTS[cast.scaling_granularity](hp, float8_dtype, row, column, power_of_2, *cast.block_options)
+        return operands_of(places, row, column)
+
+    def scales_for(self, cast: CastConfig, operands: Operands) -> Scales | None:
+        """The scales of a matrix that was quantized, for a `cast` of it with one scale, without another read.
+
+        None for another cast, and where they do not follow. After a row-wise cast it is the smallest quant_scale: a
+        scale falls with its amax, rounding included, and is NaN where an amax is. In code compiled for a GPU also those
+        of square blocks; elsewhere one kernel finds them and casts.
+        """
+        operand = operands.row or operands.column
+        if operand is None or operand.quant_scale is None or operand.dequant_scale is None:
+            return None
+        if cast.is_blockwise and not cast.has_two_casts and torch.compiler.is_dynamo_compiling():
+            return None if operand.data.is_cpu else Scales(operand.quant_scale, operand.dequant_scale)
+        if not cast.is_tensorwise:
+            return None
+        if operand.quant_scale.dim() == 0:
+            return Scales(operand.quant_scale, operand.dequant_scale)
+        if not operand.quant_scale.numel():
+            return None
+        quant = operand.quant_scale.min()
+        return Scales(quant, to_dequant_scale(quant))
+
+
+class StoredQuantizer(Quantizer):
+    """Quantizes a matrix that lies in memory, as a gradient does, by one operation for both of its matmuls.
+
+    That is for code compiled for a GPU, where Inductor would read the matrix once for each layout. What Inductor merges
+    with the producer of a matrix, as a norm with the cast of its result, is not for it.
+    """
+
+    __slots__ = ()
+
+    def cast(self, cast: CastConfig, hp: Tensor, row: bool, column: bool, scales: Scales | None) -> Operands:
+        """See `Quantizer`."""
+        by_operation = CASTS_OF_STORED.get(cast.scaling_granularity)
+        if by_operation is None or not (row and column and torch.compiler.is_dynamo_compiling()) or hp.is_cpu:
+            return super().cast(cast, hp, row, column, scales)
+        if cast.is_disabled or (cast.is_persistent and self.scale is not None):
+            return super().cast(cast, hp, row, column, scales)
+        places = by_operation(hp, cast.float8_dtype, row, column, self.casts.power_of_2, *cast.block_options)
+        return operands_of(places, row, column)
+
+
+def operands_of(places: Places, row: bool, column: bool) -> Operands:
+    """The operands that were asked for, of what a cast returned (kernels/cast.py)."""
+    row_codes, row_quant, row_dequant, column_codes, column_quant, column_dequant = places
+    of_row = of_column = Operand(row_codes, row_dequant, row_quant)
+    if not _is_absent(column_quant):
+        of_column = Operand(column_codes, column_dequant, column_quant)
+    elif not _is_absent(column_codes):
+        of_column = Operand(column_codes, row_dequant, row_quant)
+    return Operands(of_row if row else None, of_column if column else None)
+
+
+def _is_absent(place: Tensor | None) -> bool:
+    return place is None or place.dim() == 1
+
+
+def as_matrix(hp: Tensor) -> Tensor:
+    """[..., columns] as a contiguous [rows, columns]."""
+    return (hp if hp.dim() == 2 else hp.reshape(-1, hp.shape[-1])).contiguous()
+
+
+class PreparedOperands(Protocol):
+    """The operands of a weight while a `cast_weights_once` is open (weights/cast_once.py)."""
+
+    operands: Any
+    """`Operands`; of the weights of experts, `GroupedOperands`."""
+    holder: str
+    """Who opened the scope; "" for a `with` statement of the user."""
+
+    def check(self, weight: Tensor) -> None:
+        """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to since."""
+
+
+class LinearSharding(Protocol):
+    """The quantizers of a linear that tensor parallelism shards; parallel/linear_sharding.py implements it."""
+
+    mesh: Any
+    """The DeviceMesh of tensor parallelism, one axis."""
+
+    def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """This rank's part of weight and bias, differentiably, and the bias to add to the reduced output."""
+
+    def input_quantizer(
+        self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
+    ) -> Quantizer:
+        """For this rank's part of the input; `reader` is as for `cached_quantizer`."""
+
+    def weight_quantizer(self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None) -> Quantizer:
+        """For this rank's part of the weight."""
+
+    def grad_output_quantizer(
+        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
+    ) -> Quantizer:
+        """For this rank's part of grad_output."""
+
+    def forward(self, linear: Any, input: Tensor) -> Tensor:
+        """The forward of a Float8Linear that it shards; calls the linear's `forward_local` with local tensors."""
+
+    def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
+        """The result from every rank's `output` [M, N] for an input [*leading, K]: [M, N], or [*leading, N] sharded."""
+
+
+class LinearProbe(Protocol):
+    """Observes what a linear computes with; numerics/probe.py implements it.
+
+    A linear calls it with the operands and results that it really has. Without a monitor it has no probe, and none of
+    these is called.
+    """
+
+    def clear(self) -> None:
+        """Forget what was observed."""
+
+    def operands(self, name: str, hp: Tensor, operands: Operands) -> None:
+        """A cast of `hp`: "input", "weight" or "grad_output". A `Float8Tensor` was quantized before the linear ran."""
+
+    def output(self, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """The result of the first matmul, [M, N], and the high-precision matrices that it stands for."""
+
+    def grad_weight(self, grad_weight: Tensor, grad_output: Tensor, input: Operand) -> None:
+        """That of the third; `input` is the operand that was saved."""
+
+    def grad_input(self, grad_input: Tensor, grad_output: Tensor, weight: Tensor | None, operand: Operand) -> None:
+        """That of the second; `weight` is None where only its float8 `operand` was saved."""
+
+
+SHARDINGS: list[Callable[[Any, Tensor], LinearSharding | None]] = []
+"""How a linear without a Float8 style is sharded, if it is; distributed/ adds what it derives from a DTensor."""

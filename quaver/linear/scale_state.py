@@ -1,0 +1,313 @@
+"""The persistent scales of a model: the state of delayed and static scaling, and the rule that updates it.
+
+One `ScaleState` holds T slots for the linears of one conversion. A slot is one operand (input, weight, grad_output).
+
+    quant_scale [T]      what casts multiply by; 0 while it is unknown
+    amax_buffer [T, 2]   largest amax and most saturated elements since the last sync; -1 before the first cast
+    history     [T, H]   the amaxes of the last H steps, newest last, 0 where there is none
+
+Casts read quant_scale and update amax_buffer by a maximum, in the read that they make anyway. A maximum is idempotent,
+so recomputation, microbatches and modules that run several times need no bookkeeping. No scale changes between two
+syncs, so a recomputation has the bits of its forward. The sync, once a step after the backward, takes the maximum over
+ranks, appends it to the history and computes the next scales (`DelayedScalingConfig` has the formula). A slot that no
+rank cast in this step stays as it is.
+
+[Note: cold start] While a slot's scale is unknown, each cast uses the scale of its own amax. The cast decides on the
+device, so nothing is recompiled.
+
+[Note: who records] Casts record amaxes for a forward that records gradients, whatever the mode of its module: its
+backward uses the scales, so they have to follow, also in a layer that is in eval mode while others train. A weight that
+is quantized before the forward (by `cast_weights_once`, or for an all-gather) may serve evaluation and training alike,
+so that cast records into a buffer of its own, and each forward that records gradients takes its maximum into
+amax_buffer.
+
+[Note: a forgotten sync] A forward cannot know that an optimizer has stepped. The state counts the forwards that record
+gradients since the last sync and warns at a number that no step's microbatches come near. Until the first sync nothing
+saturates, because each cast uses the scale of its own amax. Forwards of compiled code are not counted.
+
+[Note: no buffers] Slots are not module buffers: state dicts are nn.Linear's, DDP broadcasts nothing, and FSDP manages
+nothing. `float8_scaling_state(model)` saves and loads them under names of their own.
+
+[Note: stale scales] Every change of a scale writes `quant_scale` in place or replaces it. All views share its version
+counter, which compiled code increments too, so a cached cast is valid while its `PersistentScale` is the same
+object with the same `quant_scale._version`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from quaver.kernels.cast import record
+from quaver.recipes import scaling
+from quaver.recipes.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
+from quaver.recipes.formats import FORMATS
+from quaver.recipes.scaling import PersistentScale, PersistentScales
+
+OPERANDS = ("input", "weight", "grad_output")
+
+_NOT_CAST = -1.0
+_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+_FORWARDS_WITHOUT_SYNC = 1000
+"""The number of a linear's training forwards without a sync that is warned of: more than the microbatches of a step."""
+_NOT_COPIED = ("views", "_persistent")
+"""Attributes of a `ScaleState` that its copies start without."""
+
+
+class ScaleState:
+    """The persistent scales of the linears of one conversion; the top of the file describes its tensors.
+
+    Attributes:
+        quant_scale, amax_buffer, history: float32 [T], [T, 2], [T, H], on the device of the linears.
+        last_step: float32 [T, 3], quant_scale and amax_buffer over all ranks as the last sync found them, for reports.
+        is_initialized: bool [T] on the CPU, a copy of quant_scale > 0. Read only where ranks decide on the host.
+        uncalibrated: whether a static scale has not been measured.
+        calibrating: whether static scales are being measured.
+        forwards_since_sync: training forwards of all its linears; see [Note: a forgotten sync].
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, casts: Sequence[CastConfig], config: Float8LinearConfig, device: torch.device) -> None:
+        """`casts`: one for each slot."""
+        self.casts = tuple(casts)
+        self.delayed_config = config.delayed_scaling_config
+        self.power_of_2 = config.round_scales_to_power_of_2
+        self.calibrated_slots = [
+            slot
+            for slot, cast in enumerate(casts)
+            if cast.scaling_type is ScalingType.STATIC and cast.static_quant_scale is None
+        ]
+        options: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        slots = len(casts)
+        self.quant_scale = torch.tensor([cast.static_quant_scale or 0.0 for cast in casts], **options)
+        self.amax_buffer = torch.empty(slots, 2, **options)
+        self.history = torch.zeros(slots, self.delayed_config.history_len, **options)
+        self.format_max = torch.tensor([FORMATS[cast.float8_dtype].max for cast in casts], **options)
+        self.has_delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in casts)
+        self.is_delayed = torch.tensor([cast.scaling_type is ScalingType.DELAYED for cast in casts], device=device)
+        self.is_initialized = torch.zeros(slots, dtype=torch.bool, device="cpu")
+        self.calibrating = False
+        self.host_decides = False
+        self.forwards_since_sync = 0
+        self.was_loaded()
+        self.last_step = torch.cat([self.quant_scale.unsqueeze(1), self.amax_buffer], 1)
+        self._start()
+
+    def _start(self) -> None:
+        self.views: list[LinearScales] = []
+        self._persistent: dict[tuple[int, bool], PersistentScale] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    @property
+    def device(self) -> torch.device:
+        return self.quant_scale.device
+
+    def persistent_scale(self, slot: int | None, *, record: bool) -> PersistentScale | None:
+        """The view of one slot. The same object each time: linears that share a slot share its casts by identity."""
+        if slot is None:
+            return None
+        if (slot, record) not in self._persistent:
+            buffer = self.amax_buffer[slot] if record else None
+            self._persistent[slot, record] = PersistentScale(self.quant_scale[slot], buffer, self.is_initialized[slot])
+        return self._persistent[slot, record]
+
+    @torch.inference_mode(False)
+    def to(self, device: torch.device) -> None:
+        """Move to another device; views follow."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and name != "is_initialized":
+                setattr(self, name, value.to(device))
+        self._persistent.clear()
+        for views in self.views:
+            views.refresh()
+
+    def sync(self, group: ProcessGroup | None) -> None:
+        """Compute the next scales of the delayed slots: a fixed number of kernels, and one all-reduce with a group.
+
+        Traceable without graph breaks: it reads no tensor on the host, except where `host_decides` in eager code.
+        """
+        config = self.delayed_config
+        observed = all_reduce_amax(self.amax_buffer, group)
+        amax = observed[:, 0]
+        remembered = self.is_delayed & ~(amax < 0)  # NaN is remembered, too
+        if config.nonfinite_amax == "skip":
+            remembered &= amax.isfinite()
+        shifted = torch.cat([self.history[:, 1:], amax.unsqueeze(1)], 1)
+        self.history.copy_(torch.where(remembered.unsqueeze(1), shifted, self.history))
+        largest = self.history.amax(1) if config.scale_fn_name == "max" else self.history[:, -1]
+        usable = remembered & (largest > 0) & largest.isfinite()
+        scale = next_scale(largest, self.format_max, config, self.power_of_2)
+        self.last_step.copy_(torch.cat([self.quant_scale.unsqueeze(1), observed], 1))
+        self.quant_scale.copy_(torch.where(usable, scale, self.quant_scale))
+        self.reset_amax_buffer()
+        # Waits for the device. With an outdated copy, ranks would exchange amaxes for a scale that is known.
+        if self.host_decides and (torch.compiler.is_compiling() or not self.is_initialized.all()):
+            self.refresh_is_initialized()
+        self.forwards_since_sync = 0
+
+    def reset_amax_buffer(self) -> None:
+        self.amax_buffer.fill_(_NOT_CAST)
+
+    def refresh_is_initialized(self) -> None:
+        self.is_initialized.copy_(self.quant_scale > 0)
+
+    def count_forward(self) -> None:
+        """Count a forward of one linear that records gradients, and warn at `_FORWARDS_WITHOUT_SYNC` of each."""
+        self.forwards_since_sync += 1
+        if self.forwards_since_sync == _FORWARDS_WITHOUT_SYNC * len(self.views) and self.has_delayed:
+            warnings.warn(
+                f"{_FORWARDS_WITHOUT_SYNC} forwards with gradients without sync_float8_amax_and_scale_history(model): "
+                "delayed scales do not change until it is called. Call it once a step, after the backward",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def was_loaded(self) -> None:
+        """Bring the host's flags up to date after slots were written."""
+        missing = self.quant_scale[self.calibrated_slots] <= 0
+        self.uncalibrated = missing.numel() > 0 and bool(missing.any())  # fake tensors have no value to ask for
+        self.reset_amax_buffer()
+        self.refresh_is_initialized()
+
+
+class LinearScales:
+    """The slots of one linear, as its persistent scales."""
+
+    def __init__(self, state: ScaleState, slots: tuple[int | None, int | None, int | None]) -> None:
+        self.state, self.slots = state, slots
+        self.weight_observed: Tensor | None = None
+        """float32 [2], as `PersistentScale.amax_buffer`: what a cast of the weight before the forward observed."""
+        state.views.append(self)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take new views of the state."""
+        self.recorded, self.unrecorded = (
+            PersistentScales(*(self.state.persistent_scale(slot, record=record) for slot in self.slots))
+            for record in (True, False)
+        )
+
+    def scales(self, *, recording: bool, device: torch.device) -> PersistentScales:
+        """The scales of casts on `device`. `recording`: for one that records gradients; see [Note: who records]."""
+        state = self.state
+        if device != state.device:
+            self.follow(device)
+        if state.uncalibrated and not state.calibrating:
+            raise RuntimeError(
+                "this model has static scales that were never measured: run a few batches inside "
+                "calibrate_float8_static_scales(model), load them, or give CastConfig.static_quant_scale"
+            )
+        if not recording:
+            return self.unrecorded
+        if self.recorded.weight is not None and self.weight_observed is not None:
+            record(self.recorded.weight, self.weight_observed)
+        if not torch.compiler.is_compiling():
+            state.count_forward()
+        return self.recorded
+
+    def observe_weight(self, device: torch.device, observed: Tensor | None = None) -> PersistentScale | None:
+        """The weight's scale for a cast before the forward, None where it is dynamic; see [Note: who records].
+
+        Args:
+            observed: `weight_observed` of an earlier cast of the same weight, for this cast to add to.
+        """
+        scale = self.scales(recording=False, device=device).weight
+        if scale is None:
+            return None
+        if observed is None:
+            with torch.inference_mode(False):  # a later forward may train
+                observed = scale.quant_scale.new_full((2,), _NOT_CAST)
+        self.weight_observed = observed
+        return scale._replace(amax_buffer=observed)
+
+    def named_slots(self, prefix: str = "") -> list[NamedSlot]:
+        """The slots of this linear as `<prefix><operand>`."""
+        slots = zip(OPERANDS, self.slots, strict=True)
+        return [(f"{prefix}{operand}", self.state, slot) for operand, slot in slots if slot is not None]
+
+    def host_decides(self) -> None:
+        self.state.host_decides = True
+
+    def follow(self, device: torch.device) -> None:
+        if device.type != "meta" and device != self.state.device:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    f"the persistent scales are on {self.state.device} and the input is on {device}: move the model"
+                )
+            self.state.to(device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LinearScales, (self.state, self.slots)  # views of the copy's state, not copies of views
+
+
+def next_scale(amax: Tensor, format_max: Tensor, config: DelayedScalingConfig, power_of_2: bool) -> Tensor:
+    """The quant_scale for tensors whose expected amax is `amax`; float32 of its shape, valid where amax is above 0.
+
+    TransformerEngine's formula: the largest float32 where the quotient overflows. It divides in float64, for the same
+    bits on every device ([Note: one division, two formulas] in scaling.py).
+    """
+    scale = (format_max.double() / config.headroom / amax.double()).float() / 2.0**config.margin
+    scale = scale.clamp(max=_LARGEST_FLOAT32)
+    return scaling.round_down_to_power_of_2(scale) if power_of_2 else scale
+
+
+def all_reduce_amax(amax_buffer: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The maximum over ranks: NaN where one rank has a NaN, -1 only where all have it."""
+    if group is None:
+        return amax_buffer
+    # As integers, magnitudes order alike with NaNs on top. A NaN may have a sign, and -1 must lose against everything.
+    bits = torch.where(amax_buffer < 0, -1, amax_buffer.view(torch.int32).bitwise_and(0x7FFFFFFF))
+    dist.all_reduce(bits, dist.ReduceOp.MAX, group)
+    return torch.where(bits < 0, _NOT_CAST, bits.view(torch.float32))
+
+
+NamedSlot = tuple[str, ScaleState, int]
+
+
+def entries_of(named_slots: Iterable[NamedSlot]) -> dict[str, Tensor]:
+    """`<name>.quant_scale` () and `<name>.amax_history` [H] as views; nothing where the config gives the scale."""
+    entries: dict[str, Tensor] = {}
+    for name, state, slot in named_slots:
+        is_delayed = state.casts[slot].scaling_type is ScalingType.DELAYED
+        if is_delayed or slot in state.calibrated_slots:
+            entries[f"{name}.quant_scale"] = state.quant_scale[slot]
+        if is_delayed:
+            entries[f"{name}.amax_history"] = state.history[slot]
+    return entries
+
+
+@torch.no_grad()
+def load_slots(named_slots: Sequence[NamedSlot], given: Mapping[str, Any]) -> int:
+    """Copy `given` into `entries_of(named_slots)`, and zeros (a cold start) into those it lacks. Returns how many.
+
+    A history of another length keeps its newest amaxes. A negative scale, which earlier versions wrote for a tensor
+    that was to be scaled dynamically for one step, is unknown.
+
+    Raises:
+        ValueError: an entry that is not a tensor of the right number of dims; nothing is then loaded.
+    """
+    entries = entries_of(named_slots)
+    for name, view in entries.items():
+        dims = given[name].dim() if isinstance(given.get(name), Tensor) else "no tensor"
+        if name in given and dims != view.dim():
+            raise ValueError(f"{name}: expected a tensor of {view.dim()} dims, got {dims}")
+    for name, view in entries.items():
+        source = given.get(name, view.new_zeros(()))
+        if view.dim() and source.dim() and len(source) != len(view):
+            source = torch.cat([view.new_zeros(len(view)), source.to(view.device)])[-len(view) :]
+        view.copy_(source.clamp(min=0))
+    for state in {id(state): state for _, state, _ in named_slots}.values():
+        state.was_loaded()
+    return sum(name not in given for name in entries)

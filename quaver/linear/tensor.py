@@ -1,0 +1,215 @@
+"""`Float8Tensor`: quantized operands with the shape and dtype of the high-precision tensor that they came from.
+
+It crosses module boundaries only. FSDP2 hands an all-gathered weight to its module as a parameter, and tensor
+parallelism hands an all-gathered activation to a module's forward; both were quantized before they travelled. Outside,
+the tensor has the shape and dtype of the high-precision one, and gradients in high precision; inside, it has codes and
+scales, which `Float8Linear` takes out. A linear on one device never sees one.
+
+A matrix is the operand of two matmuls, along its rows and along its columns (quantize.py). Where one cast serves both
+(tensorwise), the two operands are one.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.kernels.cpu import check_memory
+from quaver.linear.gemm import Operand
+from quaver.linear.quantize import Operands, present
+from quaver.linear.weight_form import TensorForm
+from quaver.recipes.config import OperandCasts
+from quaver.recipes.scaling import dequantize
+from quaver.torch_private.dispatch import OpOverload
+
+aten = torch.ops.aten
+
+
+class Float8Tensor(TensorForm):
+    """Quantized operands with the shape and dtype of the tensor that they came from.
+
+    Attributes:
+        data_fp8, dequant_scale: the row operand of the matrix [rows, K]. float8 [..., K]; float32 (), [..., 1]
+            or, for blocks of one row, [..., n].
+        column_data_fp8, column_dequant_scale: its column operand. float8 [..., K]; float32 (), [1, K] or [n, K]. The
+            same objects as above where one cast serves both; None where the tensor was not quantized for it.
+    """
+
+    data_fp8: Tensor
+    dequant_scale: Tensor
+    column_data_fp8: Tensor | None
+    column_dequant_scale: Tensor | None
+
+    @staticmethod
+    def __new__(cls, row: Operand, column: Operand | None, dtype: torch.dtype) -> Float8Tensor:
+        """Use `from_operands`."""
+        data = row.data
+        return Tensor._make_wrapper_subclass(
+            cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device, requires_grad=False
+        )
+
+    def __init__(self, row: Operand, column: Operand | None, dtype: torch.dtype) -> None:
+        self.set_operands(row, column)
+
+    @classmethod
+    def from_operands(cls, row: Operand, column: Operand | None, dtype: torch.dtype) -> Float8Tensor:
+        """The tensor of `dtype` that `row` and `column` were quantized from; every Float8Tensor is made here.
+
+        Raises:
+            ValueError: an operand that is not float8, or without a scale, or two of different shapes.
+        """
+        for operand in (row, column):
+            if operand is not None and (operand.dequant_scale is None or operand.data.itemsize != 1):
+                raise ValueError(f"expected float8 data with a scale, got {operand.data.dtype}")
+        if column is not None and column.data.shape != row.data.shape:
+            raise ValueError(f"expected two casts of one tensor, got {list(row.data.shape)}, {list(column.data.shape)}")
+        return cls(row, column, dtype)
+
+    def set_operands(self, row: Operand, column: Operand | None) -> None:
+        """Replace codes and scales by others of the same shape."""
+        self.data_fp8, self.dequant_scale = row.data, _scale(row)
+        if column is None:
+            self.column_data_fp8 = self.column_dequant_scale = None
+        else:
+            self.column_data_fp8, self.column_dequant_scale = column.data, _scale(column)
+
+    def stored(self) -> Operands:
+        """Both operands in the shape of the tensor; None for the column operand if it was not quantized for that."""
+        check_memory(self.data_fp8, self.dequant_scale, self.column_data_fp8)  # FSDP2 frees what it gathered
+        row = Operand(self.data_fp8, self.dequant_scale)
+        if self.column_data_fp8 is None:
+            return Operands(row, None)
+        is_one = self.column_data_fp8 is self.data_fp8
+        return Operands(row, row if is_one else Operand(self.column_data_fp8, self.column_dequant_scale))
+
+    def operands(self) -> Operands:
+        """Both operands of the matrix [rows, K]; None for the column operand if it was not quantized for that."""
+        row, column = self.stored()
+        (codes, scale, _), of_column = present(row), column
+        if scale is not None and scale.dim() > 0:
+            scale = scale.reshape(-1, scale.shape[-1])
+        if of_column is not None:
+            of_column = Operand(_rows(of_column.data), of_column.dequant_scale)
+        return Operands(Operand(_rows(codes), scale), of_column)
+
+    def check_casts(self, casts: OperandCasts) -> None:
+        """Raise RuntimeError if this was quantized otherwise than a module does that casts its weight so."""
+        if otherwise := self.quantized_otherwise(casts):
+            raise RuntimeError(otherwise)
+
+    def quantized_otherwise(self, casts: OperandCasts) -> str:
+        """How this differs from what `casts` would make of its values, and what to do; "" if they made it."""
+        return ""
+
+    def to_high_precision(self) -> Tensor:
+        """The dequantized values of the row codes, in the tensor's dtype. Not differentiable."""
+        with torch.no_grad():
+            data, scale, _ = present(self.operands().row)
+            return dequantize(data, typing.cast(Tensor, scale), self.dtype).view(self.shape)
+
+    # ---- what torch asks of a subclass ---------------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, str]]:
+        names = ["data_fp8", "dequant_scale"]
+        if self.column_data_fp8 is None:
+            return names, (self.dtype, "none")
+        if self.column_data_fp8 is self.data_fp8:
+            return names, (self.dtype, "shared")
+        return [*names, "column_data_fp8", "column_dequant_scale"], (self.dtype, "own")
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], meta: tuple[torch.dtype, str], outer_size: object, outer_stride: object
+    ) -> Float8Tensor:
+        dtype, which = meta
+        row = Operand(inner["data_fp8"], inner["dequant_scale"])
+        column = row if which == "shared" else None
+        if which == "own":
+            column = Operand(inner["column_data_fp8"], inner["column_dequant_scale"])
+        return cls.from_operands(row, column, dtype)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"Float8Tensor(shape={list(self.shape)}, {self.data_fp8.dtype} for {self.dtype}, device={self.device})"
+
+    def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        handler = _HANDLERS.get(func)
+        return self.op_values(func, False) if handler is None else handler(func, *args, **kwargs)
+
+    def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
+        raise NotImplementedError(
+            f"{func} is not defined on a Float8Tensor: its codes mean nothing without their scales. "
+            "Give it to a Float8Linear, or call to_high_precision() first"
+        )
+
+
+def _scale(operand: Operand) -> Tensor:
+    if operand.dequant_scale is None:
+        raise ValueError("expected float8 data with a scale, got data in high precision")
+    return operand.dequant_scale
+
+
+def _rows(data: Tensor) -> Tensor:
+    return data if data.dim() == 2 else data.reshape(-1, data.shape[-1])
+
+
+def _map(
+    tensor: Float8Tensor, of_data: Callable[[Tensor], Tensor], of_scale: Callable[[Tensor], Tensor]
+) -> Float8Tensor:
+    """Rebuild with `of_data` applied to the codes and `of_scale` to the row operand's scale; shared codes stay shared.
+
+    The column operand's scales are one per column, which no operation here moves.
+    """
+    row = Operand(of_data(tensor.data_fp8), of_scale(tensor.dequant_scale))
+    if tensor.column_data_fp8 is None:
+        column = None
+    elif tensor.column_data_fp8 is tensor.data_fp8:
+        column = row
+    else:
+        column = Operand(of_data(tensor.column_data_fp8), tensor.column_dequant_scale)
+    return Float8Tensor.from_operands(row, column, tensor.dtype)
+
+
+def _alias(func: Any, tensor: Float8Tensor) -> Tensor:
+    return _map(tensor, func, func)
+
+
+def _clone(func: Any, tensor: Float8Tensor, **kwargs: Any) -> Tensor:
+    return _map(tensor, lambda data: func(data, **kwargs), lambda scale: scale)
+
+
+def _view(func: Any, tensor: Float8Tensor, size: list[int]) -> Tensor:
+    """Leading dims may be joined and split; the last one, along which scales run, stays."""
+    if not size or size[-1] not in (-1, tensor.shape[-1]):
+        raise NotImplementedError(
+            f"a Float8Tensor of {list(tensor.shape)} cannot be viewed as {size}: keep the last dim"
+        )
+
+    size = [*size[:-1], tensor.shape[-1]]
+    moves = size != list(tensor.shape)
+    if moves and tensor.dequant_scale.dim() and tensor.dequant_scale.shape[:-1] != tensor.shape[:-1]:
+        raise NotImplementedError(f"a Float8Tensor of {list(tensor.shape)} in blocks cannot be viewed as {size}")
+
+    def of_scale(scale: Tensor) -> Tensor:
+        return scale.reshape([*size[:-1], scale.shape[-1]]) if moves and scale.dim() else scale
+
+    return _map(tensor, lambda data: func(data, size), of_scale)
+
+
+def _as_strided(func: Any, tensor: Float8Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:
+    if tuple(size) != tuple(tensor.shape) or tuple(stride) != tensor.stride() or storage_offset:
+        raise NotImplementedError("a Float8Tensor can only be viewed with its own size and strides")
+    return _alias(aten.alias.default, tensor)
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.alias.default: _alias,
+    aten.detach.default: _alias,
+    aten.clone.default: _clone,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.as_strided.default: _as_strided,
+}

@@ -1,0 +1,299 @@
+"""How the matrices of a tensor-parallel linear are sharded, and how activations get from one linear to the next.
+
+    ColwiseSharding    weight [N/T, K]   input whole       output and grad_output [.., N/T]
+    RowwiseSharding    weight [N, K/T]   input [.., K/T]   output summed over the ranks: whole, or by sequence
+
+They implement `LinearSharding` (quantize.py): a linear calls them inside its one autograd function, on plain tensors.
+Only an input that several linears share is all-gathered outside, by `AllGatherInput`, into a `Float8Tensor`.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from quaver.linear.gemm import Operand
+from quaver.linear.module import Float8Linear, compute_dtype
+from quaver.linear.quantize import Quantizer, present
+from quaver.linear.shared_input import cached_quantizer
+from quaver.linear.tensor import Float8Tensor
+from quaver.parallel.tensor_parallel_quantizer import GatheringQuantizer, TensorParallelQuantizer
+from quaver.recipes.config import Float8LinearConfig, OperandCasts
+from quaver.recipes.scaling import PersistentScale
+from quaver.runtime.collectives import all_reduce, reduce_scatter
+
+# ---- one linear ------------------------------------------------------------------------------------------------------
+
+
+class _Sharding:
+    """What column-wise and row-wise parallel linears have in common; see `LinearSharding` in quantize.py.
+
+    The input of `forward` is a DTensor, which is redistributed in high precision as the sharding needs it; a local
+    tensor, which is this rank's part; or a `Float8Tensor` that was all-gathered.
+    """
+
+    weight_dim: int
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.group = mesh.get_group()
+
+    def weight_quantizer(self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None) -> Quantizer:
+        return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, self.weight_dim)
+
+    def __deepcopy__(self, memo: object) -> _Sharding:
+        return self  # groups cannot be copied
+
+
+class ColwiseSharding(_Sharding):
+    """weight [N/T, K], input whole, output and grad_output [.., N/T]."""
+
+    weight_dim = 0
+
+    def __init__(self, mesh: DeviceMesh, all_gather_input: AllGatherInput | None = None) -> None:
+        super().__init__(mesh)
+        self.all_gather_input = all_gather_input
+
+    def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return local_part(weight), None if bias is None else local_part(bias), None
+
+    def input_quantizer(
+        self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
+    ) -> Quantizer:
+        return cached_quantizer(input, casts, hp_dtype, scale, reader)
+
+    def grad_output_quantizer(
+        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
+    ) -> Quantizer:
+        return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, 1)
+
+    def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
+        """See `_Sharding`. Returns a DTensor, Shard(-1)."""
+        if isinstance(input, DTensor):
+            # redistribute() would sum the gradient for each linear that shares the input, even where it moves nothing.
+            whole = input if input.placements[0] == Replicate() else input.redistribute(placements=[Replicate()])
+            input = typing.cast(Tensor, PartOfSum.apply(whole))
+        output = linear.forward_local(input, self)
+        # Ranks may have unlike numbers of features.
+        shape = torch.Size([*output.shape[:-1], linear.out_features])
+        stride = torch.empty(shape, device="meta").stride()
+        last = [Shard(output.dim() - 1)]
+        return DTensor.from_local(output, self.mesh, last, run_check=False, shape=shape, stride=stride)
+
+    def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
+        return output
+
+
+class RowwiseSharding(_Sharding):
+    """weight [N, K/T], input [.., K/T], output summed over the ranks: whole, or each rank its part of the tokens."""
+
+    weight_dim = 1
+
+    def __init__(self, mesh: DeviceMesh, sequence_dim: int | None = None) -> None:
+        super().__init__(mesh)
+        self.sequence_dim = sequence_dim
+
+    def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if bias is None:
+            return local_part(weight), None, None
+        # Added to the sum, so that it counts once; a rank's tokens give a part of its gradient.
+        partial = None if self.sequence_dim is None else [Partial()]
+        return local_part(weight), None, typing.cast(DTensor, bias).to_local(grad_placements=partial)
+
+    def input_quantizer(
+        self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
+    ) -> Quantizer:
+        return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, 1)
+
+    def grad_output_quantizer(
+        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
+    ) -> Quantizer:
+        if self.sequence_dim is None:
+            return Quantizer(casts, hp_dtype, scale)
+        return GatheringQuantizer(casts, hp_dtype, scale, self.group, self.sequence_dim)
+
+    def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
+        """See `_Sharding`. Returns a DTensor, Replicate() or sharded along the sequence."""
+        if isinstance(input, DTensor):
+            input = input.redistribute(placements=[Shard(input.dim() - 1)]).to_local()
+        output = linear.forward_local(input, self)
+        layout = Replicate() if self.sequence_dim is None else Shard(self.sequence_dim)
+        return DTensor.from_local(output, self.mesh, [layout], run_check=False)
+
+    def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
+        if self.sequence_dim is None:
+            return all_reduce(output, self.group)
+        output = output.view(*leading, output.shape[-1])
+        return reduce_scatter(output, _sequence_dim(output, self.sequence_dim, self.group), self.group)
+
+
+def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> None:
+    """Raise ValueError where parts of the weight's dim on `ranks` ranks would end within blocks."""
+    casts = linear.config.casts
+    sharded = ((casts.weight, weight_dim), (casts.grad_output if weight_dim == 0 else casts.input, 1))
+    # The blocks of row codes have the sizes (dot products, length), those of column codes (length, dot products).
+    along = [(operand.row, dim) for operand, dim in sharded]
+    along += [(operand.column, 1 - dim) for operand, dim in sharded]
+    sharing = [cast.known_sharing("tensor parallelism")[dim] for cast, dim in along if not cast.is_disabled]
+    block = max([1, *sharing])
+    name, features = (("out", linear.out_features), ("in", linear.in_features))[weight_dim]
+    part = -(-features // ranks)
+    if ranks > 1 and part % block:
+        raise ValueError(
+            f"tensor parallelism expects parts of whole blocks, a multiple of {block} features on each rank, got "
+            f"{part} ({name}_features {features} on {ranks} ranks); {ranks * block * -(-part // block)} in all would "
+            "fit, and row-wise recipes take any number"
+        )
+
+
+def derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | RowwiseSharding:
+    """The sharding of a linear whose weight torch's own ColwiseParallel or RowwiseParallel distributed."""
+    weight = typing.cast(DTensor, linear.weight)
+    placement = weight.placements[0] if weight.device_mesh.ndim == 1 else None
+    if not isinstance(input, DTensor) or placement not in (Shard(0), Shard(1)):
+        raise RuntimeError(
+            f"the weight of this Float8Linear is sharded ({weight.placements}) when its forward runs. If fully_shard "
+            "did that, call the module that was given to it; if tensor parallelism, use (Float8)ColwiseParallel or "
+            "(Float8)RowwiseParallel"
+        )
+    check_can_be_sharded(linear, placement.dim, weight.device_mesh.size())
+    if linear.scaling is not None:
+        linear.scaling.host_decides()
+    return ColwiseSharding(weight.device_mesh) if placement == Shard(0) else RowwiseSharding(weight.device_mesh)
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """This rank's part of a sharded parameter, differentiably; a plain one as it is."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _sequence_dim(whole: Tensor, dim: int, group: ProcessGroup) -> int:
+    dim %= whole.dim()
+    if whole.shape[dim] % group.size():
+        raise ValueError(
+            f"sequence parallel: expected dim {dim} of {list(whole.shape)} to be a multiple of the {group.size()} "
+            "ranks of tensor parallelism; pad the sequence"
+        )
+    return dim
+
+
+# ---- activations across ranks ----------------------------------------------------------------------------------------
+
+
+class _AllGatherFloat8(torch.autograd.Function):
+    """A sequence-sharded activation [.., s, K] -> the whole, as a Float8Tensor; gradients are summed and scattered."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        dim: int,
+        mesh: DeviceMesh,
+        config: Float8LinearConfig,
+        as_dtensor: bool,
+        for_grad_weight: bool,
+        quant_scale: Tensor | None,
+        amax_buffer: Tensor | None,
+        is_initialized: Tensor | None,
+    ) -> Any:
+        dim %= local.dim()
+        if dim == local.dim() - 1:
+            raise ValueError("expected an input that is sharded along its tokens, got one sharded along its features")
+        ctx.dim, ctx.mesh = dim, mesh
+        group = mesh.get_group()
+        dtype = compute_dtype(local.device.type, local.dtype)
+        scale = None
+        if quant_scale is not None and is_initialized is not None:
+            scale = PersistentScale(quant_scale, amax_buffer, is_initialized)
+        quantizer = GatheringQuantizer(config.casts.input, dtype, scale, group, dim)
+        row, column = quantizer(local, row=True, column=for_grad_weight)
+        shape = [*local.shape]
+        shape[dim] *= group.size()
+        whole = Float8Tensor.from_operands(
+            _shaped(present(row), shape),
+            None if column is None else column._replace(data=column.data.view(shape)),
+            local.dtype,
+        )
+        return DTensor.from_local(whole, mesh, [Replicate()], run_check=False) if as_dtensor else whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if isinstance(local_part(grad), Float8Tensor):
+            # The graph ends here, so AOTAutograd made up a gradient of the type of the result.
+            raise NotImplementedError(
+                "torch.compile ended a graph between the float8 all-gather of an input and the linears that read it. "
+                "Compile a module around the one that PrepareFloat8ModuleInput was applied to, with fullgraph=True"
+            )
+        if isinstance(grad, DTensor):
+            grad = grad.redistribute(placements=[Shard(ctx.dim)]).to_local()
+        else:
+            grad = reduce_scatter(grad, _sequence_dim(grad, ctx.dim, ctx.mesh.get_group()), ctx.mesh.get_group())
+        return grad, *[None] * 8
+
+
+def _shaped(operand: Operand, shape: Sequence[int]) -> Operand:
+    """A row operand with the leading dims of `shape`."""
+    scale = operand.dequant_scale
+    if scale is not None and scale.dim():
+        scale = scale.view(*shape[:-1], -1)
+    return Operand(operand.data.view(shape), scale)
+
+
+class PartOfSum(torch.autograd.Function):
+    """The local tensor of a replicated DTensor; its gradient is this rank's part of a sum, and stays so until the end.
+
+    `to_local(grad_placements=[Partial()])` would say the same, but torch sums at once, for each linear that shares it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: DTensor) -> Tensor:
+        ctx.mesh = whole.device_mesh
+        return whole.to_local()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return DTensor.from_local(grad, ctx.mesh, [Partial()], run_check=False)
+
+
+def is_all_gathered_in_float8(config: Float8LinearConfig) -> bool:
+    """Whether the input is all-gathered as codes: not if one of its matmuls reads it in high precision.
+
+    Nor as square blocks: their scales belong to no token, so that leading dims could not be joined and split.
+    """
+    cast = config.casts.input
+    return cast.is_float8 and not (cast.row.is_blockwise and not cast.row.has_two_casts)
+
+
+class AllGatherInput:
+    """All-gathers the sequence-sharded inputs of one module in float8; made once, when the module is parallelized."""
+
+    def __init__(self, layout: Placement, mesh: DeviceMesh, linear: Float8Linear, *, as_dtensor: bool) -> None:
+        """`linear`: the first of those that read the input; its config says how to cast, and its scale is used."""
+        dim, config = typing.cast(Shard, layout).dim, linear.config
+        self._linear = linear
+        if dim == -1:
+            raise ValueError(f"expected an input that is whole or sharded along its tokens, got {layout} (features)")
+
+        def all_gather_float8(local: Tensor, for_grad_weight: bool, *scale: Tensor | None) -> Tensor:
+            return typing.cast(
+                Tensor, _AllGatherFloat8.apply(local, dim, mesh, config, as_dtensor, for_grad_weight, *scale)
+            )
+
+        # Dynamo would trace the backward with a gradient of the type of the result, a Float8Tensor. In the graph as one
+        # call, it is traced by the autograd that runs it, with the gradient that comes.
+        self._call = torch.compiler.allow_in_graph(all_gather_float8)
+
+    def __call__(self, local: Tensor, *, for_grad_weight: bool = True, linear: Float8Linear | None = None) -> Tensor:
+        """`for_grad_weight`: whether a linear that reads it trains its weight. Without gradients none does.
+
+        `linear`: the one whose persistent scale to use, where it is a copy of the one that this was made for.
+        """
+        scale = (linear or self._linear).persistent_scales(local.device).input or (None, None, None)
+        return self._call(local, for_grad_weight and torch.is_grad_enabled(), *scale[:3])

@@ -1,0 +1,220 @@
+"""Tensor and sequence parallelism of float8 linears, for `parallelize_module`, with the scales of one device.
+
+    Float8ColwiseParallel    weight [N/T, K]   input whole           output [.., N/T]
+    Float8RowwiseParallel    weight [N, K/T]   input [.., K/T]       output summed over the ranks, whole or by sequence
+    PrepareFloat8ModuleInput                   quantizes and all-gathers a sequence-sharded input for all its linears
+
+Codes and scales are those of one device (tensor_parallel_quantizer.py), and results differ from it only where a sum
+over ranks is taken in another order.
+
+What crosses the wire, T ranks, an activation of M tokens by K features:
+    forward      M * K codes to all-gather a sequence-sharded input, once for all linears that share it, and one
+                 scale, or one per token with the codes. Where grad_weight reads another cast of the input than output
+                 does (rowwise, blocks), both are all-gathered: two bytes per element, what bfloat16 takes.
+    backward     the same for a sequence-sharded grad_output of Float8RowwiseParallel.
+    in bfloat16  what a recipe reads in high precision (rowwise_with_gw_hp), tokens whose parts end within blocks of
+                 tokens (the sequence of a rank is no multiple of 128, or 32), and every sum over ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import typing
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+
+from quaver.linear.module import Float8Linear
+from quaver.linear.quantize import LinearSharding
+from quaver.linear.tensor import Float8Tensor
+from quaver.parallel.linear_sharding import (
+    AllGatherInput,
+    ColwiseSharding,
+    RowwiseSharding,
+    check_can_be_sharded,
+    is_all_gathered_in_float8,
+    local_part,
+)
+
+
+def _float8_linear(style: object, module: nn.Module) -> Float8Linear:
+    if isinstance(module, Float8Linear) and isinstance(module.weight, Float8Tensor):
+        raise NotImplementedError(
+            f"{type(style).__name__}: expected a weight in high precision, got a frozen float8 weight"
+        )
+    if not isinstance(module, Float8Linear):
+        raise ValueError(
+            f"{type(style).__name__} expects a Float8Linear, got {type(module).__name__}; call "
+            f"convert_to_float8_training first, or use {type(style).__name__.removeprefix('Float8')} for it"
+        )
+    return module
+
+
+def _one_axis(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.ndim != 1:
+        raise ValueError(f"tensor parallelism runs along one mesh axis, got a mesh of {mesh.ndim}; pass mesh['tp']")
+    return mesh
+
+
+def _shard(linear: Float8Linear, sharding: LinearSharding) -> None:
+    linear.sharding = sharding
+    if linear.scaling is not None:
+        linear.scaling.host_decides()
+
+
+class Float8ColwiseParallel(ColwiseParallel):
+    """torch's `ColwiseParallel` for a Float8Linear: a sequence-sharded input is quantized, then all-gathered.
+
+    Args:
+        input_layouts: Replicate() (the default), or Shard(d) of a dim before the last. What
+            `PrepareFloat8ModuleInput` prepared is taken as it is.
+        output_layouts: Shard(-1) (the default), or any other that torch can redistribute to, in high precision.
+        use_local_output: give a plain tensor rather than a DTensor.
+    Raises:
+        ValueError: the module is not a Float8Linear, or the input is sharded along its features.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        linear = _float8_linear(self, module)
+        mesh = _one_axis(device_mesh)
+        check_can_be_sharded(linear, 0, mesh.size())
+        super()._apply(linear, mesh)
+        all_gather_input = None
+        if self.input_layouts[0] != Replicate() and is_all_gathered_in_float8(linear.config):
+            all_gather_input = AllGatherInput(self.input_layouts[0], mesh, linear, as_dtensor=False)
+        _shard(linear, ColwiseSharding(mesh, all_gather_input))
+        return linear
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: DeviceMesh
+    ) -> Tensor:
+        input, all_gather_input = inputs[0], mod.sharding.all_gather_input
+        if isinstance(local_part(input), Float8Tensor):
+            return typing.cast(Tensor, input)
+        if not isinstance(input, DTensor):
+            input = DTensor.from_local(input, device_mesh, input_layouts, run_check=False)
+        if all_gather_input is None or input.placements[0] == Replicate():
+            return typing.cast(Tensor, input)
+        local = input.redistribute(placements=input_layouts).to_local()
+        return typing.cast(Tensor, all_gather_input(local, for_grad_weight=mod.weight.requires_grad, linear=mod))
+
+
+class Float8RowwiseParallel(RowwiseParallel):
+    """torch's `RowwiseParallel` for a Float8Linear: a sequence-sharded grad_output is quantized, then all-gathered.
+
+    Args:
+        input_layouts: Shard(-1) (the default), or another that torch can redistribute from, in high precision.
+        output_layouts: Replicate() (the default), or Shard(d) of a dim before the last (sequence parallel).
+        use_local_output: give a plain tensor rather than a DTensor.
+    Raises:
+        ValueError: the module is not a Float8Linear, or the output would be sharded along its features.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        linear = _float8_linear(self, module)
+        mesh = _one_axis(device_mesh)
+        layout = self.output_layouts[0]
+        if layout != Replicate() and (not isinstance(layout, Shard) or layout.dim == -1):
+            raise ValueError(
+                f"Float8RowwiseParallel: expected output_layouts Replicate() or Shard(tokens), got {layout}"
+            )
+        check_can_be_sharded(linear, 1, mesh.size())
+        super()._apply(linear, mesh)
+        sequence_dim = layout.dim if isinstance(layout, Shard) else None
+        _shard(linear, RowwiseSharding(mesh, sequence_dim))
+        return linear
+
+
+class PrepareFloat8ModuleInput(PrepareModuleInput):
+    """torch's `PrepareModuleInput` for Float8Linears that share inputs: quantized once, all-gathered once as codes.
+
+    What a module's forward gets in place of a sequence-sharded input is a `Float8Tensor` of the whole input's shape (in
+    a DTensor unless `use_local_output`). It can be given to column-wise parallel Float8Linears and viewed with other
+    leading dims; anything else on it is an error. Where the recipe reads the input in high precision too
+    (rowwise_with_gw_hp), torch all-gathers it so.
+
+    Args:
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts, use_local_output: as
+            torch's.
+        float8_dtype: the dtype that inputs are quantized to; None for the one of the linears' config.
+        fwd_config_submodule_fqn: the linear whose config, and whose persistent scale, if any, is used; None to use the
+            config that all Float8Linears share, and the first one's scale.
+    Raises:
+        ValueError: no Float8Linear inside, linears of several configs, or a float8_dtype that is not the config's.
+    """
+
+    def __init__(
+        self, *, float8_dtype: torch.dtype | None = None, fwd_config_submodule_fqn: str | None = None, **layouts: Any
+    ) -> None:
+        super().__init__(**layouts)
+        self.float8_dtype = float8_dtype
+        self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
+        self._gathers: dict[Placement | None, AllGatherInput] = {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        linear, mesh = self._linear_of(module), _one_axis(device_mesh)
+        applied = copy.copy(self)  # the same style may be applied to modules of other configs
+        if is_all_gathered_in_float8(linear.config):
+            layouts = {*(self.input_layouts or ()), *self.input_kwarg_layouts.values()}
+            applied._gathers = {
+                layout: AllGatherInput(layout, mesh, linear, as_dtensor=not self.use_local_output)
+                for layout in layouts
+                if isinstance(layout, Shard)
+            }
+        module.register_forward_pre_hook(_PrepareHook(applied, mesh), with_kwargs=self.with_kwargs)
+        return module
+
+    def _linear_of(self, module: nn.Module) -> Float8Linear:
+        if self.fwd_config_submodule_fqn is not None:
+            linears = [_float8_linear(self, module.get_submodule(self.fwd_config_submodule_fqn))]
+        else:
+            linears = [child for child in module.modules() if isinstance(child, Float8Linear)]
+        if not linears:
+            raise ValueError(
+                f"PrepareFloat8ModuleInput: {type(module).__name__} has no Float8Linear; use PrepareModuleInput"
+            )
+        config = linears[0].config
+        if any(linear.config != config for linear in linears):
+            raise ValueError(
+                f"PrepareFloat8ModuleInput: the Float8Linears of {type(module).__name__} have several configs; name "
+                "the one whose input is prepared with fwd_config_submodule_fqn"
+            )
+        if self.float8_dtype not in (None, config.casts.input.row.float8_dtype):
+            raise ValueError(
+                f"PrepareFloat8ModuleInput: float8_dtype is {self.float8_dtype}, but the config quantizes inputs to "
+                f"{config.casts.input.row.float8_dtype}"
+            )
+        return linears[0]
+
+    def _prepare_input_arg(
+        self, input: Any, mesh: DeviceMesh, input_layout: Placement | None, desired_layout: Placement | None
+    ) -> Any:
+        all_gather_input = self._gathers.get(input_layout) if desired_layout == Replicate() else None
+        if all_gather_input is None or input_layout is None:
+            return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+        if isinstance(input, DTensor):
+            input = input.redistribute(placements=[input_layout]).to_local()
+        return all_gather_input(input)
+
+
+class _PrepareHook:
+    """Prepares the inputs of one module. torch's hook is a function, which a copy of the module would share.
+
+    This one is copied with the module, so that a copy casts with the scale of its own linear and records for it.
+    """
+
+    def __init__(self, style: PrepareFloat8ModuleInput, mesh: DeviceMesh) -> None:
+        self.style, self.mesh = style, mesh
+
+    def __call__(self, module: nn.Module, inputs: Any, kwargs: dict[str, Any] | None = None) -> Any:
+        if kwargs is None:
+            return self.style._prepare_input_fn(inputs, self.mesh)
+        return self.style._prepare_input_kwarg_fn(inputs, kwargs, self.mesh)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PrepareHook:
+        return _PrepareHook(copy.deepcopy(self.style, memo), self.mesh)  # groups cannot be copied

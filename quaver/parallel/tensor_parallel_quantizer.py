@@ -1,0 +1,200 @@
+"""Quantizers of a matrix that tensor-parallel ranks share, with the scales of the whole matrix.
+
+A scale reduces a dim. Where the ranks share that dim, they take the maximum of their amaxes before they quantize (a
+number, or a vector as long as the other dim); where they do not, a rank's own amax is that of the whole matrix. So
+codes and scales are those of one device.
+
+Blocks are scaled alone, so that parts of whole blocks need no exchange. Features whose parts end within blocks are
+refused (`check_can_be_sharded`); tokens whose parts do are all-gathered in high precision, to be quantized after that.
+
+A persistent scale that is initialized is equal on every rank since the last sync, so nothing is exchanged. Until then
+the ranks agree on the scale of the whole matrix, as in dynamic scaling. All must join that collective: they decide by
+`PersistentScale.is_initialized`, which is equal on every rank too, and is read when the cast runs, not when it is
+traced. So to a compiler this cast is one operation.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, matrix_amax, record, record_amax, row_major
+from quaver.kernels.cpu import check_memory
+from quaver.linear.gemm import Operand, laid_out_for_columns, laid_out_for_rows
+from quaver.linear.quantize import Operands, Quantizer
+from quaver.recipes.cast_config import ALL
+from quaver.recipes.config import CastConfig, OperandCasts
+from quaver.recipes.scaling import PLAIN_TYPES, PersistentScale, Scales, scales_of
+from quaver.runtime.collectives import all_gather, max_over_ranks
+
+
+class TensorParallelQuantizer(Quantizer):
+    """Quantizes this rank's part of a matrix that the ranks of `group` share along `sharded_dim`. A collective."""
+
+    __slots__ = ("group", "sharded_dim")
+
+    def __init__(
+        self,
+        casts: OperandCasts,
+        hp_dtype: torch.dtype,
+        scale: PersistentScale | None,
+        group: ProcessGroup,
+        sharded_dim: int,
+    ) -> None:
+        super().__init__(casts, hp_dtype, scale)
+        self.group, self.sharded_dim = group, sharded_dim
+
+    def scales_for(self, cast: CastConfig, operands: Operands) -> Scales | None:
+        """See `Quantizer`; row-wise scales may be those of this rank's rows only, so tensorwise ones do not follow."""
+        operand = operands.row or operands.column
+        is_tensorwise = operand is not None and operand.quant_scale is not None and operand.quant_scale.dim() == 0
+        return super().scales_for(cast, operands) if is_tensorwise else None
+
+    def cast(self, cast: CastConfig, hp: Tensor, row: bool, column: bool, scales: Scales | None) -> Operands:
+        """See `Quantizer`; scales that reduce the sharded dim are agreed on."""
+        if cast.is_disabled:
+            return super().cast(cast, hp, row, column, scales)
+        sharing = cast.known_sharing("tensor parallelism")
+        if ALL not in sharing:
+            return super().cast(cast, hp, row, column, scales)
+        if sharing != (ALL, ALL):
+            return self._cast_rowwise(cast, hp, row, column)
+        if scales is not None or self.scale is None:
+            return super().cast(cast, hp, row, column, scales or self._agreed_scales(cast, hp, None))
+        quantize = torch.ops.quaver.cast_with_agreed_scale if _is_traced(self.scale) else _cast_with_agreed_scale
+        quant_scale, is_initialized = self.scale.quant_scale, self.scale.is_initialized
+        dtype, power_of_2, group_name = cast.float8_dtype, self.casts.power_of_2, self.group.group_name
+        codes, quant, dequant, observed = quantize(hp, quant_scale, is_initialized, dtype, power_of_2, group_name)
+        record(self.scale, observed)
+        return Operands(
+            Operand(laid_out_for_rows(codes), dequant, quant) if row else None,
+            Operand(laid_out_for_columns(codes), dequant, quant) if column else None,
+        )
+
+    def _cast_rowwise(self, cast: CastConfig, hp: Tensor, row: bool, column: bool) -> Operands:
+        agrees_on_rows, agrees_on_columns = row and self.sharded_dim == 1, column and self.sharded_dim == 0
+        agreed = own = Operands(None, None)
+        if agrees_on_rows or agrees_on_columns:
+            quant, dequant = self._agreed_scales(cast, hp, self.sharded_dim)
+            row_scale, column_scale = (quant, None) if agrees_on_rows else (None, quant)
+            codes = cast_with_scale(hp, cast.float8_dtype, row_scale, column_scale)
+            agreed = Operands(
+                Operand(codes[0], dequant, quant) if agrees_on_rows else None,
+                Operand(codes[1], dequant, quant) if agrees_on_columns else None,
+            )
+        if row != agrees_on_rows or column != agrees_on_columns:
+            own = super().cast(cast, hp, row and not agrees_on_rows, column and not agrees_on_columns, None)
+        return Operands(agreed.row or own.row, agreed.column or own.column)
+
+    def _agreed_scales(self, cast: CastConfig, hp: Tensor, dim: int | None) -> Scales:
+        """The scales of the whole matrix that reduce `dim`. A collective."""
+        amax = max_over_ranks(matrix_amax(hp, dim), self.group)
+        return scales_of(amax, cast.float8_dtype, self.casts.power_of_2)
+
+
+class GatheringQuantizer(TensorParallelQuantizer):
+    """Quantizes this rank's tokens of an activation and all-gathers the codes: the operands are those of the whole.
+
+    Args:
+        token_dim: the dim of the activation [..., K] that is sharded.
+    """
+
+    __slots__ = ("token_dim",)
+
+    def __init__(
+        self,
+        casts: OperandCasts,
+        hp_dtype: torch.dtype,
+        scale: PersistentScale | None,
+        group: ProcessGroup,
+        token_dim: int,
+    ) -> None:
+        super().__init__(casts, hp_dtype, scale, group, 0)
+        self.token_dim = token_dim
+
+    def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: Scales | None = None) -> Operands:
+        """See `Quantizer`; `hp` is this rank's part [..., tokens, ..., K], the operands are of the whole."""
+        casts, token_dim = self.casts, self.token_dim % hp.dim()
+        of_row, of_column = _tokens_per_scale(casts.row, 0), _tokens_per_scale(casts.column, 1)
+        consecutive = math.prod(hp.shape[token_dim:-1])  # tokens of this rank, in the whole
+        needs_hp = (row and casts.row.is_disabled) or (column and casts.column.is_disabled)
+        cuts_blocks = (row and consecutive % (of_row or 1)) or (column and consecutive % (of_column or 1))
+        if needs_hp or cuts_blocks:
+            # High precision has to travel for one of them; the other is quantized from it, as on one device.
+            hp = hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype)
+            whole = all_gather(hp, token_dim, self.group)
+            return Quantizer(casts, self.hp_dtype, self.scale)(whole, row=row, column=column)
+        one_cast = casts.is_one and not casts.row.has_two_casts  # serves both matmuls
+        made = super().__call__(hp, row=row or one_cast, column=column and not one_cast)
+        row_op = None if made.row is None else self._gathered(made.row, hp.shape, token_dim, of_row)
+        column_op = None if made.column is None else self._gathered(made.column, hp.shape, token_dim, of_column)
+        if one_cast:
+            column_op = row_op
+        return Operands(
+            row_op._replace(data=laid_out_for_rows(row_op.data)) if row and row_op is not None else None,
+            column_op._replace(data=laid_out_for_columns(column_op.data)) if column and column_op is not None else None,
+        )
+
+    def _gathered(self, operand: Operand, shape: torch.Size, token_dim: int, tokens_per_scale: int) -> Operand:
+        codes = all_gather(row_major(operand.data).view(shape), token_dim, self.group)
+        scale = operand.dequant_scale
+        if scale is not None and tokens_per_scale:  # scales of tokens travel too
+            of_runs = scale.view(math.prod(shape[:token_dim]), -1, scale.shape[1])
+            scale = all_gather(of_runs, 1, self.group).flatten(0, 1)
+        return Operand(codes.flatten(0, -2), scale)
+
+
+def _tokens_per_scale(cast: CastConfig, direction: int) -> int:
+    """How many tokens share a scale of their own in row (0) or column (1) codes; 0 where all do."""
+    return cast.known_sharing("tensor parallelism")[direction]
+
+
+# ---- with a persistent scale -----------------------------------------------------------------------------------------
+
+
+def _is_traced(scale: PersistentScale) -> bool:
+    # Functions that Dynamo does not look into (AllGatherInput) are traced with tensors that have no value to decide by.
+    return torch.compiler.is_dynamo_compiling() or type(scale.is_initialized) not in PLAIN_TYPES
+
+
+def _cast_with_agreed_scale(
+    hp: Tensor,
+    quant_scale: Tensor,
+    is_initialized: Tensor,
+    float8_dtype: torch.dtype,
+    power_of_2: bool,
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Row codes, quant_scale, dequant_scale, and float32 [2]: the amax of this rank's part, and saturated elements."""
+    check_memory(hp, quant_scale, is_initialized)
+    observed, hp = hp.new_zeros(2, dtype=torch.float32), hp.contiguous()
+    scale = PersistentScale(quant_scale, observed, is_initialized)
+    if is_initialized:
+        codes, quant, dequant, *_ = cast_with_persistent_scale(hp, scale, float8_dtype, True, False, power_of_2)
+        return codes, quant.clone(), dequant, observed
+    own = matrix_amax(hp, None)
+    record_amax(scale, own)
+    # Functional collectives take the name of a group, too.
+    amax = max_over_ranks(own, group_name)  # type: ignore[arg-type]
+    scales = scales_of(amax, float8_dtype, power_of_2)
+    codes, _ = cast_with_scale(hp, float8_dtype, scales.quant, None)
+    return codes, *scales, observed
+
+
+_library = torch.library.Library("quaver", "FRAGMENT")
+_library.define(
+    "cast_with_agreed_scale(Tensor hp, Tensor quant_scale, Tensor is_initialized, ScalarType float8_dtype, "
+    "bool power_of_2, str group_name) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.impl("cast_with_agreed_scale", _cast_with_agreed_scale, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("quaver::cast_with_agreed_scale", lib=_library)
+def _fake_cast_with_agreed_scale(
+    hp: Tensor, quant_scale: Tensor, is_initialized: Tensor, float8_dtype: torch.dtype, *_: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scale, observed = hp.new_empty((), dtype=torch.float32), hp.new_empty(2, dtype=torch.float32)
+    return hp.new_empty(hp.shape, dtype=float8_dtype), scale, torch.empty_like(scale), observed

@@ -1,0 +1,284 @@
+"""How one operand is quantized for one matmul: `CastConfig`, and how its scale follows earlier steps.
+
+config.py puts the casts of the three operands together. Import these names from there, or from `quaver`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import InitVar, dataclass, field
+
+import torch
+
+from quaver.recipes.formats import FORMATS
+from quaver.recipes.torchao_forms import from_torchao
+
+ALL = 0
+"""As a number of dot products, or of elements along them, that share a scale: all of them."""
+
+
+class ScalingType(enum.Enum):
+    """When the scale of a tensor is computed."""
+
+    DYNAMIC = "dynamic"
+    """From the tensor itself, each time it is quantized."""
+    DELAYED = "delayed"
+    """From the amaxes of earlier steps, by `sync_float8_amax_and_scale_history`; see `DelayedScalingConfig`."""
+    STATIC = "static"
+    """Once: given (`CastConfig.static_quant_scale`), or measured on batches (`calibrate_float8_static_scales`)."""
+    DISABLED = "disabled"
+    """Never: the operand stays in high precision for this matmul."""
+
+    def short_str(self) -> str:
+        """ "dyn", "del", "sta" or "dis"."""
+        return self.value[:3]
+
+
+class ScalingGranularity(enum.Enum):
+    """How many elements share a scale."""
+
+    TENSORWISE = "tensorwise"
+    """All elements of the tensor."""
+    ROWWISE = "axiswise"
+    """The elements along the dim that the matmul contracts: one scale per row of the left operand."""
+    AXISWISE = "axiswise"  # noqa: PIE796 - an alias on purpose
+    """torchao's name of ROWWISE: the same member. Both values, "axiswise" and "rowwise", are accepted."""
+    BLOCKWISE = "blockwise"
+    """The elements of a block of `CastConfig.block_size`."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> ScalingGranularity | None:
+        return cls.ROWWISE if value == "rowwise" else None
+
+    def short_str(self) -> str:
+        """ "ten", "axs" or "blk"."""
+        return {ScalingGranularity.ROWWISE: "axs", ScalingGranularity.BLOCKWISE: "blk"}.get(self, self.value[:3])
+
+    def sharing(self, block_size: tuple[int, int] | None) -> tuple[int, int] | None:
+        """How many dot products, and how many elements along them, share a scale; `ALL` of them, or a number.
+
+        The one place that knows. None for a granularity that is not in the table: who cuts, sends, stores or checks
+        scales asks `CastConfig.known_sharing`, which refuses it.
+        """
+        table = {ScalingGranularity.TENSORWISE: (ALL, ALL), ScalingGranularity.ROWWISE: (1, ALL)}
+        return block_size if self is ScalingGranularity.BLOCKWISE else table.get(self)
+
+
+class ScaleCalculationMode(enum.Enum):
+    """How the E8M0 scale of a block, a power of two, follows from its amax; scaling.py has the equations."""
+
+    RCEIL = "rceil"
+    """The smallest power of two with which nothing saturates; NVIDIA's rule."""
+    FLOOR = "floor"
+    """The power of two below: the rule of the OCP MX specification. Elements up to 8/7 of the range saturate."""
+
+
+BLOCK_SIZES = ((128, 128), (1, 128), (32, 32), (1, 32))
+"""The supported sizes of blocks."""
+
+
+def check_type(config: object, name: str, expected: type) -> None:
+    """Check a field, which torchao's counterpart of `expected` may fill: quaver's takes its place."""
+    value = from_torchao(getattr(config, name), expected)
+    object.__setattr__(config, name, value)
+    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+        raise ValueError(f"{name}: expected {expected.__name__}, got {value!r}")
+
+
+def check(holds: bool, name: str, expected: str, got: object) -> None:
+    """Raise ValueError about the field `name` unless `holds`."""
+    if not holds:
+        raise ValueError(f"{name}: expected {expected}, got {got!r}")
+
+
+@dataclass(frozen=True)
+class CastConfig:
+    """How one operand is quantized for one matmul.
+
+    Args:
+        scaling_type: when its scale is computed.
+        scaling_granularity: how many elements share a scale.
+        block_size: with `ScalingGranularity.BLOCKWISE`, how many dot products, and how many elements along them, share
+            a scale: (1, 128) are 128 elements of a row where the matmul contracts rows, and of a column where it
+            contracts columns. Square blocks are the same in both directions, so one cast serves both. None for
+            (128, 128).
+        scale_calculation_mode: with blocks, how an E8M0 scale follows from the amax (MXFP8); None for quaver's rule.
+        target_dtype: a float8 dtype; None for the default of the operand (e4m3 for input and weight, e5m2 for
+            grad_output), which `Float8LinearConfig` fills in.
+        static_quant_scale: with `ScalingType.STATIC`, the quant_scale of this operand in every linear, a number or a
+            tensor of one element; None to measure one per linear with `calibrate_float8_static_scales`.
+        static_scale: torchao's name of `static_quant_scale`; give only one of them, and read `static_quant_scale`.
+    Raises:
+        ValueError: a field of the wrong type, a dtype that is not float8, row-wise or block-wise delayed or static
+            scaling, or a static scale that is out of range or belongs to another scaling type.
+    """
+
+    scaling_type: ScalingType = ScalingType.DYNAMIC
+    scaling_granularity: ScalingGranularity = ScalingGranularity.TENSORWISE
+    target_dtype: torch.dtype | None = None
+    static_quant_scale: float | None = None
+    static_scale: InitVar[float | torch.Tensor | None] = None
+    block_size: tuple[int, int] | None = None
+    scale_calculation_mode: ScaleCalculationMode | None = None
+
+    # Attributes, not properties: every forward of every linear reads them.
+    is_disabled: bool = field(init=False, repr=False, compare=False)
+    is_tensorwise: bool = field(init=False, repr=False, compare=False)
+    is_rowwise: bool = field(init=False, repr=False, compare=False)
+    is_blockwise: bool = field(init=False, repr=False, compare=False)
+    is_persistent: bool = field(init=False, repr=False, compare=False)
+    """Whether the scale is known before the tensor is: delayed or static."""
+    sharing: tuple[int, int] | None = field(init=False, repr=False, compare=False)
+    """`ScalingGranularity.sharing`."""
+    has_two_casts: bool = field(init=False, repr=False, compare=False)
+    """Whether rows and columns have scales of their own, so that each direction takes its own cast."""
+    block_options: tuple[int | str, ...] = field(init=False, repr=False, compare=False)
+    """What the cast of blocks takes besides what every cast takes, `e8m0_mode` last; () for other granularities."""
+
+    def __post_init__(self, static_scale: float | torch.Tensor | None) -> None:
+        check_type(self, "scaling_type", ScalingType)
+        check_type(self, "scaling_granularity", ScalingGranularity)
+        object.__setattr__(self, "is_disabled", self.scaling_type is ScalingType.DISABLED)
+        is_tensorwise = not self.is_disabled and self.scaling_granularity is ScalingGranularity.TENSORWISE
+        object.__setattr__(self, "is_tensorwise", is_tensorwise)
+        object.__setattr__(self, "is_rowwise", self.scaling_granularity is ScalingGranularity.ROWWISE)
+        object.__setattr__(self, "is_blockwise", self.scaling_granularity is ScalingGranularity.BLOCKWISE)
+        object.__setattr__(self, "is_persistent", self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC))
+        self._check_blocks()
+        if self.is_persistent and not self.is_tensorwise:
+            raise ValueError(
+                f"scaling_granularity: {self.scaling_type.value} scaling keeps one scale per tensor: expected "
+                f"tensorwise, got {_granularity(self)}; the rows of a tensor are different ones in each step"
+            )
+        if self.target_dtype is not None and self.target_dtype not in FORMATS:
+            names = ", ".join(map(str, FORMATS))
+            raise ValueError(f"target_dtype: expected a float8 dtype ({names}) or None, got {self.target_dtype}")
+        if static_scale is not None:
+            check(self.static_quant_scale is None, "static_scale", "None next to static_quant_scale", static_scale)
+            object.__setattr__(self, "static_quant_scale", static_scale)
+        if self.static_quant_scale is not None:
+            self._check_static_scale(self.static_quant_scale)
+
+    def _check_blocks(self) -> None:
+        mode, blocks = self.scale_calculation_mode, ScalingGranularity.BLOCKWISE
+        if mode is not None:
+            check_type(self, "scale_calculation_mode", ScaleCalculationMode)
+        if not self.is_blockwise:
+            for name, given in (("block_size", self.block_size), ("scale_calculation_mode", mode)):
+                check(given is None, name, f"None unless scaling_granularity is {blocks}", given)
+            object.__setattr__(self, "block_options", ())
+            self._set_sharing(None)
+            return
+        size = (128, 128) if self.block_size is None else self.block_size
+        size = tuple(size) if isinstance(size, list) else size
+        check(size in BLOCK_SIZES, "block_size", f"one of {', '.join(map(str, BLOCK_SIZES))}", size)
+        object.__setattr__(self, "block_size", size)
+        object.__setattr__(self, "block_options", (*size, self.e8m0_mode))
+        self._set_sharing(size)
+
+    def _set_sharing(self, block_size: tuple[int, int] | None) -> None:
+        sharing = self.scaling_granularity.sharing(block_size)
+        object.__setattr__(self, "sharing", sharing)
+        object.__setattr__(self, "has_two_casts", sharing is None or sharing[0] != sharing[1])
+
+    def known_sharing(self, asker: str) -> tuple[int, int]:
+        """`sharing`, for `asker`, the name of a feature that depends on it.
+
+        Raises:
+            NotImplementedError: a granularity that does not say which elements share a scale.
+        """
+        if self.sharing is None:
+            raise NotImplementedError(
+                f"{asker}: which elements of a {self.granularity} cast share a scale is not known "
+                "(ScalingGranularity.sharing); use tensorwise, row-wise or block-wise scales, or turn it off"
+            )
+        return self.sharing
+
+    def _check_static_scale(self, given: float) -> None:
+        is_number = isinstance(given, int | float) or (isinstance(given, torch.Tensor) and given.numel() == 1)
+        check(is_number and not isinstance(given, bool), "static_quant_scale", "a number", given)
+        scale = float(given)
+        check(2.0**-126 <= scale <= 2.0**126, "static_quant_scale", "a number from 2**-126 to 2**126", scale)
+        scaling = self.scaling_type
+        expected = "None unless scaling_type is static"
+        check(scaling is ScalingType.STATIC, "static_quant_scale", expected, f"{scale} with {scaling.value}")
+        object.__setattr__(self, "static_quant_scale", scale)
+
+    @property
+    def e8m0_mode(self) -> str:
+        """The value of `scale_calculation_mode`, "" for None, as operations take it."""
+        return "" if self.scale_calculation_mode is None else self.scale_calculation_mode.value
+
+    @property
+    def float8_dtype(self) -> torch.dtype:
+        """The target dtype of a cast that belongs to a `Float8LinearConfig`. Raises RuntimeError where it has none."""
+        if self.target_dtype is None:
+            raise RuntimeError("target_dtype is None; read the CastConfig from Float8LinearConfig, which fills it in")
+        return self.target_dtype
+
+    @property
+    def granularity(self) -> str:
+        """ "tensorwise", "rowwise" or "blockwise ROWS x COLUMNS"."""
+        name = self.scaling_granularity.name.lower()
+        return name if self.block_size is None else "{} {} x {}".format(name, *self.block_size)
+
+    def short_str(self) -> str:
+        """torchao's short form: "dyn_ten_e4m3"; "default" where the dtype is None."""
+        dtype = "default" if self.target_dtype is None else FORMATS[self.target_dtype].name
+        blocks = "" if self.block_size in (None, (128, 128)) else "{}x{}".format(*self.block_size)
+        return f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}{blocks}_{dtype}"
+
+    def __str__(self) -> str:
+        if self.is_disabled:
+            return "high precision"
+        name = "default format" if self.target_dtype is None else FORMATS[self.target_dtype].name
+        scale = "" if self.static_quant_scale is None else f" quant_scale {self.static_quant_scale!r}"
+        return f"{self.scaling_type.value} {_granularity(self)} {name}{scale}"
+
+
+def _granularity(cast: CastConfig) -> str:
+    mode = cast.scale_calculation_mode
+    return cast.granularity if mode is None else f"{cast.granularity} E8M0 {mode.value}"
+
+
+@dataclass(frozen=True)
+class DelayedScalingConfig:
+    """How a scale follows its tensor's amaxes in delayed scaling; `sync_float8_amax_and_scale_history` applies it.
+
+        amax        = max or most recent of the history, this step's amax included
+        quant_scale = (format.max / (amax * headroom)) / 2**margin        unchanged where amax is 0 or not finite
+
+    With the defaults of `margin` and `headroom`, and `nonfinite_amax="keep_scale"`, this is TransformerEngine's rule.
+
+    Args:
+        history_len: the number of steps in the history. After a spike the scale stays small for as many steps; after
+            growth by any factor it fits again after one step.
+        scale_fn_name: "max" or "most_recent".
+        margin: how many powers of two to stay away from the largest number of the format.
+        headroom: the factor by which a tensor may grow from one step to the next before it saturates.
+        nonfinite_amax: what an inf or a NaN amax does to the history. "skip": nothing. "keep_scale": the amax enters
+            the history, and the scale stays unchanged for as long as the history holds it.
+    Raises:
+        ValueError: a field of the wrong type or out of range.
+    """
+
+    history_len: int = 16
+    scale_fn_name: str = "max"
+    margin: int = 0
+    headroom: float = 1.0
+    nonfinite_amax: str = "skip"
+
+    def __post_init__(self) -> None:
+        for name in ("history_len", "margin"):
+            check_type(self, name, int)
+        check(1 <= self.history_len <= 65536, "history_len", "1 to 65536 steps", self.history_len)
+        for name, choices in (("scale_fn_name", _SCALE_FNS), ("nonfinite_amax", _POLICIES)):
+            value = getattr(self, name)
+            check(value in choices, name, f"one of {', '.join(choices)}", value)
+        check(0 <= self.margin <= 16, "margin", "0 to 16 powers of two", self.margin)
+        is_number = isinstance(self.headroom, int | float) and not isinstance(self.headroom, bool)
+        check(is_number and 1 <= self.headroom <= 65536, "headroom", "a factor of 1 to 65536", self.headroom)
+
+
+_SCALE_FNS = ("max", "most_recent")
+_POLICIES = ("skip", "keep_scale")

@@ -1,0 +1,519 @@
+"""Configs and recipes: how each operand is quantized, how it is scaled, and how each matmul runs.
+
+Configs are frozen, and validated and resolved when they are made: every `cast_config_*` of a `Float8LinearConfig` is a
+`CastConfig` with a dtype, also where the caller left it out. A recipe's name does wherever a config does.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+from dataclasses import InitVar, dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from quaver.recipes.cast_config import (
+    BLOCK_SIZES,
+    CastConfig,
+    DelayedScalingConfig,
+    ScaleCalculationMode,
+    ScalingGranularity,
+    ScalingType,
+    check,
+    check_type,
+)
+from quaver.recipes.formats import E4M3, E5M2, FORMATS
+from quaver.recipes.torchao_forms import LinearMMConfig, ScaledMMConfig, from_torchao
+
+__all__ = [
+    "BLOCK_SIZES",
+    "MATMULS",
+    "SHARED_INPUTS",
+    "CastConfig",
+    "DelayedScalingConfig",
+    "Float8GemmConfig",
+    "Float8LinearConfig",
+    "Float8LinearRecipeName",
+    "LinearCasts",
+    "LinearMatmuls",
+    "MatmulOptions",
+    "OperandCasts",
+    "ScaleCalculationMode",
+    "ScalingGranularity",
+    "ScalingType",
+    "resolve_config",
+]
+
+
+SHARED_INPUTS: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("gate", "up"),
+    ("wq", "wk", "wv"),
+    ("w1", "w3"),
+    ("query", "key", "value"),
+    ("to_q", "to_k", "to_v"),
+    ("q", "k", "v"),
+    ("wi_0", "wi_1"),
+)
+"""Names of sibling linears that read one input, in Hugging Face's models, Llama, diffusers and T5."""
+
+
+@dataclass(frozen=True)
+class Float8GemmConfig:
+    """How one float8 matmul runs.
+
+    Args:
+        use_fast_accum: let Hopper's tensor cores accumulate in fewer bits: faster, less exact. It has no effect
+            where float8 is multiplied exactly (CPUs, `emulate`).
+    """
+
+    use_fast_accum: bool = False
+
+    def __post_init__(self) -> None:
+        check_type(self, "use_fast_accum", bool)
+
+
+class Float8LinearRecipeName(enum.Enum):
+    """The recipes by name; torchao's older names are accepted too."""
+
+    TENSORWISE = "tensorwise"
+    """One scale per tensor, e4m3 forward and e5m2 gradients. The fastest."""
+    ROWWISE = "rowwise"
+    """One power-of-two scale per row of each operand, e4m3 throughout. Robust to outliers."""
+    ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
+    """As rowwise, with grad_weight computed in high precision. The most accurate."""
+    ROWWISE_WITH_TENSORWISE_WEIGHT = "rowwise_with_tensorwise_weight"
+    """As rowwise, with one scale per weight, so that FSDP2 gathers one byte per element. The recipe for FSDP2."""
+    DELAYED = "delayed"
+    """As tensorwise, with scales from the amaxes of earlier steps: each tensor is read once."""
+    DELAYED_WITH_DYNAMIC_WEIGHT = "delayed_with_dynamic_weight"
+    """As delayed, with weights scaled dynamically: weights that were just loaded never saturate."""
+    BLOCKWISE = "blockwise"
+    """DeepSeek-V3's: weights in blocks of 128 x 128, input and grad_output in blocks of 1 x 128, e4m3 throughout,
+    power-of-two scales. One cast of the weight serves both matmuls."""
+    BLOCKWISE_WITH_GW_HP = "blockwise_with_gw_hp"
+    """As blockwise, with grad_weight computed in high precision."""
+    MXFP8 = "mxfp8"
+    """Blackwell's: weights in blocks of 32 x 32, input and grad_output in blocks of 1 x 32, e4m3 throughout, E8M0
+    scales (RCEIL)."""
+    MXFP8_WITH_GW_HP = "mxfp8_with_gw_hp"
+    """As mxfp8, with grad_weight computed in high precision."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Float8LinearRecipeName:
+        aliases = {"all_tensorwise": cls.TENSORWISE, "axiswise": cls.ROWWISE, "all_axiswise": cls.ROWWISE}
+        aliases |= {"lw_axiswise_with_gw_hp": cls.ROWWISE_WITH_GW_HP, "fp8_blockwise": cls.BLOCKWISE}
+        aliases |= {"mxfp8_rceil": cls.MXFP8, "mxfp8_rceil_wgrad_with_hp": cls.MXFP8_WITH_GW_HP}
+        if isinstance(value, str) and value in aliases:
+            return aliases[value]
+        accepted = from_torchao(value, cls)
+        if isinstance(accepted, cls):
+            return accepted
+        raise ValueError(f"unknown recipe {value!r}: expected one of {', '.join(name.value for name in cls)}")
+
+
+class OperandCasts(NamedTuple):
+    """How one operand is quantized for each of its two matmuls; quantize.py has the picture of the two directions."""
+
+    row: CastConfig
+    """For the matmul whose dot products run along the operand's rows: it contracts the last dim."""
+    column: CastConfig
+    """For the matmul whose dot products run along the operand's columns: it contracts the first dim."""
+    power_of_2: bool
+    """Whether quant_scales are rounded down to powers of two."""
+
+    is_one: bool
+    """Whether both directions are cast alike, so that one read of the operand can serve both."""
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether both directions are float8."""
+        return not (self.row.is_disabled or self.column.is_disabled)
+
+
+class LinearCasts(NamedTuple):
+    """The casts of the three operands. Each matmul reads two of them: see `MATMULS`."""
+
+    input: OperandCasts
+    weight: OperandCasts
+    grad_output: OperandCasts
+
+    def of(self, operand: str, direction: str) -> CastConfig:
+        """`casts.<operand>.<direction>`."""
+        cast: CastConfig = getattr(getattr(self, operand), direction)
+        return cast
+
+    def every(self) -> tuple[CastConfig, ...]:
+        """All six, row before column."""
+        return tuple(cast for operand in self for cast in operand[:2])
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether any operand is scaled in blocks."""
+        return any(cast.is_blockwise for cast in self.every())
+
+
+class MatmulOptions(NamedTuple):
+    """How one matmul of a linear runs, for `gemm.mm`."""
+
+    use_fast_accum: bool = False
+    """On float8 hardware only: fewer bits in Hopper's partial sums."""
+    scales_are_powers_of_2: bool = False
+    """A promise that every scale is one; the exact backend is then faster."""
+    emulate: bool = False
+    """Take the exact backend wherever this runs."""
+    pad: bool = False
+    """Bring K and N to multiples of 16 on the exact backend too. The result is the same."""
+
+
+class LinearMatmuls(NamedTuple):
+    """The options of the three matmuls."""
+
+    output: MatmulOptions
+    grad_input: MatmulOptions
+    grad_weight: MatmulOptions
+
+
+@dataclass(frozen=True)
+class Float8LinearConfig:
+    """How a `Float8Linear` computes its three matmuls:
+
+        output      = input       @ weight.t()     casts.input.row,          casts.weight.row
+        grad_input  = grad_output @ weight         casts.grad_output.row,    casts.weight.column
+        grad_weight = grad_output.t() @ input      casts.grad_output.column, casts.input.column
+
+    Args:
+        cast_config_input, cast_config_weight, cast_config_grad_output: each operand's cast. After construction their
+            target_dtype is set, on copies: the CastConfigs that were given do not change.
+        cast_config_input_for_grad_weight, cast_config_weight_for_grad_input, cast_config_grad_output_for_grad_weight:
+            the same operand in its other matmul; None for "the same", which is filled in.
+            `dataclasses.replace(config, cast_config_input=...)` derives a cast that was filled in anew, and keeps one
+            that was given.
+        gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: each matmul.
+        enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard`), quantize weights on their shards with the scales
+            of the whole weight, and all-gather the codes: one byte per element and pass where one cast serves both
+            matmuls of the weight, two where the weight needs two casts (rows, 1 x 32: as many as bfloat16). Both casts
+            must be float8. One process and DDP compute the same with it; FSDP1 refuses it.
+        pad_inner_dim: pad every matmul to multiples of 16 on every device. Hardware that needs padding gets it
+            without this flag; the flag lets a device that needs none take the same path. Results do not change.
+        emulate: multiply exactly in high precision even where the hardware multiplies float8.
+        round_scales_to_power_of_2: round every quant_scale down to a power of two.
+        keep_float8_weight_for_backward: save the float8 weight for backward (a byte per element) instead of
+            quantizing the weight again there.
+        delayed_scaling_config: how the scales of delayed scaling follow the amaxes.
+        shared_inputs: names of sibling linears (children of one module) that read one input. With delayed or static
+            scaling of the input they share its scale, and its cast. A good guess is enough: siblings that read
+            different tensors get a scale that fits the larger one.
+        enable_amax_init, enable_pre_and_post_forward: accepted from torchao 0.9. They have no effect: a first use is
+            always scaled dynamically, and no code runs before or after the forward.
+        force_recompute_fp8_weight_in_bwd: torchao's inverse of `keep_float8_weight_for_backward`, read by the
+            constructor only. torchao's default, False, saves the float8 weight in 0.9 and has no effect in 0.18: left
+            out, quaver quantizes again as 0.18 does; an explicit False saves it as in 0.9.
+    Raises:
+        ValueError: a combination that no matmul can run; the message says which.
+    """
+
+    cast_config_input: CastConfig = CastConfig()
+    cast_config_input_for_grad_weight: CastConfig | None = None
+    cast_config_weight: CastConfig = CastConfig()
+    cast_config_weight_for_grad_input: CastConfig | None = None
+    cast_config_grad_output: CastConfig = CastConfig()
+    cast_config_grad_output_for_grad_weight: CastConfig | None = None
+
+    gemm_config_output: Float8GemmConfig = Float8GemmConfig(use_fast_accum=True)
+    gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
+    gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
+
+    enable_fsdp_float8_all_gather: bool = False
+    pad_inner_dim: bool = False
+    emulate: bool = False
+    round_scales_to_power_of_2: bool = False
+    keep_float8_weight_for_backward: bool = False
+
+    delayed_scaling_config: DelayedScalingConfig = DelayedScalingConfig()
+    shared_inputs: tuple[tuple[str, ...], ...] = SHARED_INPUTS
+    enable_amax_init: bool = True
+    enable_pre_and_post_forward: bool = True
+    force_recompute_fp8_weight_in_bwd: InitVar[bool | None] = None
+
+    _derived: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
+    """The fields that were left out and filled in; see `_FieldsThatWereGiven`."""
+    casts: LinearCasts = field(init=False, repr=False, compare=False)
+    """The casts by operand and direction."""
+    matmuls: LinearMatmuls = field(init=False, repr=False, compare=False)
+    """The options of the three matmuls."""
+    has_persistent_scales: bool = field(init=False, repr=False, compare=False)
+    """Whether any operand has a scale that is known before the operand is: delayed or static."""
+
+    def __post_init__(self, force_recompute_fp8_weight_in_bwd: bool | None) -> None:
+        for option in fields(self):
+            if option.name.startswith("gemm_config"):
+                check_type(self, option.name, Float8GemmConfig)
+            elif option.name.startswith("cast_config"):
+                if getattr(self, option.name) is not None or option.default is not None:
+                    check_type(self, option.name, CastConfig)
+            elif option.init and isinstance(option.default, bool):
+                check_type(self, option.name, bool)
+        check_type(self, "delayed_scaling_config", DelayedScalingConfig)
+        groups = self.shared_inputs if isinstance(self.shared_inputs, tuple) else (None,)
+        are_names = all(isinstance(group, tuple) and all(isinstance(name, str) for name in group) for group in groups)
+        check(are_names, "shared_inputs", "a tuple of tuples of names", self.shared_inputs)
+        if (forced := force_recompute_fp8_weight_in_bwd) is not None:
+            fits = isinstance(forced, bool) and not (forced and self.keep_float8_weight_for_backward)
+            expected = "a bool, and not True with keep_float8_weight_for_backward"
+            check(fits, "force_recompute_fp8_weight_in_bwd", expected, forced)
+            object.__setattr__(self, "keep_float8_weight_for_backward", not forced)
+        casts = self._resolve_casts()
+        for matmul, (left, right) in MATMULS.items():
+            _check_matmul(matmul, casts, left, right)
+        _check_blocks(casts, self.round_scales_to_power_of_2)
+        if self.round_scales_to_power_of_2:
+            _check_powers_of_2(casts)
+        for cast in casts.weight[:2] if self.enable_fsdp_float8_all_gather else ():
+            cast.known_sharing("enable_fsdp_float8_all_gather")
+        if self.enable_fsdp_float8_all_gather and not casts.weight.is_float8:
+            raise ValueError(
+                "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output "
+                f"{casts.weight.row}, grad_input {casts.weight.column}; gather in high precision instead"
+            )
+        object.__setattr__(self, "casts", casts)
+        gemms = self.gemm_config_output, self.gemm_config_grad_input, self.gemm_config_grad_weight
+        options = self.round_scales_to_power_of_2, self.emulate, self.pad_inner_dim
+        matmuls = LinearMatmuls(*(MatmulOptions(gemm.use_fast_accum, *options) for gemm in gemms))
+        object.__setattr__(self, "matmuls", matmuls)
+        object.__setattr__(self, "has_persistent_scales", any(cast.is_persistent for cast in casts.every()))
+
+    def _resolve_casts(self) -> LinearCasts:
+        """Fill in the `cast_config_*` fields."""
+        casts: list[OperandCasts] = []
+        derived: set[str] = set()
+        for operand, other_matmul, default_dtype in _OPERANDS:
+            name, other_name = f"cast_config_{operand}", f"cast_config_{operand}_for_{other_matmul}"
+            given: CastConfig | None = getattr(self, other_name)
+            cast, other = _resolve(operand, getattr(self, name), given, default_dtype)
+            object.__setattr__(self, name, cast)
+            object.__setattr__(self, other_name, other)
+            casts.append(OperandCasts(cast, other, self.round_scales_to_power_of_2, cast == other))
+            derived |= set() if given else {other_name}
+        object.__setattr__(self, "_derived", frozenset(derived))
+        return LinearCasts(*casts)
+
+    @staticmethod
+    def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> Float8LinearConfig:
+        """A new config of a recipe. Raises ValueError for an unknown name, listing the choices."""
+        return replace(_RECIPES[Float8LinearRecipeName(recipe_name)])
+
+    @property
+    def recipe_name(self) -> Float8LinearRecipeName | None:
+        """The recipe whose casts and scales these are, whatever the other options; None if there is none."""
+        for recipe, config in _RECIPES.items():
+            if self.casts == config.casts:
+                return recipe
+        return None
+
+    @property
+    def linear_mm_config(self) -> LinearMMConfig:
+        """How the three matmuls run, in torchao's form."""
+        return LinearMMConfig(
+            *(ScaledMMConfig(each.emulate, each.use_fast_accum, False, each.pad) for each in self.matmuls)
+        )
+
+    def short_str(self) -> str:
+        """torchao's short form, "i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2"; "w_gi:" and so on where unlike."""
+        short = {"input": ("i", "i_gw"), "weight": ("w", "w_gi"), "grad_output": ("go", "go_gw")}
+        named = [(names, getattr(self.casts, operand)) for operand, names in short.items()]
+        parts = [f"{names[0]}:{cast.row.short_str()}" for names, cast in named]
+        parts += [f"{names[1]}:{cast.column.short_str()}" for names, cast in named if not cast.is_one]
+        return ",".join(parts)
+
+    def __str__(self) -> str:
+        matmuls = [
+            f"{matmul}: {_name(*left)} {self.casts.of(*left)} x {_name(*right)} {self.casts.of(*right)}"
+            for matmul, (left, right) in MATMULS.items()
+        ]
+        scales = f"scales {'power of two' if self.round_scales_to_power_of_2 else 'float32'}"
+        is_delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in self.casts.every())
+        return "; ".join([*matmuls, scales, *([str(self.delayed_scaling_config)] if is_delayed else [])])
+
+
+class _FieldsThatWereGiven:
+    """`__dataclass_fields__` of a config: all but the fields that were filled in; of the class all.
+
+    `dataclasses.replace` hands over the fields that it finds here. So it derives anew what was filled in, and takes
+    what its caller gives, be it the very cast that was filled in.
+    """
+
+    def __init__(self, of_class: dict[str, Any]) -> None:
+        self.of_class = of_class
+
+    def __get__(self, config: Float8LinearConfig | None, kind: type) -> dict[str, Any]:
+        if config is None:
+            return self.of_class
+        return {name: each for name, each in self.of_class.items() if name not in config._derived}
+
+
+Float8LinearConfig.__dataclass_fields__ = _FieldsThatWereGiven(Float8LinearConfig.__dataclass_fields__)  # type: ignore
+
+_OPERANDS = (
+    ("input", "grad_weight", E4M3.dtype),
+    ("weight", "grad_input", E4M3.dtype),
+    ("grad_output", "grad_weight", E5M2.dtype),
+)
+"""Operand, the matmul that reads it by columns, and its default dtype."""
+
+MATMULS = {
+    "output": (("input", "row"), ("weight", "row")),
+    "grad_input": (("grad_output", "row"), ("weight", "column")),
+    "grad_weight": (("grad_output", "column"), ("input", "column")),
+}
+"""Each matmul's left and right operand, and the direction in which it reads them."""
+
+
+def _name(operand: str, direction: str) -> str:
+    """A cast's name in the fields of `Float8LinearConfig`: "weight", "weight_for_grad_input"."""
+    others = {name: other for name, other, _ in _OPERANDS}
+    return operand if direction == "row" else f"{operand}_for_{others[operand]}"
+
+
+def _make_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
+    tensor = CastConfig(target_dtype=E4M3.dtype)
+    row = CastConfig(scaling_granularity=ScalingGranularity.ROWWISE, target_dtype=E4M3.dtype)
+    hp = CastConfig(scaling_type=ScalingType.DISABLED)
+    from_history = CastConfig(scaling_type=ScalingType.DELAYED)
+
+    def all_operands(cast: CastConfig) -> Float8LinearConfig:
+        return Float8LinearConfig(cast_config_input=cast, cast_config_weight=cast, cast_config_grad_output=cast)
+
+    rowwise, delayed = replace(all_operands(row), round_scales_to_power_of_2=True), all_operands(from_history)
+    return {
+        Float8LinearRecipeName.TENSORWISE: Float8LinearConfig(),
+        Float8LinearRecipeName.ROWWISE: rowwise,
+        Float8LinearRecipeName.ROWWISE_WITH_GW_HP: replace(
+            rowwise,
+            cast_config_weight_for_grad_input=tensor,
+            cast_config_input_for_grad_weight=hp,
+            cast_config_grad_output_for_grad_weight=hp,
+        ),
+        Float8LinearRecipeName.ROWWISE_WITH_TENSORWISE_WEIGHT: replace(rowwise, cast_config_weight=tensor),
+        **_block_recipes(),
+        Float8LinearRecipeName.DELAYED: delayed,
+        Float8LinearRecipeName.DELAYED_WITH_DYNAMIC_WEIGHT: replace(delayed, cast_config_weight=CastConfig()),
+    }
+
+
+def _block_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
+    hp = CastConfig(scaling_type=ScalingType.DISABLED)
+    recipes = {}
+    for length, mode, recipe, recipe_with_gw_hp in (
+        (128, None, Float8LinearRecipeName.BLOCKWISE, Float8LinearRecipeName.BLOCKWISE_WITH_GW_HP),
+        (32, ScaleCalculationMode.RCEIL, Float8LinearRecipeName.MXFP8, Float8LinearRecipeName.MXFP8_WITH_GW_HP),
+    ):
+        square, along = (
+            CastConfig(
+                scaling_granularity=ScalingGranularity.BLOCKWISE,
+                target_dtype=E4M3.dtype,
+                block_size=(dot_products, length),
+                scale_calculation_mode=mode,
+            )
+            for dot_products in (length, 1)
+        )
+        recipes[recipe] = Float8LinearConfig(
+            cast_config_input=along,
+            cast_config_weight=square,
+            cast_config_grad_output=along,
+            round_scales_to_power_of_2=True,
+        )
+        recipes[recipe_with_gw_hp] = replace(
+            recipes[recipe], cast_config_input_for_grad_weight=hp, cast_config_grad_output_for_grad_weight=hp
+        )
+    return recipes
+
+
+def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
+    """The config for what a caller gives: a config, a recipe or its name; None for the tensorwise recipe.
+
+    torchao's configs and recipes are accepted by value.
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: anything else.
+    """
+    if isinstance(config, Float8LinearConfig):
+        return config
+    if config is None:
+        return _RECIPES[Float8LinearRecipeName.TENSORWISE]
+    if isinstance(config, Float8LinearRecipeName | str):
+        return _RECIPES[Float8LinearRecipeName(config)]
+    accepted = from_torchao(from_torchao(config, Float8LinearConfig), Float8LinearRecipeName)
+    if accepted is not config:
+        return resolve_config(accepted)
+    raise TypeError(f"config: expected a Float8LinearConfig, a recipe's name such as 'rowwise' or None, got {config!r}")
+
+
+def _resolve(
+    operand: str, cast: CastConfig, other: CastConfig | None, default_dtype: torch.dtype
+) -> tuple[CastConfig, CastConfig]:
+    other = other or cast
+    dtypes = {c.target_dtype or default_dtype for c in (cast, other) if not c.is_disabled}
+    if len(dtypes) > 1:
+        names = " and ".join(sorted(FORMATS[dtype].name for dtype in dtypes))
+        raise ValueError(f"{operand} must be cast to one dtype in both of its matmuls, got {names}")
+    dtype = next(iter(dtypes), default_dtype)
+    how = {(c.scaling_type, c.static_quant_scale) for c in (cast, other) if not c.is_disabled}
+    if (cast.is_persistent or other.is_persistent) and (len(how) > 1 or cast.is_rowwise or other.is_rowwise):
+        raise ValueError(
+            f"{operand} has one persistent scale, which serves both of its matmuls: expected both casts delayed, both "
+            f"static with one scale, or one in high precision, got {cast} and {other}"
+        )
+    return replace(cast, target_dtype=dtype), replace(other, target_dtype=dtype)
+
+
+def _named(casts: LinearCasts) -> Iterator[tuple[str, CastConfig]]:
+    for operand, *_ in _OPERANDS:
+        for direction in ("row", "column"):
+            yield _name(operand, direction), casts.of(operand, direction)
+
+
+def _check_powers_of_2(casts: LinearCasts) -> None:
+    expected = "a static_quant_scale that is a power of two, since round_scales_to_power_of_2 is on"
+    for name, cast in _named(casts):
+        scale = cast.static_quant_scale
+        check(scale is None or math.frexp(scale)[0] == 0.5, f"cast_config_{name}", expected, scale)
+
+
+def _check_blocks(casts: LinearCasts, power_of_2: bool) -> None:
+    for name, cast in _named(casts):
+        if cast.is_blockwise and not cast.is_disabled and not cast.has_two_casts and not name.startswith("weight"):
+            raise ValueError(
+                f"{name}: square blocks are for weights, since no hardware multiplies two; expected tensorwise, "
+                f"rowwise or blocks of (1, 128) or (1, 32), got {cast}"
+            )
+        if cast.scale_calculation_mode is not None and not power_of_2:
+            raise ValueError(
+                f"{name}: E8M0 scales are powers of two; expected round_scales_to_power_of_2=True, got False"
+            )
+    weight = casts.weight
+    is_blockwise = weight.row.is_blockwise or weight.column.is_blockwise
+    if is_blockwise and weight.is_float8 and not weight.is_one:
+        raise ValueError(
+            f"weight: expected blocks of one size for both of its matmuls, got {weight.row} for output, "
+            f"{weight.column} for grad_input"
+        )
+
+
+def _check_matmul(matmul: str, casts: LinearCasts, left: tuple[str, str], right: tuple[str, str]) -> None:
+    (left_name, left_cast), (right_name, right_cast) = ((_name(*each), casts.of(*each)) for each in (left, right))
+    if left_cast.is_disabled != right_cast.is_disabled:
+        fp8, hp = (left_name, right_name) if right_cast.is_disabled else (right_name, left_name)
+        raise ValueError(
+            f"{matmul}: {fp8} is cast to float8 but {hp} stays in high precision; a matmul needs both operands in the "
+            "same precision"
+        )
+    if not left_cast.is_disabled and left_cast.target_dtype == right_cast.target_dtype == E5M2.dtype:
+        raise ValueError(f"{matmul}: no hardware multiplies e5m2 by e5m2; make {left_name} or {right_name} e4m3")
+
+
+_RECIPES = _make_recipes()

@@ -1,0 +1,194 @@
+"""The ranks of a run: their agreement on the input, their process group, and a rank's part of a tensor.
+
+Bad input must end every rank with the same exit code and one line on the terminal. torchrun kills all ranks when one
+fails, so a rank that exits early hides its own message. The ranks therefore exchange their errors in the launcher's
+key-value store first; none continues or exits before all have read the verdict. The process group is made after that.
+"""
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from quaver.runtime.devices import MissingDeviceError
+from quaver.torch_private.collectives import AsyncCollectiveTensor
+
+STORE_TIMEOUT_S = 300
+"""How long a rank waits for the others to check their input; imports from a cold disk are slow."""
+
+
+@dataclass
+class Ranks:
+    """This process among all of a run; alone unless torchrun, or another launcher with its variables, started it."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    _agreements: int = field(default=0, repr=False)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes the files and the terminal."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is only one process, which needs no process group."""
+        return self.world_size == 1
+
+    def device(self, device: torch.device) -> torch.device:
+        """Return this rank's device of the type of `device`, and make it the current one.
+
+        Raises:
+            MissingDeviceError: if this machine has fewer GPUs than ranks.
+        """
+        if device.type != "cuda" or self.is_alone:
+            return device
+        count = torch.cuda.device_count()
+        if self.local_rank >= count:
+            raise MissingDeviceError(
+                f"local rank {self.local_rank} needs a GPU of its own, but torch sees {count} on this machine; "
+                f"start {count} ranks on it, or choose --training.device cpu"
+            )
+        torch.cuda.set_device(self.local_rank)
+        return torch.device("cuda", self.local_rank)
+
+    def agree(self, error: str = "", fingerprint: str = "") -> str:
+        """Return the first non-empty `error` of all ranks, on every rank; empty if there is none.
+
+        Every rank must call it, before there is a process group. A `fingerprint` that differs from
+        rank 0's is an error too: the rank read another config or other data.
+        """
+        if self.is_alone:
+            return error
+        store = self._next_store()
+        if self.is_first:
+            verdict = error or self._verdict(store, fingerprint)
+            store.set("verdict", verdict)
+            store.wait([f"heard {rank}" for rank in range(1, self.world_size)])
+        else:
+            store.set(f"said {self.rank}", f"{fingerprint}\n{error}")
+            verdict = store.get("verdict").decode()
+            store.set(f"heard {self.rank}", "")
+        return verdict
+
+    def _verdict(self, store: Store, fingerprint: str) -> str:
+        for rank in range(1, self.world_size):
+            theirs, _, error = store.get(f"said {rank}").decode().partition("\n")
+            if error:
+                return f"rank {rank}: {error}"
+            if theirs != fingerprint:
+                return f"rank {rank} read another config or other data than rank 0; give every rank the same files"
+        return ""
+
+    def _next_store(self) -> Store:
+        """Return a part of the launcher's store for one agreement: a process may train more than once."""
+        self._agreements += 1
+        return PrefixStore(f"quaver/{self._agreements}", _store(self.rank, self.world_size))
+
+    @contextmanager
+    def process_group(self, device: torch.device, timeout_seconds: int) -> Iterator[None]:
+        """Run the block with a process group: NCCL on CUDA, gloo on CPU; none for a single process.
+
+        The ranks leave together, so that none exits while another one writes. After an error, which may be on one rank
+        only, they do not wait: the launcher ends them.
+        """
+        if self.is_alone:
+            yield
+            return
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=self._next_store(),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if device.type == "cuda" else None,
+        )
+        yield
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def any(self, condition: bool, device: torch.device) -> bool:
+        """Whether `condition` holds on any rank."""
+        return condition if self.is_alone else bool(self.sum(torch.tensor(int(condition), device=device)))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return `values` summed over all ranks, the same bits on each."""
+        if self.is_alone:
+            return values
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's picklable `value`, by rank."""
+        if self.is_alone:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+
+@functools.cache
+def read_ranks() -> Ranks:
+    """Return the ranks that RANK, LOCAL_RANK and WORLD_SIZE describe, as torchrun sets them.
+
+    There is one object per process, because it counts the agreements.
+
+    Raises:
+        ValueError: a variable is missing, is not an integer, or contradicts the others.
+    """
+    world_size = _variable("WORLD_SIZE", default=1, least=1)
+    if world_size == 1:
+        return Ranks()
+    rank = _variable("RANK", below=world_size)
+    local_rank = _variable("LOCAL_RANK", default=rank, below=world_size)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise ValueError(f"environment variable {name} must be set with WORLD_SIZE = {world_size}; use torchrun")
+    # torchrun keeps its store when it starts ranks again, with the addresses of those that ended (torch 2.13).
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and _variable("TORCHELASTIC_MAX_RESTARTS", default=0):
+        raise ValueError(
+            "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, and the c10d "
+            "rendezvous: ranks that are started again would look for those that ended"
+        )
+    return Ranks(rank, local_rank, world_size)
+
+
+def _variable(name: str, *, default: int | None = None, least: int = 0, below: int | None = None) -> int:
+    text = os.environ.get(name, "" if default is None else str(default))
+    is_in_range = text.isdecimal() and int(text) >= least and (below is None or int(text) < below)
+    if not is_in_range:
+        end = "" if below is None else f" and below WORLD_SIZE = {below}"
+        raise ValueError(
+            f"environment variable {name} must be an integer from {least}{end}, got {text!r}; "
+            "start the ranks with torchrun, or unset WORLD_SIZE"
+        )
+    return int(text)
+
+
+@functools.cache
+def _store(rank: int, world_size: int) -> Store:
+    """Return the launcher's store, or one that rank 0 hosts if the launcher has none."""
+    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=STORE_TIMEOUT_S)))
+    return store
+
+
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors inside `tensor`: a DTensor's shard on this rank, a float8 weight's codes and scales."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return plain_tensors(tensor.trigger_wait())  # a collective may still write into it
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [plain for part in parts if isinstance(part, Tensor) for plain in plain_tensors(part)]

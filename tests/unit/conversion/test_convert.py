@@ -1,0 +1,437 @@
+"""The module swap and the way back."""
+
+import copy
+import functools
+import logging
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.nn.utils import prune
+
+from quaver import (
+    Float8Linear,
+    Float8LinearConfig,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+)
+from quaver.conversion import convert
+from quaver.experts.seam import to_float8_grouped_mm
+from quaver.fsdp.gathered import Float8AllGatherWeight
+from quaver.recipes.config import resolve_config
+from tests.mixture import make_mixture
+
+GATHERING = replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=True)
+
+
+class Scaled(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(48, 32)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(2)])
+        self.scaled = Scaled(32, 32)
+        self.attention = nn.MultiheadAttention(32, 2)
+        self.head = nn.Linear(32, 48, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.scaled(x))
+
+
+def test_keeps_everything_about_a_module():
+    linear = nn.Linear(16, 32)
+    linear.eval()
+    linear.my_note = "kept"
+    linear.weight.my_mark = 7
+    calls = []
+    linear.register_forward_hook(lambda *_: calls.append("hook"))
+    parameters = dict(linear.named_parameters())
+    convert_to_float8_training(nn.ModuleList([linear]))
+    linear(torch.randn(2, 16))
+    assert calls == ["hook"]
+    assert not linear.training
+    assert linear.my_note == "kept"
+    assert linear.weight.my_mark == 7
+    assert all(dict(linear.named_parameters())[name] is p for name, p in parameters.items())
+
+
+def test_the_way_back_is_exact():
+    model = Model()
+    before = copy.deepcopy(model)
+    tokens = torch.arange(10)
+    convert_to_float8_training(model, include_subclasses=True)
+    assert not model(tokens).equal(before(tokens))
+    convert_to_high_precision(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in before.modules()]
+    for module, old in zip(model.modules(), before.modules(), strict=True):
+        assert module.__dict__.keys() == old.__dict__.keys()
+    assert model(tokens).equal(before(tokens))
+    assert not conversion_report(model).converted
+    assert conversion_report(model).layers[0].reason == "not converted, or new since the conversion"
+
+
+def test_twice_with_another_config_is_refused_where_the_filter_admits_it():
+    first = {"module_filter_fn": lambda _, name: name.startswith("blocks.0")}
+    model = convert_to_float8_training(Model(), **first)
+    with pytest.raises(ValueError, match="already converted, with another config .* convert_to_high_precision first"):
+        convert_to_float8_training(model, config="rowwise")
+    assert type(model.blocks[1][0]) is nn.Linear
+    convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda _, name: name.startswith("blocks.1"))
+    assert model.blocks[0][0].config == resolve_config("tensorwise")
+    assert model.blocks[1][0].config == resolve_config("rowwise")
+    assert len(conversion_report(model).config.splitlines()) == 2
+
+
+def states(model):
+    return [(type(m), dict(vars(m)), dict(m._parameters)) for m in model.modules()]
+
+
+def test_twice_changes_nothing():
+    model = convert_to_float8_training(Model())
+    before, report = states(model), conversion_report(model)
+    convert_to_float8_training(model)
+    assert (states(model), conversion_report(model)) == (before, report)
+
+
+def raises_at(n):
+    def decide(module, name):
+        if name == n:
+            raise ZeroDivisionError
+        return True
+
+    return decide
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"config": "rowise"}, ValueError),
+        ({"config": 16}, TypeError),
+        ({"module_filter_fn": raises_at("blocks.1.2")}, ZeroDivisionError),
+        ({"config": GATHERING}, ValueError),  # the head is tied
+    ],
+)
+def test_an_error_leaves_the_model_as_it_was(options, error):
+    model = Model()
+    before = states(model)
+    with pytest.raises(error):
+        convert_to_float8_training(model, **options)
+    assert states(model) == before
+
+
+def linears_of_which_one_was_made_by_hand():
+    config = replace(resolve_config("delayed"), enable_fsdp_float8_all_gather=True)
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), Float8Linear(16, 16, config=config)), config
+
+
+@pytest.mark.parametrize(
+    ("at", "make"),
+    [
+        ("add_persistent_scales", linears_of_which_one_was_made_by_hand),
+        ("make_all_gather_weights", linears_of_which_one_was_made_by_hand),
+        ("make_all_gather_weights", lambda: (make_mixture(), GATHERING)),
+    ],
+)
+def test_an_error_half_way_is_undone(at, make, monkeypatch):
+    (model, config), do = make(), getattr(convert, at)
+    before = states(model)
+
+    def fail(*args):
+        do(*args)
+        raise MemoryError
+
+    monkeypatch.setattr(convert, at, fail)
+    with pytest.raises(MemoryError):
+        convert_to_float8_training(model, config=config)
+    for (cls, old, parameters), (now_cls, now, now_parameters) in zip(before, states(model), strict=True):
+        assert (cls, old.keys()) == (now_cls, now.keys())
+        assert all(now_parameters[name] is parameter for name, parameter in parameters.items())
+    for module in model.modules():
+        assert getattr(module, "scaling", None) is getattr(module, "gathering", None) is None
+        assert not module._state_dict_hooks
+
+
+def test_from_float_makes_a_new_module_of_the_same_parameters():
+    linear = nn.Linear(32, 16).eval()
+    float8 = Float8Linear.from_float(linear, config="rowwise")
+    assert type(linear) is nn.Linear
+    assert (float8.weight is linear.weight) & (float8.bias is linear.bias)
+    assert not float8.training
+    assert Float8Linear.from_float(nn.Linear(32, 16, bias=False)).bias is None
+    input = torch.randn(4, 32)
+    assert float8(input).equal(convert_to_float8_training(copy.deepcopy(linear), config="rowwise")(input))
+    with pytest.raises(TypeError, match="linear: expected an nn.Linear, got ReLU"):
+        Float8Linear.from_float(nn.ReLU())
+
+
+class Module(nn.Module):
+    """A base class next to nn.Linear, as torchtitan has."""
+
+    def init_weights(self, std):
+        nn.init.normal_(self.weight, std=std)
+
+
+class TitanLinear(nn.Linear, Module):
+    def __init__(self, in_features, out_features, *, note="titan"):
+        super().__init__(in_features, out_features, bias=False)
+        self.note = note
+
+    def extra_repr(self):
+        return f"{super().extra_repr()}, note={self.note}"
+
+
+@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_subclass_with_the_forward_of_a_linear_keeps_the_rest(copied):
+    model = nn.Sequential(TitanLinear(32, 32), nn.ReLU(), TitanLinear(32, 32, note="last"))
+    before = copy.deepcopy(model)
+    input = torch.randn(4, 32)
+    convert_to_float8_training(model, config="rowwise")
+    twin = convert_to_float8_training(
+        nn.Sequential(*(nn.Linear(32, 32, bias=False) if isinstance(m, nn.Linear) else m for m in before)),
+        config="rowwise",
+    )
+    twin.load_state_dict(before.state_dict())
+    model = copied(model)
+    assert type(model[0]) is type(model[2])
+    assert isinstance(model[0], Float8Linear)
+    assert isinstance(model[0], TitanLinear)
+    assert "note=last" in repr(model[2])
+    assert "cast_configs=i:dyn_axs_e4m3" in repr(model[2])
+    assert model(input).equal(twin(input))
+    assert len(conversion_report(model).converted) == 2
+    model[0].init_weights(1.0)
+    convert_to_high_precision(model)
+    assert type(model[0]) is TitanLinear
+    assert vars(model[0]).keys() == vars(before[0]).keys()
+
+
+def parametrized():
+    return nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+
+
+def patched():
+    linear = nn.Linear(16, 16)
+    linear.forward = functools.partial(nn.Linear.forward, linear)
+    return linear
+
+
+def with_attribute():
+    linear = nn.Linear(16, 16)
+    linear.config = "mine"
+    return linear
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (patched, "its forward was replaced on the instance"),
+        (parametrized, "it is parametrized"),
+        (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(16, 16)), "it is parametrized"),
+        (lambda: nn.utils.weight_norm(nn.Linear(16, 16)), "its weight is no parameter but computed"),
+        (lambda: nn.utils.spectral_norm(nn.Linear(16, 16)), "its weight is no parameter but computed"),
+        (lambda: prune.l1_unstructured(nn.Linear(16, 16), "weight", 0.5), "its weight is no parameter but computed"),
+        (lambda: Scaled(16, 16), "subclass Scaled of nn.Linear overrides forward"),
+        (lambda: nn.LazyLinear(16), "a LazyLinear without a shape: run a forward"),
+        (with_attribute, "attributes of its own that Float8Linear needs: config"),
+    ],
+)
+def test_what_cannot_be_converted_is_skipped_and_named(make, reason, caplog):
+    odd = make()
+    model = nn.ModuleDict({"odd": odd, "plain": nn.Linear(16, 16)})
+    before = dict(vars(odd))
+    with caplog.at_level(logging.WARNING):
+        convert_to_float8_training(model)
+    assert "1 layers stay in high precision (odd): " in caplog.text
+    assert reason in caplog.text
+    layers = {layer.name: layer for layer in conversion_report(model).layers}
+    assert list(layers) == ["odd", "plain"]
+    assert (layers["odd"].converted, layers["plain"].converted) == (False, True)
+    assert layers["odd"].reason.startswith(reason) or reason in layers["odd"].reason
+    assert vars(odd) == before
+    model["odd"](torch.randn(2, 16)).sum().backward()
+
+
+def test_a_linear_made_by_hand_is_prepared_for_the_all_gather():
+    model = nn.Sequential(Float8Linear(16, 16, config=GATHERING), nn.Linear(16, 16))
+    assert "gathered in high precision until" in conversion_report(model).layers[0].reason
+    convert_to_float8_training(model, config=GATHERING)
+    assert [layer.reason for layer in conversion_report(model).layers] == ["", ""]
+    assert all(isinstance(linear.weight, Float8AllGatherWeight) for linear in model)
+    weights = [linear.weight for linear in model]
+    convert_to_float8_training(model, config=GATHERING)
+    assert all(linear.weight is weight for linear, weight in zip(model, weights, strict=True))
+    delayed = nn.Sequential(Float8Linear(16, 16, config="delayed"))
+    assert "cannot run until" in conversion_report(delayed).layers[0].reason
+    assert conversion_report(convert_to_float8_training(delayed, config="delayed")).layers[0].reason == ""
+
+
+class Adapter(nn.Module):
+    """As PEFT's models: attributes that it has not are those of the model inside."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+    def forward(self, *args):
+        return self.base_model(*args)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.parallel.DistributedDataParallel,
+        lambda model: torch.compile(model, backend="eager"),
+        Adapter,
+        lambda model: Adapter(nn.parallel.DistributedDataParallel(model)),
+    ],
+)
+def test_reports_of_wrapped_models_and_the_way_back(wrap, one_rank):
+    model = Model()
+    del model.attention
+    plain, tokens = copy.deepcopy(model), torch.arange(10)
+    convert_to_float8_training(model)
+    wrapped = wrap(model)
+    inner, outer = conversion_report(model), conversion_report(wrapped)
+    assert (inner.summary(), inner.config) == (outer.summary(), outer.config)
+    assert wrapped(tokens).equal(model(tokens))
+    assert convert_to_high_precision(wrapped) is wrapped
+    assert not any(isinstance(m, Float8Linear) for m in wrapped.modules())
+    assert wrapped(tokens).equal(plain(tokens))
+
+
+def test_fully_sharded_models(one_rank):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    plain = copy.deepcopy(model)
+    convert_to_float8_training(model, config="rowwise")
+    fully_shard(model[1])
+    fully_shard(model)
+    assert conversion_report(model).summary().startswith("2 of 2")
+    convert_to_high_precision(model)
+    assert isinstance(model[1], FSDPModule)
+    assert type(model[1]).__bases__ == (FSDPModule, nn.Linear)
+    input = torch.randn(4, 16)
+    assert model(input).equal(plain(input))
+    model(input).sum().backward()
+    fsdp1 = FullyShardedDataParallel(convert_to_float8_training(plain), device_id=torch.device("cpu"))
+    assert conversion_report(fsdp1).summary().startswith("2 of 2")
+
+
+def test_the_way_back_is_barred_before_anything_changes(one_rank):
+    model = nn.parallel.DistributedDataParallel(
+        convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=GATHERING)
+    )
+    with pytest.raises(RuntimeError, match="module.0 cannot be converted back: DistributedDataParallel holds"):
+        convert_to_high_precision(model)
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    nn.utils.parametrizations.weight_norm(model[1])
+    with pytest.raises(RuntimeError, match="1 cannot be converted back: its class was changed"):
+        convert_to_high_precision(model)
+    assert isinstance(model[0], Float8Linear)
+
+
+def test_a_module_in_two_places_is_converted_once_in_both():
+    shared = nn.Linear(16, 16)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
+    convert_to_float8_training(model)
+    assert model["a"] is model["b"][0]
+    assert type(model["a"]) is Float8Linear
+    assert len(conversion_report(model).layers) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "filter_fn", "message"),
+    [
+        (nn.ReLU(), None, "nothing to convert: the module has no nn.Linear"),
+        (nn.Sequential(nn.Linear(4, 4)), lambda m, n: False, r"all 1 matmul weights were skipped \(0: filter\)"),
+        (nn.Sequential(Scaled(4, 4)), None, "all 1 matmul weights were skipped .*subclass Scaled"),
+        (nn.Sequential(nn.Linear(4, 0)), None, "a feature dimension is 0"),
+    ],
+)
+def test_nothing_to_convert_warns_and_changes_nothing(model, filter_fn, message):
+    with pytest.warns(UserWarning, match=message):
+        assert convert_to_float8_training(model, module_filter_fn=filter_fn) is model
+    assert not any(isinstance(m, Float8Linear) for m in model.modules())
+
+
+def test_experts_are_prepared_for_a_float8_all_gather_and_back():
+    model = make_mixture(layers=1)
+    expected, input = copy.deepcopy(model.state_dict()), torch.randn(8, 40)
+    parameters = dict(model.named_parameters())
+    plain = convert_to_float8_training(copy.deepcopy(model), config="tensorwise")
+    convert_to_float8_training(model, config=GATHERING)
+    weight = model[0].experts.down_proj
+    assert isinstance(weight, Float8AllGatherWeight)
+    assert weight.data_ptr() == parameters["0.experts.down_proj"].data_ptr()
+    assert all(layer.reason == "" for layer in conversion_report(model).converted)
+    assert model(input).equal(plain(input))
+    for one in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert one[0].experts.down_proj.box.name == "down_proj"
+        state_dict = one.state_dict()
+        assert all(type(value) is torch.Tensor and value.equal(expected[name]) for name, value in state_dict.items())
+    model.load_state_dict(expected, assign=True)
+    assert isinstance(model[0].experts.gate_up_proj, Float8AllGatherWeight)
+    by_hand = copy.deepcopy(plain)
+    by_hand[0].experts.float8_config = GATHERING
+    reasons = {layer.name: layer.reason for layer in conversion_report(by_hand).converted}
+    assert reasons["0.experts.down_proj"].startswith("gathered in high precision until")
+    convert_to_high_precision(model)
+    assert {type(each) for each in model.parameters()} == {nn.Parameter}
+    assert not hasattr(model[0].experts, "gathering")
+    assert not model[0].experts._state_dict_hooks
+
+
+def test_a_float8_all_gather_refuses_experts_that_are_tied():
+    model = make_mixture()
+    model[1].experts.down_proj = model[0].experts.down_proj
+    before = states(model)
+    with pytest.raises(ValueError, match=r"weight of 0.experts is tied to 1.experts.down_proj, so it cannot"):
+        convert_to_float8_training(model, config=GATHERING)
+    assert states(model) == before
+
+
+class GroupedExperts(nn.Module):
+    """As torchtitan's: a method multiplies."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(3, 24, 16, generator=torch.Generator().manual_seed(0)))
+
+    def _grouped_mm(self, *, A, B_t, offs):
+        return nn.functional.grouped_mm(A, B_t, offs=offs)
+
+    def forward(self, tokens):
+        ends = torch.tensor([4, 4, 9], dtype=torch.int32)
+        return self._grouped_mm(A=tokens, B_t=self.w1.transpose(1, 2), offs=ends)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_grouped_matmuls_of_torchtitan_are_converted_back(is_alone):
+    experts, tokens = GroupedExperts(), torch.randn(9, 16)
+    before, expected = dict(vars(experts)), experts(tokens)
+    to_float8_grouped_mm(experts, Float8LinearConfig.from_recipe_name("rowwise"))
+    assert not experts(tokens).equal(expected)
+    copied = copy.deepcopy(experts)
+    convert_to_high_precision(experts if is_alone else nn.Sequential(nn.Linear(16, 16), experts))
+    assert type(experts) is GroupedExperts
+    assert vars(experts).keys() == before.keys()
+    assert experts(tokens).equal(expected)
+    assert type(copied) is not GroupedExperts

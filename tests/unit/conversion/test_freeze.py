@@ -1,0 +1,538 @@
+"""Frozen float8 weights: one byte per element, both matmuls on the same codes, and a parameter that others can use."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from quaver import (
+    Float8Linear,
+    FrozenFloat8Experts,
+    FrozenFloat8Linear,
+    cast_weights_once,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+    freeze_to_float8,
+)
+from quaver.conversion.freeze import blockwise_config, store_float8_weight
+from quaver.experts.grouped_mm import multiply_by_weight, operands_of_frozen
+from quaver.linear.frozen_weight import FrozenFloat8Weight
+from quaver.linear.gemm import float8_mm
+from quaver.linear.quantize import Quantizer
+from quaver.recipes.config import CastConfig, Float8LinearConfig, ScaleCalculationMode, ScalingGranularity
+from quaver.recipes.scaling import dynamic_cast_blocks
+from tests.mixture import make_mixture
+from tests.reference import BACKEND, sqnr_db
+from tests.steps import assert_same, by_torch_save, draw, results_of
+from tests.thinned import at_night
+
+E4M3 = torch.float8_e4m3fn
+SCALE = "0.weight_dequant_scale"
+CONFIGS = ("blockwise", "mxfp8", "tensorwise", "rowwise")
+STORED = {"blockwise": "blockwise 128 x 128", "mxfp8": "blockwise 32 x 32"}
+CONFIG = pytest.mark.parametrize("config", CONFIGS)
+TRACED = pytest.mark.parametrize("config", ["blockwise", "tensorwise", *at_night([("mxfp8",), ("rowwise",)])])
+
+
+class Wide(nn.Linear):
+    """A subclass that is converted to one of both."""
+
+
+def model(dtype=torch.bfloat16):
+    """Ragged blocks of unlike magnitude; the same weights at each call."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(300, 200), nn.GELU(), Wide(200, 130, bias=False))
+    with torch.no_grad():
+        for linear in (net[0], net[2]):
+            linear.weight.mul_(torch.logspace(-1, 1, linear.out_features).view(-1, 1))
+    return net.to(dtype)
+
+
+def batch(dtype=torch.bfloat16):
+    return draw(2, 32, 300, seed=1).to(dtype).requires_grad_()
+
+
+def grads(net, input, call=None):
+    """The output and the gradient of the input."""
+    return results_of(net, input, call=call)[:2]
+
+
+@CONFIG
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_both_matmuls_read_the_codes_that_are_stored(config, dtype):
+    linear = freeze_to_float8(model(dtype)[0], config)
+    casts = linear.config.casts.grad_output
+    input = batch(dtype)
+    output, grad_input, *_ = results_of(linear, input, grad_output=draw(2, 32, 200, seed=2).to(dtype))
+    codes, scale = linear.weight.data_fp8, linear.weight.dequant_scale
+    power_of_2 = linear.config.round_scales_to_power_of_2
+    quantizer = Quantizer(linear.config.casts.input, dtype)
+    input_fp8, input_scale, _ = quantizer(input.detach(), row=True, column=False).row
+    how = {"out_dtype": dtype, "scales_are_powers_of_2": power_of_2}
+    scale_t = scale if scale.dim() == 0 else scale.t()
+    expected = float8_mm(input_fp8, codes.t(), input_scale, scale_t, bias=linear.bias, **how)
+    assert output.flatten(0, 1).equal(expected)
+    grad_output = draw(*output.shape, seed=2).to(output).flatten(0, 1)
+    grad_fp8, grad_scale, _ = Quantizer(casts, dtype)(grad_output, row=True, column=False).row
+    assert grad_input.flatten(0, 1).equal(float8_mm(grad_fp8, codes, grad_scale, scale, **how))
+
+
+@CONFIG
+def test_the_forward_is_that_of_float8_training(config):
+    config = blockwise_config() if config == "blockwise" else config
+    frozen, training = freeze_to_float8(model(), config), convert_to_float8_training(model(), config=config)
+    (output, grad_input), (expected, expected_grad) = grads(frozen, batch()), grads(training, batch())
+    assert output.equal(expected)
+    if config == "rowwise":  # training casts the columns of the weight for grad_input
+        assert sqnr_db(expected_grad, grad_input) > 25
+    else:
+        assert grad_input.equal(expected_grad)
+
+
+def test_power_of_2_scales_cost_nothing():
+    hp = model(torch.float32)[0].weight.detach()
+    databank = [freeze_to_float8(model(torch.float32)[0], blockwise_config(power_of_2=p)) for p in (True, False)]
+    power_of_2, float32 = (sqnr_db(hp, linear.weight.to_high_precision()) for linear in databank)
+    assert databank[0].weight.has_power_of_2_scales
+    assert power_of_2 > float32 - 0.5
+
+
+def test_blocks_of_zeros_are_stored_with_the_smallest_scale_of_e8m0():
+    linear = nn.Linear(64, 64, bias=False)
+    linear.weight.data[:32, :32] = 0
+    hp = linear.weight.detach().clone()
+    frozen = freeze_to_float8(nn.Sequential(linear), "mxfp8")[0]
+    assert frozen.weight.dequant_scale[0, 0] == 2.0**-127
+    assert frozen.weight.has_power_of_2_scales
+    assert not frozen.weight.to_high_precision()[:32, :32].any()
+    frozen.weight.data.copy_(2 * hp)
+    assert frozen.weight.dequant_scale.shape == (2, 2)
+    assert sqnr_db(2 * hp, frozen.weight.to_high_precision()) > 31
+
+
+@CONFIG
+def test_bytes_at_rest_and_saved_for_backward(config):
+    linear = nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16)
+    before = linear.weight.nbytes
+    freeze_to_float8(linear, config)
+    weight = linear.weight
+    assert weight.nbytes <= 0.51 * before
+    assert weight.nelement() * weight.element_size() == weight.data_fp8.nbytes == before // 2
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        linear(torch.randn(4, 1024, dtype=torch.bfloat16, requires_grad=True))
+    assert {t.data_ptr() for t in saved} == {weight.data_fp8.data_ptr(), weight.dequant_scale.data_ptr()}
+
+
+@BACKEND
+@TRACED
+def test_compiled_and_checkpointed_code_computes_the_same(config, backend):
+    net = freeze_to_float8(model(), config)
+    compiled = torch.compile(copy.deepcopy(net), fullgraph=True, backend=backend)
+    expected = grads(net, batch())
+    for call in (compiled, lambda input: checkpoint(net, input, use_reentrant=False)):
+        assert_same(grads(net, batch(), call), expected)
+
+
+@CONFIG
+def test_it_presents_a_frozen_high_precision_parameter(config):
+    net = freeze_to_float8(model(), config)
+    weight = net[0].weight
+    assert isinstance(weight, nn.Parameter)
+    assert (weight.dtype, tuple(weight.shape), weight.requires_grad) == (torch.bfloat16, (200, 300), False)
+    assert weight.data_fp8.dtype is E4M3
+    assert net[0].bias.requires_grad
+    assert STORED.get(config, config) in repr(weight)
+    assert torch.equal(weight + 0, weight.to_high_precision())
+    with pytest.raises(RuntimeError, match="cannot require a gradient"):
+        net.requires_grad_(True)
+    for view in (lambda w: w.t(), lambda w: w[0], lambda w: w[:, :5], lambda w: w.view(100, 600)):
+        with pytest.raises(NotImplementedError, match="no views in high precision"):
+            view(weight)
+    with cast_weights_once(net):
+        net(batch())
+
+
+@CONFIG
+def test_copies_and_moves_keep_the_codes(config):
+    net = freeze_to_float8(model(), config)
+    expected = net(batch())
+    for other in (copy.deepcopy(net), by_torch_save(net)):  # torch's float8 tensors do not pickle otherwise
+        assert type(other[2]) is type(net[2])
+        assert isinstance(other[2].weight, nn.Parameter)
+        assert other[0].weight.data_fp8.data_ptr() != net[0].weight.data_fp8.data_ptr()
+        assert other(batch()).equal(expected)
+    as_float32 = copy.deepcopy(net).to(torch.float32)
+    assert as_float32[0].weight.dtype is torch.float32
+    assert as_float32[0].weight.data_fp8.view(torch.uint8).equal(net[0].weight.data_fp8.view(torch.uint8))
+    assert as_float32.to(torch.bfloat16)(batch()).equal(expected)
+    on_meta = copy.deepcopy(net).to("meta")
+    assert on_meta[0].weight.data_fp8.is_meta
+    assert on_meta[0].weight.dequant_scale.is_meta
+    assert type(on_meta.to_empty(device="cpu")[0].weight) is FrozenFloat8Weight
+
+
+def plain_state(net):
+    """Plain codes with their scales, as state_dicts of frozen models once were."""
+    state = net.state_dict()
+    for name in ("0.weight", "2.weight"):
+        weight = net.get_parameter(name)
+        state |= {name: weight.data_fp8.clone(), f"{name}_dequant_scale": weight.dequant_scale.clone()}
+    return state
+
+
+def other_model(config):
+    other = model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-3)
+    return freeze_to_float8(other, config)
+
+
+@CONFIG
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts_hold_high_precision_for_others_and_codes_for_frozen_models(config, assign):
+    net = freeze_to_float8(model(), config)
+    expected, state = net(batch()), net.state_dict()
+    assert list(state) == list(model().state_dict())
+    assert state["0.weight"].dtype is torch.bfloat16
+    assert state["0.weight"].data_fp8 is net[0].weight.data_fp8  # until someone asks for the memory
+    plain = model()
+    plain.load_state_dict(state)
+    assert_same(plain.state_dict(), convert_to_high_precision(copy.deepcopy(net)).state_dict())
+    assert net(batch()).equal(expected)
+    for way in (by_torch_save(state, weights_only=True), copy.deepcopy(state), plain_state(net)):
+        other = other_model(config)
+        other.load_state_dict(way, assign=assign)
+        assert type(other[0].weight) is FrozenFloat8Weight
+        assert_same(codes_of(other), codes_of(net))
+    other.load_state_dict(model().state_dict(), assign=assign)  # in high precision: quantized
+    assert type(other[0].weight) is FrozenFloat8Weight
+    assert other(batch()).equal(expected)
+
+
+def codes_of(net):
+    return [(p.data_fp8.view(torch.uint8), p.dequant_scale) for p in (net[0].weight, net[2].weight)]
+
+
+@CONFIG
+def test_whoever_asks_for_the_memory_of_a_state_gets_values(config, tmp_path):
+    """safetensors reads `data_ptr()`; the same base then has the same codes again."""
+    net = freeze_to_float8(model(), config)
+    expected = convert_to_high_precision(copy.deepcopy(net)).state_dict()
+    save_file(net.state_dict(), tmp_path / "x.safetensors")
+    found = load_file(tmp_path / "x.safetensors")
+    assert_same(found, expected)
+    again = freeze_to_float8(model(), config)
+    again.load_state_dict(found)
+    assert_same(codes_of(again), codes_of(net))
+    as_float32 = net.float()
+    plain = convert_to_high_precision(copy.deepcopy(as_float32))[0].weight.detach()
+    for read in (lambda x: x.view(-1)[5:], lambda x: x[3], lambda x: x.t(), lambda x: x * 2, lambda x: x.numpy()):
+        assert_same(torch.as_tensor(read(as_float32.state_dict()["0.weight"])), torch.as_tensor(read(plain)))
+
+
+@CONFIG
+def test_a_write_to_a_state_reaches_the_model(config):
+    """As EMA and swaps of weights write: `for name, value in model.state_dict().items(): value.copy_(...)`."""
+    net, other = freeze_to_float8(model(), config), other_model(config)
+    for way in ("codes", "values", "values after a view"):
+        goal = copy.deepcopy(other if way == "codes" else net)
+        for name, value in goal.state_dict().items():
+            if way == "values after a view":
+                value.view(-1)[0].item()
+            value.copy_((net if way == "codes" else other).state_dict()[name] * (1 if way == "codes" else 1.0))
+        source = convert_to_high_precision(copy.deepcopy(net if way == "codes" else other)).state_dict()
+        assert_same(convert_to_high_precision(goal).state_dict(), source)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop(SCALE), r"expected weight_dequant_scale \[2, 3\] with float8 codes, got none"),
+        (lambda s: s.update({SCALE: torch.ones(2, 2)}), r"weight_dequant_scale \[2, 3\].*got \[2, 2\]"),
+        (lambda s: s.update({"0.weight": torch.ones(200, 300)}), r"expected float8 codes \[200, 300\] and weight_de"),
+        (lambda s: s.update({"0.weight": s["0.weight"][:5]}), "size mismatch for 0.weight"),
+        (lambda s: s.pop("0.weight"), "Missing key.*0.weight"),
+    ],
+)
+def test_a_state_dict_that_does_not_fit_is_refused(change, message):
+    net = freeze_to_float8(model())
+    before, state = net(batch()), plain_state(net)
+    change(state)
+    with pytest.raises(RuntimeError, match=message):
+        net.load_state_dict(state)
+    assert net(batch()).equal(before)
+
+
+@CONFIG
+@pytest.mark.parametrize("how", ["data +=", "data =", "add_", "copy_"])
+def test_a_write_is_quantized_again_and_reported(config, how):
+    net = freeze_to_float8(model(), config)
+    linear = net[0]
+    before = linear.weight.data_fp8.view(torch.uint8).clone()
+    with torch.no_grad():  # the same values change nothing
+        linear.weight.copy_(linear.weight.to_high_precision())
+        linear.weight.data = linear.weight.data
+    assert linear.weight.data_fp8.view(torch.uint8).equal(before)
+    assert linear.weight.requantized_sqnr_db is None
+    delta = 0.02 * torch.randn(200, 300)
+    merged = linear.weight.to_high_precision().float() + delta
+    delta = delta.bfloat16()
+    with torch.no_grad():
+        if how == "data +=":
+            linear.weight.data += delta
+        elif how == "data =":
+            linear.weight.data = linear.weight.data + delta
+        elif how == "add_":
+            linear.weight.add_(delta)
+        else:
+            linear.weight.copy_(linear.weight + delta)
+    measured = sqnr_db(merged, linear.weight.to_high_precision())
+    assert linear.weight.requantized_sqnr_db == pytest.approx(measured, abs=0.2)
+    assert measured > 28  # the noise of one cast
+    assert f"at {linear.weight.requantized_sqnr_db:.1f} dB SQNR" in conversion_report(net).layers[0].reason
+    if config != "tensorwise":
+        assert linear.weight.has_power_of_2_scales
+    assert net(batch()).isfinite().all()
+
+
+@CONFIG
+def test_the_report_and_the_way_back(config):
+    net = freeze_to_float8(model(), config, module_filter_fn=lambda module, name: name == "0")
+    report = conversion_report(net)
+    assert [layer.reason for layer in report.layers] == [
+        f"frozen, stored in {STORED.get(config, config)} e4m3",
+        "filter",
+    ]
+    assert freeze_to_float8(net, config, module_filter_fn=lambda module, name: name == "0") is net
+    values = net[0].weight.to_high_precision()
+    convert_to_high_precision(net)
+    assert type(net[0]) is nn.Linear
+    assert type(net[0].weight) is nn.Parameter
+    assert net[0].weight.equal(values)
+
+
+def test_a_model_that_trains_in_float8_can_be_frozen():
+    net = convert_to_float8_training(model(), config="rowwise")
+    expected = net(batch())
+    assert freeze_to_float8(net, "rowwise")(batch()).equal(expected)
+    assert isinstance(net[2], FrozenFloat8Linear)
+    assert isinstance(net[2], Wide)
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def mixture(is_transposed, config=None):
+    """Blocks of all sizes are cut, and places of scales (experts/groups.py) lie between experts."""
+    net = make_mixture(layers=1, dim=160, hidden=75, is_transposed=is_transposed)
+    return net if config is None else freeze_to_float8(net, config)
+
+
+def of_experts(net):
+    return [net[0].experts.gate_up_proj, net[0].experts.down_proj]
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@CONFIG
+def test_experts_multiply_by_the_codes_that_are_stored(config, is_transposed):
+    """The forward is that of float8 training, and each expert is a frozen linear, to the bit."""
+    trained = convert_to_float8_training(mixture(is_transposed), config=config)
+    net, tokens = mixture(is_transposed, config), torch.randn(24, 160)
+    assert net(tokens).equal(trained(tokens))
+    assert all(weight.nbytes < 1.08 * weight.numel() for weight in of_experts(net))
+
+    ends = torch.tensor([9, 9, 22], dtype=torch.int32)  # a group without rows, and rows without a group
+    for weight, plain in zip(of_experts(net), of_experts(mixture(is_transposed)), strict=True):
+        hp = torch.randn(24, weight.shape[1 if is_transposed else 2], requires_grad=True)
+        operands = operands_of_frozen(weight)
+        actual = multiply_by_weight(hp, weight, ends, net[0].experts.float8_config, is_transposed, operands)
+        actual.backward(torch.ones_like(actual))
+        for matrix, rows in zip(plain, (slice(0, 9), slice(9, 9), slice(9, 22)), strict=True):
+            linear = nn.Linear(*reversed((matrix.t() if is_transposed else matrix).shape), bias=False)
+            linear.weight.data.copy_(matrix.t() if is_transposed else matrix)
+            tokens = hp[rows].detach().requires_grad_()
+            expected = freeze_to_float8(linear, config)(tokens)
+            expected.backward(torch.ones_like(expected))
+            assert actual[rows].equal(expected)
+            assert hp.grad[rows].equal(tokens.grad)
+
+
+@TRACED
+def test_compiled_experts_compute_the_same(config):
+    torch.compiler.reset()
+    net, tokens = mixture(True, config), torch.randn(12, 160)
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    assert_same(grads(net, tokens, compiled), grads(net, tokens))
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@CONFIG
+def test_state_dicts_copies_and_writes_of_experts(config, is_transposed):
+    net, tokens = mixture(is_transposed, config), torch.randn(24, 160)
+    state, other = copy.deepcopy(net.state_dict()), mixture(is_transposed, config)
+    expected, weights = net(tokens), of_experts(other)
+    assert state["0.experts.down_proj"].dtype is of_experts(net)[1].dtype
+    with torch.no_grad():
+        for weight in weights:
+            weight.data = weight.data  # as PEFT does
+            weight.mul_(-2)  # the codes are the same, and so is their signal-to-noise ratio
+            assert weight.requantized_sqnr_db == math.inf
+            weight.add_(torch.randn(weight.shape) * 0.1)
+            assert 25 < weight.requantized_sqnr_db < 45
+    assert "quantized again after a write at" in str(conversion_report(other))
+    other.load_state_dict(state)
+    loaded = freeze_to_float8(mixture(is_transposed), config)
+    loaded.load_state_dict(mixture(is_transposed).state_dict())  # in high precision
+    for each in (other, loaded, copy.deepcopy(net), by_torch_save(net)):
+        assert each(tokens).equal(expected)
+    wrong = {**state, "0.experts.down_proj": of_experts(net)[1].data_fp8}
+    with pytest.raises(RuntimeError, match=r"expected down_proj_dequant_scale .* with float8 codes, got none"):
+        other.load_state_dict(wrong)
+    plain = convert_to_high_precision(net)
+    assert type(plain[0].experts) is type(mixture(is_transposed)[0].experts)
+    assert of_experts(plain)[1].equal(of_experts(loaded)[1].to_high_precision())
+
+
+def test_experts_are_asked_of_the_filter():
+    net = freeze_to_float8(mixture(False), module_filter_fn=lambda module, name: name.endswith("out"))
+    assert isinstance(net[0].out, FrozenFloat8Linear)
+    assert not isinstance(net[0].experts, FrozenFloat8Experts)
+    net(torch.randn(4, 160)).sum().backward()
+    assert net[0].experts.down_proj.grad is not None
+    with pytest.raises(TypeError, match="module_filter_fn was written for linears"):
+        freeze_to_float8(mixture(False), module_filter_fn=lambda module, name: module.in_features > 8)
+    bad = mixture(True)
+    bad[0].experts.down_proj.data[1, 2, 3] = torch.inf
+    with pytest.raises(ValueError, match=r"the weight of 0\.experts\.down_proj holds NaN or inf"):
+        freeze_to_float8(bad)
+
+
+def _tied():
+    net = nn.Sequential(nn.Linear(8, 8), nn.Embedding(8, 8))
+    net[1].weight = net[0].weight
+    return net
+
+
+_FLOOR = CastConfig(
+    scaling_granularity=ScalingGranularity.BLOCKWISE,
+    block_size=(32, 32),
+    scale_calculation_mode=ScaleCalculationMode.FLOOR,
+)
+MXFP8_FLOOR = Float8LinearConfig(cast_config_weight=_FLOOR, round_scales_to_power_of_2=True)
+
+
+def _not_finite():
+    net = model()
+    net[2].weight.data[3, 4] = torch.nan
+    return net
+
+
+def _partly_trained():
+    net = model()
+    net[0].requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "message"),
+    [
+        (_not_finite, None, "the weight of 2 holds NaN or inf"),
+        (_tied, None, "the weight of 0 is tied to 1, so it cannot be stored in float8; untie them, or filter"),
+        (
+            _partly_trained,
+            None,
+            "2 requires a gradient and other weights do not: call freeze_to_float8 before adapters",
+        ),
+        (lambda: model().to("meta"), None, "the weight of 0 is on the meta device; load it first"),
+        (lambda: model().double(), None, "the weight of 0: expected torch.float32.*got torch.float64"),
+        (model, "delayed", "freeze_to_float8 scales dynamically"),
+        (model, "rowwise_with_gw_hp", "stores a weight once: expected one float8 cast for both of its matmuls"),
+        (model, MXFP8_FLOOR, "expected the scales of RCEIL, got dynamic blockwise 32 x 32 E8M0 floor e4m3"),
+        (model, "int8", "unknown recipe 'int8'"),
+        (lambda: freeze_to_float8(model(), "tensorwise"), "rowwise", "the weight of 0 is a FrozenFloat8Weight"),
+    ],
+)
+def test_refusals_leave_the_model_as_it_was(make, config, message):
+    net = make()
+    before = {name: (type(module), module._parameters.get("weight")) for name, module in net.named_modules()}
+    with pytest.raises(ValueError, match=message):
+        freeze_to_float8(net, config)
+    after = {name: (type(module), module._parameters.get("weight")) for name, module in net.named_modules()}
+    assert all(after[name][0] is cls and after[name][1] is weight for name, (cls, weight) in before.items())
+
+
+def test_codes_of_one_recipe_are_not_those_of_another():
+    net = freeze_to_float8(model(), "blockwise")
+    net[0].config = Float8LinearConfig.from_recipe_name("tensorwise")
+    with pytest.raises(RuntimeError, match="is stored as blockwise 128 x 128 .* casts weights as"):
+        net(batch())
+
+
+def test_weights_from_a_checkpoint():
+    hp = torch.randn(130, 257)
+    codes, _, scale = dynamic_cast_blocks(hp, E4M3)
+    linear = nn.Linear(257, 130, bias=False, device="meta")
+    store_float8_weight(linear, codes, scale, config=blockwise_config(power_of_2=False), dtype=torch.bfloat16)
+    assert linear.weight.data_fp8.data_ptr() == codes.data_ptr()
+    expected = freeze_to_float8(nn.Sequential(nn.Linear(257, 130, bias=False)), blockwise_config(power_of_2=False))
+    expected.load_state_dict({"0.weight": hp})
+    input = torch.randn(4, 257)
+    assert linear(input).equal(expected(input))
+    good = {"codes": codes, "dequant_scale": scale, "config": blockwise_config(power_of_2=False), "dtype": hp.dtype}
+    for change, message in [
+        ({"codes": hp}, "codes: expected a float8 matrix"),
+        ({"codes": codes[0], "dequant_scale": torch.tensor(1.0)}, r"codes: expected a float8 matrix.*of \[257\]"),
+        (
+            {"dequant_scale": scale[:1]},
+            r"dequant_scale: expected float32 of shape \[\], \[130, 1\], \[2, 3\] or \[5, 9\]",
+        ),
+        ({"dtype": E4M3}, "dtype: expected torch.float32"),
+        ({"dequant_scale": torch.ones(130, 1)}, "expected a blockwise 128 x 128 weight of"),
+        ({"config": blockwise_config()}, "expected scales that are powers of two"),
+        ({"dequant_scale": scale * torch.inf}, "expected finite dequant_scales above 0"),
+        ({"dequant_scale": scale * 0}, "expected finite dequant_scales above 0"),
+        ({"codes": torch.full_like(hp, torch.nan).to(E4M3)}, "expected finite codes, got NaN or inf"),
+        ({"codes": codes.t(), "dequant_scale": scale.t()}, r"expected a blockwise 128 x 128 weight of \[130, 257\]"),
+    ]:
+        other = nn.Linear(257, 130, bias=False)
+        with pytest.raises(ValueError, match=message):
+            store_float8_weight(other, **{**good, **change})
+        assert type(other) is nn.Linear
+
+
+def test_a_weight_of_one_row_has_blocks():
+    linear = freeze_to_float8(nn.Linear(300, 1), "blockwise")
+    assert linear.weight.granularity == "blockwise 128 x 128"
+    assert linear(draw(4, 300)).isfinite().all()
+
+
+def test_data_of_another_weight_that_does_not_fit_is_refused():
+    weight = freeze_to_float8(nn.Linear(300, 200)).weight
+    for other in (nn.Linear(300, 130), nn.Linear(300, 200, dtype=torch.bfloat16)):
+        with pytest.raises(RuntimeError, match=r"cannot assign torch\..* to \.data of a frozen float8 weight that is"):
+            weight.data = freeze_to_float8(other).weight
+
+
+def test_layerwise_casting_to_float8_leaves_frozen_modules_out_or_is_refused():
+    """What diffusers' enable_layerwise_casting does to each leaf but those of skip_modules_classes."""
+    net, codes = freeze_to_float8(model(), "blockwise"), {}
+    for linear in (net[0], net[2]):
+        codes[linear] = linear.weight.data_fp8.view(torch.uint8).clone()
+        with pytest.raises(ValueError, match=r"got torch.float8_e4m3fn; leave its module out, as skip_modules_classes"):
+            linear.to(E4M3)
+        assert_same(linear.weight.data_fp8.view(torch.uint8), codes[linear], "codes")
+
+
+def test_every_pair_of_dtypes_multiplies():
+    for config, dtype, input_dtype in itertools.product(CONFIGS, (torch.bfloat16, torch.float16), (torch.float32,)):
+        linear = freeze_to_float8(nn.Linear(32, 16, dtype=dtype), config)
+        assert isinstance(linear, Float8Linear)
+        assert linear(torch.randn(3, 32, dtype=input_dtype)).dtype is input_dtype

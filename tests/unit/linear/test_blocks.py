@@ -1,0 +1,228 @@
+"""Scales of blocks: E8M0, ragged edges, what outliers cost, and which results a token's neighbours can change."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from quaver import Float8LinearConfig, Float8LinearRecipeName, convert_to_float8_training
+from quaver.linear.gemm import float8_mm
+from quaver.linear.quantize import Quantizer
+from quaver.recipes import scaling
+from quaver.recipes.config import BLOCK_SIZES
+from tests.reference import (
+    BLOCK_RECIPES,
+    assert_matmul_exact,
+    assert_same_bits,
+    every_value,
+    reference_cast,
+    reference_scales,
+    sqnr_db,
+)
+from tests.thinned import thinned
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def e8m0_exponent(amax, largest, mode):
+    """The exponent of the dequant_scale of one amax, in exact arithmetic; None for NaN."""
+    if not math.isfinite(amax):
+        return None
+    if amax == 0:
+        return -127
+    below = math.frexp(amax)[1] - 1  # floor(log2 amax)
+    if mode == "floor":
+        return max(below - (math.frexp(largest)[1] - 1), -127)
+    exponent = max(below - math.frexp(largest)[1], -127)
+    while math.ldexp(largest, exponent) < amax:
+        exponent += 1
+    return exponent
+
+
+@pytest.mark.parametrize("mode", ["rceil", "floor"])
+@pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)])
+def test_e8m0_scales_of_every_bfloat16_amax(dtype, largest, mode):
+    """Of zero, subnormals, infinities and NaNs too."""
+    amax = every_value(torch.bfloat16)
+    amax = amax[(amax > 0) | amax.isnan() | (amax == 0)].abs()
+    quant, dequant = scaling.e8m0_scales(amax, dtype, mode)
+    for value, q, d in zip(amax.tolist(), quant.tolist(), dequant.tolist(), strict=True):
+        exponent = e8m0_exponent(value, largest, mode)
+        if exponent is None:
+            assert math.isnan(q)
+            assert math.isnan(d)
+        else:
+            assert (q, d) == (2.0**-exponent, 2.0**exponent), value
+
+
+def test_rceil_never_saturates_and_floor_does_by_up_to_8_of_7():
+    amax = torch.tensor([448.0, 449.0, 511.0, 512.0])
+    scaled = {mode: amax * scaling.e8m0_scales(amax, E4M3, mode).quant for mode in ("rceil", "floor")}
+    assert scaled["rceil"].tolist() == [448.0, 224.5, 255.5, 256.0]
+    assert scaled["floor"].tolist() == [448.0, 449.0, 511.0, 256.0]
+
+
+def test_powers_of_two_equal_rceil_from_1e_minus_12_on():
+    """docs/numerics.md: below, quaver's rule keeps the scale of 1e-12, and E8M0 goes on."""
+    amax = every_value(torch.bfloat16)
+    amax = amax[(amax >= 1e-12) & amax.isfinite()]
+    own = scaling.amax_to_quant_scale(amax, E4M3, power_of_2=True)
+    assert_same_bits(own, scaling.e8m0_scales(amax, E4M3, "rceil").quant)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "mode", "dtype"),
+    thinned(
+        [(130, 300), (128, 128), (1, 1), (31, 33), (0, 40), (40, 0)],
+        BLOCK_SIZES,
+        ("float32", "power of 2", "rceil"),
+        (torch.float32, torch.bfloat16, torch.float16),
+    ),
+)
+def test_codes_and_scales_of_each_block(shape, size, mode, dtype):
+    """Each block is cast as a matrix of its own would be; the edge is cut. The layout of the matrix does not matter."""
+    power_of_2, mode = mode != "float32", "rceil" if mode == "rceil" else ""
+    hp = (torch.randn(shape) * torch.logspace(-2, 2, max(shape[1], 1))[: shape[1]]).to(dtype)
+    hp[: size[0], : size[1]] = 0
+    options = {"power_of_2": power_of_2, "block_size": size, "mode": mode}
+    codes, quant, dequant = scaling.dynamic_cast_blocks(hp.t().contiguous().t(), E4M3, **options)
+    assert codes.shape == hp.shape
+    assert codes.is_contiguous()
+    assert quant.shape == dequant.shape == scaling.block_counts(*shape, size)
+    for i in range(quant.shape[0]):
+        for j in range(quant.shape[1]):
+            rows, columns = (slice(k * n, (k + 1) * n) for k, n in zip((i, j), size, strict=True))
+            amax = hp[rows, columns].abs().amax()
+            expected_scale = reference_scales(amax, E4M3, power_of_2=power_of_2)[0] if amax else torch.tensor(1.0)
+            if mode and not amax:
+                expected_scale = torch.tensor(2.0**127)
+            assert_same_bits(quant[i, j], expected_scale)
+            assert_same_bits(codes[rows, columns], reference_cast(hp[rows, columns], expected_scale, E4M3))
+    values = scaling.dequantize(codes, dequant)
+    assert_same_bits(values, codes.float() * _spread(dequant, shape, size))
+
+
+def _spread(scale, shape, size):
+    """One scale an element."""
+    return scale.repeat_interleave(size[0], 0).repeat_interleave(size[1], 1)[: shape[0], : shape[1]]
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("powers_of_2", [True, False])
+@pytest.mark.parametrize("pad", [True, False])
+@pytest.mark.parametrize(
+    "sizes", [((1, 128), (128, 128)), ((1, 32), (32, 32)), ((1, 128), (128, 1)), ((1, 32), (32, 1))]
+)
+def test_the_matmul_of_blocks_is_exact(sizes, pad, powers_of_2, out_dtype):
+    """Scales that differ by factors of 2^12 between the blocks of one sum; ragged, and long enough for panels."""
+    torch.manual_seed(0)
+    a_size, b_size = sizes
+    for m, k, n in ((70, 200, 50), (1100, 520, 300), (40, 390, 1200)):
+        a, b = (torch.randn(shape).to(E4M3) for shape in ((m, k), (k, n)))
+        a_scale, b_scale = (
+            torch.exp2(torch.randint(-6, 7, scaling.block_counts(*codes.shape, size)).float())
+            for codes, size in ((a, a_size), (b, b_size))
+        )
+        if not powers_of_2:
+            a_scale, b_scale = a_scale * 1.375, b_scale * 1.625  # products with codes have 24 bits at most
+        out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, scales_are_powers_of_2=powers_of_2, pad=pad)
+        spread = _spread(a_scale, (m, k), a_size), _spread(b_scale, (k, n), b_size)
+        assert_matmul_exact(out, a, b, *spread)
+
+
+@pytest.mark.parametrize(("length", "columns"), [(128, 128), (128, 1), (32, 32), (32, 1)])
+def test_sums_in_the_order_of_hardware_are_within_the_same_bound(length, columns):
+    """`y += (products of a block) * a_scale * b_scale`, in block order, as TransformerEngine's reference sums."""
+    torch.manual_seed(0)
+    m, k, n = 70, 1000, 150
+    a, b = (torch.randn(shape).to(E4M3) for shape in ((m, k), (k, n)))
+    sizes = (1, length), (length, columns)
+    a_scale, b_scale = (
+        torch.exp2(torch.randint(-6, 7, scaling.block_counts(*codes.shape, size)).float())
+        for codes, size in zip((a, b), sizes, strict=True)
+    )
+    spread = _spread(a_scale, (m, k), sizes[0]), _spread(b_scale, (k, n), sizes[1])
+    y = torch.zeros(m, n)
+    for block, start in enumerate(range(0, k, length)):
+        part = slice(start, start + length)
+        of_columns = b_scale[block].repeat_interleave(columns)[:n]
+        y += a[:, part].float() @ b[part].float() * a_scale[:, block : block + 1] * of_columns
+    out = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32, scales_are_powers_of_2=True)
+    for each in (y, out):
+        assert_matmul_exact(each, a, b, *spread)
+    assert not y.equal(out)  # docs/numerics.md: their last bits differ
+
+
+SQNR_WITH_OUTLIER = {(): 0.0, (128, 128): 12.0, (32, 32): 23.6, "row": 25.9, (1, 128): 29.2, (1, 32): 30.7}
+ZEROS_OF_SCALED_COLUMNS = {(): 0.66, "row": 0.57, (128, 128): 0.49, (1, 128): 0.37, (32, 32): 0.29, (1, 32): 0.21}
+
+
+def _cast_values(hp, size):
+    if size in ((), "row"):
+        codes, _, dequant = scaling.dynamic_cast(hp, E4M3, 1 if size else None, power_of_2=True)
+    else:
+        codes, _, dequant = scaling.dynamic_cast_blocks(hp, E4M3, power_of_2=True, block_size=size)
+    return scaling.dequantize(codes, dequant)
+
+
+def test_what_one_outlier_costs_the_others():
+    """docs/numerics.md: one element of 1e6 among 512 x 512 Gaussian ones; SQNR of the others, in dB."""
+    torch.manual_seed(0)
+    hp = torch.randn(512, 512)
+    hp[100, 100] = 1e6
+    others = torch.ones_like(hp, dtype=torch.bool)
+    others[100, 100] = False
+    for size, expected in SQNR_WITH_OUTLIER.items():
+        assert abs(sqnr_db(hp[others], _cast_values(hp, size)[others]) - expected) < 0.3, size
+
+
+def test_how_much_of_unequal_columns_becomes_zero():
+    """docs/numerics.md: 1024 x 1024 Gaussian numbers, columns times 2^(6 N), N Gaussian."""
+    torch.manual_seed(0)
+    hp = torch.randn(1024, 1024) * torch.exp2(6 * torch.randn(1024))
+    for size, expected in ZEROS_OF_SCALED_COLUMNS.items():
+        assert abs((_cast_values(hp, size) == 0).float().mean() - expected) < 0.02, size
+
+
+def _linear(recipe, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return convert_to_float8_training(nn.Linear(200, 150, dtype=dtype), config=recipe)
+
+
+PREFIX_INVARIANT = {
+    recipe.value: not recipe.value.startswith(("tensorwise", "delayed")) for recipe in Float8LinearRecipeName
+}
+
+
+@pytest.mark.parametrize("recipe", PREFIX_INVARIANT)
+def test_prefix_invariance(recipe):
+    """docs/numerics.md: whether later tokens can change the outputs of earlier ones."""
+    linear, input = _linear(recipe), torch.randn(1, 64, 200, dtype=torch.bfloat16)
+    changed = input.clone()
+    changed[:, 40:] *= 1000
+    with torch.no_grad():
+        same = linear(input)[:, :40].equal(linear(changed)[:, :40])
+    assert same == PREFIX_INVARIANT[recipe]
+
+
+@pytest.mark.parametrize("recipe", [recipe for recipe, holds in PREFIX_INVARIANT.items() if holds])
+def test_batch_invariance(recipe):
+    """docs/numerics.md: the codes and scales of a token do not depend on how many are in the batch."""
+    casts, input = Float8LinearConfig.from_recipe_name(recipe).casts.input, torch.randn(300, 200)
+    whole = Quantizer(casts, torch.float32)(input, row=True, column=False).row
+    for tokens in (1, 2, 31, 128, 200):
+        part = Quantizer(casts, torch.float32)(input[:tokens], row=True, column=False).row
+        assert_same_bits(part.data, whole.data[:tokens])
+        assert_same_bits(part.dequant_scale, whole.dequant_scale[:tokens])
+
+
+@pytest.mark.parametrize("recipe", BLOCK_RECIPES)
+def test_a_broken_token_breaks_what_it_takes_part_in_only(recipe):
+    """inf in a token: its output is NaN, other tokens' are not. In float32: oneDNN's bfloat16 matmul spreads NaNs."""
+    linear = _linear(recipe, torch.float32)
+    input = torch.randn(70, 200)
+    input[5, 3] = math.inf
+    broken = linear(input).isnan()
+    assert broken[5].all()
+    assert broken.sum() == broken[5].sum()

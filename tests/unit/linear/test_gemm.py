@@ -1,0 +1,438 @@
+"""float8_mm: exact against float64, on every path; the hardware's rules checked without the hardware."""
+
+import functools
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import ScalingType, SwizzleType
+
+from quaver import CastConfig, Float8LinearConfig, ScalingGranularity
+from quaver.kernels import cpu, exact_mm
+from quaver.kernels.exact_mm import exact_float8_mm
+from quaver.kernels.native_blocks import _native_block_mm, native_block_mm
+from quaver.linear import gemm
+from quaver.linear.gemm import GemmBackend, ScaleKind, backend_for, float8_mm, native_operands
+from quaver.recipes.scaling import dynamic_cast, dynamic_cast_blocks, multiply_scale_
+from quaver.runtime.slow_paths import error_on_slow_path
+from tests.reference import assert_matmul_exact
+from tests.thinned import thinned
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCALINGS = ("tensorwise", "rowwise", "mixed_a", "mixed_b")
+
+
+@pytest.fixture(autouse=True, params=["library", *(["own"] if cpu.HAS_MM else [])])
+def multiplier(request, monkeypatch):
+    """Who multiplies in the exact backend on a CPU: a library or, where it runs, quaver's matmul."""
+    monkeypatch.setattr(cpu, "HAS_MM", request.param == "own")
+
+
+def operands(m, k, n, scaling="tensorwise", *, a_dtype=E4M3, b_dtype=E4M3, power_of_2=False):
+    """Two cast matrices with an outlier column and a different magnitude per row."""
+    a = torch.randn(m, k) * torch.logspace(-3, 0, m).view(m, 1)
+    b = torch.randn(k, n) * torch.logspace(1, -2, n)
+    if k:
+        a[:, 0] *= 30
+    a_dim = 1 if scaling in ("rowwise", "mixed_a") else None
+    b_dim = 0 if scaling in ("rowwise", "mixed_b") else None
+    return (
+        *dynamic_cast(a, a_dtype, a_dim, power_of_2=power_of_2)[::2],
+        *dynamic_cast(b, b_dtype, b_dim, power_of_2=power_of_2)[::2],
+    )
+
+
+SHAPES = [(16, 16, 16), (128, 256, 64), (1, 300, 7), (33, 17, 5), (256, 1, 256), (128, 128, 128)]
+FORMATS = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "out_dtype", "power_of_2", "shape", "formats"),
+    thinned(SCALINGS, DTYPES, (False, True), SHAPES, FORMATS),
+)
+def test_matches_float64_on_the_same_operands(scaling, out_dtype, power_of_2, shape, formats):
+    a_dtype, b_dtype = formats
+    a, a_scale, b, b_scale = operands(*shape, scaling, a_dtype=a_dtype, b_dtype=b_dtype, power_of_2=power_of_2)
+    out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, scales_are_powers_of_2=power_of_2)
+    assert out.dtype is out_dtype
+    assert_matmul_exact(out, a, b, a_scale, b_scale)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "out_dtype", "shape", "power_of_2", "transposed"),
+    thinned(SCALINGS, DTYPES, [(301, 70), (70, 301)], (False, True), (False, True)),
+)
+def test_panels_make_up_the_whole(scaling, out_dtype, shape, power_of_2, transposed, monkeypatch):
+    """The larger operand in panels of rows or columns, which need not be contiguous, all in the same memory."""
+    monkeypatch.setattr(exact_mm, "PANEL_LENGTH", 90)
+    monkeypatch.setattr(exact_mm, "PANEL_ELEMENTS", 1)
+    m, n = shape
+    a, a_scale, b, b_scale = operands(m, 128, n, scaling, power_of_2=power_of_2)
+    if transposed:
+        a, b = a.t().contiguous().t(), b.t().contiguous().t()
+    bias = torch.randn(n)
+    panels = exact_mm._panels(a, 0) if m > n else exact_mm._panels(b, 1)
+    assert [start for start, _ in panels] == [0, 75, 150, 225]
+    assert [length for _, length in panels] == [75, 75, 75, 76]
+    out = exact_float8_mm(a, b, a_scale, b_scale, None, out_dtype, power_of_2)
+    assert_matmul_exact(out, a, b, a_scale, b_scale)
+    with_bias = exact_float8_mm(a, b, a_scale, b_scale, bias, out_dtype, power_of_2)
+    off = (with_bias.float() - (out.float() + bias)).abs()
+    assert (off <= 2**-7 * (out.float().abs() + bias.abs())).all()  # as many roundings to out_dtype as there are terms
+
+
+VARYING = ("blocks", "rows")
+
+
+def stored_once(kind, n, k, *, power_of_2):
+    """A weight [N, K] cast once, by blocks or by rows, and its scale spread over every element."""
+    weight = torch.randn(n, k) * torch.logspace(-2, 2, n).view(-1, 1)
+    cast = dynamic_cast_blocks if kind == "blocks" else functools.partial(dynamic_cast, dim=1)
+    codes, _, scale = cast(weight, E4M3, power_of_2=power_of_2)
+    return codes, scale, multiply_scale_(torch.ones(n, k), scale)
+
+
+@pytest.mark.parametrize(
+    ("kind", "out_dtype", "power_of_2", "shape", "panels"),
+    thinned(VARYING, DTYPES, (False, True), [(16, 128, 256), (300, 129, 1), (5, 300, 513), (1, 1, 1)], (False, True)),
+)
+def test_a_weight_stored_once_multiplies_exactly_both_ways(kind, out_dtype, power_of_2, shape, panels, monkeypatch):
+    if panels:
+        monkeypatch.setattr(exact_mm, "PANEL_LENGTH", 200)
+        monkeypatch.setattr(exact_mm, "PANEL_ELEMENTS", 1)
+    m, n, k = shape
+    codes, scale, spread = stored_once(kind, n, k, power_of_2=power_of_2)
+    for b, b_scale, b_spread in ((codes.t(), scale.t(), spread.t()), (codes, scale, spread)):
+        a, _, a_scale = dynamic_cast(torch.randn(m, b.shape[0]), E4M3, 1, power_of_2=power_of_2)
+        out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, scales_are_powers_of_2=power_of_2)
+        assert_matmul_exact(out, a, b, a_scale, b_spread)
+        padded = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, scales_are_powers_of_2=power_of_2, pad=True)
+        assert_matmul_exact(padded, a, b, a_scale, b_spread)
+
+
+def test_scales_along_the_contracted_dim_never_go_to_the_hardware():
+    a, one = torch.ones(16, 256).to(E4M3), torch.tensor(1.0)
+    b = torch.ones(256, 160).to(E4M3)
+    shapes = [(1, 160), (256, 1), (2, 2)]
+    kinds = {shape: gemm.kind_of(a, b, one, torch.ones(shape)) for shape in shapes}
+    assert kinds == {(1, 160): ScaleKind.ROWWISE, (256, 1): None, (2, 2): None}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "out_dtype", "backend"),
+    list(zip(SCALINGS, (*DTYPES, torch.bfloat16), ("inductor", *["aot_eager"] * 3), strict=True)),
+)
+def test_compiled_is_exact_too(scaling, out_dtype, backend):
+    a, a_scale, b, b_scale = operands(128, 96, 160, scaling, power_of_2=True)
+    compiled = torch.compile(float8_mm, fullgraph=True, backend=backend)
+    for word in (False, True):
+        out = compiled(a, b, a_scale, b_scale, out_dtype=out_dtype, scales_are_powers_of_2=word)
+        assert_matmul_exact(out, a, b, a_scale, b_scale)
+
+
+def test_any_strides():
+    a, a_scale, b, b_scale = operands(128, 128, 128)
+    expected = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32)
+    a_columns = a.t().contiguous().t()
+    b_strided = torch.zeros(128, 256).to(E4M3)
+    b_strided.view(torch.uint8)[:, ::2] = b.view(torch.uint8)
+    assert float8_mm(a_columns, b_strided[:, ::2], a_scale, b_scale, out_dtype=torch.float32).equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "shape", "out_dtype"), thinned(SCALINGS, [(33, 17, 5), (128, 100, 130), (16, 16, 16)], DTYPES)
+)
+def test_padding_never_changes_a_result(scaling, shape, out_dtype):
+    a, a_scale, b, b_scale = operands(*shape, scaling)
+    bias = torch.randn(shape[2])
+    plain = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, bias=bias)
+    padded = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, bias=bias, pad=True)
+    torch.testing.assert_close(padded, plain, rtol=torch.finfo(out_dtype).eps, atol=1e-4 * plain.abs().max().item())
+    unbiased = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, pad=True)
+    assert_matmul_exact(unbiased, a, b, a_scale, b_scale)
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0)], ids=str)
+def test_empty_operands(shape):
+    a, a_scale, b, b_scale = operands(*shape)
+    out = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.bfloat16, bias=torch.ones(shape[2]))
+    assert out.equal(torch.ones(shape[0], shape[2], dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("bad", "out_dtype", "size"), thinned([float("nan"), float("inf")], DTYPES, (16, 128)))
+def test_non_finite_values_reach_the_result(bad, out_dtype, size):
+    hp = torch.randn(size, size)
+    hp[3, 4] = bad
+    b, _, b_scale = dynamic_cast(torch.randn(size, size), E4M3)
+    a, _, a_scale = dynamic_cast(hp, E4M3)
+    assert float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype).isnan().all()
+    a, _, a_scale = dynamic_cast(hp, E4M3, 1)
+    out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype)
+    assert out[3].isnan().all()
+    assert out[:3].isfinite().all()
+
+
+def test_float32_matmul_setting_is_restored():
+    setting = torch.backends.mkldnn.matmul
+    before = setting.fp32_precision
+    a, a_scale, b, b_scale = operands(128, 128, 128)
+    float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32)
+    assert setting.fp32_precision == before
+    with pytest.raises(RuntimeError):
+        exact_float8_mm(a, b[:5], a_scale, b_scale, None, torch.float32, False)
+    assert setting.fp32_precision == before
+
+
+def test_the_operation_has_a_faithful_fake():
+    for scaling, bias, out_dtype in itertools.product(SCALINGS, (None, torch.ones(8)), DTYPES):
+        a, a_scale, b, b_scale = operands(16, 32, 8, scaling)
+        args = (a, b, a_scale, b_scale, bias, out_dtype, False)
+        # The schema test multiplies every argument, which torch cannot do in float8.
+        torch.library.opcheck(torch.ops.quaver.exact_float8_mm, args, test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a, b, s, t: (a.float(), b, s, t), "expected two float8 matrices"),
+        (lambda a, b, s, t: (a.float().to(E5M2), b.float().to(E5M2), s, t), "no hardware multiplies e5m2 by e5m2"),
+        (lambda a, b, s, t: (a[:, :5], b, s, t), r"expected \[M, K\] and \[K, N\], got \[16, 5\] and \[16, 16\]"),
+        (lambda a, b, s, t: (a[0], b, s, t), r"expected \[M, K\] and \[K, N\]"),
+        (lambda a, b, s, t: (a, b, torch.ones(16), t), "a_dequant_scale: expected float32 of shape"),
+        (lambda a, b, s, t: (a, b, s, torch.ones(15, 1)), "b_dequant_scale: expected float32 of shape"),
+        (lambda a, b, s, t: (a, b, s.double(), t), "a_dequant_scale: expected float32 of shape"),
+    ],
+)
+def test_bad_operands(change, message):
+    a, a_scale, b, b_scale = operands(16, 16, 16)
+    a, b, a_scale, b_scale = change(a, b, a_scale, b_scale)
+    with pytest.raises(ValueError, match=message):
+        float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32)
+
+
+def test_a_cpu_never_takes_the_native_path():
+    assert backend_for(torch.device("cpu"), ScaleKind.TENSORWISE) is GemmBackend.EXACT
+    assert gemm.native_failure(0, ScaleKind.TENSORWISE) == "no CUDA device" or torch.cuda.is_available()
+
+
+def test_emulate_never_takes_the_native_path():
+    with mock.patch.object(gemm, "_native_works", return_value=True):
+        assert backend_for(torch.device("cuda"), ScaleKind.ROWWISE) is GemmBackend.NATIVE
+        assert backend_for(torch.device("cuda"), ScaleKind.ROWWISE, emulate=True) is GemmBackend.EXACT
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", [(16, 16, 16), (33, 17, 5), (1, 64, 48), (40, 100, 16)], ids=str)
+def test_native_operands_obey_the_hardware_and_mean_the_same(scaling, shape):
+    a, a_scale, b, b_scale = operands(*shape, scaling)
+    na, nb, na_scale, nb_scale = native_operands(a.t().contiguous().t(), b, a_scale, b_scale)
+    assert na.shape[1] % 16 == nb.shape[0] % 16 == nb.shape[1] % 16 == 0
+    assert na.is_contiguous()
+    assert nb.t().is_contiguous()
+    assert (na_scale.dim() == 0) == (nb_scale.dim() == 0) == (scaling == "tensorwise")
+    if scaling != "tensorwise":
+        assert na_scale.shape == (na.shape[0], 1)
+        assert nb_scale.shape == (1, nb.shape[1])
+        assert na_scale.is_contiguous()
+        assert nb_scale.is_contiguous()
+    product = (na.double() * na_scale) @ (nb.double() * nb_scale)
+    expected = (a.double() * a_scale) @ (b.double() * b_scale)
+    torch.testing.assert_close(product[:, : shape[2]], expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "out_dtype", "bias_dtype"), thinned(SCALINGS, DTYPES, (None, torch.bfloat16, torch.float32))
+)
+def test_native_call_passes_torchs_checks_for_a_gpu(scaling, out_dtype, bias_dtype):
+    """torch's own checks of strides, sizes and dtypes of a CUDA call, run on meta tensors, on any machine."""
+    m, k, n = 33, 17, 5
+    a = torch.empty(m, k, device="meta", dtype=E4M3)
+    b = torch.empty(k, n, device="meta", dtype=E5M2)
+    a_scale = torch.empty((m, 1) if scaling in ("rowwise", "mixed_a") else (), device="meta")
+    b_scale = torch.empty((1, n) if scaling in ("rowwise", "mixed_b") else (), device="meta")
+    bias = None if bias_dtype is None else torch.empty(n, device="meta", dtype=bias_dtype)
+    with (
+        mock.patch("torch._meta_registrations.device_hint", return_value="cuda") as hint,
+        mock.patch.object(gemm, "backend_for", return_value=GemmBackend.NATIVE),
+    ):
+        out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, bias=bias)
+        assert hint.called
+        with pytest.raises(RuntimeError, match="divisible by 16|row_major|col_major"):
+            torch._scaled_mm(a, b, torch.empty((), device="meta"), torch.empty((), device="meta"))
+    assert out.shape == (m, n)
+    assert out.dtype is out_dtype
+
+
+def test_native_matmuls_read_scales_at_multiples_of_16_bytes():
+    """As cuBLAS requires of pointers; experts' scales and FSDP2's are elements of one tensor."""
+    scales, codes = torch.arange(1.0, 9.0), torch.ones(16, 16).to(E4M3)
+    for index in range(1, 6):
+        *_, a_scale, b_scale = native_operands(codes, codes.t(), scales[index], scales[index + 1])
+        assert (a_scale.item(), b_scale.item()) == (index + 1, index + 2)
+        assert a_scale.data_ptr() % 16 == b_scale.data_ptr() % 16 == 0
+
+
+BLOCK_SHAPES = [(33, 200, 300), (128, 256, 128), (5, 17, 7), (160, 64, 48), (130, 1000, 260)]
+
+
+def block_operands(m, k, n, length, is_square):
+    """Codes and scales of a [m, k] and b [k, n]."""
+    a = torch.randn(m, k) * torch.logspace(-3, 0, m).view(m, 1)
+    b = torch.randn(k, n) * torch.logspace(1, -2, n)
+    mode = {32: "rceil", 128: ""}[length]
+    options = {"power_of_2": True, "mode": mode}
+    of_a = dynamic_cast_blocks(a, E4M3, block_size=(1, length), **options)[::2]
+    of_b = dynamic_cast_blocks(b, E4M3, block_size=(length, length if is_square else 1), **options)[::2]
+    return of_a[0], of_b[0], of_a[1], of_b[1]
+
+
+def scales_in(layout, rows, blocks, recipe, swizzle):
+    """What torch documents of the scales of [rows, K]: one row of `blocks` scales for each row, float32."""
+    if recipe == ScalingType.BlockWise128x128:
+        assert layout.stride(0) == 1
+        return layout[:blocks].t().repeat_interleave(128, 0)[:rows]
+    if recipe == ScalingType.BlockWise1x128:
+        assert layout.shape == (rows, blocks)
+        assert layout.stride(0) == 1
+        return layout
+    assert (recipe, swizzle) == (ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4)
+    tiles_along_k = -(-blocks // 4)
+    row, block = torch.meshgrid(torch.arange(rows), torch.arange(blocks), indexing="ij")
+    tile = row // 128 * tiles_along_k + block // 4
+    return layout.float()[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4]
+
+
+def hardware(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle, swizzle_b):
+    """torch.nn.functional.scaled_mm with scales of blocks, in float64."""
+    assert swizzle_b == swizzle
+    length = 32 if recipe_a == ScalingType.BlockWise1x32 else 128
+    if length == 128:  # cuBLAS reads columns of scales at multiples of 16 bytes
+        assert all(scale.shape[1] == 1 or scale.stride(1) % 4 == 0 for scale in (scale_a, scale_b))
+    assert a.is_contiguous()
+    assert b.t().is_contiguous()
+    assert a.shape[1] % length == b.shape[1] % 16 == 0
+    blocks = a.shape[1] // length
+    wide_a = scales_in(scale_a, a.shape[0], blocks, recipe_a, swizzle).repeat_interleave(length, 1) * a.double()
+    wide_b = scales_in(scale_b, b.shape[1], blocks, recipe_b, swizzle).repeat_interleave(length, 1) * b.t().double()
+    return (wide_a @ wide_b.t()).bfloat16()
+
+
+@pytest.mark.parametrize(("shape", "length", "is_square"), thinned(BLOCK_SHAPES, (128, 32), (True, False)))
+def test_blocks_reach_the_hardware_in_its_layouts(shape, length, is_square, monkeypatch):
+    """Every scale is read where the hardware reads it; ragged blocks are completed with zeros."""
+    a, b, a_scale, b_scale = block_operands(*shape, length, is_square)
+    monkeypatch.setattr(F, "scaled_mm", hardware)
+    expected = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32, scales_are_powers_of_2=True)
+    out = native_block_mm(a, b, a_scale, b_scale, length)
+    torch.testing.assert_close(out, expected.bfloat16(), rtol=2**-7, atol=1e-6)
+    if min(shape) > length:
+        assert gemm.kind_of(a, b, a_scale, b_scale).block_length == length
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._meta_registrations, "_check_scaled_mm_sizes_v2"),
+    reason="PyTorch 2.15 checks them on the device alone",
+)
+@pytest.mark.parametrize(("shape", "length", "is_square"), thinned(BLOCK_SHAPES, (128, 32), (True, False)))
+def test_native_blocks_pass_torchs_checks_for_a_gpu(shape, length, is_square):
+    operands = [each.to("meta") for each in block_operands(*shape, length, is_square)]
+    with mock.patch("torch._meta_registrations.device_hint", return_value="cuda") as hint:
+        out = _native_block_mm(*operands, length)
+    assert hint.called
+    assert (out.shape, out.dtype, out.is_contiguous()) == ((shape[0], shape[2]), torch.bfloat16, True)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ScaleKind if kind is not ScaleKind.GROUPS])
+def test_a_probe_sees_each_wrong_scale(kind, monkeypatch):
+    """It multiplies as a linear does; one scale of a wrong block is enough."""
+    calls = []
+
+    def native_mm(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum):
+        calls.append(b_scale.shape)
+        return exact_float8_mm(a, b, a_scale, b_scale, bias, out_dtype, False)
+
+    monkeypatch.setattr(gemm, "_native_mm", native_mm)
+    assert gemm.probe_native_mm(torch.device("cpu"), kind) is None
+    assert len(calls) == 2
+    if kind.block_length:
+
+        def transposes_scales(a, b, a_scale, b_scale, *options):
+            return native_mm(a, b, a_scale.t().contiguous().view(a_scale.shape), b_scale, *options)
+
+        monkeypatch.setattr(gemm, "_native_mm", transposes_scales)
+        assert "wrong result" in gemm.probe_native_mm(torch.device("cpu"), kind)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_the_hardware_is_asked_for_each_matmul_of_a_recipe(recipe):
+    """On a device whose blocks work all three are native; 1 x 32 with scales that have mantissas is not."""
+    config, kind = Float8LinearConfig.from_recipe_name(recipe), gemm._BLOCKS[128 if recipe == "blockwise" else 32]
+    assert {gemm.kind_of_casts(*pair) for pair in gemm.casts_of_matmuls(config)} == {kind}
+    plain = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32), target_dtype=E4M3)
+    assert gemm.kind_of_casts(plain, plain) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("CUDA error: operation not permitted when stream is capturing"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+    ],
+)
+def test_a_probe_that_fails_for_a_passing_reason_raises_and_is_tried_again(error, gpu_probe):
+    probe = gpu_probe([error])
+    with pytest.raises(RuntimeError, match=r"memory|ALLOC|captur"):
+        gemm.native_failure(0, ScaleKind.TENSORWISE)
+    assert gemm.native_failure(0, ScaleKind.TENSORWISE) is None
+    assert gemm.native_failure(0, ScaleKind.TENSORWISE) is None
+    assert probe == ["failed", "multiplied", "multiplied"]  # of two formats, once
+
+
+def test_a_verdict_about_the_hardware_is_remembered_and_said_once(gpu_probe, caplog):
+    probe = gpu_probe([RuntimeError("torch._scaled_mm is only supported on compute capability >= 9.0\nat line 1")])
+    for _ in range(3):
+        assert gemm.backend_for(torch.device("cuda", 0), ScaleKind.ROWWISE) is gemm.GemmBackend.EXACT
+    assert probe == ["failed"]
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1
+    assert "row-wise scales exactly" in said[0]
+    assert said[0].endswith("compute capability >= 9.0")
+    with error_on_slow_path(), pytest.raises(RuntimeError, match="only supported"):
+        gemm.backend_for(torch.device("cuda", 0), ScaleKind.ROWWISE)
+
+
+def test_no_probe_runs_while_a_graph_is_captured(gpu_probe, monkeypatch):
+    probe = gpu_probe([])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="run a step before the capture"):
+        gemm.native_failure(0, ScaleKind.TENSORWISE)
+    assert probe == []
+
+
+@pytest.fixture
+def gpu_probe(monkeypatch):
+    """A GPU whose native matmul raises the given errors, one a call, and is then right."""
+
+    def install(errors):
+        calls = []
+
+        def native_mm(a, b, a_scale, b_scale, *options):
+            calls.append("failed" if errors else "multiplied")
+            if errors:
+                raise errors.pop()
+            return ((a.float() * a_scale) @ (b.float() * b_scale)).bfloat16()
+
+        monkeypatch.setattr(gemm, "_native_failures", {})
+        monkeypatch.setattr(gemm, "_native_mm", native_mm)
+        monkeypatch.setattr(gemm, "probe_native_mm", lambda device, kind: real_probe(torch.device("cpu"), kind))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        return calls
+
+    real_probe = gemm.probe_native_mm
+    return install

@@ -1,0 +1,311 @@
+"""Configs: what is accepted, what is refused and how, and what the recipes mean."""
+
+import copy
+import dataclasses
+import pickle
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quaver import (
+    CastConfig,
+    DelayedScalingConfig,
+    Float8GemmConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    ScaleCalculationMode,
+    ScalingGranularity,
+    ScalingType,
+    float8_linear,
+)
+from quaver.recipes.config import resolve_config
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROW, TENSOR = ScalingGranularity.ROWWISE, ScalingGranularity.TENSORWISE
+HP = CastConfig(scaling_type=ScalingType.DISABLED)
+BLOCKS = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE)
+
+
+@pytest.mark.parametrize(
+    ("name", "casts", "powers_of_2"),
+    [
+        ("tensorwise", "i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2", False),
+        ("rowwise", "i:dyn_axs_e4m3,w:dyn_axs_e4m3,go:dyn_axs_e4m3", True),
+        (
+            "rowwise_with_gw_hp",
+            "i:dyn_axs_e4m3,w:dyn_axs_e4m3,go:dyn_axs_e4m3,i_gw:dis_ten_e4m3,w_gi:dyn_ten_e4m3,go_gw:dis_ten_e4m3",
+            True,
+        ),
+        ("blockwise", "i:dyn_blk1x128_e4m3,w:dyn_blk_e4m3,go:dyn_blk1x128_e4m3", True),
+        ("rowwise_with_tensorwise_weight", "i:dyn_axs_e4m3,w:dyn_ten_e4m3,go:dyn_axs_e4m3", True),
+    ],
+)
+def test_recipes_match_the_published_table_in_torchaos_short_form(name, casts, powers_of_2):
+    config = Float8LinearConfig.from_recipe_name(name)
+    assert config.short_str() == casts
+    assert casts in repr(Float8Linear(16, 16, config=config))
+    assert config.round_scales_to_power_of_2 is powers_of_2
+    assert config.gemm_config_output.use_fast_accum
+    assert not config.gemm_config_grad_input.use_fast_accum
+    assert not config.gemm_config_grad_weight.use_fast_accum
+    assert config == Float8LinearConfig.from_recipe_name(Float8LinearRecipeName(name))
+    assert config.recipe_name is replace(config, emulate=True).recipe_name is Float8LinearRecipeName(name)
+    assert replace(config, round_scales_to_power_of_2=not powers_of_2).recipe_name is None
+
+
+@pytest.mark.parametrize(
+    ("alias", "recipe"),
+    [("fp8_blockwise", "blockwise"), ("mxfp8_rceil", "mxfp8"), ("mxfp8_rceil_wgrad_with_hp", "mxfp8_with_gw_hp")],
+)
+def test_torchaos_and_megatrons_names_of_block_recipes(alias, recipe):
+    config = Float8LinearConfig.from_recipe_name(alias)
+    assert config == Float8LinearConfig.from_recipe_name(recipe)
+    assert config.recipe_name.value == recipe
+    assert config.round_scales_to_power_of_2
+
+
+def test_the_casts_of_block_recipes():
+    config = Float8LinearConfig.from_recipe_name("mxfp8")
+    assert config.short_str() == "i:dyn_blk1x32_e4m3,w:dyn_blk32x32_e4m3,go:dyn_blk1x32_e4m3"
+    assert {cast.scale_calculation_mode for cast in config.casts.every()} == {ScaleCalculationMode.RCEIL}
+    assert not config.casts.weight.row.has_two_casts
+    assert config.casts.input.row.has_two_casts
+    one_dimensional = replace(config.cast_config_weight, block_size=(1, 32))  # torchao's weights, cast twice
+    assert replace(config, cast_config_weight=one_dimensional).casts.weight.column.block_size == (1, 32)
+    assert CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=[1, 32]).block_size == (1, 32)
+
+
+def test_the_short_form_of_a_cast():
+    assert [kind.short_str() for kind in ScalingType] == ["dyn", "del", "sta", "dis"]
+    assert [granularity.short_str() for granularity in ScalingGranularity] == ["ten", "axs", "blk"]
+    assert CastConfig().short_str() == "dyn_ten_default"
+
+
+def test_a_recipes_config_is_the_callers_own():
+    """torchao's users turn on emulate in a frozen config with object.__setattr__."""
+    object.__setattr__(Float8LinearConfig.from_recipe_name("tensorwise"), "emulate", True)
+    assert not Float8LinearConfig.from_recipe_name("tensorwise").emulate
+    assert not resolve_config("tensorwise").emulate
+
+
+def test_older_names_are_accepted():
+    for old, new in (
+        ("all_tensorwise", "tensorwise"),
+        ("axiswise", "rowwise"),
+        ("all_axiswise", "rowwise"),
+        ("lw_axiswise_with_gw_hp", "rowwise_with_gw_hp"),
+    ):
+        assert Float8LinearConfig.from_recipe_name(old) == Float8LinearConfig.from_recipe_name(new)
+    assert ScalingGranularity("axiswise") is ScalingGranularity.AXISWISE is ScalingGranularity.ROWWISE
+    assert ScalingGranularity("rowwise") is ScalingGranularity["ROWWISE"] is ScalingGranularity["AXISWISE"]
+    assert ScalingGranularity.AXISWISE.value == "axiswise"
+    assert pickle.loads(pickle.dumps(ScalingGranularity.ROWWISE)) is ScalingGranularity.ROWWISE
+
+
+def test_a_recipe_or_its_name_stands_for_its_config():
+    rowwise = Float8LinearConfig.from_recipe_name("rowwise")
+    assert resolve_config("rowwise") == resolve_config(Float8LinearRecipeName.ROWWISE) == rowwise
+    assert resolve_config(rowwise) is rowwise
+    assert resolve_config(None) == Float8LinearConfig()
+    with pytest.raises(ValueError, match="unknown recipe 'rowise': expected one of tensorwise, rowwise"):
+        resolve_config("rowise")
+    for wrong in (7, CastConfig(), Float8LinearConfig):
+        with pytest.raises(TypeError, match="config: expected a Float8LinearConfig, a recipe's name such as 'rowwise'"):
+            resolve_config(wrong)
+
+
+def test_a_linear_and_the_function_take_a_recipes_name():
+    input, linear = torch.randn(4, 32), Float8Linear(32, 16, config="rowwise")
+    assert linear.config == Float8LinearConfig.from_recipe_name("rowwise")
+    for recipe in ("rowwise", Float8LinearRecipeName.ROWWISE):
+        assert float8_linear(input, linear.weight, linear.bias, config=recipe).equal(linear(input))
+    with pytest.raises(ValueError, match="unknown recipe 'rowise'"):
+        Float8Linear(32, 16, config="rowise")
+    with pytest.raises(TypeError, match="got 7"):
+        float8_linear(input, linear.weight, config=7)
+    compiled = torch.compile(lambda x, w: float8_linear(x, w, config="rowwise"), fullgraph=True, backend="aot_eager")
+    assert compiled(input, linear.weight).equal(float8_linear(input, linear.weight, config="rowwise"))
+
+
+def test_every_field_is_filled_in_and_nothing_that_was_given_changes():
+    given = CastConfig()
+    config = Float8LinearConfig(cast_config_input=given, cast_config_weight=given, cast_config_grad_output=given)
+    assert given.target_dtype is None
+    assert config.cast_config_input.target_dtype is E4M3
+    assert config.cast_config_weight.target_dtype is E4M3
+    assert config.cast_config_grad_output.target_dtype is E5M2
+    for name in ("input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight"):
+        operand = name.partition("_for_")[0]
+        assert getattr(config, f"cast_config_{name}") == getattr(config, f"cast_config_{operand}")
+        assert getattr(config, f"cast_config_{name}") == getattr(config.casts, operand).column
+    assert Float8LinearConfig(cast_config_weight=BLOCKS).casts.weight.column.is_blockwise
+
+
+def test_replace_derives_what_was_filled_in_and_keeps_what_was_given():
+    row, tensor = CastConfig(scaling_granularity=ROW, target_dtype=E4M3), CastConfig(target_dtype=E4M3)
+    config = Float8LinearConfig()
+    for copied in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config)), replace(config, emulate=True)):
+        changed = replace(copied, cast_config_input=row)
+        assert (changed.cast_config_input, changed.cast_config_input_for_grad_weight) == (row, row)
+        again = replace(changed, cast_config_input=tensor)
+        assert again.cast_config_input_for_grad_weight == tensor
+    given = replace(config, cast_config_input_for_grad_weight=tensor)
+    assert replace(given, cast_config_input=row).cast_config_input_for_grad_weight == tensor
+    assert replace(given, cast_config_input_for_grad_weight=None, cast_config_input=row).casts.input.column == row
+    filled_in = config.cast_config_weight_for_grad_input
+    for explicit in (filled_in, copy.copy(filled_in)):
+        made = replace(config, cast_config_weight=row, cast_config_weight_for_grad_input=explicit)
+        assert (made.casts.weight.row, made.casts.weight.column) == (row, tensor)
+        assert replace(made, cast_config_weight=tensor, emulate=True).casts.weight.column == tensor
+    reused = Float8LinearConfig(
+        cast_config_input=row, cast_config_input_for_grad_weight=config.cast_config_input_for_grad_weight
+    )
+    assert reused.cast_config_input_for_grad_weight == tensor
+    assert reused == Float8LinearConfig(cast_config_input=row, cast_config_input_for_grad_weight=tensor)
+
+
+def test_torchaos_flag_for_the_weight_of_the_backward():
+    assert not Float8LinearConfig().keep_float8_weight_for_backward
+    assert not Float8LinearConfig(force_recompute_fp8_weight_in_bwd=True).keep_float8_weight_for_backward
+    kept = Float8LinearConfig(force_recompute_fp8_weight_in_bwd=False)
+    assert kept.keep_float8_weight_for_backward
+    assert replace(kept, emulate=True).keep_float8_weight_for_backward
+    assert replace(Float8LinearConfig(), keep_float8_weight_for_backward=True) == kept
+
+
+def test_configs_are_frozen_and_hashable():
+    config = Float8LinearConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.emulate = True
+    assert hash(config) == hash(Float8LinearConfig())
+
+
+def linear(**options):
+    return lambda: Float8LinearConfig(**options)
+
+
+def cast(*args, **options):
+    return lambda: CastConfig(*args, **options)
+
+
+def delayed(**options):
+    return lambda: DelayedScalingConfig(**options)
+
+
+STATIC = ScalingType.STATIC
+BAD = {
+    "output: weight is cast to float8 but input stays in high precision": linear(cast_config_input=HP),
+    "grad_input: grad_output is cast to float8 but weight_for_grad_input stays in high precision": linear(
+        cast_config_weight_for_grad_input=HP
+    ),
+    "grad_weight: grad_output_for_grad_weight is cast to float8 but input_for_grad_weight stays": linear(
+        cast_config_input_for_grad_weight=HP
+    ),
+    "weight must be cast to one dtype in both of its matmuls, got e4m3 and e5m2": linear(
+        cast_config_weight=CastConfig(target_dtype=E4M3),
+        cast_config_weight_for_grad_input=CastConfig(target_dtype=E5M2),
+    ),
+    "grad_input: no hardware multiplies e5m2 by e5m2": linear(cast_config_weight=CastConfig(target_dtype=E5M2)),
+    "target_dtype: expected a float8 dtype": cast(target_dtype=torch.bfloat16),
+    "scaling_type: expected ScalingType, got 'dynamic'": cast(scaling_type="dynamic"),
+    "scaling_granularity: expected ScalingGranularity, got 16": cast(scaling_granularity=16),
+    "cast_config_input: expected CastConfig, got 'e4m3'": linear(cast_config_input="e4m3"),
+    "cast_config_input: expected CastConfig, got None": linear(cast_config_input=None),
+    "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output high": linear(
+        cast_config_weight=HP,
+        cast_config_input=HP,
+        cast_config_weight_for_grad_input=CastConfig(),
+        cast_config_input_for_grad_weight=CastConfig(),
+        enable_fsdp_float8_all_gather=True,
+    ),
+    "emulate: expected bool, got 1": linear(emulate=1),
+    "force_recompute_fp8_weight_in_bwd: expected a bool, and not True with keep_float8_weight_for_backward": linear(
+        force_recompute_fp8_weight_in_bwd=True, keep_float8_weight_for_backward=True
+    ),
+    "expected a bool, and not True with keep": linear(force_recompute_fp8_weight_in_bwd="no"),
+    "gemm_config_output: expected Float8GemmConfig": linear(gemm_config_output=True),
+    "use_fast_accum: expected bool, got 'yes'": lambda: Float8GemmConfig(use_fast_accum="yes"),
+    "delayed scaling keeps one scale per tensor: expected tensorwise, got rowwise": cast(ScalingType.DELAYED, ROW),
+    "expected None unless scaling_type is static, got '2.0 with dyn": cast(static_quant_scale=2.0),
+    "a number from 2**-126 to 2**126, got 0.0": cast(STATIC, static_quant_scale=0.0),
+    "a number from 2**-126 to 2**126, got nan": cast(STATIC, static_quant_scale=float("nan")),
+    "static_quant_scale: expected a number, got '2'": cast(STATIC, static_quant_scale="2"),
+    "static_quant_scale: expected a number, got True": cast(STATIC, static_quant_scale=True),
+    "static_scale: expected None next to static_quant_scale, got 2.0": cast(
+        STATIC, static_quant_scale=2.0, static_scale=2.0
+    ),
+    "history_len: expected 1 to 65536 steps, got 0": delayed(history_len=0),
+    "history_len: expected int, got 2.0": delayed(history_len=2.0),
+    "scale_fn_name: expected one of max, most_recent": delayed(scale_fn_name="mean"),
+    "margin: expected 0 to 16 powers of two, got -1": delayed(margin=-1),
+    "headroom: expected a factor of 1 to 65536, got 0.5": delayed(headroom=0.5),
+    "nonfinite_amax: expected one of skip, keep_scale, got 'x'": delayed(nonfinite_amax="x"),
+    "delayed_scaling_config: expected DelayedScalingConf": linear(delayed_scaling_config=None),
+    "shared_inputs: expected a tuple of tuples of names": linear(shared_inputs=("q", "k")),
+    "input has one persistent scale, which serves both of its matmuls": linear(
+        cast_config_input=CastConfig(ScalingType.DELAYED), cast_config_input_for_grad_weight=CastConfig()
+    ),
+    "input: square blocks are for weights": linear(cast_config_input=BLOCKS),
+    "grad_output: square blocks are for weights": linear(cast_config_grad_output=BLOCKS),
+    "expected blocks of one size for both of its matmuls, got dynamic blockwise": linear(
+        cast_config_weight=BLOCKS, cast_config_weight_for_grad_input=CastConfig(scaling_granularity=ROW)
+    ),
+    "expected blocks of one size for both of its matmuls, got dynamic tensorwise": linear(
+        cast_config_weight=CastConfig(), cast_config_weight_for_grad_input=BLOCKS
+    ),
+    "block_size: expected one of (128, 128), (1, 128), (32, 32), (1, 32), got (16, 16)": cast(
+        scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(16, 16)
+    ),
+    "block_size: expected None unless scaling_granularity is ScalingGranularity.BLOCKWISE, got (1, 128)": cast(
+        scaling_granularity=ROW, block_size=(1, 128)
+    ),
+    "scale_calculation_mode: expected None unless scaling_granularity is": cast(
+        scale_calculation_mode=ScaleCalculationMode.FLOOR
+    ),
+    "scale_calculation_mode: expected ScaleCalculationMode, got 'even'": cast(
+        scaling_granularity=ScalingGranularity.BLOCKWISE, scale_calculation_mode="even"
+    ),
+    "delayed scaling keeps one scale per tensor: expected tensorwise, got blockwise 128 x 128": cast(
+        ScalingType.DELAYED, ScalingGranularity.BLOCKWISE
+    ),
+    "E8M0 scales are powers of two; expected round_scales_to_power_of_2=True": lambda: replace(
+        Float8LinearConfig.from_recipe_name("mxfp8"), round_scales_to_power_of_2=False
+    ),
+    "expected a static_quant_scale that is a power of two": linear(
+        cast_config_weight=CastConfig(STATIC, static_quant_scale=3.0), round_scales_to_power_of_2=True
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_combinations_fail_when_made_and_say_why(message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BAD[message]()
+
+
+def test_a_static_scale_may_be_a_tensor_of_one():
+    cast = CastConfig(ScalingType.STATIC, static_quant_scale=torch.tensor([2.0]))
+    assert cast == CastConfig(ScalingType.STATIC, static_quant_scale=2.0)
+    assert cast == CastConfig(ScalingType.STATIC, static_scale=torch.tensor(2.0))
+    assert replace(CastConfig(ScalingType.STATIC, static_scale=2.0), target_dtype=E4M3).static_quant_scale == 2.0
+    assert str(cast) == "static tensorwise default format quant_scale 2.0"
+
+
+def test_the_delayed_recipes_and_what_older_configs_accept():
+    delayed = Float8LinearConfig.from_recipe_name("delayed")
+    assert all(cast.scaling_type is ScalingType.DELAYED for cast in delayed.casts.every())
+    mixed = Float8LinearConfig.from_recipe_name("delayed_with_dynamic_weight")
+    assert [cast.is_persistent for cast in mixed.casts.every()] == [True, True, False, False, True, True]
+    assert "DelayedScalingConfig(history_len=16" in str(mixed)
+    old = dataclasses.replace(delayed, enable_amax_init=False, enable_pre_and_post_forward=False)
+    assert old.casts == delayed.casts
+
+
+def test_printing_a_config_names_every_cast():
+    text = str(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"))
+    assert "grad_input: grad_output dynamic rowwise e4m3 x weight_for_grad_input dynamic tensorwise e4m3" in text
+    assert "input_for_grad_weight high precision" in text
+    assert text.endswith("scales power of two")
