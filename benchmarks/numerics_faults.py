@@ -27,9 +27,9 @@ from quaver.data import Batch
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.monitor import Monitor
 from quaver.numerics.record import Record, RecordWriter
-from quaver.runs.errors import NonFiniteError
 from quaver.settings import TrainConfig
 from quaver.settings.config_file import load_config
+from quaver.trainer.nonfinite import NonFiniteError
 from quaver.trainer.train import Run, prepare
 
 STORIES_PAGE = ROOT / "docs" / "diagnosing.md"

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import quaver.linear.module
 from quaver import Float8Linear
-from quaver.linear.gemm import Operand
-from quaver.linear.quantize import Operands
+from quaver.kernels.operands import Operand, Operands
 from quaver.recipes.scaling import cast_to_float8
 
 Change = Callable[[Tensor], Tensor]
@@ -56,24 +55,24 @@ def change_weight(linear: nn.Module, change: Change) -> None:
 
 def change_input_operand(stack: ExitStack, linear: Float8Linear, change: OnOperand) -> None:
     """Change both operands of the input, after their cast."""
-    quantizer_of = quaver.linear.module.cached_quantizer
+    quantizer_of = quaver.linear.function.cached_quantizer
 
     def wrapped(activation: Tensor, casts: Any, hp_dtype: Any, scale: Any, reader: int) -> Any:
         quantizer = quantizer_of(activation, casts, hp_dtype, scale, reader)
         return changed(quantizer, change) if reader == id(linear) else quantizer
 
-    patch(stack, quaver.linear.module, "cached_quantizer", wrapped)
+    patch(stack, quaver.linear.function, "cached_quantizer", wrapped)
 
 
 def change_grad_operand(stack: ExitStack, linear: Float8Linear, change: OnOperand) -> None:
     """Change both operands of grad_output, after their cast."""
-    quantizer_of = quaver.linear.module._grad_output_quantizer
+    quantizer_of = quaver.linear.function._grad_output_quantizer
 
     def wrapped(args: Any) -> Any:
         quantizer = quantizer_of(args)
         return changed(quantizer, change) if args.probe is not None and args.probe is linear.probe else quantizer
 
-    patch(stack, quaver.linear.module, "_grad_output_quantizer", wrapped)
+    patch(stack, quaver.linear.function, "_grad_output_quantizer", wrapped)
 
 
 def changed(quantizer: Any, change: OnOperand) -> Callable[..., Operands]:
@@ -88,7 +87,7 @@ def changed(quantizer: Any, change: OnOperand) -> Callable[..., Operands]:
 
 def change_weight_operands(stack: ExitStack, linear: Float8Linear, change: OnOperand) -> None:
     """Change the operands of the weight that `cast_weights_once` made."""
-    of_linear = quaver.linear.module._linear
+    of_linear = quaver.linear.function.apply_linear
 
     def wrapped(
         input: Tensor, weight: Tensor, bias: Any, config: Any, scales: Any, operands: Any, *rest: Any
@@ -97,18 +96,18 @@ def change_weight_operands(stack: ExitStack, linear: Float8Linear, change: OnOpe
             operands = Operands(*(None if each is None else change(each, weight) for each in operands))
         return of_linear(input, weight, bias, config, scales, operands, *rest)
 
-    patch(stack, quaver.linear.module, "_linear", wrapped)
+    patch(stack, quaver.linear.function, "_linear", wrapped)
 
 
 def change_matmul(stack: ExitStack, linear: Float8Linear, change: Callable[[Operand], Operand]) -> None:
     """Give the first matmul another input than the one that was cast: a wrong kernel."""
-    of_output = quaver.linear.module._output
+    of_output = quaver.linear.function._output
 
     def wrapped(input: Operand, weight: Operand, bias: Any, args: Any, *rest: Any) -> Tensor:
         is_it = args.probe is not None and args.probe is linear.probe
         return of_output(change(input) if is_it else input, weight, bias, args, *rest)
 
-    patch(stack, quaver.linear.module, "_output", wrapped)
+    patch(stack, quaver.linear.function, "_output", wrapped)
 
 
 def dequantized_by(factor: float) -> OnOperand:

@@ -28,8 +28,8 @@ from benchmarks.record import ROOT, show
 from quaver.cli import main as quaver
 from quaver.numerics.record import Record
 from quaver.report.statistics import STATISTICS
+from quaver.runs.json_lines import read_metrics
 from quaver.trainer.alarms import RunAlarms
-from quaver.trainer.metrics import read_metrics
 from quaver.trainer.train import Run, prepare, train
 from quaver.trainer.trained_model import TrainedModel
 

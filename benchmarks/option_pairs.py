@@ -29,7 +29,7 @@ from pathlib import Path
 from unittest import mock
 
 from quaver.cli import main
-from quaver.trainer.metrics import read_metrics
+from quaver.runs.json_lines import read_metrics
 from quaver.trainer.model import Block
 from tests.integration.train_on_ranks import compile_quickly, train_on_ranks
 

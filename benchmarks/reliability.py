@@ -36,12 +36,12 @@ from quaver.cli import main
 from quaver.roofline.device_specs import peak_flops
 from quaver.runs.checkpoint import Checkpointer
 from quaver.runs.checkpoint_folder import CheckpointFolder
+from quaver.runs.json_lines import read_metrics
 from quaver.runs.manifest import MANIFEST, check_manifest
 from quaver.runtime.ranks import Ranks
 from quaver.settings import Checkpoint, Model, TrainConfig
 from quaver.settings.fields import OneOf
 from quaver.trainer.huggingface.weights import meta_state
-from quaver.trainer.metrics import read_metrics
 
 WORDS = [
     *("--model.dim=32", "--model.n_layers=1", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=48"),

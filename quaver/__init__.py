@@ -24,7 +24,8 @@ from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.conversion.report import ConversionReport, conversion_report
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.experts.grouped_mm import float8_grouped_mm
-from quaver.linear.module import Float8Linear, float8_linear
+from quaver.linear.function import float8_linear
+from quaver.linear.module import Float8Linear
 from quaver.numerics import monitor
 from quaver.recipes.config import (
     CastConfig,
@@ -37,6 +38,7 @@ from quaver.recipes.config import (
     ScalingType,
 )
 from quaver.roofline.auto_filter import auto_filter_for_recipe
+from quaver.runtime.old_names import find_old_names
 from quaver.runtime.slow_paths import error_on_slow_path
 from quaver.weights.cast_once import cast_weights_once
 from quaver.weights.frozen_modules import FrozenFloat8Experts, FrozenFloat8Linear
@@ -44,6 +46,8 @@ from quaver.weights.primary import use_float8_primary_weights
 
 if TYPE_CHECKING:
     from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+
+find_old_names()
 
 __version__ = "1.0.0"
 

@@ -1,7 +1,7 @@
 """Casts to float8: time, and bytes per second, against compiled PyTorch, torchao, and a copy of the same matrix.
 
-The contestants cast one operand of a linear: `quaver.linear.quantize.Quantizer`, eager and compiled; the same arithmetic in
-plain PyTorch (`quaver.recipes.scaling`), compiled; torchao's dynamic casts, if installed.
+The contestants cast one operand of a linear: `quaver.linear.quantize.Quantizer`, eager and compiled; the same
+arithmetic in plain PyTorch (`quaver.recipes.scaling`), compiled; torchao's dynamic casts, if installed.
 
 `floor` is the least bytes per element: passes over the source times its bytes, and 1 for each layout of the codes. A
 dynamic scale of a matrix, or of rows and of columns, needs one pass for the amaxes and one for the codes; the scale of

@@ -4,10 +4,10 @@
     grad_input   [M, N] @ [N, K]      grad_output, weight
     grad_weight  [N, M] @ [M, K]      grad_output.t(), input
 
-bfloat16 is `torch.mm` on the views that autograd multiplies. float8 is `quaver.linear.gemm.float8_mm` on operands that are
-already cast and in the layout that the backend reads. The native backend runs with and without fast accumulation; the
-exact one has no such choice. A matmul has 2 * M * K * N FLOPs. Values are Gaussian: a GPU's clock depends on the data.
-The peak is the data sheet's for the operands' precision.
+bfloat16 is `torch.mm` on the views that autograd multiplies. float8 is `quaver.linear.gemm.float8_mm` on operands that
+are already cast and in the layout that the backend reads. The native backend runs with and without fast accumulation;
+the exact one has no such choice. A matmul has 2 * M * K * N FLOPs. Values are Gaussian: a GPU's clock depends on the
+data. The peak is the data sheet's for the operands' precision.
 """
 
 from __future__ import annotations

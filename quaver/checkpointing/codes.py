@@ -7,10 +7,13 @@ matrix. Where blocks do not fill the tensor, they start again at each row of the
 
 from __future__ import annotations
 
+import typing
+
 import torch
 from torch import Tensor
 
 from quaver.kernels.cast import cast_blockwise
+from quaver.kernels.operands import Operand
 from quaver.kernels.operation import operation
 from quaver.kernels.widen import widen
 from quaver.recipes.scaling import BLOCK_LENGTHS
@@ -50,8 +53,8 @@ class Layout:
 
 def encode(matrix: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Codes [rows, columns] in float8_e4m3fn, and dequantization scales float32 [rows, ceil(columns / block_size)]."""
-    codes, _, scale, *_ = cast_blockwise(matrix, torch.float8_e4m3fn, True, False, True, 1, block_size, "")
-    return codes, scale
+    row: Operand = cast_blockwise(matrix, torch.float8_e4m3fn, True, False, True, 1, block_size, "").row
+    return row.data, typing.cast(Tensor, row.dequant_scale)
 
 
 def _decode_blocks(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -28,7 +28,7 @@ import functools
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from quaver.checkpointing.codes import DTYPES, Layout, decode, encode
-from quaver.linear.held_tensor import HeldTensor
+from quaver.linear.saved_tensors import HeldTensor, PackHook, are_of_checkpoint
 from quaver.torch_private.autograd import runs_in_backward, top_saved_tensors_hooks
 from quaver.torch_private.dtensor import is_dtensor, local_tensor, waited_local_tensor
 from quaver.torch_private.memory import storage_key
@@ -147,7 +147,7 @@ seen = _Seen()
 """Whom to tell about each tensor that is saved in a module that stores (store_report.py)."""
 
 
-class Pack:
+class Pack(PackHook):
     """The pack hook of one forward of one module; see the top of the file."""
 
     def __init__(self, storage: Storage, arguments: Sequence[Tensor], outer: tuple[Any, Any] | None) -> None:
@@ -167,7 +167,7 @@ class Pack:
             return stored
         return HeldTensor(tensor) if self.outer is None else _Elsewhere(tensor, self.outer)
 
-    def leave(self, tensors: Iterable[Tensor | None]) -> None:
+    def leave(self, tensors: Sequence[Tensor | None]) -> None:
         """Leave these as they are, which an autograd function is about to save."""
         self.left.update(
             storage_key(waited_local_tensor(each).untyped_storage()) for each in tensors if each is not None
@@ -233,11 +233,6 @@ def leaving() -> Iterator[None]:
         yield
     finally:
         _in_matmul.depth -= 1
-
-
-def are_of_checkpoint(hooks: Any) -> bool:
-    """Whether these hooks, or None, are those of an activation checkpoint."""
-    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def storing(storage: Storage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:

@@ -21,8 +21,8 @@ counts from the beginning, as compiled code does, where Inductor saves nothing t
 [Note: what a policy counts] A policy looks results up by counting the calls of each operation
 (torch.utils.checkpoint), so a block must issue the same operations in its forward and in its recomputation. Casts are
 functions of their operands, and persistent scales record maxima, so repeating them changes nothing; the cache of a
-shared activation belongs to one dispatch mode (shared_input.py). What FSDP2's hooks run inside a block is hidden from
-policies (torch_private/fsdp.py), because a recomputation gathers weights differently, or not at all.
+shared activation belongs to one dispatch mode (linear/shared_input.py). What FSDP2's hooks run inside a block is hidden
+from policies (torch_private/fsdp.py), because a recomputation gathers weights differently, or not at all.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 import quaver.experts.gemm
 import quaver.kernels.exact_mm
 import quaver.kernels.native_blocks  # noqa: F401 - these define the operations below
+from quaver.linear.shared_input import RECOMPUTED_HOOKS
 from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket, has_kernel
 from quaver.torch_private.fsdp import hide_from_policies
 from quaver.torch_private.policies import policy_contexts
@@ -115,8 +116,8 @@ def apply_activation_checkpointing(
             string: every n-th module as in "full", the others not at all.
         memory_budget: with mode "memory_budget", the share of what could be saved that is saved: 1 for all of it, 0 for
             inputs only. It is set for all that this process compiles from now on. Where float8 is multiplied exactly
-            (quaver.linear.gemm), the compiler takes those matmuls for cheap ones, and below 1 saves less than it might. Torch
-            compiles no attention of mode "selective" then: set the budget to 1 before.
+            (quaver.linear.gemm), the compiler takes those matmuls for cheap ones, and below 1 saves less than it might.
+            Torch compiles no attention of mode "selective" then: set the budget to 1 before.
         preserve_rng_state: recompute with the random numbers of the forward. Modules without dropout can do without.
         also_keep: with mode "selective" and option "op", operators whose results the policy saves besides its own,
             such as "aten.silu"; see `named_operations`.
@@ -284,10 +285,6 @@ def _place_of_dropout(operation: Any) -> int | None:
 
 class _Checkpointed:
     """Marks the classes that `_checkpointed_class` makes."""
-
-
-RECOMPUTED_HOOKS: Any = "quaver.linear.shared_input"
-"""The key of the hooks of a module that a recomputation calls, too: linears share a cast between them."""
 
 
 def _with_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

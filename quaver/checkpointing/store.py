@@ -166,7 +166,7 @@ def _is_matmul(module: nn.Module) -> bool:
 def _matmuls_in(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """The matmuls in `modules` that save inputs in high precision.
 
-    Float8 linears are left out: what they save is left alone where they save it (early_stop.py).
+    Float8 linears are left out: what they save is left alone where they save it (linear/saved_tensors.py).
     """
     inside = {each for module in modules for each in module.modules() if not isinstance(each, _Leaving)}
     return {each for each in inside if _is_matmul(each) and not _is_float8(each)}

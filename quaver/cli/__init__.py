@@ -24,7 +24,7 @@ VERBS = {
     "completion": "print a script that completes these words in bash and zsh",
 }
 
-_FILES = {"import": "import_weights", "doctor": "doctor_machine"}
+_FILES = {"import": "import_weights"}
 """The files of verbs that are not named as the verb."""
 
 TRAIN_EXTRA = ("filelock", "matplotlib", "pydantic", "rich", "safetensors", "tomli_w", "xxhash")

@@ -1,65 +1,12 @@
-"""`quaver doctor [--json] [--no-compile] [--ledger RECIPE]`, and `--model RUN|HF-FOLDER`: see doctor_model.py."""
+"""`quaver doctor`: what this machine can do, without the extra `quaver[train]`; other options need its parser."""
 
-from dataclasses import dataclass
-from typing import Annotated
-
-from annotated_types import Ge, Le
-
-from quaver.bench.working import working
 from quaver.cli.doctor_machine import print_machine
-from quaver.cli.doctor_model import print_survey, survey_model
-from quaver.cli.errors import bad_input
-from quaver.numerics.accumulation import HARDWARE
-from quaver.settings.fields import FiniteNotNegative, OneOf, Settings, setting
-from quaver.settings.flags import parse_options
-from quaver.settings.float8 import RECIPES
-
-
-@dataclass(frozen=True)
-class Doctor(Settings):
-    """Try each float8 recipe on each device of this machine, and say what works."""
-
-    json: bool = setting(False, "Print JSON.")
-    compile: bool = setting(True, "Try torch.compile, which takes seconds; --no-compile leaves it out.")
-    ledger: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
-        None, "A recipe: say what it gains on this GPU by `quaver bench ledger`, and what another would. Takes minutes."
-    )
-    model: str | None = setting(
-        None, "A run or a Hugging Face folder: survey its linears instead, and choose a recipe for each."
-    )
-    data: str | None = setting(
-        None, "Text for the batch, as data.path; the run's by default, else the sources of Python's library."
-    )
-    budget_db: FiniteNotNegative = setting(25.0, "Decibels that each operand of each linear must keep.")
-    out: str | None = setting(None, "Where to write the recipes, as TOML.")
-    sequences: Annotated[int, Ge(1), Le(10**6)] = setting(2, "Sequences of the batch.")
-    seq_len: Annotated[int, Ge(1), Le(10**7)] | None = setting(None, "Their length; the run's by default, else 256.")
-    hardware: Annotated[str, OneOf(tuple(HARDWARE))] | None = setting(
-        None, "A GPU: say also what its sums lose in each matmul, beside the casts."
-    )
-
-    def check(self) -> None:
-        """Refuse options that nothing would read."""
-        if self.model is None:
-            self.require_default(
-                "data", "budget_db", "out", "sequences", "seq_len", "hardware", unless="--model is given"
-            )
-        else:
-            self.require_default("compile", "ledger", unless="--model is not given")
 
 
 def run(argv: list[str]) -> int:
     """Print what this machine can do; 0 if every recipe runs on every device, 1 if one does not."""
-    with bad_input():
-        options = parse_options(Doctor, argv, prog="quaver doctor")
-        if options.model is not None:
-            with working("surveying the model"):
-                found = survey_model(options.model, options)
-            print_survey(found, as_json=options.json)
-            return 0
-    verdict = None
-    if options.ledger is not None:
-        from quaver.cli.doctor_ledger import verdict_for_this_gpu  # imports the compiler
+    if set(argv) <= {"--json", "--no-compile"}:
+        return print_machine(as_json="--json" in argv, try_compile="--no-compile" not in argv)
+    from quaver.cli import doctor_options
 
-        verdict = verdict_for_this_gpu(options.ledger)
-    return print_machine(as_json=options.json, try_compile=options.compile, ledger=verdict)
+    return doctor_options.run(argv)

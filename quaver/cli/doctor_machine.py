@@ -1,4 +1,4 @@
-"""`quaver doctor [--json] [--no-compile]`: what this machine can do. Runs without the extra `quaver[train]`."""
+"""Prints what this machine can do: each recipe on each device, torch.compile, versions, slow paths."""
 
 from __future__ import annotations
 
@@ -11,15 +11,6 @@ from quaver.bench.working import working
 
 if TYPE_CHECKING:
     from quaver.bench.ledger.verdict import Verdict
-
-
-def run(argv: list[str]) -> int:
-    """Print what this machine can do; other options are doctor.py's, whose parser is in `quaver[train]`."""
-    if set(argv) <= {"--json", "--no-compile"}:
-        return print_machine(as_json="--json" in argv, try_compile="--no-compile" not in argv)
-    from quaver.cli import doctor
-
-    return doctor.run(argv)
 
 
 def print_machine(*, as_json: bool, try_compile: bool, ledger: Verdict | None = None) -> int:

@@ -8,6 +8,7 @@ from quaver.settings import Data
 from quaver.settings.config_file import load_config, parse_arguments
 from quaver.settings.fields import Settings
 from quaver.settings.flags import exit_after_help
+from quaver.trainer.display import ShownProgress
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ def run(argv: list[str]) -> int:
     exit_after_help(PrepareData, argv, prog="quaver prepare-data [CONFIG.toml]")
     with bad_input():
         config_path, flags = parse_arguments(argv)
-        data = load_data(load_config(config_path, flags), check=True)
+        data = load_data(load_config(config_path, flags), ShownProgress(), check=True)
     origin = data.origin
     print(f"source       {origin['path']}: {origin['files']:,} files, {origin['other_files']:,} others not read")
     print(f"tokenizer    {origin['tokenizer']}: {origin['vocab_size']:,} tokens, {origin['eos_id']} ends a document")

@@ -15,10 +15,11 @@ from quaver.cli.errors import (
     bad_input,
     print_error,
 )
-from quaver.runs.errors import CheckpointError, NonFiniteError, OutputError
+from quaver.runs.errors import CheckpointError, OutputError
 from quaver.runtime.ranks import Ranks, read_ranks
 from quaver.settings.config_file import TrainFlags, load_config, parse_arguments
 from quaver.settings.flags import exit_after_help, split_options
+from quaver.trainer.nonfinite import NonFiniteError
 from quaver.trainer.run_setup import RunSetup, open_folder, set_up_run
 from quaver.trainer.train import build, train
 

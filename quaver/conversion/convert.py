@@ -78,9 +78,10 @@ def convert_to_float8_training(
 
     An error leaves `module` as it was. Modules keep their identity, parameters, hooks, attributes and training mode;
     subclasses of `nn.Linear` that do not override `forward`, and experts, keep all but that. With delayed or static
-    scaling the linears of one call share one state (scale_state.py); call `sync_float8_amax_and_scale_history(model)`
-    once a step, and experts stay in high precision. With `enable_fsdp_float8_all_gather` the weights become new
-    parameters around the same memory: convert before `fully_shard`, and make the optimizer after both.
+    scaling the linears of one call share one state (linear/scale_state.py); call
+    `sync_float8_amax_and_scale_history(model)` once a step, and experts stay in high precision. With
+    `enable_fsdp_float8_all_gather` the weights become new parameters around the same memory: convert before
+    `fully_shard`, and make the optimizer after both.
     `conversion_report(module)` lists each layer.
 
     A second call leaves converted layers alone; those that its filter admits must have its config.

@@ -1,4 +1,4 @@
-"""Delayed and static scaling of a model: sync, calibrate, save, load, report. scale_state.py has the state."""
+"""Delayed and static scaling of a model: sync, calibrate, save, load, report. linear/scale_state.py has the state."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def sync_float8_amax_and_scale_history(
     """Compute the delayed scales of the next step from the amaxes of this one. Call it once a step, after the backward.
 
     It may come before or after `optimizer.step()`. A loop that forgets it gets a RuntimeWarning after 1,000 forwards
-    ([Note: a forgotten sync] in scale_state.py). Models without delayed scaling are left alone.
+    ([Note: a forgotten sync] in linear/scale_state.py). Models without delayed scaling are left alone.
     `torch.compile(fullgraph=True)` traces it, to the same bits.
 
     Args:

@@ -3,10 +3,10 @@
     output      = input       @ codes.t()     the codes and scales that are stored
     grad_input  = grad_output @ codes         the same ones; grad_weight does not exist
 
-The weights of linears and of experts are `FrozenFloat8Weight`s (linear/frozen_weight.py): one byte per element and scales.
-Tensorwise and blockwise codes serve both matmuls. Row-wise scales run along the contracted dim of grad_input, so there
-the weight is dequantized inside the exact matmul (gemm.py): a second cast would give the backward other weights than
-the forward.
+The weights of linears and of experts are `FrozenFloat8Weight`s (linear/frozen_weight.py): one byte per element and
+scales. Tensorwise and blockwise codes serve both matmuls. Row-wise scales run along the contracted dim of
+grad_input, so there the weight is dequantized inside the exact matmul (linear/gemm.py): a second cast would give the
+backward other weights than the forward.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from quaver.experts.module import (
     weights_of,
 )
 from quaver.experts.module_weight import ModuleWeight, owners_of_parameters, weights_of_module
+from quaver.kernels.operands import present
 from quaver.linear.class_change import float8_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
-from quaver.linear.quantize import Quantizer, present
+from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import (
     Float8LinearConfig,
     Float8LinearRecipeName,

@@ -15,7 +15,7 @@ from quaver.experts.base import Float8Grouped
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
 from quaver.experts.module_weight import first_names, weights_of_module
 from quaver.fsdp.gathered import is_all_gather_weight
-from quaver.fsdp.weight_scales import local_weight
+from quaver.fsdp.siblings import local_weight
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import OWN_ATTRIBUTES, Float8Linear
 from quaver.linear.scale_state import LinearScales

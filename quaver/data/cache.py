@@ -6,17 +6,17 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from quaver.data.progress import Advance, CacheProgress
 from quaver.data.source import Source
 from quaver.data.token_files import ENTRY, FORMAT, DamagedEntryError, Entry, check_content, open_entry, writing
 from quaver.data.tokenizer import Tokenizer
 from quaver.settings import require
 from quaver.settings.fields import expanded
-from quaver.trainer.display import Advance, byte_progress, say
 
 STAMP = "checked.json"
 """In an entry: what `_stamp` returned when its files were written or read whole."""
@@ -32,7 +32,7 @@ class TokenCache:
     folder: Path
     key: str
     tokenizer: Tokenizer
-    quiet: bool = False
+    progress: CacheProgress = field(default_factory=CacheProgress)
 
     @property
     def entry_folder(self) -> Path:
@@ -51,7 +51,7 @@ class TokenCache:
             OSError: if the folder cannot be written or the disk is full; nothing half-written stays.
         """
         self._check_owner()
-        entry = self._open(check, quiet=True)
+        entry = self._open(check, CacheProgress())
         if entry is not None:
             return entry
         lock = FileLock(self.folder / f"{self.key}.lock")
@@ -62,16 +62,16 @@ class TokenCache:
             except Timeout:
                 self._wait(lock)
         try:
-            entry = self._open(check, quiet=self.quiet)
+            entry = self._open(check, self.progress)
             if entry is None:
-                with byte_progress(label, total_bytes, quiet=self.quiet) as advance:
+                with self.progress.reading(label, total_bytes) as advance:
                     self._make(build, advance)
                 entry = open_entry(self.entry_folder)
         finally:
             lock.release()
         return entry
 
-    def _open(self, check: bool, *, quiet: bool) -> Entry | None:
+    def _open(self, check: bool, progress: CacheProgress) -> Entry | None:
         try:
             entry = open_entry(self.entry_folder)
             for name in ("vocab_size", "eos_id"):
@@ -84,7 +84,7 @@ class TokenCache:
         except FileNotFoundError:
             return None
         except DamagedEntryError as error:
-            say(f"the tokens in {self.entry_folder} are damaged ({error}); making them again", quiet=quiet)
+            progress.say(f"the tokens in {self.entry_folder} are damaged ({error}); making them again")
             return None
         return entry
 
@@ -110,7 +110,7 @@ class TokenCache:
         (self.entry_folder / STAMP).write_text(self._stamp(), encoding="utf-8")
 
     def _wait(self, lock: FileLock) -> None:
-        say("waiting for another process, which makes the tokens", quiet=self.quiet)
+        self.progress.say("waiting for another process, which makes the tokens")
         lock.acquire()
 
     def _make(self, build: Build, advance: Advance) -> None:

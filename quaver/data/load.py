@@ -8,22 +8,22 @@ from typing import Any
 
 from quaver.data.cache import TokenCache, cache_folder, cache_key
 from quaver.data.documents import SPLITS, STDLIB, Account, Piece, refusal
+from quaver.data.progress import Advance, CacheProgress
 from quaver.data.samples import TokenData
 from quaver.data.source import Source, find_source
 from quaver.data.token_files import FORMAT, Entry, split_writers, token_dtype, write_about, writing
 from quaver.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from quaver.settings import Data, TrainConfig
-from quaver.trainer.display import Advance
 
 ENCODE_CHARACTERS = 1 << 22
 """Text is tokenized in batches of about this size, on several threads if the tokenizer has them."""
 
 
-def load_data(config: TrainConfig, *, quiet: bool = False, check: bool = False) -> TokenData:
+def load_data(config: TrainConfig, progress: CacheProgress | None = None, *, check: bool = False) -> TokenData:
     """Return the tokens of `config.data`, from the cache or made now. Every rank may call it; one makes them.
 
     Args:
-        quiet: print nothing.
+        progress: shows what happens while the tokens are made; None for nothing.
         check: read the whole cache entry and compare it with its digests.
     Raises:
         FileNotFoundError: if data.path or data.tokenizer does not exist.
@@ -35,7 +35,9 @@ def load_data(config: TrainConfig, *, quiet: bool = False, check: bool = False) 
     tokenizer = load_tokenizer(data)
     check_vocabulary(tokenizer, data, config.model)
     source = find_source(data)
-    cache = TokenCache(cache_folder(data.cache_folder), cache_key(source, tokenizer), tokenizer, quiet)
+    cache = TokenCache(
+        cache_folder(data.cache_folder), cache_key(source, tokenizer), tokenizer, progress or CacheProgress()
+    )
 
     def build(folder: Path, advance: Advance) -> None:
         _build(folder, source, tokenizer, data, advance)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from quaver.data.documents import Account, SourceFile
-from quaver.trainer.display import Advance
+from quaver.data.progress import Advance
 
 JSONL = (".jsonl", ".jsonl.gz")
 PARQUET = ".parquet"

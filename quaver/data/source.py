@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from quaver.data import records
 from quaver.data.documents import TRAIN, VALIDATION, Account, Piece, SourceFile, find_files
+from quaver.data.progress import Advance
 from quaver.data.text_files import VALIDATION_SHARE, read_texts
 from quaver.settings import Data
-from quaver.trainer.display import Advance
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 
 from quaver.data.documents import TRAIN, VALIDATION, Account, Piece, SourceFile
-from quaver.trainer.display import Advance
+from quaver.data.progress import Advance
 
 VALIDATION_SHARE = 0.1
 """Share of the files (of the bytes, for a single file) that is held out for validation."""

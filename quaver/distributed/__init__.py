@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from quaver.fsdp.weight_scales import precompute_float8_dynamic_scale_for_fsdp
-from quaver.linear.quantize import SHARDINGS, LinearSharding
+from quaver.fsdp.siblings import precompute_float8_dynamic_scale_for_fsdp
+from quaver.linear.module import Float8Linear
+from quaver.linear.quantize import LinearSharding
 from quaver.torch_private.dtensor import is_dtensor
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     file = "expert_parallel" if name == "Float8ExpertParallel" else "tensor_parallel"
-    return getattr(importlib.import_module(f"{__name__}.{file}"), name)
+    return getattr(importlib.import_module(f"quaver.parallel.{file}"), name)
 
 
 def _sharding_of_dtensor(linear: Any, input: Tensor) -> LinearSharding | None:
@@ -45,4 +46,4 @@ def _sharding_of_dtensor(linear: Any, input: Tensor) -> LinearSharding | None:
     return derived_sharding(linear, input)
 
 
-SHARDINGS.append(_sharding_of_dtensor)
+Float8Linear.derived_sharding = _sharding_of_dtensor  # type: ignore[assignment]

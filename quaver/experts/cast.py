@@ -25,8 +25,8 @@ from quaver.experts.groups import (
 )
 from quaver.kernels import cpu
 from quaver.kernels.cast import CASTS, cast_blocks_with_scale, computed_once
+from quaver.kernels.operands import Operand, Operands, of_blocks, present
 from quaver.kernels.operation import operation
-from quaver.kernels.places import Places, of_blocks
 from quaver.recipes import scaling
 from quaver.recipes.cast_config import ALL
 from quaver.recipes.config import CastConfig, ScalingGranularity
@@ -47,7 +47,7 @@ def _cast_groups(
     dot_products: int,
     length: int,
     mode: str,
-) -> Places:
+) -> Operands:
     """Quantize groups of rows, for one or both of their matmuls.
 
     Args:
@@ -55,12 +55,11 @@ def _cast_groups(
         ends, groups: see groups.py.
         granularity: of `ScalingGranularity`; with "blockwise", the rest is as for `cast_blockwise`.
     Returns:
-        The six places of kernels/cast.py, with the scales of groups.py. Where both directions have one cast,
-        the row's places serve both.
+        Operands with the scales of groups.py.
     """
     cpu.check_memory(hp, ends)
 
-    def cast(block: Block) -> Places:
+    def cast(block: Block) -> Operand:
         rows, columns = block
         count = count_of_scales(rows, groups, hp.shape[0])
         place = places_of_rows(ends, groups, hp.shape[0], rows, hp.device)
@@ -73,7 +72,7 @@ def _cast_groups(
         shape = shape_of_scales(block, groups, *hp.shape)
         of_rows, part = scales_at_places(hp, quant, place, columns)
         codes = cast_blocks_with_scale(hp, of_rows, float8_dtype, part, True)
-        return codes, quant[:count].view(shape), dequant[:count].view(shape)
+        return Operand(codes, dequant[:count].view(shape), quant[:count].view(shape))
 
     return of_blocks(cast, row, column, *block_of(granularity, (dot_products, length)))
 
@@ -112,20 +111,20 @@ def scales_at_places(hp: Tensor, quant_scale: Tensor, place: Tensor, columns: in
 
 def _fake_groups(
     hp: Tensor, float8_dtype: torch.dtype, ends: Tensor | None, groups: int, row: bool, column: bool, *rest: Any
-) -> Places:
+) -> Operands:
     """Shapes only."""
     _, granularity, *options = rest
 
-    def cast(block: Block) -> Places:
-        return hp.new_empty(hp.shape, dtype=float8_dtype), *_new_scales(hp, block, groups)
+    def cast(block: Block) -> Operand:
+        return Operand(hp.new_empty(hp.shape, dtype=float8_dtype), *_new_scales(hp, block, groups))
 
     return of_blocks(cast, row, column, *block_of(granularity, options))
 
 
 def _new_scales(hp: Tensor, block: Block, groups: int) -> tuple[Tensor, Tensor]:
-    """Zeros for quant_scale and dequant_scale."""
-    quant = hp.new_zeros(shape_of_scales(block, groups, *hp.shape), dtype=torch.float32)
-    return quant, torch.zeros_like(quant)
+    """Zeros for dequant_scale and quant_scale."""
+    dequant = hp.new_zeros(shape_of_scales(block, groups, *hp.shape), dtype=torch.float32)
+    return dequant, torch.zeros_like(dequant)
 
 
 # ---- CPU -------------------------------------------------------------------------------------------------------------
@@ -133,7 +132,7 @@ def _new_scales(hp: Tensor, block: Block, groups: int) -> tuple[Tensor, Tensor]:
 
 def _cpu_groups(
     hp: Tensor, float8_dtype: torch.dtype, ends: Tensor | None, groups: int, row: bool, column: bool, *rest: Any
-) -> Places | None:
+) -> Operands | None:
     """By the table of casts, each group as a matrix; what does not depend on groups, in one."""
     if not cpu.takes(hp, float8_dtype):
         return None
@@ -142,33 +141,34 @@ def _cpu_groups(
     of_table = options if name is ScalingGranularity.BLOCKWISE else ()
     of_rows = block_of(granularity, options)
 
-    def cast(block: Block) -> Places:
+    def cast(block: Block) -> Operand:
         of_column = block != of_rows
 
-        def in_table(matrix: Tensor) -> Places:
-            places = CASTS[name](matrix, float8_dtype, not of_column, of_column, power_of_2, *of_table)
-            return places[3:] if of_column else places[:3]
+        def in_table(matrix: Tensor) -> Operand:
+            operands = CASTS[name](matrix, float8_dtype, not of_column, of_column, power_of_2, *of_table)
+            operand: Operand = operands.column if of_column else operands.row
+            return operand
 
         if block[0] == 1:
             return in_table(hp)
         if ends is None and block[0] != ALL and (hp.shape[0] // groups) % block[0] == 0:
-            of_all, *scales_of_all = in_table(hp)
-            return of_all, *(_with_unused_places(each, groups) for each in scales_of_all)
+            of_all, *scales_of_all = (present(each) for each in in_table(hp))
+            return Operand(of_all, *(_with_unused_places(each, groups) for each in scales_of_all))
         codes, scales = torch.empty_like(hp, dtype=float8_dtype), _new_scales(hp, block, groups)
         for group, (start, stop) in enumerate(bounds):
             if of_table:
-                of_codes, *of_scales = in_table(hp[start:stop])
+                of_codes, *of_scales = (present(each) for each in in_table(hp[start:stop]))
                 codes[start:stop] = of_codes
             else:
                 dim = 0 if of_column else None
                 rows = hp[start:stop], codes[start:stop]
                 made: Any = cpu.dynamic_cast(rows[0], float8_dtype, dim, power_of_2=power_of_2, codes=rows[1])
-                of_scales = [*made[1:]]
+                of_scales = [made[2], made[1]]
             first = first_scale(block[0], group, start)
             for scale, of_group in zip(scales, of_scales, strict=True):
                 scale[first : first + (of_group.shape[0] if of_group.dim() else 1)] = of_group
         codes[bounds[-1][1] :].view(torch.uint8).zero_()
-        return codes, *scales
+        return Operand(codes, *scales)
 
     return of_blocks(cast, row, column, *of_rows)
 
@@ -178,7 +178,7 @@ def _with_unused_places(scales: Tensor, groups: int) -> Tensor:
     return F.pad(scales.view(groups, -1, scales.shape[1]), (0, 0, 0, 1)).view(-1, scales.shape[1])
 
 
-_operation = operation(_cast_groups, results=6, cpu=_cpu_groups, fake=_fake_groups)
+_operation = operation(_cast_groups, cpu=_cpu_groups, fake=_fake_groups)
 
 
 @phase("quaver::cast")
@@ -196,8 +196,9 @@ def cast_groups(
         return GroupedOperands(operand if row else None, operand if column else None)
     granularity, options = cast.scaling_granularity.value, cast.block_options or (0, 0, "")
     block = cast.known_sharing("grouped matmuls")
-    places = _operation(hp, cast.float8_dtype, ends, groups, row, column, power_of_2, granularity, *options)
-    of_row = of_column = GroupedOperand(places[0], places[2], block[0])
-    if cast.has_two_casts:
-        of_column = GroupedOperand(places[3], places[5], block[1])
-    return GroupedOperands(of_row if row else None, of_column if column else None)
+    made = _operation(hp, cast.float8_dtype, ends, groups, row, column, power_of_2, granularity, *options)
+    return GroupedOperands(_in_groups(made.row, block[0]), _in_groups(made.column, block[cast.has_two_casts]))
+
+
+def _in_groups(operand: Operand | None, block_rows: int) -> GroupedOperand | None:
+    return None if operand is None else GroupedOperand(operand.data, operand.dequant_scale, block_rows)

@@ -29,21 +29,23 @@ from torch.utils.flop_counter import register_flop_formula
 from quaver.experts import gpu_gemm
 from quaver.experts.groups import Form, GroupedOperand, bounds_of, scale_of_group
 from quaver.kernels.exact_mm import exact_float8_mm_into
+from quaver.kernels.operands import Operand
 from quaver.kernels.operation import operation
 from quaver.linear.gemm import (
-    PROBES,
     GemmBackend,
-    Operand,
     ScaleKind,
     backend_for,
     casts_of_matmuls,
+    failure_of_hardware,
     kind_of_casts,
     mm,
+    says_whether_native,
 )
 from quaver.recipes.config import CastConfig, Float8LinearConfig, MatmulOptions
 from quaver.recipes.formats import E4M3
 from quaver.runtime.phases import phase
 from quaver.runtime.slow_paths import say_once
+from quaver.torch_private.tracing import assume_constant_result
 
 
 def _grouped_mm(
@@ -100,7 +102,12 @@ def grouped_backends_of(config: Float8LinearConfig, device: torch.device) -> str
 
 
 def _has_native(device: torch.device, emulate: bool) -> bool:
-    return backend_for(device, ScaleKind.GROUPS, emulate=emulate) is GemmBackend.NATIVE
+    return backend_for(device, ScaleKind.GROUPS, emulate=emulate, works=_native_works) is GemmBackend.NATIVE
+
+
+@assume_constant_result
+def _native_works(device_index: int, kind: ScaleKind) -> bool:
+    return says_whether_native(device_index, kind, probe_native_grouped_mm)
 
 
 def _one_by_one(
@@ -193,7 +200,7 @@ def _flops(
     return 2 * a_shape[0] * a_shape[1] * (b_shape[1] if form == Form.GRAD_WEIGHT.value else out_shape[1])
 
 
-def _probe(device: torch.device) -> str | None:
+def probe_native_grouped_mm(device: torch.device, kind: ScaleKind) -> str | None:
     """`gemm.probe_native_mm` of torch's scaled grouped matmul: three groups, one empty."""
     numbers = torch.arange(48 * 32, device="cpu").view(48, 32)
     a, b = ((numbers % modulus - modulus // 2).float().to(E4M3.dtype) for modulus in (13, 7))
@@ -202,9 +209,9 @@ def _probe(device: torch.device) -> str | None:
     of_cpu = GroupedOperand(a, a_scale, 1), GroupedOperand(b, b_scale, 1)
     expected = _one_by_one(*of_cpu, ends, Form.OUTPUT, False, MatmulOptions(), torch.float32)
     moved = GroupedOperand(a.to(device), a_scale.to(device), 1), GroupedOperand(b.to(device), b_scale.to(device), 1)
-    out = gpu_gemm.scaled(*moved, ends.to(device), Form.OUTPUT, False, False)
+    try:
+        out = gpu_gemm.scaled(*moved, ends.to(device), Form.OUTPUT, False, False)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return failure_of_hardware(error)
     wrong = out is None or bool((out.float().cpu() - expected).abs().max() > expected.abs().max() * 2**-7)
     return "a grouped matmul gave a wrong result" if wrong else None
-
-
-PROBES[ScaleKind.GROUPS] = _probe

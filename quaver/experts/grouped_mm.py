@@ -22,9 +22,9 @@ from quaver.experts.dispatch import Dispatch
 from quaver.experts.gemm import grouped_mm
 from quaver.experts.groups import Block, Form, GroupedOperand, GroupedOperands, scales_in_places
 from quaver.experts.probe import GroupedProbe
+from quaver.kernels.operands import present
 from quaver.linear.frozen_weight import FrozenFloat8Weight
-from quaver.linear.module import NoSecondDerivative, compute_dtype
-from quaver.linear.quantize import present
+from quaver.linear.function import NoSecondDerivative, compute_dtype
 from quaver.linear.saved_tensors import save, saved
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.cast_config import ALL

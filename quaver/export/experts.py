@@ -18,8 +18,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from quaver.export.formats import WeightFormat
-from quaver.linear.gemm import Operand
-from quaver.linear.quantize import Quantizer, present
+from quaver.kernels.operands import Operand, present
+from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import OperandCasts
 
 

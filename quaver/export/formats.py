@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from quaver.export import comfyui
-from quaver.linear.gemm import Operand
+from quaver.kernels.operands import Operand
 from quaver.recipes.cast_config import ALL, ScaleCalculationMode
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E4M3

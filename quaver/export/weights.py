@@ -30,10 +30,10 @@ from quaver.export.experts import quantize_expert, store_expert
 from quaver.export.formats import COMPRESSED_TENSORS, FORMATS, FUSED, HIGH_PRECISION
 from quaver.export.kv_cache import kv_scales_of
 from quaver.export.plan import Plan, frozen_weights, named_tensors, plan_export
+from quaver.kernels.operands import Operand, present
 from quaver.linear.frozen_weight import FrozenFloat8Weight
-from quaver.linear.gemm import Operand
 from quaver.linear.module import Float8Linear
-from quaver.linear.quantize import Quantizer, present
+from quaver.linear.quantize import Quantizer
 from quaver.linear.weight_form import WrappedTensor
 from quaver.recipes.scaling import PersistentScales, Scales, dequantize, sqnr_db, to_dequant_scale
 from quaver.torch_private.dtensor import local_tensor

@@ -42,18 +42,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from quaver.experts.cast import scales_at_places
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_of_module
-from quaver.fsdp.weight_scales import (
-    AllGatherState,
-    Grouping,
-    NamedWeights,
-    Shard,
-    Siblings,
-    WholeScales,
-    all_gather_state,
-    current_shard,
-    groupings,
-    whole_scales,
-)
+from quaver.fsdp.scales import Grouping, WholeScales, groupings
+from quaver.fsdp.shard import Shard
+from quaver.fsdp.siblings import AllGatherState, NamedWeights, Siblings, all_gather_state, current_shard, whole_scales
 from quaver.kernels.cast import (
     cast_blocks_with_scale,
     cast_with_persistent_scale,
@@ -61,8 +52,8 @@ from quaver.kernels.cast import (
     matrix_amax,
     record_amax,
 )
+from quaver.kernels.operands import Operand, present
 from quaver.linear.frozen_weight import FrozenFloat8Weight
-from quaver.linear.gemm import Operand
 from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrappedTensor
@@ -194,10 +185,10 @@ class Float8AllGatherWeight(WrappedTensor):
         scales: WholeScales
         if scale is not None and scale.is_initialized:  # equal on every rank, so nothing is exchanged
             power_of_2 = config.round_scales_to_power_of_2
-            code, quant, dequant, *_ = cast_with_persistent_scale(
-                shard.local, scale, float8_dtype, True, False, power_of_2
-            )
-            codes, scales = [code], [Scales(quant, dequant)]
+            cast = cast_with_persistent_scale(shard.local, scale, float8_dtype, True, False, power_of_2)
+            operand = present(cast.row)
+            codes = [operand.data]
+            scales = [Scales(present(operand.quant_scale), present(operand.dequant_scale))]
         else:
             scales = whole_scales(weight)
             codes = [

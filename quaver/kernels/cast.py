@@ -9,17 +9,12 @@
 
 (*) Of a matrix that is in memory, for both directions at once, the operation (`CASTS_OF_STORED`, docs/design/0018).
 
-A matrix hp [R, C] is the operand of two matmuls (quantize.py): `row` asks for what the matmul along its rows reads,
-`column` for what the one along its columns reads. What the C extension or Triton does not take (other dtypes, strides,
-devices) runs in PyTorch; scaling.py is the oracle, to the bit.
+A matrix hp [R, C] is the operand of two matmuls (linear/quantize.py): `row` asks for what the matmul along its rows
+reads, `column` for what the one along its columns reads. What the C extension or Triton does not take (other dtypes,
+strides, devices) runs in PyTorch; scaling.py is the oracle, to the bit.
 
-Results. A dynamic cast returns six tensors, or None for those that do not apply (from an operation, an empty tensor of
-shape (0,)):
-
-    row_codes, row_quant_scale, row_dequant_scale, column_codes, column_quant_scale, column_dequant_scale
-
-Where the column's is None, the row's serves both: the tensorwise scales, the scales of square blocks, and on a CPU the
-codes of both. `CASTS` has these casts by granularity; to add one, add its reference and a row
+Results. A cast with scales of its own returns `Operands` (operands.py). Tensorwise and square blocks give both operands
+one scale; on a CPU they are one object. `CASTS` has these casts by granularity; to add one, add its reference and a row
 (docs/extending.md).
 
 Layouts. A GPU multiplies float8 only along the contiguous dim: there, row codes are contiguous and column codes have
@@ -37,8 +32,8 @@ import torch
 from torch import Tensor
 
 from quaver.kernels import cpu
-from quaver.kernels.operation import library, operation, triton_kernels
-from quaver.kernels.places import NONE, Places, of_blocks
+from quaver.kernels.operands import Operand, Operands, asked_for, of_blocks, of_one_scale, present, unflattened
+from quaver.kernels.operation import library, operation, returning_operands, triton_kernels
 from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
 from quaver.recipes.formats import HP_DTYPES
@@ -47,30 +42,25 @@ from quaver.runtime.compile_hints import apart
 from quaver.runtime.phases import phase
 from quaver.torch_private.dispatch import count_dispatch_modes
 
-_cast_phase = phase("quaver::cast")
+CAST = "quaver::cast"
 _amax = phase("quaver::amax")(scaling.amax)
 
 
 # ---- dynamic scales --------------------------------------------------------------------------------------------------
 
 
-def _cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
+def _cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands:
     """Quantize with the scale of the matrix's own amax."""
     cpu.check_memory(hp)
     quant, dequant = computed_once(scaling.scales_of(_amax(hp), float8_dtype, power_of_2))
-    row_codes, column_codes = _with_one_scale(hp, float8_dtype, quant, row, column)
-    return row_codes, quant, dequant, column_codes, None, None
-
-
-def _with_one_scale(
-    hp: Tensor, float8_dtype: torch.dtype, quant: Tensor, row: bool, column: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Row codes and column codes with one scale. Compiled code converts twice; see `apart`."""
     if not (torch.compiler.is_dynamo_compiling() and column) or hp.is_cpu:
-        return _laid_out(scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True), row, column)
+        codes = scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True)
+        return _laid_out(codes, quant, dequant, row, column)
+    # Compiled code converts twice; see `apart`.
     row_codes = scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True).contiguous() if row else None
-    quant = quant if row_codes is None else apart(quant, row_codes)
-    return row_codes, _transposed(scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True))
+    of_columns = quant if row_codes is None else apart(quant, row_codes)
+    column_codes = _transposed(scaling.cast_to_float8(hp, of_columns, float8_dtype, is_of_amax=True))
+    return of_one_scale(row_codes, column_codes, quant, dequant)
 
 
 def _transposed(codes: Tensor) -> Tensor:
@@ -78,13 +68,13 @@ def _transposed(codes: Tensor) -> Tensor:
     return codes.t().contiguous().t() if torch.compiler.is_dynamo_compiling() else column_major(codes)
 
 
-def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
+def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands:
     """Quantize each row (for row codes) and each column (for column codes) with the scale of its amax.
 
     Scales are float32 [R, 1] and [1, C].
     """
     cpu.check_memory(hp)
-    made: list[Tensor | None] = []
+    made: list[Operand | None] = []
     for dim, asked in ((1, row), (0, column)):
         if asked:
             scales = scaling.scales_of(_amax(hp, dim), float8_dtype, power_of_2)
@@ -92,10 +82,10 @@ def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
             codes = scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True)
             if not hp.is_cpu:
                 codes = codes.contiguous() if dim else _transposed(codes)
-            made += [codes, quant, dequant]
+            made.append(Operand(codes, dequant, quant))
         else:
-            made += NONE
-    return tuple(made)
+            made.append(None)
+    return Operands(*made)
 
 
 def computed_once(scales: scaling.Scales) -> scaling.Scales:
@@ -117,7 +107,7 @@ def _cast_blockwise(
     dot_products: int,
     length: int,
     mode: str,
-) -> Places:
+) -> Operands:
     """Quantize blocks of `dot_products` x `length` with the scales of their own amaxes.
 
     Row blocks have `length` columns and scales [ceil(R / dot_products), ceil(C / length)], column blocks `length` rows
@@ -125,27 +115,19 @@ def _cast_blockwise(
     """
     cpu.check_memory(hp)
 
-    def cast(block_size: tuple[int, int]) -> Places:
+    def cast(block_size: tuple[int, int]) -> Operand:
         amax = scaling.block_amax(hp, block_size)
-        scales = computed_once(scaling.scales_of_blocks(amax, float8_dtype, power_of_2, mode))
-        return scaling.cast_blocks(hp, scales.quant, float8_dtype, block_size, True), *scales
+        quant, dequant = computed_once(scaling.scales_of_blocks(amax, float8_dtype, power_of_2, mode))
+        return Operand(scaling.cast_blocks(hp, quant, float8_dtype, block_size, True), dequant, quant)
 
-    places = of_blocks(cast, row, column, dot_products, length)
-    if hp.is_cpu or not column:
-        return places
-    row_codes, quant, dequant, column_codes, *of_columns = places
-    if dot_products != length:
-        return row_codes, quant, dequant, _transposed(column_codes), *of_columns
-    if row and torch.compiler.is_dynamo_compiling():
-        return (
-            row_codes,
-            quant,
-            dequant,
-            column_codes_of_blocks(hp, float8_dtype, apart(quant, row_codes), length),
-            None,
-            None,
-        )
-    return row_codes if row else None, quant, dequant, _transposed(row_codes), None, None
+    made = of_blocks(cast, row, column, dot_products, length)
+    if hp.is_cpu or made.column is None:
+        return made
+    codes, *scales = made.column
+    if made.row is made.column and torch.compiler.is_dynamo_compiling():
+        quant = apart(present(made.column.quant_scale), codes)
+        return Operands(made.row, Operand(column_codes_of_blocks(hp, float8_dtype, quant, length), *scales))
+    return Operands(made.row, Operand(_transposed(codes), *scales))
 
 
 def column_codes_of_blocks(hp: Tensor, float8_dtype: torch.dtype, quant_scale: Tensor, length: int) -> Tensor:
@@ -155,40 +137,41 @@ def column_codes_of_blocks(hp: Tensor, float8_dtype: torch.dtype, quant_scale: T
 
 def _cpu_blockwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, *blocks: Any
-) -> Places | None:
+) -> Operands | None:
     """The rules of scales are PyTorch's here too: C finds the amaxes and casts with the scales."""
     dot_products, length, mode = blocks
 
-    def cast(block_size: tuple[int, int]) -> Places:
+    def cast(block_size: tuple[int, int]) -> Operand:
         amax: Any = cpu.block_amax(hp, block_size)
-        scales = scaling.scales_of_blocks(amax, float8_dtype, power_of_2, mode)
-        return cpu.cast_with_scale(hp, scales.quant, float8_dtype), *scales
+        quant, dequant = scaling.scales_of_blocks(amax, float8_dtype, power_of_2, mode)
+        codes: Any = cpu.cast_with_scale(hp, quant, float8_dtype)
+        return Operand(codes, dequant, quant)
 
     return of_blocks(cast, row, column, dot_products, length) if cpu.takes(hp, float8_dtype) else None
 
 
 def _fake_blockwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, dot_products: int, length: int, __: str
-) -> Places:
+) -> Operands:
     """Shapes only: the reference asks where blocks are cut, which would bind a dynamic shape."""
 
-    def cast(block_size: tuple[int, int]) -> Places:
+    def cast(block_size: tuple[int, int]) -> Operand:
         counts = scaling.block_counts(hp.shape[0], hp.shape[1], block_size)
         scales = (hp.new_empty(counts, dtype=torch.float32) for _ in range(2))
-        return hp.new_empty(hp.shape, dtype=float8_dtype), *scales
+        return Operand(hp.new_empty(hp.shape, dtype=float8_dtype), *scales)
 
-    places = of_blocks(cast, row, column, dot_products, length)
-    if hp.is_cpu or not column:
-        return places
+    made = of_blocks(cast, row, column, dot_products, length)
+    if hp.is_cpu or made.column is None:
+        return made
     column_codes = hp.new_empty(hp.shape[1], hp.shape[0], dtype=float8_dtype).t()
-    return places[0] if row else None, *places[1:3], column_codes, *places[4:]
+    return Operands(made.row, Operand(column_codes, *made.column[1:]))
 
 
-def _laid_out(codes: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Tensor | None]:
-    """One set of codes as row codes and column codes; on a CPU the row's serve both."""
+def _laid_out(codes: Tensor, quant: Tensor, dequant: Tensor, row: bool, column: bool) -> Operands:
+    """One set of codes in the layouts that were asked for; on a CPU one serves both."""
     if codes.is_cpu:
-        return codes, None
-    return codes.contiguous() if row else None, column_major(codes) if column else None
+        return asked_for(Operand(codes, dequant, quant), row, column)
+    return of_one_scale(codes.contiguous() if row else None, column_major(codes) if column else None, quant, dequant)
 
 
 def _column_major(codes: Tensor) -> Tensor:
@@ -204,41 +187,45 @@ def row_major(codes: Tensor) -> Tensor:
     return codes if codes.is_contiguous() else column_major(codes.mT).mT
 
 
-def _cpu_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places | None:
+def _cpu_tensorwise(
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool
+) -> Operands | None:
     made = cpu.dynamic_cast(hp, float8_dtype, power_of_2=power_of_2)
-    return None if made is None else (*made, *NONE)
-
-
-def _cpu_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places | None:
-    if row and column:
-        return cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
-    made = cpu.dynamic_cast(hp, float8_dtype, 1 if row else 0, power_of_2=power_of_2)
     if made is None:
         return None
-    return (*made, *NONE) if row else (*NONE, *made)
+    codes, quant, dequant = made
+    operand = Operand(codes, dequant, quant)
+    return Operands(operand if row else None, operand if column else None)
 
 
-cast_tensorwise = _cast_phase(operation(_cast_tensorwise, results=6, cpu=_cpu_tensorwise, gpu="cast_tensorwise"))
-cast_rowwise = _cast_phase(operation(_cast_rowwise, results=6, cpu=_cpu_rowwise, gpu="cast_rowwise"))
-cast_blockwise = _cast_phase(
-    operation(_cast_blockwise, results=6, cpu=_cpu_blockwise, gpu="cast_blockwise", fake=_fake_blockwise)
-)
+def _cpu_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands | None:
+    made: Any
+    if row and column:
+        made = cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
+        return None if made is None else unflattened(made, row, column)
+    made = cpu.dynamic_cast(hp, float8_dtype, 1 if row else 0, power_of_2=power_of_2)
+    return None if made is None else asked_for(Operand(made[0], made[2], made[1]), row, column)
+
+
+cast_tensorwise = operation(_cast_tensorwise, cpu=_cpu_tensorwise, gpu="cast_tensorwise", phase=CAST)
+cast_rowwise = operation(_cast_rowwise, cpu=_cpu_rowwise, gpu="cast_rowwise", phase=CAST)
+cast_blockwise = operation(_cast_blockwise, cpu=_cpu_blockwise, gpu="cast_blockwise", fake=_fake_blockwise, phase=CAST)
 
 CASTS = {
     ScalingGranularity.TENSORWISE: cast_tensorwise,
     ScalingGranularity.ROWWISE: cast_rowwise,
     ScalingGranularity.BLOCKWISE: cast_blockwise,
 }
-"""(hp, float8_dtype, row, column, power_of_2, *block_options) -> the six places at the top."""
+"""(hp, float8_dtype, row, column, power_of_2, *block_options) -> `Operands`."""
 
 
 _ROWS_OF_A_RUN = 8
 
 
-def _stored_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
+def _stored_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands:
     quant, dequant = scaling.scales_of(_amax(_by_rows(hp)), float8_dtype, power_of_2)
     row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, quant, quant)
-    return row_codes, quant, dequant, column_codes, None, None
+    return of_one_scale(row_codes, column_codes, quant, dequant)
 
 
 def _by_rows(hp: Tensor) -> Tensor:
@@ -258,8 +245,8 @@ def _by_rows(hp: Tensor) -> Tensor:
 
 CASTS_OF_STORED: dict[ScalingGranularity, Any] = {
     ScalingGranularity.TENSORWISE: _stored_tensorwise,
-    ScalingGranularity.ROWWISE: torch.ops.quaver.cast_rowwise,
-    ScalingGranularity.BLOCKWISE: torch.ops.quaver.cast_blockwise,
+    ScalingGranularity.ROWWISE: returning_operands(torch.ops.quaver.cast_rowwise),
+    ScalingGranularity.BLOCKWISE: returning_operands(torch.ops.quaver.cast_blockwise),
 }
 """As `CASTS`, by operations that store both layouts.
 
@@ -273,7 +260,7 @@ it computes the matrix.
 
 def _cast_with_scale(
     hp: Tensor, float8_dtype: torch.dtype, row_scale: Tensor | None, column_scale: Tensor | None
-) -> Places:
+) -> tuple[Tensor | None, Tensor | None]:
     """Quantize with scales that are known.
 
     Args:
@@ -300,7 +287,7 @@ def _cast_with_scale(
 
 def _cpu_with_scale(
     hp: Tensor, float8_dtype: torch.dtype, row_scale: Tensor | None, column_scale: Tensor | None
-) -> Places | None:
+) -> tuple[Tensor | None, ...] | None:
     made: list[Tensor | None] = []
     for scale in (row_scale, column_scale):
         if scale is not None and not scale.is_contiguous():
@@ -312,53 +299,52 @@ def _cpu_with_scale(
     return tuple(made)
 
 
-cast_with_scale = _cast_phase(operation(_cast_with_scale, results=2, cpu=_cpu_with_scale, gpu="cast_with_scale"))
+cast_with_scale = operation(_cast_with_scale, results=2, cpu=_cpu_with_scale, gpu="cast_with_scale", phase=CAST)
 
 
-cast_blocks_with_scale = _cast_phase(scaling.cast_blocks)
+cast_blocks_with_scale = phase(CAST)(scaling.cast_blocks)
 """`scaling.cast_blocks`, for what was scaled before it is all-gathered."""
 
 
 def _cast_with_persistent_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor
-) -> Places:
-    """Also returns what was observed, float32 [2]: the amax, and the number of saturated elements."""
+) -> tuple[Tensor | None, ...]:
+    """Row codes, quant_scale, dequant_scale, column codes; float32 [2]: the amax, and how many elements saturated."""
     cpu.check_memory(hp, quant_scale)
     codes, quant, dequant, observed = scaling.cast_with_persistent_scale(
         hp, quant_scale, float8_dtype, power_of_2=power_of_2
     )
-    row_codes, column_codes = _laid_out(codes, row, column)
-    return row_codes, quant, dequant, column_codes, None, None, observed
+    if codes.is_cpu:
+        return codes, quant, dequant, None, observed
+    row_codes, column_codes = codes.contiguous() if row else None, column_major(codes) if column else None
+    return row_codes, quant, dequant, column_codes, observed
 
 
 def _cpu_with_persistent_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor
-) -> Places | None:
+) -> tuple[Tensor | None, ...] | None:
     observed = hp.new_zeros(2, dtype=torch.float32)
     made = cpu.cast_and_observe(hp, quant_scale, float8_dtype, power_of_2, observed)
-    return None if made is None else (*made, *NONE, observed)
+    return None if made is None else (*made, None, observed)
 
 
 _persistent = operation(
     _cast_with_persistent_scale,
-    results=7,
+    results=5,
     cpu=_cpu_with_persistent_scale,
     gpu="cast_with_persistent_scale",
     in_graphs=True,
 )
 
 
-@_cast_phase
+@phase(CAST)
 def cast_with_persistent_scale(
     hp: Tensor, scale: PersistentScale, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool
-) -> Places:
+) -> Operands:
     """Quantize with a persistent scale, or with that of the matrix's amax while it is not initialized.
 
     Updates `scale.amax_buffer` with the amax and the number of saturated elements by a maximum, so repeating the cast
-    changes nothing.
-
-    Returns:
-        The six places at the top; the scales are those that were used, float32 ().
+    changes nothing. The scales of the operands are those that were used, float32 ().
     """
     amax_buffer = scale.amax_buffer
     if hp.is_meta:  # the scales of a model on the meta device stay where they are
@@ -366,10 +352,14 @@ def cast_with_persistent_scale(
     if hp.is_cpu and amax_buffer is not None and not torch.compiler.is_dynamo_compiling():
         made = cpu.cast_and_observe(hp, scale.quant_scale, float8_dtype, power_of_2, amax_buffer)
         if made is not None:  # C updated the buffer
-            return *made, *NONE
-    *places, observed = _persistent(hp, float8_dtype, row, column, power_of_2, scale.quant_scale)
+            return asked_for(Operand(made[0], made[2], made[1]), row, column)
+    row_codes, quant, dequant, column_codes, observed = _persistent(
+        hp, float8_dtype, row, column, power_of_2, scale.quant_scale
+    )
     record(scale, observed)
-    return tuple(places)
+    if hp.is_cpu:
+        return asked_for(Operand(row_codes, dequant, quant), row, column)
+    return of_one_scale(row_codes if row else None, column_codes if column else None, quant, dequant)
 
 
 def record(scale: PersistentScale, observed: Tensor) -> None:

@@ -215,7 +215,7 @@ def dynamic_cast(
     power_of_2: bool = False,
     codes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`quaver.recipes.scaling.dynamic_cast` of `hp` [rows, columns]: float8 [rows, columns], quant_scale, dequant_scale.
+    """`recipes.scaling.dynamic_cast` of `hp` [rows, columns]: float8 [rows, columns], quant_scale, dequant_scale.
 
     `codes`: where to write them, rows of a float8 matrix, for an `hp` that `takes` accepts; None for new memory.
     """
@@ -273,7 +273,7 @@ def block_amax(hp: Tensor, block_size: Sequence[int]) -> Tensor | None:
 def cast_and_observe(
     hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, power_of_2: bool, observed: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`quaver.recipes.scaling.cast_with_persistent_scale` of `hp` [rows, columns], in one pass where the scale is known.
+    """`recipes.scaling.cast_with_persistent_scale` of `hp` [rows, columns], in one pass where the scale is known.
 
     Args:
         quant_scale: float32 (). A scale <= 0 or NaN means uninitialized: hp is then scaled by its own amax.

@@ -71,7 +71,7 @@ def _exact_float8_mm(
     out_dtype: torch.dtype,
     scales_are_powers_of_2: bool,
 ) -> Tensor:
-    """See the top of the file, and `quaver.linear.gemm.float8_mm` for the arguments. Runs on plain tensors, never traced."""
+    """See the top of the file, and `linear.gemm.float8_mm` for the arguments. Runs on plain tensors, never traced."""
     return _multiply(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2, None)
 
 

@@ -1,6 +1,6 @@
 """Registers an operation and makes the function that callers use: one row of the tables of casts and matmuls.
 
-    cast_tensorwise = operation(reference, results=6, cpu=..., gpu="cast_tensorwise")
+    cast_tensorwise = operation(reference, cpu=..., gpu="cast_tensorwise", phase="quaver::cast")
 
 registers `torch.ops.quaver.cast_tensorwise`, with a schema from the reference's annotations, and returns a function of
 the same arguments. The reference is traceable PyTorch. It is the oracle of the kernels, the fake kernel, and what runs
@@ -27,10 +27,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from quaver.kernels.cpu import check_memory, runs_directly
+from quaver.kernels.operands import FLAT, Operands, flattened, unflattened
 from quaver.recipes.scaling import PLAIN_TYPES
+from quaver.runtime import phases
 from quaver.runtime.slow_paths import say_once
+
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 library = torch.library.Library("quaver", "FRAGMENT")
 
@@ -40,24 +45,26 @@ _SCHEMA_TYPES = {"torch.dtype": "ScalarType", "Tensor | None": "Tensor?"}
 def operation(
     reference: Callable[..., Any],
     *,
-    results: int,
+    results: int = FLAT,
     cpu: Callable[..., Any] | None = None,
     gpu: str | None = None,
     fake: Callable[..., Any] | None = None,
     in_graphs: bool = False,
+    phase: str = "",
 ) -> Callable[..., Any]:
     """Register `torch.ops.quaver.<name>` and return the function that calls the kernel, the reference or the operation.
 
     Args:
         reference: named as the operation, with an underscore before. Takes a tensor, then other arguments; the casts
-            take a float8 dtype second. Returns `results` tensors, None for those that do not apply.
+            take a float8 dtype second. Returns `results` tensors, None for those that do not apply; or `Operands`.
         results: how many tensors. With more than one, the operation returns empty tensors of shape (0,) for None.
-            Results have no autograd history.
+            Results have no autograd history. A cast's are those of `flattened`, and its function returns `Operands`.
         cpu: as `reference`, or None as its result where it does not take the tensor.
         gpu: the name of such a function in triton_cast.py, for tensors that its `takes` accepts; where the reference
             has no float8 dtype, for codes that its `takes_codes` does.
         fake: computes results on fake tensors; None for the reference.
         in_graphs: whether code compiled for a GPU calls the operation, instead of the reference.
+        phase: the name of the range that a call is while a profiler or a recorder runs (runtime/phases.py).
     """
     name = reference.__name__.removeprefix("_")
 
@@ -75,22 +82,42 @@ def operation(
         def implementation(first: Tensor, *args: Any) -> Any:
             check_memory(first, *(arg for arg in args if isinstance(arg, Tensor)))
             made = function(first, *args)
-            return made if results == 1 else tuple(first.new_empty(0) if each is None else each for each in made)
+            if results == 1:
+                return made
+            flat = flattened(made) if isinstance(made, Operands) else made
+            return tuple(first.new_empty(0) if each is None else each for each in flat)
 
         return implementation
 
-    parameters = inspect.signature(reference).parameters.values()
+    parameters = list(inspect.signature(reference).parameters.values())
     arguments = ", ".join(f"{_SCHEMA_TYPES.get(each.annotation, each.annotation)} {each.name}" for each in parameters)
     tensors_of_schema = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
     library.define(f"{name}({arguments}) -> {tensors_of_schema}")
     library.impl(name, as_operation(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"quaver::{name}", as_operation(fake or reference), lib=library)
     registered = getattr(torch.ops.quaver, name)
+    if results == FLAT:
+        registered = returning_operands(registered)
 
     def call(first: Tensor, *args: Any) -> Any:
+        # As `phases.phase`, without a call of its own: casts and matmuls are small where a host is too slow.
+        if phase and not is_dynamo_compiling() and (profiler._is_profiler_enabled or phases.watched is not None):
+            with phases.opened(phase, (first, *args)):
+                return (registered if runs_as_operation(first, in_graphs) else run)(first, *args)
         return (registered if runs_as_operation(first, in_graphs) else run)(first, *args)
 
     call.__name__, call.__doc__ = name, reference.__doc__
+    return call
+
+
+def returning_operands(registered: Any) -> Callable[..., Operands]:
+    """The function that calls a registered cast, which returns tensors, and returns `Operands`."""
+    names = [each.name for each in registered.default._schema.arguments]
+    row, column = names.index("row"), names.index("column")
+
+    def call(*args: Any) -> Operands:
+        return unflattened(registered(*args), args[row], args[column])
+
     return call
 
 

@@ -22,7 +22,7 @@ with contextlib.suppress(ImportError):  # PyTorch for CPUs comes without it
 
 
 def amax(hp: Tensor, dim: int | None) -> Tensor:
-    """`quaver.recipes.scaling.amax` of an `hp` [R, C] that `takes` accepts: float32 (), [R, 1] for dim 1, [1, C] for dim 0."""
+    """`recipes.scaling.amax` of an `hp` [R, C] that `takes` accepts: float32 (), [R, 1] for dim 1, [1, C] for dim 0."""
     if dim is None:
         return amax_unless_known(hp, None)[0]
     row_amax, column_amax = amax_by_dim(hp, rows=dim == 1, columns=dim == 0)

@@ -1,7 +1,7 @@
 """What the Triton kernels share: which tensors they take, the arithmetic of a cast, and tiles of a matrix [R, C].
 
-The device functions compute what quaver/recipes/scaling.py says, bit for bit, NaN, inf, zero and subnormal numbers included;
-nothing is flushed to zero.
+The device functions compute what quaver/recipes/scaling.py says, bit for bit, NaN, inf, zero and subnormal numbers
+included; nothing is flushed to zero.
 
 Grid: one program per tile, tiles numbered along the rows. Mask: elements outside the matrix are read as 0 and not
 written. A thread loads 16 bytes at a time, and stores 8 row codes or 16 column codes at a time; where R or C is no

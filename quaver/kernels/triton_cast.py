@@ -1,4 +1,4 @@
-"""Casts of a matrix [R, C] to float8 on NVIDIA GPUs, in Triton: the bits of quaver/recipes/scaling.py, one layout or both.
+"""Casts of a matrix [R, C] to float8 on NVIDIA GPUs, in Triton: the bits of recipes/scaling.py, one layout or both.
 
     row codes      [R, C], contiguous                for a matmul that contracts C
     column codes   [R, C] with strides (1, R)        for a matmul that contracts R
@@ -28,7 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quaver.kernels.places import Places
+from quaver.kernels.operands import Operand, Operands, asked_for, of_one_scale, unflattened
 from quaver.kernels.triton_amax import amax, amax_by_dim, amax_unless_known
 from quaver.kernels.triton_blocks import (
     Codes,
@@ -83,24 +83,28 @@ WIDEST_ROW = 32768
 """Columns of a row that `_cast_whole_rows` holds in registers."""
 
 
-def cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
+def cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands:
     """`quaver.recipes.scaling.dynamic_cast` of an `hp` [R, C] that `takes` accepts, with one scale.
 
     Returns:
-        The six places of cast.py; scales are float32 ().
+        Operands whose scales are float32 ().
     """
-    return cast_with_persistent_scale(hp, float8_dtype, row, column, power_of_2, None)[:6]
+    row_codes, quant, dequant, column_codes, _ = cast_with_persistent_scale(
+        hp, float8_dtype, row, column, power_of_2, None
+    )
+    return of_one_scale(row_codes, column_codes, quant, dequant)
 
 
 def cast_with_persistent_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor | None
-) -> Places:
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor]:
     """`quaver.recipes.scaling.cast_with_persistent_scale` of an `hp` [R, C] that `takes` accepts.
 
     Args:
         quant_scale: float32 (). None for a dynamic scale, under which nothing but the amax is observed.
     Returns:
-        The six places of cast.py, scales float32 (); and float32 [2]: the amax of hp, and how many elements saturated.
+        Row codes, their quant_scale and dequant_scale, float32 (), and column codes, None for codes that were not asked
+        for; and float32 [2]: the amax of hp, and how many elements saturated.
     """
     observed = amax_unless_known(hp, quant_scale)
     row_codes, column_codes = empty_codes(hp, float8_dtype, row, column)
@@ -108,25 +112,25 @@ def cast_with_persistent_scale(
     tile, cast = tile_for(hp, column_codes=column), cast_to(float8_dtype, power_of_2)
     tensors = (row_codes, column_codes, quant_scale, observed, quant, dequant)
     launch(_cast_tensorwise, hp, tile, *tensors, CAST=cast)
-    return row_codes, quant, dequant, column_codes, None, None, observed
+    return row_codes, quant, dequant, column_codes, observed
 
 
-def cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Places:
+def cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands:
     """`quaver.recipes.scaling.dynamic_cast` of an `hp` [R, C] that `takes` accepts, along dim 1 and along dim 0.
 
     Returns:
-        The six places of cast.py; scales are float32 [R, 1] and [1, C].
+        Operands whose scales are float32 [R, 1] and [1, C].
     """
     if not column and hp.shape[1] <= WIDEST_ROW:
         codes = torch.empty_like(hp, dtype=float8_dtype)
         quant, dequant = (hp.new_empty(hp.shape[0], 1, dtype=torch.float32) for _ in range(2))
         tile, cast = tile_of_whole_rows(hp.shape[1]), cast_to(float8_dtype, power_of_2)
         launch(_cast_whole_rows, hp, tile, codes, quant, dequant, CAST=cast)
-        return codes, quant, dequant, None, None, None
+        return asked_for(Operand(codes, dequant, quant), row, column)
     row_amax, column_amax = amax_by_dim(hp, rows=row, columns=column)
     row_scales, column_scales = _empty_scales(row_amax), _empty_scales(column_amax)
     row_codes, column_codes = _cast_by_dim(hp, float8_dtype, row_scales, column_scales, power_of_2)
-    return (row_codes, *row_scales[1:], column_codes, *column_scales[1:])
+    return unflattened((row_codes, *row_scales[1:], column_codes, *column_scales[1:]), row, column)
 
 
 def cast_with_scale(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.kernels.places import NONE, Places
+from quaver.kernels.operands import Operands, of_one_scale, unflattened
 from quaver.kernels.triton_blocks import (
     Tile,
     cast_to,
@@ -55,37 +55,37 @@ def cast_blockwise(
     dot_products: int,
     length: int,
     mode: str,
-) -> Places:
-    """`quaver.recipes.scaling.dynamic_cast_blocks` of an `hp` [R, C] that triton_cast.py takes, along rows and along columns.
+) -> Operands:
+    """`recipes.scaling.dynamic_cast_blocks` of an `hp` [R, C] that triton_cast.py takes, along rows and along columns.
 
     Returns:
-        The six places of cast.py; square blocks are cast once.
+        Operands; square blocks are cast once.
     """
 
-    def cast(block_size: tuple[int, int], row: bool, column: bool) -> Places:
+    def cast(block_size: tuple[int, int], row: bool, column: bool) -> Operands:
         return _cast(hp, float8_dtype, power_of_2, block_size, mode, row, column)
 
     if dot_products == length:
-        row_codes, column_codes, *scales = cast((length, length), row, column)
-        return row_codes, *scales, column_codes, None, None
+        return cast((length, length), row, column)
     if row and column and dot_products == 1:
         return _cast_both(hp, float8_dtype, power_of_2, length, mode)
-    row_codes, _, *of_rows = cast((dot_products, length), True, False) if row else (None, *NONE)
-    _, column_codes, *of_columns = cast((length, dot_products), False, True) if column else (None, *NONE)
-    return row_codes, *of_rows, column_codes, *of_columns
+    return Operands(
+        cast((dot_products, length), True, False).row if row else None,
+        cast((length, dot_products), False, True).column if column else None,
+    )
 
 
-def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: int, mode: str) -> Places:
-    """The six places, of blocks [1, length] for the row codes and [length, 1] for the column codes."""
+def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: int, mode: str) -> Operands:
+    """Operands of blocks [1, length] for the row codes and [length, 1] for the column codes."""
     row_codes, column_codes = empty_codes(hp, float8_dtype, True, True)
     counts = (block_counts(hp.shape[0], hp.shape[1], block_size) for block_size in ((1, length), (length, 1)))
     of_rows, of_columns = ([hp.new_empty(count, dtype=torch.float32) for _ in range(2)] for count in counts)
     columns = max(length, 128)
     tile = Tile(length, columns, length * columns // 1024, hp.element_size() * 2)
     blocks = Blocks(length, length, bool(mode), e8m0_offset(float8_dtype, mode))
-    places = row_codes, *of_rows, column_codes, *of_columns
-    launch(_cast_rows_and_columns, hp, tile, *places, CAST=cast_to(float8_dtype, power_of_2), BLOCKS=blocks)
-    return places
+    results = row_codes, *of_rows, column_codes, *of_columns
+    launch(_cast_rows_and_columns, hp, tile, *results, CAST=cast_to(float8_dtype, power_of_2), BLOCKS=blocks)
+    return unflattened(results, True, True)
 
 
 def _cast(
@@ -96,8 +96,8 @@ def _cast(
     mode: str,
     row: bool,
     column: bool,
-) -> Places:
-    """Row codes, column codes, and their scales."""
+) -> Operands:
+    """Operands of blocks of one size, which one read of the matrix makes."""
     codes = empty_codes(hp, float8_dtype, row, column)
     counts = block_counts(hp.shape[0], hp.shape[1], block_size)
     quant, dequant = (hp.new_empty(counts, dtype=torch.float32) for _ in range(2))
@@ -106,7 +106,7 @@ def _cast(
     tile, cast = Tile(rows, columns, rows * columns // 1024, rows_of_thread), cast_to(float8_dtype, power_of_2)
     blocks = Blocks(*block_size, bool(mode), e8m0_offset(float8_dtype, mode))
     launch(_cast_blocks, hp, tile, *codes, quant, dequant, CAST=cast, BLOCKS=blocks)
-    return *codes, quant, dequant
+    return of_one_scale(*codes, quant, dequant)
 
 
 @jit

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from quaver.linear.gemm import Operand
+from quaver.kernels.operands import Operand
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import COLLECTIVES, COPIES, TensorForm, WeightForm, is_view
 from quaver.recipes.config import OperandCasts

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +33,7 @@ from quaver.kernels.cast import column_major_after, row_major
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.exact_mm import exact_float8_mm, varies_along_contracted
 from quaver.kernels.native_blocks import ALIGNMENT, block_length, native_block_mm, pad_codes
+from quaver.kernels.operands import Operand
 from quaver.recipes.config import MATMULS, CastConfig, Float8LinearConfig, MatmulOptions
 from quaver.recipes.formats import E5M2, FORMATS
 from quaver.recipes.scaling import BLOCK_SIZE, multiply_scale_, scale_blocks
@@ -67,21 +67,6 @@ class ScaleKind(enum.Enum):
 
 
 _BLOCKS = {128: ScaleKind.BLOCKS_OF_128, 32: ScaleKind.BLOCKS_OF_32}
-
-
-class Operand(NamedTuple):
-    """One operand of one matmul: float8 codes with their scales, or a matrix in high precision without."""
-
-    data: Tensor
-    dequant_scale: Tensor | None
-    """float32: (), the matrix's with the contracted dim 1, or blocks'."""
-    quant_scale: Tensor | None = None
-    """The scale that the codes were made with, where it is known."""
-
-    def t(self) -> Operand:
-        """The transposed operand; scales of rows, columns or blocks are transposed with it."""
-        dequant = self.dequant_scale
-        return Operand(self.data.t(), dequant if dequant is None or dequant.dim() == 0 else dequant.t())
 
 
 def float8_mm(
@@ -160,9 +145,19 @@ def _check_operands(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_sca
 # ---- choosing a backend ------------------------------------------------------------------------------------------
 
 
-def backend_for(device: torch.device, kind: ScaleKind | None, *, emulate: bool = False) -> GemmBackend:
-    """The backend of `device` for scales of a kind; None for those that no hardware multiplies."""
-    if kind is None or emulate or device.type != "cuda" or not _native_works(device.index or 0, kind):
+def backend_for(
+    device: torch.device,
+    kind: ScaleKind | None,
+    *,
+    emulate: bool = False,
+    works: Callable[[int, ScaleKind], bool] | None = None,
+) -> GemmBackend:
+    """The backend of `device` for scales of a kind; None for those that no hardware multiplies.
+
+    `works` asks a CUDA device, by its index, whether it multiplies them; None for the matmuls of `mm`.
+    """
+    works = works or _native_works
+    if kind is None or emulate or device.type != "cuda" or not works(device.index or 0, kind):
         return GemmBackend.EXACT
     return GemmBackend.NATIVE
 
@@ -186,7 +181,12 @@ def kind_of(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tens
 
 @assume_constant_result
 def _native_works(device_index: int, kind: ScaleKind) -> bool:
-    failure = native_failure(device_index, kind)
+    return says_whether_native(device_index, kind)
+
+
+def says_whether_native(device_index: int, kind: ScaleKind, probe: Probe | None = None) -> bool:
+    """Whether `native_failure` finds none; said once where it does."""
+    failure = native_failure(device_index, kind, probe)
     if failure is not None:
         say_once(
             f"exact matmuls on cuda:{device_index}, {kind.value}",
@@ -195,12 +195,17 @@ def _native_works(device_index: int, kind: ScaleKind) -> bool:
     return failure is None
 
 
+Probe = Callable[[torch.device, "ScaleKind"], str | None]
+"""Multiplies on a device and compares, as `probe_native_mm`."""
+
 _native_failures: dict[tuple[int, ScaleKind], str | None] = {}
 """What probes found out about the hardware, by device and kind of scales."""
 
 
-def native_failure(device_index: int, kind: ScaleKind) -> str | None:
+def native_failure(device_index: int, kind: ScaleKind, probe: Probe | None = None) -> str | None:
     """Why this CUDA (or ROCm) device cannot multiply float8 natively, found by trying; None if it can.
+
+    `probe` tries a kind that `mm` does not multiply; None for `probe_native_mm`.
 
     Only verdicts about the hardware are remembered.
 
@@ -220,12 +225,9 @@ def native_failure(device_index: int, kind: ScaleKind) -> str | None:
         # The first call may come inside a forward. A dispatch mode (a selective checkpoint, say) must not see these
         # operations, because the recomputation will not repeat them.
         with without_dispatch_modes():
-            _native_failures[key] = probe_native_mm(torch.device("cuda", device_index), kind)
+            _native_failures[key] = (probe or probe_native_mm)(torch.device("cuda", device_index), kind)
     return _native_failures[key]
 
-
-PROBES: dict[ScaleKind, Callable[[torch.device], str | None]] = {}
-"""How to find out about kinds that `mm` does not multiply; experts/gemm.py adds groups."""
 
 _NOT_THE_HARDWARE = (
     "out of memory",
@@ -281,11 +283,6 @@ def probe_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
 
     Dtypes and devices are explicit: the verdict must not depend on torch's defaults at the first call.
     """
-    if kind in PROBES:
-        try:
-            return PROBES[kind](device)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            return _failure_of_hardware(error)
     for a, b, a_scale, b_scale in _probes(kind):
         values = multiply_scale_(a.double(), a_scale.double()), multiply_scale_(b.double(), b_scale.double())
         expected = torch.mm(*values)
@@ -294,13 +291,13 @@ def probe_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
             out = _native_mm(a.to(device), b.to(device), *scales, None, torch.bfloat16, False)
             wrong = (out.float().cpu() - expected).abs().max() > expected.abs().max() * 2**-7
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            return _failure_of_hardware(error)
+            return failure_of_hardware(error)
         if wrong:
             return f"a {a.shape[0]} x {b.shape[1]} matmul with {kind.value} scales gave a wrong result"
     return None
 
 
-def _failure_of_hardware(error: Exception) -> str:
+def failure_of_hardware(error: Exception) -> str:
     """The first line of an error; raises it where it says nothing about the hardware."""
     if any(words in str(error).lower() for words in _NOT_THE_HARDWARE):
         raise error

@@ -1,343 +1,24 @@
-"""The float8 linear: its equations, the autograd function, and the module.
-
-    output      [M, N] = input         [M, K] @ weight.t() [K, N] (+ bias)      contracts K
-    grad_input  [M, K] = grad_output   [M, N] @ weight     [N, K]               contracts N
-    grad_weight [N, K] = grad_output.t() [N, M] @ input    [M, K]               contracts M
-
-Each matmul has two operands, and each matrix is the operand of two matmuls: one reads it along its rows, the other
-along its columns (quantize.py has the picture).
-
-Saved for backward:
-    input     its column operand, M * K bytes in float8 and a scale; in high precision where the recipe computes
-              grad_weight in high precision; nothing if the weight is frozen.
-    weight    an alias of the parameter, no copy, and its tensorwise scale; backward quantizes it again. An alias keeps
-              the memory that the forward read where `.data` is exchanged before the backward. Its column operand
-              where the weight was quantized before the linear ran (an all-gather, `cast_weights_once`) or with
-              `keep_float8_weight_for_backward`. Nothing if the input needs no gradient.
-
-Reads for an amax: input and grad_output once each, weight once; rowwise once per direction. In rowwise_with_gw_hp the
-tensorwise scale of the weight is the smallest of its row scales, so it costs no read.
-
-Order of the backward. grad_weight comes first, and its operands go before grad_input is computed, so that the operands
-of one matmul are alive at a time; in compiled code the order is a hint to Inductor (compile_hints.py). An eager
-backward for some of the inputs computes and casts only what these need: a zero-bubble pipeline goes backward for its
-input first and for its weights later.
-
-Everything inside the autograd function is plain tensors. A weight or an input that arrives as a `Float8Tensor` was
-quantized before it was all-gathered. Under tensor parallelism a `LinearSharding` provides the quantizers, which agree
-on scales with the other ranks, and reduces the output.
-"""
+"""The module: an `nn.Linear` whose matmuls are those of `float8_linear`."""
 
 from __future__ import annotations
 
-import typing
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.kernels.cpu import check_memory
-from quaver.linear.gemm import Operand, backends_of, laid_out_for_columns_after, mm
+from quaver.linear.function import apply_linear, checked_operands
 from quaver.linear.nested import over_rows
-from quaver.linear.quantize import (
-    SHARDINGS,
-    LinearProbe,
-    LinearSharding,
-    Operands,
-    PreparedOperands,
-    Quantizer,
-    StoredQuantizer,
-    present,
-)
-from quaver.linear.saved_tensors import save
-from quaver.linear.saved_tensors import saved as saved_tensors
+from quaver.linear.quantize import LinearProbe, LinearSharding, PreparedOperands
 from quaver.linear.scale_state import LinearScales
-from quaver.linear.shared_input import cached_quantizer, clear_cached_operands
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrappedTensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
-from quaver.recipes.formats import HP_DTYPES
-from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales, Scales
+from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales
 from quaver.recipes.torchao_forms import LinearMMConfig, is_torchaos
-from quaver.runtime.compile_hints import add_dependency, apart, materialize
-from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
 from quaver.torch_private.tracing import FakeTensor
-
-
-class LinearArgs(NamedTuple):
-    """What a linear computes with, besides its tensors."""
-
-    config: Float8LinearConfig
-    hp_dtype: torch.dtype
-    """The dtype of the output and, inside the autograd function, of the gradients."""
-    scales: PersistentScales
-    weight_operands: Operands | None
-    """The weight's operands, if it was quantized before the linear runs."""
-    sharding: LinearSharding | None
-    reader: int
-    """The id of the linear while it records gradients, else 0; see shared_input.py."""
-    probe: LinearProbe | None = None
-    """Observes the operands and results, while a monitor is attached."""
-
-
-# ---- the three matmuls -----------------------------------------------------------------------------------------------
-
-
-class _SavedWeight(NamedTuple):
-    """What grad_input reads of the weight; None where the input needs no gradient."""
-
-    hp: Tensor | None = None
-    """An alias of the weight, which backward quantizes again, with the tensorwise scales that the forward used:"""
-    quant_scale: Tensor | None = None
-    dequant_scale: Tensor | None = None
-    """Also that of `data`."""
-    data: Tensor | None = None
-    """Or its column operand."""
-
-
-class _Float8Linear(torch.autograd.Function):
-    """`output` forward, `grad_input`, `grad_weight` and the bias's gradient backward."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, args: LinearArgs) -> Tensor:
-        needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
-        input_q = _quantize_input(input, args, needs_grad_weight)
-        weight_row, saved_weight = _quantize_weight(weight, args, needs_grad_input)
-        saved_input = present(input_q.column)[:2] if needs_grad_weight else (None, None)
-        ctx.args, ctx.input_shape, ctx.bias_dtype = args, input.shape, None if bias is None else bias.dtype
-        save(ctx, [*saved_input, *saved_weight])
-        return _output(present(input_q.row), weight_row, bias, args, input, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return *_backward(ctx, grad_output), None
-        with torch.no_grad():
-            grads = _backward(ctx, grad_output)
-        return *NoSecondDerivative.apply(*(g if g is None else g.detach().requires_grad_() for g in grads)), None
-
-
-def _output(
-    input: Operand, weight: Operand, bias: Tensor | None, args: LinearArgs, input_hp: Tensor, weight_hp: Tensor
-) -> Tensor:
-    """output [M, N] = input [M, K] @ weight.t() [K, N]; under tensor parallelism perhaps [*leading, N], sharded."""
-    output = mm(input, weight.t(), args.config.matmuls.output, args.hp_dtype, bias)
-    if args.probe is not None:
-        args.probe.output(output, input_hp, weight_hp, bias)
-    return output if args.sharding is None else args.sharding.reduce_output(output, input_hp.shape[:-1])
-
-
-def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    args: LinearArgs = ctx.args
-    matmuls, cast = args.config.matmuls, args.config.casts.grad_output
-    needs_grad_input, needs_grad_weight, needs_grad_bias = wanted_gradients(ctx, 3)
-    tensors = saved_tensors(ctx)
-    saved_input, saved_weight = Operand(*tensors[:2]), _SavedWeight(*tensors[2:])
-    del tensors
-    if not torch.compiler.is_compiling():
-        ctx.maybe_clear_saved_tensors()  # autograd then holds none of them, unless the graph is retained
-        clear_cached_operands()
-    quantizer = _grad_output_quantizer(args)
-    # One read makes both row-wise casts. On a CPU it is spared only where the codes of one need not be alive meanwhile.
-    apart = grad_output.is_cpu and cast.column.has_two_casts and args.sharding is None
-    row, column = quantizer(grad_output, row=needs_grad_input and not apart, column=needs_grad_weight)
-    if args.probe is not None:
-        args.probe.operands("grad_output", grad_output, Operands(row, column))
-    if row is not None and row.dequant_scale is not None:
-        materialize(grad_output, row.dequant_scale)
-        if saved_input.dequant_scale is not None:
-            materialize(saved_input.data, row.dequant_scale)
-    grad_input = grad_weight = grad_bias = None
-    if needs_grad_bias:
-        grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-    if column is not None:  # grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K]
-        grad_weight = mm(column.t(), saved_input, matmuls.grad_weight, args.hp_dtype)
-        if args.probe is not None:
-            args.probe.grad_weight(grad_weight, grad_output, saved_input)
-    del saved_input, column
-    if needs_grad_input and apart:
-        row = quantizer(grad_output, row=True, column=False).row
-        if args.probe is not None:
-            args.probe.operands("grad_output", grad_output, Operands(row, None))
-    if row is not None:  # grad_input [M, K] = grad_output [M, N] @ weight [N, K]
-        if grad_weight is not None and row.dequant_scale is not None:
-            add_dependency(row.dequant_scale, grad_weight)
-        weight = _weight_for_grad_input(args, saved_weight, row)
-        grad_input = mm(row, weight, matmuls.grad_input, args.hp_dtype).view(ctx.input_shape)
-        if args.probe is not None:
-            args.probe.grad_input(grad_input, grad_output, saved_weight.hp, weight)
-    return grad_input, grad_weight, grad_bias
-
-
-# ---- the operands ----------------------------------------------------------------------------------------------------
-
-
-def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) -> Operands:
-    """The input's row operand, for output, and its column operand, for grad_weight."""
-    casts, scale = args.config.casts.input, args.scales.input
-    if isinstance(input, Float8Tensor):
-        if not casts.is_float8:
-            raise RuntimeError("this linear reads its input in high precision too, and was given a quantized one")
-        operands = input.operands()
-    else:
-        of_input = cached_quantizer if args.sharding is None else args.sharding.input_quantizer
-        quantizer = of_input(input, casts, args.hp_dtype, scale, args.reader)
-        operands = quantizer(input, row=True, column=needs_grad_weight)
-        row = present(operands.row)
-        if row.dequant_scale is not None:
-            materialize(row.data, row.dequant_scale)  # once, for q, k and v
-    if args.probe is not None:
-        args.probe.operands("input", input, operands)
-    return operands
-
-
-def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -> tuple[Operand, _SavedWeight]:
-    """The weight's row operand, for output, and what to save of it."""
-    keeps_codes = args.weight_operands is not None or args.config.keep_float8_weight_for_backward
-    quantizer, operands = _weight_quantizer(args), args.weight_operands
-    if operands is None:
-        operands = quantizer(weight, row=True, column=needs_grad_input and keeps_codes)
-    if args.probe is not None:
-        args.probe.operands("weight", weight, operands)
-    saved = _SavedWeight()
-    if needs_grad_input and keeps_codes:
-        column = present(operands.column)
-        saved = _SavedWeight(data=column.data, dequant_scale=column.dequant_scale)
-    elif needs_grad_input:
-        scales = quantizer.scales_for(args.config.casts.weight.column, operands)
-        if scales is not None:
-            scales = scales._replace(quant=apart(scales.quant, present(operands.row).data))
-        saved = _SavedWeight(weight.detach(), *(scales or ()))
-    return present(operands.row), saved
-
-
-def _weight_for_grad_input(args: LinearArgs, saved: _SavedWeight, grad_output: Operand) -> Operand:
-    """The weight's column operand, for grad_input."""
-    if saved.data is not None:
-        check_memory(saved.data, saved.dequant_scale)  # FSDP2 frees what it gathered
-        if saved.dequant_scale is None:
-            return Operand(saved.data, None)
-        data = laid_out_for_columns_after(saved.data, grad_output.data, emulate=args.config.emulate)
-        return Operand(data, saved.dequant_scale)
-    scales = None
-    if saved.quant_scale is not None and saved.dequant_scale is not None:
-        scales = Scales(saved.quant_scale, saved.dequant_scale)
-    weight = typing.cast(Tensor, saved.hp)
-    operands = _weight_quantizer(args)(weight, row=False, column=True, scales=scales)
-    if args.probe is not None:
-        args.probe.operands("weight", weight, operands)
-    return present(operands.column)
-
-
-def _weight_quantizer(args: LinearArgs) -> Quantizer:
-    of_weight = Quantizer if args.sharding is None else args.sharding.weight_quantizer
-    return of_weight(args.config.casts.weight, args.hp_dtype, args.scales.weight)
-
-
-def _grad_output_quantizer(args: LinearArgs) -> Quantizer:
-    of_grad_output = StoredQuantizer if args.sharding is None else args.sharding.grad_output_quantizer
-    return of_grad_output(args.config.casts.grad_output, args.hp_dtype, args.scales.grad_output)
-
-
-class NoSecondDerivative(torch.autograd.Function):
-    """Identity on the gradients of a backward that autograd records (create_graph=True); its own backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return grads
-
-    @staticmethod
-    def backward(ctx: Any, *grad_grads: Tensor) -> None:
-        raise RuntimeError(
-            "a float8 matmul has no second derivative: quantization is piecewise constant. "
-            "Call convert_to_high_precision(model) before double backward"
-        )
-
-
-# ---- as a function ---------------------------------------------------------------------------------------------------
-
-
-def float8_linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
-) -> Tensor:
-    """`torch.nn.functional.linear` with its three matmuls in float8.
-
-    Args:
-        input: [..., K], float32, bfloat16 or float16, any strides; or a nested tensor.
-        weight: [N, K], any high-precision dtype. Either may be a `Float8Tensor`.
-        bias: [N] or None.
-        config: a config, a recipe or its name; None for the tensorwise recipe. Dynamic scaling only: a function has no
-            state that could hold a scale.
-    Returns:
-        [..., N] in input's dtype; under autocast in autocast's.
-    Raises:
-        ValueError: shapes or dtypes that do not fit, or a config with delayed or static scaling.
-    """
-    config = resolve_config(config)
-    if config.has_persistent_scales:
-        raise ValueError("float8_linear scales dynamically, got a config with persistent scales; use a Float8Linear")
-    if input.is_nested:
-        return over_rows(lambda rows: float8_linear(rows, weight, bias, config=config), input)
-    operands = _checked_operands(weight, config) if isinstance(weight, Float8Tensor) else None
-    return _linear(input, weight, bias, config, NO_PERSISTENT_SCALES, operands, None)
-
-
-def _checked_operands(weight: Float8Tensor, config: Float8LinearConfig) -> Operands:
-    """The operands of a weight that was quantized before; in eager code, an error if that was under another config."""
-    if not torch.compiler.is_compiling():
-        weight.check_casts(config.casts.weight)
-    return weight.operands()
-
-
-def compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a linear's results for an input of `dtype`: autocast's where it is on."""
-    if device_type == "meta":  # torch has no autocast for the meta device
-        return dtype
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dtype
-
-
-def _linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    config: Float8LinearConfig,
-    scales: PersistentScales,
-    weight_operands: Operands | None,
-    sharding: LinearSharding | None,
-    linear: Float8Linear | None = None,
-) -> Tensor:
-    if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"expected an input of shape [..., {weight.shape[1]}] for a weight of {list(weight.shape)}, "
-            f"got {list(input.shape)}"
-        )
-    if input.dtype not in HP_DTYPES:
-        raise ValueError(f"expected an input of {', '.join(map(str, HP_DTYPES))}, got {input.dtype}")
-    hp_dtype = compute_dtype("cpu" if input.is_cpu else input.device.type, input.dtype)
-    reader = 0 if linear is None or torch.compiler.is_compiling() or not torch.is_grad_enabled() else id(linear)
-    probe = None if linear is None or not linear.training else linear.probe
-    args = LinearArgs(config, hp_dtype, scales, weight_operands, sharding, reader, probe)
-    # A Function without jvp refuses forward-mode autodiff.
-    if torch.is_grad_enabled() or forward_ad_level() >= 0:
-        output: Tensor = _Float8Linear.apply(input, weight, bias, args)
-    else:
-        input_row, weight_row = _quantize_input(input, args, False).row, _quantize_weight(weight, args, False)[0]
-        output = _output(present(input_row), weight_row, bias, args, input, weight)
-    if linear is not None and not torch.compiler.is_compiling() and "_backend" not in linear.__dict__:
-        linear.__dict__["_backend"] = backends_of(config, input.device)
-    if output.dim() == input.dim():
-        return output
-    # As for F.linear, the result must not be a view: autograd forbids in-place operations on a view that a Function
-    # returns, and FSDP2 would register its hooks on the view.
-    return torch.ops.aten._unsafe_view.default(output, [*input.shape[:-1], weight.shape[0]])
-
-
-# ---- the module ------------------------------------------------------------------------------------------------------
 
 OWN_ATTRIBUTES = ("config", "scaling", "sharding", "gathering", "_prepared_weight", "_converted_from")
 """The attributes that a Float8Linear adds to those of nn.Linear."""
@@ -357,6 +38,8 @@ class Float8Linear(nn.Linear):
     """Its persistent scales, where the config has any (scale_state.py)."""
     sharding: LinearSharding | None
     """Set by tensor parallelism (parallel/tensor_parallel.py)."""
+    derived_sharding: Callable[[Tensor], LinearSharding | None]
+    """The method that derives it from a DTensor without a Float8 style, for an input; quaver.distributed sets it."""
     gathering: object | None
     """Set where FSDP2 all-gathers the weight in float8 (fsdp/gathered.py)."""
     _prepared_weight: PreparedOperands | None
@@ -414,20 +97,17 @@ class Float8Linear(nn.Linear):
                     )
                 return F.linear(input, weight, self.bias)
             # All-gathered in float8, sharded, or to be gathered.
-            sharding = self.sharding
-            if sharding is None:
-                for derive in SHARDINGS:
-                    sharding = sharding or derive(self, input)
+            sharding = self.sharding or self.derived_sharding(input)
             return self.forward_local(input, None) if sharding is None else sharding.forward(self, input)
         scales = NO_PERSISTENT_SCALES
         if self.scaling is not None or self.config.has_persistent_scales:
             scales = self.persistent_scales(input.device)
         prepared = self._prepared_weight
         if prepared is None:
-            return _linear(input, weight, self.bias, self.config, scales, None, None, self)
+            return apply_linear(input, weight, self.bias, self.config, scales, None, None, self)
         if not torch.compiler.is_compiling():
             prepared.check(weight)
-        return _linear(input, weight, self.bias, self.config, scales, prepared.operands, None, self)
+        return apply_linear(input, weight, self.bias, self.config, scales, prepared.operands, None, self)
 
     def forward_local(self, input: Tensor, sharding: LinearSharding | None) -> Tensor:
         """`forward` of this rank's part of a linear that `sharding` shards, on local tensors."""
@@ -438,10 +118,10 @@ class Float8Linear(nn.Linear):
         if sharding is not None:
             weight, bias, bias_after_reduction = sharding.local_parameters(weight, bias)
         if isinstance(weight, Float8Tensor):
-            operands = _checked_operands(weight, self.config)
+            operands = checked_operands(weight, self.config)
         elif isinstance(weight, WrappedTensor):
             weight = weight.plain()
-        output = _linear(input, weight, bias, self.config, scales, operands, sharding, self)
+        output = apply_linear(input, weight, bias, self.config, scales, operands, sharding, self)
         return output if bias_after_reduction is None else output + bias_after_reduction.to(output.dtype)
 
     def persistent_scales(self, device: torch.device, *, recording: bool | None = None) -> PersistentScales:

@@ -29,8 +29,7 @@ Four quantizers share this interface:
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,27 +41,9 @@ from quaver.kernels.cast import (
     cast_with_scale,
     column_codes_of_blocks,
 )
-from quaver.kernels.places import Places
-from quaver.linear.gemm import Operand
+from quaver.kernels.operands import Operand, Operands, asked_for, of_one_scale
 from quaver.recipes.config import CastConfig, OperandCasts
 from quaver.recipes.scaling import PersistentScale, Scales, to_dequant_scale
-
-
-class Operands(NamedTuple):
-    """A matrix [rows, columns] as its two matmuls read it; None for an operand that was not asked for."""
-
-    row: Operand | None
-    column: Operand | None
-
-
-AnyOperand = TypeVar("AnyOperand")
-
-
-def present(operand: AnyOperand | None) -> AnyOperand:
-    """The operand. Raises RuntimeError if the matrix was not quantized for it."""
-    if operand is None:
-        raise RuntimeError("a matrix was quantized for one of its two matmuls, and both read it")
-    return operand
 
 
 class Quantizer:
@@ -106,18 +87,18 @@ class Quantizer:
             return Operands(converted if row else None, converted if column else None)
         float8_dtype, power_of_2 = cast.float8_dtype, self.casts.power_of_2
         if cast.is_tensorwise and scales is not None:
-            of_row, of_column = (row or hp.is_cpu), (column and not hp.is_cpu)  # on a CPU row codes serve both
             quant, dequant = scales
-            codes = cast_with_scale(hp, float8_dtype, quant if of_row else None, quant if of_column else None)
-            places = codes[0], quant, dequant, codes[1], None, None
-        elif cast.is_blockwise and scales is not None:
+            if hp.is_cpu:  # one set of codes serves both
+                codes, _ = cast_with_scale(hp, float8_dtype, quant, None)
+                return asked_for(Operand(codes, dequant, quant), row, column)
+            codes = cast_with_scale(hp, float8_dtype, quant if row else None, quant if column else None)
+            return of_one_scale(codes[0] if row else None, codes[1] if column else None, quant, dequant)
+        if cast.is_blockwise and scales is not None:
             column_codes = column_codes_of_blocks(hp, float8_dtype, scales.quant, typing.cast(Any, cast.block_size)[0])
-            places = None, *scales, column_codes, None, None
-        elif cast.is_persistent and self.scale is not None:
-            places = cast_with_persistent_scale(hp, self.scale, float8_dtype, row, column, power_of_2)
-        else:
-            places = CASTS[cast.scaling_granularity](hp, float8_dtype, row, column, power_of_2, *cast.block_options)
-        return operands_of(places, row, column)
+            return of_one_scale(None, column_codes, *scales)
+        if cast.is_persistent and self.scale is not None:
+            return cast_with_persistent_scale(hp, self.scale, float8_dtype, row, column, power_of_2)
+        return CASTS[cast.scaling_granularity](hp, float8_dtype, row, column, power_of_2, *cast.block_options)
 
     def scales_for(self, cast: CastConfig, operands: Operands) -> Scales | None:
         """The scales of a matrix that was quantized, for a `cast` of it with one scale, without another read.
@@ -157,23 +138,7 @@ class StoredQuantizer(Quantizer):
             return super().cast(cast, hp, row, column, scales)
         if cast.is_disabled or (cast.is_persistent and self.scale is not None):
             return super().cast(cast, hp, row, column, scales)
-        places = by_operation(hp, cast.float8_dtype, row, column, self.casts.power_of_2, *cast.block_options)
-        return operands_of(places, row, column)
-
-
-def operands_of(places: Places, row: bool, column: bool) -> Operands:
-    """The operands that were asked for, of what a cast returned (kernels/cast.py)."""
-    row_codes, row_quant, row_dequant, column_codes, column_quant, column_dequant = places
-    of_row = of_column = Operand(row_codes, row_dequant, row_quant)
-    if not _is_absent(column_quant):
-        of_column = Operand(column_codes, column_dequant, column_quant)
-    elif not _is_absent(column_codes):
-        of_column = Operand(column_codes, row_dequant, row_quant)
-    return Operands(of_row if row else None, of_column if column else None)
-
-
-def _is_absent(place: Tensor | None) -> bool:
-    return place is None or place.dim() == 1
+        return by_operation(hp, cast.float8_dtype, row, column, self.casts.power_of_2, *cast.block_options)
 
 
 def as_matrix(hp: Tensor) -> Tensor:
@@ -243,7 +208,3 @@ class LinearProbe(Protocol):
 
     def grad_input(self, grad_input: Tensor, grad_output: Tensor, weight: Tensor | None, operand: Operand) -> None:
         """That of the second; `weight` is None where only its float8 `operand` was saved."""
-
-
-SHARDINGS: list[Callable[[Any, Tensor], LinearSharding | None]] = []
-"""How a linear without a Float8 style is sharded, if it is; distributed/ adds what it derives from a DTensor."""

@@ -18,9 +18,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from quaver.checkpointing.hooks import Pack, are_of_checkpoint
 from quaver.torch_private.autograd import backward_keeps_graph, top_saved_tensors_hooks
+from quaver.torch_private.versions import version_of
+
+
+class PackHook:
+    """A pack hook that `save` tells what an autograd function is about to save, to be left as it is."""
+
+    def leave(self, tensors: Sequence[Tensor | None]) -> None:
+        """Leave these as they are."""
+        raise NotImplementedError
+
+
+def are_of_checkpoint(hooks: Any) -> bool:
+    """Whether these hooks, or None, are those of an activation checkpoint."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
@@ -28,7 +42,7 @@ def save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
     hooks: Any = None if torch.compiler.is_compiling() else top_saved_tensors_hooks(True)
     if not are_of_checkpoint(hooks):
         ctx.holds_packed = False
-        if hooks is not None and isinstance(hooks[0], Pack):
+        if hooks is not None and isinstance(hooks[0], PackHook):
             hooks[0].leave(tensors)
         ctx.save_for_backward(*tensors)
         return
@@ -49,3 +63,33 @@ def saved(ctx: Any) -> Sequence[Any]:
     if not backward_keeps_graph():
         ctx.packed = ctx.unpack = None
     return tensors
+
+
+class HeldTensor:
+    """A saved tensor that hooks hold as it is, with the check of its version that autograd makes only without hooks."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # A node that saves its own output would keep itself alive. A leaf is saved as it is, as autograd does.
+        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self.version = version_of(tensor) if _counts_versions(tensor) else None
+
+    def unpack(self) -> Tensor:
+        """The saved tensor.
+
+        Raises:
+            RuntimeError: it was written to in place.
+        """
+        if self.version is not None and version_of(self.tensor) != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {version_of(self.tensor)}; "
+                f"expected version {self.version} instead"
+            )
+        return self.tensor
+
+
+def _counts_versions(tensor: Tensor) -> bool:
+    """A detached wrapper subclass has a version counter of its own; an inference tensor has none."""
+    return type(tensor) in (Tensor, Parameter) and not tensor.is_inference()

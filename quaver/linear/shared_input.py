@@ -28,14 +28,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quaver.checkpointing.policy import RECOMPUTED_HOOKS
-from quaver.linear.gemm import Operand
-from quaver.linear.quantize import Operands, Quantizer
+from quaver.kernels.operands import Operand, Operands
+from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import OperandCasts
 from quaver.recipes.scaling import PersistentScale, Scales
 from quaver.torch_private.dispatch import count_dispatch_modes, dispatch_mode_at
 from quaver.torch_private.policies import POLICIES
 from quaver.torch_private.versions import version_of
+
+RECOMPUTED_HOOKS: Any = "quaver.shared_input"
+"""The key of the hooks that a recomputation calls, too. It is in pickles of models."""
 
 
 class _Entry(NamedTuple):

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.cpu import check_memory
-from quaver.linear.gemm import Operand
-from quaver.linear.quantize import Operands, present
+from quaver.kernels.operands import Operand, Operands, present
 from quaver.linear.weight_form import TensorForm
 from quaver.recipes.config import OperandCasts
 from quaver.recipes.scaling import dequantize

@@ -2,7 +2,7 @@
 
     TensorForm       a tensor in another form than its values: what an op does with it (tensor.py, weights)
     WeightForm       a weight that is copied and pickled by its state, and presents memory that is not its own
-    WrappedTensor    a weight around a plain tensor in high precision (gathered.py, primary.py)
+    WrappedTensor    a weight around a plain tensor in high precision (fsdp/gathered.py, weights/primary.py)
 
 [Note: dispatch] `TensorForm.__torch_dispatch__` is the only one. An op that the first form among its arguments answers
 itself (`own_op`) is done. All others run on plain tensors in place of the forms, wherever these stand: among the

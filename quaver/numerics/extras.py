@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quaver.linear.quantize import Quantizer, as_matrix, present
+from quaver.kernels.operands import present
+from quaver.linear.quantize import Quantizer, as_matrix
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.expected import bulk_db
 from quaver.numerics.matmul_sums import WIDTH as SUMS_WIDTH

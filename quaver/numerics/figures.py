@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from quaver.linear.gemm import Operand
+from quaver.kernels.operands import Operand
 from quaver.linear.quantize import Quantizer, as_matrix
 from quaver.numerics.expected import bulk_db
 from quaver.numerics.extras import RECIPES

@@ -1,6 +1,6 @@
 """`Probe` and `GroupedProbe` observe a linear, or one weight of experts, while a monitor is attached.
 
-`LinearProbe` in quantize.py and `GroupedProbe` in experts/probe.py say what calls them.
+`LinearProbe` in linear/quantize.py and `GroupedProbe` in experts/probe.py say what calls them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from quaver.experts.groups import GroupedOperand, GroupedOperands
-from quaver.linear.gemm import Operand
-from quaver.linear.quantize import Operands
+from quaver.kernels.operands import Operand, Operands
 from quaver.linear.tensor import Float8Tensor
 from quaver.numerics import observe, observe_groups
 from quaver.numerics.places import BACKWARD, FORWARD, GRAD_INPUT, GRAD_WEIGHT, OPERANDS, OUTPUT, Place, is_shared

@@ -43,7 +43,7 @@ from quaver.experts.grouped_mm import quantize_groups
 from quaver.experts.groups import GroupedOperand, GroupedOperands, group_of_rows
 from quaver.experts.module import RoutedExperts, weights_of
 from quaver.kernels.cast import cast_with_scale
-from quaver.linear.quantize import present
+from quaver.kernels.operands import present
 from quaver.linear.tensor import Float8Tensor
 from quaver.parallel.linear_sharding import local_part
 from quaver.recipes import scaling

@@ -3,8 +3,8 @@
     ColwiseSharding    weight [N/T, K]   input whole       output and grad_output [.., N/T]
     RowwiseSharding    weight [N, K/T]   input [.., K/T]   output summed over the ranks: whole, or by sequence
 
-They implement `LinearSharding` (quantize.py): a linear calls them inside its one autograd function, on plain tensors.
-Only an input that several linears share is all-gathered outside, by `AllGatherInput`, into a `Float8Tensor`.
+They implement `LinearSharding` (linear/quantize.py): a linear calls them inside its one autograd function, on plain
+tensors. Only an input that several linears share is all-gathered outside, by `AllGatherInput`, into a `Float8Tensor`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from quaver.linear.gemm import Operand
-from quaver.linear.module import Float8Linear, compute_dtype
-from quaver.linear.quantize import Quantizer, present
+from quaver.kernels.operands import Operand, present
+from quaver.linear.function import compute_dtype
+from quaver.linear.module import Float8Linear
+from quaver.linear.quantize import Quantizer
 from quaver.linear.shared_input import cached_quantizer
 from quaver.linear.tensor import Float8Tensor
 from quaver.parallel.tensor_parallel_quantizer import GatheringQuantizer, TensorParallelQuantizer
@@ -33,7 +34,7 @@ from quaver.runtime.collectives import all_reduce, reduce_scatter
 
 
 class _Sharding:
-    """What column-wise and row-wise parallel linears have in common; see `LinearSharding` in quantize.py.
+    """What column-wise and row-wise parallel linears have in common; see `LinearSharding` in linear/quantize.py.
 
     The input of `forward` is a DTensor, which is redistributed in high precision as the sharding needs it; a local
     tensor, which is this rank's part; or a `Float8Tensor` that was all-gathered.

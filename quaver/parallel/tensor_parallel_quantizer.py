@@ -23,8 +23,9 @@ from torch.distributed import ProcessGroup
 
 from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, matrix_amax, record, record_amax, row_major
 from quaver.kernels.cpu import check_memory
-from quaver.linear.gemm import Operand, laid_out_for_columns, laid_out_for_rows
-from quaver.linear.quantize import Operands, Quantizer
+from quaver.kernels.operands import Operand, Operands, present
+from quaver.linear.gemm import laid_out_for_columns, laid_out_for_rows
+from quaver.linear.quantize import Quantizer
 from quaver.recipes.cast_config import ALL
 from quaver.recipes.config import CastConfig, OperandCasts
 from quaver.recipes.scaling import PLAIN_TYPES, PersistentScale, Scales, scales_of
@@ -173,8 +174,8 @@ def _cast_with_agreed_scale(
     observed, hp = hp.new_zeros(2, dtype=torch.float32), hp.contiguous()
     scale = PersistentScale(quant_scale, observed, is_initialized)
     if is_initialized:
-        codes, quant, dequant, *_ = cast_with_persistent_scale(hp, scale, float8_dtype, True, False, power_of_2)
-        return codes, quant.clone(), dequant, observed
+        row = present(cast_with_persistent_scale(hp, scale, float8_dtype, True, False, power_of_2).row)
+        return row.data, present(row.quant_scale).clone(), present(row.dequant_scale), observed
     own = matrix_amax(hp, None)
     record_amax(scale, own)
     # Functional collectives take the name of a group, too.

@@ -116,7 +116,7 @@ class Float8LinearRecipeName(enum.Enum):
 
 
 class OperandCasts(NamedTuple):
-    """How one operand is quantized for each of its two matmuls; quantize.py has the picture of the two directions."""
+    """How one operand is quantized for each of its two matmuls; linear/quantize.py has a picture of the directions."""
 
     row: CastConfig
     """For the matmul whose dot products run along the operand's rows: it contracts the last dim."""
@@ -247,6 +247,16 @@ class Float8LinearConfig:
     """The options of the three matmuls."""
     has_persistent_scales: bool = field(init=False, repr=False, compare=False)
     """Whether any operand has a scale that is known before the operand is: delayed or static."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # An older quaver pickled other attributes: what follows from the fields is computed again.
+        derived = state.get("_derived", ())  # by name; quaver 1.0 had the casts themselves
+
+        def is_given(name: str) -> bool:
+            return name in state and name not in derived and not any(state[name] is each for each in derived)
+
+        names = (each.name for each in fields(Float8LinearConfig) if each.init)
+        Float8LinearConfig.__init__(self, **{name: state[name] for name in names if is_given(name)})
 
     def __post_init__(self, force_recompute_fp8_weight_in_bwd: bool | None) -> None:
         for option in fields(self):

@@ -71,8 +71,8 @@ class Allocation:
     """Of the first tensor seen with the storage."""
     dtype: str
     line: str = ""
-    """The line that called the operator, as "quaver/linear/module.py:123"; for an autograd node in C++ the forward's line that
-    created the node, as "backward of model.py:57"; empty where neither is known."""
+    """The line that called the operator, as "quaver/linear/module.py:123"; for an autograd node in C++ the forward's
+    line that created the node, as "backward of model.py:57"; empty where neither is known."""
     of: Allocation | None = None
     """The largest operand of the operator, or of the float8 phase around it."""
     parameter: str = ""

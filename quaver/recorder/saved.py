@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from quaver.linear.held_tensor import HeldTensor
+from quaver.linear.saved_tensors import HeldTensor
 from quaver.recorder.recorder import Recorder
 from quaver.recorder.storages import plain_parts
 

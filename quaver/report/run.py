@@ -11,8 +11,8 @@ from typing_extensions import TypedDict
 
 from quaver.numerics.record import FILE_NAME, Record
 from quaver.report.alarms import alarms_of
+from quaver.runs.json_lines import read_metrics
 from quaver.settings.json_file import STRICT, read_json
-from quaver.trainer.metrics import read_metrics
 
 FILES = ("metrics.jsonl", FILE_NAME, "conversion_report.json", "provenance.jsonl")
 

@@ -19,11 +19,11 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -37,15 +37,43 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from quaver.conversion.delayed import Float8ScalingState
 from quaver.optim import load_states_of
 from quaver.runs.checkpoint_folder import FORMAT, CheckpointFolder, Progress, check_checkpoint, read_record
 from quaver.runs.errors import CheckpointError
 from quaver.runs.manifest import FileDigest, digests_of_rank
 from quaver.runs.safe_dcp import CheckpointPlanner, CheckpointReader
 from quaver.runtime.ranks import Ranks
-from quaver.settings import Checkpoint, Optimizer
-from quaver.trainer.optimizer import build_optimizer
-from quaver.trainer.trained_model import TrainedModel
+from quaver.settings import Checkpoint, TrainConfig
+
+
+class SavedModel(Protocol):
+    """A model in training, as a checkpoint sees it."""
+
+    @property
+    def name(self) -> str:
+        """Its folder in a checkpoint."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def scaling(self) -> Float8ScalingState: ...
+
+    @property
+    def config(self) -> TrainConfig: ...
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    def new_optimizer(self, name: str) -> torch.optim.Optimizer:
+        """An optimizer of `model` in which another one's states can be loaded."""
+
+    def precompute_scales(self) -> None:
+        """Compute the scales of weights that were just loaded."""
 
 
 class Checkpointer:
@@ -76,7 +104,7 @@ class Checkpointer:
         """Return whether checkpoint.interval asks for a checkpoint after step `step`."""
         return self.config.enable and step % self.config.interval == 0
 
-    def save(self, progress: Progress, models: Sequence[TrainedModel]) -> None:
+    def save(self, progress: Progress, models: Sequence[SavedModel]) -> None:
         """Save the run, unless this step is saved already or checkpoints are disabled; with async_mode in a thread.
 
         Raises:
@@ -115,7 +143,7 @@ class Checkpointer:
             self._pending.exception()
 
     def load(
-        self, step: int, models: Sequence[TrainedModel], prepare: Callable[[Progress], None] = lambda _: None
+        self, step: int, models: Sequence[SavedModel], prepare: Callable[[Progress], None] = lambda _: None
     ) -> Progress:
         """Load the checkpoint of `step` into `models` and return the run's position.
 
@@ -195,7 +223,7 @@ class Checkpointer:
         return [each for each, _ in ended]
 
 
-def load_weights(path: Path, models: Sequence[TrainedModel]) -> None:
+def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
     """Load the weights of the checkpoint at `path`: for each model those of its name, or of the first model.
 
     Raises:
@@ -301,7 +329,7 @@ def _read_back(checkpoint: Path, names: Sequence[str]) -> None:
         CheckpointReader(checkpoint / name).read_metadata()
 
 
-def _state_of(trained: TrainedModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+def _state_of(trained: SavedModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     state: dict[str, Any] = {
         "model": get_model_state_dict(trained.model),
         "optimizer": get_optimizer_state_dict(trained.model, optimizer or trained.optimizer),
@@ -311,11 +339,11 @@ def _state_of(trained: TrainedModel, optimizer: torch.optim.Optimizer | None = N
     return state
 
 
-def _load_model(trained: TrainedModel, path: Path, saved: str) -> None:
+def _load_model(trained: SavedModel, path: Path, saved: str) -> None:
     """Load a model and its optimizer; another optimizer's states, `saved` is its name, are converted."""
     optimizer = trained.optimizer
     if saved != trained.config.optimizer.name:
-        optimizer = build_optimizer(trained.model, Optimizer(name=saved))
+        optimizer = trained.new_optimizer(saved)
     state, reader = _state_of(trained, optimizer), CheckpointReader(path)
     if trained.scaling and not any(key.startswith("float8.") for key in read_metadata(reader).state_dict_metadata):
         del state["float8"]  # a recipe with dynamic scaling saved it: the scales begin as in a new model

@@ -1,8 +1,4 @@
-"""The errors that end a run, each with a message of one line."""
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or a gradient norm was not finite; the message names the first non-finite operand."""
+"""The errors of a run's files, each with a message of one line."""
 
 
 class CheckpointError(RuntimeError):

@@ -25,12 +25,12 @@ import torch
 from quaver.numerics.record import FILE_NAME as NUMERICS
 from quaver.runs.checkpoint_folder import CheckpointFolder
 from quaver.runs.errors import OutputError
+from quaver.runs.json_lines import rewound_metrics
 from quaver.runs.lock import RunLock
 from quaver.runtime.devices import describe
 from quaver.settings import Checkpoint, TrainConfig, require
 from quaver.settings.config_file import load_config, write_config
 from quaver.settings.fields import expanded
-from quaver.trainer.metrics import rewound_metrics
 
 CONFIG = "config.toml"
 

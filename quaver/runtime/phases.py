@@ -34,7 +34,8 @@ class OpenPhase(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-_watched: list[OpenPhase] | None = None
+watched: list[OpenPhase] | None = None
+"""The phases that are open, the innermost last, while a recorder runs."""
 
 
 def named_range(name: str) -> AbstractContextManager[Any]:
@@ -52,9 +53,9 @@ def phase(name: str) -> Callable[[Function], Function]:
         @functools.wraps(function)
         def in_phase(*args: Any) -> Any:
             # Asked first, because it is a constant to the compiler, which then guards on neither of the others.
-            if _is_dynamo_compiling() or not (profiler._is_profiler_enabled or _watched is not None):
+            if _is_dynamo_compiling() or not (profiler._is_profiler_enabled or watched is not None):
                 return function(*args)
-            with _open(name, args):
+            with opened(name, args):
                 return function(*args)
 
         return typing.cast(Function, in_phase)
@@ -63,8 +64,9 @@ def phase(name: str) -> Callable[[Function], Function]:
 
 
 @contextmanager
-def _open(name: str, arguments: tuple[Any, ...]) -> Iterator[None]:
-    open_phases = _watched
+def opened(name: str, arguments: tuple[Any, ...]) -> Iterator[None]:
+    """Around the call of a function with these arguments: a phase of this name."""
+    open_phases = watched
     if open_phases is not None:
         open_phases.append(OpenPhase(name, arguments))
     try:
@@ -82,11 +84,11 @@ def watch_phases() -> Iterator[list[OpenPhase]]:
     Raises:
         RuntimeError: phases are watched already.
     """
-    global _watched
-    if _watched is not None:
+    global watched
+    if watched is not None:
         raise RuntimeError("phases are watched already; only one recording at a time can do so")
-    _watched = []
+    watched = []
     try:
-        yield _watched
+        yield watched
     finally:
-        _watched = None
+        watched = None

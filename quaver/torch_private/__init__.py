@@ -26,6 +26,6 @@ elsewhere. Names that a linear asks at each call are PyTorch's own C functions, 
 
 Used directly: `TorchDispatchMode`, `is_traceable_wrapper_subclass` and `tree_*` of torch.utils._python_dispatch and
 _pytree, and operators of torch.ops.aten whose names begin with an underscore. Two places stay their own:
-quaver/runtime/phases.py reads a flag of the profiler, which a call would make slower, and quaver/memory/faking and compiling
-replace parts of fake tensors and of Inductor.
+quaver/runtime/phases.py reads a flag of the profiler, which a call would make slower, and quaver/memory/faking and
+compiling replace parts of fake tensors and of Inductor.
 """

@@ -3,7 +3,7 @@
 import os
 import sys
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any
@@ -20,13 +20,11 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
+from quaver.data.progress import Advance, CacheProgress
 from quaver.trainer.memory import memory_words
 
 _WIDE = 120
 """Columns of a terminal on which a progress bar has all numbers; on fewer they would take the name's."""
-
-Advance = Callable[[int], None]
-"""Called with the number of bytes read since the last call."""
 
 
 class Stdout:
@@ -77,22 +75,29 @@ def stdout_console(*, quiet: bool = False) -> Console:
     return Console(file=typing.cast(IO[str], Stdout()), quiet=quiet, color_system=color_system())
 
 
-def say(text: str, *, quiet: bool = False) -> None:
-    """Print one line on standard output as long as that works, without wrapping or styles; nothing if `quiet`."""
-    stdout_console(quiet=quiet).print(text, soft_wrap=True, highlight=False, markup=False)
+def say(text: str) -> None:
+    """Print one line on standard output as long as that works, without wrapping or styles."""
+    stdout_console().print(text, soft_wrap=True, highlight=False, markup=False)
 
 
-@contextmanager
-def byte_progress(label: str, total: int, *, quiet: bool) -> Iterator[Advance]:
-    """Show progress over `total` bytes under `label` while the block runs: a bar on a terminal, one line elsewhere."""
-    console = stdout_console(quiet=quiet)
-    if not console.is_terminal:
-        say(f"{label}: {total:,} bytes", quiet=quiet)
-    columns = TextColumn("{task.description}"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn()
-    disable = quiet or not console.is_terminal
-    with Progress(*columns, console=console, disable=disable, refresh_per_second=2, transient=True) as bar:
-        task = bar.add_task(label, total=total)
-        yield lambda count: bar.advance(task, count)
+class ShownProgress(CacheProgress):
+    """Prints what the cache of tokens does; reading is a bar on a terminal, one line elsewhere."""
+
+    def say(self, text: str) -> None:
+        """Print `text`."""
+        say(text)
+
+    @contextmanager
+    def reading(self, label: str, total_bytes: int) -> Iterator[Advance]:
+        """Show progress over `total_bytes` under `label` while the block runs."""
+        console = stdout_console()
+        if not console.is_terminal:
+            say(f"{label}: {total_bytes:,} bytes")
+        columns = TextColumn("{task.description}"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn()
+        disable = not console.is_terminal
+        with Progress(*columns, console=console, disable=disable, refresh_per_second=2, transient=True) as bar:
+            task = bar.add_task(label, total=total_bytes)
+            yield lambda count: bar.advance(task, count)
 
 
 @dataclass

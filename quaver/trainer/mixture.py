@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from quaver.experts.dispatch import Bring, Combine, Dispatch
 from quaver.experts.grouped_mm import float8_grouped_mm
 from quaver.experts.module import RoutedExperts
-from quaver.linear.module import compute_dtype
+from quaver.linear.function import compute_dtype
 from quaver.recipes.config import CastConfig, Float8LinearConfig, ScalingType
 from quaver.runtime.ranks import plain_tensors
 from quaver.settings import Model

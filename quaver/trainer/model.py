@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.linear.module import compute_dtype
+from quaver.linear.function import compute_dtype
 from quaver.settings import Model
 from quaver.settings.model import RopeScaling
 from quaver.trainer.functional import embedding, plain_rms_norm, rms_norm, swiglu

@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from quaver.runtime.ranks import plain_tensors
 
 
+class NonFiniteError(RuntimeError):
+    """A loss or a gradient norm was not finite; the message names the first non-finite operand."""
+
+
 @dataclass(frozen=True)
 class NonFiniteOperand:
     """`operand` is input, weight, bias or output of `module`, or a gradient of one, such as grad_weight.

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from quaver.recorder.figure import figure_of
-from quaver.trainer.metrics import WARMUP_STEPS, read_metrics
+from quaver.runs.json_lines import read_metrics
+from quaver.trainer.metrics import WARMUP_STEPS
 
 Record = dict[str, Any]
 

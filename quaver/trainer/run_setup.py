@@ -19,6 +19,7 @@ from quaver.runtime.devices import resolve_device
 from quaver.runtime.ranks import Ranks
 from quaver.settings import TrainConfig, require
 from quaver.settings.parallel_dims import ParallelDims, resolve
+from quaver.trainer.display import ShownProgress
 from quaver.trainer.float8 import convert_model
 from quaver.trainer.flops import flops_per_token_by_precision
 from quaver.trainer.metrics import check_loggers
@@ -87,7 +88,7 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
     )
     check_environment(config)
     models = make_models(config, device)
-    data = load_data(config, quiet=not ranks.is_first)
+    data = load_data(config, ShownProgress() if ranks.is_first else None)
     return RunSetup(config, ranks, dims, device, data, models)
 
 

@@ -93,7 +93,7 @@ def _with_batch(config: TrainConfig, data: str | None, sequences: int, seq_len: 
 
 def _surveyed(model: nn.Module, config: TrainConfig, of_batch: TrainConfig, *, can_train: bool) -> Surveyed:
     training = of_batch.training
-    (batch,) = load_data(of_batch, quiet=True).step_batches(training, 0)
+    (batch,) = load_data(of_batch).step_batches(training, 0)
     model.train()
 
     def forward_backward() -> None:

@@ -21,7 +21,8 @@ from quaver.numerics.watch import AlarmSink
 from quaver.roofline.device_specs import PeakFlops, peak_flops
 from quaver.runs.checkpoint import Checkpointer, load_weights
 from quaver.runs.checkpoint_folder import Progress
-from quaver.runs.errors import CheckpointError, NonFiniteError, OutputError
+from quaver.runs.errors import CheckpointError, OutputError
+from quaver.runs.json_lines import JsonLines
 from quaver.runs.run_folder import RunFolder, replaced
 from quaver.runtime.ranks import Ranks
 from quaver.settings import TrainConfig
@@ -32,7 +33,8 @@ from quaver.trainer.float8_scales import saturation_summary, scales_record
 from quaver.trainer.flops import utilization
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.memory import device_memory, reset_device_peaks
-from quaver.trainer.metrics import JsonLines, Logger, is_spike, open_loggers, remember, summarize
+from quaver.trainer.metrics import Logger, is_spike, open_loggers, remember, summarize
+from quaver.trainer.nonfinite import NonFiniteError
 from quaver.trainer.numerics import NumericsLog
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.plot import draw_curves

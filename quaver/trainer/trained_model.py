@@ -21,10 +21,9 @@ from quaver.data import Batch
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.experts.module import Float8Experts
 from quaver.numerics.monitor import Monitor
-from quaver.runs.errors import NonFiniteError
 from quaver.runtime.devices import synchronize
 from quaver.runtime.ranks import Ranks
-from quaver.settings import TrainConfig, Training
+from quaver.settings import Optimizer, TrainConfig, Training
 from quaver.trainer.float8 import in_high_precision
 from quaver.trainer.loss import next_token_loss
 from quaver.trainer.memory import PeakMemory, measure_peak
@@ -37,7 +36,7 @@ from quaver.trainer.mixture import (
     take_expert_load,
 )
 from quaver.trainer.model import Llama
-from quaver.trainer.nonfinite import find_nonfinite
+from quaver.trainer.nonfinite import NonFiniteError, find_nonfinite
 from quaver.trainer.optimizer import (
     build_optimizer,
     clip_gradients,
@@ -106,6 +105,10 @@ class TrainedModel:
         self._routers, self._experts = modules_of(self.model, Router), modules_of(self.model, Experts)
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
         self.precompute_scales()
+
+    def new_optimizer(self, name: str) -> torch.optim.Optimizer:
+        """An optimizer of the model with the default settings; a checkpoint loads the states of another one into it."""
+        return build_optimizer(self.model, Optimizer(name=name))
 
     @property
     def notes(self) -> list[str]:

@@ -1,1 +1,1 @@
-"""Weights in another form than a plain parameter: gathered, cast once, frozen, primary. See docs/weights.md."""
+"""What users switch on for weights: cast once, float8 primary weights, frozen modules. See docs/weights.md."""

@@ -7,7 +7,7 @@ promises not to change the weights, and a change that torch can see is an error.
 A whole weight is quantized at the entry. A shard that FSDP2 all-gathers in float8 is quantized for its first all-gather
 in the scope, because its scale takes a collective; later all-gathers send the same codes. The mode of the model at that
 moment does not matter: with a persistent scale, each forward that trains records what the cast observed
-([Note: who records] in scale_state.py).
+([Note: who records] in linear/scale_state.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from quaver.experts.module_weight import ModuleWeight, weights_under
 from quaver.fsdp.gathered import AllGatherInputs, Float8AllGatherWeight, ScaleBox, is_all_gather_weight
-from quaver.fsdp.weight_scales import AllGatherState, all_gather_state
+from quaver.fsdp.siblings import AllGatherState, all_gather_state
 from quaver.linear.module import Float8Linear
 from quaver.torch_private.tracing import FakeTensor
 from quaver.torch_private.versions import version_of

@@ -1,4 +1,4 @@
-"""`FrozenFloat8Linear` and `FrozenFloat8Experts`: modules whose weights are stored in float8 (frozen.py).
+"""`FrozenFloat8Linear` and `FrozenFloat8Experts`: modules whose weights are stored in float8 (linear/frozen_weight.py).
 
 Their state_dicts hold a `FrozenState` for each weight (frozen_state.py), under the name that it has in high precision.
 They load those to the bit, and weights in high precision: those that the scales here hold exactly keep these scales,
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_of_module
-from quaver.fsdp.weight_scales import local_weight
+from quaver.fsdp.siblings import local_weight
 from quaver.linear.frozen_state import FrozenState
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear

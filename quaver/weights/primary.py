@@ -38,9 +38,9 @@ from torch.optim import Optimizer
 from quaver.experts.grouped_mm import quantize_weight
 from quaver.experts.module import Float8Experts, is_transposed
 from quaver.experts.module_weight import ModuleWeight, owners_of_parameters, weights_of_module, weights_under
-from quaver.linear.gemm import Operand
+from quaver.kernels.operands import Operand, Operands, present
 from quaver.linear.module import Float8Linear
-from quaver.linear.quantize import Operands, Quantizer, present
+from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import COLLECTIVES, WrappedTensor, is_parameter
 from quaver.recipes.config import Float8LinearConfig, OperandCasts

@@ -67,7 +67,7 @@ class Counter:
 
     def __enter__(self):
         self.matmuls = self.casts = 0
-        multiply, cast = quaver.linear.module.mm, Quantizer.cast
+        multiply, cast = quaver.linear.function.mm, Quantizer.cast
 
         def counted_mm(*arguments):
             self.matmuls += 1
@@ -77,7 +77,7 @@ class Counter:
             self.casts += 1
             return cast(*arguments)
 
-        of_mm = mock.patch.object(quaver.linear.module, "mm", counted_mm)
+        of_mm = mock.patch.object(quaver.linear.function, "mm", counted_mm)
         self.patches = of_mm, mock.patch.object(Quantizer, "cast", counted_cast)
         for each in self.patches:
             each.start()

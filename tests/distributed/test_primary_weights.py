@@ -17,7 +17,7 @@ import quaver.fsdp.gathered as fsdp
 import quaver.linear.quantize as quantize
 from quaver import cast_weights_once, convert_to_float8_training, use_float8_primary_weights
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.fsdp.weight_scales import all_gather_state
+from quaver.fsdp.siblings import all_gather_state
 from quaver.recipes.config import ScalingGranularity
 from quaver.weights.primary import Float8PrimaryWeight
 from tests.distributed.models import DIM, HIDDEN, LEARNING_RATE, batches, config_of, loss_of, make_model

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from quaver.cli import main
+from quaver.runs.json_lines import read_metrics
 from quaver.trainer.memory import measure_peak
-from quaver.trainer.metrics import read_metrics
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quaver.trainer.metrics import read_metrics
+from quaver.runs.json_lines import read_metrics
 from tests.isolated import Forked, quaver, quaver_on_ranks
 
 REPOSITORY = Path(__file__).parents[2]

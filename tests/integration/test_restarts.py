@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_flatten_with_path
 
 from quaver.runs.checkpoint_folder import CheckpointFolder
-from quaver.trainer.metrics import read_metrics
+from quaver.runs.json_lines import read_metrics
 from tests.command_line import TEXT, TINY
 from tests.isolated import quaver_on_ranks
 

@@ -15,8 +15,8 @@ import pytest
 
 from quaver.cli import main
 from quaver.runs.checkpoint_folder import CheckpointFolder
+from quaver.runs.json_lines import read_metrics
 from quaver.runs.lock import HOLDER
-from quaver.trainer.metrics import read_metrics
 from tests.command_line import TEXT, TINY
 from tests.isolated import Forked, quaver, quaver_on_ranks
 

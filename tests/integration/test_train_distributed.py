@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from quaver.cli import main
-from quaver.trainer.metrics import read_metrics
+from quaver.runs.json_lines import read_metrics
 from tests.integration.train_on_ranks import Results, train_on_ranks
 from tests.isolated import quaver_on_ranks
 

@@ -13,9 +13,9 @@ from quaver.bench.results import Result, cases_of, save, table_of, title_of
 from quaver.cli.console import make_table, show
 from quaver.cli.dispatch import find_verb
 from quaver.cli.errors import EXIT_INTERRUPTED, EXIT_NONFINITE, bad_input, print_error
-from quaver.runs.errors import NonFiniteError
 from quaver.settings.config_file import load_config, parse_arguments
 from quaver.settings.flags import parse_options, split_options
+from quaver.trainer.nonfinite import NonFiniteError
 
 VERBS = {
     "linear": "one linear, forward and backward",

@@ -68,7 +68,9 @@ def _scaled_mm_out(*operands: Any, out: Tensor, **options: Any) -> Tensor:
     return out
 
 
-def _backend_for(device: torch.device, kind: ScaleKind | None, *, emulate: bool = False) -> GemmBackend:
+def _backend_for(
+    device: torch.device, kind: ScaleKind | None, *, emulate: bool = False, works: object = None
+) -> GemmBackend:
     return GemmBackend.EXACT if emulate or kind is None else GemmBackend.NATIVE
 
 

@@ -125,7 +125,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "profiling.md": {
         "`QUAVER_ERROR_ON_SLOW_PATH=1`": "tests/unit/runtime/test_slow_paths.py::test_the_environment_variable",
-        "require_native=True)` raises": "tests/unit/conversion/test_check.py::test_training_may_be_required_to_multiply_natively",
+        "require_native=True)` raises": (
+            "tests/unit/conversion/test_check.py::test_training_may_be_required_to_multiply_natively"
+        ),
     },
     "reliability.md": {
         "| no file can grow beyond a limit": f"{RELIABILITY}::test_every_try_holds",

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_data_sources import TEXTS, train_tokenizer, write_jsonl, write_parquet
 
 from quaver.cli import main
 from quaver.data import cache as cache_module
@@ -22,13 +21,14 @@ from quaver.data.cache import cache_folder
 from quaver.data.source import Source
 from quaver.settings import Data, TrainConfig, Training
 from tests.isolated import Forked
+from tests.unit.data.test_data_sources import TEXTS, train_tokenizer, write_jsonl, write_parquet
 
 
 def load_and_print(text: Path, kept: str) -> None:
     """Print the digest, or the error."""
     config = TrainConfig(training=Training(seq_len=16), data=Data(path=str(text), cache_folder=kept))
     try:
-        print(load_data(config, quiet=True).origin["sha256"])
+        print(load_data(config).origin["sha256"])
     except OSError as error:
         print("error:", error)
 

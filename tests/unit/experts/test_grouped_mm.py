@@ -14,7 +14,7 @@ from quaver.experts import gemm, gpu_gemm, grouped_mm
 from quaver.experts.cast import _cast_groups, cast_groups
 from quaver.experts.gemm import Form
 from quaver.experts.groups import GroupedOperand, bounds_of, count_of_scales, first_scale
-from quaver.linear.gemm import PROBES, ScaleKind
+from quaver.linear.gemm import ScaleKind
 from quaver.recipes.config import MatmulOptions
 from tests.reference import assert_same_bits
 from tests.steps import assert_same, results_of
@@ -196,8 +196,8 @@ def test_the_reference_gives_the_codes_and_scales_of_the_cpu(recipe, operand, di
         made = getattr(cast_groups(hp, cast, ends, groups, True, True, power_of_2), direction)
         options = cast.block_options or (0, 0, "")
         granularity = cast.scaling_granularity.value
-        places = _cast_groups(hp, cast.float8_dtype, ends, groups, True, True, power_of_2, granularity, *options)
-        codes, _, scale = places[3:] if direction == "column" and places[3] is not None else places[:3]
+        operands = _cast_groups(hp, cast.float8_dtype, ends, groups, True, True, power_of_2, granularity, *options)
+        codes, scale, _ = getattr(operands, direction)
         end = ENDS[-1] if ends is not None else 310
         nan = made.data[:end].float().isnan()
         assert torch.equal(nan, codes[:end].float().isnan())
@@ -214,10 +214,10 @@ def test_the_reference_takes_no_rows(recipe):
     for cast in {casts.input.row, casts.input.column} - {c for c in casts.every() if c.is_disabled}:
         options = cast.block_options or (0, 0, "")
         ends, granularity = torch.zeros(4, dtype=torch.int32), cast.scaling_granularity.value
-        places = _cast_groups(torch.zeros(0, 70), cast.float8_dtype, ends, 4, True, True, True, granularity, *options)
+        operands = _cast_groups(torch.zeros(0, 70), cast.float8_dtype, ends, 4, True, True, True, granularity, *options)
         made = cast_groups(torch.zeros(0, 70), cast, ends, 4, True, True, True)
-        assert places[0].shape == made.row.data.shape == (0, 70)
-        assert places[2].shape == made.row.dequant_scale.shape
+        assert operands.row.data.shape == made.row.data.shape == (0, 70)
+        assert operands.row.dequant_scale.shape == made.row.dequant_scale.shape
 
 
 def grouped_operands(form, recipe, transposed, a, b_t, grad_output, ends):
@@ -308,10 +308,10 @@ def test_scaled_groups_as_the_hardware_reads_them(recipe, form, transposed, scal
 
 
 def test_the_probe_of_the_hardware(scaled_grouped_mm, monkeypatch):
-    assert PROBES[ScaleKind.GROUPS](torch.device("cpu")) is None
+    assert gemm.probe_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS) is None
     right = gpu_gemm.scaled_grouped_mm
     monkeypatch.setattr(gpu_gemm, "scaled_grouped_mm", lambda *args, **options: right(*args, **options) * 1.1)
-    assert "wrong result" in PROBES[ScaleKind.GROUPS](torch.device("cpu"))
+    assert "wrong result" in gemm.probe_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS)
 
 
 def test_scales_that_vary_along_the_contracted_dim_are_not_the_hardwares():

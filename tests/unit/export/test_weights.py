@@ -44,14 +44,14 @@ def trained(recipe):
 def multiplied_weights(model, monkeypatch):
     """The operands [N, K] of the weights that a forward multiplies, in the order of the linears."""
     seen = []
-    multiply = quaver.linear.module.mm
+    multiply = quaver.linear.function.mm
 
     def recorded(a, b, *args):
         seen.append(b.t())
         return multiply(a, b, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(quaver.linear.module, "mm", recorded)
+        patch.setattr(quaver.linear.function, "mm", recorded)
         model.eval()(TOKENS)
     assert len(seen) == len(PROJECTIONS)
     return seen

@@ -45,7 +45,7 @@ def by_the_extension(hp, quant_scale, float8_dtype, power_of_2):
 def compiled(hp, quant_scale, float8_dtype, power_of_2):
     def cast(hp, quant_scale, seen):
         scale = PersistentScale(quant_scale, seen, torch.tensor(True))
-        codes, quant, dequant, *_ = cast_with_persistent_scale(hp, scale, float8_dtype, True, False, power_of_2)
+        codes, dequant, quant = cast_with_persistent_scale(hp, scale, float8_dtype, True, False, power_of_2).row
         return codes, quant, dequant
 
     seen = torch.full((2,), -1.0)

@@ -61,6 +61,15 @@ def laid_out(row_codes, column_codes, rows=True, columns=True):
     return row_codes if rows else None, transposed if columns else None
 
 
+def assert_operands(operands, of_rows, of_columns, rows, columns):
+    """They are codes, quant_scale and dequant_scale `of_rows` and `of_columns`, where these are wanted."""
+    codes = laid_out(of_rows[0], of_columns[0], rows, columns)
+    for operand, laid, (_, quant, dequant) in zip(operands, codes, (of_rows, of_columns), strict=True):
+        assert (operand is None) == (laid is None)
+        if operand is not None:
+            assert_equal(operand, (laid, dequant, quant))
+
+
 @np.errstate(all="ignore")  # the interpreter's infinities and NaNs are wanted
 def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False, wanted=WANTED):
     """The casts of `hp` are the oracle's: dynamic, with each `persistent` scale, with each pair of `given` scales."""
@@ -73,16 +82,12 @@ def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False,
         assert_equal([triton_cast.amax(hp, dim)], [scaling.amax(host, dim).float()])
     for rows, columns in wanted:
         args = (float8_dtype, rows, columns, power_of_2)
-        row_codes, column_codes = laid_out(of_matrix[0], of_matrix[0], rows, columns)
-        expected = (row_codes, *of_matrix[1:], column_codes, None, None)
-        assert_equal(triton_cast.cast_tensorwise(hp, *args), expected)
-        row_codes, column_codes = laid_out(of_rows[0], of_columns[0], rows, columns)
-        row_scales, column_scales = of_rows[1:] if rows else (None, None), of_columns[1:] if columns else (None, None)
-        assert_equal(triton_cast.cast_rowwise(hp, *args), (row_codes, *row_scales, column_codes, *column_scales))
+        assert_operands(triton_cast.cast_tensorwise(hp, *args), of_matrix, of_matrix, rows, columns)
+        assert_operands(triton_cast.cast_rowwise(hp, *args), of_rows, of_columns, rows, columns)
         for scale in map(torch.tensor, persistent):
             codes, *rest = scaling.cast_with_persistent_scale(host, scale, float8_dtype, power_of_2=power_of_2)
             row_codes, column_codes = laid_out(codes, codes, rows, columns)
-            expected = (row_codes, *rest[:2], column_codes, None, None, rest[2])
+            expected = (row_codes, *rest[:2], column_codes, rest[2])
             assert_equal(triton_cast.cast_with_persistent_scale(hp, *args, scale.to(device)), expected)
     for scales in given:
         expected = [scale if scale is None else scaling.cast_to_float8(host, scale, float8_dtype) for scale in scales]
@@ -99,14 +104,8 @@ def assert_block_casts(hp, float8_dtype, block_size, power_of_2, mode, wanted=(B
         for size in (block_size, block_size[::-1]):
             options = {"power_of_2": power_of_2, "block_size": size, "mode": mode}
             made.append(scaling.dynamic_cast_blocks(hp.cpu(), float8_dtype, **options))
-        row_codes, column_codes = laid_out(made[0][0], made[1][0], rows, columns)
-        is_square = block_size[0] == block_size[1]
-        of_rows = made[0][1:] if rows or is_square else (None, None)
-        of_columns = made[1][1:] if columns and not is_square else (None, None)
-        assert_equal(
-            triton_cast.cast_blockwise(hp, float8_dtype, rows, columns, power_of_2, *block_size, mode),
-            (row_codes, *of_rows, column_codes, *of_columns),
-        )
+        operands = triton_cast.cast_blockwise(hp, float8_dtype, rows, columns, power_of_2, *block_size, mode)
+        assert_operands(operands, *made, rows, columns)
 
 
 @contextmanager

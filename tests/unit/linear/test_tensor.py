@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quaver import float8_linear
-from quaver.linear.gemm import Operand
+from quaver.kernels.operands import Operand
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor
 from tests.distributed.models import config_of

@@ -14,9 +14,9 @@ from quaver.optim import load_states_of
 from quaver.roofline.device_specs import peak_flops
 from quaver.runs.checkpoint_folder import RECORD, CheckpointFolder, read_record
 from quaver.runs.errors import CheckpointError
+from quaver.runs.json_lines import read_metrics
 from quaver.runs.manifest import MANIFEST
 from quaver.settings import Checkpoint, Float8, TrainConfig
-from quaver.trainer.metrics import read_metrics
 from quaver.trainer.optimizer import build_optimizer
 from quaver.trainer.train import Run, prepare, train
 from tests.thinned import at_night

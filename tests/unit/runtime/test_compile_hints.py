@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from quaver import Float8Linear, Float8LinearConfig
 from quaver.checkpointing.policy import MATMULS
-from quaver.linear import module as quaver_linear
+from quaver.linear import function
 from quaver.runtime.compile_hints import add_dependency
 from tests.steps import assert_same
 
@@ -48,7 +48,7 @@ def test_grad_input_depends_on_grad_weight_and_no_bit_changes(recipe, monkeypatc
     first, second = (node for node in graph.nodes if node.target in MATMULS)
     assert list(first.meta["val"].shape) == [48, 32]
     assert depends_on(second, first)
-    monkeypatch.setattr(quaver_linear, "add_dependency", lambda waiting, computed: None)
+    monkeypatch.setattr(function, "add_dependency", lambda waiting, computed: None)
     graph, expected = backward_of(twin)
     first, second = (node for node in graph.nodes if node.target in MATMULS)
     assert not depends_on(second, first)

@@ -28,7 +28,7 @@ def drawn_curves() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _undrawn_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def undrawn_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves curves.png empty elsewhere: drawing takes two thirds of a tiny run."""
     if "drawn_curves" not in request.fixturenames:
         monkeypatch.setattr("quaver.trainer.train.draw_curves", lambda metrics, image, title: image.touch())
@@ -96,7 +96,7 @@ def load() -> Callable[..., TokenData]:
     def load(path: Path | str, *, seq_len: int = 16, vocab_size: int = 1 << 20, **settings: object) -> TokenData:
         training, model = Training(seq_len=seq_len, device="cpu"), Model(vocab_size=vocab_size)
         data = Data(path=str(path), **settings)
-        return load_data(TrainConfig(training=training, model=model, data=data), quiet=True)
+        return load_data(TrainConfig(training=training, model=model, data=data))
 
     return load
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from quaver.runs.json_lines import read_metrics
 from quaver.runtime.ranks import Ranks
 from quaver.settings import TrainConfig
 from quaver.settings.parallel_dims import ParallelDims, resolve
 from quaver.trainer.initialize import allocate, initialize
-from quaver.trainer.metrics import read_metrics
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.run_setup import make_models
 from quaver.trainer.train import Run, prepare, train

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from quaver import Float8Linear
+from quaver.runs.json_lines import read_metrics
 from quaver.settings import Float8, TrainConfig, Validation
 from quaver.trainer.float8 import in_high_precision
-from quaver.trainer.metrics import read_metrics
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.train import Run, prepare
 from quaver.trainer.trained_model import TrainedModel

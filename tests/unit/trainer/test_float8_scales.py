@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from quaver import DelayedScalingConfig, Float8Linear, TensorScaling
-from quaver.runs.errors import NonFiniteError
+from quaver.runs.json_lines import read_metrics
 from quaver.settings import Float8, LRScheduler, Metrics, TrainConfig
 from quaver.trainer import trained_model as trained_model_module
 from quaver.trainer.float8_scales import saturation_summary, scales_record
 from quaver.trainer.memory import storage_bytes
-from quaver.trainer.metrics import read_metrics
+from quaver.trainer.nonfinite import NonFiniteError
 from quaver.trainer.train import Run, prepare, train
 from quaver.trainer.trained_model import TrainedModel
 from tests.unit.trainer.runs import changed, run_to_end

@@ -12,7 +12,6 @@ import tomli_w
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_data_sources import train_tokenizer
 
 from quaver.data.documents import Account, SourceFile
 from quaver.data.records import read_records
@@ -22,11 +21,12 @@ from quaver.export.files import StoredTensors
 from quaver.runs.checkpoint import read_metadata
 from quaver.runs.checkpoint_folder import RECORD, read_record
 from quaver.runs.errors import CheckpointError
+from quaver.runs.json_lines import rewound_metrics
 from quaver.runs.manifest import MANIFEST, check_manifest
 from quaver.runs.safe_dcp import METADATA, CheckpointReader
 from quaver.settings import Data
 from quaver.settings.config_file import load_config
-from quaver.trainer.metrics import rewound_metrics
+from tests.unit.data.test_data_sources import train_tokenizer
 
 EXAMPLES = pytest.mark.parametrize(
     "examples", [80, pytest.param(50_000, marks=[pytest.mark.nightly, pytest.mark.timeout(0)])]

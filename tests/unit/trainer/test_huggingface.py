@@ -20,13 +20,13 @@ from quaver.data import load_data
 from quaver.export.files import StoredTensors
 from quaver.runs.checkpoint import load_state
 from quaver.runs.checkpoint_folder import read_record
+from quaver.runs.json_lines import read_metrics
 from quaver.runs.manifest import write_manifest
 from quaver.settings import Model
 from quaver.settings.config_file import load_config, parse_arguments
 from quaver.settings.parallel_dims import ParallelDims
 from quaver.trainer.huggingface import weights
 from quaver.trainer.huggingface.config import model_from_hf
-from quaver.trainer.metrics import read_metrics
 from quaver.trainer.model import Llama
 from tests.command_line import TEXT, TINY
 
@@ -234,7 +234,7 @@ def test_training_begins_with_the_loss_of_the_imported_model(hf, tmp_path, text_
     loss = next(each["loss"] for each in read_metrics(tmp_path / "runs" / "run" / "metrics.jsonl") if "loss" in each)
 
     config = load_config(*parse_arguments(words))
-    batch = load_data(config, quiet=True).step_batches(config.training, 0, ParallelDims())[0]
+    batch = load_data(config).step_batches(config.training, 0, ParallelDims())[0]
     with torch.no_grad():
         logits = theirs(hf("llama3"))(batch.tokens).logits
     expected = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).item()

@@ -15,22 +15,13 @@ from torch import nn
 
 from quaver.roofline.device_specs import PeakFlops
 from quaver.runs.errors import CheckpointError
+from quaver.runs.json_lines import JsonLines, read_metrics, rewound_metrics
 from quaver.runs.run_folder import git_revision, provenance
 from quaver.settings import Metrics, TrainConfig
 from quaver.settings.docs import configuration_page
 from quaver.trainer.flops import utilization
 from quaver.trainer.memory import device_memory, measure_peak, memory_words, storage_bytes
-from quaver.trainer.metrics import (
-    SPIKE_MIN_STEPS,
-    SPIKE_WINDOW,
-    JsonLines,
-    check_loggers,
-    is_spike,
-    median_step_seconds,
-    read_metrics,
-    remember,
-    rewound_metrics,
-)
+from quaver.trainer.metrics import SPIKE_MIN_STEPS, SPIKE_WINDOW, check_loggers, is_spike, median_step_seconds, remember
 from quaver.trainer.train import prepare, train
 
 ROOT = Path(__file__).parents[3]

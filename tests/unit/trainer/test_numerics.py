@@ -9,9 +9,10 @@ import torch
 
 from quaver import Float8Linear
 from quaver.numerics.record import Record
-from quaver.runs.errors import NonFiniteError, OutputError
+from quaver.runs.errors import OutputError
+from quaver.runs.json_lines import read_metrics
 from quaver.settings import TrainConfig
-from quaver.trainer.metrics import read_metrics
+from quaver.trainer.nonfinite import NonFiniteError
 from quaver.trainer.train import prepare, train
 from tests.unit.trainer.runs import changed, numbers, run_to_end
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from quaver.cli import main
+from quaver.runs.json_lines import read_metrics
 from quaver.runs.lock import HOLDER, RunLock
 from quaver.runs.manifest import MANIFEST, write_manifest
-from quaver.trainer.metrics import read_metrics
 from quaver.trainer.train import prepare, train
 from tests.command_line import TEXT, TINY
 from tests.isolated import Forked

@@ -13,10 +13,11 @@ from quaver.cli import main
 from quaver.cli import train as train_cli
 from quaver.numerics.record import Record
 from quaver.runs.checkpoint_folder import read_record
-from quaver.runs.errors import CheckpointError, NonFiniteError
+from quaver.runs.errors import CheckpointError
 from quaver.settings import Float8, TrainConfig
 from quaver.settings.config_file import load_config
 from quaver.trainer import train as train_module
+from quaver.trainer.nonfinite import NonFiniteError
 from quaver.trainer.train import Run, build, prepare, train
 from tests.unit.trainer.runs import changed
 

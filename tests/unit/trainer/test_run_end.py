@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from quaver.cli import main
-from quaver.runs.errors import NonFiniteError
+from quaver.runs.json_lines import read_metrics
 from quaver.runtime.ranks import Ranks
 from quaver.settings import Comm, Float8
 from quaver.trainer import train as train_module
-from quaver.trainer.metrics import read_metrics
+from quaver.trainer.nonfinite import NonFiniteError
 from quaver.trainer.process import determinism, quiet, watchdog
 from quaver.trainer.train import Run, prepare, train
 from quaver.trainer.trained_model import TrainedModel

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quaver.runs.json_lines import read_metrics
 from quaver.settings import Float8
 from quaver.settings.config_file import load_config
 from quaver.trainer.memory import PeakMemory
-from quaver.trainer.metrics import read_metrics, summarize
+from quaver.trainer.metrics import summarize
 from quaver.trainer.train import Run, prepare, train
 from quaver.trainer.trained_model import TrainedModel
 from tests.unit.trainer.runs import changed, run_to_end

@@ -1,0 +1,166 @@
+"""Scales of sharded weights, equal to those that one rank with the whole weight would compute.
+
+A scale belongs to the whole tensor. Each rank takes the amaxes of its shards, one all-reduce takes their maximum over
+the ranks, and the scales of all weights are computed from that vector at once: one collective and, for tensorwise
+scales, a fixed number of kernels, whatever the number of weights.
+
+[Note: cut blocks] A shard begins at any row, inside a block or not. Its amaxes are those of the parts of blocks that it
+holds; the maximum over the ranks makes them whole. A rank then quantizes its shard with each row's blocks of scales.
+
+[Note: two maxima] A scale that reduces a dim which tensor parallelism sharded takes a second maximum, over that mesh
+axis. If all do, both are one maximum over all ranks.
+
+[Note: experts] A weight [E, R, C] is E matrices, each with scales of its own (experts/groups.py). Each row of a shard
+has a place among the scales, and a rank takes the amaxes at the places of its rows. No scale is shared with the other
+ranks of expert parallelism.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from quaver.experts.cast import amax_of_places
+from quaver.experts.grouped_mm import blocks_of_stored
+from quaver.experts.groups import Block, count_of_scales, shape_of_scales
+from quaver.experts.module import Float8Experts, is_transposed
+from quaver.experts.module_weight import ModuleWeight
+from quaver.fsdp.shard import Shard
+from quaver.recipes import scaling
+from quaver.recipes.cast_config import ALL
+from quaver.recipes.config import CastConfig, Float8LinearConfig
+from quaver.recipes.scaling import Scales, scales_of, scales_of_blocks
+from quaver.runtime.collectives import max_over_ranks
+
+Grouping = int | None | tuple[int, int]
+"""Which elements of a weight share a scale: those along a dim, all of them (None), or those of a block of this size.
+
+Of experts always a `Block` of experts/groups.py."""
+
+WholeScales = Sequence[Scales]
+"""The scales of one weight [N, K], one for each cast, in the order of `groupings`: (), [1, K], [N, 1] or blocks'.
+Of experts those of experts/groups.py."""
+
+
+def _scale_shape(grouping: Grouping, size: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the scales of a weight of `size`."""
+    if isinstance(grouping, tuple):
+        if len(size) == 3:
+            return shape_of_scales(grouping, size[0], size[0] * size[1], size[2])
+        return scaling.block_counts(size[0], size[1], grouping)
+    return {None: (), 0: (1, size[1]), 1: (size[0], 1)}[grouping]
+
+
+def groupings(weight: ModuleWeight) -> list[Grouping]:
+    """How a weight is scaled, one for each cast that differs."""
+    row: Grouping
+    column: Grouping
+    if isinstance(weight.module, Float8Experts):
+        row, column = blocks_of_stored(weight.config, is_transposed(weight.module))
+    else:
+        row, column = (_grouping(cast, dim) for cast, dim in zip(weight.config.casts.weight[:2], (1, 0), strict=True))
+    return [row] if row == column else [row, column]
+
+
+def _grouping(cast: CastConfig, dim: int) -> Grouping:
+    """`dim`: the one that the matmul contracts."""
+    sharing = cast.known_sharing("float8 all-gather")
+    if ALL not in sharing:
+        return sharing if dim == 1 else sharing[::-1]
+    return None if sharing == (ALL, ALL) else dim
+
+
+def compute_whole_scales(shards: Sequence[Shard], weights: Sequence[ModuleWeight]) -> list[WholeScales]:
+    """The scales of every weight; a collective over the ranks that hold the shards, all of which must call it.
+
+    Args:
+        shards: shards of weights over the same groups, in the same order on every rank.
+        weights: what they are shards of, in the same order, of one float8 dtype and one way to round scales.
+    """
+
+    def is_over_tp(key: tuple[int, Grouping]) -> bool:
+        """Whether tensor parallelism sharded the dim that the scales of a cast reduce."""
+        tp_dim = shards[key[0]].tp_dim
+        return tp_dim is not None and key[1] in (None, tp_dim)
+
+    # The key of a cast: the index of its weight, and the dim that its scales reduce. Those over TP stand last.
+    casts = sorted(((i, each) for i, weight in enumerate(weights) for each in groupings(weight)), key=is_over_tp)
+    shapes = [_scale_shape(each, shards[i].size) for i, each in casts]
+    lengths = [math.prod(shape) for shape in shapes]
+    only_fsdp = sum(length for key, length in zip(casts, lengths, strict=True) if not is_over_tp(key))
+    amaxes = _max_over_groups(_local_amaxes(shards, casts).to(shards[0].device), only_fsdp, shards[0])
+    float8_dtype, power_of_2, *of_blocks = rounding_rule(weights[0].config)
+    compute = scales_of_blocks if of_blocks else scales_of
+    quant, dequant = compute(amaxes, float8_dtype, power_of_2, *of_blocks)
+    made: dict[tuple[int, Grouping], Scales] = {}
+    for key, shape, *of_cast in zip(casts, shapes, quant.split(lengths), dequant.split(lengths), strict=True):
+        made[key] = Scales(*(vector.view(shape) for vector in of_cast))
+    return [[made[i, each] for each in groupings(weight)] for i, weight in enumerate(weights)]
+
+
+def rounding_rule(config: Float8LinearConfig) -> tuple[Any, ...]:
+    """What weights must have in common for their scales to be computed at once; of blocks also their mode."""
+    weight = config.casts.weight
+    of_blocks = (weight.row.e8m0_mode,) if weight.row.is_blockwise else ()
+    return weight.row.float8_dtype, weight.power_of_2, *of_blocks
+
+
+def _local_amaxes(shards: Sequence[Shard], casts: Sequence[tuple[int, Grouping]]) -> Tensor:
+    """This rank's amaxes for `casts`, one after another, float32; 0 where another rank's shard is."""
+    tensorwise = [i for i, each in casts if each is None and shards[i].local.numel()]
+    # One multi-tensor kernel for all tensorwise scales.
+    norms = torch._foreach_norm([shards[i].local for i in tensorwise], torch.inf) if tensorwise else []
+    norm_of = {i: norm.view(1) for i, norm in zip(tensorwise, norms, strict=True)}
+    zero = shards[0].local.new_zeros(1)
+    vectors = [norm_of.get(i, zero) if each is None else _local_vector(shards[i], each) for i, each in casts]
+    return torch.cat(vectors).float()
+
+
+def _local_vector(shard: Shard, dim: int | tuple[int, int]) -> Tensor:
+    """The amaxes along `dim` (or of blocks) of the shard, at their places among those of the whole weight."""
+    if isinstance(dim, tuple):
+        of_blocks = _local_blocks if len(shard.size) == 2 else _local_places
+        return of_blocks(shard, dim).flatten()
+    amax = scaling.amax(shard.local, dim).flatten()
+    if shard.dim == dim:
+        return amax
+    whole = amax.new_zeros(shard.size[1 - dim])
+    whole.narrow(0, shard.offset, amax.numel()).copy_(amax)
+    return whole
+
+
+def _local_blocks(shard: Shard, block_size: tuple[int, int]) -> Tensor:
+    """The amaxes of the parts of blocks that the shard holds; see [Note: cut blocks]."""
+    whole = shard.local.new_zeros(_scale_shape(block_size, shard.size))
+    if shard.local.numel() == 0:
+        return whole
+    first, cut = divmod(shard.offset, block_size[shard.dim])
+    before = (0, 0, cut, 0) if shard.dim == 0 else (cut, 0)  # zeros in place of the rows that other ranks hold
+    amax = scaling.block_amax(F.pad(shard.local, before) if cut else shard.local, block_size)
+    whole.narrow(shard.dim, first, amax.shape[shard.dim]).copy_(amax)
+    return whole
+
+
+def _local_places(shard: Shard, block: Block) -> Tensor:
+    """The amaxes of the parts of blocks that a shard of experts holds; see [Note: experts]."""
+    count = count_of_scales(block[0], shard.size[0], shard.size[0] * shard.size[1])
+    return amax_of_places(shard.local.flatten(0, 1), shard.places(block), count, block[1])[:count]
+
+
+def _max_over_groups(amaxes: Tensor, only_fsdp: int, shard: Shard) -> Tensor:
+    """The maximum over FSDP2's ranks; of all but the first `only_fsdp` over tensor parallelism's too."""
+    if shard.tp_group is not None and only_fsdp == 0:
+        world = dist.group.WORLD
+        if world is not None and world.size() == shard.fsdp_group.size() * shard.tp_group.size():
+            return max_over_ranks(amaxes, world)
+    amaxes = max_over_ranks(amaxes, shard.fsdp_group)
+    if shard.tp_group is None or only_fsdp == amaxes.numel():
+        return amaxes
+    both = max_over_ranks(amaxes[only_fsdp:].contiguous(), shard.tp_group)
+    return torch.cat([amaxes[:only_fsdp], both])

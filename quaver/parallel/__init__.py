@@ -1,0 +1,1 @@
+"""Float8 linears and experts that tensor, sequence and expert parallelism split over ranks."""

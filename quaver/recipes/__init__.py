@@ -1,0 +1,1 @@
+"""What float8 training computes, in plain PyTorch: formats, configs, scales, and the reference."""

@@ -1,0 +1,1 @@
+"""How a run survives: its folder, lock, checkpoints and their manifest, and the safe reading of them."""
