@@ -25,12 +25,13 @@ SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-
 SANITIZED := $(VENV)/sanitized
 PRELOAD = $(shell gcc -print-file-name=libasan.so):$(shell gcc -print-file-name=libstdc++.so)
 
-.PHONY: train test minutes nightly sanitize lint docs wheel bench gpu clean help
+.PHONY: train test minutes sizes nightly sanitize lint docs wheel bench gpu clean help
 
 help:
 	@echo "make train   set up, train a small Llama in float8 and in bfloat16 on real text, compare and plot"
 	@echo "make test    set up, run the tests"
 	@echo "make minutes run the tests, print the minutes of each folder and the slowest files and tests"
+	@echo "make sizes   print the lines of each folder of the package and of the tests"
 	@echo "make nightly run the tests of the widest products of parameters, and test-torch-$(firstword $(TORCHES)) and -$(lastword $(TORCHES))"
 	@echo "make test-torch-VERSION  run the tests on that PyTorch, in a virtual environment of its own (6 GB on Linux)"
 	@echo "make sanitize run the tests of the kernels with the C extension under AddressSanitizer and UBSan (gcc)"
@@ -51,6 +52,9 @@ test: $(VENV)/.dev
 minutes: $(VENV)/.dev
 	$(PYTEST) --junitxml=$(VENV)/tests.xml $(ARGS)
 	$(BIN)/python tests/minutes.py $(VENV)/tests.xml
+
+sizes:
+	@$(PYTHON) tests/sizes.py
 
 nightly: $(VENV)/.dev sanitize wheel $(TORCHES:%=test-torch-%)
 	$(PYTEST) -m nightly $(ARGS)

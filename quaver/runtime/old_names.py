@@ -102,6 +102,15 @@ class _OldNames(MetaPathFinder, Loader):
 
 
 def find_old_names() -> None:
-    """Let `import` find the modules under their old names."""
-    if not any(isinstance(finder, _OldNames) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _OldNames())
+    """Let `import` find the modules under their old names.
+
+    An import binds a module to its name in the package. `quaver.conversion_report` is a function by now, and stays it:
+    that module is there before it is imported.
+    """
+    if any(isinstance(finder, _OldNames) for finder in sys.meta_path):
+        return
+    finder = _OldNames()
+    sys.meta_path.insert(0, finder)
+    report = ModuleType("quaver.conversion_report")
+    finder.exec_module(report)
+    sys.modules[report.__name__] = report

@@ -122,3 +122,22 @@ def test_every_page_is_in_the_navigation():
     listed = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = [str(page.relative_to(REPOSITORY / "docs")) for page in (REPOSITORY / "docs").rglob("*.md")]
     assert sorted(listed) == sorted([*pages, "index.md"])
+
+
+LAYOUT = (REPOSITORY / "docs" / "layout.md").read_text(encoding="utf-8")
+
+
+def test_the_page_of_the_layout_has_the_folders_in_the_order_of_the_layers():
+    rows = [re.findall(r"`(\w+)/`", row) for row in re.findall(r"^\| (`\w+/`[^|]*) \|", LAYOUT, re.MULTILINE)]
+    contract = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    layers = [sorted(layer.split(" | ")) for layer in contract["layers"]]
+    assert [sorted(row) for row in rows if row != ["kernels", "csrc"]] == [row for row in layers if row != ["kernels"]]
+    folders = {path.name for path in (REPOSITORY / "quaver").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert {folder for row in rows for folder in row} == folders
+
+
+@pytest.mark.parametrize(("file", "names"), re.findall(r"^\| `([\w/]+\.py)` \| ([^|]+) \|", LAYOUT, re.MULTILINE))
+def test_the_page_of_the_layout_names_what_there_is(file, names):
+    module = importlib.import_module(f"quaver.{file.removesuffix('.py').replace('/', '.')}")
+    for name in re.findall(r"`([\w.]+)`", names):
+        assert functools.reduce(getattr, name.split("."), module), name
