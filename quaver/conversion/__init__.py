@@ -1,1 +1,1 @@
-"""What users call on a whole model: convert, report, freeze, and keep delayed and static scales."""
+"""Verbs for a whole model: convert, report, freeze, and keep delayed and static scales."""

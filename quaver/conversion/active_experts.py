@@ -18,7 +18,7 @@ _COUNTS = (
     "top_k_experts",
     "num_selected_experts",
 )
-"""What configs of Hugging Face models call the number of active experts."""
+"""Names of the number of active experts in configs of Hugging Face models."""
 
 _SHARED = re.compile("shared", re.IGNORECASE)
 _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
@@ -62,7 +62,7 @@ class ActiveExperts:
         return next((self._in_lists[owner] for owner in owners if owner in self._in_lists), 1.0)
 
     def of_stack(self, name: str, module: nn.Module, matrices: int) -> float:
-        """Of a 3-D parameter of `module`, called `name` in the model, with so many matrices."""
+        """How many matrices of a 3-D parameter of `module` a token takes; `name` is the parameter's in the model."""
         owner = name.rpartition(".")[0]
         if isinstance(module, nn.Bilinear) or _SHARED.search(owner):
             return float(matrices)
@@ -87,7 +87,7 @@ class ActiveExperts:
 
 
 def _sources(module: nn.Module) -> Iterator[tuple[object, tuple[str, ...]]]:
-    """What may state a count for the experts in `module`, and the names of the count there."""
+    """Objects that may state how many experts of `module` are active, with the names of that attribute."""
     with_top_k = (*_COUNTS, "top_k")
     yield module, with_top_k
     for name, child in module.named_children():

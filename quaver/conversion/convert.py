@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FilterDecision:
-    """What a filter may return instead of a bool: the decision and the reason for the report."""
+    """A filter's decision with its reason, for the report; a filter may return it instead of a bool."""
 
     convert: bool
     reason: str
@@ -174,7 +174,7 @@ def _restore(converted: Converted, to_plain: Callable[[Converted], nn.Module]) -
 
 @dataclass(frozen=True)
 class _Choice:
-    """What a conversion was asked to convert, by name; why the rest stays, and what it admitted but cannot convert."""
+    """The modules that a conversion changes, by name; why the rest stays, and which it admits but cannot convert."""
 
     linears: list[tuple[str, nn.Linear]] = field(default_factory=list)
     experts: list[tuple[str, nn.Module]] = field(default_factory=list)
@@ -211,7 +211,7 @@ def _choose(
 
 
 def decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) -> FilterDecision:
-    """What a user's filter says of a linear or of experts. Raises TypeError for a filter that fails on experts."""
+    """Call a user's filter on a linear or on experts. Raises TypeError for a filter that fails on experts."""
     if module_filter_fn is None:
         return FilterDecision(True, "")
     try:

@@ -167,7 +167,7 @@ class TensorScaling(NamedTuple):
 
     name: str
     quant_scale: float
-    """What its casts multiplied by: the scale of its amax where it was scaled dynamically. The scale that it has if it
+    """The scale that its casts multiplied by: that of its amax where it was scaled dynamically; the stored one where it
     was not cast."""
     is_dynamic: bool
     """Whether it was scaled dynamically, for want of a history."""

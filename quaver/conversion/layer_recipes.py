@@ -78,7 +78,7 @@ class LayerRecipes:
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """What `parse` takes."""
+        """The `name=recipe` strings that `parse` reads."""
         return tuple(f"{name}={recipe}" for name, recipe in self.layers.items())
 
     def of(self, name: str) -> str:

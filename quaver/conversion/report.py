@@ -52,7 +52,7 @@ class LayerReport:
 
     @property
     def flops_per_token(self) -> float:
-        """Of the three matmuls with each [out_features, in_features] matrix, a multiply and an add counted apart."""
+        """FLOPs of the three matmuls of each [out_features, in_features] matrix; a multiply-add counts as two."""
         return 6 * self.in_features * self.out_features * self.matrices_per_token
 
     def row(self, width: int) -> str:
@@ -121,7 +121,7 @@ class ConversionReport:
 
 
 def conversion_report(module: nn.Module) -> ConversionReport:
-    """What of `module` runs in float8 now: every matmul weight, converted or skipped and why.
+    """List every matmul weight of `module`: converted to float8, or skipped and why.
 
     It is computed from the modules as they are at the call: it holds for wrapped models (under the wrapper's names),
     submodules, copies, and layers that were replaced or made by hand. Weights of modules other than `nn.Linear` are
@@ -204,7 +204,7 @@ def _stored(weight: Tensor) -> str:
 
 
 def unfinished(linear: Float8Linear) -> Iterator[str]:
-    """What keeps a Float8Linear from doing what its config says."""
+    """Reasons why a Float8Linear does not run as its config says."""
     if "forward" in vars(linear):
         yield "its forward was replaced on the instance after the conversion: float8 only if that calls the original"
     yield from _unprepared(linear)
@@ -213,7 +213,7 @@ def unfinished(linear: Float8Linear) -> Iterator[str]:
 
 
 def unfinished_experts(experts: Float8Grouped) -> Iterator[str]:
-    """What keeps converted experts from doing what their config says."""
+    """Reasons why converted experts do not run as their config says."""
     if "forward" in vars(experts) and getattr(experts, "planned_dispatcher", None) is None:
         yield "its forward was replaced on the instance after the conversion: float8 only if that calls the original"
     if isinstance(experts, Float8Experts):

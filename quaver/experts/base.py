@@ -24,7 +24,7 @@ class Float8Grouped(nn.Module):
 
     @property
     def backend(self) -> str:
-        """What multiplied in the eager forwards, as `Float8Linear.backend` says it."""
+        """The backends that the eager forwards ran on, in the words of `Float8Linear.backend`."""
         backend: str = self.__dict__.get("_backend", "not run yet")
         return backend
 

@@ -1,4 +1,4 @@
-"""What experts need of expert parallelism: rows that travel to the ranks of their experts, and back.
+"""Protocols of expert parallelism: rows travel to the ranks of their experts, and back.
 
 parallel/expert_parallel.py has the exchange. Here is what a grouped matmul and a module of experts call.
 """
@@ -50,7 +50,7 @@ class Dispatcher(Protocol):
         """
 
     def note(self, experts: nn.Module) -> str:
-        """What travels to these experts in training, in words."""
+        """A sentence for reports: the precision in which tokens and gradients travel to these experts in training."""
 
     def local_part(self, parameter: Tensor) -> Tensor:
         """This rank's part of a parameter, differentiably."""

@@ -58,7 +58,7 @@ def widened(a: GroupedOperand, b: GroupedOperand, ends: Tensor, form: Form, tran
 
 
 def _ends_of_b(ends: Tensor, form: Form) -> Tensor | None:
-    """Of tokens in GRAD_WEIGHT; else b is weights."""
+    """The ends of the groups in b: those of tokens in GRAD_WEIGHT, else None, for b is a stack of weights."""
     return ends if form is Form.GRAD_WEIGHT else None
 
 

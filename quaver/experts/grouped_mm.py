@@ -37,7 +37,7 @@ DYNAMIC_ONLY = "experts are scaled dynamically: the tokens of an expert are othe
 
 
 class _Args(NamedTuple):
-    """What a grouped matmul computes with, besides its tensors."""
+    """The arguments of a grouped matmul other than its tokens, weight and ends."""
 
     config: Float8LinearConfig
     hp_dtype: torch.dtype

@@ -53,7 +53,7 @@ class ModuleWeight(NamedTuple):
 
     @property
     def prepared(self) -> PreparedOperands | None:
-        """What the module multiplies by while a `cast_weights_once` is open."""
+        """The operands that the module multiplies by while a `cast_weights_once` is open."""
         if isinstance(self.module, Float8Linear):
             return self.module._prepared_weight
         return self.module._prepared_weights.get(self.name)

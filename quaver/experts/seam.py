@@ -30,7 +30,7 @@ class Float8GroupedMM(Float8Grouped):
     """A module whose `_grouped_mm` runs in float8."""
 
     _arguments: tuple[str, str, str]
-    """What the tokens, the weight and the ends are called."""
+    """The names of the tokens, the weight and the ends in the signature of `_grouped_mm`."""
 
     def _grouped_mm(self, **operands: Any) -> Tensor:
         tokens, weight, ends = self._arguments

@@ -98,7 +98,7 @@ class _Padding:
 
 
 class _Metadata(NamedTuple):
-    """What `fsdp_post_all_gather` needs of `fsdp_pre_all_gather`."""
+    """The metadata that `fsdp_pre_all_gather` hands to `fsdp_post_all_gather`."""
 
     scales: WholeScales
     size: tuple[int, ...]
@@ -106,7 +106,7 @@ class _Metadata(NamedTuple):
 
 
 AllGatherInputs = tuple[tuple[Tensor, ...], _Metadata]
-"""What `fsdp_pre_all_gather` returns: the payloads, and what to make of the gathered ones."""
+"""The result of `fsdp_pre_all_gather`: the payloads, and how to read the gathered ones."""
 
 
 class Float8AllGatherWeight(WrappedTensor):

@@ -105,7 +105,7 @@ def compute_whole_scales(shards: Sequence[Shard], weights: Sequence[ModuleWeight
 
 
 def rounding_rule(config: Float8LinearConfig) -> tuple[Any, ...]:
-    """What weights must have in common for their scales to be computed at once; of blocks also their mode."""
+    """The key of weights whose scales are computed at once: dtype, rounding of scales, the E8M0 mode of blocks."""
     weight = config.casts.weight
     of_blocks = (weight.row.e8m0_mode,) if weight.row.is_blockwise else ()
     return weight.row.float8_dtype, weight.power_of_2, *of_blocks

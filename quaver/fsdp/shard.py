@@ -49,7 +49,7 @@ class Shard(NamedTuple):
     device: torch.device
     """The device of the groups' collectives; an offloaded shard lies elsewhere."""
     ranks: tuple[Ranks, Ranks]
-    """Those of the two groups."""
+    """The global ranks of `fsdp_group` and of `tp_group`."""
 
     def part(self, of_whole: Tensor) -> Tensor:
         """This shard's part of scales [N, 1] or [1, K] of the whole weight, or the one scale ()."""
@@ -66,7 +66,7 @@ class Shard(NamedTuple):
         return scale, (1, block_size[1]) if self.dim == 0 else (block_size[0], 1)
 
     def places(self, block: Block) -> Tensor:
-        """Of experts: for each row of the shard the row of its scale among those of the whole weight, int64."""
+        """For each row of a shard of experts, the row of its scale among the scales of the whole weight, int64."""
         experts, rows, _ = self.size
         places = places_of_rows(None, experts, experts * rows, block[0], self.local.device).view(experts, rows)
         return places.narrow(self.dim, self.offset, self.local.shape[self.dim]).flatten()

@@ -39,7 +39,7 @@ class AllGatherWeight(Protocol):
 
 
 class PreparedInputs(Protocol):
-    """What a rank all-gathers while a `cast_weights_once` is open."""
+    """The inputs of a shard's all-gathers while a `cast_weights_once` is open: quantized once, then sent again."""
 
     holder: str
     """Who opened the scope; "" for a `with` statement of the user."""

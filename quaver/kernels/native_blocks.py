@@ -26,7 +26,7 @@ from quaver.kernels.exact_mm import flops
 from quaver.kernels.operation import operation
 
 ALIGNMENT = 16
-"""What the contracted and output dims of a native float8 matmul are multiples of."""
+"""The number of which the contracted and output dims of a native float8 matmul must be multiples."""
 _ROWS_OF_TILE, _BLOCKS_OF_TILE = 128, 4
 
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: which tensors they take, the arithmetic of a cast, and tiles of a matrix [R, C].
+"""Shared code of the Triton kernels: which tensors they take, the arithmetic of a cast, and tiles of a matrix [R, C].
 
 The device functions compute what quaver/recipes/scaling.py says, bit for bit, NaN, inf, zero and subnormal numbers
 included; nothing is flushed to zero.
@@ -40,7 +40,7 @@ _INTERPRETED = None if triton is None else tl.constexpr(INTERPRETED)
 """The same for device functions, which may read no other globals."""
 
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""What NVIDIA GPUs convert to in hardware."""
+"""The float8 formats that NVIDIA GPUs convert to in hardware."""
 
 TRITON_FLOAT8 = {} if triton is None else dict(zip(FLOAT8_DTYPES, (tl.float8e4nv, tl.float8e5), strict=True))
 
@@ -130,7 +130,7 @@ def empty_codes(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool) 
 
 
 class Cast(NamedTuple):
-    """What a cast needs to know of its format."""
+    """Constants of the target format of a cast, for a kernel."""
 
     float8: Any
     conversion: str
@@ -140,7 +140,7 @@ class Cast(NamedTuple):
     power_of_2: bool
     max_bits: int
     largest_exponent: int
-    """Of a quant_scale that is a power of two."""
+    """The largest exponent of a quant_scale that is a power of two."""
 
 
 @functools.cache

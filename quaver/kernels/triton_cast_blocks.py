@@ -157,7 +157,7 @@ def _cast_rows_and_columns(
     CAST: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Of a tile with one block along its rows: `BLOCKS` has the length of blocks twice."""
+    """Cast a tile of one block along its rows in both directions: `BLOCKS` has the length of blocks twice."""
     ACROSS: tl.constexpr = TILE.columns // BLOCKS.columns
     tiles_across = tl.cdiv(columns, TILE.columns)
     tile_r, tile_c = (tl.program_id(0) // tiles_across).to(tl.int64), (tl.program_id(0) % tiles_across).to(tl.int64)

@@ -112,7 +112,7 @@ class FrozenState(FrozenFloat8Weight):
         return self.values_hp
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Of the codes, until someone asked for the memory: it says which tensors are the same one."""
+        """The storage of the codes, or of the values once their memory was asked for; it identifies the tensor."""
         return (self.data_fp8 if self.values_hp is None else self.values_hp).untyped_storage()
 
     def element_size(self) -> int:

@@ -58,7 +58,7 @@ aten = torch.ops.aten
 
 
 class _Metadata(NamedTuple):
-    """What `fsdp_post_all_gather` needs of `fsdp_pre_all_gather`."""
+    """The metadata that `fsdp_pre_all_gather` hands to `fsdp_post_all_gather`."""
 
     dequant_scale: Tensor
     size: torch.Size
@@ -122,7 +122,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     @property
     def has_power_of_2_scales(self) -> bool:
-        """Also where they are subnormal: the E8M0 scale of zeros is 2^-127."""
+        """Whether every scale is a power of two, subnormal ones included: the E8M0 scale of zeros is 2^-127."""
         return bool(torch.frexp(self.dequant_scale)[0].eq(0.5).all())
 
     @property
@@ -271,7 +271,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Of the codes and the scales."""
+        """The bytes of the codes and the scales."""
         return self.data_fp8.nbytes + self.dequant_scale.nbytes
 
     def memory(self) -> Tensor:

@@ -53,7 +53,7 @@ from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
 
 
 class LinearArgs(NamedTuple):
-    """What a linear computes with, besides its tensors."""
+    """The arguments of `_Float8Linear` other than input, weight and bias."""
 
     config: Float8LinearConfig
     hp_dtype: torch.dtype
@@ -72,15 +72,16 @@ class LinearArgs(NamedTuple):
 
 
 class _SavedWeight(NamedTuple):
-    """What grad_input reads of the weight; None where the input needs no gradient."""
+    """The weight as saved for grad_input: in high precision, or as codes. All None if the input needs no gradient."""
 
     hp: Tensor | None = None
-    """An alias of the weight, which backward quantizes again, with the tensorwise scales that the forward used:"""
+    """An alias of the weight, which backward quantizes again."""
     quant_scale: Tensor | None = None
+    """The tensorwise scale that the forward multiplied the weight by, for backward to quantize `hp` with."""
     dequant_scale: Tensor | None = None
-    """Also that of `data`."""
+    """Dequant scale of `data`, or the tensorwise one that goes with `quant_scale`."""
     data: Tensor | None = None
-    """Or its column operand."""
+    """Codes of the weight's column operand, saved instead of `hp` where the codes are kept for backward."""
 
 
 class _Float8Linear(torch.autograd.Function):

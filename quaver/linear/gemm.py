@@ -45,7 +45,7 @@ from quaver.torch_private.tracing import assume_constant_result
 
 
 class GemmBackend(enum.Enum):
-    """What multiplies."""
+    """The implementation that runs a float8 matmul: the hardware's, or exact_mm.py."""
 
     NATIVE = "native"
     EXACT = "exact"
@@ -62,7 +62,7 @@ class ScaleKind(enum.Enum):
 
     @property
     def block_length(self) -> int:
-        """Of blocks, along the contracted dim; 0 without."""
+        """The length of a block of scales along the contracted dim; 0 for scales of no blocks."""
         return next((length for length, kind in _BLOCKS.items() if kind is self), 0)
 
 
@@ -199,7 +199,7 @@ Probe = Callable[[torch.device, "ScaleKind"], str | None]
 """Multiplies on a device and compares, as `probe_native_mm`."""
 
 _native_failures: dict[tuple[int, ScaleKind], str | None] = {}
-"""What probes found out about the hardware, by device and kind of scales."""
+"""Why the hardware does not multiply, as probes found it, by device and kind of scales; None where it does."""
 
 
 def native_failure(device_index: int, kind: ScaleKind, probe: Probe | None = None) -> str | None:
@@ -267,7 +267,7 @@ def casts_of_matmuls(config: Float8LinearConfig) -> list[tuple[CastConfig, CastC
 
 
 def backends_of(config: Float8LinearConfig, device: torch.device) -> str:
-    """What the float8 matmuls of a linear run on: "native", "exact" or "native and exact".
+    """The backends of a linear's float8 matmuls on `device`: "native", "exact" or "native and exact".
 
     "high precision" where the config disables them all.
     """

@@ -144,7 +144,7 @@ class Float8Linear(nn.Linear):
 
     @property
     def backend(self) -> str:
-        """What multiplied in the eager forwards: "native", "exact" or "native and exact"; see gemm.py.
+        """The backends that the eager forwards ran on: "native", "exact" or "native and exact"; see gemm.py.
 
         "not run yet" before it. A forward that was compiled does not tell.
         """

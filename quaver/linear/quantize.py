@@ -204,7 +204,7 @@ class LinearProbe(Protocol):
         """The result of the first matmul, [M, N], and the high-precision matrices that it stands for."""
 
     def grad_weight(self, grad_weight: Tensor, grad_output: Tensor, input: Operand) -> None:
-        """That of the third; `input` is the operand that was saved."""
+        """The result of the third matmul; `input` is the operand that was saved."""
 
     def grad_input(self, grad_input: Tensor, grad_output: Tensor, weight: Tensor | None, operand: Operand) -> None:
-        """That of the second; `weight` is None where only its float8 `operand` was saved."""
+        """The result of the second matmul; `weight` is None where only its float8 `operand` was saved."""

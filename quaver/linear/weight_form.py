@@ -1,4 +1,4 @@
-"""What tensors in another form have in common: how an op runs on them, copies, pickles, `.data`, and who sees a write.
+"""Base classes of tensor subclasses that stand for a high-precision tensor: dispatch of ops, copies, pickles, `.data`.
 
     TensorForm       a tensor in another form than its values: what an op does with it (tensor.py, weights)
     WeightForm       a weight that is copied and pickled by its state, and presents memory that is not its own
@@ -61,11 +61,11 @@ class TensorForm(Tensor):
         """`func` wrote to `values`, which `op_values` gave. A collective may do so later: see `COLLECTIVES`."""
 
     def view_of(self, view: Tensor) -> Tensor:
-        """What a view of the values becomes."""
+        """Wrap `view`, which an op made of the values, as this form does; by default it stays a plain tensor."""
         return view
 
     def copy_of(self, func: OpOverload, copied: Tensor) -> Tensor:
-        """What a result of `COPIES`, of the values, becomes."""
+        """Wrap `copied`, which an op of `COPIES` made of the values; by default it stays a plain tensor."""
         return copied
 
     @classmethod
@@ -109,7 +109,7 @@ class WeightForm(TensorForm):
     """A weight in another form; subclasses say what their state and their memory are."""
 
     def state(self) -> tuple[Any, ...]:
-        """What `from_state` makes an equal weight of."""
+        """The arguments from which `from_state` makes an equal weight."""
         raise NotImplementedError
 
     @classmethod
@@ -122,7 +122,7 @@ class WeightForm(TensorForm):
         raise NotImplementedError
 
     def assign(self, new: Tensor) -> None:
-        """What `weight.data = new` does. Raises RuntimeError where it cannot be done."""
+        """Carry out `weight.data = new`. Raises RuntimeError where it cannot be done."""
         raise NotImplementedError
 
     @property
@@ -252,7 +252,7 @@ def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def outputs_of(func: OpOverload, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a call was given as `out=`, by name."""
+    """The `out=` arguments of a call, by name."""
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     return {name: kwargs[name] for name in names if name in kwargs}
 

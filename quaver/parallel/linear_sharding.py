@@ -34,7 +34,7 @@ from quaver.runtime.collectives import all_reduce, reduce_scatter
 
 
 class _Sharding:
-    """What column-wise and row-wise parallel linears have in common; see `LinearSharding` in linear/quantize.py.
+    """Base class of column-wise and row-wise parallel linears; see `LinearSharding` in linear/quantize.py.
 
     The input of `forward` is a DTensor, which is redistributed in high precision as the sharding needs it; a local
     tensor, which is this rank's part; or a `Float8Tensor` that was all-gathered.

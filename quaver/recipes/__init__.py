@@ -1,1 +1,1 @@
-"""What float8 training computes, in plain PyTorch: formats, configs, scales, and the reference."""
+"""Float8 recipes in plain PyTorch: formats, configs, scales, and a reference of the three matmuls."""

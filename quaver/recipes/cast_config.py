@@ -134,7 +134,7 @@ class CastConfig:
     has_two_casts: bool = field(init=False, repr=False, compare=False)
     """Whether rows and columns have scales of their own, so that each direction takes its own cast."""
     block_options: tuple[int | str, ...] = field(init=False, repr=False, compare=False)
-    """What the cast of blocks takes besides what every cast takes, `e8m0_mode` last; () for other granularities."""
+    """The arguments that only a cast of blocks takes, `e8m0_mode` last; () for other granularities."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # An older quaver pickled other attributes: what follows from the fields is computed again.

@@ -354,7 +354,7 @@ def cast_blocks(
 
 
 def e8m0_offset(float8_dtype: torch.dtype, mode: str) -> int:
-    """What to add to the bits of a float32 amax, before its mantissa is cleared, to get those of the dequant_scale.
+    """The integer that, added to the bits of a float32 amax before its mantissa is cleared, gives the dequant_scale's.
 
     RCEIL carries where the amax has the larger mantissa, so that amax / max is no power of two.
     """

@@ -1,1 +1,1 @@
-"""What users switch on for weights: cast once, float8 primary weights, frozen modules. See docs/weights.md."""
+"""Options for weights: cast once per step, float8 primary weights, frozen modules. See docs/weights.md."""

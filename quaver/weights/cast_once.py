@@ -67,7 +67,7 @@ class PreparedShard:
         self.check()
 
     def all_gather_inputs(self, quantize: Callable[[], AllGatherInputs]) -> AllGatherInputs:
-        """What FSDP2 all-gathers: made by `quantize` in the first call, the same in all others."""
+        """The inputs of FSDP2's all-gather: made by `quantize` in the first call, the same in all others."""
         self.check()
         if self._inputs is None:
             wrapped = typing.cast(Float8AllGatherWeight, self._weight.local).wrapped

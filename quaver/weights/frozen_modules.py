@@ -24,7 +24,7 @@ from quaver.recipes.formats import FORMATS
 from quaver.torch_private.dtensor import distributed_like, is_dtensor, local_shape_and_offset
 
 SCALE_SUFFIX = "_dequant_scale"
-"""What follows the name of a weight in that of its scales, where a state_dict has plain codes."""
+"""The suffix that makes the name of a weight that of its scales, where a state_dict has plain codes."""
 
 
 class FrozenModule(nn.Module):
@@ -74,7 +74,7 @@ class FrozenFloat8Experts(FrozenModule, Float8Experts):
 
 
 def _loadable(own: FrozenFloat8Weight, value: Tensor, scale: Tensor | None, weight: ModuleWeight) -> Tensor:
-    """What a state_dict holds, as a frozen weight like `own`, which is what this rank has of `weight`."""
+    """Make of a state_dict's `value` a frozen weight like `own`, this rank's part of `weight`."""
     local = value.to_local() if is_dtensor(value) else value
     if isinstance(local, FrozenFloat8Weight) and local.has_codes:
         return _as(value, FrozenFloat8Weight.from_state(*local.state()[:5]))

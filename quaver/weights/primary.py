@@ -59,7 +59,7 @@ Checkpoints of earlier versions, whose count starts at 0, go on from theirs.
 
 
 _NEVER = -1, -1
-"""Of codes that are older than a write to the master."""
+"""The versions recorded for codes that are older than a write to the master."""
 
 
 class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
