@@ -10,7 +10,7 @@ from torch import nn
 from quaver.conversion.convert import FilterDecision
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.recipes.config import Float8LinearRecipeName
-from quaver.roofline.cost import has_blocks, linear_cost
+from quaver.roofline.cost import linear_cost, unmultiplied_kinds
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
 
 
@@ -36,8 +36,8 @@ def auto_filter_for_recipe(
         skip: names to leave in high precision whatever they gain; a layer matches if one is a part of its name.
         min_speedup: convert from this predicted speedup on.
     Raises:
-        ValueError: an unknown recipe or device, a device that does not multiply float8, or a recipe of blocks, which
-            multiplies exactly.
+        ValueError: an unknown recipe or device, a device that does not multiply float8, or not with the recipe's
+            scales.
     """
     recipe = Float8LinearRecipeName(recipe)
     if isinstance(skip, str):
@@ -45,8 +45,8 @@ def auto_filter_for_recipe(
     spec = _spec_of(device)
     if spec.float8_tflops is None:
         raise ValueError(f"{spec.name} does not multiply float8, so no layer gains")
-    if has_blocks(recipe):
-        raise ValueError(f"{recipe.value}: no native matmul with scales of blocks was measured, so no gain is known")
+    if unmultiplied_kinds(spec, recipe):
+        raise ValueError(f"{recipe.value}: {spec.name} does not multiply float8 with such scales, so no layer gains")
     linear_cost(tokens, 16, 16, recipe, spec)  # raises now for arguments that would fail at every layer
 
     def decide(module: nn.Module, name: str) -> FilterDecision:

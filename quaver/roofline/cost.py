@@ -17,8 +17,9 @@ A linear of M tokens, K inputs and N outputs is three matmuls, forward and backw
 These are floors: what kernels must move that keep no tensor on the chip between passes. Input and grad_output get both
 layouts at once. Backward casts the weight again (one layout, then one more), unless its float8 codes are saved.
 
-A GPU that does not multiply float8 widens the codes to bfloat16 (1 byte read and 2 written for each operand of each
-matmul) and multiplies those. Recipes with blocks count so on every GPU: no native matmul of theirs was measured.
+A GPU that does not multiply float8 with a recipe's scales widens the codes to bfloat16 (1 byte read and 2 written for
+each operand of each matmul) and multiplies those. A native matmul of blocks counts at the rate of one with a scale for
+each tensor: none was measured, and a promotion of partial sums for each block makes it slower.
 
 Left out: what a cast fuses with (a compiler can save its read); the host, whose time counts where it is slower than the
 GPU; L2 cache; tiles that do not fill the last wave; power limits that long runs meet; row-wise scaling inside the
@@ -31,6 +32,7 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from quaver.linear.gemm import ScaleKind, casts_of_matmuls, kind_of_casts
 from quaver.recipes.config import MATMULS, CastConfig, Float8LinearConfig, Float8LinearRecipeName, OperandCasts
 from quaver.roofline.device_specs import DeviceSpec
 
@@ -144,7 +146,7 @@ def linear_cost(
             casts,
             _float8_matmuls(recipe),
             spec,
-            native=spec.float8_tflops is not None and not has_blocks(recipe),
+            native=not unmultiplied_kinds(spec, recipe),
         ),
     )
 
@@ -192,9 +194,12 @@ def _divided(casts: Casts, sharers: int) -> Casts:
     return Casts(casts.bytes_per_element / sharers, casts.kernels / sharers)
 
 
-def has_blocks(recipe: Float8LinearRecipeName | str) -> bool:
-    """Whether a recipe scales blocks, whose native matmuls nobody measured here."""
-    return Float8LinearConfig.from_recipe_name(recipe).casts.has_blocks
+def unmultiplied_kinds(spec: DeviceSpec, recipe: Float8LinearRecipeName | str) -> set[ScaleKind | None]:
+    """The kinds of scales of a recipe's float8 matmuls that `spec` does not multiply; None for those of no hardware."""
+    kinds = {kind_of_casts(*pair) for pair in casts_of_matmuls(Float8LinearConfig.from_recipe_name(recipe))}
+    if spec.float8_tflops is None:
+        return kinds
+    return {kind for kind in kinds if kind is None or kind.block_length not in (0, spec.block_length)}
 
 
 @functools.cache

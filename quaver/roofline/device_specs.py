@@ -24,12 +24,14 @@ class DeviceSpec:
     bfloat16_tflops: float
     float8_tflops: float | None
     memory_gb_per_s: float
+    block_length: int | None = None
+    """The length of the blocks whose scales its matmuls take (kernels/native_blocks.py; cuBLAS's scaling modes)."""
 
 
 DEVICE_SPECS = (
-    DeviceSpec("B200", 2250.0, 4500.0, 8000.0),
-    DeviceSpec("H200", 989.4, 1978.9, 4800.0),
-    DeviceSpec("H100", 989.4, 1978.9, 3350.0),
+    DeviceSpec("B200", 2250.0, 4500.0, 8000.0, 32),
+    DeviceSpec("H200", 989.4, 1978.9, 4800.0, 128),
+    DeviceSpec("H100", 989.4, 1978.9, 3350.0, 128),
     DeviceSpec("A100", 312.0, None, 2039.0),
     DeviceSpec("L40S", 362.05, 733.0, 864.0),
     DeviceSpec("MI300X", 1307.4, 2614.9, 5300.0),

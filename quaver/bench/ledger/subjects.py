@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -13,11 +14,13 @@ from quaver.bench.ledger.ledger import Ledger
 from quaver.bench.modules import Subject
 from quaver.bench.peer import convert_with_torchao, is_peer_recipe
 from quaver.conversion.convert import convert_to_float8_training
-from quaver.linear.gemm import ScaleKind, casts_of_matmuls, kind_of_casts
+from quaver.linear.gemm import ScaleKind
 from quaver.memory.compiling.gpu_code import GPUS, record_compiled
 from quaver.memory.faking.fakes import Fakes
 from quaver.memory.faking.gpu import as_on_a_gpu
 from quaver.recipes.config import Float8LinearConfig
+from quaver.roofline.cost import unmultiplied_kinds
+from quaver.roofline.device_specs import DeviceSpec, find_device_spec
 from quaver.settings import Model
 from quaver.trainer.float8 import fuse_producers
 
@@ -25,13 +28,6 @@ BFLOAT16 = "bfloat16"
 PARTS = ("block", "linear")
 COUNTED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
 """Those that are counted where none is named."""
-
-_MULTIPLIED = {
-    "H100": {ScaleKind.TENSORWISE, ScaleKind.ROWWISE, ScaleKind.BLOCKS_OF_128},
-    "H200": {ScaleKind.TENSORWISE, ScaleKind.ROWWISE, ScaleKind.BLOCKS_OF_128},
-    "B200": {ScaleKind.TENSORWISE, ScaleKind.ROWWISE, ScaleKind.BLOCKS_OF_32},
-}
-"""The scales that a GPU's matmuls take: quaver/kernels/native_blocks.py, and cuBLAS's table of scaling modes."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +73,7 @@ def is_multiplied(recipe: str, gpu: str) -> bool:
 
 
 def _not_multiplied(recipe: str, gpu: str) -> set[ScaleKind | None]:
-    kinds = {kind_of_casts(*pair) for pair in casts_of_matmuls(Float8LinearConfig.from_recipe_name(recipe))}
-    return kinds - _MULTIPLIED[gpu]
+    return unmultiplied_kinds(typing.cast(DeviceSpec, find_device_spec(gpu)), recipe)
 
 
 def check_triton() -> None:

@@ -34,3 +34,12 @@ def test_auto_filter_skips_small_layers_and_says_its_estimate():
 def test_bad_arguments(recipe, options, message):
     with pytest.raises(ValueError, match=message):
         auto_filter_for_recipe(recipe, **options)
+
+
+def test_blocks_gain_where_a_device_multiplies_their_scales():
+    with torch.device("meta"):
+        linear = nn.Linear(8192, 8192)
+    for recipe, device, other in (("blockwise", "H200", "B200"), ("mxfp8", "B200", "H200")):
+        assert auto_filter_for_recipe(recipe, device=device)(linear, "")
+        with pytest.raises(ValueError, match=f"{recipe}: {other} does not multiply float8 with such scales"):
+            auto_filter_for_recipe(recipe, device=other)

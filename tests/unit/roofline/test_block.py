@@ -52,8 +52,7 @@ def test_bytes_are_near_those_of_compiled_code(recipe):
     assert modelled == pytest.approx(counted, rel=0.3 if recipe == "blockwise" else 0.13)
 
 
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("recipe", [None, *RECIPES, "blockwise"])
 def test_seconds_are_near_those_of_compiled_code(recipe):
-    """Without blockwise, whose native matmul the roofline does not count on."""
     counted = sum(LEDGERS[f"quaver {recipe}" if recipe else "bfloat16"]["milliseconds"].values())
     assert milliseconds(recipe) == pytest.approx(counted, rel=0.05)
