@@ -26,7 +26,7 @@ from quaver.settings.fields import AtLeast1, OneOf, setting
 from quaver.trainer.memory import storage_bytes
 
 _RESIDENT_BYTES = 16
-"""Of a parameter: itself, its gradient, and AdamW's two moments, in float32."""
+"""The bytes of a parameter, its gradient and AdamW's two moments, in float32."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What this machine can do, found by trying: each recipe on each device, torch.compile, the optional parts."""
+"""Diagnoses this machine by trying: each recipe on each device, torch.compile, the optional parts."""
 
 from __future__ import annotations
 

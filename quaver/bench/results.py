@@ -1,4 +1,4 @@
-"""What every benchmark returns and writes: rows, the machine and the versions that they hold for, columns to print."""
+"""The result of a benchmark: rows, the machine and the versions that they hold for, columns to print."""
 
 from __future__ import annotations
 

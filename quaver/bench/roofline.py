@@ -32,7 +32,7 @@ _BFLOAT16_PARTS = ("output", "grad_input", "grad_weight", "launches")
 
 @dataclass(frozen=True)
 class RooflineSettings:
-    """What to predict. `tokens` is the M of the models' layers; `microbatches` is that of `linear_cost`."""
+    """The predictions to make. `tokens` is the M of the models' layers; `microbatches` is that of `linear_cost`."""
 
     devices: tuple[DeviceSpec, ...]
     recipes: tuple[str, ...]

@@ -22,7 +22,7 @@ TOKENS, SIZES = (2**9, 2**17), (2**9, 2**15)
 PIXELS = 61
 """Predictions along each axis."""
 LEVELS = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0)
-"""Of speedup: the edges of the colours."""
+"""Speedups at the edges of the colours."""
 COLORS = matplotlib.colormaps["PuOr"]
 """Purple where float8 gains, orange where it loses: distinct in every kind of colour vision."""
 _OUTLINE = [matplotlib.patheffects.withStroke(linewidth=2.2, foreground="white")]

@@ -30,7 +30,7 @@ from quaver.trainer.train import MEMORY_STEP
 from quaver.trainer.trained_model import TrainedModel
 
 _MOST_COMPILED_VARIANTS = 64
-"""Of one block: every precision is one, and torch gives up after 8."""
+"""Limit on torch.compile's variants of one block: every precision is one, and by default torch gives up after 8."""
 
 Planned = tuple[TrainConfig, dict[str, Llama]]
 Subject = tuple[RunSetup, list[Planned]]

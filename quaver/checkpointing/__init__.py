@@ -1,4 +1,4 @@
-"""What modules save for backward: which results a checkpoint recomputes, and activations that are stored in float8."""
+"""Memory of saved activations: which results a checkpoint recomputes, and which are stored in float8."""
 
 from quaver.checkpointing.policy import MODES, apply_activation_checkpointing
 from quaver.checkpointing.store import keep_activations, store_activations_in_float8

@@ -19,7 +19,7 @@ from quaver.kernels.widen import widen
 from quaver.recipes.scaling import BLOCK_LENGTHS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What can be stored."""
+"""Dtypes of activations that can be stored as codes."""
 
 
 class Layout:
@@ -46,7 +46,7 @@ class Layout:
         return tensor.permute(self.order).reshape(-1, self.columns)
 
     def tensor_of(self, matrix: Tensor) -> Tensor:
-        """What `matrix_of` made a matrix of, with its order of strides."""
+        """Undo `matrix_of`: a tensor of the first shape, with its order of strides."""
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
         return matrix.view(self.shape).permute(back)
 

@@ -51,7 +51,7 @@ Around = tuple[str, int]
 """The class of a module that stores, and its size of a block."""
 
 STORED_IN = "stores activations"
-"""Of a node of a compiled graph (its meta data "custom"): the `Around` of the module that stores, or None."""
+"""Key in `meta["custom"]` of a node of a compiled graph: the `Around` of the module that stores, or None."""
 
 SMALL = 8
 """A tensor of at most one in so many elements of the module's largest argument is left as it is."""
@@ -85,7 +85,7 @@ _known: weakref.WeakValueDictionary[tuple[Any, ...], StoredCodes] = weakref.Weak
 
 
 class StoredTensor:
-    """What the hooks save in place of a tensor; of a DTensor this rank's part is stored."""
+    """The object that the hooks save in place of a tensor; for a DTensor it has this rank's part."""
 
     __slots__ = ("_sharding", "codes", "layout")
 

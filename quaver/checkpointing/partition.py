@@ -68,7 +68,7 @@ class StoringPartitioner(CustomPartitionerFn):
         return forward, backward
 
     def uuid(self) -> Any:
-        """Of this folder's code, which decides what is stored and how, for the compiler's caches of graphs."""
+        """Hash of this folder's code, which decides what is stored and how, for the compiler's caches of graphs."""
         files = sorted(Path(__file__).parent.glob("*.py"))
         return hashlib.sha256(b"".join(each.read_bytes() for each in files)).hexdigest()
 
@@ -126,7 +126,7 @@ def _largest_arguments(graph: Graph, static: set[str]) -> dict[Around, int]:
 
 
 def _elements(node: Node) -> int:
-    """Of a floating-point tensor of known shape; 0 of anything else."""
+    """The number of elements of a floating-point tensor of known shape; 0 for anything else."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not value.is_floating_point() or not _is_static(value):
         return 0

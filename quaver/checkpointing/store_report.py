@@ -1,4 +1,4 @@
-"""What a step saves where activations are stored in float8: each tensor, its bytes before and after, and the error."""
+"""Reports the activations that a step stores in float8: each tensor, its bytes before and after, and the error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SavedActivation:
     shape: tuple[int, ...]
     dtype: torch.dtype
     bytes_before: int
-    """Of its storage, 0 where another line has counted that."""
+    """Bytes of its storage, 0 where another line has counted that."""
     bytes_after: int
     sqnr_db: float | None
     """20 log10(norm(tensor) / norm(tensor - values of its codes)); None for a tensor that is left as it is."""
@@ -44,12 +44,12 @@ class ActivationReport:
 
     @property
     def bytes_before(self) -> int:
-        """What the modules that store would save."""
+        """The bytes that the modules would save if they stored nothing in float8."""
         return sum(each.bytes_before for each in self.saved)
 
     @property
     def bytes_after(self) -> int:
-        """What they save."""
+        """The bytes that the modules save, codes and scales included."""
         return sum(each.bytes_after for each in self.saved)
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ def _by_block(exact: dict[str, Tensor], stored: dict[str, Tensor]) -> dict[str, 
 
 
 def _norm(tensor: Tensor) -> float:
-    """Of all ranks' parts of a DTensor. A block can have gradients that are DTensors and others that are not."""
+    """The norm over all ranks' parts of a DTensor. A block can have gradients that are DTensors, and others."""
     norm = tensor.detach().double().norm()
     return (norm.full_tensor() if is_dtensor(norm) else norm).item()
 

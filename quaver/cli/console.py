@@ -1,4 +1,4 @@
-"""What commands print with: lines, and tables that fit 80 columns."""
+"""Console output of commands: lines, and tables that fit 80 columns."""
 
 from collections.abc import Collection, Iterable
 

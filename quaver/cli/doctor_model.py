@@ -52,7 +52,7 @@ class Options(Protocol):
 
 @dataclass(frozen=True)
 class Survey:
-    """What the verb found."""
+    """The findings of `quaver doctor` on a model."""
 
     surveyed: list[SurveyedLinear]
     """The worst under the first recipe first."""
@@ -71,7 +71,7 @@ class Survey:
     """With `hardware`, those that its sums cost most first."""
 
     def recipe_of(self, name: str) -> str:
-        """What a linear gets."""
+        """The recipe of a linear, or "skipped"."""
         return "skipped" if name in self.skipped else self.recipes.of(name)
 
 
@@ -98,7 +98,7 @@ def survey_model(path: str, options: Options) -> Survey:
 
 
 def _sums(opened: Surveyed, recipes: LayerRecipes, hardware: str) -> list[MatmulSums]:
-    """Those of the linears as the recipes would cast them, with the run's settings."""
+    """Survey the sums of the linears as the recipes would cast them, with the run's settings."""
 
     def config_of(name: str) -> Float8LinearConfig | None:
         recipe = HIGH_PRECISION if opened.is_skipped(name) else recipes.of(name)

@@ -10,7 +10,7 @@ from quaver.cli.console import make_table
 from quaver.numerics.survey_sums import MatmulSums
 
 MATMULS_SHOWN, MATMULS_NAMED = 12, 4
-"""Of those that sums cost most, in the table and in the sentence below it; --json has all."""
+"""How many of the matmuls that sums cost most stand in the table and in the sentence below it; --json has all."""
 
 
 def views_of_sums(sums: list[MatmulSums], hardware: str) -> Iterator[str | Table]:

@@ -15,7 +15,7 @@ EXIT_ALARM = 5
 EXIT_INTERRUPTED = 130
 
 BAD_INPUT = (ValueError, NotImplementedError, OSError, MissingDeviceError)
-"""What parsing and validation raise for bad input. Wrap only that part of a verb: elsewhere it is a bug."""
+"""Exceptions of parsing and validation for bad input. Wrap only that part of a verb: elsewhere they are bugs."""
 
 
 def print_error(message: object) -> None:

@@ -1,4 +1,4 @@
-"""What every kind of source has: its files, pieces of documents, and an account of the items that are not text."""
+"""Shared types of all sources of text: files, pieces of documents, and an account of the items that are not text."""
 
 import os
 import sysconfig

@@ -121,7 +121,7 @@ class _About(TypedDict):
     __pydantic_config__ = STRICT  # type: ignore[misc]
     format: Literal[1]  # FORMAT
     dtype: Literal["|u1", "<u2", "<u4"]
-    """What `token_dtype` returns, and no other: numpy follows the bytes of an object array as addresses."""
+    """A dtype that `token_dtype` returns, and no other: numpy follows the bytes of an object array as addresses."""
     tokenizer: str
     vocab_size: NotNegative
     eos_id: NotNegative

@@ -230,7 +230,7 @@ class _Conversions:
 
 
 _TEXT_PARTS = ("model.language_model.", "language_model.model.", "language_model.", "text_model.")
-"""What stands in the names of a multimodal model, and not in those of its model of text."""
+"""Parts of the names of a multimodal model that the names of its text model lack."""
 
 _ROWS = 4
 """How many rows an expert has in the stack that a converter is asked with: two for each of gate and up."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from quaver.export.files import StoredTensors, check_names, listed
 
 PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
-"""What stands before the names of a diffusion model in files that hold other models, too."""
+"""Prefixes of the names of a diffusion model in files that hold other models, too."""
 
 COMFYUI = "comfyui"
 """The name of the format."""
@@ -31,7 +31,7 @@ COMFYUI = "comfyui"
 MARK = "comfy_quant"
 METADATA = "_quantization_metadata"
 RECORD = "quaver_export"
-"""What the header of a file of ours says of the export."""
+"""The key, in the metadata of a file that quaver wrote, of its record of the export."""
 
 _OLDER_MARK = "scaled_fp8"
 _TOKENIZERS = ("spiece_model", "tekken_model", "tokenizer_json")
@@ -60,12 +60,12 @@ _TILE = (128, 4)
 
 @dataclass(frozen=True)
 class LayerMark:
-    """What a file says of a layer."""
+    """The mark of a layer in a file: how its weight is quantized."""
 
     format: str
     group_size: int | None = None
     shape: tuple[int, int] | None = None
-    """Of the matrix before it was padded, where the mark has it: convert_to_quant writes it, and ComfyUI does not."""
+    """Shape of the matrix before it was padded, where the mark has it: convert_to_quant writes it, ComfyUI does not."""
 
     @property
     def is_mx(self) -> bool:

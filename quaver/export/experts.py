@@ -40,7 +40,7 @@ def quantize_expert(weight: Tensor, casts: OperandCasts) -> Operand:
 def store_expert(
     weight: Tensor, of_forward: Operand, casts: OperandCasts, parts: int, format: WeightFormat
 ) -> StoredExpert:
-    """What a checkpoint holds of the matrix of one expert.
+    """Quantize the matrix of one expert as a checkpoint stores it, or take the codes of its forward where they fit.
 
     Args:
         weight: [N, K], as the forward reads it.

@@ -100,7 +100,7 @@ class WeightFormat:
 
     @property
     def mark(self) -> Tensor | None:
-        """What marks a layer, if anything does."""
+        """The tensor that marks a layer as quantized; None in formats without marks."""
         if not self.is_file:
             return None
         return comfyui.mark("mxfp8" if self.is_mx else "float8_e4m3fn", is_hp=self.activations is None)

@@ -143,7 +143,7 @@ _GRANULARITIES = {"tensor": None, "channel": None, **{f"block {each} x {each}": 
 
 
 def _granularity(checkpoint: Float8Checkpoint, names: list[str]) -> str:
-    """That of the scales of the weights `names`; one number for a whole weight is one of any granularity.
+    """The granularity of the scales of the weights `names`; one number for a whole weight fits any granularity.
 
     Raises:
         NotImplementedError: there are several, or none that a frozen weight can have.

@@ -166,7 +166,7 @@ def set_kv_scales(model: nn.Module, scales: Mapping[str, float]) -> None:
 
 
 def stored_kv_scales(names: list[str]) -> dict[str, tuple[str, ...]]:
-    """What the scales of a file's KV cache are in a model: one or two names, by the name in the file."""
+    """The names in a model, one or two, of the scales of a file's KV cache, by the name in the file."""
     found = {}
     for name in names:
         suffix = next((each for each in _STORED if name.endswith(f".{each}")), None)

@@ -35,7 +35,7 @@ METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "mxfp8", "quar
 """Values of `quant_method` whose float8 weights are codes times a scale."""
 
 SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale", "scale_inv", "qscale_weight", "scale_weight")
-"""What follows the name of a module in that of its weight's scale; of a stack `<stack>_scale`, `<stack>_scale_inv`."""
+"""Leaf names of the scale of a module's weight; the scales of a stack are `<stack>_scale`, `<stack>_scale_inv`."""
 
 _OF_ACTIVATIONS = (
     "input_scale",
@@ -86,7 +86,7 @@ class StoredScale(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """What config.json says of the float8 weights; nothing where it is silent."""
+    """The format of the float8 weights as config.json states it; empty where it is silent."""
 
     method: str | None
     block_sizes: tuple[tuple[int, int], ...]
@@ -253,7 +253,7 @@ class Tensors(NamedTuple):
     others: list[str]
     """The names of all tensors but scales; float8 weights among them."""
     of_cache: dict[str, tuple[str, ...]]
-    """What the scales of keys and values in a KV cache are called in a model, by name."""
+    """The names in a model of the scales of keys and values in a KV cache, by the name in the file."""
     left_out: list[str]
     """The scales of activations, and those of a cache that are none of keys or values."""
 

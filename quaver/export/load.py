@@ -60,7 +60,7 @@ def load_float8(
 
 
 class Float8Checkpoint(Mapping[str, Tensor]):
-    """What `load_float8` returns, with the codes and the scales of the float8 weights.
+    """A checkpoint that `load_float8` opened: its tensors, dequantized, and the codes and scales of the float8 weights.
 
     Attributes:
         dtype: of the tensors in high precision.

@@ -1,4 +1,4 @@
-"""What an export of a model writes, decided before a tensor is read."""
+"""Plans an export: which weights are stored in float8, how, and under which names, before a tensor is read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HAS_LINEARS = tuple(each for each in FORMATS if each.startswith(COMPRESSED_TENS
 
 @dataclass(frozen=True)
 class Plan:
-    """What an export of a model writes, decided before a tensor is read."""
+    """The tensors that an export of a model writes, decided before a tensor is read."""
 
     linears: dict[str, Float8Linear]
     """The linears that are stored in float8, by their names without wrappers."""

@@ -1,4 +1,4 @@
-"""What `quaver export` reads: a model's structure, its weights one at a time, and what is known about its training."""
+"""Sources of `quaver export`: a model's structure, its weights one at a time, and the record of its training."""
 
 from __future__ import annotations
 

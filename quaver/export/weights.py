@@ -40,7 +40,7 @@ from quaver.torch_private.dtensor import local_tensor
 
 
 class Requantized(NamedTuple):
-    """What the format costs a weight that it stores with other codes: the SQNR of its dequantized values, in dB."""
+    """SQNR in dB of a weight that the format stores with other codes than the training forward had."""
 
     training_db: float
     """With the codes and scales of the training forward."""

@@ -30,7 +30,7 @@ from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 
 
 class _Float8:
-    """What the plugins of Trainer and Fabric have in common.
+    """Shared base of the precision plugins of Trainer and Fabric.
 
     Args:
         config: as `convert_to_float8_training` takes it.

@@ -97,7 +97,7 @@ def prepare_model_for_float8(
 
 
 class Float8Callback(TrainerCallback, ExportableState):
-    """What a float8 model needs of a training loop, at the events of transformers' Trainer.
+    """Runs the float8 parts of a training loop at the events of transformers' Trainer.
 
     At the beginning it checks that the model trains in float8 (`assert_float8_training`) and logs the conversion. With
     gradient accumulation it quantizes each weight once a step (`cast_weights_once`). Before each optimizer step it
@@ -129,7 +129,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         """The persistent scales of the model that trains, or trained last."""
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer writes into trainer_state.json; JSON keeps float32 exactly."""
+        """The callback's entry in trainer_state.json; JSON keeps float32 exactly."""
         scales = {} if self._scales is None else self._scales.state_dict()
         arguments = {"monitor": _jsonable(self._options), "convert_reference": self._convert_reference}
         return {"args": arguments, _SCALES: {k: v.tolist() for k, v in scales.items()}}

@@ -22,7 +22,7 @@ class Conv1DLinear(nn.Linear):
     """For exports: a state dict holds the weight as [in, out]."""
 
     def state_dict(self, *args: Any, prefix: str = "", **options: Any) -> Any:
-        """That of the Conv1D: after the hooks, of which one unwraps a weight that FSDP2 gathers in float8."""
+        """The state_dict of the Conv1D: after the hooks, of which one unwraps a weight that FSDP2 gathers in float8."""
         made = super().state_dict(*args, prefix=prefix, **options)
         weight = made[f"{prefix}weight"]
         if type(weight) is FrozenFloat8Weight:  # with keep_vars
@@ -46,7 +46,7 @@ class Conv1DLinear(nn.Linear):
 
 
 def conv1ds(model: nn.Module) -> list[nn.Module]:
-    """Those of `model` that can become linears: PEFT has not wrapped them, and no other library holds their weight."""
+    """The Conv1Ds that can become linears: PEFT has not wrapped them, and no other library holds their weight."""
     wrapped = {getattr(module, "base_layer", None) for module in model.modules()}
     found = [module for module in model.modules() if type(module) is Conv1D and "forward" not in vars(module)]
     return [each for each in found if each not in wrapped and type(each.weight) is nn.Parameter and each.weight.numel()]

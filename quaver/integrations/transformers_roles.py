@@ -1,4 +1,4 @@
-"""What the linears of a transformers or PEFT model are for: output heads, adapters and routers stay in high precision.
+"""Roles of linears in a transformers or PEFT model: output heads, adapters and routers stay in high precision.
 
 An output head is what a model says it is (`get_output_embeddings`, or a child called lm_head or lm_heads), and what
 leads out of the blocks: a linear that is in no block and outside of the base model, or registered after its last block.

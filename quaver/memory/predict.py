@@ -48,7 +48,7 @@ class Prediction:
     report: dict[str, Any] = field(repr=False)
     """`quaver.memory.Timeline.report`; docs/profiling.md describes its keys."""
     saved_by_forward_bytes: int
-    """What the first forward saves for its backward, on top of what stays between steps."""
+    """Bytes that the first forward saves for its backward, on top of those that stay between steps."""
     module_of_peak: str
     """The module that reaches the peak; empty for none."""
     operator_of_peak: str
@@ -65,7 +65,7 @@ class Prediction:
 
     @property
     def resident_bytes(self) -> int:
-        """What stays between steps: parameters, buffers, optimizer state, persistent scales, and the step's inputs."""
+        """Bytes that stay between steps: parameters, buffers, optimizer state, persistent scales, the step's inputs."""
         return sum(self.report["resident_bytes"].values())
 
     @property

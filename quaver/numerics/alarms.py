@@ -81,7 +81,7 @@ Key = tuple[str, str, str]
 
 @dataclass
 class _State:
-    """Of one rule and tensor."""
+    """The history of one rule on one tensor."""
 
     bad: int = 0
     """Samples in a row."""

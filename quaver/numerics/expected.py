@@ -1,4 +1,4 @@
-"""What a correct cast to float8 can lose: the bounds that alarms compare with, in decibels and shares.
+"""Bounds on the error of a correct cast to float8, with which alarms compare: decibels, and shares of elements.
 
 A value in the normal range of a format with `m` mantissa bits is off by at most u = 2^-(m+1) of itself, one in the
 subnormal range by at most h, half of the smallest subnormal. So for any tensor, without saturation,

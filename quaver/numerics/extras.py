@@ -1,5 +1,5 @@
-"""What some linears of a sample have besides statistics: histograms of casts, their SQNR under other recipes, and that
-of the sums of a GPU.
+"""Costly statistics that a sample takes of some linears only: histograms of casts, their SQNR under other recipes, and
+the SQNR of a GPU's sums.
 
 All are sums, [WIDTH] per cast, which micro-batches, ranks and `extras_of` add up:
 
@@ -97,7 +97,7 @@ def _noises(hp: Tensor, operand: str, direction: str, names: Iterable[str]) -> t
 
 
 def _noise_of(slot: Tensor) -> float:
-    """That of a cast, or of its bulk where an outlier hides how much of it underflows: see figures.py."""
+    """The noise of a cast, or of its bulk where an outlier hides how much of it underflows: see figures.py."""
     nonzero = slot[Place.NUMEL] - slot[Place.NONFINITE] - slot[Place.ZEROS]
     underflow = (slot[Place.UNDERFLOW] / nonzero.clamp(min=1)).item()
     return max(slot[Place.NOISE].item(), slot[Place.SIGNAL].item() * 10 ** (-bulk_db(underflow) / 10))

@@ -1,4 +1,4 @@
-"""What a budget asks of a tensor's casts: one figure for each recipe, which an outlier cannot hide from.
+"""The figure of a tensor's casts that a budget compares: decibels for each recipe, robust against outliers.
 
     figures(grad_output, "grad_output")        {"tensorwise": 25.6, "rowwise": 31.4, ...}
 

@@ -1,4 +1,4 @@
-"""What the sums of a GPU's matmul lose beside its casts, from a few rows of both operands.
+"""Measures the error of a GPU's accumulation beside that of the casts, from a few rows of both operands.
 
     casts     the products of the codes, summed exactly, beside those in high precision: what the casts lose
     fast      the hardware's sums of the same products beside exact ones, with fast accumulation
@@ -61,11 +61,11 @@ class Sums(NamedTuple):
     exact: float
 
     def used(self, use_fast_accum: bool) -> float:
-        """Those of the setting in use."""
+        """The ratio of the hardware's sums with `use_fast_accum` as it is set."""
         return self.fast if use_fast_accum else self.exact
 
     def bound(self) -> float:
-        """What sums may lose: less than the casts, or than the result's rounding to bfloat16."""
+        """The lowest ratio that sums may have: that of the casts, or of the result's rounding to bfloat16."""
         return min(self.casts, BFLOAT16_DB)
 
     @classmethod

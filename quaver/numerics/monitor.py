@@ -46,7 +46,7 @@ from quaver.torch_private.autograd import runs_in_backward
 
 CPU = torch.device("cpu")
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""What torch.compile and wrappers add to the names of modules."""
+"""Parts that torch.compile and wrappers add to the names of modules."""
 
 
 class Sink(Protocol):

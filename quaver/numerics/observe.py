@@ -55,16 +55,16 @@ _NO_OPERANDS = "one of its operands has no high-precision matrix here"
 
 
 class KeptInput(NamedTuple):
-    """What grad_weight will be compared with; see [Note: high precision in backward]."""
+    """The input of a forward, kept to compare grad_weight with; see [Note: high precision in backward]."""
 
     columns: Tensor
     rows: Rows | None
-    """Of the transposed input; see [Note: sums]."""
+    """Some rows of the transposed input; see [Note: sums]."""
 
 
 @dataclass
 class Sampling:
-    """What the operations of one monitor do now. Weights have numbers that are unique in the process."""
+    """The state of one monitor that its operations read and write. Numbers of weights are unique in the process."""
 
     hardware: Accumulation | None = None
     """The GPU whose sums the monitor was asked for."""
@@ -143,7 +143,7 @@ def _plainly(device: torch.device) -> Iterator[None]:
 
 
 def _observed(run: Callable[..., None]) -> Callable[..., None]:
-    """What observes where it must, and else does nothing."""
+    """Wrap `run` so that it runs in sampled steps of an open monitor, and does nothing otherwise."""
 
     def observe(slots: Tensor, row: int, number: Tensor, *args: Any) -> None:
         sampling = _running(int(number))

@@ -60,7 +60,7 @@ def places_of(config: Float8LinearConfig, trains_weight: bool) -> list[Place]:
 
 
 def describe(place: Place, config: Float8LinearConfig) -> dict[str, Any]:
-    """What a record's header says of a place."""
+    """The entry of a place in a record's header: operand, cast, granularity, dtype, scaling and recipe."""
     about: dict[str, Any] = {"operand": place.operand, "cast": place.cast, "granularity": "none", "block": None}
     about |= {"dtype": None, "scaling": None}
     if place.cast != "result":

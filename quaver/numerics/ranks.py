@@ -23,7 +23,7 @@ CLOSE = 1e-9
 
 
 class Gathered(NamedTuple):
-    """What the first rank has of all ranks, on its CPU."""
+    """The statistics of all ranks, on the first rank's CPU."""
 
     slots: Tensor
     """[rows, WIDTH], merged."""

@@ -108,18 +108,18 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Record:
-    """What a record holds. Arrays have a column per tensor of `tensors`, NaN where a value does not apply."""
+    """The contents of a record. Arrays have a column per tensor of `tensors`, NaN where a value does not apply."""
 
     header: dict[str, Any]
     """The last header, with the tensors of all of them."""
     steps: NDArray[np.int64]
     """[samples], growing."""
     statistics: dict[str, Values]
-    """Of each name [samples, tensors]."""
+    """Statistics by name, each [samples, tensors]."""
     whatif: dict[str, Values] = field(default_factory=dict)
     """SQNR in dB under other recipes, by name [samples, tensors]."""
     sums: dict[str, Values] = field(default_factory=dict)
-    """Of the results, decibels of the casts and of a GPU's sums, "casts", "fast" and "exact" [samples, tensors]."""
+    """Decibels of a result's casts and of a GPU's sums: "casts", "fast" and "exact", each [samples, tensors]."""
     histograms: dict[int, Histogram] = field(default_factory=dict)
     """By the index of the sample."""
     alarms: list[dict[str, Any]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What would help a tensor that alarms: other recipes by the SQNR that its cast has under them, then high precision."""
+"""Remedies for a tensor that alarms: other recipes by the SQNR that its cast has under them, then high precision."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def remedies(seen: Seen, sample: Sample) -> tuple[dict[str, Any], ...]:
 
 
 def no_remedies(seen: Seen, sample: Sample) -> tuple[dict[str, Any], ...]:
-    """Of a cause that no setting of quaver ends."""
+    """No remedy, for a cause that no setting of quaver ends."""
     return ()
 
 

@@ -24,7 +24,7 @@ from quaver.numerics.seen import Sample, Seen
 from quaver.recipes.formats import E5M2, Float8Format
 
 BIT_DB = 20 * math.log10(2)
-"""What one bit of the mantissa is worth."""
+"""Decibels that one bit of the mantissa is worth."""
 
 JUMP_BITS = 4.0
 """The scale of before would clip: the amax of a Gaussian is about six of its deviations; 2^-4 of that, a third."""
@@ -46,7 +46,7 @@ PERSISTENT = ("delayed", "static")
 
 @dataclass(frozen=True)
 class Measure:
-    """What a rule found of one tensor."""
+    """The figure that a rule measured of one tensor, and its thresholds."""
 
     value: float
     raise_at: float
@@ -56,9 +56,9 @@ class Measure:
     since: int | None = None
     """The step that was bad first, where that is known to be an earlier one."""
     level: float | None = None
-    """What was compared with the samples before, where their level may become another for good."""
+    """The figure compared with the samples before, where their level may become another for good."""
     usual: float | None = None
-    """That of the samples before."""
+    """The level of the samples before."""
 
     @property
     def is_bad(self) -> bool:

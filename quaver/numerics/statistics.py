@@ -1,4 +1,4 @@
-"""What one observation of a matrix is: a vector of sums and extremes in float64, which merge in any order.
+"""Statistics of a matrix and its cast, as a float64 vector of sums and extremes, which merge in any order.
 
 A slot is a float64 vector of `WIDTH` numbers. Each observation gives one; those of micro-batches, of groups and of
 ranks merge into one, which `finish` turns into the statistics of a sample:
@@ -37,7 +37,7 @@ from quaver.recipes.scaling import scale_blocks
 
 
 class Place(enum.IntEnum):
-    """Where a slot holds what."""
+    """The index of each sum and extreme in a slot."""
 
     NUMEL = 0
     SIGNAL = 1
@@ -60,7 +60,7 @@ class Place(enum.IntEnum):
 
 
 _COUNTED = slice(6, 12)
-"""What `kernels.cpu.observe` counts, in its order."""
+"""The counts and extremes that `kernels.cpu.observe` returns, in its order."""
 _SUMS, _MAXIMA, _MINIMA = slice(0, 10), slice(10, 14, 3), slice(11, 13)
 _FIXED = len(Place)
 _LOWEST_EXPONENT, _EXPONENTS = -128, 256
@@ -279,7 +279,7 @@ def scales_of(rows: Tensor, scale: Tensor, hp: Tensor) -> Tensor:
 
 
 def compared_of(slot: Tensor) -> Values | None:
-    """What two observations [WIDTH] of equal casts have in common, however often each was made; None of no cast."""
+    """The sums per cast and the extremes of a slot: the same however often equal casts were made. None of no cast."""
     values = slot[:_FIXED].cpu().numpy()
     casts = values[Place.SCALES]
     return np.concatenate([values[_SUMS] / casts, values[Place.AMAX :]]) if casts else None

@@ -38,9 +38,9 @@ class StepEnds:
         self._has_own = False
         """Whether an optimizer of the model's own parameters has stepped."""
         self._awaited: WeakSet[Optimizer] = WeakSet()
-        """Those that step in every training step; empty until they are known."""
+        """The optimizers that step in every training step; empty until they are known."""
         self._stepped: WeakSet[Optimizer] = WeakSet()
-        """Those that stepped since the last end."""
+        """The optimizers that stepped since the last end."""
         self._was_called = False
 
     def called(self) -> None:

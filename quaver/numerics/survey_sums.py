@@ -1,4 +1,4 @@
-"""What the sums of a GPU would lose in each matmul of a model, beside its casts: for `quaver doctor --hardware`."""
+"""The error of a GPU's sums in each matmul of a model, beside that of its casts: for `quaver doctor --hardware`."""
 
 from __future__ import annotations
 

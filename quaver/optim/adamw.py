@@ -118,7 +118,7 @@ class Float8AdamW(Float8Optimizer):
     def _update_of(
         self, parameter: Tensor, group: dict[str, Any], key: int, copies: list[tuple[Tensor, Tensor]]
     ) -> Update:
-        """What the step does. `copies`: what to copy afterwards, (to, from)."""
+        """The update of one parameter. Appends to `copies` the (to, from) pairs to copy after the kernel."""
         grad = checked_gradient(parameter)
         grid = grid_of(parameter)
         state = self.state[parameter]

@@ -1,4 +1,4 @@
-"""What optimizers with states in float8 share: the walk over parameters, state dicts, conversion from torch's.
+"""Base class of optimizers with states in float8: the walk over parameters, state dicts, conversion from torch's.
 
 A subclass names torch's optimizer and checks and steps a param group. docs/design/0014-optimizer-states.md says why
 states are loaded past torch's casts.
@@ -36,7 +36,7 @@ _LARGE_VECTOR = 1 << 16
 """Elements of a vector whose moments would be worth storing in float8: more than a norm or a bias has."""
 
 STATE_VERSION = 1
-"""Of the state's names, shapes and random bits; every param group carries it."""
+"""Version of the state's names, shapes and random bits; every param group carries it."""
 
 
 class Stepped(NamedTuple):
@@ -53,7 +53,7 @@ class Float8Optimizer(Optimizer):
     torch_optimizer: ClassVar[type[Any]]
     """Whose state dicts are converted; options that it has not are this optimizer's own."""
     skipped_things: ClassVar[str]
-    """What is left as it is where its gradients are not finite."""
+    """The noun, for messages, of the parts of a step that are skipped where their gradients are not finite."""
     parameter_names: Mapping[int, str] = MappingProxyType({})
     """By the id of a parameter, for what is logged; `name_parameters` sets it."""
 

@@ -81,7 +81,7 @@ class CombinedOptimizer(Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[Tensor, Any]:
-        """Those of the optimizers."""
+        """The states of all the optimizers, by parameter."""
         return _States(self.optimizers)
 
     @state.setter
@@ -204,7 +204,7 @@ def state_bytes(optimizer: Optimizer) -> int:
 
 
 def _torch_state_dict(target: Optimizer, found: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]]) -> dict[str, Any]:
-    """What was found for the parameters of `target`, as a state dict of torch's optimizer with its param groups."""
+    """Pack the states found for the parameters of `target` into a state dict of torch's optimizer."""
     state, groups = {}, []
     parameters: Iterable[Tensor] = chain.from_iterable(group["params"] for group in target.param_groups)
     numbered = dict(enumerate(parameters))

@@ -41,7 +41,7 @@ class CutPart(NamedTuple):
 
     @property
     def own(self) -> Tensor:
-        """Those of the blocks of which this rank has elements, a view [moments, rows, blocks]."""
+        """The amaxes of the blocks of which this rank has elements, a view [moments, rows, blocks]."""
         return self.amaxes.narrow(2, self.grid.first_of_row if self.grid.blocks else 0, self.grid.blocks)
 
 

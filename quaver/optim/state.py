@@ -1,4 +1,4 @@
-"""What an optimizer remembers of a parameter: which tensors, their shapes and dtypes, and their values in float32.
+"""The optimizer state of a parameter: its tensors, their shapes and dtypes, and their values in float32.
 
     storage     of exp_avg                              of exp_avg_sq
     float8      exp_avg_fp8, exp_avg_scale              exp_avg_sq_root_fp8, exp_avg_sq_root_scale

@@ -23,7 +23,7 @@ from quaver.recipes.scaling import runs_eagerly_on_cpu
 
 
 class Scalars(NamedTuple):
-    """What a step multiplies by, as float32 (8,); the same for all parameters of a group."""
+    """The scalars of one AdamW step, as float32 (8,); the same for all parameters of a group."""
 
     decay: float
     beta1: float
@@ -36,7 +36,7 @@ class Scalars(NamedTuple):
 
     @classmethod
     def of(cls, group: dict[str, Any], step: int) -> Scalars:
-        """Of a param group at its step `step`, from 1."""
+        """The scalars of a param group at its step `step`, from 1."""
         lr: float = float(group["lr"])
         beta1, beta2 = typing.cast(tuple[float, float], group["betas"])
         return cls(

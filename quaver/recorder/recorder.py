@@ -34,7 +34,7 @@ CATEGORIES = (
     "communication",
     "temporaries",
 )
-"""What storages are for, from the longest-lived to the shortest; docs/profiling.md defines each."""
+"""Categories of storages, from the longest-lived to the shortest; docs/profiling.md defines each."""
 
 BEFORE = "before"
 """The phase of a storage that is older than the recording."""
@@ -61,14 +61,14 @@ class Allocation:
     """One storage, from its allocation to its release."""
 
     key: int
-    """Of the storage; after its release another may have it."""
+    """Key of the storage; after its release another may have it."""
     operator: str | None
     """The operator that allocated it; None if it is older than the recording."""
     module: str
     phase: str
     """before, forward, backward, recompute, optimizer or other."""
     shape: tuple[int, ...]
-    """Of the first tensor seen with the storage."""
+    """Shape of the first tensor seen with the storage."""
     dtype: str
     line: str = ""
     """The line that called the operator, as "quaver/linear/module.py:123"; for an autograd node in C++ the forward's

@@ -20,7 +20,7 @@ State = dict[Allocation, tuple[int, int]]
 """Live allocations: bytes, and how many times autograd has saved each."""
 
 COMPILED_GRAPH = "compiled graph"
-"""What saves the tensors that a compiled forward returns for its backward."""
+"""The saver of the tensors that a compiled forward returns for its backward."""
 
 NOT_FOR_BACKWARD = ("parameters", "gradients", "optimizer_state", "persistent_scales", "inputs")
 """Categories that would be alive even if autograd did not save them."""

@@ -1,4 +1,4 @@
-"""What a report says of a run in a few words: on the page, in the terminal and on the picture."""
+"""The facts of a run in a few words, for the page, the terminal and the picture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_STATISTICS = "no statistics of float8 matmuls; --numerics.every 100 records t
 
 
 def memory_curves(run: RunData) -> tuple[str, list[Curve]]:
-    """What the memory is that the run recorded, and its curves."""
+    """The label of the kind of memory that the run recorded, and its curves."""
     found = ((label, curves(run.records, name)) for name, label in MEMORY.items())
     return next((each for each in found if each[1]), ("", []))
 

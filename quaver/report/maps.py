@@ -16,7 +16,7 @@ WORST_CELLS = 25
 MOST_TRIALS = 500
 SQNR = STATISTICS[0].name
 MOST_HISTOGRAM_BYTES = 400_000
-"""Of the counts of all histograms of a page, which base64 makes 0.5 MB."""
+"""Limit on the counts of all histograms of a page, which base64 makes 0.5 MB."""
 
 Limits = dict[str, tuple[float, float]]
 

@@ -21,7 +21,7 @@ from quaver.report.statistics import BEST, MISSING, STATISTICS, WORST, Statistic
 
 _LINES = ("#0b5cad", "#c2410c", "#11773f", "#7a3e9d", "#8a6d00", "#5b6470")
 _MOST_ROWS, _MOST_COLUMNS = 400, 1000
-"""Of a heat map: about the pixels that it gets."""
+"""Limits on the cells of a heat map: about the pixels that it gets."""
 _MOST_LABELS = 30
 _NONE = "#f5f7f9"
 _COLORS = ListedColormap([_NONE, SPECIAL["light"][0], *reversed(palette(WORST - 1)), *SPECIAL["light"][1:]])

@@ -59,7 +59,7 @@ _CONVERSION, _START = TypeAdapter(Conversion), TypeAdapter(Start)
 
 @dataclass(frozen=True)
 class RunData:
-    """What is known of a run.
+    """The records of a run, as far as its folder has them.
 
     Attributes:
         label: the name of its folder.
@@ -80,7 +80,7 @@ class RunData:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know of the files."""
+        """Warnings about the files of the run."""
         is_torn = self.numerics is not None and self.numerics.is_torn
         return (
             ["the last line of the record was incomplete, as a killed run leaves it, and is left out"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 MOST_COLUMNS = 750
-"""Of the points of a curve that share one of so many columns, the lowest and the highest stay."""
+"""Columns of a thinned curve: of the points that share one, the lowest and the highest stay."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What float8 would gain: a cost model of linears on known devices, and the filter that reads it."""
+"""Predicts the gain of float8: a cost model of linears on known devices, and the filter that reads it."""

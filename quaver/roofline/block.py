@@ -25,14 +25,14 @@ from quaver.roofline.cost import KERNEL_LAUNCH_S, MEMORY_SHARE
 from quaver.roofline.device_specs import DeviceSpec
 
 ATTENTION_SHARE = 0.35
-"""Of the data sheet's bfloat16 rate, of torch's flash attention, which is FlashAttention-2: "35% utilization on the
-H100 GPU" (arXiv 2407.08608, abstract). Assumed for its backward and for every GPU."""
+"""Share of the data sheet's bfloat16 rate that torch's flash attention, FlashAttention-2, reaches: "35% utilization on
+the H100 GPU" (arXiv 2407.08608, abstract). Assumed for its backward and for every GPU."""
 
 ATTENTION_MATMULS = {False: 2, True: 5}
 """Matmuls of queries with keys, or of scores with values: forward, and backward with the recomputed scores."""
 
 _KERNELS = (6, 5)
-"""Of norms, RoPE (queries and keys apart), SwiGLU and the block's output; a backward has none for the last."""
+"""Kernels of norms, RoPE (queries and keys apart), SwiGLU and the block's output; a backward has none for the last."""
 
 
 class BlockShape(NamedTuple):

@@ -58,9 +58,9 @@ best of many shapes, so real layers reach less. Assumed, not measured: both of L
 its bfloat16 share. A100's float8 matmuls are bfloat16 matmuls."""
 
 MEMORY_SHARE = 0.85
-"""Of the data sheet's bandwidth. Copies reach 0.90 on an H200 (4.3 of 4.8 TB/s), and torchao's roofline
-(torchao/testing/training/roofline_utils.py) counts on 0.92 for pointwise kernels. Casts write one of two layouts
-transposed, which reaches less: how much less is an assumption."""
+"""Share of the data sheet's bandwidth that casts reach. Copies reach 0.90 on an H200 (4.3 of 4.8 TB/s), and torchao's
+roofline (torchao/testing/training/roofline_utils.py) counts on 0.92 for pointwise kernels. Casts write one of two
+layouts transposed, which reaches less: how much less is an assumption."""
 
 KERNEL_LAUNCH_S = 4e-6
 """From one kernel's start to the next one's, if it does nothing. torchao's roofline has 2 us, the time on an H100 of a
@@ -68,7 +68,7 @@ kernel for one element; as much again is assumed for the gap between kernels, wh
 
 
 class Casts(NamedTuple):
-    """What the casts of one operand take: bytes moved for each element, and kernels launched."""
+    """The cost of the casts of one operand: bytes moved for each element, and kernels launched."""
 
     bytes_per_element: float
     kernels: float

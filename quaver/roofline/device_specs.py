@@ -1,4 +1,4 @@
-"""What devices can do: peaks of data sheets, or what large matmuls reach here.
+"""Speeds of devices: peaks of data sheets, or the rate of large matmuls measured here.
 
 Data sheets, dense rates without sparsity: NVIDIA A100 80GB SXM, L40S, H100 SXM5, H200 SXM, B200 (HGX, per GPU);
 AMD Instinct MI300X.

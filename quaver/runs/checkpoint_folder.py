@@ -71,7 +71,7 @@ class _Data(TypedDict):
 
 
 class _Record(TypedDict):
-    """What is read of a checkpoint.json; it has more."""
+    """The fields of checkpoint.json that are read; the file has more."""
 
     __pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[misc]
     format: Literal[1]

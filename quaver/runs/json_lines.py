@@ -88,7 +88,7 @@ def rewound_metrics(paths: Sequence[Path], step: int) -> Iterator[None]:
 
 
 class _Line(TypedDict):
-    """What every record of a step or a validation has; it has more."""
+    """The fields that every record of a step or a validation has; records have more."""
 
     __pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[misc]
     step: NotNegative

@@ -24,7 +24,7 @@ CHOOSE = "choose another checkpoint"
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What the manifest says about one file."""
+    """The size and hash of one file in the manifest."""
 
     bytes: NotNegative
     xxh3_128: Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]

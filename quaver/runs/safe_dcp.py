@@ -63,7 +63,8 @@ _OPCODES = b"".join(
     )
     for name in line.split()
 )
-"""Those of DCP that need no check. Of the others some allocate what a length in the file says."""
+"""Opcodes that DCP writes and that need no check. Some of pickle's other opcodes allocate as much memory as a length
+in the file says."""
 
 
 class CheckpointReader(FileSystemReader):

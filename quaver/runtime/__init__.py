@@ -1,1 +1,1 @@
-"""What every layer may ask of the process: its phase, device, ranks, compiler, and slow paths."""
+"""State of the process that every layer may read: its phase, device, ranks, compiler, and slow paths."""

@@ -31,7 +31,7 @@ def say_once(key: str, message: str) -> None:
 
 
 def slow_paths() -> list[str]:
-    """What was said in this process."""
+    """The messages that `say_once` has logged in this process."""
     return list(_said.values())
 
 

@@ -1,4 +1,4 @@
-"""What a setting is: a field of a frozen dataclass with a help text, and a type and bounds that pydantic checks.
+"""Settings: fields of frozen dataclasses with a help text, and a type and bounds that pydantic checks.
 
 The command line, its help, the TOML files and docs/configuration.md all read these fields.
 """
@@ -36,7 +36,7 @@ _BOUND_WORDS = {
     "less_than": "below {lt}",
     "finite_number": "finite",
 }
-"""What pydantic's types of errors expect."""
+"""The bounds behind pydantic's types of errors, in words."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def _own_fields(kind: type) -> "Iterator[Field[Any]]":
 
 
 def nearest(name: str, choices: Collection[str], *, otherwise: str) -> str:
-    """What to do about an unknown `name`: the choice that was meant, or `otherwise`."""
+    """The hint for an unknown `name`: the nearest of `choices`, or `otherwise`."""
     # A right key in the wrong section is nearer than a name of similar spelling.
     found = [choice for choice in choices if choice.rpartition(".")[2] == name.rpartition(".")[2]]
     found = found or difflib.get_close_matches(name, choices, n=1, cutoff=0.5)

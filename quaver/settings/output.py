@@ -46,7 +46,7 @@ class Job(Settings, section="job"):
 
 @dataclass(frozen=True)
 class Metrics(Settings, section="metrics"):
-    """What is printed and logged; metrics.jsonl always has every step."""
+    """Printed lines and logs; metrics.jsonl always has every step."""
 
     log_freq: AtLeast1 = setting(10, "Steps between two printed lines without a terminal.")
     float8_scales_freq: NotNegative = setting(

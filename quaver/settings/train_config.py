@@ -16,7 +16,7 @@ SPLIT = ("model.n_heads", "model.n_kv_heads", "model.hidden_dim", "model.vocab_s
 
 
 MOST_ELEMENTS = 10**16
-"""Of one activation."""
+"""The largest number of elements of one activation."""
 
 
 @dataclass(frozen=True)

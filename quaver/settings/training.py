@@ -97,7 +97,7 @@ class Training(Settings, section="training"):
 
 @dataclass(frozen=True)
 class ActivationCheckpoint(Settings, section="activation_checkpoint"):
-    """What blocks save for backward; the rest is recomputed, to the same bits unless it is stored in float8."""
+    """Activations that blocks save for backward; others are recomputed, to the same bits unless stored in float8."""
 
     mode: Annotated[str, OneOf(CHECKPOINT_MODES)] = setting("none", "Which blocks recompute what; see docs/trainer.md.")
     selective_ac_option: str = setting(

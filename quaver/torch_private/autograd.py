@@ -1,4 +1,4 @@
-"""What autograd does now.
+"""Queries of autograd: whether a backward runs and what it needs.
 
 - `backward_keeps_graph()`: torch._C._autograd._get_current_graph_task_keep_graph, the `retain_graph` of the backward
   that runs. No replacement.

@@ -1,4 +1,4 @@
-"""What an operator meets on its way to a kernel. No replacements.
+"""Dispatch of operators to kernels: modes, transforms, keys and overloads. No replacements.
 
 - `count_dispatch_modes()`: torch._C._len_torch_dispatch_stack, how many TorchDispatchModes are on.
   `dispatch_mode_at(index)`: torch._C._get_dispatch_stack_at, the innermost one last.

@@ -1,4 +1,4 @@
-"""What a run does about alarms: it shows them, stops with a checkpoint, or changes the recipe of a linear.
+"""Actions of a run on alarms: it shows them, stops with a checkpoint, or changes the recipe of a linear.
 
 The first rank has the record and raises the alarms; every rank learns what is to be done from it, after steps that were
 sampled.

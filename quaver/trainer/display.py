@@ -1,4 +1,4 @@
-"""What a run prints: progress bars on a terminal, plain lines elsewhere, and a table at the end."""
+"""Output of a run: progress bars on a terminal, plain lines elsewhere, and a table at the end."""
 
 import os
 import sys
@@ -66,7 +66,7 @@ class Stdout:
 
 
 def color_system() -> typing.Literal["auto"] | None:
-    """That of a console: the terminal's; none under NO_COLOR, where rich alone would keep bold and dim text."""
+    """The color system for a console: the terminal's; None under NO_COLOR, where rich alone keeps bold and dim text."""
     return None if os.environ.get("NO_COLOR") else "auto"
 
 

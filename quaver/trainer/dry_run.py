@@ -1,4 +1,4 @@
-"""What a run would be, without data, devices or memory: models on the meta device and a fake process group.
+"""Sets up a run without data, devices or memory: models on the meta device and a fake process group.
 
 The model is made, converted and parallelized by the same code as in a run, as the first of `ranks` processes; torch's
 fake process group replaces its collectives. The bytes that each rank would hold are read off the result;
@@ -44,7 +44,7 @@ class Held:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a config would run."""
+    """The run that a config describes: its ranks, data, model, precisions, and the bytes that a rank holds."""
 
     config: TrainConfig
     """With its global batch size resolved."""

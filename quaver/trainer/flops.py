@@ -1,4 +1,4 @@
-"""What each matmul of linears and experts computes in, FLOPs per precision, and the utilization of a device."""
+"""The precision and the FLOPs of each matmul of linears and experts, and the utilization of a device."""
 
 import re
 from collections import defaultdict
@@ -34,7 +34,7 @@ class LinearPrecision:
     operands: dict[str, str]
     runs_in: dict[str, str]
     matrices_per_token: int = 1
-    """Of experts, how many a token takes."""
+    """The number of experts that a token takes; 1 for a linear."""
 
     @property
     def flops_per_token(self) -> int:

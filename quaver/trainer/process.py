@@ -21,7 +21,7 @@ CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 """cuBLAS needs it for reproducible results (its documentation, "Results Reproducibility") and reads it at start."""
 
 PR_SET_PDEATHSIG = 1
-"""Of prctl(2): the signal that a process gets when its parent ends."""
+"""Option of prctl(2): the signal that a process gets when its parent ends."""
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def quiet(is_first: bool) -> Iterator[None]:
 
 @dataclass
 class Requests:
-    """What signals asked this process for."""
+    """Requests that this process got by signals."""
 
     stop: bool = False
     """SIGINT (Ctrl-C), SIGTERM or SIGHUP (the terminal was closed) arrived."""

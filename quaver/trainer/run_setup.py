@@ -1,4 +1,4 @@
-"""What a run needs before it trains: the checked config, parallel dims, device, data and models.
+"""Sets up a run before it trains: the checked config, parallel dims, device, data and models.
 
 Everything that can be wrong with the input is refused here, before a file is written or a process group made.
 """
@@ -52,7 +52,7 @@ class RunSetup:
     folder: RunFolder | None = None
     """Set by `open_folder`, on the first rank only."""
     about: dict[str, Any] = field(default_factory=dict)
-    """What each checkpoint says about its run; set by `open_folder`."""
+    """The facts about the run that each checkpoint repeats; set by `open_folder`."""
 
     @property
     def fingerprint(self) -> str:

@@ -28,7 +28,7 @@ class Surveyed:
 
     model: nn.Module
     config: TrainConfig
-    """That of the run; for a Hugging Face folder the defaults, with its model where quaver trains it."""
+    """The config of the run; for a Hugging Face folder the defaults, with its model where quaver trains it."""
     data: str
     """Where the batch comes from, in words."""
     forward_backward: Callable[[], None]

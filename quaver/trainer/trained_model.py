@@ -112,7 +112,7 @@ class TrainedModel:
 
     @property
     def notes(self) -> list[str]:
-        """What travels to experts of other ranks, and where weights are rounded before their cast."""
+        """Sentences on tokens sent to experts of other ranks, and on weights rounded before their cast."""
         split = [(each, each.dispatcher) for each in self._experts if each.dispatcher is not None]
         notes = list(dict.fromkeys(dispatcher.note(each) for each, dispatcher in split))
         training, gathered = self.config.training, self.config.float8.enable_fsdp_float8_all_gather

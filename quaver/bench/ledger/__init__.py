@@ -1,4 +1,4 @@
-"""What compiled float8 does on a GPU, counted without one: launches, bytes, copies, and a model of the time.
+"""Counts the work of compiled float8 on a GPU, without one: launches, bytes, copies, and a model of the time.
 
 subjects.py      a block, a linear or a block of experts, compiled for a GPU in one precision
 entries.py       each launch with its category, its corrected bytes and its FLOPs

@@ -28,7 +28,7 @@ from quaver.roofline.block import ATTENTION_MATMULS
 
 CATEGORIES = ("amax", "casts", "copies", "hp", "float8 matmul", "bfloat16 matmul", "attention", "small")
 OVERHEAD = ("amax", "casts", "copies", "hp")
-"""What is neither a matmul nor attention, and moves tensors."""
+"""Categories of launches that move tensors and are neither matmuls nor attention."""
 
 _SMALL = 100
 """A launch is small if its tensors have less than a hundredth of the elements of the largest tensor."""
@@ -38,7 +38,7 @@ _REDUCTIONS = frozenset({"amax", "max", "abs"})
 
 @dataclass(frozen=True)
 class Entry:
-    """What one launch, or an operator with the kernels that it launches, does.
+    """The work of one launch, or of an operator with the kernels that it launches.
 
     Attributes:
         again_bytes: in `read_bytes`, of second reads.

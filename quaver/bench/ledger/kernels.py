@@ -1,4 +1,4 @@
-"""What the source of a Triton kernel of Inductor's tells: loops that read a buffer again, and float64."""
+"""Reads the source of a Triton kernel of Inductor's: loops that read a buffer again, and float64."""
 
 from __future__ import annotations
 

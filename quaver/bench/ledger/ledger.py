@@ -15,7 +15,7 @@ from quaver.memory.compiling.launches import Access, CompiledGraph
 
 @dataclass(frozen=True)
 class Ledger:
-    """What one compiled subject does, forward and backward.
+    """The launches of one compiled subject, forward and backward.
 
     `name` is "bfloat16", "quaver RECIPE" or "torchao RECIPE"; `gpu` that of a device spec.
     """
@@ -50,12 +50,12 @@ class Ledger:
 
     @property
     def strided_copies(self) -> int:
-        """Those by aten's strided copy of bytes, which is slow."""
+        """Copies of codes by aten's strided copy of bytes, which is slow."""
         return sum(1 for entry in self.entries if entry.strided_elements)
 
     @property
     def saved_bytes(self) -> int:
-        """What the forward saves for backward, but for parameters and buffers."""
+        """Bytes that the forward saves for backward, but for parameters and buffers."""
         return sum(each.moved_bytes for graph in self.graphs for each in graph.saved)
 
     @property
@@ -70,7 +70,7 @@ class Ledger:
 
     @staticmethod
     def _smallest(entry: Entry) -> int:
-        """Of what a cast casts: as many elements as its codes, or as its largest operand."""
+        """The elements of the tensor that a launch quantizes: as many as its codes, or as its largest operand has."""
         accesses = (*entry.launch.reads, *entry.launch.writes)
         return max((each.elements for each in accesses if each.is_float8), default=max(e.elements for e in accesses))
 

@@ -27,12 +27,12 @@ from quaver.trainer.float8 import fuse_producers
 BFLOAT16 = "bfloat16"
 PARTS = ("block", "linear")
 COUNTED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
-"""Those that are counted where none is named."""
+"""Recipes that are counted where none is named."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is compiled.
+    """The subject to compile: its shapes, dtypes, and part of the block.
 
     Attributes:
         model: the block's shapes; with experts, its feed-forward is a mixture.
@@ -48,7 +48,7 @@ class Work:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and of the residual stream."""
+        """The dtype of parameters and of the residual stream."""
         return torch.float32 if self.autocast else torch.bfloat16
 
 

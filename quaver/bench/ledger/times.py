@@ -17,7 +17,7 @@ from quaver.roofline.cost import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE
 from quaver.roofline.device_specs import DeviceSpec
 
 STRIDED_COPY_S = 7.4e-12
-"""Of one element, in aten's strided copy of bytes: 1.98 ms for 32768 x 8192 on an H100, where a compiled copy takes
+"""Time of one element in aten's strided copy of bytes: 1.98 ms for 32768 x 8192 on an H100, where a compiled copy takes
 0.224 ms (github.com/pytorch/pytorch/issues/113560). Assumed for every GPU; one round on a loaded H200 was nearer to a
 compiled copy (docs/log.md)."""
 

@@ -1,4 +1,4 @@
-"""What float8 gains on a GPU by the ledger of one block: with one recipe, and with the best of the others."""
+"""The gain of float8 on a GPU by the ledger of one block: with one recipe, and with the best of the others."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ VERBS = {
 }
 
 DEFAULT_CONFIG = Path("train_configs/llama3_debug.toml")
-"""Of `quaver bench train`."""
+"""The config of `quaver bench train` by default."""
 
 
 def run(argv: list[str]) -> int:

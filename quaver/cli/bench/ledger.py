@@ -78,7 +78,7 @@ class LedgerOptions(Settings):
         check_triton()
 
     def work(self) -> Work:
-        """What to compile. Raises ValueError or OSError for an unknown model, and for a TOML file that is none."""
+        """The subject to compile. Raises ValueError or OSError for an unknown model or a TOML file that is none."""
         options = {"autocast": self.autocast, "part": self.part}
         if self.model in MODEL_NAMES:
             return Work(model_of(self.model), self.sequences, self.seq_len, **options)  # type: ignore[arg-type]

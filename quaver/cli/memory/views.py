@@ -1,4 +1,4 @@
-"""What `quaver memory` prints: the prediction, and its comparison, advice and measurement where they are asked for."""
+"""Output of `quaver memory`: the prediction, and its comparison, advice and measurement where they are asked for."""
 
 from __future__ import annotations
 

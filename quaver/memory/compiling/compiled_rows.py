@@ -19,7 +19,7 @@ from quaver.recorder.storages import plain_parts
 
 
 class CompiledTracker(ModuleTracker):
-    """Also follows calls of compiled modules, by wrapping the compiled call: Dynamo would compile hooks in."""
+    """Follows compiled modules, too, by wrapping the compiled call: Dynamo would compile hooks in."""
 
     follows_compiled_code = True
 

@@ -43,8 +43,11 @@ _DEVICE = torch.device("cuda", 0)
 
 @dataclass(frozen=True)
 class GpuProperties:
-    """What Inductor asks about a GPU. From the tables of compute capabilities in NVIDIA's CUDA C++ Programming Guide,
-    and the data sheets of H100 SXM5, H200 SXM and B200."""
+    """Properties of a GPU that Inductor reads.
+
+    From the tables of compute capabilities in NVIDIA's CUDA C++ Programming Guide, and the data sheets of H100 SXM5,
+    H200 SXM and B200.
+    """
 
     name: str
     major: int

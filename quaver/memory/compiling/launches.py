@@ -1,4 +1,4 @@
-"""What compiled code launches on a GPU, read from Inductor's scheduler.
+"""The kernels and operators that compiled code launches on a GPU, read from Inductor's scheduler.
 
 Bytes of a fused kernel are Inductor's: each buffer that the kernel reads or writes in memory, once at most. Those of an
 operator are the bytes of its arguments and results. quaver/bench/ledger corrects both.
@@ -37,7 +37,7 @@ class Access:
 
     @property
     def elements(self) -> int:
-        """Of the buffer."""
+        """The number of elements of the buffer."""
         return prod(self.size)
 
     @property

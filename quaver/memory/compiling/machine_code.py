@@ -33,7 +33,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What one kernel became.
+    """The machine code of one compiled kernel, in figures.
 
     Attributes:
         config: block sizes and warps.

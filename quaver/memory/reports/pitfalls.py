@@ -29,7 +29,7 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 
 
 class Saved(NamedTuple):
-    """What two runs save for backward."""
+    """The tensors that two runs save for backward."""
 
     own: Sequence[Row]
     """By the run with the row in question."""

@@ -161,7 +161,7 @@ def _communication(config: TrainConfig, layout: ParallelDims) -> Iterator[tuple[
 
 
 def _less_precise(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
-    """What rounds between the matmuls or in the optimizer; what changes least first."""
+    """Changes that round between the matmuls or in the optimizer, the least first."""
     if "bfloat16" == config.training.mixed_precision_param != config.training.residual_stream_dtype:
         yield "residual stream: bfloat16", _set("training", residual_dtype="bfloat16")
     name = config.optimizer.name

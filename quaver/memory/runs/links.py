@@ -49,22 +49,22 @@ class Traffic:
     kind: str
     dtype: str
     ranks: int
-    """Of one group."""
+    """Ranks of one group."""
     stride: int
     """Between neighbors of a group, in ranks."""
     number: int
     tensor_bytes: int
-    """Of the tensors that one rank gathers, reduces, scatters or exchanges: an all-gather's have the parts of all."""
+    """Bytes of the tensors that a rank gathers, reduces, scatters or exchanges; all-gathered ones are whole."""
 
     @property
     def sent_bytes(self) -> int:
-        """What each rank sends, by a ring algorithm; of an exchange, if all ranks get as much."""
+        """Bytes that each rank sends, by a ring algorithm; in an exchange, if all ranks get as much."""
         return _TIMES_SENT.get(self.kind, 1) * self.tensor_bytes * (self.ranks - 1) // self.ranks
 
 
 @dataclass(frozen=True)
 class Links:
-    """What one rank sends in a training step, and what a checkpoint of the run holds."""
+    """The collectives of one rank in a training step, and the bytes of a checkpoint of the run."""
 
     layout: ParallelDims
     name: str
@@ -73,7 +73,7 @@ class Links:
     micro_batches: int
     traffic: tuple[Traffic, ...]
     checkpoint_bytes: int
-    """Of all ranks: parameters and the optimizer's state, each once."""
+    """Bytes of all ranks' parameters and optimizer states, each once."""
 
     @property
     def sums(self) -> dict[str, tuple[int, int]]:
@@ -145,7 +145,7 @@ class CountCollectives(TorchDispatchMode):
         return result
 
     def traffic(self, layout: ParallelDims) -> tuple[Traffic, ...]:
-        """What was counted, in the order of links."""
+        """The counted collectives, in the order of links."""
         rows = []
         for key, number in self._number.items():
             ranks, kind, dtype = key

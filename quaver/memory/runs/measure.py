@@ -48,9 +48,9 @@ class MeasuredMemory(RunMemory):
     device: str
     """cpu, or the GPU's name."""
     allocator_peak_bytes: int
-    """What stays between steps, and the most that a step allocates on top, operators' scratch included."""
+    """Bytes that stay between steps, plus the most that a step allocates on top, operators' scratch included."""
     allocator_tensor_peak_bytes: int | None
-    """The same without scratch (Note: scratch, in quaver/recorder/allocator.py); None on a GPU."""
+    """`allocator_peak_bytes` without scratch (Note: scratch, in quaver/recorder/allocator.py); None on a GPU."""
 
     @property
     def notes(self) -> list[str]:

@@ -46,15 +46,15 @@ class RunMemory:
     name: str
     """The recipe, or the high-precision dtype."""
     parameters: int
-    """Of the whole model."""
+    """The number of parameters of the whole model."""
     micro_batches: int
-    """Of one rank's step."""
+    """The number of micro-batches in one rank's step."""
     prediction: Prediction
-    """Of the first rank, whose shards are the largest where they are uneven."""
+    """The prediction for the first rank, whose shards are the largest where they are uneven."""
 
     @property
     def notes(self) -> list[str]:
-        """What the prediction leaves out of the run."""
+        """Parts of the run that the prediction leaves out."""
         notes = [COMPARED] if self.config.job.compare else []
         if self.layout.expert > 1:
             notes.append(EVEN_LOAD)

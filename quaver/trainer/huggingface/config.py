@@ -29,7 +29,8 @@ _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "att
 """The only value of each that quaver's Llama supports."""
 
 _EXPERT_SIZES = {"moe_intermediate_size": "hidden_dim", "n_routed_experts": "n_experts", "num_experts_per_tok": "top_k"}
-"""Of a mixture, besides; `intermediate_size` is that of dense blocks, which it has not."""
+"""Sizes that a mixture's config.json must have besides `_SIZES`, and their names in [model]. Its `intermediate_size` is
+the hidden dim of dense blocks, and such a model has none."""
 
 _FIXED_OF_MIXTURE = {
     **{name: _FIXED[name] for name in ("hidden_act", "attention_bias", "attention_dropout")},
@@ -41,7 +42,7 @@ _FIXED_OF_MIXTURE = {
     "use_qk_norm": False,
 }
 _DEFAULTS_OF_MIXTURE = {"first_k_dense_replace": 1, "norm_topk_prob": True, "rms_norm_eps": 1e-5}
-"""What absent keys mean to `Glm4MoeConfig`, where that is another value than to `LlamaConfig`."""
+"""Defaults of `Glm4MoeConfig` for absent keys, where `LlamaConfig` has another default."""
 
 _SCALING = {
     "factor": "rope_scaling_factor",

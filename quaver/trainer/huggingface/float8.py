@@ -112,7 +112,7 @@ def _load_scales(model: nn.Module, reader: CheckpointReader) -> None:
 
 
 def _forward_dtype(found: Export, config: Float8) -> torch.dtype | None:
-    """What FSDP2 gathered the weights in; see [Note: precision under FSDP2] in parallelize.py. None: as they are."""
+    """Dtype in which FSDP2 gathered weights; see [Note: precision under FSDP2] in parallelize.py. None: their own."""
     tensor_parallel = _section(found, Parallelism).tensor_parallel_degree
     if found.record["world_size"] == tensor_parallel or config.enable_fsdp_float8_all_gather:
         return None
