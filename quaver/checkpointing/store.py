@@ -28,12 +28,12 @@ from quaver.checkpointing.hooks import STORED_IN, Around, Storage, leaving, stor
 from quaver.kernels.operation import library
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scaling import BLOCK_LENGTHS
+from quaver.runtime.names import modules_around
 from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.tracing import is_exporting
 
 _NORM = re.compile(r"Norm(\d[dD])?$")
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def store_activations_in_float8(
@@ -108,7 +108,8 @@ def keep_activations(model: nn.Module) -> None:
 def default_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of `model` that store by default, by name; see the top of the file."""
     modules = dict(model.named_modules())
-    linears_of = Counter(_around(name, modules) for name, module in modules.items() if isinstance(module, nn.Linear))
+    linears = (name for name, module in modules.items() if isinstance(module, nn.Linear))
+    linears_of = Counter(next(modules_around(name, modules), "") for name in linears)
     return {
         name: module
         for name, module in modules.items()
@@ -116,14 +117,6 @@ def default_modules(model: nn.Module) -> dict[str, nn.Module]:
         or (type(module).__module__ in _ACTIVATIONS and not _has_matrix(module))
         or (name and (linears_of[name] > 1 or _is_experts(module)))
     }
-
-
-def _around(name: str, modules: dict[str, nn.Module]) -> str:
-    """The name of the nearest module around `name` that runs a forward."""
-    parts = name.split(".")[:-1]
-    while parts and isinstance(modules[".".join(parts)], _CONTAINERS):
-        parts.pop()
-    return ".".join(parts)
 
 
 def _matching(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.conversion.delayed import WRAPPERS, float8_scaling_state, named_slots
+from quaver.conversion.delayed import float8_scaling_state, named_slots
 from quaver.linear.scale_state import next_scale
+from quaver.runtime.names import plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def load_delayed_buffers(model: nn.Module, state_dict: Mapping[str, Any]) -> dic
     rest = {key: value for key, value in state_dict.items() if not _BUFFER.fullmatch(key)}
     if len(rest) == len(state_dict):
         return dict(state_dict)
-    entries = _entries(model, {WRAPPERS.sub("", key): value for key, value in state_dict.items() if key not in rest})
+    entries = _entries(model, {plain_name(key): value for key, value in state_dict.items() if key not in rest})
     if entries:
         float8_scaling_state(model).load_state_dict(entries)
     else:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from quaver.conversion.report import conversion_report, unfinished
 from quaver.linear.module import Float8Linear
 from quaver.recipes.torchao_forms import why_inference_only
+from quaver.runtime.names import listed
 from quaver.runtime.slow_paths import slow_paths
 
 
@@ -53,7 +54,7 @@ def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str
     replaced = [name for name, module in model.named_modules() if is_torchao_linear(module)]
     if replaced:
         yield (
-            f"torchao has converted {_some(replaced)}, as Accelerate's mixed_precision=fp8 does: set it to bf16, or "
+            f"torchao has converted {listed(replaced)}, as Accelerate's mixed_precision=fp8 does: set it to bf16, or "
             "call quaver.integrations.torchao.install() first and leave the conversion to Accelerate"
         )
         return
@@ -66,7 +67,7 @@ def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str
             yield f"{name}: {obstacle}"
     frozen = [name for name, linear in _float8_linears(model) if not linear.weight.requires_grad]
     if frozen and not allow_frozen:
-        yield f"weights that require no gradient: {_some(frozen)}"
+        yield f"weights that require no gradient: {listed(frozen)}"
     if not any(parameter.requires_grad for parameter in model.parameters()):
         yield "no parameter of the model requires a gradient"
 
@@ -76,10 +77,10 @@ def _problems_of_the_backend(model: nn.Module) -> Iterator[str]:
     exact = [name for name, linear in on_gpu if "exact" in linear.backend]
     if exact:
         reasons = "".join(f"; {reason}" for reason in slow_paths())
-        yield f"float8 linears that multiply exactly on a GPU, not natively: {_some(exact)}{reasons}"
+        yield f"float8 linears that multiply exactly on a GPU, not natively: {listed(exact)}{reasons}"
     idle = [name for name, linear in on_gpu if linear.backend == "not run yet"]
     if idle:
-        yield f"float8 linears that have not run yet, so nothing is known of their matmuls: {_some(idle)}"
+        yield f"float8 linears that have not run yet, so nothing is known of their matmuls: {listed(idle)}"
 
 
 def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
@@ -88,13 +89,13 @@ def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterat
     missing = [name for name, weight in trained if id(weight) not in held]
     if missing:
         yield (
-            f"float8 weights that the optimizer does not hold: {_some(missing)}; make the optimizer after the "
+            f"float8 weights that the optimizer does not hold: {listed(missing)}; make the optimizer after the "
             "conversion and after fully_shard"
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     twice = [names.get(key, "a parameter of another model") for key, count in held.items() if count > 1]
     if twice:
-        yield f"parameters that the optimizer holds more than once: {_some(twice)}"
+        yield f"parameters that the optimizer holds more than once: {listed(twice)}"
     foreign = len([key for key in held if key not in names])
     if foreign:
         yield f"the optimizer holds {foreign} parameters that the model does not have; make it after the conversion"
@@ -102,7 +103,3 @@ def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterat
 
 def _float8_linears(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Float8Linear))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -20,7 +20,6 @@ from quaver.conversion.report import (
     ConversionReport,
     conversion_report,
     obstacle_of,
-    owners_of_weights,
 )
 from quaver.experts.module import (
     Float8Experts,
@@ -31,7 +30,7 @@ from quaver.experts.module import (
     to_plain_experts,
     weights_of,
 )
-from quaver.experts.module_weight import ModuleWeight, first_names, weights_of_module, weights_under
+from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
 from quaver.experts.seam import Float8GroupedMM, to_plain_grouped_mm
 from quaver.fsdp.gathered import (
     Float8AllGatherWeight,
@@ -45,6 +44,7 @@ from quaver.linear.module import OWN_ATTRIBUTES, Float8Linear
 from quaver.linear.shared_input import share_inputs, stop_sharing_inputs
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
+from quaver.runtime.names import listed, owners_of_weights
 from quaver.runtime.slow_paths import slow_paths
 from quaver.torch_private.fsdp import fsdp_module_class, has_run
 from quaver.weights.cast_once import is_cast_once
@@ -314,7 +314,7 @@ def _tell(report: ConversionReport, found: bool, missed: dict[str, list[str]]) -
         if note not in said:  # it was logged when it happened
             logger.warning(note)
     for obstacle, names in missed.items():
-        logger.warning("%d layers stay in high precision (%s): %s", len(names), first_names(names), obstacle)
+        logger.warning("%d layers stay in high precision (%s): %s", len(names), listed(names), obstacle)
     if not found:
         warnings.warn(report.why_nothing(), stacklevel=3)
 

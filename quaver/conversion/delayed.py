@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from quaver.linear.scale_state import (
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.runtime.agreement import check_ranks_agree
+from quaver.runtime.names import plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -255,9 +255,6 @@ def _fit(name: str, scale: float, amax: float, saturated: float, format_max: flo
     return TensorScaling(name, used, is_dynamic, amax, ratio, int(saturated))
 
 
-WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
-
-
 def named_slots(model: nn.Module) -> list[NamedSlot]:
     """Each slot once, as `<linear>.<operand>` of the first linear that has it."""
     found: dict[tuple[int, int], NamedSlot] = {}
@@ -270,7 +267,7 @@ def named_slots(model: nn.Module) -> list[NamedSlot]:
             for wrapper in in_ddp:
                 if prefix.startswith(wrapper):
                     prefix = wrapper.removesuffix("module.") + prefix.removeprefix(wrapper)
-            for name, state, slot in module.scaling.named_slots(WRAPPERS.sub("", prefix)):
+            for name, state, slot in module.scaling.named_slots(plain_name(prefix)):
                 found.setdefault((id(state), slot), (name, state, slot))
     return list(found.values())
 

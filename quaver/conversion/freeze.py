@@ -29,7 +29,7 @@ from quaver.experts.module import (
     to_float8_experts,
     weights_of,
 )
-from quaver.experts.module_weight import ModuleWeight, owners_of_parameters, weights_of_module
+from quaver.experts.module_weight import ModuleWeight, weights_of_module
 from quaver.kernels.operands import present
 from quaver.linear.class_change import float8_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
@@ -43,6 +43,7 @@ from quaver.recipes.config import (
 )
 from quaver.recipes.formats import FORMATS, HP_DTYPES
 from quaver.recipes.scaling import amax
+from quaver.runtime.names import owners_of_parameters
 from quaver.weights.frozen_modules import FrozenFloat8Experts, FrozenFloat8Linear, FrozenModule
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from quaver.conversion.active_experts import ActiveExperts
 from quaver.experts.base import Float8Grouped
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
-from quaver.experts.module_weight import first_names, weights_of_module
+from quaver.experts.module_weight import weights_of_module
 from quaver.fsdp.gathered import is_all_gather_weight
 from quaver.fsdp.siblings import local_weight
 from quaver.linear.frozen_weight import FrozenFloat8Weight
@@ -22,6 +22,7 @@ from quaver.linear.scale_state import LinearScales
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import FORMATS
 from quaver.recipes.torchao_forms import why_inference_only
+from quaver.runtime.names import listed, owners_of_weights
 from quaver.runtime.slow_paths import slow_paths
 from quaver.torch_private.dtensor import local_tensor
 
@@ -99,7 +100,7 @@ class ConversionReport:
         if not self.layers:
             return "nothing to convert: the module has no nn.Linear"
         reasons = [f"{layer.name}: {layer.reason}" for layer in self.layers]
-        return f"nothing to convert: all {len(reasons)} matmul weights were skipped ({first_names(reasons, '; ')})"
+        return f"nothing to convert: all {len(reasons)} matmul weights were skipped ({listed(reasons, '; ')})"
 
     def summary(self) -> str:
         """One line."""
@@ -237,7 +238,7 @@ def _notes(config: Float8LinearConfig) -> Iterator[str]:
 def _guesses(experts: ActiveExperts) -> Iterator[str]:
     if experts.unknown:
         yield (
-            f"unknown how many of the experts or matrices in {first_names(experts.unknown)} a token takes: the share "
+            f"unknown how many of the experts or matrices in {listed(experts.unknown)} a token takes: the share "
             "of FLOPs counts one; num_experts_per_tok in the model's config, or top_k of the router, would say it"
         )
 
@@ -278,13 +279,3 @@ def _other_matmul_weights(
             full_name = f"{name}.{leaf}".lstrip(".")
             uses = experts.of_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0
             yield LayerReport(full_name, in_features, out_features, float8, reason, uses, backend)
-
-
-def owners_of_weights(module: nn.Module) -> dict[int, list[str]]:
-    """The names of the modules that hold each parameter called `weight`, by the parameter's id."""
-    owners: dict[int, list[str]] = {}
-    for name, child in module.named_modules(remove_duplicate=False):
-        weight = child._parameters.get("weight")
-        if weight is not None:
-            owners.setdefault(id(weight), []).append(name)
-    return owners

@@ -81,16 +81,3 @@ def weights_under(model: nn.Module) -> Iterator[tuple[str, ModuleWeight]]:
     for name, module in model.named_modules():
         for weight in weights_of_module(module):
             yield name if isinstance(module, Float8Linear) else f"{name}.{weight.name}".lstrip("."), weight
-
-
-def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """The names of each parameter, by its id: several of a tied one."""
-    owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
-    return owners
-
-
-def first_names(names: list[str], separator: str = ", ") -> str:
-    """The first three names, and how many more there are."""
-    return separator.join(names[:3] + [f"and {len(names) - 3} more"] * (len(names) > 3))

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from quaver.conversion.report import ConversionReport
-from quaver.export.files import check_names, listed, read_json_object, write_json
+from quaver.export.files import check_names, read_json_object, write_json
 from quaver.export.folders import file_threads
+from quaver.runtime.names import listed
 
 RECORD = "quaver_export.json"
 CARD = "README.md"

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quaver.conversion.delayed import WRAPPERS
 from quaver.experts.module import is_experts, is_transposed, weights_of
 from quaver.export.comfyui import PREFIXES
+from quaver.runtime.names import plain_name
 
 Parts = tuple[str, ...]
 """The names of the matrices of one expert, whose rows follow each other in the stack."""
@@ -101,7 +101,7 @@ def checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> Checkpoin
     `has_linears`: whether the checkpoint may be one of compressed-tensors, in which Llama 4's experts are linears.
     """
     model = getattr(model, "_orig_mod", model)
-    experts = {WRAPPERS.sub("", name): each for name, each in model.named_modules() if is_experts(each)}
+    experts = {plain_name(name): each for name, each in model.named_modules() if is_experts(each)}
     conversions = _Conversions(model)
     stacks: dict[str, list[Parts]] = {}
     transposed, whole_stacks = set(), []

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.export.files import StoredTensors, check_names, listed
+from quaver.export.files import StoredTensors, check_names
+from quaver.runtime.names import listed
 
 PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 """Prefixes of the names of a diffusion model in files that hold other models, too."""

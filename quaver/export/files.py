@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from quaver.export.folders import NotWrittenError
+from quaver.runtime.names import listed
 
 SUFFIX = ".safetensors"
 SINGLE = "model.safetensors"
@@ -72,12 +73,6 @@ def _without_special_floats(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_special_floats(each) for key, each in value.items()}
     return [_without_special_floats(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def listed(names: list[str], most: int = 3) -> str:
-    """Return the first few of `names` and the number of the others, for an error message."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 class StoredTensors(Mapping[str, Tensor]):

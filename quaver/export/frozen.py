@@ -15,9 +15,7 @@ from quaver.conversion.convert import FilterDecision, convert_to_float8_training
 from quaver.conversion.freeze import blockwise_config, obstacle_to_storing, store_float8_weight
 from quaver.conversion.report import obstacle_of
 from quaver.experts.module import Float8Experts, obstacle_of_experts
-from quaver.experts.module_weight import owners_of_parameters
 from quaver.export.checkpoint_names import Parts
-from quaver.export.files import listed
 from quaver.export.kv_cache import set_kv_scales
 from quaver.export.layouts import StoredScale
 from quaver.export.load import Float8Checkpoint, ModelTensors
@@ -26,6 +24,7 @@ from quaver.linear.shared_input import share_inputs
 from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
 from quaver.recipes.formats import E4M3
 from quaver.recipes.scaling import BLOCK_LENGTHS, BLOCK_SIZE, block_counts
+from quaver.runtime.names import listed, owners_of_parameters
 
 _LEFT_OUT = FilterDecision(False, "in high precision in the checkpoint")
 _DEQUANTIZED = FilterDecision(

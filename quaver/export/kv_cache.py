@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quaver.conversion.delayed import WRAPPERS
 from quaver.export.checkpoint_names import checkpoint_names
-from quaver.export.files import listed
 from quaver.recipes.formats import E4M3
+from quaver.runtime.names import listed, plain_name
 
 LEAVES = ("k_scale", "v_scale")
 SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
@@ -136,7 +135,7 @@ def _scale(amax: float) -> float:
 def kv_scales_of(model: nn.Module) -> dict[str, float]:
     """The scales that `model` has of a calibration or a checkpoint, by name, `model.layers.0.self_attn.k_scale`."""
     return {
-        WRAPPERS.sub("", f"{name}.{leaf}".lstrip(".")): scale
+        plain_name(f"{name}.{leaf}".lstrip(".")): scale
         for name, module in model.named_modules()
         for leaf, scale in getattr(module, _ATTRIBUTE, {}).items()
     }
@@ -152,7 +151,7 @@ def set_kv_scales(model: nn.Module, scales: Mapping[str, float]) -> None:
     Raises:
         ValueError: the model has no module of such a name; it is then unchanged.
     """
-    modules = {WRAPPERS.sub("", name): each for name, each in model.named_modules()}
+    modules = {plain_name(name): each for name, each in model.named_modules()}
     known = {f"{name}.{leaf}".lstrip(".") for name in modules for leaf in LEAVES}
     in_model = checkpoint_names(model).in_model(known, scales)
     unknown = [stored for stored, name in in_model.items() if name not in known]

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from quaver.conversion.quantized_configs import QUANTIZATION_KEYS
 from quaver.export.comfyui import Marks, plain_tensors
-from quaver.export.files import listed
 from quaver.export.kv_cache import stored_kv_scales
 from quaver.recipes.scaling import BLOCK_LENGTHS, dequantize
+from quaver.runtime.names import listed
 
 CODES = ("F8_E4M3", "F8_E5M2")
 """Dtypes of weights, as headers of files name them."""

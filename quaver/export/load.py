@@ -12,16 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quaver.conversion.delayed import WRAPPERS
 from quaver.conversion.quantized_configs import keep_configs_true
-from quaver.experts.module_weight import owners_of_parameters
 from quaver.export.bundle import check_bundle, copied_files
 from quaver.export.checkpoint_names import Parts, checkpoint_names
 from quaver.export.comfyui import METADATA, PREFIXES, RECORD, LayerMark, marks_of, padded_shape, untiled
-from quaver.export.files import SINGLE, SUFFIX, SafetensorsWriter, StoredTensors, listed, read_config, write_model
+from quaver.export.files import SINGLE, SUFFIX, SafetensorsWriter, StoredTensors, read_config, write_model
 from quaver.export.folders import check_new, new_folder
 from quaver.export.layouts import StoredFormat, StoredScale, sort_tensors, stored_format, without_quantization
 from quaver.recipes.formats import FORMATS, HP_DTYPES
+from quaver.runtime.names import listed, owners_of_parameters, plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +222,7 @@ class ModelTensors(Mapping[str, Tensor]):
     def __init__(self, model: nn.Module, checkpoint: Float8Checkpoint) -> None:
         self._names, self._checkpoint = checkpoint_names(model), checkpoint
         self.kv_scales = checkpoint.kv_scales
-        tensors = {WRAPPERS.sub("", name): each for name, each in model.state_dict().items()}
+        tensors = {plain_name(name): each for name, each in model.state_dict().items()}
         known = set(tensors)
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
         self.transposed, stacks = self._names.transposed, self._names.stacks
@@ -250,7 +249,7 @@ class ModelTensors(Mapping[str, Tensor]):
         """Give every name of a tied tensor, of which the checkpoint has one; returns the names that it lacks."""
         tied: dict[str, str] = {}
         for names in owners_of_parameters(model).values():
-            own = [WRAPPERS.sub("", name) for name in names]
+            own = [plain_name(name) for name in names]
             first = next((name for name in own if name in self.stored), None)
             if first is not None:
                 tied |= {name: self.stored[first] for name in own if name not in self.stored}

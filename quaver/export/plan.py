@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from quaver.conversion.delayed import WRAPPERS
 from quaver.conversion.report import ConversionReport, conversion_report
 from quaver.experts.module import Float8Experts, weights_of
 from quaver.experts.module_weight import weights_under
 from quaver.experts.seam import Float8GroupedMM
 from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
-from quaver.export.files import listed
 from quaver.export.formats import (
     BLOCKS,
     COMFYUI,
@@ -28,6 +26,7 @@ from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scaling import BLOCK_SIZE
+from quaver.runtime.names import listed, owners_of_parameters, plain_name
 from quaver.weights.frozen_modules import SCALE_SUFFIX
 
 _HAS_LINEARS = tuple(each for each in FORMATS if each.startswith(COMPRESSED_TENSORS))
@@ -71,7 +70,7 @@ class Plan:
 
 def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | None) -> Plan:
     """Decide what an export of `model` writes; see `iter_float8_weights` for the arguments and the errors."""
-    modules = [(WRAPPERS.sub("", name), each) for name, each in model.named_modules()]
+    modules = [(plain_name(name), each) for name, each in model.named_modules()]
     linears = {name: each for name, each in modules if isinstance(each, Float8Linear)}
     linears = {name: each for name, each in linears.items() if not each.config.casts.weight.row.is_disabled}
     transposed = [name for name, each in linears.items() if getattr(each, "state_dict_is_transposed", False)]
@@ -104,7 +103,7 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     if weights is not None:
         names = _names_of_given(names, weights, checkpoint, [*(f"{name}.weight" for name in linears), *experts])
     tensors = model.state_dict(keep_vars=True)
-    dims = {WRAPPERS.sub("", name): tensor.dim() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    dims = {plain_name(name): tensor.dim() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
     ignore = {
         module
         for name in (*names, *tied)
@@ -223,13 +222,13 @@ def _sizes(
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of `model` without the names of wrappers; a sharded weight is a plain DTensor."""
-    return {WRAPPERS.sub("", name): tensor for name, tensor in model.state_dict().items()}
+    return {plain_name(name): tensor for name, tensor in model.state_dict().items()}
 
 
 def frozen_weights(model: nn.Module) -> dict[str, FrozenFloat8Weight]:
     """The weights that are stored in float8, or this rank's shards of them, by their names without wrappers."""
     return {
-        WRAPPERS.sub("", f"{name}.weight".lstrip(".") if weight.name == "weight" else name): weight.local
+        plain_name(f"{name}.weight".lstrip(".") if weight.name == "weight" else name): weight.local
         for name, weight in weights_under(model)
         if isinstance(weight.local, FrozenFloat8Weight)
     }
@@ -237,10 +236,8 @@ def frozen_weights(model: nn.Module) -> dict[str, FrozenFloat8Weight]:
 
 def _names(model: nn.Module) -> tuple[list[str], list[str]]:
     """The names of the tensors, each parameter once, and all names of the parameters that have several."""
-    owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(WRAPPERS.sub("", name))
-    again = {name for names in owners.values() for name in names[1:]}
-    tied = [name for names in owners.values() if len(names) > 1 for name in names]
+    owners = [[plain_name(name) for name in names] for names in owners_of_parameters(model).values()]
+    again = {name for names in owners for name in names[1:]}
+    tied = [name for names in owners if len(names) > 1 for name in names]
     scales = {f"{name}{SCALE_SUFFIX}" for name in frozen_weights(model)}
     return [name for name in named_tensors(model) if name not in again | scales], tied

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver.export import comfyui
 from quaver.export.bundle import GENERATION, write_bundle
-from quaver.export.files import CONFIG, SINGLE, SUFFIX, SafetensorsWriter, config_text, listed
+from quaver.export.files import CONFIG, SINGLE, SUFFIX, SafetensorsWriter, config_text
 from quaver.export.folders import new_folder
 from quaver.export.formats import COMFYUI, COMPRESSED_TENSORS, FP8
 from quaver.export.kv_cache import SCHEME
@@ -27,6 +27,7 @@ from quaver.export.load import load_float8
 from quaver.export.plan import Plan
 from quaver.export.weights import Float8Weights, iter_float8_weights
 from quaver.recipes.scaling import sqnr_db
+from quaver.runtime.names import listed
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.convert import FilterDecision, convert_to_float8_training
-from quaver.experts.module_weight import owners_of_parameters
 from quaver.export.bundle import copied_files
 from quaver.export.files import StoredTensors, read_config
 from quaver.export.layouts import quantization_of
+from quaver.runtime.names import owners_of_parameters
 
 DEFAULT_FILTER = ("lm_head",)
 """Linears whose full names contain one of these stay in high precision."""

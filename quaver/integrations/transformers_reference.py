@@ -16,10 +16,10 @@ from torch import nn
 from transformers import Trainer
 
 from quaver.conversion.convert import convert_to_float8_training
-from quaver.conversion.delayed import WRAPPERS
 from quaver.experts.base import Float8Grouped
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig
+from quaver.runtime.names import plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +50,13 @@ def convert_reference(model: nn.Module) -> None:
 
 def _convert_like(reference: nn.Module, configs: dict[str, Float8LinearConfig]) -> int:
     """Convert the layers that have these names, without float8 all-gathers; returns how many there are."""
-    names = {WRAPPERS.sub("", name) for name, _ in reference.named_modules()}
+    names = {plain_name(name) for name, _ in reference.named_modules()}
     for config in set(configs.values()):
         named = {name for name, each in configs.items() if each == config} & names
         convert_to_float8_training(
             reference,
             config=replace(config, enable_fsdp_float8_all_gather=False),
-            module_filter_fn=lambda _, name, named=named: WRAPPERS.sub("", name) in named,  # type: ignore[misc]
+            module_filter_fn=lambda _, name, named=named: plain_name(name) in named,  # type: ignore[misc]
             include_subclasses=True,
         )
     return len(_configs(reference))
@@ -65,7 +65,7 @@ def _convert_like(reference: nn.Module, configs: dict[str, Float8LinearConfig]) 
 def _configs(model: nn.Module) -> dict[str, Float8LinearConfig]:
     """The configs of the float8 modules of `model` by their names, without what wrappers add to them."""
     return {
-        WRAPPERS.sub("", name): module.config if isinstance(module, Float8Linear) else module.float8_config
+        plain_name(name): module.config if isinstance(module, Float8Linear) else module.float8_config
         for name, module in model.named_modules()
         if isinstance(module, Float8Linear | Float8Grouped)
     }

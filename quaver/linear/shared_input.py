@@ -32,6 +32,7 @@ from quaver.kernels.operands import Operand, Operands
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import OperandCasts
 from quaver.recipes.scaling import PersistentScale, Scales
+from quaver.runtime.names import modules_around
 from quaver.torch_private.dispatch import count_dispatch_modes, dispatch_mode_at
 from quaver.torch_private.policies import POLICIES
 from quaver.torch_private.versions import version_of
@@ -99,11 +100,11 @@ def share_inputs(model: nn.Module, linear_class: type[nn.Module]) -> None:
     adapter's module around each linear it is still the attention or the feed-forward.
     """
     modules = dict(model.named_modules())
-    around = [_around(name) for name, each in modules.items() if isinstance(each, linear_class)]
+    linears = (name for name, each in modules.items() if isinstance(each, linear_class))
+    around = [list(modules_around(name, modules)) for name in linears]
     held = Counter(name for names in around for name in names)
     for names in around:
-        runs = (name for name in names if not isinstance(modules[name], nn.ModuleList | nn.ModuleDict))
-        parent = next((modules[name] for name in runs if held[name] > 1), None)
+        parent = next((modules[name] for name in names if held[name] > 1), None)
         if parent is not None and open_shared_input not in parent._forward_pre_hooks.values():
             _rename(parent.register_forward_pre_hook(open_shared_input).id, parent._forward_pre_hooks)
             ended = parent.register_forward_hook(close_shared_input, always_call=True).id
@@ -127,12 +128,6 @@ def stop_sharing_inputs(model: nn.Module) -> None:
             for key in [key for key, hook in hooks.items() if hook is own]:
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
-
-
-def _around(name: str) -> list[str]:
-    """The names of the modules around `name`, the nearest first."""
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in reversed(range(len(parts)))] if name else []
 
 
 def _clear_if(activation: weakref.ref[Tensor]) -> None:

@@ -42,11 +42,10 @@ from quaver.numerics.record import SCHEMA, RecordWriter
 from quaver.numerics.statistics import STATISTICS, finish, new_slots
 from quaver.numerics.step_ends import StepEnds
 from quaver.numerics.watch import AlarmSink
+from quaver.runtime.names import plain_name
 from quaver.torch_private.autograd import runs_in_backward
 
 CPU = torch.device("cpu")
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-"""Parts that torch.compile and wrappers add to the names of modules."""
 
 
 class Sink(Protocol):
@@ -342,13 +341,6 @@ def _experts_of(weight: ModuleWeight) -> int | None:
 def _recipe(weight: ModuleWeight) -> str:
     recipe = weight.config.recipe_name
     return recipe.value if recipe else "custom"
-
-
-def plain_name(name: str) -> str:
-    """A module's name without those of wrappers."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 monitor = Monitor

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 
 from quaver.experts.grouped_mm import quantize_weight
 from quaver.experts.module import Float8Experts, is_transposed
-from quaver.experts.module_weight import ModuleWeight, owners_of_parameters, weights_of_module, weights_under
+from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
 from quaver.kernels.operands import Operand, Operands, present
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
@@ -45,6 +45,7 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import COLLECTIVES, WrappedTensor, is_parameter
 from quaver.recipes.config import Float8LinearConfig, OperandCasts
 from quaver.recipes.formats import HP_DTYPES
+from quaver.runtime.names import owners_of_parameters
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.optimizer import loading, saved
 from quaver.torch_private.versions import version_of

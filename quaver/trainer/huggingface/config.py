@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from quaver.export.files import listed
+from quaver.runtime.names import listed
 from quaver.settings import Model
 
 DENSE, MIXTURE = ("llama", "LlamaForCausalLM"), ("glm4_moe", "Glm4MoeForCausalLM")

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from quaver.export.bundle import tokenizer_files
 from quaver.export.checkpoint_names import KEPT_IN_FLOAT32
-from quaver.export.files import StoredTensors, listed, read_config, write_model
+from quaver.export.files import StoredTensors, read_config, write_model
 from quaver.export.folders import check_new, new_folder
 from quaver.runs.checkpoint import read_metadata
 from quaver.runs.checkpoint_folder import (
@@ -37,6 +37,7 @@ from quaver.runs.checkpoint_folder import (
 )
 from quaver.runs.run_folder import CONFIG, provenance
 from quaver.runs.safe_dcp import CheckpointReader
+from quaver.runtime.names import listed
 from quaver.settings import Model
 from quaver.settings.config_file import build_config, load_config
 from quaver.trainer.huggingface.config import KEPT, hf_config, model_from_hf

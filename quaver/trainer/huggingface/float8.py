@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from quaver import FilterDecision, convert_to_float8_training, float8_scaling_state
-from quaver.export.files import listed
 from quaver.export.source import DEFAULT_FILTER, Source, skip_names
 from quaver.runs.checkpoint import load_state, read_metadata
 from quaver.runs.safe_dcp import CheckpointReader
+from quaver.runtime.names import listed
 from quaver.settings import Float8, Parallelism, Training
 from quaver.settings.fields import Settings
 from quaver.trainer.float8 import convert_chosen

@@ -1,0 +1,34 @@
+import torch
+from torch import nn
+
+from quaver.runtime.names import listed, modules_around, owners_of_parameters, owners_of_weights, plain_name
+
+
+def test_names_lose_what_wrappers_added_and_nothing_else() -> None:
+    assert plain_name("_orig_mod.a._checkpoint_wrapped_module.b._fsdp_wrapped_module.c") == "a.b.c"
+    assert plain_name("my_orig_mod.a") == "my_orig_mod.a"
+
+
+def test_containers_are_not_modules_around() -> None:
+    model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(2, 2))]))
+    modules = dict(model.named_modules())
+    assert list(modules_around("0.0.0", modules)) == ["0.0", ""]
+    assert list(modules_around("0", modules)) == [""]
+    assert list(modules_around("", modules)) == []
+
+
+def test_owners_name_a_tied_parameter_and_a_shared_module_each_time() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.ParameterList([torch.ones(1)])})
+    model["b"].weight = model["a"].weight
+    model["again"] = model["a"]
+    weight, bias = model["a"].weight, model["a"].bias
+    owners = owners_of_parameters(model)
+    assert owners[id(weight)] == ["a.weight", "b.weight", "again.weight"]
+    assert owners[id(bias)] == ["a.bias", "again.bias"]
+    assert owners_of_weights(model) == {id(weight): ["a", "b", "again"]}
+    assert owners_of_weights(model["a"]) == {id(weight): [""]}
+
+
+def test_a_list_names_three() -> None:
+    assert listed(["a", "b", "c"]) == "a, b, c"
+    assert listed(["a", "b", "c", "d", "e"], "; ") == "a; b; c and 2 more"
