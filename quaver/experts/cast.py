@@ -20,7 +20,7 @@ from quaver.experts.groups import (
     bounds_of,
     count_of_scales,
     first_scale,
-    places_of_rows,
+    scale_rows,
     shape_of_scales,
 )
 from quaver.kernels import cpu
@@ -62,15 +62,15 @@ def _cast_groups(
     def cast(block: Block) -> Operand:
         rows, columns = block
         count = count_of_scales(rows, groups, hp.shape[0])
-        place = places_of_rows(ends, groups, hp.shape[0], rows, hp.device)
-        amax = _amaxes(hp, ends, groups, block, place)
+        scale_row = scale_rows(ends, groups, hp.shape[0], rows, hp.device)
+        amax = _amaxes(hp, ends, groups, block, scale_row)
         if granularity == ScalingGranularity.BLOCKWISE.value:
             scales = scaling.scales_of_blocks(amax, float8_dtype, power_of_2, mode)
         else:
             scales = scaling.scales_of(amax, float8_dtype, power_of_2)
         quant, dequant = computed_once(scales)
         shape = shape_of_scales(block, groups, *hp.shape)
-        of_rows, part = scales_at_places(hp, quant, place, columns)
+        of_rows, part = scales_per_row(hp, quant, scale_row, columns)
         codes = cast_blocks_with_scale(hp, of_rows, float8_dtype, part, True)
         return Operand(codes, dequant[:count].view(shape), quant[:count].view(shape))
 
@@ -82,31 +82,31 @@ def _part_of_row(hp: Tensor, columns: int) -> Block:
     return 1, columns or max(hp.shape[1], 1)
 
 
-def _amaxes(hp: Tensor, ends: Tensor | None, groups: int, block: Block, place: Tensor) -> Tensor:
-    """`amax_of_places` of every row; nothing is scattered where a place is a row, or as many rows as any other."""
+def _amaxes(hp: Tensor, ends: Tensor | None, groups: int, block: Block, scale_row: Tensor) -> Tensor:
+    """`amax_of_scale_rows`, without a scatter where each row has its own scale, or all scales have as many rows."""
     rows, columns = block
     is_even = rows == ALL and ends is None and hp.shape[0] > 0
     if rows != 1 and not is_even:
-        return amax_of_places(hp, place, count_of_scales(rows, groups, hp.shape[0]), columns)
+        return amax_of_scale_rows(hp, scale_row, count_of_scales(rows, groups, hp.shape[0]), columns)
     amax = scaling.block_amax(hp, _part_of_row(hp, columns)).float()
     amax = amax.view(groups, -1, amax.shape[1]).amax(1) if is_even else amax
     return F.pad(amax, (0, 0, 0, 1))
 
 
-def amax_of_places(hp: Tensor, place: Tensor, count: int, columns: int) -> Tensor:
-    """The amax of each place, float32 [count + 1, blocks of columns]; the last place takes rows of no group."""
+def amax_of_scale_rows(hp: Tensor, scale_row: Tensor, count: int, columns: int) -> Tensor:
+    """The amax of each row of scales, float32 [count + 1, blocks of columns]; the last one is of rows of no group."""
     amax = scaling.block_amax(hp, _part_of_row(hp, columns))
     bits = amax.float().view(torch.int32)  # they order as the magnitudes do, NaNs on top
     amaxes = bits.new_zeros(count + 1, bits.shape[1])
-    return amaxes.scatter_reduce(0, place[:, None].expand(bits.shape), bits, "amax").view(torch.float32)
+    return amaxes.scatter_reduce(0, scale_row[:, None].expand(bits.shape), bits, "amax").view(torch.float32)
 
 
-def scales_at_places(hp: Tensor, quant_scale: Tensor, place: Tensor, columns: int) -> tuple[Tensor, Block]:
+def scales_per_row(hp: Tensor, quant_scale: Tensor, scale_row: Tensor, columns: int) -> tuple[Tensor, Block]:
     """The scales of the rows of `hp` and their blocks, as `cast_blocks_with_scale` takes them.
 
-    `quant_scale` has a row or number a place, for `columns` each.
+    `quant_scale` has a number per row of scales, or a row of them, one for `columns` columns each.
     """
-    return quant_scale.view(len(quant_scale), -1)[place], _part_of_row(hp, columns)
+    return quant_scale.view(len(quant_scale), -1)[scale_row], _part_of_row(hp, columns)
 
 
 def _fake_groups(
@@ -153,7 +153,7 @@ def _cpu_groups(
             return in_table(hp)
         if ends is None and block[0] != ALL and (hp.shape[0] // groups) % block[0] == 0:
             of_all, *scales_of_all = (present(each) for each in in_table(hp))
-            return Operand(of_all, *(_with_unused_places(each, groups) for each in scales_of_all))
+            return Operand(of_all, *(_with_unused_rows(each, groups) for each in scales_of_all))
         codes, scales = torch.empty_like(hp, dtype=float8_dtype), _new_scales(hp, block, groups)
         for group, (start, stop) in enumerate(bounds):
             if of_table:
@@ -173,8 +173,8 @@ def _cpu_groups(
     return of_blocks(cast, row, column, *of_rows)
 
 
-def _with_unused_places(scales: Tensor, groups: int) -> Tensor:
-    """Scales of blocks that no group cuts, with the place after each group that stays unused; see [Note: places]."""
+def _with_unused_rows(scales: Tensor, groups: int) -> Tensor:
+    """Scales of blocks that no group cuts, with the unused row after each group; see [Note: scale rows]."""
     return F.pad(scales.view(groups, -1, scales.shape[1]), (0, 0, 0, 1)).view(-1, scales.shape[1])
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.experts.groups import Form, GroupedOperand, group_of_rows, places_of_rows
+from quaver.experts.groups import Form, GroupedOperand, group_of_rows, scale_rows
 from quaver.kernels.cast import row_major
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.kernels.widen import widen
@@ -80,9 +80,9 @@ def _widened(operand: GroupedOperand, ends: Tensor | None, groups: int) -> Tenso
     data, scale, block_rows = operand
     if scale is None:
         return data.to(torch.bfloat16)
-    place = places_of_rows(ends, groups, data.shape[0], block_rows, data.device)
+    scale_row = scale_rows(ends, groups, data.shape[0], block_rows, data.device)
     with_none = F.pad(scale.view(len(scale), -1), (0, 0, 0, 1))  # rows of no group become 0, or NaN
-    return widen(data, torch.bfloat16, with_none[place])
+    return widen(data, torch.bfloat16, with_none[scale_row])
 
 
 def _multiply(
@@ -100,7 +100,7 @@ def _multiply(
         if transposed:  # [E, K, N] = b.t() @ a
             a, b, a_scale, b_scale = b, a, b_scale, a_scale
         sizes = a.shape[1], b.shape[1]
-        to, padded_ends, rows = _padded_places(ends, a.shape[0])
+        to, padded_ends, rows = _padded_rows(ends, a.shape[0])
         left, right = (row_major(_moved(_padded(each), to, rows).t()) for each in (a, b))
         if a_scale is not None and b_scale is not None:
             a_scale, b_scale = (_padded(each, 1.0).reshape(-1) for each in (a_scale, b_scale))
@@ -144,7 +144,7 @@ def _padded(tensor: Tensor, value: float = 0.0) -> Tensor:
     return F.pad(tensor, (0, missing), value=value) if missing else tensor
 
 
-def _padded_places(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, int]:
+def _padded_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, int]:
     """Where rows go if each group takes a multiple of 16 rows: int64 [rows], the new ends, and how many rows there are.
 
     Rows of no group go to a last row, which no group has.

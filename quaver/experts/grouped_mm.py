@@ -20,7 +20,7 @@ from torch import Tensor
 from quaver.experts.cast import cast_groups
 from quaver.experts.dispatch import Dispatch
 from quaver.experts.gemm import grouped_mm
-from quaver.experts.groups import Block, Form, GroupedOperand, GroupedOperands, scales_in_places
+from quaver.experts.groups import Block, Form, GroupedOperand, GroupedOperands, in_scale_rows
 from quaver.experts.probe import GroupedProbe
 from quaver.kernels.operands import present
 from quaver.linear.frozen_weight import FrozenFloat8Weight
@@ -192,7 +192,7 @@ def operands_of_frozen(weight: FrozenFloat8Weight) -> GroupedOperands:
     elif scale.dim() == 3 and weight.block_size is None:
         block_rows, scale = 1, scale.flatten(0, 1)
     elif weight.block_size is not None:
-        block_rows, scale = weight.block_size[0], scales_in_places(scale, rows, weight.block_size[0])
+        block_rows, scale = weight.block_size[0], in_scale_rows(scale, rows, weight.block_size[0])
     operand = GroupedOperand(weight.data_fp8.view(-1, columns), scale, block_rows)
     return GroupedOperands(operand, operand)
 

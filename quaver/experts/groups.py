@@ -9,11 +9,11 @@ its own column scales row-wise, and its blocks begin at its first row. So each c
     granularity       row codes      column codes     scales
     tensorwise        all x all      the same         [E]
     rowwise           1 x all        all x 1          [rows, 1] and [E, columns]
-    blockwise r x c   r x c          c x r            [places, ceil(columns / c)], one row of places for r rows
+    blockwise r x c   r x c          c x r            [rows of scales, ceil(columns / c)]; r rows of a group share one
 
-[Note: places] A scale's row cannot be where the number of earlier blocks puts it: a GPU would have to tell the host how
-many there are. The blocks of r rows of group g begin at row start // r + g of the scales. Groups do not overlap there,
-because ceil(n / r) <= (start + n) // r - start // r + 1, and rows // r + E rows are enough. Some stay unused.
+[Note: scale rows] A scale's row cannot be where the number of earlier blocks puts it: a GPU would have to tell the host
+how many there are. The blocks of r rows of group g begin at row start // r + g of the scales. Groups do not overlap
+there, because ceil(n / r) <= (start + n) // r - start // r + 1, and rows // r + E rows are enough. Some stay unused.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def group_of_rows(ends: Tensor | None, groups: int, rows: int, device: torch.dev
 
 
 def count_of_scales(block_rows: int, groups: int, rows: int) -> int:
-    """How many rows the scales have; see [Note: places]."""
+    """How many rows the scales have; see [Note: scale rows]."""
     return groups if block_rows == ALL else rows if block_rows == 1 else rows // block_rows + groups
 
 
@@ -96,19 +96,19 @@ def shape_of_scales(block: Block, groups: int, rows: int, columns: int) -> tuple
     return (count,) if block == (ALL, ALL) else (count, 1 if block[1] == ALL else -(-columns // block[1]))
 
 
-def scales_in_places(scale: Tensor, rows: int, block_rows: int) -> Tensor:
-    """The scales [E, blocks, columns] of E matrices of so many rows, as [Note: places] puts them."""
+def in_scale_rows(scale: Tensor, rows: int, block_rows: int) -> Tensor:
+    """The scales [E, blocks, columns] of E matrices of `rows` rows, as [Note: scale rows] lays them out."""
     groups, blocks, columns = scale.shape
     numbers = torch.arange(groups, device=scale.device)
     first = numbers * rows // block_rows + numbers
-    places = scale.new_zeros(count_of_scales(block_rows, groups, groups * rows), columns)
-    return places.index_copy(
+    scales = scale.new_zeros(count_of_scales(block_rows, groups, groups * rows), columns)
+    return scales.index_copy(
         0, (first[:, None] + torch.arange(blocks, device=scale.device)).view(-1), scale.flatten(0, 1)
     )
 
 
 def first_scale(block_rows: int, group: int, start: int) -> int:
-    """The row of the scales of the first block of a group; see [Note: places]."""
+    """The row of the scales of the first block of a group; see [Note: scale rows]."""
     return group if block_rows == ALL else start if block_rows == 1 else start // block_rows + group
 
 
@@ -131,7 +131,7 @@ def block_of(granularity: str, block_options: Sequence[Any]) -> Block:
     return sharing
 
 
-def places_of_rows(ends: Tensor | None, groups: int, rows: int, block_rows: int, device: torch.device) -> Tensor:
+def scale_rows(ends: Tensor | None, groups: int, rows: int, block_rows: int, device: torch.device) -> Tensor:
     """For each row the row of its scale, int64 [rows]; `count_of_scales` for rows of no group."""
     numbers = torch.arange(rows, device=device)
     if block_rows == 1:
@@ -140,5 +140,5 @@ def places_of_rows(ends: Tensor | None, groups: int, rows: int, block_rows: int,
     if block_rows == ALL:
         return group
     start = F.pad(starts, (0, 1))[group]
-    place = start // block_rows + group + (numbers - start) // block_rows
-    return place.where(group < groups, count_of_scales(block_rows, groups, rows))
+    scale_row = start // block_rows + group + (numbers - start) // block_rows
+    return scale_row.where(group < groups, count_of_scales(block_rows, groups, rows))

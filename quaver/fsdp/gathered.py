@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from quaver.experts.cast import scales_at_places
+from quaver.experts.cast import scales_per_row
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_of_module
 from quaver.fsdp.scales import Grouping, WholeScales, groupings
@@ -314,8 +314,8 @@ def _payload(shard: Shard, codes: Tensor) -> Tensor:
 def _quantize(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype, grouping: Grouping) -> Tensor:
     """The codes of a shard; `quant_scale` is that of the whole weight (`WholeScales`)."""
     if isinstance(grouping, tuple) and len(shard.size) == 3:
-        rows, places = shard.local.flatten(0, 1), shard.places(grouping)
-        scale, block_size = scales_at_places(rows, quant_scale, places, grouping[1])
+        rows, scale_row = shard.local.flatten(0, 1), shard.scale_rows(grouping)
+        scale, block_size = scales_per_row(rows, quant_scale, scale_row, grouping[1])
         return cast_blocks_with_scale(rows, scale, float8_dtype, block_size).view(shard.local.shape)
     if isinstance(grouping, tuple):
         scale, block_size = shard.part_of_blocks(quant_scale, grouping)

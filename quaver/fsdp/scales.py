@@ -11,7 +11,7 @@ holds; the maximum over the ranks makes them whole. A rank then quantizes its sh
 axis. If all do, both are one maximum over all ranks.
 
 [Note: experts] A weight [E, R, C] is E matrices, each with scales of its own (experts/groups.py). Each row of a shard
-has a place among the scales, and a rank takes the amaxes at the places of its rows. No scale is shared with the other
+has a row among the scales, and a rank takes the amaxes in the rows that belong to its shard. No scale is shared with the other
 ranks of expert parallelism.
 """
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.experts.cast import amax_of_places
+from quaver.experts.cast import amax_of_scale_rows
 from quaver.experts.grouped_mm import blocks_of_stored
 from quaver.experts.groups import Block, count_of_scales, shape_of_scales
 from quaver.experts.module import Float8Experts, is_transposed
@@ -123,9 +123,9 @@ def _local_amaxes(shards: Sequence[Shard], casts: Sequence[tuple[int, Grouping]]
 
 
 def _local_vector(shard: Shard, dim: int | tuple[int, int]) -> Tensor:
-    """The amaxes along `dim` (or of blocks) of the shard, at their places among those of the whole weight."""
+    """The amaxes along `dim` (or of blocks) of the shard, in their rows and columns of those of the whole weight."""
     if isinstance(dim, tuple):
-        of_blocks = _local_blocks if len(shard.size) == 2 else _local_places
+        of_blocks = _local_blocks if len(shard.size) == 2 else _local_scale_rows
         return of_blocks(shard, dim).flatten()
     amax = scaling.amax(shard.local, dim).flatten()
     if shard.dim == dim:
@@ -147,10 +147,10 @@ def _local_blocks(shard: Shard, block_size: tuple[int, int]) -> Tensor:
     return whole
 
 
-def _local_places(shard: Shard, block: Block) -> Tensor:
+def _local_scale_rows(shard: Shard, block: Block) -> Tensor:
     """The amaxes of the parts of blocks that a shard of experts holds; see [Note: experts]."""
     count = count_of_scales(block[0], shard.size[0], shard.size[0] * shard.size[1])
-    return amax_of_places(shard.local.flatten(0, 1), shard.places(block), count, block[1])[:count]
+    return amax_of_scale_rows(shard.local.flatten(0, 1), shard.scale_rows(block), count, block[1])[:count]
 
 
 def _max_over_groups(amaxes: Tensor, only_fsdp: int, shard: Shard) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from quaver.experts.groups import Block, places_of_rows
+from quaver.experts.groups import Block, scale_rows
 from quaver.torch_private.dtensor import is_dtensor
 
 if TYPE_CHECKING:
@@ -65,11 +65,11 @@ class Shard(NamedTuple):
         scale = scale.repeat_interleave(length, self.dim).narrow(self.dim, self.offset - first * length if n else 0, n)
         return scale, (1, block_size[1]) if self.dim == 0 else (block_size[0], 1)
 
-    def places(self, block: Block) -> Tensor:
+    def scale_rows(self, block: Block) -> Tensor:
         """For each row of a shard of experts, the row of its scale among the scales of the whole weight, int64."""
         experts, rows, _ = self.size
-        places = places_of_rows(None, experts, experts * rows, block[0], self.local.device).view(experts, rows)
-        return places.narrow(self.dim, self.offset, self.local.shape[self.dim]).flatten()
+        whole = scale_rows(None, experts, experts * rows, block[0], self.local.device).view(experts, rows)
+        return whole.narrow(self.dim, self.offset, self.local.shape[self.dim]).flatten()
 
 
 def shard_of(weight: Tensor, local: Tensor) -> Shard:

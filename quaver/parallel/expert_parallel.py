@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from quaver.experts.cast import amax_of_places, cast_groups
+from quaver.experts.cast import amax_of_scale_rows, cast_groups
 from quaver.experts.grouped_mm import quantize_groups
 from quaver.experts.groups import GroupedOperand, GroupedOperands, group_of_rows
 from quaver.experts.module import RoutedExperts, weights_of
@@ -107,7 +107,7 @@ class TokenDispatch:
         """One scale for each expert, of its tokens on all ranks."""
         experts = self._all_ends.shape[0]
         expert = group_of_rows(self._all_ends, experts, hp.shape[0], hp.device)[0]
-        amax = max_over_ranks(amax_of_places(hp, expert, experts, ALL), self._group)
+        amax = max_over_ranks(amax_of_scale_rows(hp, expert, experts, ALL), self._group)
         quant, dequant = scaling.scales_of(amax, cast.float8_dtype, power_of_2)
         codes = cast_with_scale(hp, cast.float8_dtype, quant[expert], None)[0]
         here = self.ends.shape[0]
