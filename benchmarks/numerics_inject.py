@@ -87,7 +87,7 @@ def changed(quantizer: Any, change: OnOperand) -> Callable[..., Operands]:
 
 def change_weight_operands(stack: ExitStack, linear: Float8Linear, change: OnOperand) -> None:
     """Change the operands of the weight that `cast_weights_once` made."""
-    of_linear = quaver.linear.function.apply_linear
+    of_linear = quaver.linear.module.apply_linear
 
     def wrapped(
         input: Tensor, weight: Tensor, bias: Any, config: Any, scales: Any, operands: Any, *rest: Any
@@ -96,7 +96,7 @@ def change_weight_operands(stack: ExitStack, linear: Float8Linear, change: OnOpe
             operands = Operands(*(None if each is None else change(each, weight) for each in operands))
         return of_linear(input, weight, bias, config, scales, operands, *rest)
 
-    patch(stack, quaver.linear.function, "_linear", wrapped)
+    patch(stack, quaver.linear.module, "apply_linear", wrapped)
 
 
 def change_matmul(stack: ExitStack, linear: Float8Linear, change: Callable[[Operand], Operand]) -> None:
