@@ -21,7 +21,7 @@ from quaver.experts.cast import cast_groups
 from quaver.experts.dispatch import Dispatch
 from quaver.experts.gemm import grouped_mm
 from quaver.experts.groups import Block, Form, GroupedOperand, GroupedOperands, in_scale_rows
-from quaver.experts.probe import GroupedProbe
+from quaver.experts.probe import ExpertsProbe
 from quaver.kernels.operands import present
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.function import NoSecondDerivative, compute_dtype
@@ -49,7 +49,7 @@ class _Args(NamedTuple):
     """Brings rows of `a` to their experts; None where they are there."""
     combine: Dispatch | None = None
     """Takes the rows of the output back to where the tokens are; None where they stay."""
-    probe: GroupedProbe | None = None
+    probe: ExpertsProbe | None = None
     """Observes the operands and results, while a monitor is attached."""
 
 
@@ -250,7 +250,7 @@ def multiply_by_weight(
     *,
     dispatch: Dispatch | None = None,
     combine: Dispatch | None = None,
-    probe: GroupedProbe | None = None,
+    probe: ExpertsProbe | None = None,
 ) -> Tensor:
     """`float8_grouped_mm` by a weight as it is stored, contiguous: [E, N, K] or, if `transposed`, [E, K, N].
 

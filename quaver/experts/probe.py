@@ -1,4 +1,4 @@
-"""`GroupedProbe`: what experts call to have their grouped matmuls observed while they train."""
+"""`ExpertsProbe`: what experts call to have their grouped matmuls observed while they train."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from quaver.experts.groups import GroupedOperands
 
 
-class GroupedProbe(Protocol):
+class ExpertsProbe(Protocol):
     """Observes what one weight of experts computes with; numerics/probe.py implements it.
 
     Without a monitor experts have no probe, and none of these is called.

@@ -11,8 +11,8 @@ holds; the maximum over the ranks makes them whole. A rank then quantizes its sh
 axis. If all do, both are one maximum over all ranks.
 
 [Note: experts] A weight [E, R, C] is E matrices, each with scales of its own (experts/groups.py). Each row of a shard
-has a row among the scales, and a rank takes the amaxes in the rows that belong to its shard. No scale is shared with the other
-ranks of expert parallelism.
+has a row among the scales, and a rank takes the amaxes in the rows that belong to its shard. No scale is shared with
+the other ranks of expert parallelism.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ __all__ = [
     "takes_codes",
 ]
 
-Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
+ScaleBuffers = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Amaxes, and the quant_scales and dequant_scales to make of them; or given quant_scales and twice None."""
 
 WIDEST_ROW = 32768
@@ -150,7 +150,7 @@ def cast_with_scale(
 
 
 def _cast_by_dim(
-    hp: Tensor, float8_dtype: torch.dtype, row_scales: Scales, column_scales: Scales, power_of_2: bool
+    hp: Tensor, float8_dtype: torch.dtype, row_scales: ScaleBuffers, column_scales: ScaleBuffers, power_of_2: bool
 ) -> Codes:
     of_rows, of_columns = row_scales[0], column_scales[0]
     codes = empty_codes(hp, float8_dtype, of_rows is not None, of_columns is not None)
@@ -167,7 +167,7 @@ def tile_of_whole_rows(width: int) -> Tile:
     return Tile(rows, columns, warps=rows * columns // (32 * 32))
 
 
-def _empty_scales(amax: Tensor | None) -> Scales:
+def _empty_scales(amax: Tensor | None) -> ScaleBuffers:
     return (None, None, None) if amax is None else (amax, torch.empty_like(amax), torch.empty_like(amax))
 
 

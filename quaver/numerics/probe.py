@@ -1,6 +1,6 @@
 """`Probe` and `GroupedProbe` observe a linear, or one weight of experts, while a monitor is attached.
 
-`LinearProbe` in linear/quantize.py and `GroupedProbe` in experts/probe.py say what calls them.
+`LinearProbe` in linear/quantize.py and `ExpertsProbe` in experts/probe.py say what calls them.
 """
 
 from __future__ import annotations

@@ -46,24 +46,24 @@ ROW, COLUMN = 1, 0
 """The two directions of an operand [R, C]: the dim that its matmul contracts."""
 
 
-class Operand(NamedTuple):
-    """One operand of one matmul."""
+class CastMatrix(NamedTuple):
+    """One operand of one matmul, as its cast leaves it."""
 
     data: Tensor
     """float8 codes, or the high-precision tensor itself."""
     dequant_scale: Tensor | None
     """float32: (), [R, 1], [1, C] or one per block. None in high precision."""
 
-    def t(self) -> Operand:
-        return Operand(self.data.t(), None if self.dequant_scale is None else self.dequant_scale.t())
+    def t(self) -> CastMatrix:
+        return CastMatrix(self.data.t(), None if self.dequant_scale is None else self.dequant_scale.t())
 
 
 def quantize(
-    hp: Tensor, cast: CastConfig, direction: int, persistent: PersistentScale | None, *, power_of_2: bool
-) -> Operand:
+    hp: Tensor, cast: CastConfig, direction: int, persistent: ScaleHistory | None, *, power_of_2: bool
+) -> CastMatrix:
     """A matrix [R, C] as the operand of its matmul in `direction`."""
     if cast.is_disabled:
-        return Operand(hp, None)
+        return CastMatrix(hp, None)
     dtype = cast.float8_dtype
     if persistent is not None:
         # Elements above the format's maximum saturate; before the first sync the scale is that of hp's own amax.
@@ -81,10 +81,10 @@ def quantize(
         quant_scale = scaling.amax_to_quant_scale(amax, dtype, power_of_2=power_of_2)
         codes = scaling.cast_to_float8(hp, quant_scale, dtype)
         dequant_scale = scaling.to_dequant_scale(quant_scale)
-    return Operand(codes, dequant_scale)
+    return CastMatrix(codes, dequant_scale)
 
 
-def multiply(a: Operand, b: Operand, hp_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def multiply(a: CastMatrix, b: CastMatrix, hp_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """a [M, K] @ b [K, N] + bias [N] -> [M, N] in `hp_dtype`.
 
     A product of two float8 numbers is exact in float32. Their sum is rounded, in the order of torch.mm.
@@ -123,7 +123,7 @@ class ReferenceFunction(torch.autograd.Function):
         weight_column = linear.quantize("weight", COLUMN, weight)
         grad_input = multiply(grad_row, weight_column, grad_output.dtype)
         grad_column = linear.quantize("grad_output", COLUMN, grad_output)
-        grad_weight = multiply(grad_column.t(), Operand(*input_column), grad_output.dtype)
+        grad_weight = multiply(grad_column.t(), CastMatrix(*input_column), grad_output.dtype)
         grad_bias = None if ctx.bias_dtype is None else grad_output.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return grad_input, grad_weight, grad_bias, None
 
@@ -147,13 +147,13 @@ class ReferenceLinear(nn.Linear):
             ("grad_output", COLUMN): config.cast_config_grad_output_for_grad_weight,
             ("input", COLUMN): config.cast_config_input_for_grad_weight,
         }
-        self.persistent = {name: PersistentScale(cast) for (name, _), cast in self.casts.items() if cast.is_persistent}
+        self.persistent = {name: ScaleHistory(cast) for (name, _), cast in self.casts.items() if cast.is_persistent}
 
     def forward(self, input: Tensor) -> Tensor:
         output = ReferenceFunction.apply(input.reshape(-1, self.in_features), self.weight, self.bias, self)
         return output.view(*input.shape[:-1], self.out_features)
 
-    def quantize(self, name: str, direction: int, hp: Tensor) -> Operand:
+    def quantize(self, name: str, direction: int, hp: Tensor) -> CastMatrix:
         """The operand `name` of its matmul in `direction`."""
         power_of_2 = self.config.round_scales_to_power_of_2
         cast = self.casts[name, direction]
@@ -165,8 +165,8 @@ class ReferenceLinear(nn.Linear):
             persistent.sync(self.config.delayed_scaling_config, self.config.round_scales_to_power_of_2)
 
 
-class PersistentScale:
-    """The scale of an operand that is known before its tensor is, one for both directions."""
+class ScaleHistory:
+    """The delayed or static scale of an operand, one for both directions, and the amaxes that it follows."""
 
     def __init__(self, cast: CastConfig) -> None:
         self.cast = cast
