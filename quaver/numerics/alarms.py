@@ -165,7 +165,7 @@ class Alarms:
                 measure = rule.measure(seen, sample)
                 if measure is None:
                     continue
-                key = rule.name, seen.place.layer, seen.place.operand
+                key = rule.name, seen.key.layer, seen.key.operand
                 worst = found[key][1] if key in found else None
                 if worst is None or measure.excess > worst.measure.excess:
                     found[key] = rule, _Finding(key, rule, seen, measure)
@@ -209,7 +209,7 @@ class Alarms:
             if lasting is None:
                 if first.rule.spreads:
                     self._recent = first.key, self._count
-                yield self._alarm(first, len({each.seen.place[:2] for each in followers}), sample)
+                yield self._alarm(first, len({each.seen.key[:2] for each in followers}), sample)
             turned = [each for each in rest if each not in followers]
 
     def _explained(self, finding: _Finding) -> Key | None:
@@ -226,15 +226,15 @@ class Alarms:
         helps = rule.remedies(seen, sample)
         rank = sample.ranks.get(seen.position) if rule.name == "ranks" else None
         what = rule.text.format(value=measure.value, threshold=measure.raise_at, rank=rank)
-        where = f"{seen.place.layer} {seen.place.operand}"
+        where = f"{seen.key.layer} {seen.key.operand}"
         message = f"{where}: {what}, since step {state.since:,}"
         if followers:
             message += f"; {followers} more tensors followed"
         if said(helps):
             message += f". {said(helps)}"
         values = float(measure.value), float(measure.raise_at)
-        place = seen.place.layer, seen.place.operand
-        return Alarm(sample.step, state.since, rule.name, *place, rank, *values, message, helps, followers, self.action)
+        about = sample.step, state.since, rule.name, seen.key.layer, seen.key.operand
+        return Alarm(*about, rank, *values, message, helps, followers, self.action)
 
 
 def _follows(finding: _Finding, first: _Finding) -> bool:

@@ -25,9 +25,9 @@ from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.expected import bulk_db
 from quaver.numerics.matmul_sums import WIDTH as SUMS_WIDTH
 from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
-from quaver.numerics.places import OPERANDS
 from quaver.numerics.record import encode_counts
-from quaver.numerics.statistics import Place, Values, observe_matrix, scales_of, spread, sqnr_db
+from quaver.numerics.sites import OPERANDS
+from quaver.numerics.statistics import SlotIndex, Values, observe_matrix, scales_of, spread, sqnr_db
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, OperandCasts
 from quaver.recipes.scaling import multiply_scale_
 
@@ -91,16 +91,16 @@ def _noises(hp: Tensor, operand: str, direction: str, names: Iterable[str]) -> t
             operands = Quantizer(alone, hp.dtype)(hp, row=direction == "row", column=direction == "column")
             codes, dequant, quant = present(operands.row or operands.column)
             slot = observe_matrix(hp, codes, dequant, quant)
-            made[key], signal = _noise_of(slot), slot[Place.SIGNAL].item()
+            made[key], signal = _noise_of(slot), slot[SlotIndex.SIGNAL].item()
         noises.append(made[key])
     return signal, noises
 
 
 def _noise_of(slot: Tensor) -> float:
     """The noise of a cast, or of its bulk where an outlier hides how much of it underflows: see figures.py."""
-    nonzero = slot[Place.NUMEL] - slot[Place.NONFINITE] - slot[Place.ZEROS]
-    underflow = (slot[Place.UNDERFLOW] / nonzero.clamp(min=1)).item()
-    return max(slot[Place.NOISE].item(), slot[Place.SIGNAL].item() * 10 ** (-bulk_db(underflow) / 10))
+    nonzero = slot[SlotIndex.NUMEL] - slot[SlotIndex.NONFINITE] - slot[SlotIndex.ZEROS]
+    underflow = (slot[SlotIndex.UNDERFLOW] / nonzero.clamp(min=1)).item()
+    return max(slot[SlotIndex.NOISE].item(), slot[SlotIndex.SIGNAL].item() * 10 ** (-bulk_db(underflow) / 10))
 
 
 def extras_of(hp: Tensor, codes: Tensor, dequant_scale: Tensor, operand: str, direction: str) -> Tensor:

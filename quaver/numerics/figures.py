@@ -18,7 +18,7 @@ from quaver.kernels.operands import Operand
 from quaver.linear.quantize import Quantizer, as_matrix
 from quaver.numerics.expected import bulk_db
 from quaver.numerics.extras import RECIPES
-from quaver.numerics.places import OPERANDS, is_shared
+from quaver.numerics.sites import OPERANDS, is_shared
 from quaver.numerics.statistics import finish, observe_matrix
 from quaver.recipes.config import OperandCasts, resolve_config
 from quaver.recipes.formats import HP_DTYPES

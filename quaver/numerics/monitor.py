@@ -35,10 +35,10 @@ from quaver.numerics.accumulation import accumulation_of
 from quaver.numerics.extras import WIDTH as EXTRAS_WIDTH
 from quaver.numerics.extras import describe_extras, describe_sums
 from quaver.numerics.observe import Sampling
-from quaver.numerics.places import Place, describe, places_of
 from quaver.numerics.probe import GroupedProbe, Probe
 from quaver.numerics.ranks import disagreeing, gather
 from quaver.numerics.record import SCHEMA, RecordWriter
+from quaver.numerics.sites import Site, describe, sites_of
 from quaver.numerics.statistics import STATISTICS, finish, new_slots
 from quaver.numerics.step_ends import StepEnds
 from quaver.numerics.watch import AlarmSink
@@ -62,7 +62,7 @@ class _Row(NamedTuple):
     """One tensor of the record."""
 
     name: str
-    place: Place
+    site: Site
     probe: Probe | GroupedProbe
     weight_numel: int | None
     """Elements of the weight on all ranks, for casts of weights: every rank and micro-batch casts it anew."""
@@ -139,8 +139,8 @@ class Monitor:
         for name, weight in self._weights.items():
             probe = _attach(weight, self._sampling.take_number())
             numel = weight.parameter.numel()
-            for place in places_of(weight.config, weight.parameter.requires_grad):
-                rows.append(_Row(name, place, probe, numel if place.operand == "weight" else None))
+            for site in sites_of(weight.config, weight.parameter.requires_grad):
+                rows.append(_Row(name, site, probe, numel if site.operand == "weight" else None))
         return rows
 
     def _header(self) -> dict[str, Any]:
@@ -161,9 +161,9 @@ class Monitor:
 
     def _describe(self, row: _Row) -> dict[str, Any]:
         weight = self._weights[row.name]
-        about = {"layer": row.name, "experts": _experts_of(weight), **describe(row.place, weight.config)}
-        if self._hardware is not None and row.place.cast == "result":
-            about["use_fast_accum"] = getattr(weight.config.matmuls, row.place.operand).use_fast_accum
+        about = {"layer": row.name, "experts": _experts_of(weight), **describe(row.site, weight.config)}
+        if self._hardware is not None and row.site.cast == "result":
+            about["use_fast_accum"] = getattr(weight.config.matmuls, row.site.operand).use_fast_accum
         return about
 
     def step(self) -> None:
@@ -250,11 +250,11 @@ class Monitor:
         ]
 
     def _slots(self) -> Tensor:
-        return torch.stack([row.probe.take(row.place) for row in self._rows])
+        return torch.stack([row.probe.take(row.site) for row in self._rows])
 
     def _extras(self) -> Tensor:
         zeros = torch.zeros(EXTRAS_WIDTH, dtype=torch.float64, device=self._rows[0].probe.forward.device)
-        seen = ((int(row.probe.number), row.place.name) for row in self._rows)
+        seen = ((int(row.probe.number), row.site.name) for row in self._rows)
         return torch.stack([self._sampling.extras.get(each, zeros) for each in seen])
 
     def _clear(self) -> None:

@@ -86,9 +86,9 @@ class Sampling:
     weight_sizes: dict[int, int] = field(default_factory=dict)
     """How many elements of its weight each linear or grouped matmul multiplies by on this rank; by number."""
     reasons: dict[tuple[int, str], str] = field(default_factory=dict)
-    """Why a statistic does not exist, by number and name of the place."""
+    """Why a statistic does not exist, by number and name of the site."""
     extras: dict[tuple[int, str], Tensor] = field(default_factory=dict)
-    """By number and name of the place, [extras.WIDTH]."""
+    """By number and name of the site, [extras.WIDTH]."""
 
     def end_step(
         self, on: bool, with_extras: frozenset[int] = frozenset(), with_sums: frozenset[int] = frozenset()
@@ -167,7 +167,7 @@ def _observe_operand(
     sampling: Sampling,
     slot: Tensor,
     number: int,
-    place: str,
+    site: str,
     hp: Tensor | None,
     codes: Tensor,
     dequant_scale: Tensor,
@@ -178,7 +178,7 @@ def _observe_operand(
     matrix, codes = None if hp is None else as_matrix(hp), codes.reshape(-1, codes.shape[-1])
     dequant_scale = dequant_scale.reshape(-1, dequant_scale.shape[-1]) if dequant_scale.dim() > 2 else dequant_scale
     fits = matrix is not None and matrix.shape == codes.shape and scale_blocks(dequant_scale, codes.shape) is not None
-    operand, cast = place.split(".")
+    operand, cast = site.split(".")
     sampled = None
     if matrix is not None and fits and number in sampling.with_sums:
         sampled = Rows(matrix, codes, dequant_scale)
@@ -194,13 +194,13 @@ def _observe_operand(
         if sampled is not None and (operand, direction) != ("input", "column"):
             sampling.rows[number, operand, direction] = some_rows(*sampled, direction)
     if not fits:
-        sampling.reasons[number, place] = QUANTIZED_BEFORE if matrix is None else _OTHER_SHAPE
+        sampling.reasons[number, site] = QUANTIZED_BEFORE if matrix is None else _OTHER_SHAPE
     if matrix is None:
         observed = new_slots(1, slot.device)[0]
         observe_scales(observed, dequant_scale)
     elif fits:
         observed = observe_matrix(matrix, codes, dequant_scale, quant_scale)
-        key = number, place
+        key = number, site
         if number in sampling.with_extras:
             extras = extras_of(matrix, codes, dequant_scale, operand, "column" if cast == "column" else "row")
             sampling.extras[key] = extras + sampling.extras.get(key, 0)
@@ -339,7 +339,7 @@ def observing_operation(name: str, arguments: str, run: Callable[..., None]) -> 
 
 observe_operand = observing_operation(
     "observe_operand",
-    "str place, Tensor? hp, Tensor codes, Tensor dequant_scale, Tensor? quant_scale, bool is_forward, "
+    "str site, Tensor? hp, Tensor codes, Tensor dequant_scale, Tensor? quant_scale, bool is_forward, "
     "bool keeps_columns",
     _observe_operand,
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from quaver.experts.groups import GroupedOperand, bounds_of, first_scale, scale_of_group
 from quaver.linear.quantize import as_matrix
 from quaver.numerics.observe import QUANTIZED_BEFORE, Sampling, observing_operation
-from quaver.numerics.statistics import Place, merge, new_slots, observe_matrix, observe_result, observe_scales
+from quaver.numerics.statistics import SlotIndex, merge, new_slots, observe_matrix, observe_result, observe_scales
 from quaver.torch_private.autograd import runs_in_backward
 
 _OF_OTHER_RANKS = "its codes are those of tokens of all ranks, and the high-precision matrix has this rank's tokens"
@@ -21,7 +21,7 @@ def _observe_groups(
     sampling: Sampling,
     slot: Tensor,
     number: int,
-    place: str,
+    site: str,
     hp: Tensor | None,
     codes: Tensor,
     dequant_scale: Tensor,
@@ -32,12 +32,12 @@ def _observe_groups(
     moved: bool,
 ) -> None:
     """A cast of [rows, columns] in groups; `hp` are other rows, uncast, if they `moved`."""
-    if place.startswith("weight"):
+    if site.startswith("weight"):
         sampling.weight_sizes[number] = codes.numel()
     if is_forward and runs_in_backward():
         return
     if hp is None or moved:
-        sampling.reasons[number, place] = QUANTIZED_BEFORE if hp is None else _OF_OTHER_RANKS
+        sampling.reasons[number, site] = QUANTIZED_BEFORE if hp is None else _OF_OTHER_RANKS
     if hp is not None and moved:
         merge(slot, observe_matrix(hp, None, None, None))
     matrix = None if moved else hp
@@ -56,7 +56,7 @@ def _observe_group(operand: GroupedOperand, hp: Tensor | None, group: int, start
         return observed
     observed = observe_matrix(hp[start:stop], operand.data[start:stop], scale, None)
     first = first_scale(operand.block_rows, group, start)
-    observed[Place.WORST_INDEX] += first * (scale.shape[1] if scale.dim() == 2 else 1)
+    observed[SlotIndex.WORST_INDEX] += first * (scale.shape[1] if scale.dim() == 2 else 1)
     return observed
 
 
@@ -72,7 +72,7 @@ def _observe_grouped_result(
 
 observe_groups = observing_operation(
     "observe_groups",
-    "str place, Tensor? hp, Tensor codes, Tensor dequant_scale, Tensor? ends, int groups, int block_rows, "
+    "str site, Tensor? hp, Tensor codes, Tensor dequant_scale, Tensor? ends, int groups, int block_rows, "
     "bool is_forward, bool moved",
     _observe_groups,
 )

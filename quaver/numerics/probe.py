@@ -12,7 +12,7 @@ from quaver.experts.groups import GroupedOperand, GroupedOperands
 from quaver.kernels.operands import Operand, Operands
 from quaver.linear.tensor import Float8Tensor
 from quaver.numerics import observe, observe_groups
-from quaver.numerics.places import BACKWARD, FORWARD, GRAD_INPUT, GRAD_WEIGHT, OPERANDS, OUTPUT, Place, is_shared
+from quaver.numerics.sites import BACKWARD, FORWARD, GRAD_INPUT, GRAD_WEIGHT, OPERANDS, OUTPUT, Site, is_shared
 from quaver.numerics.statistics import clear, merge, new_slots
 from quaver.recipes.config import Float8LinearConfig
 
@@ -21,20 +21,20 @@ class Slots:
     """The slots of one weight and its matmuls.
 
     Attributes:
-        forward, backward: in the order of `places.FORWARD` and `places.BACKWARD`.
+        forward, backward: in the order of `sites.FORWARD` and `sites.BACKWARD`.
         number: int64 () on the CPU; which weight this is (`Sampling.take_number`).
     """
 
     def __init__(self, number: int, config: Float8LinearConfig, device: torch.device) -> None:
-        self.forward, self.backward = (new_slots(len(places), device) for places in (FORWARD, BACKWARD))
+        self.forward, self.backward = (new_slots(len(sites), device) for sites in (FORWARD, BACKWARD))
         self.number = torch.tensor(number, device="cpu")
         self._key = number
         self._shared = {name: is_shared(getattr(config.casts, name)) for name in OPERANDS}
 
-    def take(self, place: Place) -> Tensor:
-        """The slot of a place, [WIDTH]; those of its passes merged."""
+    def take(self, site: Site) -> Tensor:
+        """The slot of a site, [WIDTH]; those of its passes merged."""
         passes = ((FORWARD, self.forward), (BACKWARD, self.backward))
-        slot, *others = (slots[places.index(place)] for places, slots in passes if place in places)
+        slot, *others = (slots[sites.index(site)] for sites, slots in passes if site in sites)
         for other in others:
             slot = slot.clone()
             merge(slot, other)
@@ -71,10 +71,10 @@ class Probe(Slots):
         if operand is None or operand.dequant_scale is None:
             return
         data, dequant_scale, quant_scale = operand
-        places, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
-        place, keeps_columns = Place(name, cast), name == "input" and cast != "row"
-        of_cast = place.name, hp, data, dequant_scale, quant_scale, is_forward, keeps_columns
-        observe.observe_operand(slots, places.index(place), self.number, *of_cast)
+        sites, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
+        site, keeps_columns = Site(name, cast), name == "input" and cast != "row"
+        of_cast = site.name, hp, data, dequant_scale, quant_scale, is_forward, keeps_columns
+        observe.observe_operand(slots, sites.index(site), self.number, *of_cast)
 
     def output(self, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         if not self._observes():
@@ -112,11 +112,11 @@ class GroupedProbe(Slots):
         if self._shared[name]:
             casts = {"both": operands.row or operands.column}
         for cast, operand in casts.items():
-            self._cast(Place(name, cast), hp, operand, (ends, groups), is_forward, moved)
+            self._cast(Site(name, cast), hp, operand, (ends, groups), is_forward, moved)
 
     def _cast(
         self,
-        place: Place,
+        site: Site,
         hp: Tensor | None,
         operand: GroupedOperand | None,
         groups: tuple[Tensor | None, int],
@@ -125,16 +125,16 @@ class GroupedProbe(Slots):
     ) -> None:
         if operand is None or operand.dequant_scale is None:
             return
-        places, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
+        sites, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
         made = operand.data, operand.dequant_scale, *groups, operand.block_rows
-        observe_groups.observe_groups(slots, places.index(place), self.number, place.name, hp, *made, is_forward, moved)
+        observe_groups.observe_groups(slots, sites.index(site), self.number, site.name, hp, *made, is_forward, moved)
 
     def result(self, name: str, result: Tensor, ends: Tensor | None) -> None:
         if not self._observes():
             return
-        is_forward, place = name == "output", Place(name, "result")
-        places, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
-        observe_groups.observe_grouped_result(slots, places.index(place), self.number, result, ends, is_forward)
+        is_forward, site = name == "output", Site(name, "result")
+        sites, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
+        observe_groups.observe_grouped_result(slots, sites.index(site), self.number, result, ends, is_forward)
 
 
 def _in_high_precision(tensor: Tensor) -> Tensor | None:

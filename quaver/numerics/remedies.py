@@ -26,7 +26,7 @@ def remedies(seen: Seen, sample: Sample) -> tuple[dict[str, Any], ...]:
         if value is not None and now is not None and math.isfinite(value) and value - now >= WORTH_DB
     ]
     found.sort(key=lambda remedy: -remedy["gain_db"])
-    share = flops_share(seen.place.layer, sample)
+    share = flops_share(seen.key.layer, sample)
     high_precision = {"recipe": "high precision"} | ({} if share is None else {"flops_share": round(share, 4)})
     return (*found, high_precision)
 
@@ -44,7 +44,7 @@ def remedies_of_sums(seen: Seen, sample: Sample) -> tuple[dict[str, Any], ...]:
     if seen.about.get("use_fast_accum") and gain >= WORTH_DB:
         found.append({"recipe": EXACT_ACCUMULATION, "sqnr_db": sums.exact, "gain_db": round(gain, 2)})
     if not found or sums.exact < sums.bound():
-        share = flops_share(seen.place.layer, sample)
+        share = flops_share(seen.key.layer, sample)
         found.append({"recipe": "high precision"} | ({} if share is None else {"flops_share": round(share, 4)}))
     return tuple(found)
 

@@ -105,7 +105,7 @@ def _nonfinite(now: Seen, sample: Sample) -> Measure | None:
 
 
 def _ranks(now: Seen, sample: Sample) -> Measure | None:
-    return Measure(float(now.position in sample.ranks), 0, 0) if now.place.operand == "weight" else None
+    return Measure(float(now.position in sample.ranks), 0, 0) if now.key.operand == "weight" else None
 
 
 def _cast_facts(now: Seen) -> tuple[Float8Format, float] | None:
@@ -151,7 +151,7 @@ def _underflow(now: Seen, sample: Sample) -> Measure | None:
     if facts is None or now.underflow is None:
         return None
     # The recipes with e5m2 take its bound for good enough in gradients, whose distribution is wider than a Gaussian.
-    fmt = E5M2 if now.place.operand == "grad_output" else facts[0]
+    fmt = E5M2 if now.key.operand == "grad_output" else facts[0]
     at = underflow_at(rounding_bound_db(fmt))
     return Measure(now.underflow, at, at / 2)
 
@@ -188,7 +188,7 @@ def _dead(now: Seen, sample: Sample) -> Measure | None:
     Of a linear whose operands have exact zeros anyway, as behind ReLU or dropout, units are idle by chance.
     """
     zeros, before = now.zeros, sample.before(now)
-    if now.place.operand != "grad_weight" or zeros is None or zeros == 1 or not before:
+    if now.key.operand != "grad_weight" or zeros is None or zeros == 1 or not before:
         return None
     if not now.about.get("experts") and any(_usual_zeros(each, sample) > DEAD for each in _operands_of(now, sample)):
         return None
@@ -203,8 +203,8 @@ def _usual_zeros(now: Seen, sample: Sample) -> float:
 
 def _operands_of(result: Seen, sample: Sample) -> list[Seen]:
     """The casts that a result is made of."""
-    of_layer = sample.by_layer[result.place.layer]
-    return [each for name in OPERANDS_OF[result.place.operand] for each in of_layer.get(name, [])]
+    of_layer = sample.by_layer[result.key.layer]
+    return [each for name in OPERANDS_OF[result.key.operand] for each in of_layer.get(name, [])]
 
 
 def _jump(now: Seen, sample: Sample) -> Measure | None:
@@ -213,7 +213,7 @@ def _jump(now: Seen, sample: Sample) -> Measure | None:
     The level of a weight or an activation is its amax, in one sample. Gradients follow their batch: theirs is the rms,
     and the sample before must have jumped, too.
     """
-    is_gradient = now.place.operand.startswith("grad")
+    is_gradient = now.key.operand.startswith("grad")
     before = sample.before(now)
     levels = [each.log2("rms" if is_gradient else "amax") for each in [*before[-8:], now]]
     recent, past = (levels[-2:], levels[:-2]) if is_gradient else (levels[-1:], levels[:-1])
@@ -234,7 +234,7 @@ def _growth(now: Seen, sample: Sample) -> Measure | None:
 
     Of weights and activations: gradients come back from small values, as they do where attention opens again.
     """
-    if now.place.operand not in ("weight", "input") or now.nonfinite:
+    if now.key.operand not in ("weight", "input") or now.nonfinite:
         return None
     levels = [each.log2("rms") for each in [*sample.before(now), now]]
     grown = max((_steady(levels[-length - 1 :]) for length in (8, 16) if len(levels) > length), default=None)
@@ -257,7 +257,7 @@ def _steady(levels: list[float | None]) -> float:
 
 def _peers(now: Seen, sample: Sample) -> Measure | None:
     """Powers of two between an rms and the median of those with the same part in other blocks."""
-    at, level = PEER_BITS.get(now.place.operand), now.log2("rms")
+    at, level = PEER_BITS.get(now.key.operand), now.log2("rms")
     found = [each.log2("rms") for each in sample.by_peers[now.peers] if each is not now]
     others = [each for each in found if each is not None]
     if at is None or level is None or now.nonfinite or len(others) < 3:
@@ -269,7 +269,7 @@ def _result(now: Seen, sample: Sample) -> Measure | None:
     """A result's SQNR, three bits below what the errors of its operands explain: a few of its rows are compared."""
     if not now.is_result or now.sqnr_db is None or not now.rms or now.nonfinite:
         return None
-    operands = [_operand(sample, now.place.layer, name) for name in OPERANDS_OF[now.place.operand]]
+    operands = [_operand(sample, now.key.layer, name) for name in OPERANDS_OF[now.key.operand]]
     left, right = operands
     if left is None or right is None or not (now.numel and left.numel and right.numel and left.rms and right.rms):
         return None
@@ -301,18 +301,18 @@ def _db(operand: Seen) -> float:
 
 def _vanishing(now: Seen, sample: Sample) -> Measure | None:
     """The largest of all gradients of weights."""
-    if now.place.operand != "grad_weight" or not now.rms:
+    if now.key.operand != "grad_weight" or not now.rms:
         return None
-    every = [each.rms or 0.0 for each in sample.seen if each.place.operand == "grad_weight"]
+    every = [each.rms or 0.0 for each in sample.seen if each.key.operand == "grad_weight"]
     return Measure(now.rms, ADAM_EPS, 2 * ADAM_EPS, above=False) if now.rms == max(every) else None
 
 
 def _unchanged(now: Seen, sample: Sample) -> Measure | None:
     """A weight with a gradient that stays the same to the bit while others change: no optimizer has it."""
     before = sample.before(now)
-    if now.place.operand != "weight" or not before or not _has_gradient(now, sample):
+    if now.key.operand != "weight" or not before or not _has_gradient(now, sample):
         return None
-    others = [each for each in sample.seen if each.place.operand == "weight" and each.place.layer != now.place.layer]
+    others = [each for each in sample.seen if each.key.operand == "weight" and each.key.layer != now.key.layer]
     moved = [each for each in others if _has_gradient(each, sample) and not _is_same(each, sample)]
     return Measure(float(bool(moved) and _is_same(now, sample)), 0, 0)
 
@@ -323,7 +323,7 @@ def _is_same(now: Seen, sample: Sample) -> bool:
 
 
 def _has_gradient(weight: Seen, sample: Sample) -> bool:
-    return any(each.amax for each in sample.by_layer[weight.place.layer].get("grad_weight", []))
+    return any(each.amax for each in sample.by_layer[weight.key.layer].get("grad_weight", []))
 
 
 SUMS_COST = "{value:.1f} dB of the GPU's sums, below {threshold:.1f} of its casts or of rounding to bfloat16"

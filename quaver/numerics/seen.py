@@ -19,8 +19,8 @@ ORDER = ("weight", "input", "output", "grad_output", "grad_input", "grad_weight"
 """The operands and results of a layer, in the order in which a step has them."""
 
 
-class Place(NamedTuple):
-    """Which tensor; `cast` is "row", "column", "both" or "result"."""
+class TensorKey(NamedTuple):
+    """Identifies a tensor of a model in all samples; `cast` is "row", "column", "both" or "result"."""
 
     layer: str
     operand: str
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 class Seen:
     """The statistics of one tensor at one step, as docs/diagnosing.md names them. None: it has none."""
 
-    place: Place
+    key: TensorKey
     position: int
     """In the list of tensors."""
     layer: int
@@ -48,19 +48,19 @@ class Seen:
 
     @property
     def is_result(self) -> bool:
-        return self.place.cast == "result"
+        return self.key.cast == "result"
 
     @property
     def order(self) -> tuple[int, int, int]:
         """When a step computes it: weights first, which the step finds; then the forward, then the backward."""
-        operand = ORDER.index(self.place.operand)
+        operand = ORDER.index(self.key.operand)
         stage = 0 if operand == 0 else 1 if operand < 3 else 2
         return stage, -self.layer if stage == 2 else self.layer, operand
 
     @cached_property
     def peers(self) -> tuple[str, str, str]:
         """The same for the tensors with the same part in other blocks."""
-        return re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", self.place.layer), self.place.operand, self.place.cast
+        return re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", self.key.layer), self.key.operand, self.key.cast
 
     def log2(self, statistic: str) -> float | None:
         """The logarithm of a positive finite statistic; None for any other."""
@@ -74,7 +74,7 @@ class Sample:
 
     step: int
     seen: list[Seen]
-    past: Mapping[Place, Sequence[Seen]]
+    past: Mapping[TensorKey, Sequence[Seen]]
     """Earlier samples of each tensor, oldest first, `MEMORY` at most."""
     recipes: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     """The SQNR that each position would have under other recipes, where that was tried."""
@@ -94,24 +94,24 @@ class Sample:
     def by_layer(self) -> dict[str, dict[str, list[Seen]]]:
         found: dict[str, dict[str, list[Seen]]] = defaultdict(lambda: defaultdict(list))
         for each in self.seen:
-            found[each.place.layer][each.place.operand].append(each)
+            found[each.key.layer][each.key.operand].append(each)
         return {layer: dict(operands) for layer, operands in found.items()}
 
     def before(self, now: Seen) -> Sequence[Seen]:
-        return list(self.past.get(now.place, ()))
+        return list(self.past.get(now.key, ()))
 
 
 class History:
     """Reads samples one after the other, and remembers the last ones of each tensor."""
 
     def __init__(self) -> None:
-        self._past: dict[Place, deque[Seen]] = defaultdict(lambda: deque(maxlen=MEMORY))
+        self._past: dict[TensorKey, deque[Seen]] = defaultdict(lambda: deque(maxlen=MEMORY))
         self._last: Sample | None = None
 
     def read(self, header: Mapping[str, Any], sample: Mapping[str, Any]) -> Sample:
         """The next sample of a record, with the header that it stands below."""
         for each in self._last.seen if self._last else ():
-            self._past[each.place].append(each)
+            self._past[each.key].append(each)
         positions = sample.get("tensors") or range(len(header["tensors"]))
         names = [name for name in header["statistics"] if sample.get(name) is not None]
         layers = {
@@ -121,9 +121,9 @@ class History:
         for index, position in enumerate(positions):
             about = header["tensors"][position]
             values = {name: number(sample[name][index]) for name in names}
-            place = Place(about["layer"], about["operand"], about["cast"])
+            key = TensorKey(about["layer"], about["operand"], about["cast"])
             if any(value is not None for value in values.values()):
-                seen.append(Seen(place, position, layers[place.layer], about, int(sample["step"]), values))
+                seen.append(Seen(key, position, layers[key.layer], about, int(sample["step"]), values))
         recipes = {
             recipe: dict(zip(positions, map(number, values), strict=True))
             for recipe, values in (sample.get("whatif") or {}).items()

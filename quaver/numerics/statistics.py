@@ -36,7 +36,7 @@ from quaver.recipes.formats import format_of
 from quaver.recipes.scaling import scale_blocks
 
 
-class Place(enum.IntEnum):
+class SlotIndex(enum.IntEnum):
     """The index of each sum and extreme in a slot."""
 
     NUMEL = 0
@@ -62,7 +62,7 @@ class Place(enum.IntEnum):
 _COUNTED = slice(6, 12)
 """The counts and extremes that `kernels.cpu.observe` returns, in its order."""
 _SUMS, _MAXIMA, _MINIMA = slice(0, 10), slice(10, 14, 3), slice(11, 13)
-_FIXED = len(Place)
+_FIXED = len(SlotIndex)
 _LOWEST_EXPONENT, _EXPONENTS = -128, 256
 EXPONENTS = slice(_FIXED, _FIXED + _EXPONENTS)
 WIDTH = _FIXED + _EXPONENTS
@@ -109,19 +109,19 @@ def clear(slots: Tensor) -> None:
     """Forget what slots [..., WIDTH] observed."""
     slots.zero_()
     slots[..., _MINIMA] = math.inf
-    slots[..., Place.WORST] = -1
+    slots[..., SlotIndex.WORST] = -1
 
 
 def merge(slots: Tensor, observed: Tensor) -> None:
     """Add observations to slots, both [..., WIDTH], in place."""
-    is_worse = observed[..., Place.WORST : _FIXED] > slots[..., Place.WORST, None]
+    is_worse = observed[..., SlotIndex.WORST : _FIXED] > slots[..., SlotIndex.WORST, None]
     is_worse = is_worse[..., :1].expand_as(is_worse)
-    worst = torch.where(is_worse, observed[..., Place.WORST : _FIXED], slots[..., Place.WORST : _FIXED])
+    worst = torch.where(is_worse, observed[..., SlotIndex.WORST : _FIXED], slots[..., SlotIndex.WORST : _FIXED])
     slots[..., _SUMS] += observed[..., _SUMS]
     slots[..., EXPONENTS] += observed[..., EXPONENTS]
     slots[..., _MAXIMA] = torch.maximum(slots[..., _MAXIMA], observed[..., _MAXIMA])
     slots[..., _MINIMA] = torch.minimum(slots[..., _MINIMA], observed[..., _MINIMA])
-    slots[..., Place.WORST : _FIXED] = worst
+    slots[..., SlotIndex.WORST : _FIXED] = worst
 
 
 # ---- one matrix ------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def observe_matrix(
     slot = new_slots(1, hp.device)[0]
     if hp.numel() == 0:
         return slot
-    slot[Place.NUMEL] = hp.numel()
+    slot[SlotIndex.NUMEL] = hp.numel()
     blocks, quant, dequant = (hp.shape[0], hp.shape[1]), _ONE, _ONE
     if codes is not None and dequant_scale is not None:
         blocks = scale_blocks(dequant_scale, hp.shape) or (0, 0)
@@ -152,9 +152,10 @@ def observe_matrix(
         seen = _observe_in_pytorch(hp, codes, quant, dequant, blocks)
     signal, noise, counts = seen
     slot[_COUNTED] = counts
-    slot[Place.SIGNAL] = signal.sum()
+    slot[SlotIndex.SIGNAL] = signal.sum()
     if codes is not None and dequant_scale is not None:
-        slot[Place.CAST], slot[Place.REFERENCE], slot[Place.NOISE] = hp.numel(), slot[Place.SIGNAL], noise.sum()
+        slot[SlotIndex.CAST], slot[SlotIndex.REFERENCE] = hp.numel(), slot[SlotIndex.SIGNAL]
+        slot[SlotIndex.NOISE] = noise.sum()
         observe_scales(slot, dequant_scale)
         observe_worst(slot, signal.flatten(), noise.flatten())
     return slot
@@ -230,9 +231,9 @@ def observe_scales(slot: Tensor, dequant_scale: Tensor) -> None:
     scales = dequant_scale.double().flatten()
     if not scales.numel():
         return
-    slot[Place.SCALES] += scales.numel()
-    slot[Place.SCALE_MIN] = torch.minimum(slot[Place.SCALE_MIN], scales.min())
-    slot[Place.SCALE_MAX] = torch.maximum(slot[Place.SCALE_MAX], scales.max())
+    slot[SlotIndex.SCALES] += scales.numel()
+    slot[SlotIndex.SCALE_MIN] = torch.minimum(slot[SlotIndex.SCALE_MIN], scales.min())
+    slot[SlotIndex.SCALE_MAX] = torch.maximum(slot[SlotIndex.SCALE_MAX], scales.max())
     exponents = torch.frexp(scales)[1].clamp(_LOWEST_EXPONENT + 1, _LOWEST_EXPONENT + _EXPONENTS) - 1
     ones = (scales.isfinite() & (scales > 0)).double()
     slot[EXPONENTS].index_add_(0, exponents.long() - _LOWEST_EXPONENT, ones)
@@ -243,16 +244,16 @@ def observe_worst(slot: Tensor, signal: Tensor, noise: Tensor) -> None:
     ratio = noise / signal  # a block of zeros is 0 / 0
     ratio = torch.where(signal > 0, ratio, torch.where(noise > 0, math.inf, 0.0))
     worst, index = ratio.max(0)
-    is_worse = worst > slot[Place.WORST]
+    is_worse = worst > slot[SlotIndex.WORST]
     pair = torch.stack([worst, index.double()])
-    slot[Place.WORST : _FIXED] = torch.where(is_worse, pair, slot[Place.WORST : _FIXED])
+    slot[SlotIndex.WORST : _FIXED] = torch.where(is_worse, pair, slot[SlotIndex.WORST : _FIXED])
 
 
 def observe_result(result: Tensor, actual: Tensor | None, reference: Tensor | None) -> Tensor:
     """The slot of a result [M, N]; `actual`, a part of it, is compared with a high-precision `reference`."""
     slot = observe_matrix(result, None, None, None)
     if actual is not None and reference is not None:
-        slot[Place.REFERENCE], slot[Place.NOISE] = signal_and_noise(reference, actual)
+        slot[SlotIndex.REFERENCE], slot[SlotIndex.NOISE] = signal_and_noise(reference, actual)
     return slot
 
 
@@ -281,8 +282,8 @@ def scales_of(rows: Tensor, scale: Tensor, hp: Tensor) -> Tensor:
 def compared_of(slot: Tensor) -> Values | None:
     """The sums per cast and the extremes of a slot: the same however often equal casts were made. None of no cast."""
     values = slot[:_FIXED].cpu().numpy()
-    casts = values[Place.SCALES]
-    return np.concatenate([values[_SUMS] / casts, values[Place.AMAX :]]) if casts else None
+    casts = values[SlotIndex.SCALES]
+    return np.concatenate([values[_SUMS] / casts, values[SlotIndex.AMAX :]]) if casts else None
 
 
 # ---- the end of a step -----------------------------------------------------------------------------------------------
@@ -295,7 +296,7 @@ def finish(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[str, list[
     and its elements count once.
     """
     table = slots.numpy().copy()
-    at = {place.name: table[:, place] for place in Place}
+    at = {index.name: table[:, index] for index in SlotIndex}
     for row, numel in enumerate(weight_numel):
         if numel and at["NUMEL"][row]:
             table[row, _SUMS] *= numel / at["NUMEL"][row]

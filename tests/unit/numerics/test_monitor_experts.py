@@ -12,8 +12,8 @@ from quaver.linear.quantize import Quantizer
 from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitor import monitor
 from quaver.numerics.observe import Sampling
-from quaver.numerics.places import places_of
 from quaver.numerics.probe import GroupedProbe
+from quaver.numerics.sites import sites_of
 from quaver.numerics.statistics import STATISTICS, finish, merge, new_slots, observe_matrix
 from tests.mixture import make_mixture
 from tests.steps import assert_same, train
@@ -30,11 +30,11 @@ def sampling():
     sampling.close()
 
 
-def of_experts(place, casts, matrices):
+def of_experts(site, casts, matrices):
     """The statistics of the casts that linears would make of the matrices, merged."""
     expected = new_slots(1, CPU)
     for hp in matrices:
-        made = Quantizer(casts, hp.dtype)(hp, row=place.cast != "column", column=place.cast == "column")
+        made = Quantizer(casts, hp.dtype)(hp, row=site.cast != "column", column=site.cast == "column")
         codes, dequant, quant = made.row or made.column
         merge(expected, observe_matrix(hp, codes, dequant, quant)[None])
     return finish(expected, [None])
@@ -55,14 +55,14 @@ def test_a_sample_is_that_of_the_experts_linears(recipe, transposed, sampling):
         "grad_output": [grad_output[group] for group in groups],
         "weight": list(b_t.detach().transpose(1, 2).contiguous()),
     }
-    for place in places_of(config, True):
-        got = finish(probe.take(place)[None], [None])
-        if place.cast == "result":
+    for site in sites_of(config, True):
+        got = finish(probe.take(site)[None], [None])
+        if site.cast == "result":
             continue
-        expected = of_experts(place, getattr(config.casts, place.operand), hps[place.operand])
+        expected = of_experts(site, getattr(config.casts, site.operand), hps[site.operand])
         for name in STATISTICS:
             close = pytest.approx(expected[name][0], rel=1e-5) if name in QUOTIENTS else expected[name][0]
-            assert name == "scale_worst" or got[name][0] == close, (place, name)
+            assert name == "scale_worst" or got[name][0] == close, (site, name)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
@@ -74,8 +74,8 @@ def test_the_worst_scale_is_named_by_its_index_among_those_of_all_groups(recipe,
         a[250, 3] = 1e7
     probe = GroupedProbe(sampling.take_number(), config, CPU)
     multiply_by_weight(a, b_t.transpose(1, 2).contiguous(), ends, config, False, probe=probe)
-    place = places_of(config, True)[0]
-    worst = finish(probe.take(place)[None], [None])["scale_worst"][0]
+    site = sites_of(config, True)[0]
+    worst = finish(probe.take(site)[None], [None])["scale_worst"][0]
     assert worst in (range(250, 251) if recipe == "rowwise" else range(250 * 3, 251 * 3))
 
 
@@ -87,8 +87,8 @@ def test_results_are_those_of_rows_with_an_expert(sampling):
     output = multiply_by_weight(a, weight, ends, config, False, probe=probe)
     output.square().sum().backward()
     results = {"output": output[: ENDS[-1]], "grad_input": a.grad[: ENDS[-1]], "grad_weight": weight.grad}
-    for place in places_of(config, True)[-3:]:
-        got, matrix = finish(probe.take(place)[None], [None]), results[place.operand]
+    for site in sites_of(config, True)[-3:]:
+        got, matrix = finish(probe.take(site)[None], [None]), results[site.operand]
         assert got["numel"] == [matrix.numel()]
         assert got["amax"] == [matrix.abs().max().item()]
         assert got["zeros"] == [pytest.approx((matrix == 0).double().mean().item())]

@@ -11,7 +11,7 @@ from quaver.linear.quantize import Quantizer
 from quaver.numerics import statistics
 from quaver.numerics.extras import CONFIGS, HISTOGRAM_ROWS, RECIPES, describe_extras, extras_of, what_if
 from quaver.numerics.record import decode_counts
-from quaver.numerics.statistics import Place, finish, merge, new_slots, observe_matrix, sqnr_db
+from quaver.numerics.statistics import SlotIndex, finish, merge, new_slots, observe_matrix, sqnr_db
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.scaling import scale_blocks
 from tests.reference import sqnr_db as reference_sqnr_db
@@ -127,7 +127,7 @@ def test_slots_of_parts_merge_to_the_slot_of_the_whole():
     for rows in (slice(0, 32), slice(32, 33), slice(33, 96)):
         merge(merged, observe_matrix(hp[rows], codes[rows], dequant[rows], quant[rows])[None])
     whole = observe_matrix(hp, codes, dequant, quant)
-    apart = [Place.SIGNAL, Place.NOISE, Place.REFERENCE, Place.WORST_INDEX]
+    apart = [SlotIndex.SIGNAL, SlotIndex.NOISE, SlotIndex.REFERENCE, SlotIndex.WORST_INDEX]
     torch.testing.assert_close(merged[0, apart[:3]], whole[apart[:3]], rtol=1e-12, atol=0)
     merged[0, apart] = whole[apart] = 0
     torch.testing.assert_close(merged[0], whole, rtol=0, atol=0, equal_nan=True)
@@ -184,7 +184,7 @@ def test_what_if_is_the_sqnr_of_each_recipes_own_cast(operand, direction):
             assert value == math.inf
         else:
             slot = observe_matrix(hp, *made)
-            assert value == pytest.approx(float(sqnr_db(slot[Place.SIGNAL].numpy(), slot[Place.NOISE].numpy())))
+            assert value == pytest.approx(float(sqnr_db(slot[SlotIndex.SIGNAL].numpy(), slot[SlotIndex.NOISE].numpy())))
 
 
 def test_what_if_of_gaussian_gradients_is_that_of_their_formats():

@@ -14,7 +14,7 @@ OPERANDS = ("input", "weight", "grad_output")
 RESULTS = ("output", "grad_input", "grad_weight")
 
 
-class Place(NamedTuple):
+class Site(NamedTuple):
     """One matrix of a linear: an operand as one of its casts gives it, or a result."""
 
     operand: str
@@ -26,15 +26,15 @@ class Place(NamedTuple):
         return f"{self.operand}.{self.cast}"
 
 
-OUTPUT, GRAD_INPUT, GRAD_WEIGHT = (Place(result, "result") for result in RESULTS)
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = (Site(result, "result") for result in RESULTS)
 
 FORWARD = (
-    *(Place(operand, cast) for operand in ("input", "weight") for cast in ("row", "column", "both")),
+    *(Site(operand, cast) for operand in ("input", "weight") for cast in ("row", "column", "both")),
     OUTPUT,
 )
 BACKWARD = (
-    *(Place("grad_output", cast) for cast in ("row", "column", "both")),
-    Place("weight", "column"),
+    *(Site("grad_output", cast) for cast in ("row", "column", "both")),
+    Site("weight", "column"),
     GRAD_INPUT,
     GRAD_WEIGHT,
 )
@@ -45,27 +45,27 @@ def is_shared(casts: OperandCasts) -> bool:
     return casts.is_one and not casts.row.has_two_casts
 
 
-def places_of(config: Float8LinearConfig, trains_weight: bool) -> list[Place]:
-    """The places that a linear with this config uses, in the order of a record."""
-    places = []
+def sites_of(config: Float8LinearConfig, trains_weight: bool) -> list[Site]:
+    """The sites that a linear with this config uses, in the order of a record."""
+    sites = []
     for operand in OPERANDS:
         casts: OperandCasts = getattr(config.casts, operand)
         for name, cast in (("row", casts.row), ("column", casts.column)):
             if is_shared(casts):
                 name = "both"
             is_read = trains_weight or operand == "weight" or name != "column"
-            if is_read and not cast.is_disabled and Place(operand, name) not in places:
-                places.append(Place(operand, name))
-    return [*places, *(Place(result, "result") for result in RESULTS if trains_weight or result != "grad_weight")]
+            if is_read and not cast.is_disabled and Site(operand, name) not in sites:
+                sites.append(Site(operand, name))
+    return [*sites, *(Site(result, "result") for result in RESULTS if trains_weight or result != "grad_weight")]
 
 
-def describe(place: Place, config: Float8LinearConfig) -> dict[str, Any]:
-    """The entry of a place in a record's header: operand, cast, granularity, dtype, scaling and recipe."""
-    about: dict[str, Any] = {"operand": place.operand, "cast": place.cast, "granularity": "none", "block": None}
+def describe(site: Site, config: Float8LinearConfig) -> dict[str, Any]:
+    """The entry of a site in a record's header: operand, cast, granularity, dtype, scaling and recipe."""
+    about: dict[str, Any] = {"operand": site.operand, "cast": site.cast, "granularity": "none", "block": None}
     about |= {"dtype": None, "scaling": None}
-    if place.cast != "result":
-        casts: OperandCasts = getattr(config.casts, place.operand)
-        cast: CastConfig = casts.column if place.cast == "column" else casts.row
+    if site.cast != "result":
+        casts: OperandCasts = getattr(config.casts, site.operand)
+        cast: CastConfig = casts.column if site.cast == "column" else casts.row
         about["granularity"] = cast.scaling_granularity.name.lower()
         about["dtype"] = str(cast.float8_dtype).removeprefix("torch.")
         about["scaling"] = cast.scaling_type.name.lower()
