@@ -24,7 +24,14 @@ from quaver.bench.harness import Rotation, time_alternating
 from quaver.bench.options import BenchOptions, Shapes
 from quaver.bench.results import BFLOAT16, Result, Row
 from quaver.bench.shapes import Shape
-from quaver.linear.gemm import GemmBackend, ScaleKind, backend_for, float8_mm, laid_out_for_columns, laid_out_for_rows
+from quaver.linear.gemm import (
+    GemmBackend,
+    backend_for,
+    float8_mm,
+    kind_of_casts,
+    laid_out_for_columns,
+    laid_out_for_rows,
+)
 from quaver.recipes.config import MATMULS, Float8LinearConfig
 from quaver.recipes.scaling import dynamic_cast
 from quaver.roofline.device_specs import PeakFlops, device_spec, peak_flops
@@ -62,7 +69,9 @@ class Gemm(Shapes, BenchOptions):
         calls: dict[str, Callable[[], object]] = {BFLOAT16: lambda: torch.mm(*plain.next())}
         about: dict[str, tuple[str, bool | None, int]] = {BFLOAT16: ("torch.mm", None, len(plain))}
         for granularity in self.scales:
-            backend = backend_for(device, ScaleKind.ROWWISE if granularity == "rowwise" else ScaleKind.TENSORWISE)
+            casts = Float8LinearConfig.from_recipe_name(granularity).casts
+            left, right = (casts.of(*operand) for operand in MATMULS[matmul.name])
+            backend = backend_for(device, kind_of_casts(left, right))
             operands = Rotation(partial(matmul.float8_operands, granularity, device), k * (m + n), device)
             for fast in (True, False) if backend is GemmBackend.NATIVE else (None,):
                 name = granularity + {True: ", fast accumulation", False: ", exact accumulation", None: ""}[fast]

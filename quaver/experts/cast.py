@@ -58,17 +58,14 @@ def _cast_groups(
         Operands with the scales of groups.py.
     """
     cpu.check_memory(hp, ends)
+    block_mode = mode if granularity == ScalingGranularity.BLOCKWISE.value else None
 
     def cast(block: Block) -> Operand:
         rows, columns = block
         count = count_of_scales(rows, groups, hp.shape[0])
         scale_row = scale_rows(ends, groups, hp.shape[0], rows, hp.device)
         amax = _amaxes(hp, ends, groups, block, scale_row)
-        if granularity == ScalingGranularity.BLOCKWISE.value:
-            scales = scaling.scales_of_blocks(amax, float8_dtype, power_of_2, mode)
-        else:
-            scales = scaling.scales_of(amax, float8_dtype, power_of_2)
-        quant, dequant = computed_once(scales)
+        quant, dequant = computed_once(scaling.scales_of(amax, float8_dtype, power_of_2, block_mode))
         shape = shape_of_scales(block, groups, *hp.shape)
         of_rows, part = scales_per_row(hp, quant, scale_row, columns)
         codes = cast_blocks_with_scale(hp, of_rows, float8_dtype, part, True)

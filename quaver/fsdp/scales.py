@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,7 @@ from quaver.fsdp.shard import Shard
 from quaver.recipes import scaling
 from quaver.recipes.cast_config import ALL
 from quaver.recipes.config import CastConfig, Float8LinearConfig
-from quaver.recipes.scaling import Scales, scales_of, scales_of_blocks
+from quaver.recipes.scaling import Scales, scales_of
 from quaver.runtime.collectives import max_over_ranks
 
 Grouping = int | None | tuple[int, int]
@@ -95,20 +94,17 @@ def compute_whole_scales(shards: Sequence[Shard], weights: Sequence[ModuleWeight
     lengths = [math.prod(shape) for shape in shapes]
     only_fsdp = sum(length for key, length in zip(casts, lengths, strict=True) if not is_over_tp(key))
     amaxes = _max_over_groups(_local_amaxes(shards, casts).to(shards[0].device), only_fsdp, shards[0])
-    float8_dtype, power_of_2, *of_blocks = rounding_rule(weights[0].config)
-    compute = scales_of_blocks if of_blocks else scales_of
-    quant, dequant = compute(amaxes, float8_dtype, power_of_2, *of_blocks)
+    quant, dequant = scales_of(amaxes, *rounding_rule(weights[0].config))
     made: dict[tuple[int, Grouping], Scales] = {}
     for key, shape, *of_cast in zip(casts, shapes, quant.split(lengths), dequant.split(lengths), strict=True):
         made[key] = Scales(*(vector.view(shape) for vector in of_cast))
     return [[made[i, each] for each in groupings(weight)] for i, weight in enumerate(weights)]
 
 
-def rounding_rule(config: Float8LinearConfig) -> tuple[Any, ...]:
-    """The key of weights whose scales are computed at once: dtype, rounding of scales, the E8M0 mode of blocks."""
+def rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, str | None]:
+    """The arguments of `scales_of` after the amaxes: weights that share them have their scales computed at once."""
     weight = config.casts.weight
-    of_blocks = (weight.row.e8m0_mode,) if weight.row.is_blockwise else ()
-    return weight.row.float8_dtype, weight.power_of_2, *of_blocks
+    return weight.row.float8_dtype, weight.power_of_2, weight.row.e8m0_mode if weight.row.is_blockwise else None
 
 
 def _local_amaxes(shards: Sequence[Shard], casts: Sequence[tuple[int, Grouping]]) -> Tensor:

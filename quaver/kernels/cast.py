@@ -117,7 +117,7 @@ def _cast_blockwise(
 
     def cast(block_size: tuple[int, int]) -> Operand:
         amax = scaling.block_amax(hp, block_size)
-        quant, dequant = computed_once(scaling.scales_of_blocks(amax, float8_dtype, power_of_2, mode))
+        quant, dequant = computed_once(scaling.scales_of(amax, float8_dtype, power_of_2, mode))
         return Operand(scaling.cast_blocks(hp, quant, float8_dtype, block_size, True), dequant, quant)
 
     made = of_blocks(cast, row, column, dot_products, length)
@@ -143,7 +143,7 @@ def _cpu_blockwise(
 
     def cast(block_size: tuple[int, int]) -> Operand:
         amax: Any = cpu.block_amax(hp, block_size)
-        quant, dequant = scaling.scales_of_blocks(amax, float8_dtype, power_of_2, mode)
+        quant, dequant = scaling.scales_of(amax, float8_dtype, power_of_2, mode)
         codes: Any = cpu.cast_with_scale(hp, quant, float8_dtype)
         return Operand(codes, dequant, quant)
 

@@ -214,9 +214,17 @@ class Scales(NamedTuple):
     dequant: Tensor
 
 
-def scales_of(amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool) -> Scales:
-    """The scales that bring `amax` (a high-precision dtype, any shape) to the largest number of `float8_dtype`."""
+def scales_of(amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool, block_mode: str | None = None) -> Scales:
+    """The scales that bring `amax` (a high-precision dtype, any shape) to the largest number of `float8_dtype`.
+
+    `block_mode`: None for scales of the tensor, of rows and of columns; for those of blocks the `mode` of
+    `dynamic_cast_blocks`. Blocks of zeros have a scale of 1.
+    """
+    if block_mode:
+        return e8m0_scales(amax, float8_dtype, block_mode)
     quant = amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
+    if block_mode is not None:
+        quant = quant.masked_fill_(amax == 0, 1.0)
     return Scales(quant, to_dequant_scale(quant))
 
 
@@ -327,17 +335,9 @@ def dynamic_cast_blocks(
     Returns:
         float8 [R, C], contiguous; float32 quant_scale and dequant_scale of the shape of `block_counts`.
     """
-    quant_scale, dequant_scale = scales_of_blocks(block_amax(hp, block_size), float8_dtype, power_of_2, mode)
+    quant_scale, dequant_scale = scales_of(block_amax(hp, block_size), float8_dtype, power_of_2, mode)
     codes = cast_blocks(hp, quant_scale, float8_dtype, block_size, is_of_amax=True)
     return codes, quant_scale, dequant_scale
-
-
-def scales_of_blocks(amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool, mode: str) -> Scales:
-    """The scales of blocks with these amaxes (a high-precision dtype, any shape); see `dynamic_cast_blocks`."""
-    if mode:
-        return e8m0_scales(amax, float8_dtype, mode)
-    quant = amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2).masked_fill_(amax == 0, 1.0)
-    return Scales(quant, to_dequant_scale(quant))
 
 
 def cast_blocks(

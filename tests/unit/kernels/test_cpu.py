@@ -133,7 +133,7 @@ def test_blocks(dtype: torch.dtype, block_size: tuple[int, int], threads: None) 
         for hp in (gaussian(shape, dtype), random_bits(shape, dtype)):
             amax = scaling.block_amax(hp, block_size)
             assert_same_bits(cpu.block_amax(hp, block_size), amax)
-            quant, dequant = scaling.scales_of_blocks(amax, E4M3, True, "")
+            quant, dequant = scaling.scales_of(amax, E4M3, True, "")
             codes = scaling.cast_blocks(hp, quant, E4M3, block_size)
             assert_same_bits(cpu.cast_with_scale(hp, quant, E4M3), codes)
             for wide in (torch.bfloat16, torch.float32):
