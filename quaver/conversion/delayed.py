@@ -19,7 +19,6 @@ from quaver.linear.scale_state import (
     LinearScales,
     NamedSlot,
     ScaleState,
-    all_reduce_amax,
     entries_of,
     load_slots,
     next_scale,
@@ -136,7 +135,7 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
             state.was_loaded()
             state.calibrating = True
         yield
-        amaxes = [all_reduce_amax(state.amax_buffer, group)[:, 0] for state in states]
+        amaxes = [state.observed_on(group)[:, 0] for state in states]
         _check_measured({name: float(amaxes[states.index(state)][slot]) for name, state, slot in named})
         for (scales, _), amax, state in zip(before, amaxes, states, strict=True):
             slots = state.calibrated_slots

@@ -40,7 +40,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -49,10 +48,10 @@ from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
 from quaver.recipes.formats import FORMATS
 from quaver.recipes.scaling import PersistentScale, PersistentScales
+from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
 
 OPERANDS = ("input", "weight", "grad_output")
 
-_NOT_CAST = -1.0
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 _FORWARDS_WITHOUT_SYNC = 1000
 """The number of a linear's training forwards without a sync that is warned of: more than the microbatches of a step."""
@@ -139,7 +138,7 @@ class ScaleState:
         Traceable without graph breaks: it reads no tensor on the host, except where `host_decides` in eager code.
         """
         config = self.delayed_config
-        observed = all_reduce_amax(self.amax_buffer, group)
+        observed = self.observed_on(group)
         amax = observed[:, 0]
         remembered = self.is_delayed & ~(amax < 0)  # NaN is remembered, too
         if config.nonfinite_amax == "skip":
@@ -157,8 +156,12 @@ class ScaleState:
             self.refresh_is_initialized()
         self.forwards_since_sync = 0
 
+    def observed_on(self, group: ProcessGroup | None) -> Tensor:
+        """`amax_buffer` with the maxima over the ranks of `group`: NaN where one rank has a NaN."""
+        return self.amax_buffer if group is None else max_over_ranks(self.amax_buffer, group, may_lack=True)
+
     def reset_amax_buffer(self) -> None:
-        self.amax_buffer.fill_(_NOT_CAST)
+        self.amax_buffer.fill_(NOTHING_OBSERVED)
 
     def refresh_is_initialized(self) -> None:
         self.is_initialized.copy_(self.quant_scale > 0)
@@ -228,7 +231,7 @@ class LinearScales:
             return None
         if observed is None:
             with torch.inference_mode(False):  # a later forward may train
-                observed = scale.quant_scale.new_full((2,), _NOT_CAST)
+                observed = scale.quant_scale.new_full((2,), NOTHING_OBSERVED)
         self.weight_observed = observed
         return scale._replace(amax_buffer=observed)
 
@@ -261,16 +264,6 @@ def next_scale(amax: Tensor, format_max: Tensor, config: DelayedScalingConfig, p
     scale = (format_max.double() / config.headroom / amax.double()).float() / 2.0**config.margin
     scale = scale.clamp(max=_LARGEST_FLOAT32)
     return scaling.round_down_to_power_of_2(scale) if power_of_2 else scale
-
-
-def all_reduce_amax(amax_buffer: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The maximum over ranks: NaN where one rank has a NaN, -1 only where all have it."""
-    if group is None:
-        return amax_buffer
-    # As integers, magnitudes order alike with NaNs on top. A NaN may have a sign, and -1 must lose against everything.
-    bits = torch.where(amax_buffer < 0, -1, amax_buffer.view(torch.int32).bitwise_and(0x7FFFFFFF))
-    dist.all_reduce(bits, dist.ReduceOp.MAX, group)
-    return torch.where(bits < 0, _NOT_CAST, bits.view(torch.float32))
 
 
 NamedSlot = tuple[str, ScaleState, int]

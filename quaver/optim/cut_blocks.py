@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver.optim.blocks import BlockGrid, cut_axes, grid_of
 from quaver.optim.rounding import scales_of
+from quaver.runtime.collectives import max_over_ranks
 from quaver.torch_private.dtensor import is_dtensor
 
 
@@ -56,12 +57,11 @@ def agree(parts: Sequence[CutPart]) -> list[CutPart]:
         alike[tuple(tuple(dist.get_process_group_ranks(group)) for group in _groups(part.parameter))].append(index)
     agreed = list(parts)
     for indices in alike.values():
-        # As integers, magnitudes order alike with NaNs on top, which backends lose among floats.
-        bits = torch.cat([parts[i].amaxes.flatten() for i in indices]).view(torch.int32).bitwise_and(0x7FFFFFFF)
+        amaxes = torch.cat([parts[i].amaxes.flatten() for i in indices])
         for group in _groups(parts[indices[0]].parameter):
-            dist.all_reduce(bits, dist.ReduceOp.MAX, group)
-        amaxes = bits.view(torch.float32).split([parts[i].amaxes.numel() for i in indices])
-        for i, each in zip(indices, amaxes, strict=True):
+            amaxes = max_over_ranks(amaxes, group)
+        of_parts = amaxes.split([parts[i].amaxes.numel() for i in indices])
+        for i, each in zip(indices, of_parts, strict=True):
             agreed[i] = parts[i]._replace(amaxes=each.view(parts[i].amaxes.shape))
     return agreed
 

@@ -8,20 +8,27 @@ from torch.distributed import ProcessGroup
 
 from quaver.torch_private import collectives as functional
 
+NOTHING_OBSERVED = -1.0
+"""In place of an amax."""
 
-def max_over_ranks(amaxes: Tensor, group: ProcessGroup) -> Tensor:
+
+def max_over_ranks(amaxes: Tensor, group: ProcessGroup, *, may_lack: bool = False) -> Tensor:
     """The elementwise largest over the ranks of `group`, NaN where one rank has a NaN.
 
     Args:
         amaxes: float32, contiguous, each 0 or more or NaN; of one shape on every rank.
+        may_lack: that some are NOTHING_OBSERVED, which stays only where all ranks have it.
     Returns:
         A new float32 tensor, equal on every rank.
 
     Backends lose a NaN in a maximum of floats. As integers, IEEE magnitudes order alike, with the NaNs on top.
     """
     # The mask clears a sign; without an operation here torch's compiler (2.13) hands the collective a view of floats.
-    bits = functional.all_reduce(amaxes.view(torch.int32).bitwise_and(0x7FFFFFFF), "max", group)
-    return functional.wait_tensor(bits).view(torch.float32)
+    bits = amaxes.view(torch.int32).bitwise_and(0x7FFFFFFF)
+    bits = torch.where(amaxes < 0, -1, bits) if may_lack else bits
+    bits = functional.wait_tensor(functional.all_reduce(bits, "max", group))
+    largest = bits.view(torch.float32)
+    return torch.where(bits < 0, NOTHING_OBSERVED, largest) if may_lack else largest
 
 
 def all_gather(local: Tensor, dim: int, group: ProcessGroup) -> Tensor:

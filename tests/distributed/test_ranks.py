@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
 from tests.distributed.ranks import RanksError, run
 
 
@@ -17,6 +18,12 @@ def _sum_of_ranks():
     total = torch.tensor(dist.get_rank())
     dist.all_reduce(total)
     return total.item()
+
+
+def _largest_amaxes():
+    own = [[NOTHING_OBSERVED, NOTHING_OBSERVED, -torch.nan, 3.0], [NOTHING_OBSERVED, 0.0, 5.0, 4.0]][dist.get_rank()]
+    amaxes = torch.tensor(own)
+    return max_over_ranks(amaxes, dist.group.WORLD, may_lack=True), max_over_ranks(amaxes[2:], dist.group.WORLD)
 
 
 def _fail_on_rank_1():
@@ -43,6 +50,13 @@ def _die():
 
 def test_every_rank_answers():
     assert run(2, _sum_of_ranks) == [1, 1]
+
+
+def test_the_maximum_keeps_a_nan_and_lacks_only_what_all_lack():
+    expected = torch.tensor([NOTHING_OBSERVED, 0.0, torch.nan, 4.0])
+    for largest, present in run(2, _largest_amaxes):
+        torch.testing.assert_close(largest, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(present, expected[2:], rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_failure_has_the_traceback_of_its_rank():
