@@ -14,6 +14,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from types import ModuleType
+from typing import Any
 
 NEW_NAMES = {
     "active_experts": "conversion.active_experts",
@@ -91,14 +92,21 @@ NEW_NAMES = {
 }
 """By the name that a module of quaver had, the one that it has."""
 
+NEW_CLASSES = {"reference.PersistentScale": "ScaleHistory"}
+"""By the names that a module and its class had, the one that the class has."""
+
 
 class _OldNames(MetaPathFinder, Loader):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         return spec_from_loader(name, self) if name.removeprefix("quaver.") in NEW_NAMES else None
 
     def exec_module(self, module: ModuleType) -> None:
-        new = importlib.import_module("quaver." + NEW_NAMES[module.__name__.removeprefix("quaver.")])
-        vars(module)["__getattr__"] = partial(getattr, new)
+        old = module.__name__.removeprefix("quaver.")
+        vars(module)["__getattr__"] = partial(_attribute, importlib.import_module("quaver." + NEW_NAMES[old]), old)
+
+
+def _attribute(new: ModuleType, old: str, name: str) -> Any:
+    return getattr(new, NEW_CLASSES.get(f"{old}.{name}", name))
 
 
 def find_old_names() -> None:

@@ -3,6 +3,7 @@
 import gzip
 import importlib
 import io
+import pickle
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import quaver
+from quaver.recipes.reference import ScaleHistory
 from quaver.runtime.old_names import NEW_NAMES
 
 
@@ -45,6 +47,11 @@ def test_an_old_name_gives_the_attributes_of_the_new_module(name):
     assert all(getattr(old, each) is getattr(new, each) for each in own)
     with pytest.raises(AttributeError):
         old.no_such_name  # noqa: B018
+
+
+def test_the_scales_of_a_reference_linear_of_quaver_1_0_load():
+    pickle_of_1_0 = b"cquaver.reference\nPersistentScale\n."
+    assert pickle.loads(pickle_of_1_0) is ScaleHistory
 
 
 def test_a_public_function_keeps_its_name():
