@@ -113,22 +113,22 @@ def _gathered(bucket: list[tuple[Update, Run]]) -> tuple[Blocks, Tensor, dict[st
     """The blocks of a bucket, those of the gradients, and by name the rows that the blocks are of."""
     runs = [run for _, run in bucket]
     grad = torch.cat([to_blocks(rows_of(update.grad, run), run.grid) for update, run in bucket])
-    places: dict[str, list[Tensor]] = {}
+    rows_by_name: dict[str, list[Tensor]] = {}
     old: dict[str, Any] = dict.fromkeys(Blocks._fields)
     for name, tensors in zip(Blocks._fields, zip(*(update.tensors for update, _ in bucket), strict=True), strict=True):
         if tensors[0] is not None:
             rows = [rows_of(tensor, run) for tensor, run in zip(tensors, runs, strict=True)]
-            places[name] = rows
+            rows_by_name[name] = rows
             parts = zip(rows, runs, strict=True)
             old[name] = torch.cat([to.flatten() if _is_scale(name) else to_blocks(to, run.grid) for to, run in parts])
-    return Blocks(**old), grad, places
+    return Blocks(**old), grad, rows_by_name
 
 
 def _run_bucket(bucket: list[tuple[Update, Run]], scalars: Tensor, function: Callable[..., Any]) -> Tensor:
-    old, grad, places = _gathered(bucket)
+    old, grad, rows_by_name = _gathered(bucket)
     runs = [run for _, run in bucket]
     made, skipped = function(old, grad, block_keys(*block_numbers(runs, grad.device)), scalars)
-    for name, rows in places.items():
+    for name, rows in rows_by_name.items():
         blocks = zip(getattr(made, name).split([run.blocks for run in runs]), rows, runs, strict=True)
         new = [each.view_as(to) if _is_scale(name) else from_blocks(each, run.grid) for each, to, run in blocks]
         torch._foreach_copy_(rows, new)

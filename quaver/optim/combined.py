@@ -146,7 +146,7 @@ class CombinedOptimizer(Optimizer):
         for each in self.optimizers:
             own = with_own_options(groups[begin : begin + len(each.param_groups)], each.param_groups)
             begin += len(own)
-            numbers = {number: place for place, number in enumerate(chain(*(group["params"] for group in own)))}
+            numbers = {number: index for index, number in enumerate(chain(*(group["params"] for group in own)))}
             state = {numbers[number]: value for number, value in state_dict["state"].items() if number in numbers}
             own = [{**group, "params": [numbers[number] for number in group["params"]]} for group in own]
             each.load_state_dict({**state_dict, "state": state, "param_groups": own})

@@ -3,9 +3,9 @@
 Everything here is on blocks: tensors [B, 256], float32, whose rows are blocks of one parameter or of many. csrc/adamw.h
 computes the same bits.
 
-    random     = mix(block_key + lane * 0x9E3779B9)              32 bits per element, by its place in the parameter
+    random     = mix(block_key + lane * 0x9E3779B9)              32 bits per element, by its index in the parameter
     block_key  = mix(key + block * 0x9E3779B1)                   `block` counts the blocks of the whole parameter
-    key        = of the seed, the step and the parameter's place in the optimizer; see `step_key`
+    key        = of the seed, the step and the parameter's index in the optimizer; see `step_key`
 
     e4m3       quant_scale = min(RN32(448 / amax), 2^120), scale = RN32(1 / quant_scale)
                code = |x| * quant_scale rounded up or down, so that the expected value is kept; at most 448
@@ -58,7 +58,7 @@ def mix_int(bits: int) -> int:
 
 
 def step_key(seed: int, step: int, position: int) -> int:
-    """32 bits of the seed, the number of the step and the parameter's place in the optimizer."""
+    """32 bits of the seed, the number of the step and the parameter's index in the optimizer."""
     key = 0
     for word in (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, step, position):
         key = mix_int((key + _BLOCK + word) & 0xFFFFFFFF)

@@ -75,7 +75,7 @@ def _draw(figure: Figure, report: dict[str, Any]) -> None:
 
 
 def _mark_spans(axis: Any, spans: list[list[Any]], last_event: float) -> None:
-    place = axis.get_xaxis_transform()
+    transform = axis.get_xaxis_transform()
     for phase, begin, end in _joined(spans):
         if phase not in SPANS:
             continue
@@ -84,7 +84,7 @@ def _mark_spans(axis: Any, spans: list[list[Any]], last_event: float) -> None:
         if not is_wide:
             axis.axvline(begin, color="#444444", linestyle=":", linewidth=0.8, zorder=3)
         rotation, where = (0, (begin + end) / 2) if is_wide else (90, begin - 0.01 * last_event)
-        axis.text(where, 0.975, phase, ha="center", va="top", rotation=rotation, transform=place, color="#444444")
+        axis.text(where, 0.975, phase, ha="center", va="top", rotation=rotation, transform=transform, color="#444444")
 
 
 def _joined(spans: list[list[Any]]) -> list[list[Any]]:

@@ -107,8 +107,8 @@ class ModuleTracker:
         number = sequence_number(node)
         if number >= _NO_NUMBER:
             return self._owners.get(id(getattr(node, "variable", None)), OUTSIDE)
-        place = bisect_right(self._numbers, number)
-        return self._names[place - 1] if place else OUTSIDE
+        index = bisect_right(self._numbers, number)
+        return self._names[index - 1] if index else OUTSIDE
 
     def parameter_of(self, key: int) -> str:
         """The name of the current module's own parameter with the storage `key`; empty for none."""

@@ -60,10 +60,13 @@ def _tensors(tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Names once, and rows of positions in them."""
     names: dict[str, int] = {}
 
-    def place(name: str) -> int:
+    def index_of(name: str) -> int:
         return names.setdefault(name, len(names))
 
-    rows = [[place(each["layer"]), place(each["operand"]), place(each["cast"]), place(_form(each))] for each in tensors]
+    rows = [
+        [index_of(each["layer"]), index_of(each["operand"]), index_of(each["cast"]), index_of(_form(each))]
+        for each in tensors
+    ]
     return {"names": list(names), "rows": rows}
 
 

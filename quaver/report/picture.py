@@ -80,7 +80,7 @@ def _draw_map(axis: Any, run: RunData, statistic: Statistic, limits: Limits) -> 
     if record is None or statistic.name not in record.statistics:
         axis.text(0.5, 0.5, "not recorded", ha="center", transform=axis.transAxes)
         return
-    cells, edges, names, places = _cells(record, statistic, limits)
+    cells, edges, names, row_of_tensor = _cells(record, statistic, limits)
     rows = np.arange(len(cells) + 1) - 0.5
     axis.pcolormesh(edges, rows, cells, cmap=_COLORS, vmin=0, vmax=255, rasterized=True)
     axis.invert_yaxis()
@@ -88,7 +88,7 @@ def _draw_map(axis: Any, run: RunData, statistic: Statistic, limits: Limits) -> 
     axis.set_yticks(list(shown), [names[at] for at in shown], fontsize=6, parse_math=False)
     axis.set_xlabel("step")
     for alarm in run.alarms:
-        row = places.get((alarm["layer"], alarm["operand"]))
+        row = row_of_tensor.get((alarm["layer"], alarm["operand"]))
         if row is not None:
             axis.plot(alarm["since"], row, "^", color="#b3261e", markeredgecolor="white", markersize=7)
     _draw_scale(axis, statistic, limits[statistic.name])
@@ -105,13 +105,13 @@ def _cells(
     kinds = [(each["operand"], each["cast"]) for each in tensors]
     grid = grid_of(len(record.steps), kinds, 1, _MOST_ROWS * _MOST_COLUMNS)
     names = [f"{tensors[row[0]]['layer']} {tensors[row[0]]['operand'].replace('_', ' ')}" for row in grid.rows]
-    places: dict[tuple[str, str], int] = {}
+    row_of_tensor: dict[tuple[str, str], int] = {}
     for at, row in enumerate(grid.rows):
         for tensor in row:
-            places.setdefault((tensors[tensor]["layer"], tensors[tensor]["operand"]), at)
+            row_of_tensor.setdefault((tensors[tensor]["layer"], tensors[tensor]["operand"]), at)
     steps = record.steps.tolist()
     edges = [*(steps[first] for first in grid.columns[:-1]), steps[-1] + every_of(record)]
-    return grid.merged(codes[:, has_value]), edges, names, places
+    return grid.merged(codes[:, has_value]), edges, names, row_of_tensor
 
 
 def _draw_scale(axis: Any, statistic: Statistic, limits: tuple[float, float]) -> None:

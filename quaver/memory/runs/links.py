@@ -157,11 +157,11 @@ class CountCollectives(TorchDispatchMode):
 def link_of(ranks: Iterable[int], layout: ParallelDims) -> str:
     """The dims of the mesh of `layout` in which `ranks` differ."""
     tensor, shard = layout.tensor, layout.shard
-    places = [(rank // (tensor * shard), rank // tensor % shard, rank % tensor) for rank in ranks]
-    along = dict(zip(("dp_replicate", "dp_shard", "tp"), zip(*places, strict=True), strict=True))
+    coordinates = [(rank // (tensor * shard), rank // tensor % shard, rank % tensor) for rank in ranks]
+    along = dict(zip(("dp_replicate", "dp_shard", "tp"), zip(*coordinates, strict=True), strict=True))
     varying = [name for name, each in along.items() if len(set(each)) > 1]
-    if varying == ["dp_shard"] and len(places) < shard:
-        return "ep" if places[1][1] - places[0][1] == 1 else "dp_shard / ep"
+    if varying == ["dp_shard"] and len(coordinates) < shard:
+        return "ep" if coordinates[1][1] - coordinates[0][1] == 1 else "dp_shard / ep"
     return " x ".join(varying) or "none"
 
 
