@@ -55,8 +55,6 @@ class Float8(Settings, section="float8"):
     delayed_nonfinite_amax: str = setting(
         "skip", "An inf or NaN is left out of the history (skip), or freezes the scale while in it (keep_scale)."
     )
-    enable_amax_init: bool = setting(True, "Accepted from older configs; changes nothing.")
-    enable_pre_and_post_forward: bool = setting(True, "Accepted from older configs; changes nothing.")
 
     def check(self) -> None:
         """Refuse what the recipe does not have, and what float8 would not read."""

@@ -82,8 +82,6 @@ def linear_config(config: Float8, recipe: str | None = None) -> Float8LinearConf
         gemm_config_output=Float8GemmConfig(config.use_fast_accum),
         enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
         delayed_scaling_config=config.delayed_scaling_config,
-        enable_amax_init=config.enable_amax_init,
-        enable_pre_and_post_forward=config.enable_pre_and_post_forward,
     )
 
 

@@ -147,15 +147,13 @@ def test_persistent_scales_are_resident_memory(delayed_config, tiny_config):
 
 
 def test_settings_reach_the_linears(delayed_config):
-    others = {"enable_amax_init": False, "enable_pre_and_post_forward": False}
     delayed = {"history_len": 4, "scale_fn_name": "most_recent", "margin": 1, "headroom": 1.25}
     delayed |= {"nonfinite_amax": "keep_scale"}
     settings = {f"delayed_{name}": value for name, value in delayed.items()}
-    config = with_float8(delayed_config, recipe_name="delayed", **settings, **others)
+    config = with_float8(delayed_config, recipe_name="delayed", **settings)
     linears = [module for module in prepare(config).models[0].model.modules() if isinstance(module, Float8Linear)]
     for linear in linears:
         assert linear.config.delayed_scaling_config == DelayedScalingConfig(**delayed)
-        assert {name: getattr(linear.config, name) for name in others} == others
     assert Float8().delayed_scaling_config == DelayedScalingConfig()
 
 
