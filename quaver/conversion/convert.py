@@ -129,11 +129,11 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
         RuntimeError: a linear, or experts, cannot be converted back: `fully_shard` gathers its weight in float8,
             DistributedDataParallel holds a weight that was prepared for that, or its class was changed since.
     """
-    linears = [each for each in module.modules() if isinstance(each, Float8Linear)]
-    has_ddp = any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules())
+    linears = [child for child in module.modules() if isinstance(child, Float8Linear)]
+    has_ddp = any(isinstance(child, nn.parallel.DistributedDataParallel) for child in module.modules())
     for name, weight in weights_under(module):
         _check_way_back(weight, name, has_ddp)
-    experts = [each for each in module.modules() if isinstance(each, Float8Experts)]
+    experts = [child for child in module.modules() if isinstance(child, Float8Experts)]
     if any(parametrize.is_parametrized(each) for each in experts):
         raise RuntimeError("experts are parametrized and cannot be converted back: remove their parametrizations first")
     for each in experts:
@@ -147,7 +147,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
         getattr(plain, "to_original", lambda: None)()  # a module that was made an nn.Linear for the conversion
     for of_experts in experts:
         _restore(of_experts, to_plain_experts)
-    for grouped in [each for each in module.modules() if isinstance(each, Float8GroupedMM)]:
+    for grouped in [child for child in module.modules() if isinstance(child, Float8GroupedMM)]:
         _restore(grouped, to_plain_grouped_mm)
     for child in module.modules():
         vars(child).pop(FILTER_REASON, None)
@@ -231,7 +231,9 @@ def decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) 
 def _other_owners(root: nn.Module, experts: nn.Module, name: str) -> list[str]:
     """The parameters of other modules that are weights of these experts."""
     weights = set(map(id, weights_of(experts).values()))
-    named = [(x, each) for x, each in root.named_parameters(remove_duplicate=False) if id(each) in weights]
+    named = [
+        (x, parameter) for x, parameter in root.named_parameters(remove_duplicate=False) if id(parameter) in weights
+    ]
     return [x for x, _ in named if x.rpartition(".")[0] != name]
 
 

@@ -88,10 +88,14 @@ def freeze_to_float8(
     config = _resolved(config)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
-    modules = {name: each for name, each in module.named_modules() if isinstance(each, nn.Linear) or is_experts(each)}
-    decisions = {name: decide(module_filter_fn, each, name) for name, each in modules.items()}
+    modules = {
+        name: child for name, child in module.named_modules() if isinstance(child, nn.Linear) or is_experts(child)
+    }
+    decisions = {name: decide(module_filter_fn, child, name) for name, child in modules.items()}
     chosen = {
-        name: each for name, each in modules.items() if decisions[name] and not _stays(each, config, include_subclasses)
+        name: child
+        for name, child in modules.items()
+        if decisions[name] and not _stays(child, config, include_subclasses)
     }
     problem = next(_problems(chosen, owners_of_parameters(module)), None)
     if problem is not None:
@@ -102,16 +106,16 @@ def freeze_to_float8(
         module_filter_fn=lambda each, name: decisions[name],
         include_subclasses=include_subclasses,
     )
-    for each in chosen.values():
-        for weight in weights_of_module(each):
+    for child in chosen.values():
+        for weight in weights_of_module(child):
             dtype = weight.parameter.dtype
-            store_float8_weight(each, *_quantize(weight), config=config, dtype=dtype, name=weight.name)
+            store_float8_weight(child, *_quantize(weight), config=config, dtype=dtype, name=weight.name)
     return module
 
 
 def _stays(module: nn.Module, config: Float8LinearConfig, include_subclasses: bool) -> bool:
     """Whether a linear or experts cannot be converted, or are frozen already."""
-    if isinstance(module, FrozenModule) and all(each.config == config for each in weights_of_module(module)):
+    if isinstance(module, FrozenModule) and all(weight.config == config for weight in weights_of_module(module)):
         return True
     if isinstance(module, nn.Linear):
         return bool(obstacle_of(module, include_subclasses))
@@ -166,7 +170,7 @@ def store_float8_weight(
         )
     fmt = FORMATS[codes.dtype]
     no_numbers = torch.tensor(fmt.nan_codes + fmt.infinity_codes, dtype=torch.uint8, device=codes.device)
-    if any(bool(torch.isin(each.data.view(torch.uint8), no_numbers).any()) for each in frozen.matrices()):
+    if any(bool(torch.isin(matrix.data.view(torch.uint8), no_numbers).any()) for matrix in frozen.matrices()):
         raise ValueError("expected finite codes, got NaN or inf")
     if not bool(((dequant_scale > 0) & dequant_scale.isfinite()).all()):
         raise ValueError("expected finite dequant_scales above 0")
@@ -223,8 +227,8 @@ def obstacle_to_storing(name: str, weight: Tensor, owners: dict[int, list[str]])
 
     `name`: of a linear, or of the weight of experts. `owners`: see `owners_of_parameters`.
     """
-    names = [f".{each}".removesuffix(".weight").lstrip(".") for each in owners.get(id(weight), [])]
-    tied = [each for each in names if each != name]
+    names = [f".{owner}".removesuffix(".weight").lstrip(".") for owner in owners.get(id(weight), [])]
+    tied = [other for other in names if other != name]
     if type(weight) is not nn.Parameter:
         return f"the weight of {name} is a {type(weight).__name__}; freeze before fully_shard and other wrappers"
     if weight.dtype not in HP_DTYPES:

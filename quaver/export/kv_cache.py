@@ -62,10 +62,10 @@ def calibrate_kv_cache(model: nn.Module) -> Iterator[None]:
         RuntimeError: at the exit, if no batch reached an attention, or keys or values were all 0 or not finite. No
             scale is then changed.
     """
-    attentions = {name: each for name, each in model.named_modules() if _cached_argument(each)}
+    attentions = {name: module for name, module in model.named_modules() if _cached_argument(module)}
     if not attentions:
         raise ValueError(f"{type(model).__name__}: expected a decoder of transformers, whose attention takes a cache")
-    latent = [name for name, each in attentions.items() if hasattr(each, "kv_b_proj")]
+    latent = [name for name, attention in attentions.items() if hasattr(attention, "kv_b_proj")]
     if latent or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise NotImplementedError(
             "scales of a KV cache: expected a decoder whose cache holds keys and values, got "
@@ -73,13 +73,13 @@ def calibrate_kv_cache(model: nn.Module) -> Iterator[None]:
         )
     amaxes: dict[str, list[Tensor]] = {}
     with ExitStack() as hooks:
-        for name, each in attentions.items():
+        for name, attention in attentions.items():
             hook = partial(_record_cached, amaxes.setdefault(name, []))
-            hooks.callback(each.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            hooks.callback(attention.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield
     scales = _measured(amaxes)
-    for name, each in scales.items():
-        setattr(attentions[name], _ATTRIBUTE, each)
+    for name, scale in scales.items():
+        setattr(attentions[name], _ATTRIBUTE, scale)
 
 
 def _cached_argument(module: nn.Module) -> str | None:
@@ -87,7 +87,7 @@ def _cached_argument(module: nn.Module) -> str | None:
     if "attention" not in type(module).__name__.lower():
         return None
     arguments = inspect.signature(module.forward).parameters
-    return next((each for each in _CACHES if each in arguments), None)
+    return next((cache for cache in _CACHES if cache in arguments), None)
 
 
 def _record_cached(
@@ -105,7 +105,7 @@ class _RecordingCache:
         self._amaxes, self._cache = amaxes, cache
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
-        measured = torch.stack([each.detach().abs().amax().float() for each in (keys, values)])
+        measured = torch.stack([states.detach().abs().amax().float() for states in (keys, values)])
         self._amaxes[:] = [torch.maximum(measured, *self._amaxes)] if self._amaxes else [measured]
         return (keys, values) if self._cache is None else self._cache.update(keys, values, *args, **kwargs)
 
@@ -115,7 +115,7 @@ class _RecordingCache:
 
 def _measured(amaxes: dict[str, list[Tensor]]) -> dict[str, dict[str, float]]:
     """The scales of each attention that any rank measured. Raises RuntimeError on every rank."""
-    ranks: list[dict[str, list[float]]] = [{name: each[0].tolist() for name, each in amaxes.items() if each}]
+    ranks: list[dict[str, list[float]]] = [{name: amax[0].tolist() for name, amax in amaxes.items() if amax}]
     if dist.is_available() and dist.is_initialized():
         local, ranks = ranks[0], [{}] * dist.get_world_size()
         dist.all_gather_object(ranks, local)
@@ -151,14 +151,14 @@ def set_kv_scales(model: nn.Module, scales: Mapping[str, float]) -> None:
     Raises:
         ValueError: the model has no module of such a name; it is then unchanged.
     """
-    modules = {plain_name(name): each for name, each in model.named_modules()}
+    modules = {plain_name(name): module for name, module in model.named_modules()}
     known = {f"{name}.{leaf}".lstrip(".") for name in modules for leaf in LEAVES}
     in_model = checkpoint_names(model).in_model(known, scales)
     unknown = [stored for stored, name in in_model.items() if name not in known]
     if unknown:
         raise ValueError(f"the model has no attention for these scales of a KV cache: {listed(unknown)}")
-    for each in modules.values():
-        each.__dict__.pop(_ATTRIBUTE, None)
+    for module in modules.values():
+        module.__dict__.pop(_ATTRIBUTE, None)
     for stored, name in in_model.items():
         owner, _, leaf = name.rpartition(".")
         modules[owner].__dict__.setdefault(_ATTRIBUTE, {})[leaf] = scales[stored]
@@ -168,7 +168,7 @@ def stored_kv_scales(names: list[str]) -> dict[str, tuple[str, ...]]:
     """The names in a model, one or two, of the scales of a file's KV cache, by the name in the file."""
     found = {}
     for name in names:
-        suffix = next((each for each in _STORED if name.endswith(f".{each}")), None)
+        suffix = next((leaf for leaf in _STORED if name.endswith(f".{leaf}")), None)
         owner = name.removesuffix(f".{suffix}")
         if suffix is not None and not owner.endswith("_proj"):
             found[name] = tuple(f"{owner}.{leaf}" for leaf in _STORED[suffix])

@@ -30,12 +30,12 @@ class _States(MutableMapping[Tensor, Any]):
         self._optimizers = optimizers
 
     def _owner(self, parameter: Tensor) -> Mapping[Tensor, Any]:
-        for each in self._optimizers:
-            if parameter in each.state:
-                return each.state
-        for each in self._optimizers:
-            if any(parameter is held for group in each.param_groups for held in group["params"]):
-                return each.state
+        for optimizer in self._optimizers:
+            if parameter in optimizer.state:
+                return optimizer.state
+        for optimizer in self._optimizers:
+            if any(parameter is held for group in optimizer.param_groups for held in group["params"]):
+                return optimizer.state
         raise KeyError(parameter)
 
     def __getitem__(self, parameter: Tensor) -> Any:
@@ -48,13 +48,13 @@ class _States(MutableMapping[Tensor, Any]):
         del self._owner(parameter)[parameter]  # type: ignore[attr-defined]
 
     def __contains__(self, parameter: object) -> bool:
-        return any(parameter in each.state for each in self._optimizers)
+        return any(parameter in optimizer.state for optimizer in self._optimizers)
 
     def __iter__(self) -> Iterator[Tensor]:
-        return chain.from_iterable(each.state for each in self._optimizers)
+        return chain.from_iterable(optimizer.state for optimizer in self._optimizers)
 
     def __len__(self) -> int:
-        return sum(len(each.state) for each in self._optimizers)
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
 
 
 class CombinedOptimizer(Optimizer):
@@ -71,13 +71,13 @@ class CombinedOptimizer(Optimizer):
             ValueError: a parameter is in two of them, or there is none.
         """
         self.optimizers = optimizers
-        super().__init__([group for each in optimizers for group in each.param_groups], {})
-        shared = set.intersection(*(set(each.defaults) for each in optimizers))
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        shared = set.intersection(*(set(optimizer.defaults) for optimizer in optimizers))
         self.defaults = {name: value for name, value in optimizers[0].defaults.items() if name in shared}
         self._share()
 
     def _share(self) -> None:
-        self.param_groups = [group for each in self.optimizers for group in each.param_groups]
+        self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[Tensor, Any]:
@@ -97,7 +97,7 @@ class CombinedOptimizer(Optimizer):
         Raises:
             ValueError: always, but for groups of the optimizers.
         """
-        if not any(param_group is group for each in self.optimizers for group in each.param_groups):
+        if not any(param_group is group for optimizer in self.optimizers for group in optimizer.param_groups):
             raise ValueError("expected a param group of its optimizers, got another; combine optimizers that have it")
         super().add_param_group(param_group)
 
@@ -107,8 +107,8 @@ class CombinedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for each in self.optimizers:
-            each.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,13 +120,13 @@ class CombinedOptimizer(Optimizer):
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         first = 0
-        for each in self.optimizers:
-            theirs = each.state_dict()
+        for optimizer in self.optimizers:
+            theirs = optimizer.state_dict()
             state |= {first + number: value for number, value in theirs["state"].items()}
             groups += [
                 {**group, "params": [first + number for number in group["params"]]} for group in theirs["param_groups"]
             ]
-            first += sum(len(group["params"]) for group in each.param_groups)
+            first += sum(len(group["params"]) for group in optimizer.param_groups)
             packed |= theirs
         return {**packed, "state": state, "param_groups": groups}
 
@@ -143,13 +143,13 @@ class CombinedOptimizer(Optimizer):
         groups, begin = state_dict["param_groups"], 0
         if len(groups) != len(self.param_groups):
             raise ValueError(f"expected a state dict with {len(self.param_groups)} param groups, got {len(groups)}")
-        for each in self.optimizers:
-            own = with_own_options(groups[begin : begin + len(each.param_groups)], each.param_groups)
+        for optimizer in self.optimizers:
+            own = with_own_options(groups[begin : begin + len(optimizer.param_groups)], optimizer.param_groups)
             begin += len(own)
             numbers = {number: index for index, number in enumerate(chain(*(group["params"] for group in own)))}
             state = {numbers[number]: value for number, value in state_dict["state"].items() if number in numbers}
             own = [{**group, "params": [numbers[number] for number in group["params"]]} for group in own]
-            each.load_state_dict({**state_dict, "state": state, "param_groups": own})
+            optimizer.load_state_dict({**state_dict, "state": state, "param_groups": own})
         self._share()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -175,16 +175,16 @@ def load_states_of(target: Optimizer, source: Optimizer) -> None:
             of torch's that `target` lacks.
     """
     found: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]] = {}
-    for each in parts_of(source):
-        packed = each._torch_state_dict() if isinstance(each, Float8Optimizer) else each.state_dict()
-        for group, theirs in zip(each.param_groups, packed["param_groups"], strict=True):
+    for part in parts_of(source):
+        packed = part._torch_state_dict() if isinstance(part, Float8Optimizer) else part.state_dict()
+        for group, theirs in zip(part.param_groups, packed["param_groups"], strict=True):
             for parameter, number in zip(group["params"], theirs["params"], strict=True):
-                found[parameter] = each, theirs, packed["state"].get(number)
-    for each in parts_of(target):
-        if isinstance(each, Float8Optimizer):
-            each._load_torch_state_dict(_torch_state_dict(each, found))
+                found[parameter] = part, theirs, packed["state"].get(number)
+    for part in parts_of(target):
+        if isinstance(part, Float8Optimizer):
+            part._load_torch_state_dict(_torch_state_dict(part, found))
         else:
-            each.load_state_dict(_torch_state_dict(each, found))
+            part.load_state_dict(_torch_state_dict(part, found))
     if isinstance(target, CombinedOptimizer):
         target._share()
 
@@ -192,14 +192,14 @@ def load_states_of(target: Optimizer, source: Optimizer) -> None:
 def state_bytes(optimizer: Optimizer) -> int:
     """The bytes of the state of such an optimizer on this rank after its first step; for meta tensors too."""
     size = 0
-    for each in parts_of(optimizer):
-        for group in each.param_groups:
+    for part in parts_of(optimizer):
+        for group in part.param_groups:
             for parameter in group["params"]:
-                if isinstance(each, Float8Optimizer):
+                if isinstance(part, Float8Optimizer):
                     size += sum(local_tensor(value).nbytes for value in new_state(parameter, group).values())
                 else:  # moments have the parameter's dtype; AdamW counts steps in a float32
-                    size += local_tensor(parameter).nbytes * (1 if _kind(each) is torch.optim.Muon else 2)
-                    size += 0 if _kind(each) is torch.optim.Muon else 4
+                    size += local_tensor(parameter).nbytes * (1 if _kind(part) is torch.optim.Muon else 2)
+                    size += 0 if _kind(part) is torch.optim.Muon else 4
     return size
 
 

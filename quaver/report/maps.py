@@ -24,10 +24,10 @@ Limits = dict[str, tuple[float, float]]
 def limits_of(records: Sequence[Record]) -> Limits:
     """One scale for all runs, by statistic; without those that no run has."""
     found = {}
-    for each in STATISTICS:
-        runs = [record.statistics[each.name] for record in records if each.name in record.statistics]
+    for statistic in STATISTICS:
+        runs = [record.statistics[statistic.name] for record in records if statistic.name in record.statistics]
         if any((~np.isnan(run)).any() for run in runs):
-            found[each.name] = each.limits(runs)
+            found[statistic.name] = statistic.limits(runs)
     return found
 
 
@@ -39,8 +39,8 @@ def maps_of(record: Record, alarms: Sequence[dict[str, Any]], limits: Limits, sh
         limits: by statistic, `limits_of` all runs of the page.
         share: of the page's bytes.
     """
-    shown = [each for each in STATISTICS if each.name in limits and each.name in record.statistics]
-    kinds = [(each["operand"], each["cast"]) for each in record.tensors]
+    shown = [statistic for statistic in STATISTICS if statistic.name in limits and statistic.name in record.statistics]
+    kinds = [(tensor["operand"], tensor["cast"]) for tensor in record.tensors]
     grid = grid_of(len(record.steps), kinds, len(shown), int(share * MOST_CELLS))
     steps, last = record.steps.tolist(), [end - 1 for end in grid.columns[1:]]
     return {
@@ -49,8 +49,10 @@ def maps_of(record: Record, alarms: Sequence[dict[str, Any]], limits: Limits, sh
         "tensors": _tensors(record.tensors),
         "rows": None if len(grid.rows) == len(record.tensors) else grid.rows,
         "columns": [[steps[first] for first in grid.columns[:-1]], [steps[at] for at in last]],
-        "maps": {each.name: _map(codes_of(record, each, limits[each.name]), grid) for each in shown},
-        "worst": {each.name: worst_cells(record, each) for each in shown},
+        "maps": {
+            statistic.name: _map(codes_of(record, statistic, limits[statistic.name]), grid) for statistic in shown
+        },
+        "worst": {statistic.name: worst_cells(record, statistic) for statistic in shown},
         "whatif": _what_if(record),
         "histograms": _histograms(record, alarms, int(share * MOST_HISTOGRAM_BYTES)),
     }
@@ -64,8 +66,8 @@ def _tensors(tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return names.setdefault(name, len(names))
 
     rows = [
-        [index_of(each["layer"]), index_of(each["operand"]), index_of(each["cast"]), index_of(_form(each))]
-        for each in tensors
+        [index_of(tensor["layer"]), index_of(tensor["operand"]), index_of(tensor["cast"]), index_of(_form(tensor))]
+        for tensor in tensors
     ]
     return {"names": list(names), "rows": rows}
 
@@ -109,9 +111,9 @@ def worst_cells(record: Record, statistic: Statistic, most: int = WORST_CELLS) -
     badness = np.where(np.isnan(values), -np.inf, statistic.badness(values))
     at = badness.argmax(0)
     order = [
-        each for each in np.argsort(-badness.max(0), kind="stable").tolist() if not np.isnan(values[at[each], each])
+        index for index in np.argsort(-badness.max(0), kind="stable").tolist() if not np.isnan(values[at[index], index])
     ]
-    return [[each, int(record.steps[at[each]]), statistic.shown(values[at[each], each])] for each in order[:most]]
+    return [[index, int(record.steps[at[index]]), statistic.shown(values[at[index], index])] for index in order[:most]]
 
 
 def _what_if(record: Record) -> dict[str, Any]:
@@ -146,7 +148,7 @@ def _histograms(record: Record, alarms: Sequence[dict[str, Any]], most_bytes: in
         tensors = _worst_tensors(record, max(1, most_bytes // (2 * bins * len(chosen))))
         wanted = {(at, tensor) for at in chosen for tensor in tensors} | _of_alarms(record, samples, alarms)
         kept = [_counts(record, at, tensor) for at, tensor in sorted(wanted)]
-    return {"samples": len(record.histograms), "kept": [each for each in kept if each[3]]}
+    return {"samples": len(record.histograms), "kept": [row for row in kept if row[3]]}
 
 
 def _worst_tensors(record: Record, most: int) -> list[int]:
@@ -159,11 +161,11 @@ def _of_alarms(record: Record, samples: list[int], alarms: Sequence[dict[str, An
     """The first histogram at or after the beginning of each alarm, of each cast of its operand."""
     wanted = set()
     for alarm in alarms:
-        at = next((each for each in samples if record.steps[each] >= alarm["since"]), samples[-1])
+        at = next((sample for sample in samples if record.steps[sample] >= alarm["since"]), samples[-1])
         wanted |= {
             (at, tensor)
-            for tensor, each in enumerate(record.tensors)
-            if (each["layer"], each["operand"]) == (alarm["layer"], alarm["operand"])
+            for tensor, about in enumerate(record.tensors)
+            if (about["layer"], about["operand"]) == (alarm["layer"], alarm["operand"])
         }
     return wanted
 
@@ -171,9 +173,14 @@ def _of_alarms(record: Record, samples: list[int], alarms: Sequence[dict[str, An
 def _counts(record: Record, sample: int, tensor: int) -> list[Any]:
     """[tensor, step, exponent of the first bin, counts before, counts after] without empty bins at the ends."""
     histogram, step = record.histograms[sample], int(record.steps[sample])
-    before, after = (np.nan_to_num(each[tensor]) for each in (histogram.before, histogram.after))
+    before, after = (np.nan_to_num(counts[tensor]) for counts in (histogram.before, histogram.after))
     used = np.flatnonzero(before + after)
     if not used.size:
         return [tensor, step, 0, "", ""]
     part = slice(int(used[0]), int(used[-1]) + 1)
-    return [tensor, step, histogram.low + part.start, *(encode_counts(each[part].tolist()) for each in (before, after))]
+    return [
+        tensor,
+        step,
+        histogram.low + part.start,
+        *(encode_counts(counts[part].tolist()) for counts in (before, after)),
+    ]

@@ -68,7 +68,7 @@ class Entry:
 
 def entries_of(graphs: Sequence[CompiledGraph], l2_bytes: int) -> tuple[Entry, ...]:
     """The launches of all graphs in order, for a GPU with an L2 cache of so many bytes."""
-    largest = max(each.elements for graph in graphs for each in _accessed(graph.launches))
+    largest = max(access.elements for graph in graphs for access in _accessed(graph.launches))
     found = []
     for graph in graphs:
         for launch in graph.launches:
@@ -77,7 +77,7 @@ def entries_of(graphs: Sequence[CompiledGraph], l2_bytes: int) -> tuple[Entry, .
 
 
 def _accessed(launches: Sequence[Launch]) -> list[Access]:
-    return [each for launch in launches for each in (*launch.reads, *launch.writes)]
+    return [access for launch in launches for access in (*launch.reads, *launch.writes)]
 
 
 def _entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int) -> list[Entry]:
@@ -90,33 +90,33 @@ def _entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int) -> 
         place=launch.place,
         fuses=launch.fuses,
         launches=max(1, len(launch.kernels)),
-        read_bytes=sum(each.moved_bytes for each in launch.reads) + again,
-        written_bytes=sum(each.moved_bytes for each in launch.writes),
+        read_bytes=sum(access.moved_bytes for access in launch.reads) + again,
+        written_bytes=sum(access.moved_bytes for access in launch.writes),
         again_bytes=again,
         flops=0,
         strided_elements=launch.writes[0].elements if category == "copies" and _is_atens(launch) else 0,
         float64_operations=sum(float64_operations(kernel.source) for kernel in launch.kernels),
         launch=launch,
     )
-    operation = next((each for name, each in OPERATIONS.items() if launch.operator.startswith(name)), None)
+    operation = next((found for name, found in OPERATIONS.items() if launch.operator.startswith(name)), None)
     return [entry] if operation is None else operation(entry)
 
 
 def _category(launch: Launch, small: float) -> str:
-    large = [each for each in (*launch.reads, *launch.writes) if each.elements > small]
+    large = [access for access in (*launch.reads, *launch.writes) if access.elements > small]
     if not large:
         return "small"
-    written = [each for each in launch.writes if each.elements > small]
-    if any(each.is_float8 for each in written):
-        read = [each for each in launch.reads if each.elements > small]
-        return "copies" if read and all(each.is_float8 for each in (*read, *written)) else "casts"
+    written = [access for access in launch.writes if access.elements > small]
+    if any(access.is_float8 for access in written):
+        read = [access for access in launch.reads if access.elements > small]
+        return "copies" if read and all(access.is_float8 for access in (*read, *written)) else "casts"
     is_amax = launch.is_reduction and not written and _REDUCTIONS.intersection(launch.fuses)
     return "amax" if is_amax else "hp"
 
 
 def _is_atens(launch: Launch) -> bool:
     """Whether aten copies codes across strides: it is no kernel of Inductor's, and the layout changes."""
-    codes = next(each for each in launch.reads if each.is_float8)
+    codes = next(access for access in launch.reads if access.is_float8)
     return launch.operator.startswith("aten.") and codes.stride != launch.writes[0].stride
 
 
@@ -124,9 +124,9 @@ def _again(launch: Launch, l2_bytes: int) -> int:
     again = 0
     for kernel in launch.kernels:
         loops = times_read(kernel.source)
-        for each in launch.reads:
-            times = loops.get(kernel.pointers.get(each.name, ""), 1)
-            again += (times - 1) * each.moved_bytes if each.moved_bytes > l2_bytes else 0
+        for access in launch.reads:
+            times = loops.get(kernel.pointers.get(access.name, ""), 1)
+            again += (times - 1) * access.moved_bytes if access.moved_bytes > l2_bytes else 0
     return again
 
 
@@ -134,7 +134,7 @@ def _again(launch: Launch, l2_bytes: int) -> int:
 
 
 def _matrices(entry: Entry) -> tuple[Access, Access]:
-    matrices = [each for each in entry.launch.reads if len(each.size) >= 2 and each.elements > 1]
+    matrices = [access for access in entry.launch.reads if len(access.size) >= 2 and access.elements > 1]
     return matrices[0], matrices[1]
 
 
@@ -164,7 +164,9 @@ def _expert_matmul(entry: Entry) -> list[Entry]:
     """
     a, b, *scales, ends = entry.launch.reads
     result = entry.launch.writes[0]
-    along_blocks = any(len(each.size) == 2 and each.size[1] > 1 and each.size[0] != ends.elements for each in scales)
+    along_blocks = any(
+        len(scale.size) == 2 and scale.size[1] > 1 and scale.size[0] != ends.elements for scale in scales
+    )
     if along_blocks or not a.dtype is b.dtype is torch.float8_e4m3fn:
         return _grouped_matmul(entry)
     contracts_tokens = len(result.size) == 3
@@ -176,10 +178,10 @@ def _expert_matmul(entry: Entry) -> list[Entry]:
             category="copies",
             name=f"{entry.name}: copy",
             launches=3 if contracts_tokens else 1,
-            read_bytes=each.elements * (2 if contracts_tokens else 1),
-            written_bytes=each.elements * (3 if contracts_tokens else 1),
+            read_bytes=operand.elements * (2 if contracts_tokens else 1),
+            written_bytes=operand.elements * (3 if contracts_tokens else 1),
         )
-        for each in copied
+        for operand in copied
     ]
     return [*copies, *_grouped_matmul(entry)]
 
@@ -187,8 +189,8 @@ def _expert_matmul(entry: Entry) -> list[Entry]:
 def _block_matmul(entry: Entry) -> list[Entry]:
     """A matmul with scales of blocks, and before it a copy of each operand that is not contiguous along K."""
     a, b = _matrices(entry)
-    copied = [each for each, lies in ((a, is_contiguous(a)), (b, is_contiguous(b, transposed=True))) if not lies]
-    return [*(replace(_copy(entry, each), name=f"{entry.name}: copy") for each in copied), *_matmul(entry)]
+    copied = [operand for operand, lies in ((a, is_contiguous(a)), (b, is_contiguous(b, transposed=True))) if not lies]
+    return [*(replace(_copy(entry, operand), name=f"{entry.name}: copy") for operand in copied), *_matmul(entry)]
 
 
 def _copy(entry: Entry, codes: Access) -> Entry:
@@ -204,7 +206,7 @@ def _copy(entry: Entry, codes: Access) -> Entry:
 
 def is_contiguous(access: Access, *, transposed: bool = False) -> bool:
     """Whether a matrix lies row by row without gaps, or its transpose does."""
-    size, stride = ((each[::-1] if transposed else each) for each in (access.size, access.stride))
+    size, stride = ((lengths[::-1] if transposed else lengths) for lengths in (access.size, access.stride))
     dense = (prod(size[dim + 1 :]) for dim in range(len(size)))
     return all(extent == 1 or got == wanted for extent, got, wanted in zip(size, stride, dense, strict=True))
 

@@ -79,14 +79,14 @@ class Links:
     def sums(self) -> dict[str, tuple[int, int]]:
         """By link, how many collectives, and what each rank sends in them."""
         sums: dict[str, tuple[int, int]] = {}
-        for each in self.traffic:
-            number, sent_bytes = sums.get(each.link, (0, 0))
-            sums[each.link] = number + each.number, sent_bytes + each.sent_bytes
+        for traffic in self.traffic:
+            number, sent_bytes = sums.get(traffic.link, (0, 0))
+            sums[traffic.link] = number + traffic.number, sent_bytes + traffic.sent_bytes
         return sums
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able dict."""
-        rows = [{**vars(each), "sent_bytes": each.sent_bytes} for each in self.traffic]
+        rows = [{**vars(traffic), "sent_bytes": traffic.sent_bytes} for traffic in self.traffic]
         about = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.layout.mesh}
         about |= {"ranks": self.layout.world_size, "micro_batches": self.micro_batches}
         return {**about, "collectives": rows, "checkpoint_bytes": self.checkpoint_bytes}
@@ -114,7 +114,7 @@ def predict_links(config: TrainConfig, ranks: int) -> Links:
             with CountCollectives() as counted:
                 step()
         traffic = counted.traffic(layout)
-        state = (each for values in trained.optimizer.state.values() for each in tree_leaves(values))
+        state = (leaf for values in trained.optimizer.state.values() for leaf in tree_leaves(values))
         checkpoint_bytes = sum(map(_whole_bytes, (*model.parameters(), *state)))
     return Links(layout, name, parameters, micro_batches, traffic, checkpoint_bytes)
 
@@ -130,7 +130,7 @@ class CountCollectives(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(each, DTensor | Float8Tensor) for each in types):
+        if any(issubclass(tensor_type, DTensor | Float8Tensor) for tensor_type in types):
             return NotImplemented  # the operations on the tensors inside come here again
         result = func(*args, **(kwargs or {}))
         namespace, name = func.name().split("::")
@@ -141,7 +141,7 @@ class CountCollectives(TorchDispatchMode):
             tensors = _tensors(written if is_whole else read)
             key = _ranks_of((*args, *(kwargs or {}).values())), kind, str(tensors[0].dtype).removeprefix("torch.")
             self._number[key] += 1
-            self._bytes[key] += sum(each.numel() * each.element_size() for each in tensors)
+            self._bytes[key] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return result
 
     def traffic(self, layout: ParallelDims) -> tuple[Traffic, ...]:
@@ -159,7 +159,7 @@ def link_of(ranks: Iterable[int], layout: ParallelDims) -> str:
     tensor, shard = layout.tensor, layout.shard
     coordinates = [(rank // (tensor * shard), rank // tensor % shard, rank % tensor) for rank in ranks]
     along = dict(zip(("dp_replicate", "dp_shard", "tp"), zip(*coordinates, strict=True), strict=True))
-    varying = [name for name, each in along.items() if len(set(each)) > 1]
+    varying = [name for name, indices in along.items() if len(set(indices)) > 1]
     if varying == ["dp_shard"] and len(coordinates) < shard:
         return "ep" if coordinates[1][1] - coordinates[0][1] == 1 else "dp_shard / ep"
     return " x ".join(varying) or "none"
@@ -171,21 +171,25 @@ def _kind(operator: str) -> str | None:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _ranks_of(arguments: Iterable[Any]) -> tuple[int, ...]:
     """The ranks of a collective's group: in c10d the first object among its arguments, else named by the last text."""
     named = ""
-    for each in arguments:
-        if isinstance(each, torch.ScriptObject):
-            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(each)))
-        if isinstance(each, str):
-            named = each
+    for argument in arguments:
+        if isinstance(argument, torch.ScriptObject):
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument)))
+        if isinstance(argument, str):
+            named = argument
     return tuple(dist.get_process_group_ranks(group_of_name(named)))
 
 
 def _whole_bytes(value: Any) -> int:
     if isinstance(value, DTensor):
         return value.numel() * value.element_size()
-    return sum(each.numel() * each.element_size() for each in plain_tensors(value)) if isinstance(value, Tensor) else 0
+    return (
+        sum(tensor.numel() * tensor.element_size() for tensor in plain_tensors(value))
+        if isinstance(value, Tensor)
+        else 0
+    )
