@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import math
 import platform
 from typing import Any
 
@@ -17,6 +16,7 @@ from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.linear.gemm import casts_of_matmuls, kind_of_casts, native_failure
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.scaling import sqnr_db
 from quaver.runtime.slow_paths import error_on_slow_path, slow_paths
 
 _SIZE = 64
@@ -107,12 +107,7 @@ def _worst_sqnr_db(module: Float8Linear) -> float:
         output.backward(grad_output)
     x, w, g = (tensor.detach().double().cpu() for tensor in (input, module.weight, grad_output))
     pairs = ((x @ w.t(), output), (g @ w, input.grad), (g.t() @ x, module.weight.grad))
-    return min(_sqnr_db(reference, result) for reference, result in pairs if result is not None)
-
-
-def _sqnr_db(reference: torch.Tensor, result: torch.Tensor) -> float:
-    noise = (reference - result.detach().double().cpu()).norm().item()
-    return 20 * math.log10(reference.norm().item() / noise) if math.isfinite(noise) and noise else -math.inf
+    return min(sqnr_db(reference, result.cpu()) for reference, result in pairs if result is not None)
 
 
 def _try_compile() -> str:

@@ -7,7 +7,6 @@ recipes as a config: a whole one for `quaver train` where quaver trains the mode
 """
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from quaver.numerics.extras import RECIPES
 from quaver.numerics.survey import SurveyedLinear, float8_share, recipes_under, survey
 from quaver.numerics.survey_sums import MatmulSums, survey_sums
 from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.scaling import without_inf
 from quaver.settings.fields import expanded
 from quaver.trainer.float8 import linear_config
 from quaver.trainer.surveyed import Surveyed, open_surveyed
@@ -163,10 +163,7 @@ def _as_dict(found: Survey) -> dict[str, Any]:
                 "name": each.name,
                 "recipe": found.recipe_of(each.name),
                 "flops_share": each.products / total,
-                "db": {
-                    recipe: {operand: value if math.isfinite(value) else None for operand, value in of_recipe.items()}
-                    for recipe, of_recipe in each.db.items()
-                },
+                "db": {recipe: without_inf(of_recipe) for recipe, of_recipe in each.db.items()},
             }
             for each in found.surveyed
         ],

@@ -1,6 +1,5 @@
 """The part of `quaver doctor --model --hardware`: what a GPU's sums would lose in each matmul, beside its casts."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +7,7 @@ from rich.table import Table
 
 from quaver.cli.console import make_table
 from quaver.numerics.survey_sums import MatmulSums
+from quaver.recipes.scaling import without_inf
 
 MATMULS_SHOWN, MATMULS_NAMED = 12, 4
 """How many of the matmuls that sums cost most stand in the table and in the sentence below it; --json has all."""
@@ -44,5 +44,5 @@ def _verdict(sums: list[MatmulSums], hardware: str) -> str:
 
 def sums_as_dict(matmul: MatmulSums) -> dict[str, Any]:
     """One matmul for JSON."""
-    decibels = {name: value if math.isfinite(value) else None for name, value in matmul.sums._asdict().items()}
+    decibels = without_inf(matmul.sums._asdict())
     return {"name": matmul.name, "matmul": matmul.matmul, "use_fast_accum": matmul.use_fast_accum, **decibels}

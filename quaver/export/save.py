@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,7 +25,7 @@ from quaver.export.kv_cache import SCHEME
 from quaver.export.load import load_float8
 from quaver.export.plan import Plan
 from quaver.export.weights import Float8Weights, iter_float8_weights
-from quaver.recipes.scaling import sqnr_db
+from quaver.recipes.scaling import sqnr_db, without_inf
 from quaver.runtime.names import listed
 
 logger = logging.getLogger(__name__)
@@ -109,7 +108,7 @@ def save_float8(
         writer = SafetensorsWriter(partial, max_bytes)
 
     def finish() -> None:
-        costs = {name: _without_inf(each._asdict()) for name, each in tensors.requantized.items()}
+        costs = {name: without_inf(each._asdict()) for name, each in tensors.requantized.items()}
         record = {"format": format, "recipe": plan.recipe, **(about or {}), "requantized": costs}
         if is_file:
             writer.metadata[comfyui.RECORD] = json.dumps({"quaver": version("quaver"), **record})
@@ -214,15 +213,10 @@ def _measured(model: nn.Module, folder: Path, count: int) -> dict[str, Any]:
     after = _logits(model, tokens)
     return {
         "tokens": count,
-        **_without_inf({"sqnr_db": sqnr_db(before, after)}),
+        **without_inf({"sqnr_db": sqnr_db(before, after)}),
         "max_difference": (before - after).abs().max().item(),
         "same_argmax": (before.argmax(-1) == after.argmax(-1)).double().mean().item(),
     }
-
-
-def _without_inf(decibels: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON has no inf, the SQNR of a weight that the codes hold exactly."""
-    return {name: value if math.isfinite(value) else None for name, value in decibels.items()}
 
 
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -17,11 +17,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quaver.numerics.accumulation import Accumulation, accumulate, chains
-from quaver.numerics.statistics import scales_of, signal_and_noise, spread
+from quaver.numerics.statistics import scales_of, signal_and_noise, spread, sqnr_db
 from quaver.recipes.formats import E5M2
 from quaver.recipes.scaling import multiply_scale_, scale_blocks
 
@@ -74,9 +75,7 @@ class Sums(NamedTuple):
         hp, of_casts, codes, fast, exact = values
         if not hp or not codes:
             return None
-        return cls(
-            *(10 * math.log10(s / n) if n else math.inf for s, n in ((hp, of_casts), (codes, fast), (codes, exact)))
-        )
+        return cls(*sqnr_db(np.array([hp, codes, codes]), np.array([of_casts, fast, exact])).tolist())
 
 
 @torch.no_grad()

@@ -334,7 +334,8 @@ def _column(name: str, values: Values, applies: NDArray[np.bool_]) -> list[float
 def sqnr_db(signal: Values, noise: Values) -> Values:
     """10 log10(signal / noise): infinite without noise, -inf without signal or where the noise is not finite."""
     with np.errstate(all="ignore"):
-        return np.where(noise > 0, 10 * (np.log10(signal) - np.log10(noise)), np.inf)
+        decibels = np.where(noise > 0, 10 * (np.log10(signal) - np.log10(noise)), np.inf)
+        return np.where(np.isnan(noise), -np.inf, decibels)
 
 
 def _medians(exponents: Values, smallest: Values, largest: Values) -> Values:

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -447,5 +447,12 @@ def sqnr_db(exact: Tensor, rounded: Tensor) -> float:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """20 log10(signal / noise) of two norms: inf without noise, -inf without signal."""
-    return math.inf if noise == 0 else 20 * math.log10(signal / noise) if signal else -math.inf
+    """20 log10(signal / noise) of two norms: inf without noise, -inf without signal or where noise is not finite."""
+    if noise == 0:
+        return math.inf
+    return 20 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
+
+
+def without_inf(decibels: Mapping[str, float]) -> dict[str, float | None]:
+    """Decibels as JSON holds them, which has no inf: the SQNR of what the codes hold exactly."""
+    return {name: value if math.isfinite(value) else None for name, value in decibels.items()}

@@ -13,7 +13,7 @@ from quaver.numerics.extras import CONFIGS, HISTOGRAM_ROWS, RECIPES, describe_ex
 from quaver.numerics.record import decode_counts
 from quaver.numerics.statistics import SlotIndex, finish, merge, new_slots, observe_matrix, sqnr_db
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
-from quaver.recipes.scaling import scale_blocks
+from quaver.recipes.scaling import decibels, scale_blocks, without_inf
 from tests.reference import sqnr_db as reference_sqnr_db
 from tests.thinned import thinned
 
@@ -204,3 +204,12 @@ def test_what_if_of_gaussian_gradients_is_that_of_their_formats():
 def test_what_if_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         what_if(torch.ones(2, 2), *arguments)
+
+
+def test_decibels_of_norms_and_of_squares_agree():
+    norms = {"a": (8.0, 0.5), "exact": (2.0, 0.0), "zeros": (0.0, 1.0), "inf": (1.0, math.inf), "nan": (1.0, math.nan)}
+    of_norms = {name: decibels(*pair) for name, pair in norms.items()}
+    signal, noise = np.square(list(norms.values())).T
+    assert sqnr_db(signal, noise) == pytest.approx(list(of_norms.values()))
+    assert without_inf(of_norms) == {"a": pytest.approx(20 * math.log10(16)), **dict.fromkeys(list(norms)[1:])}
+    assert [of_norms[name] for name in ("exact", "zeros", "inf", "nan")] == [math.inf, *[-math.inf] * 3]
