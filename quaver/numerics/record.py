@@ -71,9 +71,9 @@ def _rewind(path: Path, step: int) -> None:
         return
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with path.open("rb") as file, partial.open("wb") as rewound:
-            for number, text in enumerate(file, start=1):
-                if text.endswith(b"\n") and _parsed(text, path, number)["step"] < step:
+        with partial.open("wb") as rewound:
+            for text, line in _lines(path):
+                if line is not None and line["step"] < step:
                     rewound.write(text)
         partial.replace(path)
     finally:
@@ -160,31 +160,30 @@ def last_samples(path: Path, *, before: int, count: int) -> list[tuple[dict[str,
     header: dict[str, Any] = {}
     if not path.is_file():
         return []
+    for _, line in _lines(path):
+        if line is not None and line["kind"] == "header":
+            header = line
+        elif line is not None and header and line["kind"] == "sample" and line["step"] < before:
+            found.append((header, line))
+    return list(found)
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """The lines as they stand and parsed; None for an incomplete last line. Raises OSError or ValueError."""
     with path.open("rb") as file:
         for number, text in enumerate(file, start=1):
-            if not text.endswith(b"\n"):
-                break
-            line = _parsed(text, path, number)
-            if line["kind"] == "header":
-                header = line
-            elif header and line["kind"] == "sample" and line["step"] < before:
-                found.append((header, line))
-    return list(found)
+            yield text, _parsed(text, path, number) if text.endswith(b"\n") else None
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
     if not path.is_file():
         raise ValueError(f"expected statistics in {str(path)!r}, which is not a file; train with --numerics.every 100")
-    lines, is_torn = [], False
     try:
-        with path.open("rb") as file:
-            for number, text in enumerate(file, start=1):
-                is_torn = not text.endswith(b"\n")
-                if not is_torn:
-                    lines.append(_parsed(text, path, number))
+        lines = [line for _, line in _lines(path)]
     except OSError as error:
         raise ValueError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
-    return lines, is_torn
+    whole = [line for line in lines if line is not None]
+    return whole, len(whole) < len(lines)
 
 
 def _parsed(text: bytes, path: Path, number: int) -> dict[str, Any]:
