@@ -14,7 +14,10 @@ only the columns of the input are kept again, because grad_weight will multiply 
 
 [Note: high precision in backward] grad_weight reads the input, of which backward has the codes only. Its forward keeps
 `COMPARED` columns in high precision, for the codes that are saved: by their address, which belongs to the last codes
-that were made there. Codes that a hook moved are not found, and the result is not compared.
+that were made there. Codes that a hook moved are not found, and the result is not compared. To hand the columns from
+forward to backward, a compiled graph would have to return and save them in every step: the host decides only when the
+operations run whether they sample. The codes are what backward has of its own forward where a linear runs several
+times before it, as with microbatches, or again under a checkpoint.
 
 [Note: sums] Where the sums of a GPU were asked for, casts leave a few rows of their codes for the matmuls that follow
 them (matmul_sums.py): by number, operand and direction; those of the input's columns with the columns themselves.
