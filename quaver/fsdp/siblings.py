@@ -138,32 +138,45 @@ def whole_scales(weight: ModuleWeight) -> WholeScales:
     known = _all_gather_weight(weight).scales(weight.parameter)
     if known is not None:
         return known
-    own, key = current_shard(weight), _collective_key(weight)
     siblings = all_gather_state(weight.module).siblings
-    stale = [
-        (name, each)
-        for name, each in siblings.named
-        if _needs_scales(each)
-        and _all_gather_weight(each).scales(each.parameter) is None
-        and _collective_key(each) == key
+    unknown = [
+        (name, sibling)
+        for name, sibling in siblings.named
+        if _needs_scales(sibling) and _all_gather_weight(sibling).scales(sibling.parameter) is None
     ]
+    own = current_shard(weight)
+    stale = _by_collective(unknown)[_collective_key(weight, own)]
     if own.ranks[0] not in siblings.checked:
-        check_ranks_agree(_describe(stale), own.fsdp_group, own.device, what=_WHAT)
+        named = [(name, sibling) for name, sibling, _ in stale]
+        check_ranks_agree(_describe(named), own.fsdp_group, own.device, what=_WHAT)
         siblings.checked.add(own.ranks[0])
-    _compute_and_remember([each for _, each in stale])
+    _compute_and_remember(stale)
     return typing.cast(WholeScales, _all_gather_weight(weight).scales(weight.parameter))
 
 
-def _collective_key(weight: ModuleWeight) -> tuple[Any, ...]:
-    """Weights whose scales are computed in one collective have this in common; see [Note: equal groups]."""
-    return *current_shard(weight).ranks, *rounding_rule(weight.config)
+def _collective_key(weight: ModuleWeight, shard: Shard) -> tuple[Any, ...]:
+    """Weights whose scales are computed in one collective have this in common; see [Note: equal groups] in shard.py."""
+    return *shard.ranks, *rounding_rule(weight.config)
 
 
-def _compute_and_remember(weights: Sequence[ModuleWeight]) -> None:
+NamedShards = list[tuple[str, ModuleWeight, Shard]]
+
+
+def _by_collective(named: NamedWeights) -> dict[tuple[Any, ...], NamedShards]:
+    """The weights with their shards, by the collective that computes their scales."""
+    together: dict[tuple[Any, ...], NamedShards] = {}
+    for name, weight in named:
+        shard = current_shard(weight)
+        together.setdefault(_collective_key(weight, shard), []).append((name, weight, shard))
+    return together
+
+
+def _compute_and_remember(named: NamedShards) -> None:
+    weights, shards = [weight for _, weight, _ in named], [shard for _, _, shard in named]
     with torch.no_grad():
-        scales = compute_whole_scales([current_shard(each) for each in weights], weights)
-    for weight, of_weight in zip(weights, scales, strict=True):
-        _all_gather_weight(weight).remember(of_weight, weight.parameter)
+        scales = compute_whole_scales(shards, weights)
+    for weight, whole in zip(weights, scales, strict=True):
+        _all_gather_weight(weight).remember(whole, weight.parameter)
 
 
 _WHAT = "the weights to all-gather in float8"
@@ -191,12 +204,8 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     """
     named = [(name, weight) for name, weight in weights_under(module) if _is_sharded(weight)]
     _check_once(module, named)
-    together: dict[tuple[Any, ...], list[ModuleWeight]] = {}
-    for _, weight in named:
-        if _needs_scales(weight):
-            together.setdefault(_collective_key(weight), []).append(weight)
-    for weights in together.values():
-        _compute_and_remember(weights)
+    for together in _by_collective([(name, weight) for name, weight in named if _needs_scales(weight)]).values():
+        _compute_and_remember(together)
 
 
 def _check_once(module: nn.Module, named: NamedWeights) -> None:
