@@ -67,8 +67,8 @@ def _cast_groups(
         amax = _amaxes(hp, ends, groups, block, scale_row)
         quant, dequant = computed_once(scaling.scales_of(amax, float8_dtype, power_of_2, block_mode))
         shape = shape_of_scales(block, groups, *hp.shape)
-        of_rows, part = scales_per_row(hp, quant, scale_row, columns)
-        codes = cast_blocks_with_scale(hp, of_rows, float8_dtype, part, True)
+        row_scales, part = scales_per_row(hp, quant, scale_row, columns)
+        codes = cast_blocks_with_scale(hp, row_scales, float8_dtype, part, True)
         return Operand(codes, dequant[:count].view(shape), quant[:count].view(shape))
 
     return of_blocks(cast, row, column, *block_of(granularity, (dot_products, length)))
@@ -135,39 +135,39 @@ def _cpu_groups(
         return None
     power_of_2, granularity, *options = rest
     name, bounds = ScalingGranularity(granularity), bounds_of(ends, groups, hp.shape[0])
-    of_table = options if name is ScalingGranularity.BLOCKWISE else ()
-    of_rows = block_of(granularity, options)
+    block_options = options if name is ScalingGranularity.BLOCKWISE else ()
+    row_block = block_of(granularity, options)
 
     def cast(block: Block) -> Operand:
-        of_column = block != of_rows
+        is_column = block != row_block
 
         def in_table(matrix: Tensor) -> Operand:
-            operands = CASTS[name](matrix, float8_dtype, not of_column, of_column, power_of_2, *of_table)
-            operand: Operand = operands.column if of_column else operands.row
+            operands = CASTS[name](matrix, float8_dtype, not is_column, is_column, power_of_2, *block_options)
+            operand: Operand = operands.column if is_column else operands.row
             return operand
 
         if block[0] == 1:
             return in_table(hp)
         if ends is None and block[0] != ALL and (hp.shape[0] // groups) % block[0] == 0:
-            of_all, *scales_of_all = (present(each) for each in in_table(hp))
-            return Operand(of_all, *(_with_unused_rows(each, groups) for each in scales_of_all))
+            all_codes, *all_scales = (present(each) for each in in_table(hp))
+            return Operand(all_codes, *(_with_unused_rows(each, groups) for each in all_scales))
         codes, scales = torch.empty_like(hp, dtype=float8_dtype), _new_scales(hp, block, groups)
         for group, (start, stop) in enumerate(bounds):
-            if of_table:
-                of_codes, *of_scales = (present(each) for each in in_table(hp[start:stop]))
-                codes[start:stop] = of_codes
+            if block_options:
+                group_codes, *group_scales = (present(each) for each in in_table(hp[start:stop]))
+                codes[start:stop] = group_codes
             else:
-                dim = 0 if of_column else None
+                dim = 0 if is_column else None
                 rows = hp[start:stop], codes[start:stop]
                 made: Any = cpu.dynamic_cast(rows[0], float8_dtype, dim, power_of_2=power_of_2, codes=rows[1])
-                of_scales = [made[2], made[1]]
+                group_scales = [made[2], made[1]]
             first = first_scale(block[0], group, start)
-            for scale, of_group in zip(scales, of_scales, strict=True):
-                scale[first : first + (of_group.shape[0] if of_group.dim() else 1)] = of_group
+            for scale, group_scale in zip(scales, group_scales, strict=True):
+                scale[first : first + (group_scale.shape[0] if group_scale.dim() else 1)] = group_scale
         codes[bounds[-1][1] :].view(torch.uint8).zero_()
         return Operand(codes, *scales)
 
-    return of_blocks(cast, row, column, *of_rows)
+    return of_blocks(cast, row, column, *row_block)
 
 
 def _with_unused_rows(scales: Tensor, groups: int) -> Tensor:

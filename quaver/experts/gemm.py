@@ -121,12 +121,12 @@ def _one_by_one(
 ) -> Tensor:
     groups = ends.shape[0]
     bounds = bounds_of(ends, groups, a.data.shape[0])
-    of_b = bounds if form is Form.GRAD_WEIGHT else bounds_of(None, groups, b.data.shape[0])
+    b_bounds = bounds if form is Form.GRAD_WEIGHT else bounds_of(None, groups, b.data.shape[0])
     out = a.data.new_empty(_shape(a.data, b.data, groups, form, transposed), dtype=out_dtype)
     for group, (start, stop) in enumerate(bounds):
         left, right = (
             Operand(each.data[s:e], scale_of_group(each, group, s, e))
-            for each, (s, e) in ((a, (start, stop)), (b, of_b[group]))
+            for each, (s, e) in ((a, (start, stop)), (b, b_bounds[group]))
         )
         if form is not Form.GRAD_WEIGHT:
             _multiply(left, right.t() if (form is Form.OUTPUT) is not transposed else right, options, out[start:stop])
@@ -206,8 +206,8 @@ def probe_native_grouped_mm(device: torch.device, kind: ScaleKind) -> str | None
     a, b = ((numbers % modulus - modulus // 2).float().to(E4M3.dtype) for modulus in (13, 7))
     a_scale, b_scale = ((numbers[:, :1] % modulus + 1).float() for modulus in (5, 3))
     ends = torch.tensor([20, 20, 48], dtype=torch.int32, device="cpu")
-    of_cpu = GroupedOperand(a, a_scale, 1), GroupedOperand(b, b_scale, 1)
-    expected = _one_by_one(*of_cpu, ends, Form.OUTPUT, False, MatmulOptions(), torch.float32)
+    on_cpu = GroupedOperand(a, a_scale, 1), GroupedOperand(b, b_scale, 1)
+    expected = _one_by_one(*on_cpu, ends, Form.OUTPUT, False, MatmulOptions(), torch.float32)
     moved = GroupedOperand(a.to(device), a_scale.to(device), 1), GroupedOperand(b.to(device), b_scale.to(device), 1)
     try:
         out = gpu_gemm.scaled(*moved, ends.to(device), Form.OUTPUT, False, False)

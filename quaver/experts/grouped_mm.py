@@ -61,15 +61,16 @@ class _Float8GroupedMM(torch.autograd.Function):
         needs_grad_a, needs_grad_weight = ctx.needs_input_grad[:2]
         is_prepared = args.weight_operands is not None
         keeps_codes = needs_grad_a and (is_prepared or args.config.keep_float8_weight_for_backward)
-        of_a = _quantize_tokens(a, ends, args, "input", True, needs_grad_weight)
-        of_weight = _weight_operands(weight, args, keeps_codes)
-        saved_a = present(of_a.column) if needs_grad_weight else GroupedOperand(a.new_empty(0))
-        saved_weight = present(of_weight.column) if keeps_codes else GroupedOperand(weight.detach())  # see linear.py
+        a_operands = _quantize_tokens(a, ends, args, "input", True, needs_grad_weight)
+        quantized_weight = _weight_operands(weight, args, keeps_codes)
+        saved_a = present(a_operands.column) if needs_grad_weight else GroupedOperand(a.new_empty(0))
+        # As in linear/function.py, backward quantizes the weight again, unless its codes are kept.
+        saved_weight = present(quantized_weight.column) if keeps_codes else GroupedOperand(weight.detach())
         ctx.args = args
         ctx.block_rows = saved_a.block_rows, saved_weight.block_rows
         tensors = (*saved_a[:2], *(saved_weight[:2] if needs_grad_a else (None, None)), ends)
         save(ctx, tensors)
-        return _output(present(of_a.row), present(of_weight.row), ends, args)
+        return _output(present(a_operands.row), present(quantized_weight.row), ends, args)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,11 +97,11 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()
     grad_output = grad_output.contiguous()
-    of_grad = _quantize_tokens(grad_output, ends, args, "grad_output", needs_grad_a, needs_grad_weight)
+    grad_operands = _quantize_tokens(grad_output, ends, args, "grad_output", needs_grad_a, needs_grad_weight)
     grad_a = grad_weight = None
     if needs_grad_weight:
         saved_a = GroupedOperand(a_data, a_scale, ctx.block_rows[0])
-        column = present(of_grad.column)
+        column = present(grad_operands.column)
         grad_weight = grouped_mm(
             column, saved_a, ends, Form.GRAD_WEIGHT, matmuls.grad_weight, args.hp_dtype, args.transposed
         )
@@ -111,7 +112,13 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         if weight_data.dim() == 3:
             weight = present(_quantize_weight(weight_data, args, False, True).column)
         grad_a = grouped_mm(
-            present(of_grad.row), weight, ends, Form.GRAD_INPUT, matmuls.grad_input, args.hp_dtype, args.transposed
+            present(grad_operands.row),
+            weight,
+            ends,
+            Form.GRAD_INPUT,
+            matmuls.grad_input,
+            args.hp_dtype,
+            args.transposed,
         )
         if args.probe is not None:
             args.probe.result("grad_input", grad_a, ends)
@@ -127,8 +134,10 @@ def quantize_groups(
         return GroupedOperands(None, None)
     if casts.is_one or not (row and column):
         return cast_groups(hp, casts.row if row else casts.column, ends, groups, row, column, casts.power_of_2)
-    of_row = cast_groups(hp, casts.row, ends, groups, True, False, casts.power_of_2).row
-    return GroupedOperands(of_row, cast_groups(hp, casts.column, ends, groups, False, True, casts.power_of_2).column)
+    row_operand = cast_groups(hp, casts.row, ends, groups, True, False, casts.power_of_2).row
+    return GroupedOperands(
+        row_operand, cast_groups(hp, casts.column, ends, groups, False, True, casts.power_of_2).column
+    )
 
 
 def _quantize_tokens(hp: Tensor, ends: Tensor, args: _Args, name: str, row: bool, column: bool) -> GroupedOperands:
@@ -270,8 +279,8 @@ def multiply_by_weight(
     if torch.is_grad_enabled() or forward_ad_level() >= 0:
         output: Tensor = _Float8GroupedMM.apply(a, weight, offs, args)
         return output
-    of_a = _quantize_tokens(a, offs, args, "input", True, False)
-    return _output(present(of_a.row), present(_weight_operands(weight, args, False).row), offs, args)
+    a_operands = _quantize_tokens(a, offs, args, "input", True, False)
+    return _output(present(a_operands.row), present(_weight_operands(weight, args, False).row), offs, args)
 
 
 def _check(a: Tensor, weight: Tensor, offs: Tensor, transposed: bool) -> None:

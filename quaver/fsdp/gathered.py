@@ -147,10 +147,10 @@ class Float8AllGatherWeight(WrappedTensor):
         box = self.box
         if box.scales is not None and box.computed_from is not None:
             # A write to a DTensor that shares the shard counts as one to the parameter, not to the shard.
-            tensor, version, of_parameter = box.computed_from
-            if tensor is not self.wrapped and of_parameter == version_of(parameter):  # padded since
-                box.computed_from = self.wrapped, version_of(self.wrapped), of_parameter
-            elif (version, of_parameter) != (version_of(tensor), version_of(parameter)):
+            tensor, version, parameter_version = box.computed_from
+            if tensor is not self.wrapped and parameter_version == version_of(parameter):  # padded since
+                box.computed_from = self.wrapped, version_of(self.wrapped), parameter_version
+            elif (version, parameter_version) != (version_of(tensor), version_of(parameter)):
                 raise RuntimeError(
                     "the shard of a float8 weight was written to directly (through a state_dict?) after its scale was "
                     "computed. After such a write call model.load_state_dict, or "
@@ -192,8 +192,8 @@ class Float8AllGatherWeight(WrappedTensor):
         else:
             scales = whole_scales(weight)
             codes = [
-                _quantize(shard, of_cast.quant, float8_dtype, grouping)
-                for of_cast, grouping in zip(scales, groupings(weight), strict=True)
+                _quantize(shard, cast_scales.quant, float8_dtype, grouping)
+                for cast_scales, grouping in zip(scales, groupings(weight), strict=True)
             ]
             if scale is not None:
                 record_amax(scale, matrix_amax(shard.local, None))
@@ -220,7 +220,7 @@ class Float8AllGatherWeight(WrappedTensor):
             payloads = all_gather_outputs[0].chunk(len(scales))
         elements = math.prod(size)  # without padding
         codes = [payload.view(-1)[:elements].view(size).view(float8_dtype) for payload in payloads]
-        lengths = [of_cast.dequant.numel() for of_cast in scales]
+        lengths = [cast_scales.dequant.numel() for cast_scales in scales]
         unsharded = None
         if out is None:
             vector = scales[0].dequant.new_empty(sum(lengths))
@@ -229,8 +229,8 @@ class Float8AllGatherWeight(WrappedTensor):
             vector = unsharded.dequant_scale.as_strided((sum(lengths),), (1,), 0)
         operands = []
         with torch.no_grad(), keep_versions(vector):  # as that of the codes
-            for code, part, of_cast in zip(codes, vector.split(lengths), scales, strict=True):
-                operands.append(Operand(code, part.view(of_cast.dequant.shape).copy_(of_cast.dequant)))
+            for code, part, cast_scales in zip(codes, vector.split(lengths), scales, strict=True):
+                operands.append(Operand(code, part.view(cast_scales.dequant.shape).copy_(cast_scales.dequant)))
         if unsharded is None:
             return Float8Tensor.from_operands(operands[0], operands[-1], param_dtype), (vector,)
         unsharded.set_operands(operands[0], operands[-1])

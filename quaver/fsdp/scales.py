@@ -96,8 +96,8 @@ def compute_whole_scales(shards: Sequence[Shard], weights: Sequence[ModuleWeight
     amaxes = _max_over_groups(_local_amaxes(shards, casts).to(shards[0].device), only_fsdp, shards[0])
     quant, dequant = scales_of(amaxes, *rounding_rule(weights[0].config))
     made: dict[tuple[int, Grouping], Scales] = {}
-    for key, shape, *of_cast in zip(casts, shapes, quant.split(lengths), dequant.split(lengths), strict=True):
-        made[key] = Scales(*(vector.view(shape) for vector in of_cast))
+    for key, shape, *scale_pair in zip(casts, shapes, quant.split(lengths), dequant.split(lengths), strict=True):
+        made[key] = Scales(*(vector.view(shape) for vector in scale_pair))
     return [[made[i, each] for each in groupings(weight)] for i, weight in enumerate(weights)]
 
 
@@ -121,8 +121,8 @@ def _local_amaxes(shards: Sequence[Shard], casts: Sequence[tuple[int, Grouping]]
 def _local_vector(shard: Shard, dim: int | tuple[int, int]) -> Tensor:
     """The amaxes along `dim` (or of blocks) of the shard, in their rows and columns of those of the whole weight."""
     if isinstance(dim, tuple):
-        of_blocks = _local_blocks if len(shard.size) == 2 else _local_scale_rows
-        return of_blocks(shard, dim).flatten()
+        block_amaxes = _local_blocks if len(shard.size) == 2 else _local_scale_rows
+        return block_amaxes(shard, dim).flatten()
     amax = scaling.amax(shard.local, dim).flatten()
     if shard.dim == dim:
         return amax

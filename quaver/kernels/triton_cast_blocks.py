@@ -79,11 +79,11 @@ def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: 
     """Operands of blocks [1, length] for the row codes and [length, 1] for the column codes."""
     row_codes, column_codes = empty_codes(hp, float8_dtype, True, True)
     counts = (block_counts(hp.shape[0], hp.shape[1], block_size) for block_size in ((1, length), (length, 1)))
-    of_rows, of_columns = ([hp.new_empty(count, dtype=torch.float32) for _ in range(2)] for count in counts)
+    row_scales, column_scales = ([hp.new_empty(count, dtype=torch.float32) for _ in range(2)] for count in counts)
     columns = max(length, 128)
     tile = Tile(length, columns, length * columns // 1024, hp.element_size() * 2)
     blocks = Blocks(length, length, bool(mode), e8m0_offset(float8_dtype, mode))
-    results = row_codes, *of_rows, column_codes, *of_columns
+    results = row_codes, *row_scales, column_codes, *column_scales
     launch(_cast_rows_and_columns, hp, tile, *results, CAST=cast_to(float8_dtype, power_of_2), BLOCKS=blocks)
     return unflattened(results, True, True)
 
@@ -129,8 +129,8 @@ def _cast_blocks(
     hp, r, c = load_tile(hp_ptr, tl.program_id(0), rows, columns, TILE)
     magnitudes = tl.reshape(magnitude_bits(hp), [DOWN, BLOCKS.rows, ACROSS, BLOCKS.columns])
     quant, dequant = _scales_of(tl.max(tl.max(magnitudes, 3), 1), CAST, BLOCKS)
-    of_elements = tl.broadcast_to(quant[:, None, :, None], [DOWN, BLOCKS.rows, ACROSS, BLOCKS.columns])
-    codes = to_float8(hp * tl.reshape(of_elements, [TILE.rows, TILE.columns]), CAST)
+    element_scales = tl.broadcast_to(quant[:, None, :, None], [DOWN, BLOCKS.rows, ACROSS, BLOCKS.columns])
+    codes = to_float8(hp * tl.reshape(element_scales, [TILE.rows, TILE.columns]), CAST)
     if row_codes_ptr is not None:
         store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
     if column_codes_ptr is not None:
@@ -164,8 +164,8 @@ def _cast_rows_and_columns(
     hp, r, c = load_tile(hp_ptr, tl.program_id(0), rows, columns, TILE)
     bits = magnitude_bits(hp)
     quant, dequant = _scales_of(tl.max(tl.reshape(bits, [TILE.rows, ACROSS, BLOCKS.columns]), 2), CAST, BLOCKS)
-    of_elements = tl.broadcast_to(quant[:, :, None], [TILE.rows, ACROSS, BLOCKS.columns])
-    codes = to_float8(hp * tl.reshape(of_elements, [TILE.rows, TILE.columns]), CAST)
+    element_scales = tl.broadcast_to(quant[:, :, None], [TILE.rows, ACROSS, BLOCKS.columns])
+    codes = to_float8(hp * tl.reshape(element_scales, [TILE.rows, TILE.columns]), CAST)
     store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
     j, across = tile_c * ACROSS + tl.arange(0, ACROSS), tl.cdiv(columns, BLOCKS.columns)
     positions, mask = r[:, None] * across + j[None, :], inside(r, rows, j, across)

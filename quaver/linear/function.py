@@ -169,8 +169,8 @@ def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) ->
             raise RuntimeError("this linear reads its input in high precision too, and was given a quantized one")
         operands = input.operands()
     else:
-        of_input = cached_quantizer if args.sharding is None else args.sharding.input_quantizer
-        quantizer = of_input(input, casts, args.hp_dtype, scale, args.reader)
+        make_quantizer = cached_quantizer if args.sharding is None else args.sharding.input_quantizer
+        quantizer = make_quantizer(input, casts, args.hp_dtype, scale, args.reader)
         operands = quantizer(input, row=True, column=needs_grad_weight)
         row = present(operands.row)
         if row.dequant_scale is not None:
@@ -219,13 +219,13 @@ def _weight_for_grad_input(args: LinearArgs, saved: _SavedWeight, grad_output: O
 
 
 def _weight_quantizer(args: LinearArgs) -> Quantizer:
-    of_weight = Quantizer if args.sharding is None else args.sharding.weight_quantizer
-    return of_weight(args.config.casts.weight, args.hp_dtype, args.scales.weight)
+    make_quantizer = Quantizer if args.sharding is None else args.sharding.weight_quantizer
+    return make_quantizer(args.config.casts.weight, args.hp_dtype, args.scales.weight)
 
 
 def _grad_output_quantizer(args: LinearArgs) -> Quantizer:
-    of_grad_output = StoredQuantizer if args.sharding is None else args.sharding.grad_output_quantizer
-    return of_grad_output(args.config.casts.grad_output, args.hp_dtype, args.scales.grad_output)
+    make_quantizer = StoredQuantizer if args.sharding is None else args.sharding.grad_output_quantizer
+    return make_quantizer(args.config.casts.grad_output, args.hp_dtype, args.scales.grad_output)
 
 
 class NoSecondDerivative(torch.autograd.Function):

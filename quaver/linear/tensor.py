@@ -88,12 +88,12 @@ class Float8Tensor(TensorForm):
     def operands(self) -> Operands:
         """Both operands of the matrix [rows, K]; None for the column operand if it was not quantized for that."""
         row, column = self.stored()
-        (codes, scale, _), of_column = present(row), column
+        (codes, scale, _), column_operand = present(row), column
         if scale is not None and scale.dim() > 0:
             scale = scale.reshape(-1, scale.shape[-1])
-        if of_column is not None:
-            of_column = Operand(_rows(of_column.data), of_column.dequant_scale)
-        return Operands(Operand(_rows(codes), scale), of_column)
+        if column_operand is not None:
+            column_operand = Operand(_rows(column_operand.data), column_operand.dequant_scale)
+        return Operands(Operand(_rows(codes), scale), column_operand)
 
     def check_casts(self, casts: OperandCasts) -> None:
         """Raise RuntimeError if this was quantized otherwise than a module does that casts its weight so."""
@@ -156,19 +156,19 @@ def _rows(data: Tensor) -> Tensor:
 
 
 def _map(
-    tensor: Float8Tensor, of_data: Callable[[Tensor], Tensor], of_scale: Callable[[Tensor], Tensor]
+    tensor: Float8Tensor, map_data: Callable[[Tensor], Tensor], map_scale: Callable[[Tensor], Tensor]
 ) -> Float8Tensor:
-    """Rebuild with `of_data` applied to the codes and `of_scale` to the row operand's scale; shared codes stay shared.
+    """Rebuild with `map_data` applied to codes and `map_scale` to the row operand's scale; shared codes stay shared.
 
     The column operand's scales are one per column, which no operation here moves.
     """
-    row = Operand(of_data(tensor.data_fp8), of_scale(tensor.dequant_scale))
+    row = Operand(map_data(tensor.data_fp8), map_scale(tensor.dequant_scale))
     if tensor.column_data_fp8 is None:
         column = None
     elif tensor.column_data_fp8 is tensor.data_fp8:
         column = row
     else:
-        column = Operand(of_data(tensor.column_data_fp8), tensor.column_dequant_scale)
+        column = Operand(map_data(tensor.column_data_fp8), tensor.column_dequant_scale)
     return Float8Tensor.from_operands(row, column, tensor.dtype)
 
 
@@ -192,10 +192,10 @@ def _view(func: Any, tensor: Float8Tensor, size: list[int]) -> Tensor:
     if moves and tensor.dequant_scale.dim() and tensor.dequant_scale.shape[:-1] != tensor.shape[:-1]:
         raise NotImplementedError(f"a Float8Tensor of {list(tensor.shape)} in blocks cannot be viewed as {size}")
 
-    def of_scale(scale: Tensor) -> Tensor:
+    def map_scale(scale: Tensor) -> Tensor:
         return scale.reshape([*size[:-1], scale.shape[-1]]) if moves and scale.dim() else scale
 
-    return _map(tensor, lambda data: func(data, size), of_scale)
+    return _map(tensor, lambda data: func(data, size), map_scale)
 
 
 def _as_strided(func: Any, tensor: Float8Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:

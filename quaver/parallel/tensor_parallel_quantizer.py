@@ -119,10 +119,10 @@ class GatheringQuantizer(TensorParallelQuantizer):
     def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: Scales | None = None) -> Operands:
         """See `Quantizer`; `hp` is this rank's part [..., tokens, ..., K], the operands are of the whole."""
         casts, token_dim = self.casts, self.token_dim % hp.dim()
-        of_row, of_column = _tokens_per_scale(casts.row, 0), _tokens_per_scale(casts.column, 1)
+        row_tokens, column_tokens = _tokens_per_scale(casts.row, 0), _tokens_per_scale(casts.column, 1)
         consecutive = math.prod(hp.shape[token_dim:-1])  # tokens of this rank, in the whole
         needs_hp = (row and casts.row.is_disabled) or (column and casts.column.is_disabled)
-        cuts_blocks = (row and consecutive % (of_row or 1)) or (column and consecutive % (of_column or 1))
+        cuts_blocks = (row and consecutive % (row_tokens or 1)) or (column and consecutive % (column_tokens or 1))
         if needs_hp or cuts_blocks:
             # High precision has to travel for one of them; the other is quantized from it, as on one device.
             hp = hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype)
@@ -130,8 +130,8 @@ class GatheringQuantizer(TensorParallelQuantizer):
             return Quantizer(casts, self.hp_dtype, self.scale)(whole, row=row, column=column)
         one_cast = casts.is_one and not casts.row.has_two_casts  # serves both matmuls
         made = super().__call__(hp, row=row or one_cast, column=column and not one_cast)
-        row_op = None if made.row is None else self._gathered(made.row, hp.shape, token_dim, of_row)
-        column_op = None if made.column is None else self._gathered(made.column, hp.shape, token_dim, of_column)
+        row_op = None if made.row is None else self._gathered(made.row, hp.shape, token_dim, row_tokens)
+        column_op = None if made.column is None else self._gathered(made.column, hp.shape, token_dim, column_tokens)
         if one_cast:
             column_op = row_op
         return Operands(
@@ -143,8 +143,8 @@ class GatheringQuantizer(TensorParallelQuantizer):
         codes = all_gather(row_major(operand.data).view(shape), token_dim, self.group)
         scale = operand.dequant_scale
         if scale is not None and tokens_per_scale:  # scales of tokens travel too
-            of_runs = scale.view(math.prod(shape[:token_dim]), -1, scale.shape[1])
-            scale = all_gather(of_runs, 1, self.group).flatten(0, 1)
+            run_scales = scale.view(math.prod(shape[:token_dim]), -1, scale.shape[1])
+            scale = all_gather(run_scales, 1, self.group).flatten(0, 1)
         return Operand(codes.flatten(0, -2), scale)
 
 
