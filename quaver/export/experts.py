@@ -20,7 +20,7 @@ from torch import Tensor
 from quaver.export.formats import WeightFormat
 from quaver.kernels.operands import Operand, present
 from quaver.linear.quantize import Quantizer
-from quaver.recipes.config import OperandCasts
+from quaver.recipes.linear_casts import OperandCasts
 
 
 class StoredExpert(NamedTuple):

@@ -77,7 +77,6 @@ def save_float8(
     is_file = format == COMFYUI
     if is_file:
         _check_file(folder, {"files": files, "high_precision_model": high_precision_model})
-    config = config if config is not None else {} if is_file else _own_config(model)
     tensors = iter_float8_weights(
         model,
         format=format,
@@ -90,15 +89,7 @@ def save_float8(
     if is_file:
         comfyui.check_names_of_model(plan.names)
     is_sharded = any(isinstance(each, DTensor) for each in model.parameters())
-    quantization = {} if is_file else plan.format.quantization_config(plan.ignore, plan.cut_inputs)
-    if tensors.kv_scales and plan.format.method == COMPRESSED_TENSORS:
-        quantization["kv_cache_scheme"] = SCHEME
-    config = {**config, "quantization_config": quantization}
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    stored = dtype if dtype is not None or config.get(key) else getattr(model, "dtype", None)
-    if stored is not None:
-        config[key] = str(stored).removeprefix("torch.")
-    text = config_text(config)
+    text = "" if is_file else _text_of_config(_own_config(model) if config is None else config, model, tensors, dtype)
     partial, writer, max_bytes = folder, SafetensorsWriter(folder, None), None if is_file else max_shard_bytes
 
     def begin() -> None:
@@ -132,6 +123,22 @@ def save_float8(
             _on_first_rank(lambda name=name, tensor=tensor: writer.add(name, tensor), is_sharded)  # type: ignore[misc]
         _on_first_rank(finish, is_sharded)
     return tensors
+
+
+def _text_of_config(
+    config: Mapping[str, Any], model: nn.Module, tensors: Float8Weights, dtype: torch.dtype | None
+) -> str:
+    """The config.json: `config` with how the weights are quantized, and the dtype of the others."""
+    plan = tensors.plan
+    quantization = plan.format.quantization_config(plan.ignore, plan.cut_inputs)
+    if tensors.kv_scales and plan.format.method == COMPRESSED_TENSORS:
+        quantization["kv_cache_scheme"] = SCHEME
+    written = {**config, "quantization_config": quantization}
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    stored = dtype if dtype is not None or config.get(key) else getattr(model, "dtype", None)
+    if stored is not None:
+        written[key] = str(stored).removeprefix("torch.")
+    return config_text(written)
 
 
 def _check_file(path: Path, given: Mapping[str, Any]) -> None:
