@@ -11,8 +11,9 @@ from torch import Tensor
 from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
 from quaver.kernels.cast import cast_with_scale, column_major
 from quaver.linear.quantize import Quantizer
-from quaver.recipes.config import Float8LinearConfig, OperandCasts
+from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import FORMATS
+from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale, amax
 
 E4M3 = torch.float8_e4m3fn

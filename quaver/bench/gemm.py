@@ -32,7 +32,8 @@ from quaver.linear.gemm import (
     laid_out_for_columns,
     laid_out_for_rows,
 )
-from quaver.recipes.config import MATMULS, Float8LinearConfig
+from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.scaling import dynamic_cast
 from quaver.roofline.device_specs import PeakFlops, device_spec, peak_flops
 from quaver.settings.fields import OneOf, setting

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.experts.groups import GroupedOperands
-from quaver.recipes.config import OperandCasts
+from quaver.recipes.linear_casts import OperandCasts
 
 
 class Dispatch(Protocol):

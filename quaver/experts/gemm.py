@@ -41,8 +41,9 @@ from quaver.linear.gemm import (
     mm,
     says_whether_native,
 )
-from quaver.recipes.config import CastConfig, Float8LinearConfig, MatmulOptions
+from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E4M3
+from quaver.recipes.linear_casts import MatmulOptions
 from quaver.runtime.phases import phase
 from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.tracing import assume_constant_result

@@ -28,8 +28,9 @@ from quaver.linear.function import NoSecondDerivative, compute_dtype
 from quaver.linear.saved_tensors import save, saved
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.cast_config import ALL
-from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, OperandCasts, resolve_config
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.formats import HP_DTYPES
+from quaver.recipes.linear_casts import OperandCasts
 from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
 
 DYNAMIC_ONLY = "experts are scaled dynamically: the tokens of an expert are others in each step"

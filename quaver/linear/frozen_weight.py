@@ -35,8 +35,8 @@ from torch.utils._pytree import tree_map_only
 from quaver.kernels.operands import Operand
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import COLLECTIVES, COPIES, TensorForm, WeightForm, is_view
-from quaver.recipes.config import OperandCasts
 from quaver.recipes.formats import FORMATS, HP_DTYPES
+from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import (
     BLOCK_LENGTHS,
     block_counts,

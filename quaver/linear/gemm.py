@@ -34,8 +34,9 @@ from quaver.kernels.cpu import check_memory
 from quaver.kernels.exact_mm import exact_float8_mm, varies_along_contracted
 from quaver.kernels.native_blocks import ALIGNMENT, block_length, native_block_mm, pad_codes
 from quaver.kernels.operands import Operand
-from quaver.recipes.config import MATMULS, CastConfig, Float8LinearConfig, MatmulOptions
+from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E5M2, FORMATS
+from quaver.recipes.linear_casts import MATMULS, MatmulOptions
 from quaver.recipes.scaling import BLOCK_SIZE, multiply_scale_, scale_blocks
 from quaver.runtime.phases import phase
 from quaver.runtime.slow_paths import say_once

@@ -42,7 +42,8 @@ from quaver.kernels.cast import (
     column_codes_of_blocks,
 )
 from quaver.kernels.operands import Operand, Operands, asked_for, of_one_scale
-from quaver.recipes.config import CastConfig, OperandCasts
+from quaver.recipes.config import CastConfig
+from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale, Scales, to_dequant_scale
 
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from quaver.kernels.operands import Operand, Operands
 from quaver.linear.quantize import Quantizer
-from quaver.recipes.config import OperandCasts
+from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale, Scales
 from quaver.runtime.names import modules_around
 from quaver.torch_private.dispatch import count_dispatch_modes, dispatch_mode_at

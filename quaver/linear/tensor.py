@@ -21,7 +21,7 @@ from torch import Tensor
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, present
 from quaver.linear.weight_form import TensorForm
-from quaver.recipes.config import OperandCasts
+from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import dequantize
 from quaver.torch_private.dispatch import OpOverload
 

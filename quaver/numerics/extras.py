@@ -28,7 +28,8 @@ from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
 from quaver.numerics.record import encode_counts
 from quaver.numerics.sites import OPERANDS
 from quaver.numerics.statistics import SlotIndex, Values, observe_matrix, scales_of, spread, sqnr_db
-from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, OperandCasts
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import multiply_scale_
 
 _EXPONENTS, _BIAS = 256, 127

@@ -20,8 +20,9 @@ from quaver.numerics.expected import bulk_db
 from quaver.numerics.extras import RECIPES
 from quaver.numerics.sites import OPERANDS, is_shared
 from quaver.numerics.statistics import finish, observe_matrix
-from quaver.recipes.config import OperandCasts, resolve_config
+from quaver.recipes.config import resolve_config
 from quaver.recipes.formats import HP_DTYPES
+from quaver.recipes.linear_casts import OperandCasts
 
 
 def figure(sqnr_db: float | None, underflow: float | None) -> float | None:

@@ -41,7 +41,7 @@ from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.extras import extras_of, extras_of_result
 from quaver.numerics.matmul_sums import Rows, some_rows
 from quaver.numerics.statistics import merge, new_slots, observe_matrix, observe_result, observe_scales, spread
-from quaver.recipes.config import MATMULS
+from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.scaling import scale_blocks
 from quaver.torch_private.autograd import runs_in_backward
 from quaver.torch_private.dispatch import without_dispatch_modes

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from quaver.recipes.config import CastConfig, Float8LinearConfig, OperandCasts
+from quaver.recipes.config import CastConfig, Float8LinearConfig
+from quaver.recipes.linear_casts import OperandCasts
 
 OPERANDS = ("input", "weight", "grad_output")
 RESULTS = ("output", "grad_input", "grad_weight")

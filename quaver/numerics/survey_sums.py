@@ -13,7 +13,8 @@ from quaver.linear.quantize import Quantizer, as_matrix
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.matmul_sums import Rows, Sums, observe_sums, some_rows
 from quaver.numerics.survey import hooked
-from quaver.recipes.config import MATMULS, Float8LinearConfig, OperandCasts
+from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.linear_casts import MATMULS, OperandCasts
 
 
 @dataclass(frozen=True)

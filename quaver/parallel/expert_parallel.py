@@ -48,7 +48,8 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.parallel.linear_sharding import local_part
 from quaver.recipes import scaling
 from quaver.recipes.cast_config import ALL
-from quaver.recipes.config import CastConfig, Float8LinearConfig, OperandCasts
+from quaver.recipes.config import CastConfig, Float8LinearConfig
+from quaver.recipes.linear_casts import OperandCasts
 from quaver.runtime.agreement import check_ranks_agree
 from quaver.runtime.collectives import all_to_all, max_over_ranks
 

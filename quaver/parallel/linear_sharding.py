@@ -26,7 +26,8 @@ from quaver.linear.quantize import Quantizer
 from quaver.linear.shared_input import cached_quantizer
 from quaver.linear.tensor import Float8Tensor
 from quaver.parallel.tensor_parallel_quantizer import GatheringQuantizer, TensorParallelQuantizer
-from quaver.recipes.config import Float8LinearConfig, OperandCasts
+from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale
 from quaver.runtime.collectives import all_reduce, reduce_scatter
 

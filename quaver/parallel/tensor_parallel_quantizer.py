@@ -27,7 +27,8 @@ from quaver.kernels.operands import Operand, Operands, present
 from quaver.linear.gemm import laid_out_for_columns, laid_out_for_rows
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.cast_config import ALL
-from quaver.recipes.config import CastConfig, OperandCasts
+from quaver.recipes.config import CastConfig
+from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PLAIN_TYPES, PersistentScale, Scales, scales_of
 from quaver.runtime.collectives import all_gather, max_over_ranks
 

@@ -33,7 +33,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quaver.linear.gemm import ScaleKind, casts_of_matmuls, kind_of_casts
-from quaver.recipes.config import MATMULS, CastConfig, Float8LinearConfig, Float8LinearRecipeName, OperandCasts
+from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.linear_casts import MATMULS, OperandCasts
 from quaver.roofline.device_specs import DeviceSpec
 
 

@@ -13,7 +13,7 @@ from quaver.experts.gemm import grouped_backend_of_casts
 from quaver.experts.module import Float8Experts, weights_of
 from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.linear.gemm import GemmBackend, backend_of_casts
-from quaver.recipes.config import MATMULS
+from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.device_specs import PeakFlops
 from quaver.settings import Model
 from quaver.trainer.mixture import Experts

@@ -43,8 +43,9 @@ from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import COLLECTIVES, WrappedTensor, is_parameter
-from quaver.recipes.config import Float8LinearConfig, OperandCasts
+from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import HP_DTYPES
+from quaver.recipes.linear_casts import OperandCasts
 from quaver.runtime.names import owners_of_parameters
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.optimizer import loading, saved

@@ -15,7 +15,7 @@ from quaver.experts.cast import _cast_groups, cast_groups
 from quaver.experts.gemm import Form
 from quaver.experts.groups import GroupedOperand, bounds_of, count_of_scales, first_scale
 from quaver.linear.gemm import ScaleKind
-from quaver.recipes.config import MatmulOptions
+from quaver.recipes.linear_casts import MatmulOptions
 from tests.reference import assert_same_bits
 from tests.steps import assert_same, results_of
 from tests.thinned import thinned
