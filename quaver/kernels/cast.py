@@ -191,11 +191,7 @@ def _cpu_tensorwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool
 ) -> Operands | None:
     made = cpu.dynamic_cast(hp, float8_dtype, power_of_2=power_of_2)
-    if made is None:
-        return None
-    codes, quant, dequant = made
-    operand = Operand(codes, dequant, quant)
-    return Operands(operand if row else None, operand if column else None)
+    return None if made is None else asked_for(Operand(made[0], made[2], made[1]), row, column)
 
 
 def _cpu_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands | None:

@@ -45,7 +45,7 @@ _SCHEMA_TYPES = {"torch.dtype": "ScalarType", "Tensor | None": "Tensor?"}
 def operation(
     reference: Callable[..., Any],
     *,
-    results: int = FLAT,
+    results: int | None = None,
     cpu: Callable[..., Any] | None = None,
     gpu: str | None = None,
     fake: Callable[..., Any] | None = None,
@@ -56,9 +56,10 @@ def operation(
 
     Args:
         reference: named as the operation, with an underscore before. Takes a tensor, then other arguments; the casts
-            take a float8 dtype second. Returns `results` tensors, None for those that do not apply; or `Operands`.
+            take a float8 dtype second. Returns `results` tensors, None for those that do not apply; a cast `Operands`.
         results: how many tensors. With more than one, the operation returns empty tensors of shape (0,) for None.
-            Results have no autograd history. A cast's are those of `flattened`, and its function returns `Operands`.
+            Results have no autograd history. None for a cast: the operation returns the tensors of `flattened`, and
+            its function `Operands`.
         cpu: as `reference`, or None as its result where it does not take the tensor.
         gpu: the name of such a function in triton_cast.py, for tensors that its `takes` accepts; where the reference
             has no float8 dtype, for codes that its `takes_codes` does.
@@ -84,19 +85,19 @@ def operation(
             made = function(first, *args)
             if results == 1:
                 return made
-            flat = flattened(made) if isinstance(made, Operands) else made
+            flat = flattened(made) if results is None else made
             return tuple(first.new_empty(0) if each is None else each for each in flat)
 
         return implementation
 
     parameters = list(inspect.signature(reference).parameters.values())
     arguments = ", ".join(f"{_SCHEMA_TYPES.get(each.annotation, each.annotation)} {each.name}" for each in parameters)
-    tensors_of_schema = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
+    tensors_of_schema = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * (results or FLAT))})"
     library.define(f"{name}({arguments}) -> {tensors_of_schema}")
     library.impl(name, as_operation(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"quaver::{name}", as_operation(fake or reference), lib=library)
     registered = getattr(torch.ops.quaver, name)
-    if results == FLAT:
+    if results is None:
         registered = returning_operands(registered)
 
     def call(first: Tensor, *args: Any) -> Any:
