@@ -137,7 +137,7 @@ class GatheringQuantizer(TensorParallelQuantizer):
             column_op = row_op
         return Operands(
             row_op._replace(data=laid_out_for_rows(row_op.data)) if row and row_op is not None else None,
-            column_op._replace(data=laid_out_for_columns(column_op.data)) if column and column_op is not None else None,
+            column_op._replace(data=_by_columns(column_op.data)) if column and column_op is not None else None,
         )
 
     def _gathered(self, operand: Operand, shape: torch.Size, token_dim: int, tokens_per_scale: int) -> Operand:
@@ -147,6 +147,14 @@ class GatheringQuantizer(TensorParallelQuantizer):
             run_scales = scale.view(math.prod(shape[:token_dim]), -1, scale.shape[1])
             scale = all_gather(run_scales, 1, self.group).flatten(0, 1)
         return Operand(codes.flatten(0, -2), scale)
+
+
+def _by_columns(codes: Tensor) -> Tensor:
+    """In compiled code as they are: Inductor loses column-major strides in the views to [..., K] and back.
+
+    There the matmul of the backward orders the copy, and readers of one input share it.
+    """
+    return codes if torch.compiler.is_compiling() else laid_out_for_columns(codes)
 
 
 def _tokens_per_scale(cast: CastConfig, direction: int) -> int:

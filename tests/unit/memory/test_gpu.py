@@ -157,6 +157,9 @@ def test_all_is_put_back_afterwards():
         assert torch.empty(2).is_cpu
 
 
+LAID_OUT = ["rowwise", "delayed", "rowwise_with_gw_hp", "blockwise", "mxfp8"]
+
+
 def _run(words, ranks, device="cuda"):
     """A prediction of a small run of the trainer."""
     small = "train_configs/llama3_debug.toml --model.n_layers 1 --training.seq_len 64"
@@ -177,12 +180,23 @@ def test_compiled_code_saves_no_copy_of_a_gathered_weight(recipe):
     assert "compiled graph" in {row["saved_by"] for row in rows}
 
 
+SPLIT = (
+    "--float8.enable_fsdp_float8_all_gather true --float8.precompute_float8_dynamic_scale_for_fsdp true "
+    "--parallelism.tensor_parallel_degree 2"
+)
+
+
 @on_ranks
 @pytest.mark.parametrize("compiled", ["false", pytest.param("true", marks=pytest.mark.nightly)])
 def test_tensor_parallel_runs(compiled):
-    float8 = "--float8.enable_fsdp_float8_all_gather true --float8.precompute_float8_dynamic_scale_for_fsdp true"
-    words = f"{float8} --parallelism.tensor_parallel_degree 2 --training.compile {compiled}"
-    on_gpu, on_cpu = (_run(words, 4, device) for device in ("cuda", "cpu"))
+    on_gpu, on_cpu = (_run(f"{SPLIT} --training.compile {compiled}", 4, device) for device in ("cuda", "cpu"))
     assert on_gpu.by_category["parameters"] == on_cpu.by_category["parameters"]
     assert on_cpu.by_category["gathered_weights"] > 0
     assert on_gpu.peak_bytes == pytest.approx(on_cpu.peak_bytes, rel=0.2)
+
+
+@on_ranks
+@pytest.mark.parametrize("recipe", ["tensorwise", *(pytest.param(r, marks=pytest.mark.nightly) for r in LAID_OUT)])
+def test_compiled_tensor_parallel_code_multiplies_columns_as_the_gpu_reads_them(recipe):
+    """Inductor refuses a float8 matmul whose second operand is not contiguous along columns."""
+    assert _run(f"{SPLIT} --float8.recipe_name {recipe} --training.compile true", 4).peak_bytes > 0
