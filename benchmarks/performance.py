@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import ROOT, markdown, run_quaver, show
-from quaver.roofline.cost import MATMUL_SHARES
 from quaver.roofline.device_specs import DEVICE_SPECS
+from quaver.roofline.matmul import MATMUL_SHARES
 
 DOCS = ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"

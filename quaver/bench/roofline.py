@@ -18,8 +18,9 @@ from typing import Any
 
 from quaver.bench.roofline_layers import ModelLayers
 from quaver.recipes.config import Float8LinearRecipeName
-from quaver.roofline.cost import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE, LinearCost, LinearTime, linear_cost
+from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearCost, LinearTime, linear_cost
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, find_device_spec
+from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE
 
 LINEAR_SHARES = (0.6, 0.7, 0.8, 0.9)
 """Shares of a step's time for which Amdahl's law is written out."""

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quaver.roofline.cost import KERNEL_LAUNCH_S, MEMORY_SHARE
+from quaver.roofline.cost import KERNEL_LAUNCH_S
 from quaver.roofline.device_specs import DeviceSpec
+from quaver.roofline.matmul import MEMORY_SHARE
 
 ATTENTION_SHARE = 0.35
 """Share of the data sheet's bfloat16 rate that torch's flash attention, FlashAttention-2, reaches: "35% utilization on

@@ -22,7 +22,7 @@ each operand of each matmul) and multiplies those. A native matmul of blocks cou
 each tensor: none was measured, and a promotion of partial sums for each block makes it slower.
 
 Left out: what a cast fuses with (a compiler can save its read); the host, whose time counts where it is slower than the
-GPU; L2 cache; tiles that do not fill the last wave; power limits that long runs meet; row-wise scaling inside the
+GPU; L2 cache; power limits that long runs meet; row-wise scaling inside the
 matmul; communication; the state of delayed scaling (once a step for the whole model); biases; padding to 16.
 """
 
@@ -36,32 +36,7 @@ from quaver.linear.gemm import ScaleKind, casts_of_matmuls, kind_of_casts
 from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS, OperandCasts
 from quaver.roofline.device_specs import DeviceSpec
-
-
-class MatmulShares(NamedTuple):
-    """The shares of the data sheets' matmul rates that the best matmuls reach."""
-
-    bfloat16: float
-    float8: float
-
-
-MATMUL_SHARES = {
-    "B200": MatmulShares(1745.0 / 2250, 3432.5 / 4500),
-    "H200": MatmulShares(794.5 / 989.4, 1453.4 / 1978.9),
-    "H100": MatmulShares(794.5 / 989.4, 1402.6 / 1978.9),
-    "A100": MatmulShares(271.2 / 312, 271.2 / 312),
-    "L40S": MatmulShares(0.80, 0.80),
-    "MI300X": MatmulShares(668.4 / 1307.4, 668.4 / 1307.4),
-}
-"""TFLOP/s measured with PyTorch 2.5 to 2.7 over those of the data sheet. From Stas Bekman, "Machine Learning
-Engineering", table "Maximum Achievable Matmul FLOPS" (github.com/stas00/ml-engineering, compute/accelerator): the
-best of many shapes, so real layers reach less. Assumed, not measured: both of L40S, and MI300X's in float8, which is
-its bfloat16 share. A100's float8 matmuls are bfloat16 matmuls."""
-
-MEMORY_SHARE = 0.85
-"""Share of the data sheet's bandwidth that casts reach. Copies reach 0.90 on an H200 (4.3 of 4.8 TB/s), and torchao's
-roofline (torchao/testing/training/roofline_utils.py) counts on 0.92 for pointwise kernels. Casts write one of two
-layouts transposed, which reaches less: how much less is an assumption."""
+from quaver.roofline.matmul import MEMORY_SHARE, matmul_seconds
 
 KERNEL_LAUNCH_S = 4e-6
 """From one kernel's start to the next one's, if it does nothing. torchao's roofline has 2 us, the time on an H100 of a
@@ -121,6 +96,7 @@ def linear_cost(
     *,
     microbatches: int | None = None,
     input_readers: int = 1,
+    by_shape: bool = False,
 ) -> LinearCost:
     """Predict a bias-free linear of M = `tokens`, K = `in_features`, N = `out_features` on `spec`.
 
@@ -130,6 +106,8 @@ def linear_cost(
             (`cast_weights_once`; 1 is also `keep_float8_weight_for_backward`). None: each forward casts the weight,
             and its backward again.
         input_readers: how many linears share this one's input and its casts (3 for q, k and v), and their cost.
+        by_shape: small and ragged matmuls are slower (quaver/roofline/matmul.py); else all have the best rate, and a
+            larger linear never gains less.
     Raises:
         ValueError: an unknown recipe, or a number below 1.
     """
@@ -141,13 +119,16 @@ def linear_cost(
             raise ValueError(f"{name}: expected 1 or more, got {number}")
     casts = recipe_casts(recipe, microbatches=microbatches, input_readers=input_readers)
     return LinearCost(
-        _linear_time((tokens, in_features, out_features), (NO_CASTS,) * 3, (False,) * 3, spec, native=False),
+        _linear_time(
+            (tokens, in_features, out_features), (NO_CASTS,) * 3, (False,) * 3, spec, native=False, by_shape=by_shape
+        ),
         _linear_time(
             (tokens, in_features, out_features),
             casts,
             _float8_matmuls(recipe),
             spec,
             native=not unmultiplied_kinds(spec, recipe),
+            by_shape=by_shape,
         ),
     )
 
@@ -218,6 +199,7 @@ def _linear_time(
     spec: DeviceSpec,
     *,
     native: bool,
+    by_shape: bool,
 ) -> LinearTime:
     """`casts` of input, weight and grad_output; `in_float8` of output, grad_input and grad_weight.
 
@@ -227,7 +209,7 @@ def _linear_time(
     elements = (m * k, k * n, m * n)
     bytes_per_s = spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
     matmuls = [
-        _matmul_s(rows, contracted, columns, float8 and native, spec)
+        matmul_seconds(rows, contracted, columns, float8 and native, spec, by_shape=by_shape)
         for (rows, contracted, columns), float8 in zip(((m, k, n), (m, n, k), (n, m, k)), in_float8, strict=True)
     ]
     cast_times = [cast.bytes_per_element * e / bytes_per_s for cast, e in zip(casts, elements, strict=True)]
@@ -248,14 +230,3 @@ def _linear_time(
         widening_s=widening_s,
         launches_s=kernels * KERNEL_LAUNCH_S,
     )
-
-
-def _matmul_s(rows: int, contracted: int, columns: int, float8: bool, spec: DeviceSpec) -> float:
-    """One matmul [rows, contracted] x [contracted, columns] with a bfloat16 result, without its launch."""
-    shares = MATMUL_SHARES[spec.name]
-    tflops = spec.bfloat16_tflops * shares.bfloat16
-    if float8 and spec.float8_tflops is not None:
-        tflops = spec.float8_tflops * shares.float8
-    read = (rows + columns) * contracted * (1 if float8 else 2)
-    moved_s = (read + 2 * rows * columns) / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
-    return max(2 * rows * contracted * columns / (tflops * 1e12), moved_s)

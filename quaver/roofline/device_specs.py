@@ -1,7 +1,8 @@
 """Speeds of devices: peaks of data sheets, or the rate of large matmuls measured here.
 
 Data sheets, dense rates without sparsity: NVIDIA A100 80GB SXM, L40S, H100 SXM5, H200 SXM, B200 (HGX, per GPU);
-AMD Instinct MI300X.
+AMD Instinct MI300X. Multiprocessors, and links between GPUs of a machine in one direction: the same, and "Machine
+Learning Engineering" (github.com/stas00/ml-engineering, network); of B200 chipsandcheese.com.
 """
 
 from __future__ import annotations
@@ -24,17 +25,22 @@ class DeviceSpec:
     bfloat16_tflops: float
     float8_tflops: float | None
     memory_gb_per_s: float
+    memory_gb: float
+    """10^9 bytes."""
+    multiprocessors: int
+    link_gb_per_s: float
+    """To other GPUs of its machine, in one direction: NVLink, Infinity Fabric or PCI Express."""
     block_length: int | None = None
     """The length of the blocks whose scales its matmuls take (kernels/native_blocks.py; cuBLAS's scaling modes)."""
 
 
 DEVICE_SPECS = (
-    DeviceSpec("B200", 2250.0, 4500.0, 8000.0, 32),
-    DeviceSpec("H200", 989.4, 1978.9, 4800.0, 128),
-    DeviceSpec("H100", 989.4, 1978.9, 3350.0, 128),
-    DeviceSpec("A100", 312.0, None, 2039.0),
-    DeviceSpec("L40S", 362.05, 733.0, 864.0),
-    DeviceSpec("MI300X", 1307.4, 2614.9, 5300.0),
+    DeviceSpec("B200", 2250.0, 4500.0, 8000.0, 192.0, 148, 900.0, 32),
+    DeviceSpec("H200", 989.4, 1978.9, 4800.0, 150.8, 132, 450.0, 128),
+    DeviceSpec("H100", 989.4, 1978.9, 3350.0, 85.5, 132, 450.0, 128),
+    DeviceSpec("A100", 312.0, None, 2039.0, 85.5, 108, 300.0),
+    DeviceSpec("L40S", 362.05, 733.0, 864.0, 48.3, 142, 32.0),
+    DeviceSpec("MI300X", 1307.4, 2614.9, 5300.0, 206.0, 304, 448.0),
 )
 
 

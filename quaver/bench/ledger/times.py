@@ -13,8 +13,9 @@ from __future__ import annotations
 from quaver.bench.ledger.entries import CATEGORIES, Entry
 from quaver.bench.ledger.ledger import Ledger
 from quaver.roofline.block import ATTENTION_SHARE
-from quaver.roofline.cost import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE
+from quaver.roofline.cost import KERNEL_LAUNCH_S
 from quaver.roofline.device_specs import DeviceSpec
+from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE
 
 STRIDED_COPY_S = 7.4e-12
 """Time of one element in aten's strided copy of bytes: 1.98 ms for 32768 x 8192 on an H100, where a compiled copy takes

@@ -26,8 +26,9 @@ from quaver.checkpointing.policy import selected_every
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.recorder.modules import ModuleTracker
 from quaver.roofline.block import BlockShape, Both, attention_seconds, seconds_between_matmuls
-from quaver.roofline.cost import MATMUL_SHARES, LinearTime, linear_cost
+from quaver.roofline.cost import LinearTime, linear_cost
 from quaver.roofline.device_specs import DeviceSpec
+from quaver.roofline.matmul import MATMUL_SHARES
 from quaver.settings import ActivationCheckpoint, Data, Float8, Model, TrainConfig, Training
 from quaver.settings.parallel_dims import ParallelDims
 from quaver.torch_private.autograd import current_node

@@ -4,8 +4,9 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from quaver.roofline.cost import KERNEL_LAUNCH_S, MATMUL_SHARES, MEMORY_SHARE, linear_cost, recipe_casts
+from quaver.roofline.cost import KERNEL_LAUNCH_S, linear_cost, recipe_casts
 from quaver.roofline.device_specs import DEVICE_SPECS, find_device_spec
+from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 
 H100 = find_device_spec("NVIDIA H100 80GB HBM3")

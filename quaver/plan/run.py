@@ -1,0 +1,165 @@
+"""A run as the model of its time sees it: the degrees of its layout, its shapes and its precision.
+
+The trainer's runs come from a config (`run_of`). Other fields describe runs that others published: pipeline stages,
+context parallelism and asynchronous tensor parallelism, which the trainer does not have.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+
+from quaver import Float8Linear
+from quaver.checkpointing.policy import selected_every
+from quaver.experts.module import Float8Experts
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.settings import Float8, Model, TrainConfig
+from quaver.settings.parallel_dims import ParallelDims
+from quaver.trainer.float8 import convert_model
+from quaver.trainer.model import Llama
+
+HEAD = "lm_head"
+EXPERTS = "experts"
+SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_STATE_BYTES = {"AdamW": 8, "Float8AdamW": 2, "Muon": 4, "Float8Muon": 1}
+"""Bytes of the optimizer's states for each parameter, without scales; of Muon's for matrices of blocks."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The step of one rank: `micro_batches` times forward and backward, and the optimizer.
+
+    Degrees are numbers of ranks; `tensor` varies fastest, then `context`, `shard`, `replicate` and `pipeline`. Experts
+    are split over `expert` neighbors of a shard group.
+    """
+
+    model: Model
+    seq_len: int
+    local_batch: int
+    """Sequences of a micro-batch of one data-parallel rank."""
+    micro_batches: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    expert: int = 1
+    context: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    """Parts of the model that each pipeline stage holds (interleaved 1F1B)."""
+    recipe: Float8LinearRecipeName | None = None
+    """None for bfloat16."""
+    in_float8: frozenset[str] = frozenset(SEVEN)
+    """Linears of a block by their last name, "lm_head" and "experts" that compute in float8; read with a recipe."""
+    float8_gather: bool = False
+    checkpointing: str = "none"
+    """none, op or full."""
+    checkpointed_blocks: int = 0
+    reshards: bool = True
+    """FSDP2 gathers weights again for the backward."""
+    casts_weights_once: bool = False
+    stores_in_float8: bool = False
+    residual_bytes: int = 4
+    parameter_bytes: int = 4
+    state_bytes: int = 8
+    """Bytes of the optimizer's states for each parameter."""
+    async_tensor: bool = False
+    """Tensor parallel collectives overlap with the matmuls beside them."""
+    splits_loss: bool = False
+    """Tensor parallel ranks share the logits in the loss; in the trainer each has all of them."""
+
+    @property
+    def ranks(self) -> int:
+        """The number of GPUs."""
+        return self.replicate * self.shard * self.tensor * self.context * self.pipeline
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one rank of a context group; tensor parallel ranks share them."""
+        return self.local_batch * self.seq_len // self.context
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step of all ranks."""
+        return self.local_batch * self.seq_len * self.micro_batches * self.replicate * self.shard
+
+    @property
+    def has_one_cast(self) -> bool:
+        """Whether one set of codes of a weight serves both of its matmuls, so that a float8 gather sends one."""
+        if self.recipe is None:
+            return False
+        casts = Float8LinearConfig.from_recipe_name(self.recipe).casts.weight
+        return casts.is_one and not casts.row.has_two_casts
+
+    @property
+    def precision(self) -> str:
+        """The recipe's name, or bfloat16."""
+        return "bfloat16" if self.recipe is None else self.recipe.value
+
+
+def run_of(config: TrainConfig, layout: ParallelDims) -> Run:
+    """The run that the trainer would do, from the `config` and `layout` that `resolve` returned.
+
+    Raises:
+        ValueError: the time of the run is not modelled: outside of bfloat16, or if the compiler decides what it
+            recomputes.
+    """
+    training, checkpoint, float8 = config.training, config.activation_checkpoint, config.float8
+    if training.mixed_precision_param != "bfloat16":
+        raise ValueError(
+            "training.mixed_precision_param: expected bfloat16, the time of float32 matmuls is not modelled"
+        )
+    if checkpoint.mode == "memory_budget":
+        raise ValueError(
+            "activation_checkpoint.mode: expected none, selective or full: with memory_budget "
+            "the compiler decides what it recomputes"
+        )
+    recipe = Float8LinearRecipeName(float8.recipe_name) if float8.enable_float8_linear else None
+    blocks, every = config.model.n_layers, selected_every(checkpoint.selective_ac_option)
+    mode = {"none": "none", "full": "full", "selective": "op" if every is None else "full"}[checkpoint.mode]
+    return Run(
+        model=config.model,
+        seq_len=training.seq_len,
+        local_batch=training.local_batch_size,
+        micro_batches=layout.micro_batches(training),
+        replicate=layout.replicate,
+        shard=layout.shard,
+        tensor=layout.tensor,
+        expert=layout.expert,
+        recipe=recipe,
+        in_float8=_in_float8(replace(config.model, n_layers=1), _without_layers(float8)) if recipe else frozenset(),
+        float8_gather=float8.enable_fsdp_float8_all_gather,
+        checkpointing=mode,
+        checkpointed_blocks=0
+        if mode == "none"
+        else blocks // (every or 1)
+        if checkpoint.mode == "selective"
+        else blocks,
+        reshards=config.parallelism.fsdp_reshard_after_forward != "never",
+        casts_weights_once=float8.cast_weights_once or layout.world_size == 1,
+        stores_in_float8=checkpoint.store_in_float8,
+        residual_bytes=_itemsize(training.residual_stream_dtype),
+        parameter_bytes=_itemsize(training.dtype),
+        state_bytes=_STATE_BYTES[config.optimizer.name] * _itemsize(training.dtype) // 4 or 1,
+    )
+
+
+def _itemsize(dtype: str) -> int:
+    size: int = getattr(torch, dtype).itemsize
+    return size
+
+
+def _without_layers(float8: Float8) -> Float8:
+    """The settings of a block that no name of a layer changes."""
+    return replace(float8, skip_first_layers=0, skip_last_layers=0, last_steps_high_precision=0, layer_recipes=())
+
+
+@functools.cache
+def _in_float8(model: Model, float8: Float8) -> frozenset[str]:
+    with torch.device("meta"):
+        llama = Llama(model)
+    convert_model(llama, float8, tokens=8192, device=torch.device("cpu"))
+    linears = {name.rpartition(".")[2] for name, each in llama.named_modules() if isinstance(each, Float8Linear)}
+    experts = {EXPERTS for each in llama.modules() if isinstance(each, Float8Experts)}
+    return frozenset(linears | experts)

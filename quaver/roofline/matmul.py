@@ -1,0 +1,87 @@
+"""The time of one matmul, predicted from its FLOPs, its shape and its bytes.
+
+[r, c] x [c, s]    max(2 r c s / (FLOP/s * share), (b (r c + c s) + 2 r s) / bandwidth)    b = 1 in float8, else 2
+
+share of the best rate = filled * pipelined / BEST_SHAPE, at most 1, of the tile with the largest product
+filled       tiles / (waves * multiprocessors), each multiprocessor computing a tile per wave
+pipelined    c / (c + HALF_SPEED): each tile begins with empty pipelines
+"""
+
+from __future__ import annotations
+
+import functools
+from math import ceil
+from typing import NamedTuple
+
+from quaver.roofline.device_specs import DeviceSpec
+
+
+class MatmulShares(NamedTuple):
+    """The shares of the data sheets' matmul rates that the best matmuls reach."""
+
+    bfloat16: float
+    float8: float
+
+
+MATMUL_SHARES = {
+    "B200": MatmulShares(1745.0 / 2250, 3432.5 / 4500),
+    "H200": MatmulShares(794.5 / 989.4, 1453.4 / 1978.9),
+    "H100": MatmulShares(794.5 / 989.4, 1402.6 / 1978.9),
+    "A100": MatmulShares(271.2 / 312, 271.2 / 312),
+    "L40S": MatmulShares(0.80, 0.80),
+    "MI300X": MatmulShares(668.4 / 1307.4, 668.4 / 1307.4),
+}
+"""TFLOP/s measured with PyTorch 2.5 to 2.7 over those of the data sheet. From Stas Bekman, "Machine Learning
+Engineering", table "Maximum Achievable Matmul FLOPS" (github.com/stas00/ml-engineering, compute/accelerator): the
+best of many shapes, so real layers reach less. Assumed, not measured: both of L40S, and MI300X's in float8, which is
+its bfloat16 share. A100's float8 matmuls are bfloat16 matmuls."""
+
+MEMORY_SHARE = 0.85
+"""Share of the data sheet's bandwidth that casts reach. Copies reach 0.90 on an H200 (4.3 of 4.8 TB/s), and torchao's
+roofline (torchao/testing/training/roofline_utils.py) counts on 0.92 for pointwise kernels. Casts write one of two
+layouts transposed, which reaches less: how much less is an assumption."""
+
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 192, 0.95), (192, 128, 0.95), (128, 128, 0.85), (64, 128, 0.7))
+"""Rows and columns of a tile, and its rate: a small one reads more for each multiplication. Sizes of CUTLASS's Hopper
+kernels; the rates are assumed, and bfloat16 rates of an sm_90 by shape were compared (tests/unit/roofline)."""
+
+HALF_SPEED = {False: 250, True: 400}
+"""The contracted dim at which a matmul in bfloat16 (False) or float8 (True) has half of the rate of a long one. Fitted:
+bfloat16 to XLA's table for sm_90, 392 TFLOP/s at 4096 x 4096 x 256 and 783 at 4096^3 (xla/service/gpu/model/
+matmul_interpolator_data.h); float8 to tilelang's 8192 x 8192 x K on an H800: 569 at K = 256, 1129 at 1024, 1541 at
+16384 (github.com/tile-ai/tilelang, benchmark/matmul_fp8)."""
+
+BEST_SHAPE = 0.95
+"""`filled * pipelined` of the shapes at which MATMUL_SHARES were measured, such as 2048 x 2048 x 13312."""
+
+
+@functools.cache
+def share_of_shape(rows: int, contracted: int, columns: int, float8: bool, multiprocessors: int) -> float:
+    """The share of the best rate that a matmul of this shape reaches."""
+    filled = 0.0
+    for height, width, rate in TILES:
+        tiles = ceil(rows / height) * ceil(columns / width)
+        waves = ceil(tiles / multiprocessors)
+        used = rows * columns / (tiles * height * width)
+        filled = max(filled, rate * used * tiles / (waves * multiprocessors))
+    return min(1.0, filled * contracted / (contracted + HALF_SPEED[float8]) / BEST_SHAPE)
+
+
+def matmul_seconds(
+    rows: int, contracted: int, columns: int, float8: bool, spec: DeviceSpec, *, by_shape: bool = True
+) -> float:
+    """One matmul [rows, contracted] x [contracted, columns] with a bfloat16 result, without its launch.
+
+    Args:
+        by_shape: at the rate of its shape; else at the best rate.
+    """
+    shares = MATMUL_SHARES[spec.name]
+    tflops = spec.bfloat16_tflops * shares.bfloat16
+    float8 = float8 and spec.float8_tflops is not None
+    if float8:
+        tflops = (spec.float8_tflops or 0.0) * shares.float8
+    if by_shape:
+        tflops *= share_of_shape(rows, contracted, columns, float8, spec.multiprocessors)
+    read = (rows + columns) * contracted * (1 if float8 else 2)
+    moved_s = (read + 2 * rows * columns) / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
+    return max(2 * rows * contracted * columns / (tflops * 1e12), moved_s)
