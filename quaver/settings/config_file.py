@@ -6,7 +6,7 @@ so a bad value has one message wherever it came from.
 
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,16 @@ def _is_removed(section: str, key: str, value: object) -> bool:
 def build_config(sections: Sections) -> TrainConfig:
     """Return the TrainConfig of nested plain values, which the dataclasses check; missing ones are defaults."""
     return TrainConfig(**{name: kind(**sections.get(name, {})) for name, kind in hints_of(TrainConfig).items()})
+
+
+def changed_settings(config: TrainConfig) -> Sections:
+    """By section, the settings of `config` that are not their defaults: `build_config` of them is `config` again."""
+    sections = {name: getattr(config, name) for name in hints_of(TrainConfig)}
+    changed = {
+        name: {each.name: value for each in fields(section) if (value := getattr(section, each.name)) != each.default}
+        for name, section in sections.items()
+    }
+    return {name: values for name, values in changed.items() if values}
 
 
 def write_config(config: TrainConfig, path: Path) -> None:

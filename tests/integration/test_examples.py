@@ -3,17 +3,17 @@
 import json
 import re
 import runpy
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from quaver.plan.launchers import launch_files
+from quaver.settings.config_file import load_config
 from tests.isolated import Forked
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 NOTEBOOK = FOLDER / "quickstart.ipynb"
-LAUNCHERS = sorted((FOLDER / "launch").iterdir())
 
 
 def execute(path: Path) -> None:
@@ -63,22 +63,15 @@ def test_the_notebooks_links_lead_to_files():
     assert [link for link in links if not (FOLDER / link).exists()] == []
 
 
-@pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.name)
-def test_launchers_of_hosts_let_ranks_start_again(path):
-    text = path.read_text()
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in text
-    assert "c10d" in text
-    if path.suffix != ".yaml":
-        subprocess.run(["bash", "-n", path], check=True)
-
-
-def test_the_pods_of_a_jobset_find_each_other():
-    yaml = pytest.importorskip("yaml")
-    job = yaml.safe_load((FOLDER / "launch" / "jobset.yaml").read_text())
-    name, (hosts,) = job["metadata"]["name"], job["spec"]["replicatedJobs"]
-    spec = hosts["template"]["spec"]
-    (container,) = spec["template"]["spec"]["containers"]
-    nodes = f"--nnodes={spec['parallelism']}"
-    assert spec["parallelism"] == spec["completions"]
-    assert {nodes, f"--rdzv-endpoint={name}-{hosts['name']}-0-0.{name}:29400"} <= set(container["args"])
-    assert job["spec"]["network"]["enableDNSHostnames"]
+@pytest.mark.parametrize(
+    ("name", "suffix", "config", "ranks"),
+    [
+        ("two_hosts.sh", ".torchrun.sh", "llama3_8b", 16),
+        ("slurm.sbatch", ".slurm.sbatch", "llama3_70b", 1024),
+        ("jobset.yaml", ".jobset.yaml", "llama3_70b", 1024),
+    ],
+)
+def test_launchers_are_those_that_a_plan_writes(name, suffix, config, ranks):
+    path = Path("train_configs") / f"{config}.toml"
+    texts = launch_files(load_config(FOLDER.parent / path), ranks, 8, path)
+    assert (FOLDER / "launch" / name).read_text() == texts[suffix]

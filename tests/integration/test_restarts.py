@@ -14,12 +14,13 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_flatten_with_path
 
+from quaver.plan.write import write_run
 from quaver.runs.checkpoint_folder import CheckpointFolder
 from quaver.runs.json_lines import read_metrics
+from quaver.settings.config_file import load_config, parse_arguments
 from tests.command_line import TEXT, TINY
 from tests.isolated import quaver_on_ranks
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "launch" / "two_hosts.sh"
 LIMIT_S, STEPS, INTERVAL = 400, 60, 5
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to find the ranks of a host")
 
@@ -39,18 +40,18 @@ class Hosts:
             *("--lr_scheduler.schedule=constant", "--lr_scheduler.warmup_steps=3", f"--training.steps={STEPS}"),
             *(f"--checkpoint.interval={INTERVAL}", "--checkpoint.resume=auto", f"--job.dump_folder={folder / 'runs'}"),
         ]
-        more = {"HEAD": f"127.0.0.1:{port}", "NNODES": "2", "NGPU": "1"}
+        config = load_config(*parse_arguments([*self.words, f"--job.name={name}"]))
+        _, self.script, *_ = write_run(config, 2, 1, folder / "a plan.toml", comment="")
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where torchrun is
-        self.environment = {**os.environ, **more, "PATH": path}
+        self.environment = {**os.environ, "HEAD": f"127.0.0.1:{port}", "PATH": path}
         for host in range(2):
             self.start(host)
 
     def start(self, host: int) -> None:
         log = (self.folder / f"{self.run.name}_{host}.log").open("a")
-        command = [SCRIPT, *self.words, f"--job.name={self.run.name}"]
         # HEAD is an address of both.
         conf = {"RDZV_CONF": f"keep_alive_interval=1,is_host={str(host == 0).lower()}"}
-        self.agents[host] = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment | conf)
+        self.agents[host] = subprocess.Popen([self.script], stdout=log, stderr=log, env=self.environment | conf)
         log.close()
 
     def rank_of(self, host: int) -> int:
