@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import NamedTuple
 
+from quaver.plan.calibration import sustained
 from quaver.roofline.device_specs import DeviceSpec
 
 
@@ -63,6 +64,11 @@ class Cluster:
     network_gbps: float = 400.0
     """Gigabits per second of each GPU's network interface, in one direction."""
     sustained: float = 1.0
+
+    @classmethod
+    def of(cls, spec: DeviceSpec, nodes_of: int = 8, network_gbps: float = 400.0) -> Cluster:
+        """A cluster of devices that keep their calibrated share of the best matmul rate."""
+        return cls(spec, nodes_of, network_gbps, sustained(spec))
 
     def nodes(self, ranks: int, stride: int) -> int:
         """The nodes over which a group of ranks lies, `stride` ranks from one to the next."""

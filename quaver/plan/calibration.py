@@ -1,0 +1,45 @@
+"""What a long run keeps of a card's best matmul rate: one number for each card, from one published run.
+
+MATMUL_SHARES (quaver/roofline/matmul.py) are the best of many shapes, each alone on a cold card. A card that trains for
+hours is limited by its power: an H100 at 8192^3 falls below its peak clock, more so with random than with zero operands
+(thonking.ai/p/strangely-matrix-multiplications), and torchtitan's H100s ran with 500 W of 700 W. No table of rates at
+a power limit was found, so `sustained` is the share with which the simulation of one published run takes as long as
+that run did. It divides the seconds of matmuls and attention, and nothing else. All other published runs (docs/plan.md) are
+predicted, not fitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from quaver.roofline.device_specs import DeviceSpec, find_device_spec
+
+
+class Card(NamedTuple):
+    """A kind of card as somebody trained on it."""
+
+    spec: DeviceSpec
+    sustained: float
+    row: str
+    """The published run (benchmarks/published_runs.toml) that fixed it."""
+
+
+def _spec(name: str, **changed: float) -> DeviceSpec:
+    spec = find_device_spec(name)
+    if spec is None:
+        raise ValueError(f"expected a known device, got {name!r}")
+    return replace(spec, **changed)
+
+
+CARDS = {
+    "H100": Card(_spec("H100"), 0.7, "fms-fsdp llama2-7b 96 H100"),
+    "H100-500W": Card(_spec("H100", memory_gb_per_s=2400.0), 0.7, "torchtitan-202412 8B 8gpu FSDP compile bf16"),
+}
+"""H100-500W: HBM2e and a limit of 500 W (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md)."""
+
+
+def sustained(spec: DeviceSpec) -> float:
+    """The share for a device: of its card, else of the nearest that was calibrated, the H100."""
+    found = next((card for card in CARDS.values() if card.spec == spec), None)
+    return (found or CARDS["H100"]).sustained
