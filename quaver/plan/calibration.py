@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from quaver.roofline.device_specs import DeviceSpec, find_device_spec
+from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
 
 
 class Card(NamedTuple):
@@ -25,16 +25,14 @@ class Card(NamedTuple):
     """The published run (benchmarks/published_runs.toml) that fixed it."""
 
 
-def _spec(name: str, **changed: float) -> DeviceSpec:
-    spec = find_device_spec(name)
-    if spec is None:
-        raise ValueError(f"expected a known device, got {name!r}")
-    return replace(spec, **changed)
+_SPECS = {spec.name: spec for spec in DEVICE_SPECS}
 
 
 CARDS = {
-    "H100": Card(_spec("H100"), 0.7, "fms-fsdp llama2-7b 96 H100"),
-    "H100-500W": Card(_spec("H100", memory_gb_per_s=2400.0), 0.7, "torchtitan-202412 8B 8gpu FSDP compile bf16"),
+    "H100": Card(_SPECS["H100"], 0.7, "fms-fsdp llama2-7b 96 H100"),
+    "H100-500W": Card(
+        replace(_SPECS["H100"], memory_gb_per_s=2400.0), 0.7, "torchtitan-202412 8B 8gpu FSDP compile bf16"
+    ),
 }
 """H100-500W: HBM2e and a limit of 500 W (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md)."""
 
