@@ -38,8 +38,8 @@ class Published:
     source: str
     model: str
     """The key of `models`."""
-    gpu: Literal["A100", "B200", "H100", "H100 500W", "H200", "H800"]
-    """H100 500W: cards of Meta with 96 GB of HBM2e at 2.4 TB/s, limited to 500 W."""
+    gpu: Literal["A100", "B200", "H100", "H100-500W", "H200", "H800"]
+    """H100-500W: cards of Meta with 96 GB of HBM2e at 2.4 TB/s, limited to 500 W."""
     gpus: int
     local_batch: int
     """Sequences of one micro-batch of a data-parallel rank."""
@@ -125,7 +125,7 @@ def published() -> tuple[Published, ...]:
     runs = []
     for group in _content()["group"]:
         rows = group.pop("runs")
-        runs += [_run({**group, **row, "name": f"{group['name']}: {row['name']}"}) for row in rows]
+        runs += [_run({**group, **row, "name": f"{group['name']} {row['name']}"}) for row in rows]
     return tuple(runs)
 
 

@@ -11,7 +11,7 @@ from benchmarks.published import _run, models, published
 def test_runs_are_sorted_by_source_and_told_apart():
     runs = published()
     assert 60 <= len(runs) <= 110
-    groups = [run.name.partition(":")[0] for run in runs]
+    groups = [run.name.partition(" ")[0] for run in runs]
     assert groups == sorted(groups)
     assert [name for name, count in Counter(run.name for run in runs).items() if count > 1] == []
     assert {run.model for run in runs} | {"llama3_8b", "llama3_70b", "llama3_405b"} == set(models())
