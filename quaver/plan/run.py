@@ -56,8 +56,8 @@ class Run:
     checkpointing: str = "none"
     """none, op or full."""
     checkpointed_blocks: int = 0
-    reshards: bool = True
-    """FSDP2 gathers weights again for the backward."""
+    reshards: str = "default"
+    """When FSDP2 gathers weights again for the backward: default (all but the embedding's group), always, never."""
     casts_weights_once: bool = False
     stores_in_float8: bool = False
     residual_bytes: int = 4
@@ -136,7 +136,7 @@ def run_of(config: TrainConfig, layout: ParallelDims) -> Run:
         else blocks // (every or 1)
         if checkpoint.mode == "selective"
         else blocks,
-        reshards=config.parallelism.fsdp_reshard_after_forward != "never",
+        reshards=config.parallelism.fsdp_reshard_after_forward,
         casts_weights_once=float8.cast_weights_once or layout.world_size == 1,
         stores_in_float8=checkpoint.store_in_float8,
         residual_bytes=_itemsize(training.residual_stream_dtype),

@@ -52,6 +52,10 @@ class Step:
         self.tasks.append(Task(name, stream, seconds, waits, kind))
         return len(self.tasks) - 1
 
+    def last_of(self, stream: str) -> int | None:
+        """The number of the last task of a stream; None without one."""
+        return next((i for i in reversed(range(len(self.tasks))) if self.tasks[i].stream == stream), None)
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -75,9 +79,16 @@ class Timeline:
 
     def exposed_s(self, kind: str) -> float:
         """How long tasks of a kind run while the compute stream does nothing."""
-        busy = sorted((s.start_s, s.end_s) for s in self.spans if s.task.stream == COMPUTE)
+        return self._outside_of_compute(span for span in self.spans if span.task.kind == kind)
+
+    def exposed_on(self, stream: str) -> float:
+        """How long a stream works while the compute stream does nothing."""
+        return self._outside_of_compute(span for span in self.spans if span.task.stream == stream)
+
+    def _outside_of_compute(self, spans: Iterable[Span]) -> float:
+        busy = _merged((s.start_s, s.end_s) for s in self.spans if s.task.stream == COMPUTE)
         total, number = 0.0, 0
-        for start, end in _merged((s.start_s, s.end_s) for s in self.spans if s.task.kind == kind):
+        for start, end in _merged((s.start_s, s.end_s) for s in spans):
             total += end - start
             while number < len(busy) and busy[number][1] <= start:
                 number += 1

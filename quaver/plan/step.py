@@ -183,6 +183,28 @@ def _direction(name: str) -> str:
     return "backward" if "backward" in name else "forward"
 
 
+def exchanges_at_the_ends(run: Run) -> tuple[dict[bool, list[Exchange]], dict[bool, list[Exchange]]]:
+    """What tensor parallel ranks exchange at the embedding and at the output projection: forward, and backward (True).
+
+    The embedding is split by words: its output is scattered by sequence, its gradient gathered, in the residual
+    stream's dtype. The projection gathers its input, and each rank gets all logits, unless the loss is split.
+    """
+    if run.tensor == 1:
+        return {False: [], True: []}, {False: [], True: []}
+    group, hidden = (1, run.tensor, 1), run.tokens * run.model.dim
+    stream = run.residual_bytes * hidden
+    embedding = {
+        False: [Exchange("reduce_scatter", stream, *group)],
+        True: [Exchange("all_gather", stream, *group)],
+    }
+    logits = [] if run.splits_loss else [Exchange("all_gather", 2 * run.tokens * run.model.vocab_size, *group)]
+    head = {
+        False: [Exchange("all_gather", 2 * hidden, *group), *logits],
+        True: [Exchange("reduce_scatter", 2 * hidden, *group)],
+    }
+    return embedding, head
+
+
 def training_step(run: Run, cluster: Cluster) -> Step:
     """The tasks of a step of the first rank; of a run without pipeline stages.
 
@@ -210,6 +232,7 @@ class _Builder:
         stride = run.tensor * run.context
         self._root = _Group("embedding", rows, rows * run.residual_bytes, run.shard, stride)
         self._head = _Group(HEAD, rows, 2 * rows, run.shard, stride)
+        self._split_embedding, self._split_head = exchanges_at_the_ends(run)
         self._scattered: int | None = None
         """The last reduce-scatter, for which the next copy into its buffer waits."""
         self._copied: int | None = None
@@ -221,24 +244,30 @@ class _Builder:
         embedding, head = embedding_times(run, self._cluster), head_times(run, self._cluster)
         self._gathered([self._root], f"{prefix}forward of the embedding")
         self._compute(f"{prefix}forward of the embedding", embedding.forward, "forward")
+        self._at_the_ends(f"{prefix}forward of the embedding", self._split_embedding[False])
         for number in range(blocks):
             self._gathered(self._groups, f"{prefix}forward of block {number}")
             self._block(f"{prefix}forward of block {number}", self._times.forward, backward=False)
         self._gathered([self._head], f"{prefix}forward of {HEAD}")
+        self._at_the_ends(f"{prefix}forward of {HEAD}", self._split_head[False])
         self._compute(f"{prefix}forward of {HEAD} and the loss", head.forward, "forward")
-        if run.reshards and run.shard > 1:
+        if run.reshards != "never":
+            if run.reshards == "always":
+                self._gathered([self._root], f"{prefix}backward of the embedding")
             self._gathered([self._head], f"{prefix}backward of {HEAD}")
-        self._prefetched = self._gather(self._groups, f"{prefix}backward of block {blocks - 1}")
+        prefetched = self._gather_again(f"{prefix}backward of block {blocks - 1}")
         self._compute(f"{prefix}backward of {HEAD} and the loss", head.backward, "backward")
+        self._at_the_ends(f"{prefix}backward of {HEAD}", self._split_head[True])
         self._reduced([self._head], f"{prefix}backward of {HEAD}")
         for number in reversed(range(blocks)):
             name = f"{prefix}backward of block {number}"
-            self._copy_out(self._groups, name, self._prefetched)
+            self._copy_out(self._groups, name, prefetched)
             if number:
-                self._prefetched = self._gather(self._groups, f"{prefix}backward of block {number - 1}")
+                prefetched = self._gather_again(f"{prefix}backward of block {number - 1}")
             again = self._times.recomputed if number < run.checkpointed_blocks else 0.0
             self._block(name, self._times.backward + again, backward=True)
             self._reduced(self._groups, name)
+        self._at_the_ends(f"{prefix}backward of the embedding", self._split_embedding[True])
         self._compute(f"{prefix}backward of the embedding", embedding.backward, "backward")
         self._reduced([self._root], f"{prefix}backward of the embedding")
 
@@ -266,6 +295,16 @@ class _Builder:
     def _block(self, name: str, seconds: float, *, backward: bool) -> None:
         add_block(self.step, name, seconds, self._exchanges[backward], self._cluster, self._run.async_tensor)
 
+    def _at_the_ends(self, name: str, exchanges: list[Exchange]) -> None:
+        """Exchanges of the embedding or the output projection, for which compute waits."""
+        last: int | None = self.step.last_of(COMPUTE)
+        for each in exchanges:
+            seconds = self._cluster.seconds(each.kind, each.tensor_bytes, each.ranks, each.stride)
+            link = self._cluster.link(each.ranks, each.stride)
+            last = self.step.add(f"{name}: {each.kind}", link, seconds, [last], each.kind)
+        if exchanges:
+            self._compute(name, 0.0, _direction(name), [last])
+
     # ---- FSDP2 -------------------------------------------------------------------------------------------------------
 
     def _gather(self, groups: list[_Group], name: str) -> list[int | None]:
@@ -278,6 +317,10 @@ class _Builder:
             link = self._cluster.link(group.shard, group.stride)
             found.append(self.step.add(f"{name}: all-gather", link, seconds, [self._copied], "all_gather"))
         return found
+
+    def _gather_again(self, name: str) -> list[int | None]:
+        """The gather of a block for its backward, unless its weights stayed."""
+        return [] if self._run.reshards == "never" else self._gather(self._groups, name)
 
     def _gathered(self, groups: list[_Group], name: str) -> None:
         self._copy_out(groups, name, self._gather(groups, name))

@@ -36,6 +36,9 @@ Engineering", table "Maximum Achievable Matmul FLOPS" (github.com/stas00/ml-engi
 best of many shapes, so real layers reach less. Assumed, not measured: both of L40S, and MI300X's in float8, which is
 its bfloat16 share. A100's float8 matmuls are bfloat16 matmuls."""
 
+OTHER_SHARES = MATMUL_SHARES["H100"]
+"""Assumed for devices of which no share is known."""
+
 MEMORY_SHARE = 0.85
 """Share of the data sheet's bandwidth that casts reach. Copies reach 0.90 on an H200 (4.3 of 4.8 TB/s), and torchao's
 roofline (torchao/testing/training/roofline_utils.py) counts on 0.92 for pointwise kernels. Casts write one of two
@@ -75,7 +78,7 @@ def matmul_seconds(
     Args:
         by_shape: at the rate of its shape; else at the best rate.
     """
-    shares = MATMUL_SHARES[spec.name]
+    shares = MATMUL_SHARES.get(spec.name, OTHER_SHARES)
     tflops = spec.bfloat16_tflops * shares.bfloat16
     float8 = float8 and spec.float8_tflops is not None
     if float8:
