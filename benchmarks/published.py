@@ -38,8 +38,8 @@ class Published:
     source: str
     model: str
     """The key of `models`."""
-    gpu: Literal["A100", "B200", "H100", "H100-500W", "H200", "H800"]
-    """H100-500W: cards of Meta with 96 GB of HBM2e at 2.4 TB/s, limited to 500 W."""
+    gpu: Literal["A100", "B200", "B200-limited", "H100", "H100-500W", "H100-DGX", "H200", "H800"]
+    """A card of quaver/plan/calibration.py."""
     gpus: int
     local_batch: int
     """Sequences of one micro-batch of a data-parallel rank."""
@@ -96,6 +96,11 @@ class Published:
     def _require(self, holds: bool, expected: str) -> None:
         if not holds:
             raise ValueError(f"{self.name}: expected {expected}, got {self}")
+
+    @property
+    def shape(self) -> Model:
+        """The shape of its model."""
+        return models()[self.model]
 
     @property
     def data_parallel(self) -> int:

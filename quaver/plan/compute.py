@@ -12,11 +12,12 @@ from math import ceil
 from typing import NamedTuple
 
 from quaver.linear.gemm import ScaleKind, kind_of_casts
+from quaver.plan.attention import attention_seconds
 from quaver.plan.cluster import Cluster
 from quaver.plan.run import EXPERTS, HEAD, Run
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS
-from quaver.roofline.block import BlockShape, Both, attention_seconds, seconds_between_matmuls
+from quaver.roofline.block import BlockShape, Both, seconds_between_matmuls
 from quaver.roofline.cost import LinearTime, linear_cost
 from quaver.roofline.matmul import MEMORY_SHARE
 
@@ -34,6 +35,10 @@ ROWWISE_SHARE = 0.8
 """Of the rate of a float8 matmul with one scale for each operand, that of one with a scale for each row, whose kernel
 is CUTLASS's and adds up exactly. Fitted to torchao's Llama 3 8B on 8 H100s: rowwise has 0.88 of tensorwise's tokens/s
 (torchao/float8/README.md, March 2025); no rate by shape was found."""
+EAGER_BYTES = 3.0
+"""Times the bytes of compiled code between matmuls that eager code moves. Counted for a Llama 3 8B block, for each
+token: a norm reads and writes 30 D bytes in bfloat16 and float32, RoPE 20 (Q + K), SwiGLU 10 H, the residual 6 D twice:
+540 kB forward, of 180."""
 TOKEN_ROWS = 128
 """Rows of a tile of a grouped matmul, to which the tokens of each expert are filled up."""
 
@@ -79,7 +84,9 @@ def block_times(run: Run, cluster: Cluster, *, high_precision: bool = False) -> 
     queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
     wide = model.hidden_dim * ((model.top_k + model.n_shared_experts) if model.n_experts else 1)
     between = seconds_between_matmuls(BlockShape(model.dim, queries, keys, wide), share, spec, run.residual_bytes)
-    attention = attention_seconds(queries, share, run.seq_len, spec)
+    if not run.compiled:
+        between = Both(*(EAGER_BYTES * each for each in between))
+    attention = attention_seconds(queries, share, run.seq_len, spec, run.attention)
     forward = sum(map(_forward_s, linears.values()))
     backward = sum(time.total_s - _forward_s(time) for time in linears.values())
     experts = expert_times(run, cluster) if model.n_experts else Both(0, 0)
@@ -103,23 +110,32 @@ def linear_time(run: Run, name: str, inputs: int, outputs: int, cluster: Cluster
     """One linear for one micro-batch, this rank's share; under a float8 gather its weight comes as codes."""
     spec, split = cluster.spec, run.tensor if name != "gate" else 1
     is_split_by_input = name in ("o_proj", "down_proj")
-    inputs, outputs = (inputs // split, outputs) if is_split_by_input else (inputs, outputs // split)
-    cost = linear_cost(
-        run.tokens,
-        inputs,
-        max(1, outputs),
-        run.recipe or "tensorwise",
-        spec,
-        microbatches=run.micro_batches if run.casts_weights_once else None,
-        input_readers=READERS.get(name, 1),
-        by_shape=True,
-    )
+    inputs, outputs = (inputs // split, outputs) if is_split_by_input else (inputs, max(1, outputs // split))
+
+    def cost(tokens: int) -> LinearTime:
+        found = linear_cost(
+            tokens,
+            inputs,
+            outputs,
+            run.recipe or "tensorwise",
+            spec,
+            microbatches=run.micro_batches if run.casts_weights_once else None,
+            input_readers=READERS.get(name, 1),
+            by_shape=True,
+        )
+        return found.bfloat16 if run.recipe is None or name not in run.in_float8 else found.float8
+
+    time = cost(run.tokens)
+    if run.async_tensor and split > 1:  # a part for each rank's tokens, at the rate of the part's shape
+        part = cost(max(1, run.tokens // split))
+        time = replace(time, output_s=split * part.output_s, grad_input_s=split * part.grad_input_s)
     if run.recipe is None or name not in run.in_float8:
-        return cost.bfloat16
-    time, bytes_per_s = _at_its_rate(cost.float8, run.recipe), spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
+        return time
+    time, bytes_per_s = _at_its_rate(time, run.recipe), spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
     if run.float8_gather:  # the shard was cast; a layout is left for grad_input
         time = replace(time, weight_casts_s=2 * inputs * outputs / bytes_per_s if run.has_one_cast else 0.0)
-    if split > 1 and not is_split_by_input:  # a rank casts its part of the sequence, and lays out what it gathers
+    if split > 1 and not is_split_by_input and not run.casts_gathered:
+        # a rank casts its part of the sequence, and lays out what it gathers
         laid_out_s = 2 * run.tokens * inputs / bytes_per_s / READERS.get(name, 1)
         time = replace(time, input_casts_s=time.input_casts_s / split + laid_out_s)
     return time

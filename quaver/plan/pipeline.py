@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from quaver.plan.cluster import Cluster
 from quaver.plan.compute import block_times, embedding_times, head_times, moved_s
+from quaver.plan.exchanges import exchanges_at_the_ends
 from quaver.plan.run import Run
 from quaver.plan.simulate import COMPUTE, Step, Task, simulate
 from quaver.plan.step import GRADIENT_BYTES, block_groups, block_tasks, held_parameters
@@ -78,8 +79,13 @@ def _seconds(run: Run, cluster: Cluster) -> dict[str, float]:
         for name, each in directions.items()
     }
     head, embedding = head_times(run, cluster), embedding_times(run, cluster)
-    found |= {"head forward": head.forward, "head backward": head.backward}
-    found |= {"embedding forward": embedding.forward, "embedding backward": embedding.backward}
+    ends = exchanges_at_the_ends(one)
+    for name, both, exchanges in (("embedding", embedding, ends[0]), ("head", head, ends[1])):
+        for is_backward, computed in enumerate(both):
+            sent = sum(
+                cluster.seconds(each.kind, each.tensor_bytes, each.ranks) for each in exchanges[bool(is_backward)]
+            )
+            found[f"{name} {'backward' if is_backward else 'forward'}"] = computed + sent
     gather = reduce = 0.0
     for group in block_groups(run):
         gather += cluster.seconds("all_gather", group.gathered_bytes, group.shard, group.stride)
@@ -103,7 +109,7 @@ def _stage(
 ) -> None:
     stages, parts, micro_batches = run.pipeline, run.virtual, run.micro_batches
     turns = orders(stages, parts, micro_batches, stage)
-    link = cluster.link(run.shard * run.replicate, run.tensor * run.context)
+    link = cluster.link(run.shard * run.replicate * run.context, run.tensor)
     for part in range(parts):
         made["gather", stage, part, 0] = link, seconds["gather"], [], "all_gather"
     last = {part: max(i for i, (back, at, _) in enumerate(turns) if back and at == part) for part in range(parts)}

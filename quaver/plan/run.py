@@ -1,7 +1,7 @@
 """A run as the model of its time sees it: the degrees of its layout, its shapes and its precision.
 
 The trainer's runs come from a config (`run_of`). Other fields describe runs that others published: pipeline stages,
-context parallelism and asynchronous tensor parallelism, which the trainer does not have.
+context parallelism, asynchronous tensor parallelism and more that the trainer does not have.
 """
 
 from __future__ import annotations
@@ -66,6 +66,19 @@ class Run:
     """Bytes of the optimizer's states for each parameter."""
     async_tensor: bool = False
     """Tensor parallel collectives overlap with the matmuls beside them."""
+    casts_gathered: bool = False
+    """Tensor parallel ranks gather bfloat16 and each casts the whole; the trainer gathers codes."""
+    async_expert: bool = False
+    """Exchanges of tokens overlap with the compute of the same half of a block, as in DeepSeek's DualPipe."""
+    exchanged_share: float = 1.0
+    """Of the bytes that the trainer's experts exchange: DeepSeek-V3 sends codes, and each token once to a node."""
+    compiled: bool = True
+    """False: what is between matmuls runs as eager code."""
+    attention: str = "flash"
+    """The kernel of attention: see attention.py."""
+    shards_states: bool = False
+    """The shard group shards the optimizer's states only (ZeRO-1): weights are gathered and gradients reduced once in
+    a step."""
     splits_loss: bool = False
     """Tensor parallel ranks share the logits in the loss; in the trainer each has all of them."""
 
@@ -83,6 +96,11 @@ class Run:
     def step_tokens(self) -> int:
         """Tokens of a step of all ranks."""
         return self.local_batch * self.seq_len * self.micro_batches * self.replicate * self.shard
+
+    @property
+    def has_feed_forward(self) -> bool:
+        """Whether blocks have one that all tokens take: all but those of experts without shared ones."""
+        return not self.model.n_experts or self.model.n_shared_experts > 0
 
     @property
     def has_one_cast(self) -> bool:

@@ -1,12 +1,14 @@
 """Simulates tasks on streams: each stream runs one task at a time, in the order in which they were added.
 
 A task begins when its stream is free and the tasks that it waits for have ended, as CUDA's streams and events do. While
-a collective runs on a link, its kernels hold multiprocessors, and the compute stream is slower by CONTENTION.
-Deterministic; the time of a simulation is linear in its tasks.
+a collective runs on a link, its kernels hold multiprocessors, and its rank's compute stream is slower by CONTENTION.
+Deterministic; n tasks take n log n steps.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -15,7 +17,6 @@ CONTENTION = 0.12
 """Of the multiprocessors, those that a collective holds: NCCL's rings take 16 to 24 of 132 on Hopper, a block for each
 channel; DeepSeek-V3 gives 20 of 132 to communication (arXiv 2412.19437, section 3.2.2)."""
 _WITHOUT_KERNELS = (COMPUTE, "send")
-_TINY = 1e-15
 
 
 @dataclass(frozen=True)
@@ -115,36 +116,94 @@ def simulate(step: Step, contention: float = CONTENTION) -> Timeline:
     Raises:
         ValueError: a task waits for one that can never begin before it.
     """
-    tasks = step.tasks
-    queues: dict[str, list[int]] = {}
-    for number, task in enumerate(tasks):
-        queues.setdefault(task.stream, []).append(number)
-    heads = dict.fromkeys(queues, 0)
-    start, end = [0.0] * len(tasks), [-1.0] * len(tasks)
-    running: dict[str, float] = {}  # stream -> seconds of work left
-    now = 0.0
-    while True:
-        for stream, queue in queues.items():
-            if stream not in running and heads[stream] < len(queue):
-                number = queue[heads[stream]]
-                if all(end[each] >= 0 for each in tasks[number].after):
-                    running[stream], start[number] = tasks[number].seconds, now
-        if not running:
-            break
-        shared = {_rank(stream) for stream in running if not stream.startswith(_WITHOUT_KERNELS)}
-        rates = {s: 1 - contention if s.startswith(COMPUTE) and _rank(s) in shared else 1.0 for s in running}
-        passed = min(left / rates[stream] for stream, left in running.items())
-        now += passed
-        for stream in list(running):
-            running[stream] -= passed * rates[stream]
-            if running[stream] <= _TINY:
-                del running[stream]
-                end[queues[stream][heads[stream]]] = now
-                heads[stream] += 1
-    if any(heads[stream] < len(queue) for stream, queue in queues.items()):
-        stuck = next(tasks[queue[heads[stream]]].name for stream, queue in queues.items() if heads[stream] < len(queue))
-        raise ValueError(f"expected tasks that wait for earlier ones, got {stuck!r}, which can never begin")
-    return Timeline(tuple(Span(task, start[i], end[i]) for i, task in enumerate(tasks)))
+    run = _Simulation(step.tasks, contention)
+    run.all()
+    return Timeline(tuple(Span(task, run.start[i], run.end[i]) for i, task in enumerate(step.tasks)))
+
+
+class _Running:
+    """A task that runs: the seconds of work left at `since`, and how many of them it does in a second."""
+
+    def __init__(self, number: int, left: float, since: float, rate: float) -> None:
+        self.number, self.left, self.since, self.rate = number, left, since, rate
+
+    def turn(self, rate: float, now: float) -> None:
+        self.left = max(0.0, self.left - (now - self.since) * self.rate)
+        self.since, self.rate = now, rate
+
+    @property
+    def ends(self) -> float:
+        return self.since + self.left / self.rate
+
+
+class _Simulation:
+    def __init__(self, tasks: list[Task], contention: float) -> None:
+        self._tasks, self._shared_rate = tasks, 1 - contention
+        self.start, self.end = [0.0] * len(tasks), [0.0] * len(tasks)
+        self._queues: dict[str, deque[int]] = {}
+        self._followers: list[list[int]] = [[] for _ in tasks]
+        self._waits = [len(set(task.after)) for task in tasks]
+        for number, task in enumerate(tasks):
+            self._queues.setdefault(task.stream, deque()).append(number)
+            for each in set(task.after):
+                self._followers[each].append(number)
+        self._running: dict[str, _Running] = {}
+        self._collectives: Counter[str] = Counter()
+        """How many run, by rank."""
+        self._events: list[tuple[float, int]] = []
+        """When a task ends, and its number; one whose rate changed has an event for each, of which the last counts."""
+
+    def all(self) -> None:
+        """Run until no task can begin."""
+        for stream in self._queues:
+            self._begin(stream, 0.0)
+        while self._events:
+            now, number = heapq.heappop(self._events)
+            stream = self._tasks[number].stream
+            running = self._running.get(stream)
+            if running is None or running.number != number or running.ends != now:
+                continue
+            del self._running[stream]
+            self.end[number] = now
+            self._queues[stream].popleft()
+            self._collective(stream, -1, now)
+            for each in self._followers[number]:
+                self._waits[each] -= 1
+            for freed in dict.fromkeys((stream, *(self._tasks[each].stream for each in self._followers[number]))):
+                self._begin(freed, now)
+        stuck = next((queue[0] for queue in self._queues.values() if queue), None)
+        if stuck is not None:
+            name = self._tasks[stuck].name
+            raise ValueError(f"expected tasks that wait for earlier ones, got {name!r}, which can never begin")
+
+    def _begin(self, stream: str, now: float) -> None:
+        """Begin the stream's next task, if the stream is free and all that the task waits for has ended."""
+        queue = self._queues[stream]
+        if stream in self._running or not queue or self._waits[queue[0]]:
+            return
+        number = queue[0]
+        is_slow = stream.startswith(COMPUTE) and self._collectives[_rank(stream)] > 0
+        rate = self._shared_rate if is_slow else 1.0
+        self.start[number] = now
+        self._running[stream] = _Running(number, self._tasks[number].seconds, now, rate)
+        self._expect(stream)
+        self._collective(stream, 1, now)
+
+    def _collective(self, stream: str, change: int, now: float) -> None:
+        """A collective began or ended: its rank's compute stream changes its rate with the first or the last one."""
+        if stream.startswith(_WITHOUT_KERNELS):
+            return
+        rank = _rank(stream)
+        before = self._collectives[rank]
+        self._collectives[rank] += change
+        compute = f"{COMPUTE}@{rank}" if rank else COMPUTE
+        if (before == 0) != (before + change == 0) and compute in self._running:
+            self._running[compute].turn(self._shared_rate if change > 0 else 1.0, now)
+            self._expect(compute)
+
+    def _expect(self, stream: str) -> None:
+        running = self._running[stream]
+        heapq.heappush(self._events, (running.ends, running.number))
 
 
 def _rank(stream: str) -> str:

@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from quaver.plan.cluster import Cluster
@@ -25,22 +24,14 @@ from quaver.plan.compute import (
     expert_parameters,
     head_times,
     moved_s,
+    weights_of_block,
 )
+from quaver.plan.exchanges import Exchange, exchanges_at_the_ends, exchanges_of_block
 from quaver.plan.run import HEAD, Run
 from quaver.plan.simulate import COMPUTE, Step
 
 GRADIENT_BYTES = 4
 """Gradients are reduced in float32."""
-
-
-class Exchange(NamedTuple):
-    """Collectives of tensor, context or expert parallel ranks in one direction of a block."""
-
-    kind: str
-    tensor_bytes: float
-    number: float
-    ranks: int
-    stride: int
 
 
 class _Group(NamedTuple):
@@ -55,154 +46,80 @@ class _Group(NamedTuple):
 
 def block_groups(run: Run) -> list[_Group]:
     """The gathers of one block: its own parameters, and split experts on their own mesh."""
-    stride = run.tensor * run.context
+    stride, shard = run.tensor, run.shard * run.context  # FSDP2 shards over context parallel ranks too
     dense, experts = dense_parameters(run), expert_parameters(run)
-    in_codes = run.float8_gather and run.has_one_cast
+    in_codes = 0
+    if run.float8_gather and run.has_one_cast:
+        weights = weights_of_block(run).items()
+        in_codes = sum(inputs * outputs for name, (inputs, outputs) in weights if name in run.in_float8) // run.tensor
+    gathered = 2 * dense - in_codes
     if run.expert == 1:
-        gathered = (dense * (1 if in_codes else 2)) + 2 * experts
-        return [_Group("block", dense + experts, gathered, run.shard, stride)]
+        return [_Group("block", dense + experts, gathered + 2 * experts, shard, stride)]
     return [
-        _Group("block", dense, dense * (1 if in_codes else 2), run.shard, stride),
-        _Group("experts", experts, 2 * experts, run.shard // run.expert, stride * run.expert),
+        _Group("block", dense, gathered, shard, stride),
+        _Group("experts", experts, 2 * experts, shard // run.expert, stride * run.expert),
     ]
-
-
-def exchanges_of_block(run: Run, *, backward: bool) -> list[Exchange]:
-    """What ranks exchange inside one block and micro-batch, besides FSDP2; recomputation included in the backward.
-
-    tests/unit/plan/test_step.py holds these to what `quaver memory --links` counts.
-    """
-    return [*_tensor_parallel(run, backward), *_context_parallel(run, backward), *_expert_parallel(run, backward)]
-
-
-def _tensor_parallel(run: Run, backward: bool) -> Iterator[Exchange]:
-    if run.tensor == 1:
-        return
-    activation, group = run.tokens * run.model.dim, (run.tensor, 1)
-    again = {"none": 0, "op": 1, "full": 1}[run.checkpointing] if backward else 0
-    gathers = 2 + 2 * again
-    scatters = 2 + (1 if backward and run.checkpointing == "full" else 0)
-    one_layout, codes, amaxes = _in_codes(run)
-    small = amaxes[1] + again * amaxes[0] if backward else amaxes[0]
-    if small:
-        yield Exchange("all_reduce", 4, small, *group)
-    if codes:
-        yield Exchange("all_gather", activation, gathers * (1 if one_layout else 2), *group)
-    else:
-        yield Exchange("all_gather", 2 * activation, gathers, *group)
-    yield Exchange("reduce_scatter", 2 * activation, scatters, *group)
-
-
-def _in_codes(run: Run) -> tuple[bool, bool, tuple[int, int]]:
-    """Whether one layout is gathered, whether as codes, and the all-reduces of amaxes forward and backward.
-
-    A rank agrees on a scale that reduces a dim that is split: of dynamic tensor-wise scales four inputs, seven weights
-    unless FSDP2 gathers their codes, and seven gradients; of row-wise ones those along the split dim.
-    """
-    if run.recipe is None:
-        return True, False, (0, 0)
-    name = run.recipe.value
-    if name.startswith("rowwise_with_gw_hp"):
-        return True, False, (4, 12)
-    if name.startswith("rowwise"):
-        return False, True, (6, 12)
-    if name.startswith(("delayed", "static")):
-        return True, True, (0, 0)
-    if name.startswith("tensorwise"):
-        return True, True, (4 if run.float8_gather else 11, 7)
-    return False, True, (0, 0)
-
-
-def _context_parallel(run: Run, backward: bool) -> Iterator[Exchange]:
-    """Keys and values of all parts of the sequence; their gradients are scattered back."""
-    if run.context == 1:
-        return
-    keys = 2 * run.model.n_kv_heads * run.model.head_dim * run.tokens * run.context * 2 / run.tensor
-    yield Exchange("all_gather", keys, 1, run.context, run.tensor)
-    if backward:
-        yield Exchange("reduce_scatter", keys, 1, run.context, run.tensor)
-
-
-def _expert_parallel(run: Run, backward: bool) -> Iterator[Exchange]:
-    """Tokens go to the ranks of their experts and come back; so do their gradients."""
-    if run.expert == 1:
-        return
-    tokens = 2 * run.tokens * run.model.top_k * run.model.dim
-    again = 1 if backward and run.checkpointing != "none" else 0
-    yield Exchange("all_to_all", tokens, 2 + again, run.expert, run.tensor * run.context)
 
 
 def block_tasks(run: Run, cluster: Cluster, seconds: float, *, backward: bool) -> Step:
     """The tasks of one block alone, with what its ranks exchange."""
     step = Step()
-    add_block(step, "block", seconds, exchanges_of_block(run, backward=backward), cluster, run.async_tensor)
+    overlapped = overlapped_kinds(run)
+    add_block(step, "block", seconds, exchanges_of_block(run, backward=backward), cluster, overlapped)
     return step
 
 
+def overlapped_kinds(run: Run) -> frozenset[str]:
+    """The kinds of a block's exchanges that overlap with its compute."""
+    tensor = {"all_gather", "reduce_scatter"} if run.async_tensor else set()
+    if run.casts_gathered and run.recipe is not None:  # the casts wait for the whole
+        tensor -= {"all_gather"}
+    return frozenset(tensor | ({"all_to_all"} if run.async_expert else set()))
+
+
 def add_block(
-    step: Step, name: str, seconds: float, exchanges: list[Exchange], cluster: Cluster, asynchronous: bool
+    step: Step, name: str, seconds: float, exchanges: list[Exchange], cluster: Cluster, overlapped: frozenset[str]
 ) -> None:
     """Add the compute of a block in two halves, attention and the feed-forward, each between its exchanges.
 
-    A half waits for its amaxes and its input, and its output is scattered after it. Asynchronous exchanges overlap
-    with the half but for the first part of the gather and the last part of the scatter, one of as many as there are
-    ranks.
+    A half waits for its amaxes and its input, and its output is scattered after it. Exchanges of `overlapped` kinds
+    run beside the half but for the first part of what comes in and the last part of what goes out, one of as many as
+    there are ranks.
     """
-    if not exchanges:
-        step.add(name, COMPUTE, seconds, kind=_direction(name))
-        return
-    waits: list[int | None] = []
     kind = _direction(name)
+    if not exchanges:
+        step.add(name, COMPUTE, seconds, kind=kind)
+        return
+
+    def send(each: Exchange, seconds: float, after: list[int | None]) -> int:
+        return step.add(f"{name}: {each.kind}", cluster.link(each.ranks, each.stride), seconds, after, each.kind)
+
+    timed = [
+        (each, cluster.seconds(each.kind, each.tensor_bytes, each.ranks, each.stride) * each.number / 2)
+        for each in exchanges
+    ]
+    coming = [pair for pair in timed if pair[0].kind != "reduce_scatter"]
+    going = [pair for pair in timed if pair[0].kind == "reduce_scatter"]
+    waits: list[int | None] = []
     for _ in range(2):
-        before = [each for each in exchanges if each.kind != "reduce_scatter"]
-        overlapped: list[int | None] = []
-        for each in before:
-            took = cluster.seconds(each.kind, each.tensor_bytes, each.ranks, each.stride) * each.number / 2
-            link = cluster.link(each.ranks, each.stride)
-            first = took / each.ranks if asynchronous and each.kind == "all_gather" else took
-            waits = [step.add(f"{name}: {each.kind}", link, first, waits, each.kind)]
+        beside: list[int | None] = []
+        for each, took in coming:
+            first = took / each.ranks if each.kind in overlapped else took
+            waits = [send(each, first, waits)]
             if first < took:
-                overlapped.append(step.add(f"{name}: {each.kind}", link, took - first, waits, each.kind))
+                beside.append(send(each, took - first, waits))
         begun = step.add(name, COMPUTE, seconds / 4, waits, kind)
-        scattered = [each for each in exchanges if each.kind == "reduce_scatter"]
-        if asynchronous:
-            for each in scattered:
-                took = cluster.seconds(each.kind, each.tensor_bytes, each.ranks, each.stride) * each.number / 2
-                rest = took * (1 - 1 / each.ranks)
-                step.add(f"{name}: {each.kind}", cluster.link(each.ranks, each.stride), rest, [begun], each.kind)
-        done = step.add(name, COMPUTE, seconds / 4, overlapped, kind)
-        waits = [done]
-        for each in scattered:
-            took = cluster.seconds(each.kind, each.tensor_bytes, each.ranks, each.stride) * each.number / 2
-            last = took / each.ranks if asynchronous else took
-            waits = [step.add(f"{name}: {each.kind}", cluster.link(each.ranks, each.stride), last, waits, each.kind)]
+        for each, took in going:
+            if each.kind in overlapped:
+                send(each, took * (1 - 1 / each.ranks), [begun])
+        waits = [step.add(name, COMPUTE, seconds / 4, beside, kind)]
+        for each, took in going:
+            waits = [send(each, took / each.ranks if each.kind in overlapped else took, waits)]
     step.add(f"{name}: end", COMPUTE, 0.0, waits, kind)
 
 
 def _direction(name: str) -> str:
     return "backward" if "backward" in name else "forward"
-
-
-def exchanges_at_the_ends(run: Run) -> tuple[dict[bool, list[Exchange]], dict[bool, list[Exchange]]]:
-    """What tensor parallel ranks exchange at the embedding and at the output projection: forward, and backward (True).
-
-    The embedding is split by words: its output is scattered by sequence, its gradient gathered, in the residual
-    stream's dtype. The projection gathers its input, and each rank gets all logits, unless the loss is split.
-    """
-    if run.tensor == 1:
-        return {False: [], True: []}, {False: [], True: []}
-    group, hidden = (1, run.tensor, 1), run.tokens * run.model.dim
-    stream = run.residual_bytes * hidden
-    embedding = {
-        False: [Exchange("reduce_scatter", stream, *group)],
-        True: [Exchange("all_gather", stream, *group)],
-    }
-    logits = [] if run.splits_loss else [Exchange("all_gather", 2 * run.tokens * run.model.vocab_size, *group)]
-    head = {
-        False: [Exchange("all_gather", 2 * hidden, *group), *logits],
-        True: [Exchange("reduce_scatter", 2 * hidden, *group)],
-    }
-    return embedding, head
 
 
 def training_step(run: Run, cluster: Cluster) -> Step:
@@ -215,7 +132,7 @@ def training_step(run: Run, cluster: Cluster) -> Step:
         raise ValueError(f"expected a run without pipeline stages, got {run.pipeline}")
     builder = _Builder(run, cluster)
     for number in range(run.micro_batches):
-        builder.micro_batch(f"micro-batch {number + 1}: " if run.micro_batches > 1 else "")
+        builder.micro_batch(number)
     builder.end()
     return builder.step
 
@@ -229,18 +146,22 @@ class _Builder:
         self._exchanges = {back: exchanges_of_block(run, backward=back) for back in (False, True)}
         model = run.model
         rows = model.vocab_size * model.dim // run.tensor
-        stride = run.tensor * run.context
-        self._root = _Group("embedding", rows, rows * run.residual_bytes, run.shard, stride)
-        self._head = _Group(HEAD, rows, 2 * rows, run.shard, stride)
+        shard = run.shard * run.context
+        self._root = _Group("embedding", rows, rows * run.residual_bytes, shard, run.tensor)
+        self._head = _Group(HEAD, rows, 2 * rows, shard, run.tensor)
+        self._gathers = self._reduces = True
         self._split_embedding, self._split_head = exchanges_at_the_ends(run)
         self._scattered: int | None = None
         """The last reduce-scatter, for which the next copy into its buffer waits."""
         self._copied: int | None = None
         """The last copy of gathered weights: the next all-gather writes into the buffer that it read."""
 
-    def micro_batch(self, prefix: str) -> None:
-        """Forward and backward of all blocks; `prefix` of the tasks' names."""
+    def micro_batch(self, micro_batch: int) -> None:
+        """Forward and backward of all blocks."""
         run, blocks = self._run, self._run.model.n_layers
+        prefix = f"micro-batch {micro_batch + 1}: " if run.micro_batches > 1 else ""
+        self._gathers = micro_batch == 0 or not run.shards_states
+        self._reduces = micro_batch == run.micro_batches - 1 or not run.shards_states
         embedding, head = embedding_times(run, self._cluster), head_times(run, self._cluster)
         self._gathered([self._root], f"{prefix}forward of the embedding")
         self._compute(f"{prefix}forward of the embedding", embedding.forward, "forward")
@@ -293,7 +214,7 @@ class _Builder:
         return self.step.add(name, COMPUTE, seconds, after or [], kind)
 
     def _block(self, name: str, seconds: float, *, backward: bool) -> None:
-        add_block(self.step, name, seconds, self._exchanges[backward], self._cluster, self._run.async_tensor)
+        add_block(self.step, name, seconds, self._exchanges[backward], self._cluster, overlapped_kinds(self._run))
 
     def _at_the_ends(self, name: str, exchanges: list[Exchange]) -> None:
         """Exchanges of the embedding or the output projection, for which compute waits."""
@@ -309,7 +230,7 @@ class _Builder:
 
     def _gather(self, groups: list[_Group], name: str) -> list[int | None]:
         """All-gathers, which begin when the weights gathered before were copied out."""
-        if self._run.shard == 1:
+        if not self._gathers or groups[0].shard == 1:
             return []
         found: list[int | None] = []
         for group in groups:
@@ -334,12 +255,14 @@ class _Builder:
     def _reduced(self, groups: list[_Group], name: str) -> None:
         """Copy gradients in, reduce-scatter them, and all-reduce them over the replicas."""
         run, cluster = self._run, self._cluster
-        if run.shard * run.replicate == 1:
+        if run.shard * run.context * run.replicate == 1:
             return
         parameters = sum(group.parameters for group in groups)
         copied = self.step.add(
             f"{name}: copy in", COMPUTE, moved_s(6 * parameters, cluster), [self._scattered], "copies"
         )
+        if not self._reduces:  # the copy adds to what earlier micro-batches left
+            return
         for group in groups:
             after = copied
             if group.shard > 1:
@@ -362,4 +285,4 @@ def held_parameters(run: Run) -> float:
     model = run.model
     dense = dense_parameters(run) * model.n_layers + 2 * model.vocab_size * model.dim / run.tensor
     experts = expert_parameters(run) * model.n_layers * run.expert
-    return (dense + experts) / run.shard
+    return (dense + experts) / (run.shard * run.context)

@@ -1,0 +1,85 @@
+"""The compute of a block: one rank equals the ledger of `quaver bench ledger`, and shares of ranks add up."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.record import ROOT
+from quaver.plan.attention import attention_seconds
+from quaver.plan.cluster import Cluster
+from quaver.plan.compute import ROWWISE_SHARE, block_times, head_times
+from quaver.plan.run import Run
+from quaver.recipes.config import Float8LinearRecipeName
+from quaver.roofline.block import attention_seconds as by_data_sheet
+from quaver.roofline.device_specs import find_device_spec
+from quaver.settings import Model
+
+LEDGERS = {each["name"]: each for each in json.loads((ROOT / "benchmarks/results/ledger.json").read_text())["ledgers"]}
+MODEL = Model(vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336)
+RUN = Run(MODEL, 8192, 2, residual_bytes=2, parameter_bytes=2)
+H200 = find_device_spec("h200")
+RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise"]
+
+
+@pytest.mark.parametrize("recipe", ["bfloat16", *RECIPES])
+def test_one_rank_equals_the_ledger(recipe, monkeypatch):
+    """At the ledger's rates: the best one for each matmul, whatever its shape and scales, and its attention."""
+    monkeypatch.setattr("quaver.plan.compute.ROWWISE_SHARE", 1.0)
+    monkeypatch.setattr("quaver.roofline.matmul.share_of_shape", lambda *_: 1.0)
+    monkeypatch.setattr("quaver.plan.compute.attention_seconds", lambda *given: by_data_sheet(*given[:4]))
+    name, run = "bfloat16", RUN
+    if recipe != "bfloat16":
+        name, run = f"quaver {recipe}", replace(RUN, recipe=Float8LinearRecipeName(recipe))
+    times = block_times(run, Cluster(H200))
+    counted = sum(LEDGERS[name]["milliseconds"].values())
+    assert 1e3 * (times.forward + times.backward) == pytest.approx(counted, rel=0.05)
+    assert times.recomputed == 0
+
+
+def test_what_a_checkpoint_recomputes():
+    cluster = Cluster(H200)
+    of = {
+        mode: block_times(replace(RUN, checkpointing=mode, checkpointed_blocks=32), cluster) for mode in ("op", "full")
+    }
+    assert 0 < of["op"].recomputed < of["full"].recomputed < of["full"].forward
+    assert of["op"][:2] == of["full"][:2] == block_times(RUN, cluster)[:2]
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_shares_of_tensor_parallel_ranks_are_no_faster_than_a_part(recipe):
+    run = replace(RUN, recipe=recipe and Float8LinearRecipeName(recipe))
+    whole, share = (sum(block_times(replace(run, tensor=tensor), Cluster(H200))) for tensor in (1, 8))
+    assert whole / 8 < share < whole
+
+
+def test_slower_settings_take_longer():
+    cluster, rowwise = Cluster(H200), replace(RUN, recipe=Float8LinearRecipeName.ROWWISE)
+    tensorwise = replace(RUN, recipe=Float8LinearRecipeName.TENSORWISE)
+    base = sum(block_times(tensorwise, cluster))
+    assert base < sum(block_times(rowwise, cluster)) < sum(block_times(RUN, cluster))
+    assert base < sum(block_times(replace(tensorwise, compiled=False), cluster))
+    assert base > sum(block_times(replace(tensorwise, attention="cudnn"), cluster))
+    split = replace(tensorwise, tensor=8)
+    assert sum(block_times(split, cluster)) < sum(block_times(replace(split, async_tensor=True), cluster))
+    assert sum(block_times(split, cluster)) < sum(block_times(replace(split, casts_gathered=True), cluster))
+    assert sum(head_times(replace(split, splits_loss=True), cluster)) < sum(head_times(split, cluster))
+    assert 0 < ROWWISE_SHARE < 1
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel", "seq_len", "forward", "backward"),
+    [
+        ("h100", "flash", 1024, 260, 208),
+        ("h100", "flash", 8192, 333, 299),
+        ("h200", "cudnn", 4096, 591, 474),
+        ("h200", "cudnn", 32768, 688, 581),
+        ("b200", "cudnn", 8192, 1574, 1332),
+    ],
+)
+def test_attention_is_as_fast_as_measured(device, kernel, seq_len, forward, backward):
+    tokens, queries = 10**6, 4096
+    both = attention_seconds(queries, tokens, seq_len, find_device_spec(device), kernel)
+    flops = (2 * queries * seq_len * tokens, 5 * queries * seq_len * tokens)
+    found = [each / seconds / 1e12 for each, seconds in zip(flops, both, strict=True)]
+    assert found == pytest.approx([forward, backward], rel=0.06)
