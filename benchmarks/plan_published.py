@@ -4,8 +4,10 @@ Each card's share of its best matmul rate is that at which one row is met (`cali
 """
 
 from dataclasses import replace
+from typing import Any
 
 from benchmarks.published import Published, published
+from benchmarks.record import ROOT, markdown
 from quaver.plan.calibration import CARDS, Card
 from quaver.plan.cluster import Cluster
 from quaver.plan.pipeline import pipeline_step
@@ -14,6 +16,8 @@ from quaver.plan.simulate import simulate
 from quaver.plan.step import training_step
 from quaver.recipes.config import Float8LinearRecipeName
 
+PAGE = ROOT / "docs" / "plan.md"
+RECORD = ROOT / "benchmarks" / "results" / "plan_published.json"
 NETWORK_GBPS = 400.0
 """Where a source does not state it."""
 OFF = 0.15
@@ -21,6 +25,16 @@ OFF = 0.15
 NODE_LIMITED = (0.5 * 0.5 + 0.5) / 2
 """DeepSeek-V3 sends a token to 4 nodes at most for its 8 experts, in float8 there and in bfloat16 back (arXiv
 2412.19437, section 3.2.2)."""
+REASONS = {
+    "torchao-202508 8B 8 B200 mxfp8": "under a power limit float8 gains less than the share that bfloat16 fixed",
+    "torchtitan-202412 8B 8gpu FSDP2 CP4": "twice the sequence of the row above made it 2.4 times slower: context "
+    "parallelism lost more than attention's FLOPs, which are at most twice as many",
+    "torchtitan-202412 8B 8gpu FSDP1 CP8": "as CP4",
+    "torchtitan-202412 405B 512gpu FSDP1 TP8 PP8 CP8": "as 8B with CP8",
+    "torchtitan-202506 llama3.1-8b 64gpu FSDP8 TP8 rowwise": "row-wise matmuls 128 to 1,792 features wide, of which no "
+    "rate is known; torchtitan's gathers in bfloat16 and casts on each rank are in the prediction",
+}
+"""By the beginning of their names: rows that are off by more than OFF."""
 CHECKPOINTING = {"none": "none", "selective op": "op", "selective 2": "full", "full": "full"}
 
 
@@ -91,3 +105,52 @@ def calibrated(name: str) -> float:
         faster = tokens_per_s(row, card._replace(sustained=middle)) > row.tokens_per_s_per_gpu
         low, high = (low, middle) if faster else (middle, high)
     return (low + high) / 2
+
+
+def predict() -> dict[str, Any]:
+    """The predicted tokens/s of every row."""
+    rows = []
+    for row in published():
+        measured, predicted = row.tokens_per_s_per_gpu, tokens_per_s(row)
+        rows.append({"name": row.name, "published": measured, "predicted": round(predicted, 1)})
+    return {"rows": rows}
+
+
+def reason(name: str) -> str:
+    """Why a row is off by more than OFF, or that it fixed its card's share; empty for others."""
+    if name in {card.row for card in CARDS.values()}:
+        return "fixes its card"
+    return next((why for part, why in REASONS.items() if name.startswith(part)), "")
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """The rows, and the shares of the cards."""
+    by_name, lines = {row.name: row for row in published()}, []
+    for each in results["rows"]:
+        row, ratio = by_name[each["name"]], each["predicted"] / each["published"]
+        group, _, name = row.name.partition(" ")
+        note = reason(row.name)
+        shown = f"{ratio:.2f}" if abs(ratio - 1) <= OFF else f"**{ratio:.2f}**"
+        lines.append([group, name, row.gpu, f"{row.tokens_per_s_per_gpu:,g}", f"{each['predicted']:,.0f}", shown, note])
+    cards = [[name, f"{card.sustained:.3f}", card.row] for name, card in CARDS.items()]
+    heads = ["source", "run", "card", "published", "predicted", "ratio", "note"]
+    return {
+        "published runs": markdown(heads, lines),
+        "cards": markdown(["card", "share", "the run that fixes it"], cards),
+        "summary": summary(results),
+    }
+
+
+def summary(results: dict[str, Any]) -> str:
+    """How many rows are how far off, those left out that fix a card."""
+    fixed = {card.row for card in CARDS.values()}
+    errors = sorted(
+        abs(each["predicted"] / each["published"] - 1) for each in results["rows"] if each["name"] not in fixed
+    )
+    near = [sum(error <= limit for error in errors) for limit in (0.05, 0.10, OFF)]
+    counts = [len(errors), *near, f"{errors[len(errors) // 2]:.0%}", f"{errors[-1]:.0%}"]
+    return markdown(["predicted runs", "within 5%", "within 10%", "within 15%", "median error", "largest"], [counts])
+
+
+def draw(results: dict[str, Any]) -> None:
+    """No picture."""

@@ -1,0 +1,31 @@
+"""What `quaver plan` predicts of published runs, and of its own configs on up to 100,000 GPUs. Simulated: nothing runs.
+
+    python -m benchmarks.plan --published --update-docs    the table of docs/plan.md; a minute
+    python -m benchmarks.plan --scaling --update-docs      the tables and the picture of docs/scale.md; minutes
+    python -m benchmarks.plan --calibrate                  the share of each card that its row asks for
+
+With `--recorded` from benchmarks/results/plan_{published,scaling}.json. All of it is deterministic.
+"""
+
+from benchmarks import plan_published, plan_scaling
+from benchmarks.record import make_page, page_parser
+from quaver.plan.calibration import CARDS
+
+
+def main() -> None:
+    parser = page_parser(__doc__)
+    parser.add_argument("--published", action="store_true")
+    parser.add_argument("--scaling", action="store_true")
+    parser.add_argument("--calibrate", action="store_true")
+    options = parser.parse_args()
+    if options.calibrate:
+        for name, card in CARDS.items():
+            print(f"{name:14s} {plan_published.calibrated(name):.3f}  now {card.sustained}  {card.row}")
+    for part in (plan_published,) * options.published + (plan_scaling,) * options.scaling:
+        results = make_page(options, part.predict, part.RECORD, part.tables, part.PAGE)
+        if options.update_docs:
+            part.draw(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""Tokens/s of each GPU from 8 to 100,352 H100s, simulated: the tables and the picture of docs/scale.md.
+
+For each config of train_configs/, precision and number of GPUs the fastest of LAYOUTS that fits: FSDP2 and HSDP, each
+with tensor parallel degrees, and for experts with expert parallel ones. At a fixed number of tokens of each GPU, and at
+a fixed global batch, of which each data-parallel rank has at least a sequence.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from benchmarks.published import TRAIN_CONFIGS
+from benchmarks.record import ROOT, markdown
+from quaver.plan.cluster import Cluster
+from quaver.plan.compute import dense_parameters, expert_parameters
+from quaver.plan.run import Run
+from quaver.plan.simulate import simulate
+from quaver.plan.step import held_parameters, training_step
+from quaver.recipes.config import Float8LinearRecipeName
+from quaver.roofline.device_specs import DEVICE_SPECS
+from quaver.settings.config_file import load_config
+
+PAGE = ROOT / "docs" / "scale.md"
+RECORD = ROOT / "benchmarks" / "results" / "plan_scaling.json"
+PICTURE = ROOT / "docs" / "images" / "plan-scaling.png"
+SIZES = (*(2**power for power in range(3, 17)), 100_352)
+SHOWN = (8, 64, 512, 4096, 16_384, 100_352)
+CONFIGS = {  # checkpointing, and the global batch in tokens
+    "llama3_8b": ("op", 2**22),
+    "llama3_70b": ("full", 2**24),
+    "llama3_405b": ("full", 2**24),
+    "mixture_30b_a3b": ("op", 2**22),
+}
+PRECISIONS = ("bfloat16", "float8, gather in bfloat16", "float8")
+"""Tensor-wise, and row-wise of the mixture, whose experts are gathered in bfloat16."""
+H100 = next(spec for spec in DEVICE_SPECS if spec.name == "H100")
+USABLE = 0.9
+"""Of a GPU's memory; NCCL, the CUDA context and fragments take the rest."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How GPUs divide a model: `shard` of 0 is all of them, without replicas."""
+
+    shard: int
+    tensor: int
+    expert: int = 1
+
+    @property
+    def name(self) -> str:
+        """Such as "HSDP 64 x TP 8"."""
+        parts = [f"HSDP {self.shard}" if self.shard else "FSDP2"]
+        parts += [f"TP {self.tensor}"] if self.tensor > 1 else []
+        parts += [f"EP {self.expert}"] if self.expert > 1 else []
+        return " x ".join(parts)
+
+
+GATHERS = {"llama3_8b": Layout(0, 1), "llama3_70b": Layout(0, 1), "llama3_405b": Layout(0, 2)}
+NETWORKS = (400.0, 100.0)
+GATHER_SIZES = (8, 64, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 100_352)
+
+
+def layouts(config: str) -> Iterator[Layout]:
+    """All that are tried."""
+    for shard, tensor in itertools.product((0, 8, 64, 512), (1, 2, 4, 8)):
+        yield Layout(shard, tensor)
+        if config.startswith("mixture") and shard != 8 and tensor == 1:
+            yield Layout(shard, tensor, 8)
+
+
+def run_of(config: str, precision: str, layout: Layout, gpus: int, *, is_weak: bool) -> Run | None:
+    """A run of a config, or None if the layout does not divide its GPUs or its batch, or does not fit."""
+    settings = load_config(TRAIN_CONFIGS / f"{config}.toml")
+    checkpointing, batch = CONFIGS[config]
+    model, seq_len = settings.model, settings.training.seq_len
+    ranks, left = divmod(gpus, layout.tensor)
+    shard = layout.shard or ranks
+    replicate, apart = divmod(ranks, shard)
+    if left or apart or replicate < 1 or (layout.shard and replicate == 1) or shard % layout.expert:
+        return None
+    sequences = layout.tensor * 8192 // seq_len if is_weak else batch // seq_len // ranks
+    if sequences < 1:
+        return None
+    mixture = model.n_experts > 0
+    recipe = Float8LinearRecipeName.ROWWISE if mixture else Float8LinearRecipeName.TENSORWISE
+    run = Run(
+        model,
+        seq_len,
+        sequences,
+        replicate=replicate,
+        shard=shard,
+        tensor=layout.tensor,
+        expert=layout.expert,
+        checkpointing=checkpointing,
+        checkpointed_blocks=model.n_layers,
+    )
+    if precision != "bfloat16":
+        in_float8 = run.in_float8 | {"experts"} if mixture else run.in_float8
+        run = replace(run, recipe=recipe, in_float8=in_float8, float8_gather=precision == "float8")
+    return fitting(run)
+
+
+def fitting(run: Run) -> Run | None:
+    """The run with the fewest micro-batches of equal size that fit into memory; None if not even single sequences."""
+    most, sequences = USABLE * H100.memory_gb * 1e9, run.local_batch
+    while memory_bytes(run) > most:
+        if run.local_batch == 1:
+            return None
+        local = run.local_batch // 2
+        run = replace(run, local_batch=local, micro_batches=sequences // local)
+    return run
+
+
+def memory_bytes(run: Run) -> float:
+    """About what a rank needs: parameters, gradients and AdamW's states in float32, buffers, activations and logits."""
+    model, tokens = run.model, run.tokens / run.tensor
+    wide = model.hidden_dim * (model.top_k + model.n_shared_experts if model.n_experts else 1)
+    queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
+    block = dense_parameters(run) + expert_parameters(run)
+    head = model.vocab_size * model.dim / run.tensor
+    inside = 2 * (2 * model.dim + 2 * queries + 2 * keys + 3 * wide)
+    saved = run.residual_bytes * model.dim
+    saved += {"full": 0, "op": 2 * (2 * queries + keys + wide + model.dim), "none": inside}[run.checkpointing]
+    activations = tokens * (model.n_layers * saved + 2 * inside)
+    return 16 * held_parameters(run) + 8 * max(block, head) + activations + 4 * run.tokens * model.vocab_size
+
+
+def tokens_per_s(run: Run, cluster: Cluster) -> float:
+    """Tokens/s of each GPU. Micro-batches after the third take as long as the third."""
+
+    def seconds(micro_batches: int) -> float:
+        return simulate(training_step(replace(run, micro_batches=micro_batches), cluster)).seconds
+
+    took = seconds(min(run.micro_batches, 3))
+    if run.micro_batches > 3:
+        took += (run.micro_batches - 3) * (took - seconds(2))
+    return run.step_tokens / took / run.ranks
+
+
+def predict() -> dict[str, Any]:
+    """Tokens/s of every layout that fits, by config, precision, kind of scaling, layout and GPUs."""
+    cluster = Cluster.of(H100)
+    curves = []
+    for config, precision, is_weak in itertools.product(CONFIGS, PRECISIONS, (True, False)):
+        for layout in layouts(config):
+            points = {}
+            for gpus in SIZES:
+                run = run_of(config, precision, layout, gpus, is_weak=is_weak)
+                if run is not None:
+                    points[str(gpus)] = round(tokens_per_s(run, cluster), 1)
+            if points:
+                scaling = "weak" if is_weak else "fixed batch"
+                about = {"config": config, "precision": precision, "scaling": scaling, "layout": layout.name}
+                curves.append({**about, "tokens_per_s": points})
+    return {"curves": curves, "gather": _gathers()}
+
+
+def _gathers() -> list[dict[str, Any]]:
+    """Tokens/s in float8 with the gather in bfloat16 and in float8, by network and GPUs."""
+    rows = []
+    for (config, layout), gbps in itertools.product(GATHERS.items(), NETWORKS):
+        cluster = replace(Cluster.of(H100), network_gbps=gbps)
+        found: dict[str, list[float]] = {}
+        for gpus in GATHER_SIZES:
+            runs = [run_of(config, precision, layout, gpus, is_weak=True) for precision in PRECISIONS[1:]]
+            if None not in runs:
+                found[str(gpus)] = [round(tokens_per_s(run, cluster), 1) for run in runs if run]
+        rows.append({"config": config, "layout": layout.name, "network_gbps": gbps, "tokens_per_s": found})
+    return rows
+
+
+Curves = list[dict[str, Any]]
+WORDS = {"weak": "8,192 tokens of each GPU", "fixed batch": "a fixed global batch"}
+
+
+def best(curves: Curves, config: str, precision: str, scaling: str, gpus: int) -> tuple[float, str] | None:
+    """The most tokens/s and their layout; None where nothing fits."""
+    found = [
+        (curve["tokens_per_s"][str(gpus)], curve["layout"])
+        for curve in _of(curves, config, precision, scaling)
+        if str(gpus) in curve["tokens_per_s"]
+    ]
+    return max(found, default=None)
+
+
+def _of(curves: Curves, config: str, precision: str, scaling: str) -> Curves:
+    asked = {"config": config, "precision": precision, "scaling": scaling}
+    return [curve for curve in curves if all(curve[key] == value for key, value in asked.items())]
+
+
+def points_of(curves: Curves, config: str, precision: str, scaling: str, layout: str) -> dict[int, float]:
+    """Tokens/s of one layout by GPUs."""
+    found = [curve for curve in _of(curves, config, precision, scaling) if curve["layout"] == layout]
+    return {int(gpus): value for curve in found for gpus, value in curve["tokens_per_s"].items()}
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """The best layouts, where FSDP2 stops, and what the float8 gather buys."""
+    curves = results["curves"]
+    return {
+        "scaling weak": _best_table(curves, "weak"),
+        "scaling fixed batch": _best_table(curves, "fixed batch"),
+        "where layouts stop": _stop_table(curves),
+        "what the gather buys": _gather_table(results["gather"]),
+    }
+
+
+def _best_table(curves: Curves, scaling: str) -> str:
+    """In a cell: tokens/s in bfloat16 and in float8, the gain, and float8's layout."""
+    lines = []
+    for config in CONFIGS:
+        cells = []
+        for gpus in SHOWN:
+            plain, float8 = (best(curves, config, precision, scaling, gpus) for precision in ("bfloat16", "float8"))
+            if float8 is None:
+                cells.append("")
+                continue
+            before = f"{plain[0]:,.0f} -> " if plain else ""
+            gain = f" ({float8[0] / plain[0]:.2f})" if plain else ""
+            cells.append(f"{before}{float8[0]:,.0f}{gain} {float8[1]}")
+        lines.append([config, *cells])
+    return markdown(["config", *(f"{gpus:,} GPUs" for gpus in SHOWN)], lines)
+
+
+def _stop_table(curves: Curves) -> str:
+    """By config and layout in float8: up to how many GPUs it has 95% and 50% of its best, and where it is the best."""
+    lines = []
+    for config in CONFIGS:
+        for layout in dict.fromkeys(curve["layout"] for curve in _of(curves, config, "float8", "weak")):
+            points = points_of(curves, config, "float8", "weak", layout)
+            top = max(points.values())
+            most = [max(gpus for gpus, value in points.items() if value >= share * top) for share in (0.95, 0.5)]
+            wins = [gpus for gpus in points if (best(curves, config, "float8", "weak", gpus) or ("", ""))[1] == layout]
+            if wins or layout == "FSDP2":
+                where = f"{min(wins):,} to {max(wins):,}" if wins else "nowhere"
+                lines.append([config, layout, f"{top:,.0f}", *(f"{each:,}" for each in most), where])
+    heads = ["config", "layout", "most tokens/s", "95% of it up to", "50% up to", "the best on (GPUs)"]
+    return markdown(heads, lines)
+
+
+def _gather_table(rows: list[dict[str, Any]]) -> str:
+    """In a cell: tokens/s with the float8 gather over those with a gather in bfloat16."""
+    lines = []
+    for row in rows:
+        points = row["tokens_per_s"]
+        cells = [f"{points[str(g)][1] / points[str(g)][0]:.3f}" if str(g) in points else "" for g in GATHER_SIZES]
+        lines.append([row["config"], row["layout"], f"{row['network_gbps']:.0f} Gb/s", *cells])
+    return markdown(["config", "layout", "network", *(f"{gpus:,}" for gpus in GATHER_SIZES)], lines)
+
+
+def draw(results: dict[str, Any]) -> None:
+    """The curves: a column for each config, a row for each kind of scaling."""
+    curves, drawn = results["curves"], ("float8", "bfloat16")
+    figure, axes = plt.subplots(2, len(CONFIGS), figsize=(17, 8), sharex=True, layout="constrained")
+    colors = {"float8": "tab:blue", "bfloat16": "tab:orange"}
+    for row, scaling in zip(axes, WORDS, strict=True):
+        for axis, config in zip(row, CONFIGS, strict=True):
+            for precision in drawn:
+                found = {gpus: best(curves, config, precision, scaling, gpus) for gpus in SIZES}
+                line = {gpus: point[0] for gpus, point in found.items() if point}
+                axis.plot(
+                    line.keys(), line.values(), color=colors[precision], linewidth=2.5, label=f"{precision}, best"
+                )
+                for layout, style in (("FSDP2", "--"), ("FSDP2 x TP 8", ":")):
+                    points = points_of(curves, config, precision, scaling, layout)
+                    axis.plot(
+                        points.keys(), points.values(), style, color=colors[precision], label=f"{precision}, {layout}"
+                    )
+            axis.set_title(f"{config}, {WORDS[scaling]}", fontsize=10)
+            axis.set_xscale("log")
+            axis.set_ylim(bottom=0)
+            axis.grid(alpha=0.3)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("tokens/s of each GPU")
+    for axis in axes[-1]:
+        axis.set_xlabel("H100s")
+    axes[0, 0].legend(fontsize=8)
+    figure.savefig(PICTURE, dpi=90)
+    plt.close(figure)
