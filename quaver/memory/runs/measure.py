@@ -2,7 +2,7 @@
 
 The trainer's own code makes, converts, parallelizes and trains the model. After warm-up steps one step is recorded
 tensor by tensor (`quaver.recorder`). In another the allocator is read (quaver/recorder/allocator.py), which also counts
-operators' scratch, and is the only one to see the inside of compiled code.
+operators' scratch, and is the only one to see the inside of compiled code and the buffers of gloo.
 """
 
 from __future__ import annotations
@@ -53,9 +53,17 @@ class MeasuredMemory(RunMemory):
     """`allocator_peak_bytes` without scratch (Note: scratch, in quaver/recorder/allocator.py); None on a GPU."""
 
     @property
+    def peak_bytes(self) -> int:
+        """The recording's peak; on several ranks that of the allocator, for a recording has no buffers of gloo."""
+        allocated = self.allocator_tensor_peak_bytes
+        return self.prediction.peak_bytes if allocated is None or self.layout.world_size == 1 else allocated
+
+    @property
     def notes(self) -> list[str]:
         """How it was measured."""
         notes = [f"measured on {self.device}; the first of {self.layout.world_size} ranks"]
+        if self.layout.world_size > 1:
+            notes.append("the peak is the allocator's, with buffers of gloo, of which its threads hold some for longer")
         if not self.prediction.report["exact"]:
             notes.append("training.compile: the peak is the allocator's, which has no categories")
         if self.config.job.compare:
@@ -165,7 +173,7 @@ def _with_peak_of(recorded: Prediction, usage: Usage) -> Prediction:
     return replace(recorded, report=report, saved_by_forward_bytes=usage.saved_bytes)
 
 
-def side_by_side(predicted: RunMemory, measured: RunMemory) -> list[dict[str, Any]]:
+def side_by_side(predicted: RunMemory, measured: MeasuredMemory) -> list[dict[str, Any]]:
     """Predicted and measured bytes.
 
     Returns:
@@ -179,7 +187,7 @@ def side_by_side(predicted: RunMemory, measured: RunMemory) -> list[dict[str, An
         for name in CATEGORIES
         if name in ours.by_category or name in theirs.by_category
     ]
-    rows.append(_row("peak", ours.peak_bytes, theirs.peak_bytes))
+    rows.append(_row("peak", ours.peak_bytes, measured.peak_bytes))
     rows.append(_row("between steps", ours.resident_bytes, theirs.resident_bytes))
     rows.append(_row("saved for backward", ours.saved_by_forward_bytes, theirs.saved_by_forward_bytes))
     return rows
