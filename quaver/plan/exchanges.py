@@ -67,7 +67,7 @@ def _tensor_parallel(run: Run, backward: bool) -> Iterator[Exchange]:
         for number, elements in [forward] * (again or not backward) + [backwards] * backward:
             if number:
                 yield Exchange("all_reduce", 4 * elements / number, number, *group)
-    if backward and casts is not None:  # gradients of the norms' weights; in bfloat16 they go with the norm of all
+    if backward and casts is not None:  # gradients of the norms' weights; bfloat16 blocks start no such collective
         yield Exchange("all_reduce", 2 * dim, 2, *group)
     for is_gradient in [False] * (again or not backward) + [True] * backward:
         operand = None if casts is None or run.casts_gathered else casts.grad_output if is_gradient else casts.input

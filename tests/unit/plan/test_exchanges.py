@@ -103,7 +103,6 @@ LAYOUTS = {
     "replicas": config("tensorwise", gather=True, replicate=2),
     "experts split": config("rowwise", "op", expert=2, model=MIXTURE),
     "experts split, shared experts": config("bfloat16", expert=4, model=replace(MIXTURE, n_shared_experts=1)),
-    "experts and tensors split": config("rowwise", tensor=2, expert=2, model=MIXTURE),
 }
 
 
