@@ -9,7 +9,8 @@ than in the shallow ones: all places are followed, not only their peaks.
 Two depths that differ by one block, or one period of unlike blocks, are checked against each other. In each phase of
 each micro-batch the first blocks and one in the middle must grow by the same bytes when a block comes after them; one
 in the middle and the last blocks, when it comes before them. Other places must grow as some block does. What grows
-otherwise, as buckets of an optimizer, must stay below the peak even with its temporaries twice.
+otherwise must stay below the peak: after the backward even if it grew by as much more as it differs from a block, and
+in the optimizer, whose buckets may be fuller at another depth, even with its temporaries twice.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from quaver.recorder.recorder import CATEGORIES
 
 BLOCK = re.compile(r"\blayers\.(\d+)\b")
 """A block in the name of a module."""
+_WITH_BLOCKS = ("forward", "backward", "recompute")
 _TRANSIENT = [CATEGORIES.index(name) for name in ("gathered_weights", "communication", "temporaries")]
 
 
@@ -121,7 +123,7 @@ def highest_of_whole(shallow: Prediction, deep: Prediction, depths: Depths) -> A
         NotLinearError: see [Note: linear in depth].
     """
     here, there = highest_by_place(shallow), highest_by_place(deep)
-    in_blocks = list(_in_blocks(here, there, depths))
+    in_blocks = sorted(_in_blocks(here, there, depths), key=lambda alike: alike.whole[0].phase not in _WITH_BLOCKS)
     outside = sorted({place for place in here.keys() | there.keys() if place.block < 0})
     known: set[int] = set()
     certain: list[AtPlace] = []
@@ -129,13 +131,19 @@ def highest_of_whole(shallow: Prediction, deep: Prediction, depths: Depths) -> A
     for alike in [*in_blocks, *(Alike([place], [place], [place]) for place in outside)]:
         pairs = [(_at(here, a), _at(there, b)) for a, b in zip(alike.shallow, alike.deep, strict=True)]
         slopes = {after.bytes - before.bytes for before, after in pairs}
-        if len(slopes) == 1 and (alike.whole[0].block >= 0 or slopes <= known):
-            known |= slopes
+        place = alike.whole[0]
+        of_block = place.block >= 0 and place.phase in _WITH_BLOCKS
+        if len(slopes) == 1 and (of_block or slopes <= known):
+            known |= slopes if of_block else set()
             moved = [before.moved(after, depths.repeats) for before, after in pairs]
             certain += map(AtPlace, alike.whole, moved)
-        else:
-            most = max(before.bytes + depths.repeats * max(slopes) + after.transient for before, after in pairs)
-            doubtful.append((most, f"bytes in {_words(alike.whole[0])} grow by {sorted(slopes)} with one block more"))
+            continue
+        unsure = max(after.transient for _, after in pairs)
+        if place.phase != "optimizer":  # whose buckets may be fuller at another depth
+            distance = min((abs(max(slopes) - slope) for slope in known), default=0)
+            unsure = depths.repeats * (distance + max(slopes) - min(slopes))
+        most = max(before.bytes for before, _ in pairs) + depths.repeats * max(slopes) + unsure
+        doubtful.append((most, f"bytes in {_words(place)} grow by {sorted(slopes)} with one period of blocks more"))
     most, why = max(doubtful, default=(0, ""))
     top = max(certain, key=lambda at: at.highest.bytes, default=None)
     if top is None or most >= top.highest.bytes:
