@@ -46,6 +46,8 @@ def is_megatron(row: Published) -> bool:
 def run_of(row: Published) -> Run:
     """A published run as the model of time sees it."""
     model, megatron, mode = row.shape, is_megatron(row), CHECKPOINTING[row.checkpointing]
+    if row.pp_schedule == "DualPipe":  # recomputes norms and up-projections of attention: no exchange, little compute
+        mode = "none"
     blocks = model.n_layers // 2 if row.checkpointing == "selective 2" else model.n_layers
     recipe = None if row.recipe == "bfloat16" else Float8LinearRecipeName(row.recipe)
     run = Run(

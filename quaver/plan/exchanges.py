@@ -143,9 +143,12 @@ def _context_parallel(run: Run, backward: bool) -> Iterator[Exchange]:
 
 
 def _expert_parallel(run: Run, backward: bool) -> Iterator[Exchange]:
-    """Tokens go to the ranks of their experts and come back; so do their gradients."""
+    """Tokens go to the ranks of their experts and come back, after how many each gets; so do their gradients."""
     if run.expert == 1:
         return
+    group = run.expert, run.tensor * run.context
     tokens = 2 * run.tokens * run.model.top_k * run.model.dim * run.exchanged_share
-    again = 1 if backward and run.checkpointing != "none" else 0
-    yield Exchange("all_to_all", tokens, 2 + again, run.expert, run.tensor * run.context)
+    forwards = 1 if not backward or run.checkpointing != "none" else 0
+    if forwards:
+        yield Exchange("all_to_all", 8 * (run.model.n_experts + run.expert), forwards, *group)
+    yield Exchange("all_to_all", tokens, 2 * forwards + (2 if backward else 0), *group)

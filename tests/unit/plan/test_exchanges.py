@@ -70,7 +70,8 @@ def modelled(run):
 
     for backward in (False, True):
         for each in exchanges_of_block(run, backward=backward):
-            add("tp" if each.stride == 1 and run.tensor > 1 else "ep", each.kind, each.number, each.tensor_bytes)
+            split = "ep" if each.ranks < run.shard else "dp_shard"
+            add("tp" if run.tensor > 1 else split, each.kind, each.number, each.tensor_bytes)
     for group in block_groups(run):
         link = "dp_shard / ep" if group.name == "experts" else "dp_shard"
         if group.shard > 1:
