@@ -70,7 +70,8 @@ def test_overlap_and_the_float8_gather_pay_where_the_network_limits():
     gathered, plain = RUNS["float8 gather"], replace(RUNS["float8 gather"], float8_gather=False)
     assert seconds(gathered, SLOW) < 0.95 * seconds(plain, SLOW)
     timeline = simulate(training_step(BASE, FAST))
-    assert timeline.exposed_s("all_gather") < 0.1 * timeline.busy_s("network")  # prefetched
+    gathers = [task.seconds for task in training_step(BASE, FAST).tasks if task.kind == "all_gather"]
+    assert timeline.exposed_s("all_gather") <= sum(gathers[:2]) * 1.001  # all but the first two are prefetched
     slow = simulate(training_step(BASE, SLOW))
     assert slow.exposed_s("all_gather") > 0.2 * slow.busy_s("network")
 
