@@ -105,15 +105,19 @@ class Run:
     @property
     def has_one_cast(self) -> bool:
         """Whether one set of codes of a weight serves both of its matmuls, so that a float8 gather sends one."""
-        if self.recipe is None:
-            return False
-        casts = Float8LinearConfig.from_recipe_name(self.recipe).casts.weight
-        return casts.is_one and not casts.row.has_two_casts
+        return self.recipe is not None and has_one_cast(self.recipe)
 
     @property
     def precision(self) -> str:
         """The recipe's name, or bfloat16."""
         return "bfloat16" if self.recipe is None else self.recipe.value
+
+
+@functools.cache
+def has_one_cast(recipe: Float8LinearRecipeName | str) -> bool:
+    """Whether one set of codes of a weight serves both of its matmuls."""
+    casts = Float8LinearConfig.from_recipe_name(recipe).casts.weight
+    return casts.is_one and not casts.row.has_two_casts
 
 
 def run_of(config: TrainConfig, layout: ParallelDims) -> Run:

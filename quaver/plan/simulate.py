@@ -93,10 +93,10 @@ class Timeline:
             total += end - start
             while number < len(busy) and busy[number][1] <= start:
                 number += 1
-            for begin, finish in busy[number:]:
-                if begin >= end:
-                    break
-                total -= min(end, finish) - max(start, begin)
+            at = number
+            while at < len(busy) and busy[at][0] < end:
+                total -= min(end, busy[at][1]) - max(start, busy[at][0])
+                at += 1
         return total
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from quaver.plan.cluster import Cluster
 from quaver.plan.compute import (
+    BlockTimes,
     block_times,
     dense_parameters,
     embedding_times,
@@ -29,6 +30,7 @@ from quaver.plan.compute import (
 from quaver.plan.exchanges import Exchange, exchanges_at_the_ends, exchanges_of_block
 from quaver.plan.run import HEAD, Run
 from quaver.plan.simulate import COMPUTE, Step
+from quaver.roofline.block import Both
 
 GRADIENT_BYTES = 4
 """Gradients are reduced in float32."""
@@ -122,15 +124,30 @@ def _direction(name: str) -> str:
     return "backward" if "backward" in name else "forward"
 
 
-def training_step(run: Run, cluster: Cluster) -> Step:
+class Costs(NamedTuple):
+    """What one rank computes for one micro-batch, in seconds: from the model of compute.py, a ledger or a clock."""
+
+    block: BlockTimes
+    head: Both
+    embedding: Both
+
+    @classmethod
+    def of(cls, run: Run, cluster: Cluster) -> Costs:
+        """By the model of compute.py."""
+        return cls(block_times(run, cluster), head_times(run, cluster), embedding_times(run, cluster))
+
+
+def training_step(run: Run, cluster: Cluster, costs: Costs | None = None) -> Step:
     """The tasks of a step of the first rank; of a run without pipeline stages.
 
+    Args:
+        costs: of its micro-batches; modelled by default.
     Raises:
         ValueError: the run has pipeline stages; see pipeline.py.
     """
     if run.pipeline > 1:
         raise ValueError(f"expected a run without pipeline stages, got {run.pipeline}")
-    builder = _Builder(run, cluster)
+    builder = _Builder(run, cluster, costs or Costs.of(run, cluster))
     for number in range(run.micro_batches):
         builder.micro_batch(number)
     builder.end()
@@ -138,10 +155,9 @@ def training_step(run: Run, cluster: Cluster) -> Step:
 
 
 class _Builder:
-    def __init__(self, run: Run, cluster: Cluster) -> None:
+    def __init__(self, run: Run, cluster: Cluster, costs: Costs) -> None:
         self.step = Step()
-        self._run, self._cluster = run, cluster
-        self._times = block_times(run, cluster)
+        self._run, self._cluster, self._costs = run, cluster, costs
         self._groups = block_groups(run)
         self._exchanges = {back: exchanges_of_block(run, backward=back) for back in (False, True)}
         model = run.model
@@ -162,13 +178,13 @@ class _Builder:
         prefix = f"micro-batch {micro_batch + 1}: " if run.micro_batches > 1 else ""
         self._gathers = micro_batch == 0 or not run.shards_states
         self._reduces = micro_batch == run.micro_batches - 1 or not run.shards_states
-        embedding, head = embedding_times(run, self._cluster), head_times(run, self._cluster)
+        times, head, embedding = self._costs
         self._gathered([self._root], f"{prefix}forward of the embedding")
         self._compute(f"{prefix}forward of the embedding", embedding.forward, "forward")
         self._at_the_ends(f"{prefix}forward of the embedding", self._split_embedding[False])
         for number in range(blocks):
             self._gathered(self._groups, f"{prefix}forward of block {number}")
-            self._block(f"{prefix}forward of block {number}", self._times.forward, backward=False)
+            self._block(f"{prefix}forward of block {number}", times.forward, backward=False)
         self._gathered([self._head], f"{prefix}forward of {HEAD}")
         self._at_the_ends(f"{prefix}forward of {HEAD}", self._split_head[False])
         self._compute(f"{prefix}forward of {HEAD} and the loss", head.forward, "forward")
@@ -185,8 +201,8 @@ class _Builder:
             self._copy_out(self._groups, name, prefetched)
             if number:
                 prefetched = self._gather_again(f"{prefix}backward of block {number - 1}")
-            again = self._times.recomputed if number < run.checkpointed_blocks else 0.0
-            self._block(name, self._times.backward + again, backward=True)
+            again = times.recomputed if number < run.checkpointed_blocks else 0.0
+            self._block(name, times.backward + again, backward=True)
             self._reduced(self._groups, name)
         self._at_the_ends(f"{prefix}backward of the embedding", self._split_embedding[True])
         self._compute(f"{prefix}backward of the embedding", embedding.backward, "backward")

@@ -178,10 +178,16 @@ def _divided(casts: Casts, sharers: int) -> Casts:
 
 def unmultiplied_kinds(spec: DeviceSpec, recipe: Float8LinearRecipeName | str) -> set[ScaleKind | None]:
     """The kinds of scales of a recipe's float8 matmuls that `spec` does not multiply; None for those of no hardware."""
-    kinds = {kind_of_casts(*pair) for pair in casts_of_matmuls(Float8LinearConfig.from_recipe_name(recipe))}
+    kinds = _kinds_of(Float8LinearRecipeName(recipe))
     if spec.float8_tflops is None:
-        return kinds
+        return set(kinds)
     return {kind for kind in kinds if kind is None or kind.block_length not in (0, spec.block_length)}
+
+
+@functools.cache
+def _kinds_of(recipe: Float8LinearRecipeName) -> frozenset[ScaleKind | None]:
+    pairs = casts_of_matmuls(Float8LinearConfig.from_recipe_name(recipe))
+    return frozenset(kind_of_casts(*pair) for pair in pairs)
 
 
 @functools.cache

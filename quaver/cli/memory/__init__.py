@@ -21,10 +21,10 @@ from quaver.cli.memory.views import (
 from quaver.memory.faking.gpu import predicting_for
 from quaver.memory.reports.compare import compare
 from quaver.memory.reports.html import write_html
-from quaver.memory.runs.advise import advise
 from quaver.memory.runs.links import predict_links
 from quaver.memory.runs.measure import measure_memory, side_by_side
 from quaver.memory.runs.predict import RunMemory, predict_memory
+from quaver.plan.advise import advise
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.recorder.draw import draw_timeline
 from quaver.runtime.devices import resolve_device

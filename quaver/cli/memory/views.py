@@ -12,9 +12,9 @@ from quaver.memory import CATEGORIES
 from quaver.memory.predict import Prediction
 from quaver.memory.reports.compare import Comparison, Difference
 from quaver.memory.reports.pitfalls import inner_operator, si
-from quaver.memory.runs.advise import Advice, Row
 from quaver.memory.runs.links import Links
 from quaver.memory.runs.predict import RunMemory
+from quaver.plan.advise import Advice, Row
 from quaver.recorder.byte_sizes import unit_of
 from quaver.recorder.report import merged_layers
 

@@ -22,12 +22,12 @@ from quaver.cli.doctor_model import _views as survey_views
 from quaver.cli.memory import views
 from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.memory.compiling.launches import Access, CompiledGraph, Launch
-from quaver.memory.runs.advise import Advice, Row
 from quaver.memory.runs.links import Links, Traffic
-from quaver.memory.runs.step_time import StepCost
 from quaver.numerics.matmul_sums import Sums
 from quaver.numerics.survey import SurveyedLinear
 from quaver.numerics.survey_sums import MatmulSums
+from quaver.plan.advise import Advice, Row
+from quaver.plan.step_cost import StepCost
 from quaver.roofline.device_specs import find_device_spec
 from quaver.settings.config_file import load_config
 from quaver.settings.float8 import RECIPES

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from quaver.cli import main
-from quaver.memory.runs.advise import AS_CONFIGURED
-from quaver.memory.runs.changes import single_changes
 from quaver.memory.runs.predict import SEES_GATHERS
+from quaver.plan.advise import AS_CONFIGURED
+from quaver.plan.changes import single_changes
 
 on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
 
@@ -64,7 +64,7 @@ FEW = ("activations: selective, every", "precision: bfloat16", "local batch size
 
 def test_advice_and_what_fits(tmp_path, capsys, monkeypatch):
     few = lambda *run: [change for change in single_changes(*run) if change.name.startswith(FEW)]  # noqa: E731
-    monkeypatch.setattr("quaver.memory.runs.advise.single_changes", few)
+    monkeypatch.setattr("quaver.plan.advise.single_changes", few)
     words = [*SMALL, "--device", "cpu", "--fit", "1GiB", "--time_on", "H200"]
     printed, written = ask(capsys, tmp_path, *words)
     advice = written["advice"]

@@ -1,10 +1,10 @@
-"""Predicts the peak of a run under other settings, and their cost in recomputed FLOPs and modelled time.
+"""Predicts the peak of a run under other settings, and their cost in recomputed FLOPs and simulated time.
 
     advice = advise(config, 8, fit_bytes=80 * 1024**3, device="H100")
     advice.rows[advice.best].words
 
 Each setting is predicted whole, compiled if the run is: a deep model's blocks compile once. With `fit_bytes`,
-combinations follow, the fastest first, until one fits. Modelled times (step_time.py) that are nearly equal count as
+combinations follow, the fastest first, until one fits. Simulated times (step_cost.py) that are nearly equal count as
 equal; then the setting with fewer changes wins.
 """
 
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from quaver.memory.runs.changes import Change, combinations, least_gathered, less_precise, single_changes, words_of
 from quaver.memory.runs.predict import predict_memory
-from quaver.memory.runs.step_time import StepCost, step_cost
+from quaver.plan.changes import Change, combinations, least_gathered, less_precise, single_changes, words_of
+from quaver.plan.step_cost import StepCost, step_cost
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
 from quaver.settings import TrainConfig
 from quaver.settings.parallel_dims import resolve
@@ -31,14 +31,11 @@ SAVES_AS_MUCH = 1.1
 """A setting is tried with less precise storage too if the run is over by up to so many times what that saves."""
 MOST_TRIED = 60
 """Combinations that are predicted at most."""
-TIMES = (
-    "times are modelled: matmuls, casts and recomputation; without communication, and without what row-wise scaling "
-    "costs inside the matmuls"
-)
+TIMES = "times are simulated: what a rank computes and sends, on nodes of 8 GPUs with 400 Gb/s each (docs/plan.md)"
 
 LESS_PRECISE = (
     "a bfloat16 residual stream, optimizer states and saved activations in float8 change a run's numbers: they are "
-    "added, in this order, where no setting that is as fast fits without; their casts take time that is not modelled"
+    "added, in this order, where no setting that is as fast fits without"
 )
 
 Progress = Callable[[str], None]

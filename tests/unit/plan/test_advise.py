@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from quaver.cli.memory.views import advice_summary
 from quaver.memory.faking.fakes import fake_tensors
-from quaver.memory.runs.advise import AS_CONFIGURED, advise
-from quaver.memory.runs.changes import combinations, least_gathered, single_changes, words_of
-from quaver.memory.runs.step_time import checkpointed_blocks, recomputed_flops, step_cost
+from quaver.plan.advise import AS_CONFIGURED, advise
+from quaver.plan.changes import combinations, least_gathered, single_changes, words_of
+from quaver.plan.step_cost import checkpointed_blocks, recomputed_flops, step_cost
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.roofline.device_specs import find_device_spec
 from quaver.settings import ActivationCheckpoint, Float8, Parallelism, Training
@@ -28,7 +28,7 @@ from tests.unit.trainer.runs import changed
 
 LLAMA_8B = Path(__file__).parents[3] / "train_configs" / "llama3_8b.toml"
 H100 = find_device_spec("H100")
-ADVISE = "quaver.memory.runs.advise"
+ADVISE = "quaver.plan.advise"
 MODES = {
     "none": ActivationCheckpoint(),
     "op": ActivationCheckpoint(mode="selective"),
@@ -77,14 +77,14 @@ def test_costs_of_a_step():
     alone = "--float8.enable_fsdp_float8_all_gather false --float8.precompute_float8_dynamic_scale_for_fsdp false"
     bfloat16 = _costs(f"{alone} --float8.enable_float8_linear false")
     assert bfloat16.modelled_s > op.modelled_s
-    # At the rates of the roofline, and not faster than the data sheet says.
-    assert bfloat16.step_flops / 989.4e12 < bfloat16.modelled_s < 2 * bfloat16.step_flops / 989.4e12
+    # The loss, the optimizer and the copies of FSDP2 count, and no GPU is faster than its data sheet says.
+    assert bfloat16.step_flops / 989.4e12 < bfloat16.modelled_s < 2.5 * bfloat16.step_flops / 989.4e12
     twice = _costs("--training.global_batch_size 16")
     assert (twice.step_flops, twice.recomputed_flops) == (2 * op.step_flops, 2 * op.recomputed_flops)
-    assert twice.modelled_s == pytest.approx(2 * op.modelled_s)
+    assert 1.9 * op.modelled_s < twice.modelled_s < 2 * op.modelled_s  # one optimizer step
     split = _costs("--parallelism.tensor_parallel_degree 2")
     assert split.step_flops == op.step_flops // 2
-    assert split.modelled_s == pytest.approx(op.modelled_s / 2, rel=0.1)
+    assert op.modelled_s / 2 < split.modelled_s < op.modelled_s  # ranks wait for each other
     assert _costs("", spec=None).modelled_s is None
     assert _costs("--training.mixed_precision_param float32").modelled_s is None
     budget = _costs("--activation_checkpoint.mode memory_budget")
@@ -159,9 +159,7 @@ def peaks():
 
 
 def _advice(fit_bytes, **settings):
-    config = load_config(LLAMA_8B)
-    config = changed(config, model={"n_layers": 2})
-    return advise(replace(config, **settings), 8, fit_bytes=fit_bytes, device="H100")
+    return advise(replace(load_config(LLAMA_8B), **settings), 8, fit_bytes=fit_bytes, device="H100")
 
 
 EAGER = Training(seq_len=8192, local_batch_size=2)

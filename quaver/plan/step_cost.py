@@ -1,13 +1,7 @@
-"""The FLOPs and the modelled time of a training step, to order settings by speed.
+"""The FLOPs and the simulated time of a training step, to order settings by speed.
 
-    step       micro-batches * (linears + blocks * between + recomputation)
-    linears    quaver/roofline/cost.py: three matmuls each, casts and launches, for this rank's share
-    between    quaver/roofline/block.py: norms, RoPE, attention, SwiGLU and the residual, likewise
-    recompute  of a checkpointed block: each recomputed linear's first matmul and its casts, and the forward between;
-               attention only if it is recomputed
-
-Not modelled: matmuls of routed experts, the loss, the optimizer, communication, the host. So settings that differ in
-communication cannot be compared.
+step       micro-batches * (linears and attention + recomputation), of one rank
+seconds    quaver/plan/step.py: what it computes and sends, on nodes of 8 GPUs with 400 Gb/s each
 """
 
 from __future__ import annotations
@@ -17,34 +11,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from quaver import Float8Linear
 from quaver.checkpointing.policy import selected_every
 from quaver.memory.faking.fakes import fake_tensors
+from quaver.plan.cluster import Cluster
+from quaver.plan.quick import quick_seconds
+from quaver.plan.run import run_of
 from quaver.recorder.modules import ModuleTracker
-from quaver.roofline.block import BlockShape, Both, attention_seconds, seconds_between_matmuls
-from quaver.roofline.cost import LinearTime, linear_cost
 from quaver.roofline.device_specs import DeviceSpec
-from quaver.roofline.matmul import MATMUL_SHARES
-from quaver.settings import ActivationCheckpoint, Data, Float8, Model, TrainConfig, Training
+from quaver.settings import ActivationCheckpoint, Data, Float8, TrainConfig, Training
 from quaver.settings.parallel_dims import ParallelDims
 from quaver.torch_private.autograd import current_node
 from quaver.torch_private.dispatch import overload_packet
-from quaver.trainer.float8 import convert_model
 from quaver.trainer.initialize import allocate
 from quaver.trainer.loss import next_token_loss
-from quaver.trainer.model import Llama, training_flops_per_token
+from quaver.trainer.model import training_flops_per_token
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.run_setup import make_models
 from quaver.trainer.trained_model import autocast_of
-
-_READERS = {"q_proj": 3, "k_proj": 3, "v_proj": 3, "gate_proj": 2, "up_proj": 2}
-"""The number of linears that share the input and its casts."""
-_SPLIT_INPUTS = ("o_proj", "down_proj")
-"""Linears whose inputs tensor parallelism splits; it splits the outputs of all others."""
 
 
 @dataclass(frozen=True)
@@ -73,82 +59,8 @@ def step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec | None
     flops = micro_batches * tokens * training_flops_per_token(config.model, training.seq_len) // layout.tensor
     seconds = None
     if spec is not None and again is not None and training.mixed_precision_param == "bfloat16":
-        linears = _linears(config, layout, spec, tokens, micro_batches)
-        between, attention = _between_matmuls(config, layout, spec, tokens)
-        seconds = sum(time.total_s for _, time in linears) + config.model.n_layers * (sum(between) + sum(attention))
-        if again:
-            recomputed = _again_s(again, linears, attention.forward, layout, spec) + between.forward
-            seconds += blocks * recomputed
-        seconds *= micro_batches
+        seconds = quick_seconds(run_of(config, layout), Cluster.of(spec))
     return StepCost(flops + (repeated or 0), repeated, seconds)
-
-
-def _linears(
-    config: TrainConfig, layout: ParallelDims, spec: DeviceSpec, tokens: int, micro_batches: int
-) -> list[tuple[str, LinearTime]]:
-    """The name of each linear in its block, empty outside blocks, and its time."""
-    once = micro_batches if layout.world_size == 1 else None  # FSDP2 gathers and casts weights for each micro-batch
-    found = []
-    for name, inputs, outputs, is_float8 in _shapes(config.model, config.float8, config.training):
-        kind = name.rpartition(".")[2]
-        if kind in _SPLIT_INPUTS:
-            inputs //= layout.tensor
-        else:
-            outputs //= layout.tensor
-        recipe, readers = config.float8.recipe_name, _READERS.get(kind, 1)
-        cost = linear_cost(tokens, inputs, outputs, recipe, spec, microbatches=once, input_readers=readers)
-        in_block = name.partition("model.layers.")[2].partition(".")[2]
-        found.append((in_block, cost.float8 if is_float8 else cost.bfloat16))
-    return found
-
-
-@functools.cache
-def _shapes(model: Model, float8: Float8, training: Training) -> list[tuple[str, int, int, bool]]:
-    """For each linear of the run's model: name, in_features, out_features, and whether it computes in float8."""
-    with torch.device("meta"):
-        llama = Llama(model)
-    if float8.enable_float8_linear:
-        tokens = training.local_batch_size * training.seq_len
-        convert_model(llama, float8, tokens=tokens, device=torch.device("cpu"))
-    linears = [(name, each) for name, each in llama.named_modules() if isinstance(each, nn.Linear)]
-    return [(name, each.in_features, each.out_features, isinstance(each, Float8Linear)) for name, each in linears]
-
-
-def _between_matmuls(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec, tokens: int) -> tuple[Both, Both]:
-    """The seconds of one block: of norms, RoPE, SwiGLU and the residual; and of attention.
-
-    Tensor parallel ranks share both: norms and the residual by sequence, the others by features.
-    """
-    model, training = config.model, config.training
-    queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
-    experts = model.top_k + model.n_shared_experts if model.n_experts else 1
-    shape = BlockShape(model.dim, queries, keys, experts * model.hidden_dim)
-    residual_bytes = getattr(torch, training.residual_stream_dtype).itemsize
-    share = tokens / layout.tensor
-    between = seconds_between_matmuls(shape, share, spec, residual_bytes)
-    return between, attention_seconds(queries, share, training.seq_len, spec)
-
-
-def _again_s(
-    again: dict[str, int],
-    linears: list[tuple[str, LinearTime]],
-    attention_s: float,
-    layout: ParallelDims,
-    spec: DeviceSpec,
-) -> float:
-    """The time of the matmuls and the attention that one block recomputes for one micro-batch."""
-    by_name = {name: time for name, time in linears if name}  # of the last block; all are equal
-    bfloat16_flops_per_s = spec.bfloat16_tflops * 1e12 * MATMUL_SHARES[spec.name].bfloat16
-    seconds = 0.0
-    for name, flops in again.items():
-        if name in by_name:
-            time = by_name[name]
-            seconds += time.output_s + time.input_casts_s + time.weight_casts_s
-        elif name == "self_attn":
-            seconds += attention_s
-        else:
-            seconds += flops / layout.tensor / bfloat16_flops_per_s
-    return seconds
 
 
 # ---- recomputation: a step of one block with fake tensors ------------------------------------------------------------
