@@ -17,6 +17,7 @@ VERBS = {
     "bench": "time float8 against bfloat16: casts, matmuls, blocks, training",
     "report": "show runs on a page: curves, numerics of each layer, alarms",
     "memory": "predict a step's memory, and the tensors alive at its peak",
+    "plan": "find the layout and recipe of a run on a cluster of GPUs",
     "prepare-data": "tokenize the text of a run ahead of it, and count the tokens",
     "convert": "convert weights from and to Hugging Face's Llama",
     "export": "write float8 weights for transformers, vLLM and SGLang",

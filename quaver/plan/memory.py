@@ -5,7 +5,7 @@ peak_of(config, ranks=256).bytes      # as quaver memory predicts it, to the byt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -197,7 +197,7 @@ def peaks_of(
     device: str = "cuda",
     processes: int = 2,
     progress: Callable[[int, Outcome], object] = lambda index, outcome: None,
-) -> Iterator[Outcome]:
+) -> Generator[Outcome, None, None]:
     """Yield `peak_of` of each config, or why it has none, in their order.
 
     What was predicted in this process before is remembered, by `memory_key`. The workers end with the iterator.

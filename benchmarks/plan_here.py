@@ -1,0 +1,160 @@
+"""The simulated step of a small model against real steps of gloo ranks on this machine: a test of bookkeeping.
+
+    python -m benchmarks.plan_here            # 1, 2 and 4 ranks, one thread each; about a minute
+
+What a rank computes and what a collective takes are measured alone, on as many ranks at once: the compute of a model
+that is not sharded, and all-gathers and reduce-scatters of as many bytes as a block has. The simulation knows how many
+there are, in which order, and what overlaps. gloo reduces on the cores that compute, so here nothing is hidden: a
+collective takes its time from the compute stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
+
+from quaver.memory.runs.predict import training_step as trained_step
+from quaver.plan.cluster import Cluster
+from quaver.plan.compute import BlockTimes
+from quaver.plan.run import run_of
+from quaver.plan.simulate import simulate
+from quaver.plan.step import Costs, block_groups, training_step
+from quaver.roofline.block import Both
+from quaver.roofline.device_specs import find_device_spec
+from quaver.runtime.ranks import Ranks
+from quaver.settings import Float8, Model, Parallelism, TrainConfig, Training
+from quaver.settings.parallel_dims import resolve
+from quaver.trainer.initialize import allocate, initialize
+from quaver.trainer.parallelize import parallelize
+from quaver.trainer.run_setup import make_models
+from quaver.trainer.trained_model import TrainedModel
+
+CPU = torch.device("cpu")
+STEPS, WARM_UP = 9, 3
+
+
+class Measured(Cluster):
+    """A cluster whose collectives take what they were measured to take, in proportion to their bytes."""
+
+    per_byte: dict[str, float]
+
+    def seconds(self, kind: str, tensor_bytes: float, ranks: int, stride: int = 1) -> float:
+        """See `Cluster`."""
+        return 0.0 if ranks == 1 else self.per_byte[kind] * tensor_bytes
+
+
+def config_of(float8: bool) -> TrainConfig:
+    """A model of the debug config's width with more blocks, on few tokens, so that communication counts."""
+    return TrainConfig(
+        model=Model(dim=256, n_layers=6, n_heads=4, n_kv_heads=2, hidden_dim=768),
+        training=Training(seq_len=128, local_batch_size=2, device="cpu", steps=1000),
+        parallelism=Parallelism(),
+        float8=Float8(enable_fsdp_float8_all_gather=float8, precompute_float8_dynamic_scale_for_fsdp=float8)
+        if float8
+        else Float8(enable_float8_linear=False),
+    )
+
+
+def median_s(call: Callable[[], object]) -> float:
+    """The median of STEPS calls after WARM_UP ones, all ranks in step."""
+    times = []
+    for number in range(WARM_UP + STEPS):
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        if number >= WARM_UP:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure(rank: int, ranks: int, port: int, float8: bool, results: torch.multiprocessing.SimpleQueue) -> None:
+    """What one rank measures: a real step, and its parts alone."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    config = config_of(float8 and ranks > 1)
+    resolved, layout = resolve(config, rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",)) if ranks > 1 else None
+    real = median_s(_trained(resolved, layout, mesh, rank, ranks))
+    alone, alone_layout = resolve(config_of(False) if not float8 else replace(config, float8=Float8()), world_size=1)
+    parts = _parts_s(alone, alone_layout)
+    group = block_groups(run_of(resolved, layout))[0]
+    per_byte = _per_byte(int(group.gathered_bytes), group.parameters, ranks) if ranks > 1 else {}
+    if rank == 0:
+        results.put((real, parts, per_byte))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _per_byte(gathered_bytes: int, parameters: int, ranks: int) -> dict[str, float]:
+    """Seconds of each collective of a block, for each of its bytes; of an all-reduce those of a number."""
+    whole = torch.empty(gathered_bytes // ranks * ranks, dtype=torch.uint8)
+    gradients, number = torch.empty(parameters // ranks * ranks), torch.zeros(1)
+    part, sums = whole[: len(whole) // ranks].clone(), gradients[: len(gradients) // ranks].clone()
+    return {
+        "all_gather": median_s(lambda: dist.all_gather_into_tensor(whole, part)) / len(whole),
+        "reduce_scatter": median_s(lambda: dist.reduce_scatter_tensor(sums, gradients)) / (4 * len(gradients)),
+        "all_reduce": median_s(lambda: dist.all_reduce(number)) / 4,
+    }
+
+
+def _trained(config: TrainConfig, layout, mesh, rank: int, ranks: int) -> Callable[[], None]:  # type: ignore[no-untyped-def]
+    name, model = next(iter(make_models(config, CPU).by_name.items()))
+    parallelize(model, config, mesh)
+    allocate(model, CPU)
+    initialize(model, 0)
+    trained = TrainedModel(name, model, config, CPU, Ranks(rank, 0, ranks))
+    return trained_step(trained, config, layout)[0]
+
+
+def _parts_s(config: TrainConfig, layout) -> dict[str, float]:  # type: ignore[no-untyped-def]
+    """Seconds of a step of the unsharded model, and of one with fewer blocks: the difference is that of blocks."""
+    seconds = {}
+    for blocks in (2, config.model.n_layers):
+        changed = replace(config, model=replace(config.model, n_layers=blocks))
+        seconds[blocks] = median_s(_trained(changed, layout, None, 0, 1))
+    return {"few": seconds[2], "whole": seconds[config.model.n_layers]}
+
+
+def main() -> None:
+    """Print real and simulated seconds."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    options = parser.parse_args()
+    spec = find_device_spec("h100")
+    assert spec is not None
+    print("| precision | ranks | real step ms | simulated ms | ratio |\n| --- | --- | --- | --- | --- |")
+    for float8 in (False, True):
+        for ranks in options.ranks:
+            context = torch.multiprocessing.get_context("spawn")
+            results = context.SimpleQueue()
+            arguments = (ranks, 29511 + ranks, float8, results)
+            torch.multiprocessing.start_processes(measure, arguments, nprocs=ranks, start_method="spawn")
+            real, parts, per_byte = results.get()
+            resolved, layout = resolve(config_of(float8 and ranks > 1), world_size=ranks)
+            run = run_of(resolved, layout)
+            block = (parts["whole"] - parts["few"]) / (run.model.n_layers - 2)
+            rest = parts["few"] - 2 * block
+            cluster = Measured(replace(spec, memory_gb_per_s=1e9), 8, 400.0)
+            object.__setattr__(cluster, "per_byte", per_byte)
+            costs = Costs(BlockTimes(block / 3, 2 * block / 3, 0.0), Both(rest / 3, 2 * rest / 3), Both(0, 0))
+            step = training_step(run, cluster, costs)
+            simulated = sum(task.seconds for task in step.tasks)  # one core for each rank: gloo's work is not hidden
+            overlapped = simulate(step, contention=0.0).seconds
+            name = "tensorwise" if float8 else "bfloat16"
+            print(
+                f"| {name} | {ranks} | {1e3 * real:.1f} | {1e3 * overlapped:.1f} to {1e3 * simulated:.1f} | "
+                f"{overlapped / real:.2f} to {simulated / real:.2f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

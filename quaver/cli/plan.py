@@ -1,0 +1,276 @@
+"""`quaver plan CONFIG.toml --gpus N --gpu NAME [options] [--section.field value ...]`."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from quaver.bench.results import save, writable
+from quaver.bench.working import working
+from quaver.cli.console import make_table, show
+from quaver.cli.errors import bad_input
+from quaver.plan.cluster import Cluster
+from quaver.plan.device_file import read_device_spec
+from quaver.plan.layouts import BFLOAT16, layouts_of, precisions_of
+from quaver.plan.limits import limits_in_words, links_of, utilization_of
+from quaver.plan.picture import draw_step
+from quaver.plan.search import Found, Row, search
+from quaver.plan.write import write_run
+from quaver.recipes.config import Float8LinearRecipeName
+from quaver.recorder.byte_sizes import parse_bytes
+from quaver.roofline.cost import unmultiplied_kinds
+from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, find_device_spec
+from quaver.settings import TrainConfig
+from quaver.settings.config_file import load_config, parse_arguments
+from quaver.settings.fields import AtLeast1, MostRanks, Settings, setting
+from quaver.settings.flags import split_options
+
+USABLE = 0.94
+"""Of a GPU's memory, what a run may use at its peak: CUDA's and NCCL's own buffers and gaps between blocks take 5 GB of
+80 (torchtitan's runs of Llama 3 8B reserve up to 0.95 of theirs)."""
+
+_NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*(gbps|gb/s|g)?", re.IGNORECASE)
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([kmb]?)(?:\s*tokens)?", re.IGNORECASE)
+_THOUSANDS = {"": 1, "k": 1000, "m": 1000**2, "b": 1000**3}
+
+
+@dataclass(frozen=True)
+class PlanOptions(Settings):
+    """Find the layouts and recipes with which a run is fastest on a cluster, and what limits them. Memory is predicted,
+    the time of a step is simulated. Needs no GPU. The flags of quaver train are accepted too.
+    """
+
+    gpus: MostRanks = setting(8, "GPUs of the run.")
+    gpu: str = setting("h100", f"Their kind: {', '.join(spec.name.lower() for spec in DEVICE_SPECS)}.")
+    spec: str | None = setting(None, "TOML file with the numbers of another GPU; see docs/plan.md.")
+    nodes_of: AtLeast1 = setting(8, "GPUs of a node, which its links connect.")
+    network: str = setting("400gbps", "Rate of the network between nodes, for each GPU.")
+    global_batch: str | None = setting(
+        None, 'Tokens of a step, such as "4M tokens" (rounded down to what divides); the configured batch by default.'
+    )
+    recipes: tuple[str, ...] = setting((), "Recipes to try besides the configured run; bfloat16 is one.")
+    memory: str | None = setting(
+        None, f"Bytes that a peak may have, such as 75GiB; {USABLE:.0%} of the GPU's by default."
+    )
+    store_less: bool = setting(
+        False, "Also try a bfloat16 residual stream, float8 optimizer states and saved activations: other numbers."
+    )
+    top: AtLeast1 = setting(3, "Fastest layouts to predict and print.")
+    explain: AtLeast1 | None = setting(None, "Row to explain: its links and limits, and a picture of its step.")
+    png: str = setting("runs/plan.png", "File of the picture, with --explain.")
+    write: str | None = setting(None, "TOML file to write the run of a row to; launch files stand beside it.")
+    row: AtLeast1 = setting(1, "Row to write, with --write.")
+    output: str = setting("runs/plan.json", "File of the JSON.")
+
+    def check(self) -> None:
+        """Refuse numbers without their units, and files that cannot be written."""
+        super().check()
+        self.require(_NETWORK.fullmatch(self.network.strip()) is not None, "network", "a rate such as 400gbps")
+        self.require(self.network_gbps > 0, "network", "a rate above 0")
+        for name in self.recipes:
+            if name != BFLOAT16:
+                Float8LinearRecipeName(name)
+        writable(Path(self.output), "--output")
+        if self.explain is not None:
+            self.require(self.png.endswith(".png"), "png", "a file whose name ends with .png")
+            writable(Path(self.png), "--png")
+        else:
+            self.require_default("png", unless="--explain names a row")
+        if self.write is None:
+            self.require_default("row", unless="--write names a file")
+        else:
+            self.require(self.write.endswith(".toml"), "write", "a file whose name ends with .toml")
+
+    @property
+    def network_gbps(self) -> float:
+        """The rate of the network for each GPU."""
+        found = _NETWORK.fullmatch(self.network.strip())
+        return float(found[1]) * (8 if (found[2] or "").lower() == "gb/s" else 1) if found else 0.0
+
+    @property
+    def device(self) -> DeviceSpec:
+        """The numbers of the GPU. Raises ValueError, OSError."""
+        if self.spec is not None:
+            return read_device_spec(Path(self.spec))
+        spec = find_device_spec(self.gpu)
+        if spec is None:
+            names = ", ".join(each.name.lower() for each in DEVICE_SPECS)
+            raise ValueError(f"--gpu must be one of {names}, got {self.gpu!r}; give --spec a file of its numbers")
+        return spec
+
+    def step_sequences(self, config: TrainConfig) -> int | None:
+        """Sequences of a step over all ranks; None for one micro-batch of each data-parallel rank."""
+        if self.global_batch is None:
+            size = config.training.global_batch_size
+            return None if size == -1 else size
+        found = _TOKENS.fullmatch(self.global_batch.strip())
+        tokens = int(float(found[1]) * _THOUSANDS[found[2].lower()]) if found else 0
+        expected = f'tokens such as "4M", at least those of a sequence, {config.training.seq_len}'
+        self.require(tokens >= config.training.seq_len, "global_batch", expected)
+        sequences = tokens // config.training.seq_len
+        return 1 << (sequences.bit_length() - 1) if sequences < self.gpus else sequences // self.gpus * self.gpus
+
+    def precisions(self, spec: DeviceSpec) -> list[str]:
+        """bfloat16 and the recipes to try. Raises ValueError for one that the GPU does not multiply."""
+        if not self.recipes:
+            return precisions_of(spec.block_length, spec.float8_tflops is not None)
+        names = [name if name == BFLOAT16 else Float8LinearRecipeName(name).value for name in self.recipes]
+        for name in names:
+            if name != BFLOAT16 and unmultiplied_kinds(spec, name):
+                raise ValueError(f"--recipes {name}: {spec.name} does not multiply float8 with such scales")
+        return list(dict.fromkeys((BFLOAT16, *names)))
+
+
+def run(argv: list[str]) -> int:
+    """Print the fastest layouts; 0, or 2 for bad input."""
+    with bad_input():
+        options, words = split_options(PlanOptions, argv, prog="quaver plan [CONFIG.toml]")
+        config = load_config(*parse_arguments(words, PlanOptions))
+        spec = options.device
+        cluster = Cluster.of(spec, options.nodes_of, options.network_gbps)
+        memory = parse_bytes(options.memory, "--memory") if options.memory else int(USABLE * spec.memory_gb * 1e9)
+        layouts = layouts_of(
+            config,
+            options.gpus,
+            nodes_of=options.nodes_of,
+            precisions=options.precisions(spec),
+            step_sequences=options.step_sequences(config),
+            stores=options.store_less,
+        )
+        with working("planning") as tell:
+            found = search(layouts, cluster, memory, top=options.top, progress=tell)
+        if not found.rows:
+            raise ValueError(_nothing_fits(found, spec, memory))
+        for option, number in (("--explain", options.explain), ("--row", options.row if options.write else None)):
+            if number is not None and number > len(found.rows):
+                raise ValueError(f"{option}: expected a row of 1 to {len(found.rows)}, got {number}")
+    show(_views(options, found, cluster, memory))
+    _write(options, found, cluster)
+    return 0
+
+
+def _nothing_fits(found: Found, spec: DeviceSpec, memory: int) -> str:
+    if found.nearest is None:
+        reasons = "; ".join(found.not_predicted) or "no reason"
+        return f"no layout was predicted to fit: {reasons}"
+    candidate, needed = found.nearest
+    return (
+        f"no layout fits into {memory / 2**30:.1f} GiB of an {spec.name}: the nearest, {candidate.precision} on "
+        f"{candidate.words}, needs {needed / 2**30:.1f} GiB, {(needed - memory) / 2**30:.1f} more; add GPUs with "
+        "--gpus, or try --store-less"
+    )
+
+
+LAYOUT = {"FSDP": "shard", "HSDP": "replicate", "TP": "tensor", "EP": "expert"}
+"""Columns of degrees; those that are 1 in all rows are left out."""
+NUMBERS = ("GiB", "step s", "tokens/s\n/ GPU", "MFU", "of its\npeaks", "waits")
+
+
+def _views(options: PlanOptions, found: Found, cluster: Cluster, memory: int) -> Iterator[str | Table]:
+    first = found.rows[0]
+    yield (
+        f"{options.gpus} x {cluster.spec.name}, {options.nodes_of} to a node, {options.network_gbps:g} Gb/s each; "
+        f"{first.run.seq_len:,} tokens a sequence; {found.tried:,} layouts simulated, "
+        f"{sum(found.refusals.values()):,} refused by the trainer"
+    )
+    degrees = {title: name for title, name in LAYOUT.items() if any(_degree(row, name) > 1 for row in found.rows)}
+    rows = [_cells(number, row, cluster, degrees.values()) for number, row in enumerate(found.rows, 1)]
+    columns = ("", "precision", *degrees, "batch", "AC", *NUMBERS)
+    title = f"Fastest layouts whose peak fits into {memory / 2**30:.1f} GiB"
+    yield make_table(title, columns, rows=rows, right=("", *degrees, *NUMBERS), wrapped=("precision",))
+    yield (
+        "Batch: sequences of a micro-batch x micro-batches. MFU: of bfloat16's peak. Of its peaks: each matmul's own. "
+        "Waits: for collectives. * as configured."
+    )
+    best = next((row for row in found.rows if row.candidate.precision == BFLOAT16), None)
+    if best is not None and best is not first:
+        gain = first.tokens_per_s / best.tokens_per_s
+        yield f"{first.candidate.precision} has {gain:.2f} times the tokens/s of the best layout in bfloat16"
+    elif best is None:
+        yield "no layout in bfloat16 was found to fit"
+    yield f"row 1: {'; '.join(limits_in_words(first, cluster))}"
+    for reason, number in found.not_predicted.items():
+        yield f"memory not predicted for {number}: {reason}"
+    if found.is_cut:
+        yield "the search ended after the memory of so many layouts: others may fit, too"
+    if options.explain is not None:
+        yield from _explained(found.rows[options.explain - 1], options, cluster)
+    yield "times are simulated, not measured; docs/plan.md compares the model with published runs"
+
+
+def _degree(row: Row, name: str) -> int:
+    degree: int = getattr(row.candidate.layout, name)
+    return degree
+
+
+def _cells(number: int, row: Row, cluster: Cluster, degrees: Iterable[str]) -> tuple[str, ...]:
+    used, waits = utilization_of(row, cluster), 1 - row.timeline.busy_s("compute") / row.timeline.seconds
+    return (
+        f"{number}{'*' if row.candidate.is_configured else ''}",
+        row.candidate.precision,
+        *(str(_degree(row, name)) for name in degrees),
+        f"{row.run.local_batch}x{row.run.micro_batches}",
+        row.candidate.saved_words,
+        f"{row.peak.bytes / 2**30:.1f}",
+        f"{row.seconds:.3g}",
+        f"{row.tokens_per_s:,.0f}",
+        f"{used.mfu:.1%}",
+        f"{used.mfu_by_precision:.1%}",
+        f"{waits:.1%}",
+    )
+
+
+def _explained(row: Row, options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:
+    yield f"row {options.explain}: {row.candidate.precision}, {row.candidate.words}"
+    yield from (f"  {sentence}" for sentence in limits_in_words(row, cluster))
+    numbers = ("busy s", "waited for s")
+    links = [(link.name, f"{link.busy_s:.3f}", f"{link.exposed_s:.3f}") for link in links_of(row.timeline)]
+    if links:
+        yield make_table("Links in a step", ("link", *numbers), rows=links, right=numbers)
+    kinds: dict[str, float] = {}
+    for span in row.timeline.spans:
+        kinds[span.task.kind] = kinds.get(span.task.kind, 0.0) + span.end_s - span.start_s
+    parts = [(name.replace("_", "-"), f"{s:.3f}", f"{s / row.timeline.seconds:.1%}") for name, s in kinds.items() if s]
+    yield make_table("Seconds of a step", ("what", "s", "of the step"), rows=parts, right=("s", "of the step"))
+
+
+def _write(options: PlanOptions, found: Found, cluster: Cluster) -> None:
+    files = [Path(options.output)]
+    save({"options": asdict(options), "rows": [_json_of(row, cluster) for row in found.rows]}, files[0])
+    if options.explain is not None:
+        row = found.rows[options.explain - 1]
+        files.append(Path(options.png))
+        files[-1].parent.mkdir(parents=True, exist_ok=True)
+        draw_step(row.timeline, files[-1], title=f"{row.candidate.precision}, {row.candidate.words}")
+    if options.write is not None:
+        row = found.rows[options.row - 1]
+        comment = (
+            f"{row.candidate.precision} on {options.gpus} x {cluster.spec.name}: {row.candidate.words}.\n"
+            f"Predicted peak {row.peak.bytes / 2**30:.1f} GiB; simulated {row.tokens_per_s:,.0f} tokens/s per GPU."
+        )
+        with bad_input():
+            files += write_run(
+                row.candidate.config, options.gpus, options.nodes_of, Path(options.write), comment=comment
+            )
+    for file in files:
+        print(f"saved {file}")
+
+
+def _json_of(row: Row, cluster: Cluster) -> dict[str, Any]:
+    used = utilization_of(row, cluster)
+    return {
+        "precision": row.candidate.precision,
+        "mesh": row.candidate.layout.mesh,
+        "expert_parallel": row.candidate.layout.expert,
+        "peak_bytes": row.peak.bytes,
+        "step_seconds": row.seconds,
+        "tokens_per_second_per_gpu": row.tokens_per_s,
+        **asdict(used),
+        "links": [asdict(link) for link in links_of(row.timeline)],
+        "limits": limits_in_words(row, cluster),
+        "is_configured": row.candidate.is_configured,
+        "config": asdict(row.candidate.config),
+    }

@@ -1,0 +1,42 @@
+"""Reads the numbers of a GPU that quaver has none of from a TOML file."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from quaver.roofline.device_specs import DeviceSpec
+
+_NUMBERS = tuple(field.name for field in fields(DeviceSpec) if field.name != "name")
+_NEEDED = tuple(
+    field.name for field in fields(DeviceSpec) if field.default is MISSING and field.name != "float8_tflops"
+)
+_WHOLE = ("multiprocessors", "block_length")
+
+
+def read_device_spec(path: Path) -> DeviceSpec:
+    """A device from a TOML file with the fields of `DeviceSpec`; without float8_tflops it does not multiply float8.
+
+    Raises:
+        ValueError: it is no TOML, a field is missing or unknown, or a number is not above 0.
+        OSError: there is no such file.
+    """
+    try:
+        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"--spec {path}: expected TOML: {error}") from error
+    known = ("name", *_NUMBERS)
+    if unknown := [name for name in values if name not in known]:
+        raise ValueError(f"--spec {path}: expected {', '.join(known)}, got {unknown[0]}")
+    if missing := [name for name in _NEEDED if name not in values]:
+        raise ValueError(f"--spec {path}: expected {', '.join(_NEEDED)}; {missing[0]} is missing")
+    if not isinstance(values["name"], str):
+        raise ValueError(f"--spec {path}: name: expected text, got {values['name']!r}")
+    for name in _NUMBERS:
+        value = values.get(name, 1)
+        is_number = isinstance(value, int if name in _WHOLE else int | float) and not isinstance(value, bool)
+        if not (is_number and 0 < value < float("inf")):
+            raise ValueError(f"--spec {path}: {name}: expected a number above 0, got {value!r}")
+    return DeviceSpec(**{"float8_tflops": None, **values})

@@ -1,0 +1,205 @@
+"""Finds the fastest layouts and recipes of a run whose memory fits.
+
+Every layout that the trainer accepts is simulated, shallow, and its memory is estimated. From the fastest on, memory is
+then predicted to the byte, until enough of them fit; those are simulated whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from quaver.plan.cluster import Cluster
+from quaver.plan.estimate import estimated_peak
+from quaver.plan.layouts import BFLOAT16, Candidate, Layouts, with_precision
+from quaver.plan.memory import Peak, peaks_of
+from quaver.plan.quick import quick_seconds
+from quaver.plan.run import Run, run_of
+from quaver.plan.simulate import Timeline, simulate
+from quaver.plan.step import training_step
+from quaver.settings.parallel_dims import resolve
+
+HOPELESS = 1.15
+"""A layout whose estimated memory is so many times the memory of the GPU is not predicted."""
+MOST_PREDICTED = 12
+"""Peaks that are predicted at most in one search."""
+_MOST_TASKS = 10_000
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout that fits, with its predicted memory and its simulated step."""
+
+    candidate: Candidate
+    run: Run
+    peak: Peak
+    seconds: float
+    timeline: Timeline
+    """Of the whole step, or of its first micro-batches where it has very many tasks."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of one GPU."""
+        return self.run.step_tokens / self.seconds / self.run.ranks
+
+
+@dataclass
+class Found:
+    """What a search found."""
+
+    rows: list[Row]
+    """The fastest first."""
+    tried: int
+    """Layouts that were simulated."""
+    refusals: dict[str, int]
+    """Why the trainer refuses layouts, and how many."""
+    not_predicted: dict[str, int] = field(default_factory=dict)
+    """Why the memory of layouts could not be predicted."""
+    nearest: tuple[Candidate, int] | None = None
+    """If none fits: the layout with the least memory, and its bytes."""
+    is_cut: bool = False
+    """Whether MOST_PREDICTED ended the search."""
+
+
+def search(
+    layouts: Layouts,
+    cluster: Cluster,
+    memory_bytes: int,
+    *,
+    top: int,
+    progress: Progress = lambda words: None,
+) -> Found:
+    """The `top` fastest layouts that fit into `memory_bytes`, the fastest of each precision, and the configured one.
+
+    Raises:
+        ValueError: the time of no layout is modelled.
+    """
+    timed: list[Timed] = []
+    refusals = layouts.refusals.copy()
+    for number, candidate in enumerate(layouts.candidates):
+        if number % 50 == 0:
+            progress(f"simulating layout {number + 1} of {len(layouts.candidates)}")
+        try:
+            run = run_of(candidate.config, candidate.layout)
+        except ValueError as error:
+            refusals[str(error)] += 1
+            continue
+        estimate = estimated_peak(candidate.config, candidate.layout.world_size)
+        is_hopeless = estimate > memory_bytes * HOPELESS and not candidate.is_configured
+        seconds = float("inf") if is_hopeless else quick_seconds(run, cluster) / run.step_tokens
+        timed.append(Timed(seconds, estimate, candidate, run))
+    if not timed:
+        reasons = "; ".join(dict(refusals.most_common(3)))
+        raise ValueError(f"expected a layout of {_ranks(layouts)} that the trainer accepts; it refuses all: {reasons}")
+    timed.sort(key=lambda each: each.seconds_per_token)
+    least = min(timed, key=lambda each: each.estimated_bytes)
+    hopeful = [each for each in timed if each.seconds_per_token < float("inf")]
+    return _Confirmed(cluster, memory_bytes, top, progress).search(hopeful, least, dict(refusals))
+
+
+class Timed(NamedTuple):
+    """A layout with its simulated time and estimated memory."""
+
+    seconds_per_token: float
+    """Infinite for one whose memory is hopeless."""
+    estimated_bytes: int
+    candidate: Candidate
+    run: Run
+
+
+class _Confirmed:
+    """Predicts the memory of candidates until the fastest that fit are known."""
+
+    def __init__(self, cluster: Cluster, memory_bytes: int, top: int, progress: Progress) -> None:
+        self._cluster, self._memory_bytes, self._top, self._progress = cluster, memory_bytes, top, progress
+        self._rows: list[Row] = []
+        self._not_predicted: dict[str, int] = {}
+
+    def search(self, hopeful: list[Timed], least: Timed, refusals: dict[str, int]) -> Found:
+        """Predict in the order of `_ordered`; `least`: the layout with the least estimated memory of all."""
+        ordered, promised = self._ordered(hopeful)
+        nearest: tuple[Candidate, int] | None = None
+        configs, ranks = [each.candidate.config for each in ordered], least.candidate.layout.world_size
+        predicted = 0
+        with closing(peaks_of(configs, ranks)) as peaks:
+            for timed, peak in zip(ordered, peaks, strict=True):
+                predicted += 1
+                if not isinstance(peak, Peak):
+                    self._not_predicted[peak.reason] = self._not_predicted.get(peak.reason, 0) + 1
+                elif peak.bytes <= self._memory_bytes:
+                    self._add(timed, peak)
+                elif nearest is None or peak.bytes < nearest[1]:
+                    nearest = timed.candidate, peak.bytes
+                self._progress(f"predicted the memory of {predicted} layouts, {len(self._rows)} fit")
+                if predicted >= promised and self._has_enough(timed):
+                    break
+        self._rows.sort(key=lambda row: -row.tokens_per_s)
+        if not self._rows and nearest is None:
+            nearest = least.candidate, least.estimated_bytes
+        is_cut = len(ordered) == predicted == MOST_PREDICTED < len(hopeful)
+        return Found(self._rows, len(hopeful), refusals, self._not_predicted, None if self._rows else nearest, is_cut)
+
+    def _ordered(self, hopeful: list[Timed]) -> tuple[list[Timed], int]:
+        """The configured layout and the fastest of each precision, whose number is returned too, then all others.
+
+        Of layouts that only differ in replicas the fastest comes whose estimate fits, before any second one.
+        """
+        unlike: dict[tuple[object, ...], Timed] = {}
+        for each in hopeful:
+            known = unlike.setdefault(_alike(each.candidate), each)
+            if known.estimated_bytes > self._memory_bytes >= each.estimated_bytes:
+                unlike[_alike(each.candidate)] = each
+        by_speed = sorted(unlike.values(), key=lambda each: each.seconds_per_token)
+        likely = [each for each in by_speed if each.estimated_bytes <= self._memory_bytes]
+        firsts = [each for each in hopeful if each.candidate.is_configured]
+        firsts += {each.candidate.precision: each for each in reversed(likely)}.values()
+        firsts = list({each.candidate.config: each for each in firsts}.values())
+        first_configs = {each.candidate.config for each in firsts}
+        others = [each for each in by_speed if each.candidate.config not in first_configs]
+        return [*firsts, *others][:MOST_PREDICTED], len(firsts)
+
+    def _add(self, timed: Timed, peak: Peak) -> None:
+        is_known = any(_alike(row.candidate) == _alike(timed.candidate) for row in self._rows)
+        if not is_known or timed.candidate.is_configured:
+            self._rows.append(row_of(timed.candidate, timed.run, peak, self._cluster))
+
+    def _has_enough(self, last: Timed) -> bool:
+        """Whether `top` rows are at least as fast as the layout that was predicted last: others are slower."""
+        slowest = last.seconds_per_token * (1 + 1e-9)
+        return sum(row.seconds / row.run.step_tokens <= slowest for row in self._rows) >= self._top
+
+
+def _alike(candidate: Candidate) -> tuple[object, ...]:
+    """What tells layouts apart, but for how many replicas share the weights."""
+    layout, config = candidate.layout, candidate.config
+    storage = config.activation_checkpoint, config.optimizer.name, config.training.residual_stream_dtype
+    return layout.tensor, layout.expert, config.training.local_batch_size, candidate.precision, *storage
+
+
+def row_of(candidate: Candidate, run: Run, peak: Peak, cluster: Cluster) -> Row:
+    """The row of a layout, its whole step simulated if its tasks are not too many."""
+    tasks_of_one = len(training_step(replace(run, micro_batches=1), cluster).tasks)
+    few = max(1, min(run.micro_batches, _MOST_TASKS // tasks_of_one))
+    timeline = simulate(training_step(replace(run, micro_batches=few), cluster))
+    seconds = timeline.seconds
+    if few < run.micro_batches:
+        fewer = simulate(training_step(replace(run, micro_batches=few - 1 or 1), cluster)).seconds
+        seconds += (run.micro_batches - few) * (seconds - fewer)
+    return Row(candidate, run, peak, seconds, timeline)
+
+
+def in_bfloat16(row: Row, cluster: Cluster) -> float:
+    """The seconds of the same layout in bfloat16, whether it fits or not."""
+    if row.candidate.precision == BFLOAT16:
+        return row.seconds
+    config = with_precision(row.candidate.config, BFLOAT16, gathers=False)
+    resolved, layout = resolve(config, rank=0, world_size=row.run.ranks)
+    return quick_seconds(run_of(resolved, layout), cluster)
+
+
+def _ranks(layouts: Layouts) -> str:
+    return f"{layouts.candidates[0].layout.world_size} GPUs" if layouts.candidates else "so many GPUs"

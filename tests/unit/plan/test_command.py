@@ -1,0 +1,95 @@
+"""`quaver plan`: what it prints and writes, and what it refuses in one line."""
+
+import json
+
+import pytest
+
+from quaver.cli import main
+from quaver.plan import search
+from quaver.plan.memory import Peak
+from quaver.settings.config_file import load_config
+
+GIB = 2**30
+LLAMA_8B = "train_configs/llama3_8b.toml"
+
+
+def bytes_of(config, ranks):
+    """In place of predictions: 20 GiB a sequence, 5 with checkpointing."""
+    saves_all = config.activation_checkpoint.mode == "none"
+    return GIB * config.training.local_batch_size * (20 if saves_all else 5)
+
+
+@pytest.fixture(autouse=True)
+def known_memory(monkeypatch):
+    peaks_of = lambda configs, ranks, **_: (Peak(bytes_of(each, ranks), {}, "forward", "") for each in configs)  # noqa: E731
+    monkeypatch.setattr(search, "estimated_peak", bytes_of)
+    monkeypatch.setattr(search, "peaks_of", peaks_of)
+
+
+def plan(capsys, tmp_path, *words):
+    output = tmp_path / "new" / "plan.json"
+    assert main(["plan", LLAMA_8B, "--model.n_layers", "4", *words, "--output", str(output)]) == 0
+    return capsys.readouterr().out, json.loads(output.read_text())
+
+
+def test_a_table_its_limits_a_picture_and_the_files_of_a_run(capsys, tmp_path):
+    chosen, picture = tmp_path / "chosen.toml", tmp_path / "step.png"
+    printed, written = plan(
+        capsys, tmp_path, "--gpus", "16", "--recipes", "tensorwise", "--top", "3", "--explain", "1",
+        "--png", str(picture), "--write", str(chosen), "--row", "2",
+    )  # fmt: skip
+    rows = written["rows"]
+    speeds = [row["tokens_per_second_per_gpu"] for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
+    assert {row["precision"] for row in rows} == {"bfloat16", "tensorwise"}
+    assert sum(row["is_configured"] for row in rows) == 1
+    assert all(row["peak_bytes"] <= 0.94 * 85.5e9 for row in rows)
+    assert f"{speeds[0]:,.0f}" in printed
+    assert "times the tokens/s of the best layout in bfloat16" in printed
+    assert "Links in a step" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    config = load_config(chosen)
+    assert config.training.local_batch_size == rows[1]["config"]["training"]["local_batch_size"]
+    assert config.float8.recipe_name == rows[1]["config"]["float8"]["recipe_name"]
+    for suffix in (".torchrun.sh", ".slurm.sbatch", ".jobset.yaml"):
+        assert chosen.with_suffix(suffix).is_file()
+    capsys.readouterr()
+    assert main(["train", str(chosen), "--dry-run", "--ranks", "16"]) == 0
+
+
+def test_a_step_of_so_many_tokens(capsys, tmp_path):
+    _, written = plan(capsys, tmp_path, "--gpus", "16", "--global-batch", "4M tokens", "--top", "2")
+    assert {row["config"]["training"]["global_batch_size"] for row in written["rows"]} == {
+        480
+    }  # 4M / 8192, times of 16
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--gpus 8 --memory 3GiB", "no layout fits into 3.0 GiB of an H100: the nearest, "),
+        ("--gpus 7 --training.global_batch_size 16", "expected a layout of so many GPUs that the trainer accepts"),
+        ("--gpu h300", "--gpu must be one of b200, h200, h100, a100, l40s, mi300x, got 'h300'; give --spec"),
+        ("--spec no.toml", "no.toml"),
+        ("--network fast", "--network must be a rate such as 400gbps, got 'fast'"),
+        ("--global-batch some", "--global-batch must be tokens such as"),
+        ("--global-batch 5", "at least those of a sequence, 8192, got '5'"),
+        ("--recipes mxfp8", "--recipes mxfp8: H100 does not multiply float8 with such scales"),
+        ("--recipes bf17", "bf17"),
+        ("--gpus 8 --explain 99", "--explain: expected a row of 1 to"),
+        ("--row 2", "--row must be its default, 1, unless --write names a file"),
+        ("--png a.png", "--png must be its default, 'runs/plan.png', unless --explain names a row"),
+        ("--write run.txt", "--write must be a file whose name ends with .toml"),
+        ("--memory much", "--memory: expected a size above 0"),
+    ],
+)
+def test_bad_input_is_one_line(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = str(search.__file__).partition("quaver/plan")[0] + LLAMA_8B
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", config, "--model.n_layers", "2", *words.split()])
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out

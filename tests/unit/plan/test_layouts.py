@@ -1,0 +1,76 @@
+"""The layouts that a search tries: those that the trainer accepts, each once."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quaver.plan.layouts import BFLOAT16, layouts_of, precisions_of, with_precision
+from quaver.settings import TrainConfig
+from quaver.settings.config_file import load_config
+
+CONFIGS = Path(__file__).parents[3] / "train_configs"
+
+
+def found(name, ranks, **options):
+    options = {"nodes_of": 8, "precisions": [BFLOAT16, "tensorwise"], "step_sequences": None, "stores": False} | options
+    return layouts_of(load_config(CONFIGS / f"{name}.toml"), ranks, **options)
+
+
+def test_each_layout_is_tried_once_and_uses_all_gpus():
+    layouts = found("llama3_70b", 64)
+    configs = [each.config for each in layouts.candidates]
+    assert len(set(configs)) == len(configs) > 100
+    assert {each.layout.world_size for each in layouts.candidates} == {64}
+    assert {each.layout.tensor for each in layouts.candidates} == {1, 2, 4, 8}
+    assert {each.layout.replicate for each in layouts.candidates} >= {1, 2, 8}
+    assert [each.is_configured for each in layouts.candidates].index(True) == 0
+    assert sum(each.is_configured for each in layouts.candidates) == 1
+    refused = "none, or selective with op, for compiled blocks that are split by tensor parallelism"
+    assert any(refused in reason for reason in layouts.refusals)
+
+
+def test_a_step_has_the_tokens_that_were_asked_for():
+    layouts = found("llama3_70b", 64, step_sequences=128)
+    assert {each.config.training.global_batch_size for each in layouts.candidates} == {128}
+    batches = {(each.config.training.local_batch_size, each.layout.data_parallel_degree) for each in layouts.candidates}
+    assert all(128 % (local * groups) == 0 for local, groups in batches)
+
+
+def test_experts_are_split_and_dense_models_are_not():
+    mixture = found("mixture_30b_a3b", 16, precisions=["rowwise"])
+    assert {each.layout.expert for each in mixture.candidates} == {1, 2, 4, 8, 16}
+    assert {each.layout.tensor for each in mixture.candidates} == {1}
+    assert {each.layout.expert for each in found("llama3_8b", 8).candidates} == {1}
+
+
+def test_a_configured_run_that_cannot_have_the_batch_keeps_its_own():
+    config = replace(TrainConfig(), training=replace(TrainConfig().training, local_batch_size=4, global_batch_size=16))
+    layouts = layouts_of(config, 2, nodes_of=8, precisions=[BFLOAT16], step_sequences=4, stores=False)
+    assert layouts.candidates[0].is_configured
+    assert layouts.candidates[0].config.training.global_batch_size == 16
+    assert {each.config.training.global_batch_size for each in layouts.candidates[1:]} == {4}
+
+
+def test_less_precise_storage_is_tried_where_it_is_asked_for():
+    plain, stored = (found("llama3_8b", 8, stores=stores, precisions=[BFLOAT16]) for stores in (False, True))
+    assert not any(each.config.activation_checkpoint.store_in_float8 for each in plain.candidates)
+    assert {each.config.optimizer.name for each in stored.candidates} == {"AdamW", "Float8AdamW"}
+    assert {"none", "none+opt", "none+opt+act"} <= {each.saved_words for each in stored.candidates}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "delayed"])
+def test_codes_are_gathered_where_a_weight_has_one_set(recipe):
+    config = load_config(CONFIGS / "llama3_8b.toml")
+    float8 = with_precision(config, recipe, gathers=True).float8
+    assert float8.enable_fsdp_float8_all_gather == (recipe != "rowwise")
+    assert not with_precision(config, recipe, gathers=False).float8.enable_fsdp_float8_all_gather
+    back = with_precision(with_precision(config, recipe, gathers=True), BFLOAT16, gathers=False)
+    assert not back.float8.enable_fsdp_float8_all_gather
+    assert not back.float8.enable_float8_linear
+
+
+def test_recipes_are_those_that_the_gpu_multiplies():
+    assert precisions_of(128, True)[-1] == "blockwise"
+    assert precisions_of(32, True)[-1] == "mxfp8"
+    assert precisions_of(None, False) == [BFLOAT16]
