@@ -71,19 +71,24 @@ def _tensor_parallel(run: Run, backward: bool) -> Iterator[Exchange]:
         yield Exchange("all_reduce", 2 * dim, 2, *group)
     for is_gradient in [False] * (again or not backward) + [True] * backward:
         operand = None if casts is None or run.casts_gathered else casts.grad_output if is_gradient else casts.input
-        for gathered in _gathered_bytes(operand, run.tokens, dim):
+        for gathered in _gathered_bytes(operand, run.tokens, dim, run.tensor):
             yield Exchange("all_gather", gathered, halves, *group)
     scatters = halves + (1 if backward and run.checkpointing == "full" else 0)
     yield Exchange("reduce_scatter", 2 * run.tokens * dim, scatters, *group)
 
 
-def _gathered_bytes(casts: OperandCasts | None, tokens: int, dim: int) -> list[float]:
-    """The bytes of the tensors that are gathered for an operand of `tokens` rows: its codes and their scales."""
+def _gathered_bytes(casts: OperandCasts | None, tokens: int, dim: int, ranks: int) -> list[float]:
+    """The bytes of the tensors that are gathered for an operand of `tokens` rows: its codes and their scales.
+
+    bfloat16 where a rank's rows are no whole blocks.
+    """
     elements = tokens * dim
     if casts is None or not casts.is_float8:
         return [2 * elements]
     if casts.row.is_blockwise:
         length = (casts.row.sharing or (1, 1))[1]
+        if tokens // ranks % length:
+            return [2 * elements]
         return [elements, elements, 4 * elements / length, 4 * elements / length]
     if casts.row.is_rowwise:
         return [elements, elements, 4 * tokens]

@@ -28,13 +28,13 @@ MODES = {
 }
 
 
-def config(recipe, mode="none", *, gather=False, tensor=1, replicate=1, expert=1, model=DENSE):
+def config(recipe, mode="none", *, gather=False, tensor=1, replicate=1, expert=1, model=DENSE, seq_len=384):
     float8 = Float8(enable_float8_linear=False)
     if recipe != "bfloat16":
         float8 = Float8(recipe_name=recipe, enable_fsdp_float8_all_gather=gather)
     return TrainConfig(
         model=model,
-        training=Training(seq_len=384, local_batch_size=1, device="cpu"),
+        training=Training(seq_len=seq_len, local_batch_size=1, device="cpu"),
         parallelism=Parallelism(
             tensor_parallel_degree=tensor, data_parallel_replicate_degree=replicate, expert_parallel_degree=expert
         ),
@@ -102,6 +102,7 @@ def test_tensor_parallel_exchanges_are_those_that_the_trainer_starts(recipe, mod
 
 LAYOUTS = {
     "replicas": config("tensorwise", gather=True, replicate=2),
+    "whole blocks of the sequence": config("blockwise", tensor=2, seq_len=512),
     "experts split": config("rowwise", "op", expert=2, model=MIXTURE),
     "experts split, shared experts": config("bfloat16", expert=4, model=replace(MIXTURE, n_shared_experts=1)),
 }
