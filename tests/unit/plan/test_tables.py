@@ -31,7 +31,7 @@ def test_recorded_predictions_of_published_runs_are_the_models(names):
     assert list(recorded) == list(ROWS)
     for name in names:
         assert recorded[name]["published"] == ROWS[name].tokens_per_s_per_gpu
-        assert recorded[name]["predicted"] == pytest.approx(tokens_per_s(ROWS[name]), rel=1e-3), name
+        assert recorded[name]["predicted"] == pytest.approx(tokens_per_s(ROWS[name]), abs=0.06), name
 
 
 def test_every_row_that_is_far_off_has_a_reason_and_no_other_has():
