@@ -1,7 +1,7 @@
 """`quaver plan CONFIG.toml --gpus N --gpu NAME [options] [--section.field value ...]`."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -164,9 +164,7 @@ def _nothing_fits(found: Found, spec: DeviceSpec, memory: int) -> str:
     )
 
 
-LAYOUT = {"FSDP": "shard", "HSDP": "replicate", "TP": "tensor", "EP": "expert"}
-"""Columns of degrees; those that are 1 in all rows are left out."""
-NUMBERS = ("GiB", "step s", "tokens/s\n/ GPU", "MFU", "of its\npeaks", "waits")
+NUMBERS = ("GiB", "step s", "tokens/s\n/ GPU", "MFU / own\npeaks, %", "waits")
 
 
 def _views(options: PlanOptions, found: Found, cluster: Cluster, memory: int) -> Iterator[str | Table]:
@@ -176,13 +174,12 @@ def _views(options: PlanOptions, found: Found, cluster: Cluster, memory: int) ->
         f"{first.run.seq_len:,} tokens a sequence; {found.tried:,} layouts simulated, "
         f"{sum(found.refusals.values()):,} refused by the trainer"
     )
-    degrees = {title: name for title, name in LAYOUT.items() if any(_degree(row, name) > 1 for row in found.rows)}
-    rows = [_cells(number, row, cluster, degrees.values()) for number, row in enumerate(found.rows, 1)]
-    columns = ("", "precision", *degrees, "batch", "AC", *NUMBERS)
+    rows = [_cells(number, row, cluster) for number, row in enumerate(found.rows, 1)]
+    columns = ("", "precision", "FSDP\nx HSDP", "TP\nx EP", "batch", "AC", *NUMBERS)
     title = f"Fastest layouts whose peak fits into {memory / 2**30:.1f} GiB"
-    yield make_table(title, columns, rows=rows, right=("", *degrees, *NUMBERS), wrapped=("precision",))
+    yield make_table(title, columns, rows=rows, right=NUMBERS)
     yield (
-        "Batch: sequences of a micro-batch x micro-batches. MFU: of bfloat16's peak. Of its peaks: each matmul's own. "
+        "Batch: sequences of a micro-batch x micro-batches. MFU: of bfloat16's peak, and with each matmul at its own. "
         "Waits: for collectives. * as configured."
     )
     best = next((row for row in found.rows if row.candidate.precision == BFLOAT16), None)
@@ -201,26 +198,26 @@ def _views(options: PlanOptions, found: Found, cluster: Cluster, memory: int) ->
     yield "times are simulated, not measured; docs/plan.md compares the model with published runs"
 
 
-def _degree(row: Row, name: str) -> int:
-    degree: int = getattr(row.candidate.layout, name)
-    return degree
-
-
-def _cells(number: int, row: Row, cluster: Cluster, degrees: Iterable[str]) -> tuple[str, ...]:
+def _cells(number: int, row: Row, cluster: Cluster) -> tuple[str, ...]:
     used, waits = utilization_of(row, cluster), 1 - row.timeline.busy_s("compute") / row.timeline.seconds
+    layout = row.candidate.layout
     return (
         f"{number}{'*' if row.candidate.is_configured else ''}",
         row.candidate.precision,
-        *(str(_degree(row, name)) for name in degrees),
+        _product(layout.shard, layout.replicate),
+        _product(layout.tensor, layout.expert),
         f"{row.run.local_batch}x{row.run.micro_batches}",
         row.candidate.saved_words,
         f"{row.peak.bytes / 2**30:.1f}",
         f"{row.seconds:.3g}",
         f"{row.tokens_per_s:,.0f}",
-        f"{used.mfu:.1%}",
-        f"{used.mfu_by_precision:.1%}",
+        f"{100 * used.mfu:.1f} {100 * used.mfu_by_precision:.1f}",
         f"{waits:.1%}",
     )
+
+
+def _product(degree: int, other: int) -> str:
+    return f"{degree} x {other}" if other > 1 else str(degree)
 
 
 def _explained(row: Row, options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:

@@ -35,6 +35,10 @@ ROWWISE_SHARE = 0.8
 """Of the rate of a float8 matmul with one scale for each operand, that of one with a scale for each row, whose kernel
 is CUTLASS's and adds up exactly. Fitted to torchao's Llama 3 8B on 8 H100s: rowwise has 0.88 of tensorwise's tokens/s
 (torchao/float8/README.md, March 2025); no rate by shape was found."""
+BLOCKS_SHARE = 0.95
+"""Likewise of one with scales of 1 x 128: DeepGEMM's best against cuBLAS's with one scale, on H800s and H100s at 4,096
+tokens: 1,168 of 1,197 TFLOP/s (7168 x 2048), 1,265 of 1,364 (4096 x 7168), 1,009 of 1,180 (2112 x 7168)."""
+_SHARES = {ScaleKind.ROWWISE: ROWWISE_SHARE, ScaleKind.BLOCKS_OF_128: BLOCKS_SHARE}
 EAGER_BYTES = 3.0
 """Times the bytes of compiled code between matmuls that eager code moves. Counted for a Llama 3 8B block, for each
 token: a norm reads and writes 30 D bytes in bfloat16 and float32, RoPE 20 (Q + K), SwiGLU 10 H, the residual 6 D twice:
@@ -142,20 +146,20 @@ def linear_time(run: Run, name: str, inputs: int, outputs: int, cluster: Cluster
 
 
 def _at_its_rate(time: LinearTime, recipe: Float8LinearRecipeName) -> LinearTime:
-    """The time with row-wise scaled matmuls at their lower rate."""
+    """The time with matmuls of other than one scale for each operand at their lower rate."""
     if time.widening_s:
         return time
-    slower = {f"{name}_s": getattr(time, f"{name}_s") / ROWWISE_SHARE for name in _rowwise_matmuls(recipe)}
+    slower = {f"{name}_s": getattr(time, f"{name}_s") / share for name, share in shares_of_matmuls(recipe).items()}
     return replace(time, **slower)
 
 
 @functools.cache
-def _rowwise_matmuls(recipe: Float8LinearRecipeName) -> tuple[str, ...]:
-    """Names of the matmuls, of MATMULS, whose operands have a scale for each row."""
+def shares_of_matmuls(recipe: Float8LinearRecipeName) -> dict[str, float]:
+    """By name, as in MATMULS, the shares of the rate of those that are slower than with one scale for each operand."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
     pairs = {name: (casts.of(*left), casts.of(*right)) for name, (left, right) in MATMULS.items()}
     kinds = {name: None if pair[0].is_disabled else kind_of_casts(*pair) for name, pair in pairs.items()}
-    return tuple(name for name, kind in kinds.items() if kind is ScaleKind.ROWWISE)
+    return {name: _SHARES[kind] for name, kind in kinds.items() if kind in _SHARES}
 
 
 def expert_times(run: Run, cluster: Cluster) -> Both:

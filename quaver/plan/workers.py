@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import sys
 from collections.abc import Callable, Generator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -101,6 +102,7 @@ def _ready(workers: dict[Any, _Worker]) -> Any:
 
 def _serve(function: Callable[[Any], Any], connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the first process ends the others
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # which gives back the semaphores of tqdm, for example
     torch.set_num_threads(1)
     while True:
         try:

@@ -25,7 +25,7 @@ RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise"
 @pytest.mark.parametrize("recipe", ["bfloat16", *RECIPES])
 def test_one_rank_equals_the_ledger(recipe, monkeypatch):
     """At the ledger's rates: the best one for each matmul, whatever its shape and scales, and its attention."""
-    monkeypatch.setattr("quaver.plan.compute.ROWWISE_SHARE", 1.0)
+    monkeypatch.setattr("quaver.plan.compute.shares_of_matmuls", lambda recipe: {})
     monkeypatch.setattr("quaver.roofline.matmul.share_of_shape", lambda *_: 1.0)
     monkeypatch.setattr("quaver.plan.compute.attention_seconds", lambda *given: by_data_sheet(*given[:4]))
     name, run = "bfloat16", RUN
