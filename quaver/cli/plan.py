@@ -164,7 +164,7 @@ def _nothing_fits(found: Found, spec: DeviceSpec, memory: int) -> str:
     )
 
 
-NUMBERS = ("GiB", "step s", "tokens/s\n/ GPU", "MFU / own\npeaks, %", "waits")
+NUMBERS = ("GiB", "step s", "tokens/s\n/ GPU", "MFU\n%", "own\n%", "waits")
 
 
 def _views(options: PlanOptions, found: Found, cluster: Cluster, memory: int) -> Iterator[str | Table]:
@@ -175,11 +175,11 @@ def _views(options: PlanOptions, found: Found, cluster: Cluster, memory: int) ->
         f"{sum(found.refusals.values()):,} refused by the trainer"
     )
     rows = [_cells(number, row, cluster) for number, row in enumerate(found.rows, 1)]
-    columns = ("", "precision", "FSDP\nx HSDP", "TP\nx EP", "batch", "AC", *NUMBERS)
+    columns = ("", "precision", "FSDP\nxHSDP", "TP\nxEP", "batch", "AC", *NUMBERS)
     title = f"Fastest layouts whose peak fits into {memory / 2**30:.1f} GiB"
     yield make_table(title, columns, rows=rows, right=NUMBERS)
     yield (
-        "Batch: sequences of a micro-batch x micro-batches. MFU: of bfloat16's peak, and with each matmul at its own. "
+        "Batch: sequences of a micro-batch x micro-batches. MFU: of bfloat16's peak; own: each matmul of its own. "
         "Waits: for collectives. * as configured."
     )
     best = next((row for row in found.rows if row.candidate.precision == BFLOAT16), None)
@@ -211,20 +211,28 @@ def _cells(number: int, row: Row, cluster: Cluster) -> tuple[str, ...]:
         f"{row.peak.bytes / 2**30:.1f}",
         f"{row.seconds:.3g}",
         f"{row.tokens_per_s:,.0f}",
-        f"{100 * used.mfu:.1f} {100 * used.mfu_by_precision:.1f}",
-        f"{waits:.1%}",
+        f"{100 * used.mfu:.1f}",
+        f"{100 * used.mfu_by_precision:.1f}",
+        f"{waits:.0%}",
     )
 
 
 def _product(degree: int, other: int) -> str:
-    return f"{degree} x {other}" if other > 1 else str(degree)
+    return f"{degree}x{other}" if other > 1 else str(degree)
 
 
 def _explained(row: Row, options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:
     yield f"row {options.explain}: {row.candidate.precision}, {row.candidate.words}"
     yield from (f"  {sentence}" for sentence in limits_in_words(row, cluster))
-    numbers = ("busy s", "waited for s")
-    links = [(link.name, f"{link.busy_s:.3f}", f"{link.exposed_s:.3f}") for link in links_of(row.timeline)]
+    numbers = ("sent GB", "busy s", "hidden s", "waited for s")
+    links = [
+        (
+            link.name,
+            f"{link.sent_bytes / 1e9:.2f}",
+            *(f"{s:.3f}" for s in (link.busy_s, link.busy_s - link.exposed_s, link.exposed_s)),
+        )
+        for link in links_of(row.timeline)
+    ]
     if links:
         yield make_table("Links in a step", ("link", *numbers), rows=links, right=numbers)
     kinds: dict[str, float] = {}

@@ -78,6 +78,11 @@ class Cluster:
         """The link that limits a group: NVLink inside a node, else the network."""
         return NVLINK if self.nodes(ranks, stride) == 1 else NETWORK
 
+    @staticmethod
+    def sent_bytes(kind: str, tensor_bytes: float, ranks: int) -> float:
+        """What each of `ranks` sends of a tensor in a collective; see `seconds`."""
+        return (2 if kind == "all_reduce" else 1) * tensor_bytes * (ranks - 1) / ranks
+
     def seconds(self, kind: str, tensor_bytes: float, ranks: int, stride: int = 1) -> float:
         """The time of a collective of `ranks`, every `stride`-th.
 
@@ -90,7 +95,7 @@ class Cluster:
         nodes = self.nodes(ranks, stride)
         per_node = ranks / nodes
         times = 2 if kind == "all_reduce" else 1
-        sent = times * tensor_bytes * (ranks - 1) / ranks
+        sent = self.sent_bytes(kind, tensor_bytes, ranks)
         inside, network = self.spec.link_gb_per_s * LINK_SHARE, self.network_gbps / 8 * NETWORK_SHARE
         if kind == "all_to_all":
             return self._exchange_s(tensor_bytes, ranks, nodes, inside)

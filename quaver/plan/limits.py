@@ -26,6 +26,8 @@ class Link:
     """One link in a step of one rank."""
 
     name: str
+    sent_bytes: float
+    """What the rank sends over it."""
     busy_s: float
     exposed_s: float
     """How long it works while nothing is computed."""
@@ -44,7 +46,7 @@ def links_of(timeline: Timeline) -> list[Link]:
     found = []
     for name in timeline.streams:
         if name in (NVLINK, NETWORK):
-            found.append(Link(name, timeline.busy_s(name), timeline.exposed_on(name)))
+            found.append(Link(name, timeline.sent_bytes(name), timeline.busy_s(name), timeline.exposed_on(name)))
     return found
 
 

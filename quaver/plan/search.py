@@ -73,7 +73,7 @@ def search(
     top: int,
     progress: Progress = lambda words: None,
 ) -> Found:
-    """The `top` fastest layouts that fit into `memory_bytes`, the fastest of each precision, and the configured one.
+    """The `top` fastest layouts that fit into `memory_bytes`, the fastest in bfloat16, and the configured one.
 
     Raises:
         ValueError: the time of no layout is modelled.
@@ -144,7 +144,7 @@ class _Confirmed:
         return Found(self._rows, len(hopeful), refusals, self._not_predicted, None if self._rows else nearest, is_cut)
 
     def _ordered(self, hopeful: list[Timed]) -> tuple[list[Timed], int]:
-        """The configured layout and the fastest of each precision, whose number is returned too, then all others.
+        """The configured layout and the fastest in bfloat16, whose number is returned too, then all others.
 
         Of layouts that only differ in replicas the fastest comes whose estimate fits, before any second one.
         """
@@ -156,7 +156,7 @@ class _Confirmed:
         by_speed = sorted(unlike.values(), key=lambda each: each.seconds_per_token)
         likely = [each for each in by_speed if each.estimated_bytes <= self._memory_bytes]
         firsts = [each for each in hopeful if each.candidate.is_configured]
-        firsts += {each.candidate.precision: each for each in reversed(likely)}.values()
+        firsts += [each for each in likely if each.candidate.precision == BFLOAT16][:1]
         firsts = list({each.candidate.config: each for each in firsts}.values())
         first_configs = {each.candidate.config for each in firsts}
         others = [each for each in by_speed if each.candidate.config not in first_configs]

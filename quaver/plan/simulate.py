@@ -30,6 +30,8 @@ class Task:
     after: tuple[int, ...] = ()
     kind: str = ""
     """What it belongs to, for sums: forward, backward, all_gather, ..."""
+    sent_bytes: float = 0.0
+    """What the rank sends in it."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,18 @@ class Step:
 
     tasks: list[Task] = field(default_factory=list)
 
-    def add(self, name: str, stream: str, seconds: float, after: Iterable[int | None] = (), kind: str = "") -> int:
+    def add(
+        self,
+        name: str,
+        stream: str,
+        seconds: float,
+        after: Iterable[int | None] = (),
+        kind: str = "",
+        sent_bytes: float = 0.0,
+    ) -> int:
         """Issue a task; returns its number. None in `after` is no task."""
         waits = tuple(sorted({each for each in after if each is not None}))
-        self.tasks.append(Task(name, stream, seconds, waits, kind))
+        self.tasks.append(Task(name, stream, seconds, waits, kind, sent_bytes))
         return len(self.tasks) - 1
 
     def last_of(self, stream: str) -> int | None:
@@ -72,6 +82,10 @@ class Timeline:
     def busy_s(self, stream: str) -> float:
         """How long a stream works."""
         return sum(span.end_s - span.start_s for span in self.spans if span.task.stream == stream)
+
+    def sent_bytes(self, stream: str) -> float:
+        """What the rank sends over a link."""
+        return sum(span.task.sent_bytes for span in self.spans if span.task.stream == stream)
 
     @property
     def streams(self) -> tuple[str, ...]:

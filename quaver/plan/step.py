@@ -94,7 +94,10 @@ def add_block(
         return
 
     def send(each: Exchange, seconds: float, after: list[int | None]) -> int:
-        return step.add(f"{name}: {each.kind}", cluster.link(each.ranks, each.stride), seconds, after, each.kind)
+        once = cluster.seconds(each.kind, each.tensor_bytes, each.ranks, each.stride)
+        sent = cluster.sent_bytes(each.kind, each.tensor_bytes, each.ranks) * (seconds / once if once else 0.0)
+        link = cluster.link(each.ranks, each.stride)
+        return step.add(f"{name}: {each.kind}", link, seconds, after, each.kind, sent)
 
     timed = [
         (each, cluster.seconds(each.kind, each.tensor_bytes, each.ranks, each.stride) * each.number / 2)
@@ -214,20 +217,27 @@ class _Builder:
         parameters = held_parameters(run)
         norm = self._compute("norm of gradients", moved_s(4 * parameters, cluster), "optimizer", [self._scattered])
         if run.ranks > 1:
-            seconds = cluster.seconds("all_reduce", 4, run.ranks)
-            norm = self.step.add("all-reduce of the norm", cluster.link(run.ranks, 1), seconds, [norm], "all_reduce")
+            norm = self._send("all-reduce of the norm", Exchange("all_reduce", 4, 1, run.ranks, 1), [norm])
         # Clipping reads and writes gradients; AdamW reads a parameter, its gradient and states, and writes all but one.
         moved = 2 * run.parameter_bytes + 3 * run.parameter_bytes + 2 * run.state_bytes
         self._compute("clipping and the optimizer", moved_s(moved * parameters, cluster), "optimizer", [norm])
         if run.float8_gather and run.shard > 1:
             amax = self._compute("amaxes of weights", moved_s(run.parameter_bytes * parameters, cluster), "optimizer")
-            seconds = cluster.seconds("all_reduce", 4 * 7 * run.model.n_layers, run.ranks)
-            self.step.add("all-reduce of amaxes", cluster.link(run.ranks, 1), seconds, [amax], "all_reduce")
+            self._send(
+                "all-reduce of amaxes", Exchange("all_reduce", 4 * 7 * run.model.n_layers, 1, run.ranks, 1), [amax]
+            )
 
     # ---- computing ---------------------------------------------------------------------------------------------------
 
     def _compute(self, name: str, seconds: float, kind: str, after: list[int | None] | None = None) -> int:
         return self.step.add(name, COMPUTE, seconds, after or [], kind)
+
+    def _send(self, name: str, each: Exchange, after: list[int | None]) -> int:
+        """Issue one collective."""
+        cluster = self._cluster
+        seconds = cluster.seconds(each.kind, each.tensor_bytes, each.ranks, each.stride)
+        sent = cluster.sent_bytes(each.kind, each.tensor_bytes, each.ranks)
+        return self.step.add(name, cluster.link(each.ranks, each.stride), seconds, after, each.kind, sent)
 
     def _block(self, name: str, seconds: float, *, backward: bool) -> None:
         add_block(self.step, name, seconds, self._exchanges[backward], self._cluster, overlapped_kinds(self._run))
@@ -236,9 +246,7 @@ class _Builder:
         """Exchanges of the embedding or the output projection, for which compute waits."""
         last: int | None = self.step.last_of(COMPUTE)
         for each in exchanges:
-            seconds = self._cluster.seconds(each.kind, each.tensor_bytes, each.ranks, each.stride)
-            link = self._cluster.link(each.ranks, each.stride)
-            last = self.step.add(f"{name}: {each.kind}", link, seconds, [last], each.kind)
+            last = self._send(f"{name}: {each.kind}", each, [last])
         if exchanges:
             self._compute(name, 0.0, _direction(name), [last])
 
@@ -250,9 +258,8 @@ class _Builder:
             return []
         found: list[int | None] = []
         for group in groups:
-            seconds = self._cluster.seconds("all_gather", group.gathered_bytes, group.shard, group.stride)
-            link = self._cluster.link(group.shard, group.stride)
-            found.append(self.step.add(f"{name}: all-gather", link, seconds, [self._copied], "all_gather"))
+            gather = Exchange("all_gather", group.gathered_bytes, 1, group.shard, group.stride)
+            found.append(self._send(f"{name}: all-gather", gather, [self._copied]))
         return found
 
     def _gather_again(self, name: str) -> list[int | None]:
@@ -282,18 +289,12 @@ class _Builder:
         for group in groups:
             after = copied
             if group.shard > 1:
-                seconds = cluster.seconds(
-                    "reduce_scatter", GRADIENT_BYTES * group.parameters, group.shard, group.stride
-                )
-                link = cluster.link(group.shard, group.stride)
-                after = self.step.add(f"{name}: reduce-scatter", link, seconds, [copied], "reduce_scatter")
-                self._scattered = after
+                scatter = Exchange("reduce_scatter", GRADIENT_BYTES * group.parameters, 1, group.shard, group.stride)
+                self._scattered = after = self._send(f"{name}: reduce-scatter", scatter, [copied])
             if run.replicate > 1:
-                stride = group.stride * group.shard
                 part = GRADIENT_BYTES * group.parameters / group.shard
-                seconds = cluster.seconds("all_reduce", part, run.replicate, stride)
-                link = cluster.link(run.replicate, stride)
-                self._scattered = self.step.add(f"{name}: all-reduce", link, seconds, [after], "all_reduce")
+                reduce = Exchange("all_reduce", part, 1, run.replicate, group.stride * group.shard)
+                self._scattered = self._send(f"{name}: all-reduce", reduce, [after])
 
 
 def held_parameters(run: Run) -> float:
