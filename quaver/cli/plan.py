@@ -164,7 +164,7 @@ def _nothing_fits(found: Found, spec: DeviceSpec, memory: int) -> str:
     )
 
 
-NUMBERS = ("GiB", "step s", "tokens/s\n/ GPU", "MFU\n%", "own\n%", "waits")
+NUMBERS = ("GiB", "step\ns", "tok/s\n/GPU", "MFU\n%", "own\n%", "waits")
 
 
 def _views(options: PlanOptions, found: Found, cluster: Cluster, memory: int) -> Iterator[str | Table]:
