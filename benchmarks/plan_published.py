@@ -26,7 +26,6 @@ NODE_LIMITED = (0.5 * 0.5 + 0.5) / 2
 """DeepSeek-V3 sends a token to 4 nodes at most for its 8 experts, in float8 there and in bfloat16 back (arXiv
 2412.19437, section 3.2.2)."""
 REASONS = {
-    "torchao-202508 8B 8 B200 mxfp8": "under a power limit float8 gains less than the share that bfloat16 fixed",
     "torchtitan-202412 8B 8gpu FSDP2 CP4": "twice the sequence of the row above made it 2.4 times slower: context "
     "parallelism lost more than attention's FLOPs, which are at most twice as many",
     "torchtitan-202412 8B 8gpu FSDP1 CP8": "as CP4",

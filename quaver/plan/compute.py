@@ -38,7 +38,10 @@ is CUTLASS's and adds up exactly. Fitted to torchao's Llama 3 8B on 8 H100s: row
 BLOCKS_SHARE = 0.95
 """Likewise of one with scales of 1 x 128: DeepGEMM's best against cuBLAS's with one scale, on H800s and H100s at 4,096
 tokens: 1,168 of 1,197 TFLOP/s (7168 x 2048), 1,265 of 1,364 (4096 x 7168), 1,009 of 1,180 (2112 x 7168)."""
-_SHARES = {ScaleKind.ROWWISE: ROWWISE_SHARE, ScaleKind.BLOCKS_OF_128: BLOCKS_SHARE}
+MX_SHARE = 0.9
+"""Likewise of one with scales of 1 x 32, which B200s multiply: fitted to torchao's Llama 3 8B on 8 B200s, where mxfp8
+has 0.96 of tensorwise's tokens/s (torchao/float8/README.md, August 2025)."""
+_SHARES = {ScaleKind.ROWWISE: ROWWISE_SHARE, ScaleKind.BLOCKS_OF_128: BLOCKS_SHARE, ScaleKind.BLOCKS_OF_32: MX_SHARE}
 EAGER_BYTES = 3.0
 """Times the bytes of compiled code between matmuls that eager code moves. Counted for a Llama 3 8B block, for each
 token: a norm reads and writes 30 D bytes in bfloat16 and float32, RoPE 20 (Q + K), SwiGLU 10 H, the residual 6 D twice:
