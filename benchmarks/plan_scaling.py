@@ -15,12 +15,14 @@ import matplotlib.pyplot as plt
 from benchmarks.published import TRAIN_CONFIGS
 from benchmarks.record import ROOT, markdown
 from quaver.plan.cluster import Cluster
-from quaver.plan.compute import dense_parameters, expert_parameters
+from quaver.plan.estimate import estimated_peak
+from quaver.plan.layouts import with_precision
 from quaver.plan.run import Run
 from quaver.plan.simulate import simulate
-from quaver.plan.step import held_parameters, training_step
+from quaver.plan.step import training_step
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.device_specs import DEVICE_SPECS
+from quaver.settings import ActivationCheckpoint, TrainConfig
 from quaver.settings.config_file import load_config
 
 PAGE = ROOT / "docs" / "scale.md"
@@ -100,13 +102,20 @@ def run_of(config: str, precision: str, layout: Layout, gpus: int, *, is_weak: b
     if precision != "bfloat16":
         in_float8 = run.in_float8 | {"experts"} if mixture else run.in_float8
         run = replace(run, recipe=recipe, in_float8=in_float8, float8_gather=precision == "float8")
-    return fitting(run)
+    return fitting(run, settings, precision)
 
 
-def fitting(run: Run) -> Run | None:
-    """The run with the fewest micro-batches of equal size that fit into memory; None if not even single sequences."""
+def fitting(run: Run, settings: TrainConfig, precision: str) -> Run | None:
+    """The run with the fewest micro-batches of equal size that fit into memory.
+
+    None if not even single sequences do, or if the trainer does not split such a model so.
+    """
+    try:
+        config_of(run, settings, precision)
+    except ValueError:
+        return None
     most, sequences = USABLE * H100.memory_gb * 1e9, run.local_batch
-    while memory_bytes(run) > most:
+    while estimated_peak(config_of(run, settings, precision), run.ranks) > most:
         if run.local_batch == 1:
             return None
         local = run.local_batch // 2
@@ -114,18 +123,29 @@ def fitting(run: Run) -> Run | None:
     return run
 
 
-def memory_bytes(run: Run) -> float:
-    """About what a rank needs: parameters, gradients and AdamW's states in float32, buffers, activations and logits."""
-    model, tokens = run.model, run.tokens / run.tensor
-    wide = model.hidden_dim * (model.top_k + model.n_shared_experts if model.n_experts else 1)
-    queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
-    block = dense_parameters(run) + expert_parameters(run)
-    head = model.vocab_size * model.dim / run.tensor
-    inside = 2 * (2 * model.dim + 2 * queries + 2 * keys + 3 * wide)
-    saved = run.residual_bytes * model.dim
-    saved += {"full": 0, "op": 2 * (2 * queries + keys + wide + model.dim), "none": inside}[run.checkpointing]
-    activations = tokens * (model.n_layers * saved + 2 * inside)
-    return 16 * held_parameters(run) + 8 * max(block, head) + activations + 4 * run.tokens * model.vocab_size
+def config_of(run: Run, settings: TrainConfig, precision: str) -> TrainConfig:
+    """The config of a run; eager where the trainer compiles no such recomputation of split blocks."""
+    recipe = "bfloat16" if run.recipe is None else run.recipe.value
+    config = with_precision(settings, recipe, gathers=precision == "float8" and run.shard > 1)
+    mode = {"op": "selective"}.get(run.checkpointing, run.checkpointing)
+    sequences = run.local_batch * run.micro_batches * run.replicate * run.shard
+    return replace(
+        config,
+        parallelism=replace(
+            config.parallelism,
+            data_parallel_replicate_degree=run.replicate,
+            data_parallel_shard_degree=run.shard,
+            tensor_parallel_degree=run.tensor,
+            expert_parallel_degree=run.expert,
+        ),
+        training=replace(
+            config.training,
+            local_batch_size=run.local_batch,
+            global_batch_size=sequences,
+            compile=run.tensor == 1 or mode != "full",
+        ),
+        activation_checkpoint=ActivationCheckpoint(mode=mode),
+    )
 
 
 def tokens_per_s(run: Run, cluster: Cluster) -> float:
