@@ -35,7 +35,7 @@ LAYOUTS = first(
         (2, 6, True, {"float8": GATHERED, "training": {"compile": True}}),
         (4, 7, True, {"float8": {"enable_float8_linear": True}, "parallelism": {"tensor_parallel_degree": 2}}),
         (1, 5, False, {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}),
-        (1, 12, True, {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}),
+        (1, 12, False, {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}),
         (2, 8, True, {"float8": {"enable_float8_linear": True, "skip_first_layers": 1, "skip_last_layers": 1}}),
         (4, 6, True, {"model": {"n_experts": 4}, "parallelism": {"expert_parallel_degree": 2}}),
         (2, 6, True, {"parallelism": {"fsdp_reshard_after_forward": "never"}}),
