@@ -29,8 +29,8 @@ from quaver.settings.fields import AtLeast1, MostRanks, Settings, setting
 from quaver.settings.flags import split_options
 
 USABLE = 0.94
-"""Of a GPU's memory, what a run may use at its peak: CUDA's and NCCL's own buffers and gaps between blocks take 5 GB of
-80 (torchtitan's runs of Llama 3 8B reserve up to 0.95 of theirs)."""
+"""Share of a GPU's memory that a run may use at its peak: CUDA's and NCCL's own buffers and gaps between blocks take 5
+GB of 80 (torchtitan's runs of Llama 3 8B reserve up to 0.95 of theirs)."""
 
 _NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*(gbps|gb/s|g)?", re.IGNORECASE)
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([kmb]?)(?:\s*tokens)?", re.IGNORECASE)

@@ -1,1 +1,1 @@
-"""What a run on a cluster needs and takes, and the files that start it: `quaver plan`."""
+"""The needs and the time of a run on a cluster, and the files that start it: `quaver plan`."""

@@ -1,4 +1,4 @@
-"""What a long run keeps of a card's best matmul rate: one number for each card, from one published run.
+"""The share that a long run keeps of a card's best matmul rate: one number for each card, from one published run.
 
 MATMUL_SHARES (quaver/roofline/matmul.py) are the best of many shapes, each alone on a cold card. A card that trains for
 hours is limited by its power: an H100 at 8192^3 falls below its peak clock, more so with random than with zero operands

@@ -39,11 +39,12 @@ PROTOCOLS = (
 """tuning.cc: baseLat of the ring, hwLat of NVLINK and NET, and what each protocol keeps of the bus bandwidth."""
 
 LINK_SHARE = 0.80
-"""Of NVLink's data sheet that a ring reaches on 8 GPUs: 361 GB/s of 450 in an all-gather on H200s, 677 of 900 on B200s
-("Machine Learning Engineering", network); XLA's table for sm_90 has 342 (all-gather) and 319 (reduce-scatter)."""
+"""Share of NVLink's data sheet that a ring reaches on 8 GPUs: 361 GB/s of 450 in an all-gather on H200s, 677 of 900 on
+B200s ("Machine Learning Engineering", network); XLA's table for sm_90 has 342 (all-gather) and 319 (reduce-scatter)."""
 
 NETWORK_SHARE = 0.94
-"""Of a network interface's rate: 47 of 50 GB/s (NVIDIA/nccl-tests#290), 188 of 200 on two nodes of 8 x 200 Gb/s."""
+"""Share of a network interface's rate: 47 of 50 GB/s (NVIDIA/nccl-tests#290), 188 of 200 on two nodes of 8 x 200
+Gb/s."""
 
 EXCHANGE_SHARE = 0.85
 """An all-to-all has no ring: each rank sends to all others at once. DeepEP reaches 43 of 50 GB/s between nodes."""
@@ -80,7 +81,7 @@ class Cluster:
 
     @staticmethod
     def sent_bytes(kind: str, tensor_bytes: float, ranks: int) -> float:
-        """What each of `ranks` sends of a tensor in a collective; see `seconds`."""
+        """The bytes that each of `ranks` sends of a tensor in a collective; see `seconds`."""
         return (2 if kind == "all_reduce" else 1) * tensor_bytes * (ranks - 1) / ranks
 
     def seconds(self, kind: str, tensor_bytes: float, ranks: int, stride: int = 1) -> float:

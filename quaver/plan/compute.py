@@ -30,17 +30,19 @@ LOGIT_BYTES = Both(14, 36)
 writes float32, reads it and writes log-probabilities; backward does so again, writes their gradient, and reads both for
 that of the logits, which it writes in bfloat16."""
 CAST_FORWARD = 0.625
-"""Of the bytes of a weight's casts, those of the forward: 5 of 8 for one dynamic tensor-wise layout, then one more."""
+"""Share of the bytes of a weight's casts that the forward moves: 5 of 8 for one dynamic tensor-wise layout, then one
+more."""
 ROWWISE_SHARE = 0.8
-"""Of the rate of a float8 matmul with one scale for each operand, that of one with a scale for each row, whose kernel
-is CUTLASS's and adds up exactly. Fitted to torchao's Llama 3 8B on 8 H100s: rowwise has 0.88 of tensorwise's tokens/s
+"""Rate of a float8 matmul with a scale for each row, over that of one with a scale for each operand. Its kernel is
+CUTLASS's and adds up exactly. Fitted to torchao's Llama 3 8B on 8 H100s: rowwise has 0.88 of tensorwise's tokens/s
 (torchao/float8/README.md, March 2025); no rate by shape was found."""
 BLOCKS_SHARE = 0.95
-"""Likewise of one with scales of 1 x 128: DeepGEMM's best against cuBLAS's with one scale, on H800s and H100s at 4,096
-tokens: 1,168 of 1,197 TFLOP/s (7168 x 2048), 1,265 of 1,364 (4096 x 7168), 1,009 of 1,180 (2112 x 7168)."""
+"""Rate of a float8 matmul with scales of 1 x 128, likewise: DeepGEMM's best against cuBLAS's with one scale, on H800s
+and H100s at 4,096 tokens: 1,168 of 1,197 TFLOP/s (7168 x 2048), 1,265 of 1,364 (4096 x 7168), 1,009 of 1,180 (2112 x
+7168)."""
 MX_SHARE = 0.9
-"""Likewise of one with scales of 1 x 32, which B200s multiply: fitted to torchao's Llama 3 8B on 8 B200s, where mxfp8
-has 0.96 of tensorwise's tokens/s (torchao/float8/README.md, August 2025)."""
+"""Rate of a float8 matmul with scales of 1 x 32, likewise, which B200s multiply: fitted to torchao's Llama 3 8B on 8
+B200s, where mxfp8 has 0.96 of tensorwise's tokens/s (torchao/float8/README.md, August 2025)."""
 _SHARES = {ScaleKind.ROWWISE: ROWWISE_SHARE, ScaleKind.BLOCKS_OF_128: BLOCKS_SHARE, ScaleKind.BLOCKS_OF_32: MX_SHARE}
 EAGER_BYTES = 3.0
 """Times the bytes of compiled code between matmuls that eager code moves. Counted for a Llama 3 8B block, for each

@@ -152,7 +152,7 @@ def highest_of_whole(shallow: Prediction, deep: Prediction, depths: Depths) -> A
 
 
 def check_micro_batches(prediction: Prediction) -> None:
-    """Of three micro-batches the last two must have the same bytes at each place.
+    """The last two of three micro-batches must have the same bytes at each place.
 
     Raises:
         NotLinearError: they have not.

@@ -66,7 +66,7 @@ class _Weight:
         return ceil(first / ranks) * prod(rest)
 
     def scales(self, layout: ParallelDims) -> int:
-        """Of a float8 state on the first rank; a rank has those of whole rows where ranks split a block."""
+        """Scales of a float8 state on the first rank; a rank has those of whole rows where ranks split a block."""
         columns = self.shape_on(layout)[-1]
         whole = columns if columns % BLOCK == 0 else self.shape[-1]
         return self.sharded(layout) // columns * ceil(whole / BLOCK)
@@ -131,12 +131,12 @@ class _Estimate:
         return self._sum(lambda weight: weight.sharded(self.layout)) * self.parameter_bytes
 
     def _buffers(self) -> int:
-        """Of routers: a bias and a count of tokens for each expert."""
+        """Buffers of routers: a bias and a count of tokens for each expert."""
         return self.model.n_layers * 2 * self.model.n_experts * _FLOAT32
 
     def _head(self, gathered: int, codes: int, head: int) -> int:
-        """Of the output projection and the loss. With tensor parallelism each rank has all logits, and the buffers of
-        their gather: their waiting copy, the ranks' parts, and these in order."""
+        """Bytes of the output projection and the loss. With tensor parallelism each rank has all logits, and the
+        buffers of their gather: their waiting copy, the ranks' parts, and these in order."""
         tp, stream = self.layout.tensor, self.tokens * self.model.dim * _LOW
         logits = self.tokens * self.model.vocab_size * _LOW
         forward = 2 * gathered * _LOW + logits

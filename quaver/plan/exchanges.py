@@ -1,4 +1,4 @@
-"""What ranks exchange inside one block and micro-batch, besides FSDP2: of tensor, context and expert parallelism.
+"""The exchanges of ranks inside one block and micro-batch, besides FSDP2: of tensor, context and expert parallelism.
 
 tests/unit/plan/test_exchanges.py holds numbers and bytes to what `quaver memory --links` counts.
 """
@@ -18,7 +18,7 @@ class Exchange(NamedTuple):
 
     kind: str
     tensor_bytes: float
-    """Of each."""
+    """Bytes of the tensor of each collective."""
     number: float
     ranks: int
     stride: int
@@ -30,7 +30,8 @@ def exchanges_of_block(run: Run, *, backward: bool) -> list[Exchange]:
 
 
 def exchanges_at_the_ends(run: Run) -> tuple[dict[bool, list[Exchange]], dict[bool, list[Exchange]]]:
-    """What tensor parallel ranks exchange at the embedding and at the output projection: forward, and backward (True).
+    """The exchanges of tensor parallel ranks at the embedding and at the output projection: forward, and backward
+    (True).
 
     The embedding is split by words: its output is scattered by sequence, its gradient gathered, in the residual
     stream's dtype. The projection gathers its input, and each rank gets all logits, unless the loss is split.

@@ -45,7 +45,8 @@ class Candidate:
 
     @property
     def saved_words(self) -> str:
-        """What blocks save, and what is stored in float8: "op", "full+opt", "none+opt+act"."""
+        """The checkpointing of blocks, and states and activations that are stored in float8: "op", "full+opt",
+        "none+opt+act"."""
         checkpoint = self.config.activation_checkpoint
         words = [checkpoint.selective_ac_option if checkpoint.mode == "selective" else checkpoint.mode]
         words += ["opt"] if self.config.optimizer.name.startswith("Float8") else []
@@ -63,7 +64,7 @@ class Candidate:
 
 @dataclass
 class Layouts:
-    """What a search tries, and why the trainer refuses the rest."""
+    """The layouts that a search tries, and why the trainer refuses others."""
 
     candidates: list[Candidate] = field(default_factory=list)
     refusals: Counter[str] = field(default_factory=Counter)

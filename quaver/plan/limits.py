@@ -1,4 +1,4 @@
-"""What limits a step, in numbers and in words: where its seconds go, what is hidden, and what float8 gains."""
+"""The limits of a step, in numbers and in words: where its seconds go, what is hidden, and what float8 gains."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Link:
 
     name: str
     sent_bytes: float
-    """What the rank sends over it."""
+    """Bytes that the rank sends over it."""
     busy_s: float
     exposed_s: float
     """How long it works while nothing is computed."""
@@ -91,7 +91,7 @@ def limits_in_words(row: Row, cluster: Cluster) -> list[str]:
 
 
 def gain_in_words(row: Row, cluster: Cluster) -> list[str]:
-    """What float8 gains in this layout, and why not more; nothing for bfloat16."""
+    """The gain of float8 in this layout, and why not more; nothing for bfloat16."""
     if row.run.recipe is None:
         return []
     bfloat16_s = in_bfloat16(row, cluster)

@@ -228,7 +228,7 @@ def peaks_of(
 
 
 def memory_key(config: TrainConfig, ranks: int, device: str) -> str:
-    """What `peak_of` depends on: the same text for runs with the same peak.
+    """The dependencies of `peak_of`: the same text for runs with the same peak.
 
     Sections that no step reads are left out, and numbers that a step only computes with (_NOT_READ); torch's version
     and the settings of this process that choose its operators are in it.

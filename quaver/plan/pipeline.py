@@ -16,7 +16,7 @@ from quaver.plan.simulate import COMPUTE, Step, Task, simulate
 from quaver.plan.step import GRADIENT_BYTES, block_groups, block_tasks, held_parameters
 
 Key = tuple[str, int, int, int]
-"""What it is, the stage, the part of the model that the stage holds, and the micro-batch."""
+"""The kind of a task, the stage, the part of the model that the stage holds, and the micro-batch."""
 
 
 def orders(stages: int, parts: int, micro_batches: int, stage: int) -> list[tuple[bool, int, int]]:
@@ -67,7 +67,7 @@ def pipeline_step(run: Run, cluster: Cluster) -> Step:
 
 
 def _seconds(run: Run, cluster: Cluster) -> dict[str, float]:
-    """Of one part of a stage and micro-batch; and what its ends do, and its collectives."""
+    """Seconds of one part of a stage and micro-batch, of the model's ends, and of collectives."""
     blocks = run.model.n_layers / (run.pipeline * run.virtual)
     times, one = block_times(run, cluster), replace(run, pipeline=1)
     stride = run.tensor * run.context * run.shard * run.replicate

@@ -71,7 +71,8 @@ class Run:
     async_expert: bool = False
     """Exchanges of tokens overlap with the compute of the same half of a block, as in DeepSeek's DualPipe."""
     exchanged_share: float = 1.0
-    """Of the bytes that the trainer's experts exchange: DeepSeek-V3 sends codes, and each token once to a node."""
+    """Share of the bytes that the trainer's experts exchange: DeepSeek-V3 sends codes, and each token once to a
+    node."""
     compiled: bool = True
     """False: what is between matmuls runs as eager code."""
     attention: str = "flash"

@@ -39,17 +39,17 @@ class Row:
     peak: Peak
     seconds: float
     timeline: Timeline
-    """Of the whole step, or of its first micro-batches where it has very many tasks."""
+    """The whole step, or its first micro-batches where it has very many tasks."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one GPU."""
+        """Tokens per second of one GPU."""
         return self.run.step_tokens / self.seconds / self.run.ranks
 
 
 @dataclass
 class Found:
-    """What a search found."""
+    """The result of a search."""
 
     rows: list[Row]
     """The fastest first."""
@@ -174,7 +174,7 @@ class _Confirmed:
 
 
 def _alike(candidate: Candidate) -> tuple[object, ...]:
-    """What tells layouts apart, but for how many replicas share the weights."""
+    """The settings that tell layouts apart, but for how many replicas share the weights."""
     layout, config = candidate.layout, candidate.config
     storage = config.activation_checkpoint, config.optimizer.name, config.training.residual_stream_dtype
     return layout.tensor, layout.expert, config.training.local_batch_size, candidate.precision, *storage

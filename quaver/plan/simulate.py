@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 COMPUTE = "compute"
 CONTENTION = 0.12
-"""Of the multiprocessors, those that a collective holds: NCCL's rings take 16 to 24 of 132 on Hopper, a block for each
+"""Share of the multiprocessors that a collective holds: NCCL's rings take 16 to 24 of 132 on Hopper, a block for each
 channel; DeepSeek-V3 gives 20 of 132 to communication (arXiv 2412.19437, section 3.2.2)."""
 _WITHOUT_KERNELS = (COMPUTE, "send")
 
@@ -29,9 +29,9 @@ class Task:
     seconds: float
     after: tuple[int, ...] = ()
     kind: str = ""
-    """What it belongs to, for sums: forward, backward, all_gather, ..."""
+    """The group of a task, for sums: forward, backward, all_gather, ..."""
     sent_bytes: float = 0.0
-    """What the rank sends in it."""
+    """Bytes that the rank sends in it."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Timeline:
         return sum(span.end_s - span.start_s for span in self.spans if span.task.stream == stream)
 
     def sent_bytes(self, stream: str) -> float:
-        """What the rank sends over a link."""
+        """Bytes that the rank sends over a link."""
         return sum(span.task.sent_bytes for span in self.spans if span.task.stream == stream)
 
     @property

@@ -128,7 +128,7 @@ def _direction(name: str) -> str:
 
 
 class Costs(NamedTuple):
-    """What one rank computes for one micro-batch, in seconds: from the model of compute.py, a ledger or a clock."""
+    """Seconds that one rank computes for one micro-batch: from the model of compute.py, a ledger or a clock."""
 
     block: BlockTimes
     head: Both

@@ -59,7 +59,7 @@ class _Worker:
     """A process, and the item that it has."""
 
     index = -1
-    """Of the item; -1 for none."""
+    """The number of the item; -1 for none."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         context = multiprocessing.get_context("spawn")
