@@ -159,12 +159,12 @@ def _nothing_fits(found: Found, spec: DeviceSpec, memory: int) -> str:
     candidate, needed = found.nearest
     return (
         f"no layout fits into {memory / 2**30:.1f} GiB of an {spec.name}: the nearest, {candidate.precision} on "
-        f"{candidate.words}, needs {needed / 2**30:.1f} GiB, {(needed - memory) / 2**30:.1f} more; add GPUs with "
+        f"{candidate.words}, needs about {needed / 2**30:.1f} GiB, {(needed - memory) / 2**30:.1f} more; add GPUs with "
         "--gpus, or try --store-less"
     )
 
 
-NUMBERS = ("GiB", "step\ns", "tok/s\n/GPU", "MFU\n%", "own\n%", "waits")
+NUMBERS = ("GiB", "step\ns", "tok/s\n/GPU", "MFU\n%", "own\n%", "wait\n%")
 
 
 def _views(options: PlanOptions, found: Found, cluster: Cluster, memory: int) -> Iterator[str | Table]:
@@ -177,10 +177,10 @@ def _views(options: PlanOptions, found: Found, cluster: Cluster, memory: int) ->
     rows = [_cells(number, row, cluster) for number, row in enumerate(found.rows, 1)]
     columns = ("", "precision", "FSDP\nxHSDP", "TP\nxEP", "batch", "AC", *NUMBERS)
     title = f"Fastest layouts whose peak fits into {memory / 2**30:.1f} GiB"
-    yield make_table(title, columns, rows=rows, right=NUMBERS)
+    yield make_table(title, columns, rows=rows, right=NUMBERS, wrapped=("precision",))
     yield (
         "Batch: sequences of a micro-batch x micro-batches. MFU: of bfloat16's peak; own: each matmul of its own. "
-        "Waits: for collectives. * as configured."
+        "Wait: for collectives. * as configured."
     )
     best = next((row for row in found.rows if row.candidate.precision == BFLOAT16), None)
     if best is not None and best is not first:
@@ -211,9 +211,9 @@ def _cells(number: int, row: Row, cluster: Cluster) -> tuple[str, ...]:
         f"{row.peak.bytes / 2**30:.1f}",
         f"{row.seconds:.3g}",
         f"{row.tokens_per_s:,.0f}",
-        f"{100 * used.mfu:.1f}",
-        f"{100 * used.mfu_by_precision:.1f}",
-        f"{waits:.0%}",
+        f"{100 * used.mfu:.0f}",
+        f"{100 * used.mfu_by_precision:.0f}",
+        f"{100 * waits:.0f}",
     )
 
 

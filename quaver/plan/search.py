@@ -60,7 +60,7 @@ class Found:
     not_predicted: dict[str, int] = field(default_factory=dict)
     """Why the memory of layouts could not be predicted."""
     nearest: tuple[Candidate, int] | None = None
-    """If none fits: the layout with the least memory, and its bytes."""
+    """If none fits: the layout with the least memory, predicted or estimated, and its bytes."""
     is_cut: bool = False
     """Whether MOST_PREDICTED ended the search."""
 
@@ -138,7 +138,7 @@ class _Confirmed:
                 if predicted >= promised and self._has_enough(timed):
                     break
         self._rows.sort(key=lambda row: -row.tokens_per_s)
-        if not self._rows and nearest is None:
+        if nearest is None or least.estimated_bytes < nearest[1]:
             nearest = least.candidate, least.estimated_bytes
         is_cut = len(ordered) == predicted == MOST_PREDICTED < len(hopeful)
         return Found(self._rows, len(hopeful), refusals, self._not_predicted, None if self._rows else nearest, is_cut)

@@ -5,10 +5,13 @@ Workers are spawned: a fork of a process that has used torch inherits its locks 
 
 from __future__ import annotations
 
+import importlib
+import logging
 import multiprocessing
 import signal
-import sys
+import threading
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -102,7 +105,8 @@ def _ready(workers: dict[Any, _Worker]) -> Any:
 
 def _serve(function: Callable[[Any], Any], connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the first process ends the others
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # which gives back the semaphores of tqdm, for example
+    _use_no_semaphores()
+    logging.disable(logging.WARNING)  # of torch's compiler, about code that is only predicted; errors are answers
     torch.set_num_threads(1)
     while True:
         try:
@@ -114,3 +118,9 @@ def _serve(function: Callable[[Any], Any], connection: Connection) -> None:
         except Exception as error:  # noqa: BLE001 - raised where the results are read
             answer = None, f"{type(error).__name__}: {error}"
         connection.send(answer)
+
+
+def _use_no_semaphores() -> None:
+    """A worker that is ended gives no semaphore back, and Python would warn; tqdm, which torch calls, makes one."""
+    with suppress(ImportError):
+        importlib.import_module("tqdm").tqdm.set_lock(threading.RLock())
