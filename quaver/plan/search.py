@@ -135,7 +135,7 @@ class _Confirmed:
                 elif nearest is None or peak.bytes < nearest[1]:
                     nearest = timed.candidate, peak.bytes
                 self._progress(f"predicted the memory of {predicted} layouts, {len(self._rows)} fit")
-                if predicted >= promised and self._has_enough(timed):
+                if promised <= predicted < len(ordered) and self._has_enough(ordered[predicted]):
                     break
         self._rows.sort(key=lambda row: -row.tokens_per_s)
         if nearest is None or least.estimated_bytes < nearest[1]:
@@ -167,9 +167,9 @@ class _Confirmed:
         if not is_known or timed.candidate.is_configured:
             self._rows.append(row_of(timed.candidate, timed.run, peak, self._cluster))
 
-    def _has_enough(self, last: Timed) -> bool:
-        """Whether `top` rows are at least as fast as the layout that was predicted last: others are slower."""
-        slowest = last.seconds_per_token * (1 + 1e-9)
+    def _has_enough(self, following: Timed) -> bool:
+        """Whether `top` rows are at least as fast as the fastest layout that is not predicted yet."""
+        slowest = following.seconds_per_token * (1 + 1e-9)
         return sum(row.seconds / row.run.step_tokens <= slowest for row in self._rows) >= self._top
 
 
