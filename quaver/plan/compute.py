@@ -85,9 +85,8 @@ def expert_parameters(run: Run) -> int:
     return model.n_experts * 3 * model.dim * model.hidden_dim // run.expert
 
 
-def block_times(run: Run, cluster: Cluster, *, high_precision: bool = False) -> BlockTimes:
-    """The times of one block and micro-batch; `high_precision` of one that no linear of computes in float8."""
-    run = replace(run, recipe=None, float8_gather=False) if high_precision else run
+def block_times(run: Run, cluster: Cluster) -> BlockTimes:
+    """The times of one block and micro-batch."""
     linears = {name: linear_time(run, name, *sizes, cluster) for name, sizes in weights_of_block(run).items()}
     spec, model, share = cluster.spec, run.model, run.tokens / run.tensor
     queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))

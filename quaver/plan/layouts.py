@@ -70,14 +70,13 @@ class Layouts:
     refusals: Counter[str] = field(default_factory=Counter)
 
     def add(self, config: TrainConfig, ranks: int, *, is_configured: bool = False) -> None:
-        """Add a run if the trainer accepts it, once."""
+        """Add a run if the trainer accepts it."""
         try:
             resolved, layout = resolve(config, rank=0, world_size=ranks)
         except ValueError as error:
             self.refusals[str(error)] += 1
             return
-        if all(each.config != resolved for each in self.candidates[-1:]):
-            self.candidates.append(Candidate(resolved, layout, is_configured))
+        self.candidates.append(Candidate(resolved, layout, is_configured))
 
 
 def layouts_of(

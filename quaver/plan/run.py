@@ -139,7 +139,7 @@ def run_of(config: TrainConfig, layout: ParallelDims) -> Run:
             "the compiler decides what it recomputes"
         )
     recipe = Float8LinearRecipeName(float8.recipe_name) if float8.enable_float8_linear else None
-    blocks, every = config.model.n_layers, selected_every(checkpoint.selective_ac_option)
+    every = selected_every(checkpoint.selective_ac_option)
     mode = {"none": "none", "full": "full", "selective": "op" if every is None else "full"}[checkpoint.mode]
     return Run(
         model=config.model,
@@ -154,11 +154,7 @@ def run_of(config: TrainConfig, layout: ParallelDims) -> Run:
         in_float8=_in_float8(replace(config.model, n_layers=1), _without_layers(float8)) if recipe else frozenset(),
         float8_gather=float8.enable_fsdp_float8_all_gather,
         checkpointing=mode,
-        checkpointed_blocks=0
-        if mode == "none"
-        else blocks // (every or 1)
-        if checkpoint.mode == "selective"
-        else blocks,
+        checkpointed_blocks=checkpointed_blocks(config),
         reshards=config.parallelism.fsdp_reshard_after_forward,
         casts_weights_once=float8.cast_weights_once or layout.world_size == 1,
         stores_in_float8=checkpoint.store_in_float8,
@@ -166,6 +162,14 @@ def run_of(config: TrainConfig, layout: ParallelDims) -> Run:
         parameter_bytes=_itemsize(training.dtype),
         state_bytes=_STATE_BYTES[config.optimizer.name] * _itemsize(training.dtype) // 4 or 1,
     )
+
+
+def checkpointed_blocks(config: TrainConfig) -> int:
+    """The number of blocks that are checkpointed."""
+    checkpoint, blocks = config.activation_checkpoint, config.model.n_layers
+    if checkpoint.mode == "selective":
+        return blocks // (selected_every(checkpoint.selective_ac_option) or 1)
+    return blocks if checkpoint.mode == "full" else 0
 
 
 def _itemsize(dtype: str) -> int:

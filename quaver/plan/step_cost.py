@@ -18,7 +18,7 @@ from quaver.checkpointing.policy import selected_every
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.plan.cluster import Cluster
 from quaver.plan.quick import quick_seconds
-from quaver.plan.run import run_of
+from quaver.plan.run import checkpointed_blocks, run_of
 from quaver.recorder.modules import ModuleTracker
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.settings import ActivationCheckpoint, Data, Float8, TrainConfig, Training
@@ -79,14 +79,6 @@ def recomputed_flops(config: TrainConfig) -> dict[str, int] | None:
     if mode == "memory_budget":
         return None
     return {} if mode == "none" else dict(_counted(_one_block(config)))
-
-
-def checkpointed_blocks(config: TrainConfig) -> int:
-    """The number of blocks that are checkpointed."""
-    checkpoint, blocks = config.activation_checkpoint, config.model.n_layers
-    if checkpoint.mode == "selective":
-        return blocks // (selected_every(checkpoint.selective_ac_option) or 1)
-    return blocks if checkpoint.mode == "full" else 0
 
 
 _COUNTED = ("seq_len", "local_batch_size", "dtype", "mixed_precision_param")

@@ -15,7 +15,8 @@ from quaver.cli.memory.views import advice_summary
 from quaver.memory.faking.fakes import fake_tensors
 from quaver.plan.advise import AS_CONFIGURED, advise
 from quaver.plan.changes import combinations, least_gathered, single_changes, words_of
-from quaver.plan.step_cost import checkpointed_blocks, recomputed_flops, step_cost
+from quaver.plan.run import checkpointed_blocks
+from quaver.plan.step_cost import recomputed_flops, step_cost
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.roofline.device_specs import find_device_spec
 from quaver.settings import ActivationCheckpoint, Float8, Parallelism, Training
