@@ -14,9 +14,9 @@ import matplotlib.pyplot as plt
 
 from benchmarks.published import TRAIN_CONFIGS
 from benchmarks.record import ROOT, markdown
+from quaver.plan.changes import with_precision
 from quaver.plan.cluster import Cluster
 from quaver.plan.estimate import estimated_peak
-from quaver.plan.layouts import with_precision
 from quaver.plan.run import Run
 from quaver.plan.simulate import simulate
 from quaver.plan.step import training_step
@@ -126,7 +126,7 @@ def fitting(run: Run, settings: TrainConfig, precision: str) -> Run | None:
 def config_of(run: Run, settings: TrainConfig, precision: str) -> TrainConfig:
     """The config of a run; eager where the trainer compiles no such recomputation of split blocks."""
     recipe = "bfloat16" if run.recipe is None else run.recipe.value
-    config = with_precision(settings, recipe, gathers=precision == "float8" and run.shard > 1)
+    config = with_precision(settings, recipe, gathers_codes=run.float8_gather and run.has_one_cast and run.shard > 1)
     mode = {"op": "selective"}.get(run.checkpointing, run.checkpointing)
     sequences = run.local_batch * run.micro_batches * run.replicate * run.shard
     return replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
@@ -17,6 +18,8 @@ CHECKPOINTING = {
     "activations: selective, every 2nd block": ActivationCheckpoint(mode="selective", selective_ac_option="2"),
     "activations: full": ActivationCheckpoint(mode="full"),
 }
+BFLOAT16 = "bfloat16"
+"""The name of a run without float8."""
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 """Tried in addition to the high-precision dtype."""
 
@@ -97,6 +100,32 @@ def words_of(config: TrainConfig, changed: TrainConfig) -> str:
     return shlex.join(words)
 
 
+def with_precision(config: TrainConfig, precision: str, *, gathers_codes: bool | None = None) -> TrainConfig:
+    """The run with all linears that the filters leave in a recipe, with dynamic scales; or none of them (BFLOAT16).
+
+    Args:
+        gathers_codes: whether FSDP2 gathers weights in float8; None leaves it as it is.
+    """
+    metrics = replace(config.metrics, float8_scales_freq=min(1, config.metrics.float8_scales_freq))
+    return replace(config, float8=_with_precision(config.float8, precision, gathers_codes), metrics=metrics)
+
+
+@functools.cache
+def _with_precision(float8: Float8, precision: str, gathers_codes: bool | None) -> Float8:
+    if precision == BFLOAT16:
+        kept = {name: getattr(float8, name) for name in ("recipe_name", "filter_fqns", "auto_filter", "emulate")}
+        return Float8(enable_float8_linear=False, **kept)
+    dynamic = Float8()
+    settings = {each.name: getattr(dynamic, each.name) for each in fields(Float8) if each.name.startswith("delayed_")}
+    if gathers_codes is not None:
+        settings |= {
+            "enable_fsdp_float8_all_gather": gathers_codes,
+            "precompute_float8_dynamic_scale_for_fsdp": gathers_codes,
+            "cast_weights_once": float8.cast_weights_once and gathers_codes,
+        }
+    return replace(float8, **settings, enable_float8_linear=True, recipe_name=precision)
+
+
 def _change(config: TrainConfig, name: str, edits: list[Edit]) -> Change:
     try:
         for edit in edits:
@@ -129,23 +158,13 @@ def _checkpointing() -> Iterator[tuple[str, Edit]]:
 
 
 def _precisions(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
-    defaults = {each.name: getattr(Float8(), each.name) for each in fields(Float8)}
-    unchanged = ("recipe_name", "filter_fqns", "auto_filter", "emulate")
-    high = {name: value for name, value in defaults.items() if name not in unchanged} | {"enable_float8_linear": False}
-    yield f"precision: {config.training.mixed_precision_param}", _with_dynamic_scales(high)
-    dynamic = {name: value for name, value in defaults.items() if name.startswith("delayed_")}
+    yield f"precision: {config.training.mixed_precision_param}", _precision(BFLOAT16)
     for recipe in RECIPES:
-        edit = _with_dynamic_scales({**dynamic, "enable_float8_linear": True, "recipe_name": recipe})
-        yield f"precision: {recipe}", edit
+        yield f"precision: {recipe}", _precision(recipe)
 
 
-def _with_dynamic_scales(float8: dict[str, Any]) -> Edit:
-    def edit(config: TrainConfig) -> TrainConfig:
-        freq = min(1, config.metrics.float8_scales_freq)
-        metrics = replace(config.metrics, float8_scales_freq=freq)
-        return replace(config, float8=replace(config.float8, **float8), metrics=metrics)
-
-    return edit
+def _precision(precision: str) -> Edit:
+    return lambda config: with_precision(config, precision)
 
 
 def _communication(config: TrainConfig, layout: ParallelDims) -> Iterator[tuple[str, Edit]]:

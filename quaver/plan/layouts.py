@@ -1,29 +1,31 @@
 """The layouts and settings of a run that a search tries, as configs of the trainer, whose refusals count.
 
-Data parallelism (FSDP2, or HSDP with shard groups of whole nodes) x tensor parallelism inside a node x expert
-parallelism x local batch size x checkpointing x precision with the dtype of its all-gather; and what stores less
-precisely, where it is asked for.
+Data parallelism (FSDP2, or HSDP with shard groups of whole nodes) x whether weights stay gathered for the backward x
+tensor parallelism inside a node x expert parallelism x local batch size x checkpointing x precision x the dtype of its
+all-gather; and what stores less precisely, where it is asked for.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import NamedTuple
 
-from quaver.plan.changes import Change, less_precise
+from quaver.checkpointing.policy import selected_every
+from quaver.plan.changes import BFLOAT16, Change, less_precise, with_precision
 from quaver.plan.run import has_one_cast
 from quaver.recipes.config import Float8LinearRecipeName
-from quaver.settings import ActivationCheckpoint, Float8, TrainConfig
+from quaver.settings import ActivationCheckpoint, TrainConfig
 from quaver.settings.parallel_dims import ParallelDims, resolve
 
-BFLOAT16 = "bfloat16"
-CHECKPOINTING = {
-    "none": ActivationCheckpoint(mode="none"),
-    "op": ActivationCheckpoint(mode="selective"),
-    "full": ActivationCheckpoint(mode="full"),
-}
+CHECKPOINTING = (
+    ActivationCheckpoint(mode="none"),
+    ActivationCheckpoint(mode="selective"),
+    ActivationCheckpoint(mode="selective", selective_ac_option="2"),
+    ActivationCheckpoint(mode="full"),
+)
 MOST_LOCAL_BATCH = 16
 MOST_EXPERT_RANKS = 64
 
@@ -45,12 +47,22 @@ class Candidate:
 
     @property
     def saved_words(self) -> str:
-        """The checkpointing of blocks, and states and activations that are stored in float8: "op", "full+opt",
-        "none+opt+act"."""
+        """The checkpointing of blocks, and states and activations that are stored in float8: "op", "1/2" for every
+        second block, "full+opt", "none+opt+act"."""
         checkpoint = self.config.activation_checkpoint
-        words = [checkpoint.selective_ac_option if checkpoint.mode == "selective" else checkpoint.mode]
+        every = selected_every(checkpoint.selective_ac_option)
+        words = [checkpoint.mode if checkpoint.mode != "selective" else "op" if every is None else f"1/{every}"]
         words += ["opt"] if self.config.optimizer.name.startswith("Float8") else []
         return "+".join([*words, *(["act"] if checkpoint.store_in_float8 else [])])
+
+    @property
+    def gathered_words(self) -> str:
+        """The dtype in which FSDP2 gathers the weights of blocks, and how often in a micro-batch: "float8 x2" for the
+        forward and again for the backward, "bf16 x1" for both; empty without shards."""
+        if self.layout.shard == 1:
+            return ""
+        dtype = "float8" if self.config.float8.enable_fsdp_float8_all_gather else "bf16"
+        return f"{dtype} x{1 if self.config.parallelism.fsdp_reshard_after_forward == 'never' else 2}"
 
     @property
     def words(self) -> str:
@@ -59,7 +71,8 @@ class Candidate:
         degrees = {"FSDP2": layout.shard, "x HSDP": layout.replicate, "x TP": layout.tensor, "EP": layout.expert}
         where = " ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one GPU"
         batch = f"{layout.micro_batches(training)} micro-batches of {training.local_batch_size} sequences"
-        return f"{where}, {batch}, AC {self.saved_words}"
+        gathers = f", gathers {self.gathered_words}" if self.gathered_words else ""
+        return f"{where}{gathers}, {batch}, AC {self.saved_words}"
 
 
 @dataclass
@@ -103,15 +116,16 @@ def layouts_of(
     for degrees, local, checkpoint, precision in product(
         list(_degrees(config, ranks, nodes_of)), _local_batches(config, step_sequences), CHECKPOINTING, precisions
     ):
-        try:
-            changed = _changed(config, degrees, local, CHECKPOINTING[checkpoint], precision, step_sequences)
-        except ValueError as error:
-            found.refusals[str(error)] += 1
-            continue
-        variants = [changed, *(each.config for each in less_precise(Change("", changed)))] if stores else [changed]
-        for variant in variants:
-            if variant is not None:
-                found.add(variant, ranks)
+        for gathering in _gatherings(degrees.shard, precision):
+            try:
+                changed = _changed(config, degrees, local, checkpoint, precision, gathering, step_sequences)
+            except ValueError as error:
+                found.refusals[str(error)] += 1
+                continue
+            variants = [changed, *(each.config for each in less_precise(Change("", changed)))] if stores else [changed]
+            for variant in variants:
+                if variant is not None:
+                    found.add(variant, ranks)
     unique = {each.config: each for each in reversed(found.candidates)}
     found.candidates = list(unique.values())[::-1]
     return found
@@ -129,48 +143,50 @@ def precisions_of(block_length: int | None, is_multiplied: bool) -> list[str]:
     return [BFLOAT16, "tensorwise", "rowwise", *blocks]
 
 
-def with_precision(config: TrainConfig, precision: str, *, gathers: bool) -> TrainConfig:
-    """The run in bfloat16 or a recipe; with the float8 all-gather if `gathers` and a weight has one set of codes."""
-    float8 = config.float8
-    if precision == BFLOAT16:
-        defaults = {each.name: each.default for each in fields(Float8)}
-        kept = {name: getattr(float8, name) for name in ("filter_fqns", "auto_filter", "emulate", "recipe_name")}
-        changed = Float8(**{**defaults, **kept, "enable_float8_linear": False})
-    else:
-        one_byte = gathers and has_one_cast(precision)
-        names = (each.name for each in fields(Float8) if each.name.startswith("delayed_"))
-        delayed = {name: getattr(Float8(), name) for name in names}
-        changed = replace(
-            float8,
-            **delayed,
-            enable_float8_linear=True,
-            recipe_name=precision,
-            enable_fsdp_float8_all_gather=one_byte,
-            precompute_float8_dynamic_scale_for_fsdp=one_byte,
-            cast_weights_once=float8.cast_weights_once and one_byte,
-        )
-    metrics = replace(config.metrics, float8_scales_freq=min(1, config.metrics.float8_scales_freq))
-    return replace(config, float8=changed, metrics=metrics)
+class _Degrees(NamedTuple):
+    """Numbers of ranks."""
+
+    replicate: int
+    shard: int
+    tensor: int
+    expert: int
+
+
+class _Gathering(NamedTuple):
+    """How FSDP2 gathers the weights of a block."""
+
+    in_codes: bool
+    reshards: str
+    """A value of parallelism.fsdp_reshard_after_forward."""
+
+
+def _gatherings(shard: int, precision: str) -> list[_Gathering]:
+    """Those that differ: "always" only frees the embedding sooner than "default"."""
+    if shard == 1:
+        return [_Gathering(False, "default")]
+    codes = [True, False] if precision != BFLOAT16 and has_one_cast(precision) else [False]
+    return [_Gathering(*each) for each in product(codes, ("default", "never"))]
 
 
 def _changed(
     config: TrainConfig,
-    degrees: tuple[int, int, int, int],
+    degrees: _Degrees,
     local: int,
     checkpoint: ActivationCheckpoint,
     precision: str,
+    gathering: _Gathering,
     step_sequences: int | None,
 ) -> TrainConfig:
-    replicate, shard, tensor, expert = degrees
-    changed = with_precision(config, precision, gathers=shard > 1)
+    changed = with_precision(config, precision, gathers_codes=gathering.in_codes)
     return replace(
         changed,
         parallelism=replace(
             config.parallelism,
-            data_parallel_replicate_degree=replicate,
-            data_parallel_shard_degree=shard,
-            tensor_parallel_degree=tensor,
-            expert_parallel_degree=expert,
+            data_parallel_replicate_degree=degrees.replicate,
+            data_parallel_shard_degree=degrees.shard,
+            tensor_parallel_degree=degrees.tensor,
+            expert_parallel_degree=degrees.expert,
+            fsdp_reshard_after_forward=gathering.reshards,
         ),
         training=replace(
             config.training, local_batch_size=local, global_batch_size=-1 if step_sequences is None else step_sequences
@@ -179,8 +195,8 @@ def _changed(
     )
 
 
-def _degrees(config: TrainConfig, ranks: int, nodes_of: int) -> Iterator[tuple[int, int, int, int]]:
-    """Replicas, shards, tensor and expert parallel ranks; tensor parallelism stays in a node."""
+def _degrees(config: TrainConfig, ranks: int, nodes_of: int) -> Iterator[_Degrees]:
+    """Those that use all ranks; tensor parallelism stays in a node."""
     model, configured = config.model, config.parallelism
     tensors = {1} if model.n_experts else {*_powers_of_2(min(nodes_of, ranks)), configured.tensor_parallel_degree}
     for tensor in sorted(each for each in tensors if ranks % each == 0):
@@ -191,7 +207,7 @@ def _degrees(config: TrainConfig, ranks: int, nodes_of: int) -> Iterator[tuple[i
             experts = [each for each in _powers_of_2(min(shard, MOST_EXPERT_RANKS)) if model.n_experts]
             for expert in experts or [1]:
                 if shard % expert == 0 and (expert == 1 or model.n_experts % expert == 0):
-                    yield groups // shard, shard, tensor, expert
+                    yield _Degrees(groups // shard, shard, tensor, expert)
 
 
 def _local_batches(config: TrainConfig, step_sequences: int | None) -> list[int]:

@@ -11,9 +11,10 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from quaver.plan.changes import BFLOAT16, with_precision
 from quaver.plan.cluster import Cluster
 from quaver.plan.estimate import estimated_peak
-from quaver.plan.layouts import BFLOAT16, Candidate, Layouts, with_precision
+from quaver.plan.layouts import Candidate, Layouts
 from quaver.plan.memory import Peak, peaks_of
 from quaver.plan.quick import quick_seconds
 from quaver.plan.run import Run, run_of
@@ -23,6 +24,9 @@ from quaver.settings.parallel_dims import resolve
 
 HOPELESS = 1.15
 """A layout whose estimated memory is so many times the memory of the GPU is not predicted."""
+SURE = 0.99
+"""Of layouts that differ in replicas and gathers, one whose estimated memory is below this share of the GPU's is taken
+to fit: a predicted peak is at most 1.006 times its estimate (tests/unit/plan/test_estimate.py)."""
 MOST_PREDICTED = 12
 """Peaks that are predicted at most in one search."""
 _MOST_TASKS = 10_000
@@ -146,12 +150,13 @@ class _Confirmed:
     def _ordered(self, hopeful: list[Timed]) -> tuple[list[Timed], int]:
         """The configured layout and the fastest in bfloat16, whose number is returned too, then all others.
 
-        Of layouts that only differ in replicas the fastest comes whose estimate fits, before any second one.
+        Of layouts that only differ in replicas and gathers the fastest comes whose estimate surely fits, and no other.
         """
+        surely = self._memory_bytes * SURE
         unlike: dict[tuple[object, ...], Timed] = {}
         for each in hopeful:
             known = unlike.setdefault(_alike(each.candidate), each)
-            if known.estimated_bytes > self._memory_bytes >= each.estimated_bytes:
+            if known.estimated_bytes > surely >= each.estimated_bytes:
                 unlike[_alike(each.candidate)] = each
         by_speed = sorted(unlike.values(), key=lambda each: each.seconds_per_token)
         likely = [each for each in by_speed if each.estimated_bytes <= self._memory_bytes]
@@ -174,7 +179,7 @@ class _Confirmed:
 
 
 def _alike(candidate: Candidate) -> tuple[object, ...]:
-    """The settings that tell layouts apart, but for how many replicas share the weights."""
+    """The settings that tell layouts apart, but for how many replicas share the weights, and how they are gathered."""
     layout, config = candidate.layout, candidate.config
     storage = config.activation_checkpoint, config.optimizer.name, config.training.residual_stream_dtype
     return layout.tensor, layout.expert, config.training.local_batch_size, candidate.precision, *storage
@@ -196,7 +201,7 @@ def in_bfloat16(row: Row, cluster: Cluster) -> float:
     """The seconds of the same layout in bfloat16, whether it fits or not."""
     if row.candidate.precision == BFLOAT16:
         return row.seconds
-    config = with_precision(row.candidate.config, BFLOAT16, gathers=False)
+    config = with_precision(row.candidate.config, BFLOAT16)
     resolved, layout = resolve(config, rank=0, world_size=row.run.ranks)
     return quick_seconds(run_of(resolved, layout), cluster)
 

@@ -3,9 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-from quaver.plan.layouts import BFLOAT16, layouts_of, precisions_of, with_precision
+from quaver.plan.changes import BFLOAT16, with_precision
+from quaver.plan.layouts import layouts_of, precisions_of
 from quaver.settings import TrainConfig
 from quaver.settings.config_file import load_config
 
@@ -56,18 +55,30 @@ def test_less_precise_storage_is_tried_where_it_is_asked_for():
     plain, stored = (found("llama3_8b", 8, stores=stores, precisions=[BFLOAT16]) for stores in (False, True))
     assert not any(each.config.activation_checkpoint.store_in_float8 for each in plain.candidates)
     assert {each.config.optimizer.name for each in stored.candidates} == {"AdamW", "Float8AdamW"}
-    assert {"none", "none+opt", "none+opt+act"} <= {each.saved_words for each in stored.candidates}
+    assert {"none", "1/2", "none+opt", "none+opt+act"} <= {each.saved_words for each in stored.candidates}
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "delayed"])
-def test_codes_are_gathered_where_a_weight_has_one_set(recipe):
+def test_weights_are_gathered_in_each_way_that_the_trainer_has():
+    layouts = found("llama3_8b", 8, precisions=[BFLOAT16, "tensorwise", "rowwise"]).candidates
+    ways = {(each.precision, each.gathered_words) for each in layouts if each.layout.shard > 1}
+    assert ways == {
+        *((precision, words) for precision in (BFLOAT16, "tensorwise", "rowwise") for words in ("bf16 x1", "bf16 x2")),
+        ("tensorwise", "float8 x2"),
+        ("tensorwise", "float8 x1"),
+    }
+    alone = found("llama3_debug", 1, precisions=["tensorwise"]).candidates
+    assert {each.gathered_words for each in alone} == {""}
+
+
+def test_a_precision_takes_the_settings_of_others_away():
     config = load_config(CONFIGS / "llama3_8b.toml")
-    float8 = with_precision(config, recipe, gathers=True).float8
-    assert float8.enable_fsdp_float8_all_gather == (recipe != "rowwise")
-    assert not with_precision(config, recipe, gathers=False).float8.enable_fsdp_float8_all_gather
-    back = with_precision(with_precision(config, recipe, gathers=True), BFLOAT16, gathers=False)
-    assert not back.float8.enable_fsdp_float8_all_gather
-    assert not back.float8.enable_float8_linear
+    gathering = with_precision(config, "tensorwise", gathers_codes=True)
+    assert gathering.float8.enable_fsdp_float8_all_gather
+    assert with_precision(gathering, "tensorwise").float8.enable_fsdp_float8_all_gather
+    assert not with_precision(gathering, "tensorwise", gathers_codes=False).float8.enable_fsdp_float8_all_gather
+    plain = with_precision(gathering, BFLOAT16).float8
+    assert not plain.enable_fsdp_float8_all_gather
+    assert not plain.enable_float8_linear
 
 
 def test_recipes_are_those_that_the_gpu_multiplies():

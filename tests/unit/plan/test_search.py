@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from quaver.plan import search as searching
+from quaver.plan.changes import BFLOAT16
 from quaver.plan.cluster import Cluster
-from quaver.plan.layouts import BFLOAT16, layouts_of
+from quaver.plan.layouts import layouts_of
 from quaver.plan.limits import gain_in_words, limits_in_words, links_of, utilization_of
 from quaver.plan.memory import Peak
 from quaver.plan.run import run_of
