@@ -1,5 +1,6 @@
 """`quaver plan CONFIG.toml --gpus N --gpu NAME [options] [--section.field value ...]`."""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -12,9 +13,10 @@ from quaver.bench.results import save, writable
 from quaver.bench.working import working
 from quaver.cli.console import make_table, show
 from quaver.cli.errors import bad_input
+from quaver.plan.changes import BFLOAT16
 from quaver.plan.cluster import Cluster
 from quaver.plan.device_file import read_device_spec
-from quaver.plan.layouts import BFLOAT16, layouts_of, precisions_of
+from quaver.plan.layouts import layouts_of, precisions_of
 from quaver.plan.limits import limits_in_words, links_of, utilization_of
 from quaver.plan.picture import draw_step
 from quaver.plan.search import Found, Row, search
@@ -48,6 +50,7 @@ class PlanOptions(Settings):
     spec: str | None = setting(None, "TOML file with the numbers of another GPU; see docs/plan.md.")
     nodes_of: AtLeast1 = setting(8, "GPUs of a node, which its links connect.")
     network: str = setting("400gbps", "Rate of the network between nodes, for each GPU.")
+    storage: float = setting(1.0, "GB/s that each node writes to the folder of checkpoints while all of them do.")
     global_batch: str | None = setting(
         None, 'Tokens of a step, such as "4M tokens" (rounded down to what divides); the configured batch by default.'
     )
@@ -70,6 +73,7 @@ class PlanOptions(Settings):
         super().check()
         self.require(_NETWORK.fullmatch(self.network.strip()) is not None, "network", "a rate such as 400gbps")
         self.require(self.network_gbps > 0, "network", "a rate above 0")
+        self.require(0 < self.storage < math.inf, "storage", "a rate above 0")
         for name in self.recipes:
             if name != BFLOAT16:
                 Float8LinearRecipeName(name)
@@ -130,7 +134,7 @@ def run(argv: list[str]) -> int:
         options, words = split_options(PlanOptions, argv, prog="quaver plan [CONFIG.toml]")
         config = load_config(*parse_arguments(words, PlanOptions))
         spec = options.device
-        cluster = Cluster.of(spec, options.nodes_of, options.network_gbps)
+        cluster = Cluster.of(spec, options.nodes_of, options.network_gbps, options.storage)
         memory = parse_bytes(options.memory, "--memory") if options.memory else int(USABLE * spec.memory_gb * 1e9)
         layouts = layouts_of(
             config,
@@ -175,11 +179,13 @@ def _views(options: PlanOptions, found: Found, cluster: Cluster, memory: int) ->
         f"{sum(found.refusals.values()):,} refused by the trainer"
     )
     rows = [_cells(number, row, cluster) for number, row in enumerate(found.rows, 1)]
-    columns = ("", "precision", "FSDP\nxHSDP", "TP\nxEP", "batch", "AC", *NUMBERS)
+    columns = ("", "precision", "FSDP\nxHSDP", "TP\nxEP", "gathers", "batch", "AC", *NUMBERS)
     title = f"Fastest layouts whose peak fits into {memory / 2**30:.1f} GiB"
     yield make_table(title, columns, rows=rows, right=NUMBERS, wrapped=("precision",))
     yield (
-        "Batch: sequences of a micro-batch x micro-batches. MFU: of bfloat16's peak; own: each matmul of its own. "
+        "Gathers: the dtype in which weights of blocks are gathered; x2: for the forward, and again for the backward. "
+        "Batch: sequences of a micro-batch x micro-batches. AC 1/2: every second block is checkpointed. "
+        "MFU: of bfloat16's peak; own: each matmul of its own. "
         "Wait: for collectives. * as configured."
     )
     best = next((row for row in found.rows if row.candidate.precision == BFLOAT16), None)
@@ -206,6 +212,7 @@ def _cells(number: int, row: Row, cluster: Cluster) -> tuple[str, ...]:
         row.candidate.precision,
         _product(layout.shard, layout.replicate),
         _product(layout.tensor, layout.expert),
+        row.candidate.gathered_words,
         f"{row.run.local_batch}x{row.run.micro_batches}",
         row.candidate.saved_words,
         f"{row.peak.bytes / 2**30:.1f}",

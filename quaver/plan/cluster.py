@@ -65,11 +65,16 @@ class Cluster:
     network_gbps: float = 400.0
     """Gigabits per second of each GPU's network interface, in one direction."""
     sustained: float = 1.0
+    storage_gb_per_s: float = 1.0
+    """What each node writes while all of them do: 2 TB/s for 16,384 GPUs in nodes of 8, sustained, 7 at best (Llama 3,
+    arXiv 2407.21783, section 3.3.1)."""
 
     @classmethod
-    def of(cls, spec: DeviceSpec, nodes_of: int = 8, network_gbps: float = 400.0) -> Cluster:
+    def of(
+        cls, spec: DeviceSpec, nodes_of: int = 8, network_gbps: float = 400.0, storage_gb_per_s: float = 1.0
+    ) -> Cluster:
         """A cluster of devices that keep their calibrated share of the best matmul rate."""
-        return cls(spec, nodes_of, network_gbps, sustained(spec))
+        return cls(spec, nodes_of, network_gbps, sustained(spec), storage_gb_per_s)
 
     def nodes(self, ranks: int, stride: int) -> int:
         """The nodes over which a group of ranks lies, `stride` ranks from one to the next."""

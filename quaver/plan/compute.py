@@ -85,6 +85,14 @@ def expert_parameters(run: Run) -> int:
     return model.n_experts * 3 * model.dim * model.hidden_dim // run.expert
 
 
+def held_parameters(run: Run) -> float:
+    """The parameters of which one rank holds the optimizer's states."""
+    model = run.model
+    dense = dense_parameters(run) * model.n_layers + 2 * model.vocab_size * model.dim / run.tensor
+    experts = expert_parameters(run) * model.n_layers * run.expert
+    return (dense + experts) / (run.shard * run.context)
+
+
 def block_times(run: Run, cluster: Cluster) -> BlockTimes:
     """The times of one block and micro-batch."""
     linears = {name: linear_time(run, name, *sizes, cluster) for name, sizes in weights_of_block(run).items()}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from quaver.plan.cluster import NETWORK, NVLINK, Cluster
 from quaver.plan.compute import weights_of_block
 from quaver.plan.run import EXPERTS, HEAD, Run
+from quaver.plan.saving import written_s
 from quaver.plan.search import Row, in_bfloat16
 from quaver.plan.simulate import COMPUTE, Timeline
 from quaver.trainer.model import training_flops_per_token
@@ -16,6 +17,7 @@ WORDS = {
     "reduce_scatter": "reduce-scatters in float32",
     "all_reduce": "all-reduces",
     "all_to_all": "exchanges of experts' tokens",
+    "checkpoint": "checkpoints",
 }
 NOTHING = 0.005
 """A share of a step below which something counts as hidden."""
@@ -79,7 +81,7 @@ def limits_in_words(row: Row, cluster: Cluster) -> list[str]:
     timeline, whole = row.timeline, row.timeline.seconds
     kinds = [kind for kind in WORDS if any(span.task.kind == kind for span in timeline.spans)]
     exposed = {kind: timeline.exposed_s(kind) / whole for kind in kinds}
-    hidden = [WORDS[kind] for kind in kinds if exposed[kind] < NOTHING]
+    hidden = [WORDS[kind] for kind in kinds if exposed[kind] < NOTHING and kind != "checkpoint"]
     shown = {WORDS[kind]: share for kind, share in exposed.items() if share >= NOTHING}
     busy = timeline.busy_s(COMPUTE) / whole
     sentences = [f"computing takes {busy:.0%} of the step"]
@@ -87,6 +89,9 @@ def limits_in_words(row: Row, cluster: Cluster) -> list[str]:
         sentences.append(f"hidden behind it: {', '.join(hidden)}")
     for words, share in sorted(shown.items(), key=lambda each: -each[1]):
         sentences.append(f"{words} are not: {share:.1%} of the step waits for them")
+    between_s, writing_s = row.run.steps_between_saves * row.seconds, written_s(row.run, cluster)
+    if writing_s > between_s > 0:
+        sentences.append(f"a checkpoint is written in {writing_s:,.0f} s, and one is due every {between_s:,.0f} s")
     return [*sentences, *gain_in_words(row, cluster)]
 
 

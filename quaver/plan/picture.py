@@ -15,6 +15,7 @@ COLORS = {
     "reduce_scatter": "#e45756",
     "all_reduce": "#eeca3b",
     "all_to_all": "#72b7b2",
+    "checkpoint": "#ff9da6",
 }
 _ZOOM = 0.08
 """The share of the step that the second row of the picture shows, around the end of the forward."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quaver.plan.cluster import Cluster
-from quaver.plan.compute import block_times, embedding_times, head_times, moved_s
+from quaver.plan.compute import block_times, embedding_times, head_times, held_parameters, moved_s
 from quaver.plan.exchanges import exchanges_at_the_ends
 from quaver.plan.run import Run
 from quaver.plan.simulate import COMPUTE, Step, Task, simulate
-from quaver.plan.step import GRADIENT_BYTES, block_groups, block_tasks, held_parameters
+from quaver.plan.step import GRADIENT_BYTES, block_groups, block_tasks
 
 Key = tuple[str, int, int, int]
 """The kind of a task, the stage, the part of the model that the stage holds, and the micro-batch."""

@@ -64,6 +64,10 @@ class Run:
     parameter_bytes: int = 4
     state_bytes: int = 8
     """Bytes of the optimizer's states for each parameter."""
+    steps_between_saves: int = 0
+    """Steps from one checkpoint of the run to the next; 0 for none."""
+    saves_in_background: bool = True
+    """The step after a checkpoint begins when its bytes are in host memory, not when they are written."""
     async_tensor: bool = False
     """Tensor parallel collectives overlap with the matmuls beside them."""
     casts_gathered: bool = False
@@ -158,6 +162,8 @@ def run_of(config: TrainConfig, layout: ParallelDims) -> Run:
         reshards=config.parallelism.fsdp_reshard_after_forward,
         casts_weights_once=float8.cast_weights_once or layout.world_size == 1,
         stores_in_float8=checkpoint.store_in_float8,
+        steps_between_saves=config.checkpoint.interval if config.checkpoint.enable else 0,
+        saves_in_background=config.checkpoint.async_mode != "disabled",
         residual_bytes=_itemsize(training.residual_stream_dtype),
         parameter_bytes=_itemsize(training.dtype),
         state_bytes=_STATE_BYTES[config.optimizer.name] * _itemsize(training.dtype) // 4 or 1,

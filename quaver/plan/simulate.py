@@ -12,11 +12,11 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-COMPUTE = "compute"
+COMPUTE, STORAGE = "compute", "storage"
 CONTENTION = 0.12
 """Share of the multiprocessors that a collective holds: NCCL's rings take 16 to 24 of 132 on Hopper, a block for each
 channel; DeepSeek-V3 gives 20 of 132 to communication (arXiv 2412.19437, section 3.2.2)."""
-_WITHOUT_KERNELS = (COMPUTE, "send")
+_WITHOUT_KERNELS = (COMPUTE, STORAGE, "send")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Task:
 
     name: str
     stream: str
-    """compute, or a link; "@3" after it for that of the fourth rank, where several are simulated."""
+    """compute, storage, or a link; "@3" after it for that of the fourth rank, where several are simulated."""
     seconds: float
     after: tuple[int, ...] = ()
     kind: str = ""

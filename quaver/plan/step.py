@@ -7,7 +7,8 @@
     copying in             waits for the reduce-scatter before: FSDP2 keeps one buffer
     tensor parallel        collectives stand between the matmuls of a block, and compute waits for them; asynchronous
                            ones for their first part only
-    at the end             the norm of gradients, the clipping, the optimizer, the scales of weights
+    at the end             the norm of gradients, the clipping, the optimizer, the scales of weights, the share of a
+                           checkpoint
 
 (torch/distributed/fsdp/_fully_shard: _fsdp_param_group.py, _fsdp_collectives.py.)
 """
@@ -24,12 +25,14 @@ from quaver.plan.compute import (
     embedding_times,
     expert_parameters,
     head_times,
+    held_parameters,
     moved_s,
     weights_of_block,
 )
 from quaver.plan.exchanges import Exchange, exchanges_at_the_ends, exchanges_of_block
 from quaver.plan.run import HEAD, Run
-from quaver.plan.simulate import COMPUTE, Step
+from quaver.plan.saving import saving_s
+from quaver.plan.simulate import COMPUTE, STORAGE, Step
 from quaver.roofline.block import Both
 
 GRADIENT_BYTES = 4
@@ -204,7 +207,7 @@ class _Builder:
             self._copy_out(self._groups, name, prefetched)
             if number:
                 prefetched = self._gather_again(f"{prefix}backward of block {number - 1}")
-            again = times.recomputed if number < run.checkpointed_blocks else 0.0
+            again = times.recomputed if is_checkpointed(run, number) else 0.0
             self._block(name, times.backward + again, backward=True)
             self._reduced(self._groups, name)
         self._at_the_ends(f"{prefix}backward of the embedding", self._split_embedding[True])
@@ -220,7 +223,10 @@ class _Builder:
             norm = self._send("all-reduce of the norm", Exchange("all_reduce", 4, 1, run.ranks, 1), [norm])
         # Clipping reads and writes gradients; AdamW reads a parameter, its gradient and states, and writes all but one.
         moved = 2 * run.parameter_bytes + 3 * run.parameter_bytes + 2 * run.state_bytes
-        self._compute("clipping and the optimizer", moved_s(moved * parameters, cluster), "optimizer", [norm])
+        updated = self._compute("clipping and the optimizer", moved_s(moved * parameters, cluster), "optimizer", [norm])
+        if run.steps_between_saves:
+            share = saving_s(run, cluster) / run.steps_between_saves
+            self.step.add("its share of a checkpoint", STORAGE, share, [updated], "checkpoint")
         if run.float8_gather and run.shard > 1:
             amax = self._compute("amaxes of weights", moved_s(run.parameter_bytes * parameters, cluster), "optimizer")
             self._send(
@@ -297,9 +303,7 @@ class _Builder:
                 self._scattered = self._send(f"{name}: all-reduce", reduce, [after])
 
 
-def held_parameters(run: Run) -> float:
-    """The parameters of which one rank holds the optimizer's states."""
-    model = run.model
-    dense = dense_parameters(run) * model.n_layers + 2 * model.vocab_size * model.dim / run.tensor
-    experts = expert_parameters(run) * model.n_layers * run.expert
-    return (dense + experts) / (run.shard * run.context)
+def is_checkpointed(run: Run, block: int) -> bool:
+    """Whether a block is one of the checkpointed ones, which are spread evenly."""
+    many, blocks = run.checkpointed_blocks, run.model.n_layers
+    return (block + 1) * many // blocks > block * many // blocks

@@ -31,6 +31,7 @@ RUNS = {
     "micro-batches": replace(BASE, micro_batches=3, reshards="never"),
     "states only": replace(BASE, micro_batches=3, shards_states=True, reshards="never"),
     "experts": replace(BASE, model=MIXTURE, expert=8, recipe=TENSORWISE),
+    "saves": replace(BASE, steps_between_saves=10),
 }
 
 
@@ -63,6 +64,20 @@ def test_one_rank_sends_nothing_and_computes_all_the_time():
     timeline = simulate(training_step(RUNS["one rank"], SLOW))
     assert timeline.streams == (COMPUTE,)
     assert timeline.busy_s(COMPUTE) == pytest.approx(timeline.seconds)
+
+
+def test_a_step_has_its_share_of_a_checkpoint():
+    """16 ranks in two nodes hold 12 bytes for each parameter: copied by each rank, written by two nodes."""
+    held = 12 * (4 * (3 * 14336 * 4096 + 2 * 4096**2 + 2 * 4096 * 1024 + 2 * 4096) + 2 * 32000 * 4096)
+    plain, every_10th = seconds(BASE), replace(BASE, steps_between_saves=10)
+    assert seconds(every_10th) == pytest.approx(plain + held / 16 / 0.7e9 / 10)
+    waiting = replace(every_10th, saves_in_background=False)
+    assert seconds(waiting) == pytest.approx(plain + held / 2 / 1e9 / 10)
+    assert seconds(waiting, replace(FAST, storage_gb_per_s=2.0)) == pytest.approx(plain + held / 2 / 2e9 / 10)
+    replicas = replace(waiting, shard=8, replicate=2)
+    assert seconds(replicas) == pytest.approx(seconds(replace(replicas, steps_between_saves=0)) + held / 2 / 1e9 / 10)
+    timeline = simulate(training_step(waiting, FAST))
+    assert timeline.exposed_s("checkpoint") == pytest.approx(held / 2 / 1e9 / 10)
 
 
 def test_overlap_and_the_float8_gather_pay_where_the_network_limits():
