@@ -5,7 +5,8 @@ peak_of(config, ranks=256).bytes      # as quaver memory predicts it, to the byt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -176,6 +177,7 @@ class Refusal:
 
 
 Outcome = Peak | Refusal
+_Request = tuple[TrainConfig, int, str, tuple[Any, ...]]
 
 _NOT_READ: dict[str, tuple[str, ...]] = {
     "training": ("steps", "max_norm", "seed", "nonfinite", "max_nonfinite_steps"),
@@ -191,40 +193,35 @@ _remembered: dict[str, Outcome] = {}
 
 
 def peaks_of(
-    configs: Sequence[TrainConfig],
-    ranks: int,
-    *,
-    device: str = "cuda",
-    processes: int = 2,
-    progress: Callable[[int, Outcome], object] = lambda index, outcome: None,
+    configs: Iterable[TrainConfig], ranks: int, *, device: str = "cuda", processes: int = 2
 ) -> Generator[Outcome, None, None]:
     """Yield `peak_of` of each config, or why it has none, in their order.
 
     What was predicted in this process before is remembered, by `memory_key`. The workers end with the iterator.
 
     Args:
+        configs: each is asked for when a worker is free.
         processes: workers with one thread each; 1 for none but this process.
-        progress: called with the index of a config and its outcome as soon as it is known, in any order.
     Raises:
         RuntimeError: a worker died, or failed with an error that is no refusal.
     """
-    keys = [memory_key(config, ranks, device) for config in configs]
-    indices: dict[str, list[int]] = {}
-    for index, key in enumerate(keys):
-        indices.setdefault(key, []).append(index)
-    waiting = [key for key in indices if key not in _remembered]
-    requests = [(configs[indices[key][0]], ranks, device, _torch_settings()) for key in waiting]
-    known = {key: _remembered[key] for key in indices if key in _remembered}
-    for key in known:
-        _tell(progress, indices[key], known[key])
-    with closing(in_processes(_outcome, requests, processes)) as outcomes:
-        for key in keys:
-            while key not in known:
-                number, outcome = next(outcomes)
-                found = waiting[number]
-                known[found] = _remembered[found] = outcome
-                _tell(progress, indices[found], outcome)
-            yield known[key]
+    keys: deque[str] = deque()  # of the outcomes to yield
+    waiting: list[str] = []
+
+    def requests() -> Iterator[_Request]:
+        for config in configs:
+            key = memory_key(config, ranks, device)
+            keys.append(key)
+            if key not in _remembered and key not in waiting:
+                waiting.append(key)
+                yield config, ranks, device, _torch_settings()
+
+    with closing(in_processes(_outcome, requests(), processes)) as outcomes:
+        for number, outcome in outcomes:
+            _remembered[waiting[number]] = outcome
+            while keys and keys[0] in _remembered:
+                yield _remembered[keys.popleft()]
+    yield from (_remembered[key] for key in keys)
 
 
 def memory_key(config: TrainConfig, ranks: int, device: str) -> str:
@@ -245,12 +242,7 @@ def memory_key(config: TrainConfig, ranks: int, device: str) -> str:
     return repr((sections, mesh, config.data.document_mask, ranks, device, torch.__version__, _torch_settings()))
 
 
-def _tell(progress: Callable[[int, Outcome], object], indices: list[int], outcome: Outcome) -> None:
-    for index in indices:
-        progress(index, outcome)
-
-
-def _outcome(request: tuple[TrainConfig, int, str, tuple[Any, ...]]) -> Outcome:
+def _outcome(request: _Request) -> Outcome:
     """The peak of a request, in a worker or in this process."""
     config, ranks, device, (dtype, precision, is_deterministic, only_warns) = request
     torch.set_default_dtype(dtype)

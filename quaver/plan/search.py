@@ -6,7 +6,8 @@ then predicted to the byte, until enough of them fit; those are simulated whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from quaver.plan.quick import quick_seconds
 from quaver.plan.run import Run, run_of
 from quaver.plan.simulate import Timeline, simulate
 from quaver.plan.step import training_step
+from quaver.settings import TrainConfig
 from quaver.settings.parallel_dims import resolve
 
 HOPELESS = 1.15
@@ -82,27 +84,9 @@ def search(
     Raises:
         ValueError: the time of no layout is modelled.
     """
-    timed: list[Timed] = []
-    refusals = layouts.refusals.copy()
-    for number, candidate in enumerate(layouts.candidates):
-        if number % 50 == 0:
-            progress(f"simulating layout {number + 1} of {len(layouts.candidates)}")
-        try:
-            run = run_of(candidate.config, candidate.layout)
-        except ValueError as error:
-            refusals[str(error)] += 1
-            continue
-        estimate = estimated_peak(candidate.config, candidate.layout.world_size)
-        is_hopeless = estimate > memory_bytes * HOPELESS and not candidate.is_configured
-        seconds = float("inf") if is_hopeless else quick_seconds(run, cluster) / run.step_tokens
-        timed.append(Timed(seconds, estimate, candidate, run))
-    if not timed:
-        reasons = "; ".join(dict(refusals.most_common(3)))
-        raise ValueError(f"expected a layout of {_ranks(layouts)} that the trainer accepts; it refuses all: {reasons}")
-    timed.sort(key=lambda each: each.seconds_per_token)
-    least = min(timed, key=lambda each: each.estimated_bytes)
-    hopeful = [each for each in timed if each.seconds_per_token < float("inf")]
-    return _Confirmed(cluster, memory_bytes, top, progress).search(hopeful, least, dict(refusals))
+    if not layouts.candidates:
+        raise _all_refused(layouts, layouts.refusals)
+    return _Search(layouts, cluster, memory_bytes, top, progress).found()
 
 
 class Timed(NamedTuple):
@@ -114,41 +98,83 @@ class Timed(NamedTuple):
     candidate: Candidate
     run: Run
 
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether its memory may fit."""
+        return self.seconds_per_token < float("inf")
 
-class _Confirmed:
-    """Predicts the memory of candidates until the fastest that fit are known."""
 
-    def __init__(self, cluster: Cluster, memory_bytes: int, top: int, progress: Progress) -> None:
-        self._cluster, self._memory_bytes, self._top, self._progress = cluster, memory_bytes, top, progress
+class _Search:
+    """Simulates all candidates, and predicts the memory of some until the fastest that fit are known."""
+
+    def __init__(self, layouts: Layouts, cluster: Cluster, memory_bytes: int, top: int, progress: Progress) -> None:
+        self._layouts, self._cluster, self._memory_bytes = layouts, cluster, memory_bytes
+        self._top, self._progress = top, progress
+        self._refusals = layouts.refusals.copy()
+        self._timed: list[Timed] = []
+        self._order: list[Timed] = []
+        """Whose memory is predicted, in this order."""
+        self._promised = 0
+        """How many of them are, whatever the others have."""
         self._rows: list[Row] = []
-        self._not_predicted: dict[str, int] = {}
+        self._not_predicted: Counter[str] = Counter()
 
-    def search(self, hopeful: list[Timed], least: Timed, refusals: dict[str, int]) -> Found:
-        """Predict in the order of `_ordered`; `least`: the layout with the least estimated memory of all."""
-        ordered, promised = self._ordered(hopeful)
+    def found(self) -> Found:
+        """Predict in the order of `_configs`, until no layout that follows can be one of the rows."""
         nearest: tuple[Candidate, int] | None = None
-        configs, ranks = [each.candidate.config for each in ordered], least.candidate.layout.world_size
         predicted = 0
-        with closing(peaks_of(configs, ranks)) as peaks:
-            for timed, peak in zip(ordered, peaks, strict=True):
-                predicted += 1
+        with closing(peaks_of(self._configs(), self._layouts.candidates[0].layout.world_size)) as peaks:
+            for predicted, peak in enumerate(peaks, 1):
+                timed = self._order[predicted - 1]
                 if not isinstance(peak, Peak):
-                    self._not_predicted[peak.reason] = self._not_predicted.get(peak.reason, 0) + 1
+                    self._not_predicted[peak.reason] += 1
                 elif peak.bytes <= self._memory_bytes:
                     self._add(timed, peak)
                 elif nearest is None or peak.bytes < nearest[1]:
                     nearest = timed.candidate, peak.bytes
                 self._progress(f"predicted the memory of {predicted} layouts, {len(self._rows)} fit")
-                if promised <= predicted < len(ordered) and self._has_enough(ordered[predicted]):
+                if self._promised <= predicted < len(self._order) and self._has_enough(self._order[predicted]):
                     break
         self._rows.sort(key=lambda row: -row.tokens_per_s)
+        least = min(self._timed, key=lambda each: each.estimated_bytes)
         if nearest is None or least.estimated_bytes < nearest[1]:
             nearest = least.candidate, least.estimated_bytes
-        is_cut = len(ordered) == predicted == MOST_PREDICTED < len(hopeful)
-        return Found(self._rows, len(hopeful), refusals, self._not_predicted, None if self._rows else nearest, is_cut)
+        tried = sum(each.is_hopeful for each in self._timed)
+        is_cut = len(self._order) == predicted == MOST_PREDICTED < tried
+        refusals, unpredicted = dict(self._refusals), dict(self._not_predicted)
+        return Found(self._rows, tried, refusals, unpredicted, None if self._rows else nearest, is_cut)
+
+    def _configs(self) -> Iterator[TrainConfig]:
+        """Yield the configs of `_order`; that of the configured layout before the others are simulated."""
+        candidates = self._layouts.candidates
+        self._simulate([each for each in candidates if each.is_configured])
+        self._order = list(self._timed)
+        yield from (each.candidate.config for each in self._order)
+        self._simulate([each for each in candidates if not each.is_configured])
+        if not self._timed:
+            raise _all_refused(self._layouts, self._refusals)
+        self._timed.sort(key=lambda each: each.seconds_per_token)
+        ordered, self._promised = self._ordered([each for each in self._timed if each.is_hopeful])
+        following = [each for each in ordered if not each.candidate.is_configured]
+        self._order += following
+        yield from (each.candidate.config for each in following)
+
+    def _simulate(self, candidates: Sequence[Candidate]) -> None:
+        for number, candidate in enumerate(candidates):
+            if number % 50 == 0 and not candidate.is_configured:
+                self._progress(f"simulating layout {number + 1} of {len(candidates)}")
+            try:
+                run = run_of(candidate.config, candidate.layout)
+            except ValueError as error:
+                self._refusals[str(error)] += 1
+                continue
+            estimate = estimated_peak(candidate.config, candidate.layout.world_size)
+            is_hopeless = estimate > self._memory_bytes * HOPELESS and not candidate.is_configured
+            seconds = float("inf") if is_hopeless else quick_seconds(run, self._cluster) / run.step_tokens
+            self._timed.append(Timed(seconds, estimate, candidate, run))
 
     def _ordered(self, hopeful: list[Timed]) -> tuple[list[Timed], int]:
-        """The configured layout and the fastest in bfloat16, whose number is returned too, then all others.
+        """The configured layout and the fastest in bfloat16, whose number is returned too, then the others.
 
         Of layouts that only differ in replicas and gathers the fastest comes whose estimate surely fits, and no other.
         """
@@ -206,5 +232,7 @@ def in_bfloat16(row: Row, cluster: Cluster) -> float:
     return quick_seconds(run_of(resolved, layout), cluster)
 
 
-def _ranks(layouts: Layouts) -> str:
-    return f"{layouts.candidates[0].layout.world_size} GPUs" if layouts.candidates else "so many GPUs"
+def _all_refused(layouts: Layouts, refusals: Counter[str]) -> ValueError:
+    ranks = f"{layouts.candidates[0].layout.world_size} GPUs" if layouts.candidates else "so many GPUs"
+    reasons = "; ".join(dict(refusals.most_common(3)))
+    return ValueError(f"expected a layout of {ranks} that the trainer accepts; it refuses all: {reasons}")

@@ -10,8 +10,10 @@ import logging
 import multiprocessing
 import signal
 import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -25,13 +27,14 @@ _SECONDS_TO_END = 5
 
 
 def in_processes(
-    function: Callable[[Item], Result], items: Sequence[Item], processes: int
+    function: Callable[[Item], Result], items: Iterable[Item], processes: int
 ) -> Generator[tuple[int, Result], None, None]:
     """Yield the index of each item and what `function` returns of it, as they come.
 
     The workers end with the iterator, also if it is closed or if what it yields to raises an error, as at Ctrl-C.
 
     Args:
+        items: each is asked for when a worker is free; all workers start with the first one.
         function: of a module; it, the items and the results are pickled. It does not raise errors that are expected.
         processes: at most so many; 1 calls `function` in this process.
     Raises:
@@ -40,16 +43,19 @@ def in_processes(
     if processes <= 1:
         yield from ((index, function(item)) for index, item in enumerate(items))
         return
+    left = enumerate(items)
+    first = next(left, None)
+    if first is None:
+        return
     workers: dict[Any, _Worker] = {}
     try:
-        for _ in range(min(processes, len(items))):
+        for _ in range(processes):
             worker = _Worker(function)
             workers[worker.connection] = worker
-        left = iter(enumerate(items))
-        for worker in workers.values():
-            worker.take(*next(left))
-        for _ in items:
-            worker = workers[_ready(workers)]
+        for worker, item in zip(workers.values(), chain([first], left), strict=False):
+            worker.take(*item)
+        while connection := _ready(workers):
+            worker = workers[connection]
             index, result = worker.index, worker.result()
             worker.take(*next(left, (-1, None)))
             yield index, result
@@ -68,7 +74,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(target=_serve, args=(function, theirs), daemon=True)
-        self.process.start()
+        with _interrupts_blocked():
+            self.process.start()
         theirs.close()  # so that reading ends when the worker does
 
     def take(self, index: int, item: object) -> None:
@@ -99,12 +106,26 @@ class _Worker:
 
 
 def _ready(workers: dict[Any, _Worker]) -> Any:
+    """The connection of a worker that has a result; None if no worker has an item."""
     busy = [connection for connection, worker in workers.items() if worker.index >= 0]
-    return wait(busy)[0]
+    return wait(busy)[0] if busy else None
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """A process that starts inside the block never gets Ctrl-C, which a terminal sends to all of them.
+
+    It inherits the mask of signals, so that it does not print a traceback while it imports; its parent ends it.
+    """
+    resource_tracker.ensure_running()  # else the start of a process starts it, and that unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(function: Callable[[Any], Any], connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the first process ends the others
     _use_no_semaphores()
     logging.disable(logging.WARNING)  # of torch's compiler, about code that is only predicted; errors are answers
     torch.set_num_threads(1)

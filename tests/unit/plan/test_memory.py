@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.plan import memory
 from quaver.plan.depths import Depths, NotLinearError, check_micro_batches, depths_of, highest_of_whole
 from quaver.plan.memory import Peak, Refusal, memory_key, peak_of, peaks_of
-from quaver.plan.workers import in_processes
+from quaver.plan.workers import _interrupts_blocked, in_processes
 from quaver.recorder.recorder import CATEGORIES
 from tests.thinned import first
 from tests.unit.trainer.runs import changed
@@ -173,11 +174,10 @@ def test_peaks_come_in_order_each_predicted_once_and_refusals_are_outcomes(tiny_
 
     monkeypatch.setattr(memory, "peak_of", fake_peak)
     monkeypatch.setattr(memory, "_remembered", {})
-    heard = []
     configs = [changed(tiny_config, model={"n_layers": n}) for n in (3, 5, 3, 4)]
-    found = list(peaks_of(configs, 1, processes=1, progress=lambda index, outcome: heard.append(index)))
+    found = list(peaks_of(configs, 1, processes=1))
     assert [getattr(each, "bytes", each) for each in found] == [3, Refusal("no such depth"), 3, 4]
-    assert (predicted, heard) == ([3, 5, 4], [0, 2, 1, 3])
+    assert predicted == [3, 5, 4]
     assert list(peaks_of(configs[1:], 1, processes=1)) == found[1:]
     assert predicted == [3, 5, 4]
 
@@ -195,3 +195,12 @@ def test_workers_have_one_thread_and_a_dead_one_is_told(item, message):
     with pytest.raises(RuntimeError, match=f"item 1 .*{message}"):
         list(in_processes(_answer, [1, item, 2], 2))
     assert not multiprocessing.active_children()
+
+
+def test_a_process_that_starts_never_gets_an_interrupt_and_its_parent_does():
+    with _interrupts_blocked():
+        assert signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())  # the mask that a process inherits
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
