@@ -20,7 +20,7 @@ from quaver.plan.layouts import layouts_of, precisions_of
 from quaver.plan.limits import limits_in_words, links_of, utilization_of
 from quaver.plan.picture import draw_step
 from quaver.plan.search import Found, Row, search
-from quaver.plan.write import write_run
+from quaver.plan.write import check_target, write_run
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.roofline.cost import unmultiplied_kinds
@@ -87,6 +87,7 @@ class PlanOptions(Settings):
             self.require_default("row", unless="--write names a file")
         else:
             self.require(self.write.endswith(".toml"), "write", "a file whose name ends with .toml")
+            writable(Path(self.write), "--write")
 
     @property
     def network_gbps(self) -> float:
@@ -144,6 +145,8 @@ def run(argv: list[str]) -> int:
             step_sequences=options.step_sequences(config),
             stores=options.store_less,
         )
+        if options.write is not None:
+            check_target(config, options.gpus, options.nodes_of, Path(options.write))
         with working("planning") as tell:
             found = search(layouts, cluster, memory, top=options.top, progress=tell)
         if not found.rows:
@@ -151,8 +154,9 @@ def run(argv: list[str]) -> int:
         for option, number in (("--explain", options.explain), ("--row", options.row if options.write else None)):
             if number is not None and number > len(found.rows):
                 raise ValueError(f"{option}: expected a row of 1 to {len(found.rows)}, got {number}")
-    show(_views(options, found, cluster, memory))
-    _write(options, found, cluster)
+    limits = [limits_in_words(row, cluster) for row in found.rows]
+    show(_views(options, found, limits, cluster, memory))
+    _write(options, found, limits, cluster)
     return 0
 
 
@@ -171,7 +175,9 @@ def _nothing_fits(found: Found, spec: DeviceSpec, memory: int) -> str:
 NUMBERS = ("GiB", "step\ns", "tok/s\n/GPU", "MFU\n%", "own\n%", "wait\n%")
 
 
-def _views(options: PlanOptions, found: Found, cluster: Cluster, memory: int) -> Iterator[str | Table]:
+def _views(
+    options: PlanOptions, found: Found, limits: list[list[str]], cluster: Cluster, memory: int
+) -> Iterator[str | Table]:
     first = found.rows[0]
     yield (
         f"{options.gpus} x {cluster.spec.name}, {options.nodes_of} to a node, {options.network_gbps:g} Gb/s each; "
@@ -194,13 +200,13 @@ def _views(options: PlanOptions, found: Found, cluster: Cluster, memory: int) ->
         yield f"{first.candidate.precision} has {gain:.2f} times the tokens/s of the best layout in bfloat16"
     elif best is None:
         yield "no layout in bfloat16 was found to fit"
-    yield f"row 1: {'; '.join(limits_in_words(first, cluster))}"
+    yield f"row 1: {'; '.join(limits[0])}"
     for reason, number in found.not_predicted.items():
         yield f"memory not predicted for {number}: {reason}"
     if found.is_cut:
         yield "the search ended after the memory of so many layouts: others may fit, too"
     if options.explain is not None:
-        yield from _explained(found.rows[options.explain - 1], options, cluster)
+        yield from _explained(found.rows[options.explain - 1], limits[options.explain - 1], options)
     yield "times are simulated, not measured; docs/plan.md compares the model with published runs"
 
 
@@ -228,9 +234,9 @@ def _product(degree: int, other: int) -> str:
     return f"{degree}x{other}" if other > 1 else str(degree)
 
 
-def _explained(row: Row, options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:
+def _explained(row: Row, limits: list[str], options: PlanOptions) -> Iterator[str | Table]:
     yield f"row {options.explain}: {row.candidate.precision}, {row.candidate.words}"
-    yield from (f"  {sentence}" for sentence in limits_in_words(row, cluster))
+    yield from (f"  {sentence}" for sentence in limits)
     numbers = ("sent GB", "busy s", "hidden s", "waited for s")
     links = [
         (
@@ -249,9 +255,10 @@ def _explained(row: Row, options: PlanOptions, cluster: Cluster) -> Iterator[str
     yield make_table("Seconds of a step", ("what", "s", "of the step"), rows=parts, right=("s", "of the step"))
 
 
-def _write(options: PlanOptions, found: Found, cluster: Cluster) -> None:
+def _write(options: PlanOptions, found: Found, limits: list[list[str]], cluster: Cluster) -> None:
     files = [Path(options.output)]
-    save({"options": asdict(options), "rows": [_json_of(row, cluster) for row in found.rows]}, files[0])
+    rows = [_json_of(row, words, cluster) for row, words in zip(found.rows, limits, strict=True)]
+    save({"options": asdict(options), "rows": rows}, files[0])
     if options.explain is not None:
         row = found.rows[options.explain - 1]
         files.append(Path(options.png))
@@ -271,7 +278,7 @@ def _write(options: PlanOptions, found: Found, cluster: Cluster) -> None:
         print(f"saved {file}")
 
 
-def _json_of(row: Row, cluster: Cluster) -> dict[str, Any]:
+def _json_of(row: Row, limits: list[str], cluster: Cluster) -> dict[str, Any]:
     used = utilization_of(row, cluster)
     return {
         "precision": row.candidate.precision,
@@ -282,7 +289,7 @@ def _json_of(row: Row, cluster: Cluster) -> dict[str, Any]:
         "tokens_per_second_per_gpu": row.tokens_per_s,
         **asdict(used),
         "links": [asdict(link) for link in links_of(row.timeline)],
-        "limits": limits_in_words(row, cluster),
+        "limits": limits,
         "is_configured": row.candidate.is_configured,
         "config": asdict(row.candidate.config),
     }

@@ -11,6 +11,22 @@ from quaver.settings.config_file import changed_settings
 from quaver.settings.parallel_dims import resolve
 
 
+def check_target(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path) -> None:
+    """Check that `write_run` could write to `path` whichever layout of `config` it gets, before one is searched for.
+
+    A layout changes nothing in the launch files: those that exist must have the content that they would get.
+
+    Raises:
+        ValueError: the launch files cannot be made.
+        FileExistsError: the config exists, or a launch file with another content.
+    """
+    texts = launch_files(config, ranks, gpus_per_node, path)
+    if path.exists() or path.is_symlink():
+        raise FileExistsError(f"{str(path)!r} exists already; give another file or remove it")
+    for each, text in _beside(path, texts).items():
+        _exists_as(each, text.encode())
+
+
 def write_run(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path, *, comment: str) -> list[Path]:
     """Write `config` to `path`, and launch files beside it, for `ranks` GPUs on nodes of `gpus_per_node`.
 
@@ -31,9 +47,7 @@ def write_run(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path, *
     if path.suffix != ".toml":
         raise ValueError(f"the config of a run must be a file whose name ends with .toml, got {str(path)!r}")
     resolve(config, world_size=ranks)
-    texts = {path: config_text(config, comment)}
-    for suffix, text in launch_files(config, ranks, gpus_per_node, path).items():
-        texts[path.with_name(path.stem + suffix)] = text
+    texts = {path: config_text(config, comment), **_beside(path, launch_files(config, ranks, gpus_per_node, path))}
     contents = {each: text.encode() for each, text in texts.items()}
     missing = [each for each, content in contents.items() if not _exists_as(each, content)]
     for each in missing:
@@ -51,6 +65,11 @@ def config_text(config: TrainConfig, comment: str) -> str:
     printable = "".join(each if each.isprintable() or each == "\n" else " " for each in comment)
     lines = [f"# {line}".rstrip() for line in printable.splitlines()]
     return "\n".join([*lines, "", tomli_w.dumps(changed_settings(config))])
+
+
+def _beside(path: Path, texts: dict[str, str]) -> dict[Path, str]:
+    """`texts` by file, not by ending."""
+    return {path.with_name(path.stem + suffix): text for suffix, text in texts.items()}
 
 
 def _exists_as(path: Path, content: bytes) -> bool:

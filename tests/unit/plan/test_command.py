@@ -5,6 +5,7 @@ import json
 import pytest
 
 from quaver.cli import main
+from quaver.cli import plan as command
 from quaver.plan import search
 from quaver.plan.memory import Peak
 from quaver.settings.config_file import load_config
@@ -32,13 +33,17 @@ def plan(capsys, tmp_path, *words):
     return capsys.readouterr().out, json.loads(output.read_text())
 
 
-def test_a_table_its_limits_a_picture_and_the_files_of_a_run(capsys, tmp_path):
+def test_a_table_its_limits_a_picture_and_the_files_of_a_run(capsys, tmp_path, monkeypatch):
+    described = []
+    words_of = command.limits_in_words
+    monkeypatch.setattr(command, "limits_in_words", lambda row, of: described.append(row) or words_of(row, of))
     chosen, picture = tmp_path / "chosen.toml", tmp_path / "step.png"
     printed, written = plan(
         capsys, tmp_path, "--gpus", "16", "--recipes", "tensorwise", "--top", "3", "--explain", "1",
         "--png", str(picture), "--write", str(chosen), "--row", "2",
     )  # fmt: skip
     rows = written["rows"]
+    assert len(described) == len(rows)
     speeds = [row["tokens_per_second_per_gpu"] for row in rows]
     assert speeds == sorted(speeds, reverse=True)
     assert {row["precision"] for row in rows} == {"bfloat16", "tensorwise"}
@@ -93,3 +98,29 @@ def test_bad_input_is_one_line(words, message, capsys, tmp_path, monkeypatch):
     assert message in printed.err
     assert printed.err.count("\n") == 1
     assert not printed.out
+
+
+@pytest.mark.parametrize("name", ["run.toml", "run.jobset.yaml"])
+def test_a_file_that_would_be_overwritten_is_refused_before_the_search(name, refused, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "search", lambda *_, **__: pytest.fail("searched"))
+    (tmp_path / name).write_text("another")
+    words = ["plan", LLAMA_8B, "--write", str(tmp_path / "run.toml"), "--output", str(tmp_path / "plan.json")]
+    assert f"{name}' exists already" in refused(*words)
+    assert [each.name for each in tmp_path.iterdir()] == [name]
+
+
+def test_an_interrupted_search_closes_its_predictions(capsys, tmp_path, monkeypatch):
+    closed = []
+
+    def peaks_of(configs, ranks):
+        try:
+            for config in configs:
+                yield Peak(bytes_of(config, ranks), {}, "forward", "")
+                raise KeyboardInterrupt
+        finally:
+            closed.append(True)
+
+    monkeypatch.setattr(search, "peaks_of", peaks_of)
+    assert main(["plan", LLAMA_8B, "--model.n_layers", "2", "--output", str(tmp_path / "plan.json")]) == 130
+    assert capsys.readouterr().err == "quaver: interrupted\n"
+    assert closed
