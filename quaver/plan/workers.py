@@ -5,6 +5,7 @@ Workers are spawned: a fork of a process that has used torch inherits its locks 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import multiprocessing
@@ -127,6 +128,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 def _serve(function: Callable[[Any], Any], connection: Connection) -> None:
     _use_no_semaphores()
+    gc.freeze()  # else each full collection looks at all that was imported
     logging.disable(logging.WARNING)  # of torch's compiler, about code that is only predicted; errors are answers
     torch.set_num_threads(1)
     while True:
