@@ -54,7 +54,7 @@ def run_script(path: str) -> None:
 def run(command: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     """Run a line of the page; `quaver`, its ranks and scripts start as forks, without the seconds that imports take.
 
-    test_train_distributed.py starts torchrun itself.
+    test_train_distributed.py starts torchrun itself, at night.
     """
     words = shlex.split(command)
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"}

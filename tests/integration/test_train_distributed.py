@@ -5,17 +5,19 @@ in the last place (2e-7 measured, 2e-6 allowed), and gradient norms, which see e
 float8 a last place may move a value from one code to the next, an eighth of the value; that is rare, and one among
 thousands: 1e-5 for losses, and for norms 5e-4 (2.3e-4 measured, in the third step, after updates that differ). The
 warm-up is one step long, so that updates matter from the first on.
-The runs are those of `main` in the ranks of tests/distributed/ranks.py; one test starts torchrun.
+The runs are those of `main` in the ranks of tests/distributed/ranks.py; a nightly test starts torchrun.
 """
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from quaver.cli import main
 from quaver.runs.json_lines import read_metrics
@@ -68,7 +70,7 @@ LAYOUTS = {
     # name: (ranks, reference, words, tolerance)
     "shard": (2, "hp", HP, EXACT),
     "all_gather": (2, "tensorwise", [*ALL_GATHER, "--job.compare"], FLOAT8),
-    "mixture_split": (2, "mixture", [*MIXTURE, *SPLIT_BY_2, "--training.compile"], FLOAT8),
+    "mixture_split": (2, "mixture", [*MIXTURE, *SPLIT_BY_2], FLOAT8),
     "mixture_shard_split": (4, "mixture", [*MIXTURE, *SPLIT_BY_2, *ALL_GATHER, *SELECTIVE], FLOAT8),
     "delayed_all_gather": (2, "delayed", [*DELAYED, *ALL_GATHER], FLOAT8),
     "shard_tensor": (4, "hp", [*HP, *TENSOR], EXACT),
@@ -77,6 +79,9 @@ LAYOUTS = {
 }
 
 NIGHTLY = {
+    # In each run test_experts_dispatch.py compiles split experts, test_experts.py those of two ranks, and
+    # test_train_cli.py the blocks of the trainer.
+    "mixture_split_compiled": (2, "mixture", [*MIXTURE, *SPLIT_BY_2, "--training.compile"], FLOAT8),
     "tied": (2, "tied", REFERENCES_AT_NIGHT["tied"], EXACT),
     "mxfp8_shard_tensor": (4, "mxfp8", [*MXFP8, *TENSOR, *ALL_GATHER], BLOCKS),
     "tensor_mixed": (2, "mixed", [*MIXED, *TENSOR], FLOAT8),
@@ -286,20 +291,49 @@ def test_every_good_run_asked_for_one_process_group(on_two, on_four):
         assert [ended[name] for ended in {2: on_two, 4: on_four}[ranks].ended] == [(0, 1)] * ranks
 
 
-def test_the_script_starts_ranks_and_a_diverging_run_ends_them_with_its_summary(where):
-    flags = ["--optimizer.lr=1e38", "--lr_scheduler.warmup_steps=0", *ALL_GATHER]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "NGPU": "2", "CONFIG_FILE": "train_configs/llama3_debug.toml"}
-    done = finish([str(REPOSITORY / "run_train.sh"), *words_of(where, "diverges", flags)], env=environment, cwd=where)
-    assert done.returncode != 0
-    assert done.stdout.count("step     1") == 1  # of rank 0 alone
-    (line,) = [line for line in done.stderr.splitlines() if "quaver: error:" in line]
+DIVERGES = ["--optimizer.lr=1e38", "--lr_scheduler.warmup_steps=0", *ALL_GATHER]
+
+
+def check_diverged(where: Path, stdout: str, stderr: str) -> None:
+    assert stdout.count("step     1") == 1  # of rank 0 alone
+    (line,) = [line for line in stderr.splitlines() if "quaver: error:" in line]
     assert "tensorwise: step 2 has loss nan" in line
     assert "first in weight of model.embed_tokens" in line
-    assert "exitcode  : 3" in done.stderr
     summary = json.loads((where / "runs" / "diverges" / "summary.json").read_text())
     assert (summary["status"], summary["ranks"]) == ("non-finite", 2)
     assert summary["error"] in line
+
+
+def test_the_script_starts_ranks_and_a_diverging_run_ends_them_with_its_summary(where, tmp_path):
+    """What the script tells torchrun, which torchrun's own parser reads, and the ranks that this asks for."""
+    shutil.copytree(REPOSITORY / "train_configs", tmp_path / "train_configs")
+    script = shutil.copy(REPOSITORY / "run_train.sh", tmp_path)
+    torchrun = tmp_path / ".venv" / "bin" / "torchrun"
+    torchrun.parent.mkdir(parents=True)
+    torchrun.write_text("""#!/usr/bin/env bash\nprintf "%s\\0" "$OMP_NUM_THREADS" "$@"\n""")
+    torchrun.chmod(0o755)
+    environment = {**os.environ, "NGPU": "2", "CONFIG_FILE": "train_configs/llama3_debug.toml"}
+    done = finish([script, *words_of(where, "diverges", DIVERGES)], env=environment, cwd=where)
+    threads, *words = done.stdout.split("\0")[:-1]
+    told = get_args_parser().parse_args(words)
+    assert (threads, told.nproc_per_node, told.module, told.training_script) == ("1", "2", True, "quaver.cli")
+    assert (told.local_ranks_filter, told.tee, told.role) == ("0", "3", "rank")
+    assert (told.rdzv_backend, told.rdzv_endpoint) == ("c10d", "localhost:0")
+
+    first, second = [rank.finished() for rank in quaver_on_ranks(2, told.training_script_args, cwd=where)]
+    assert (first.returncode, second.returncode) == (3, 3)
+    check_diverged(where, first.stdout + second.stdout, first.stderr + second.stderr)
+
+
+@pytest.mark.nightly
+def test_torchrun_ends_the_ranks_of_a_diverging_run(where):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "NGPU": "2", "CONFIG_FILE": "train_configs/llama3_debug.toml"}
+    words = words_of(where, "diverges", DIVERGES)
+    done = finish([str(REPOSITORY / "run_train.sh"), *words], env=environment, cwd=where)
+    assert done.returncode != 0
+    assert "exitcode  : 3" in done.stderr
+    check_diverged(where, done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize(
