@@ -26,6 +26,7 @@ PRELOAD = [
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
     "quaver.cli.train",
+    "tests.preloaded",
     "matplotlib.style",
     "matplotlib.backends.backend_agg",
     "transformers.models.llama.modeling_llama",
