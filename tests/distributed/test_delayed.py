@@ -116,7 +116,7 @@ def _calibrate(how):
     return result
 
 
-@pytest.mark.parametrize("how", ["fsdp", "high precision"])
+@pytest.mark.parametrize("how", ["fsdp", pytest.param("high precision", marks=pytest.mark.nightly)])
 @on_ranks(4)
 def test_static_scales_are_calibrated_over_all_ranks(how):
     model = convert_to_float8_training(make_model(), config=static_config())

@@ -16,6 +16,7 @@ from quaver import (
 from tests.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, train_by_hand
 from tests.foreign.table import lacks, proves, refuses
 from tests.steps import assert_same
+from tests.thinned import thinned
 
 lightning = pytest.importorskip("pytorch_lightning")
 
@@ -63,8 +64,7 @@ def trainer(folder, steps, **options):
 
 
 @proves("Lightning's Trainer", "train", "evaluate")
-@pytest.mark.parametrize("in_hook", [False, True])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(("recipe", "in_hook"), thinned(["tensorwise", "rowwise"], [False, True], together=1))
 def test_the_losses_of_a_loop_written_by_hand(tmp_path, recipe, in_hook):
     """Validation runs in inference mode in mid-epoch, on the modules and caches that train."""
     module = Module(recipe, in_hook)

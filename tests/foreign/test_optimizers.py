@@ -7,6 +7,7 @@ from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, float32_emb
 from tests.distributed.ranks import run as run_on_ranks
 from tests.foreign.llama import BATCHES, batches, llama
 from tests.foreign.test_accelerate import save_and_resume
+from tests.thinned import at_night
 
 
 def optimizer_of(model):
@@ -60,9 +61,8 @@ def test_lightning(tmp_path):
     ("strategy", "state_dict_type", "optimizer_of"),
     [
         ("DDP", None, optimizer_of),
-        ("FSDP2", "SHARDED_STATE_DICT", optimizer_of),
         ("FSDP2", "FULL_STATE_DICT", optimizer_of),
-        pytest.param("FSDP2", "SHARDED_STATE_DICT", with_muon, marks=pytest.mark.nightly),
+        *at_night(("FSDP2", "SHARDED_STATE_DICT", each) for each in (optimizer_of, with_muon)),
     ],
 )
 def test_accelerate(tmp_path, strategy, state_dict_type, optimizer_of):
