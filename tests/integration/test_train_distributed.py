@@ -294,12 +294,12 @@ def test_every_good_run_asked_for_one_process_group(on_two, on_four):
 DIVERGES = ["--optimizer.lr=1e38", "--lr_scheduler.warmup_steps=0", *ALL_GATHER]
 
 
-def check_diverged(where: Path, stdout: str, stderr: str) -> None:
+def check_diverged(run: Path, stdout: str, stderr: str) -> None:
     assert stdout.count("step     1") == 1  # of rank 0 alone
     (line,) = [line for line in stderr.splitlines() if "quaver: error:" in line]
     assert "tensorwise: step 2 has loss nan" in line
     assert "first in weight of model.embed_tokens" in line
-    summary = json.loads((where / "runs" / "diverges" / "summary.json").read_text())
+    summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["ranks"]) == ("non-finite", 2)
     assert summary["error"] in line
 
@@ -322,18 +322,18 @@ def test_the_script_starts_ranks_and_a_diverging_run_ends_them_with_its_summary(
 
     first, second = [rank.finished() for rank in quaver_on_ranks(2, told.training_script_args, cwd=where)]
     assert (first.returncode, second.returncode) == (3, 3)
-    check_diverged(where, first.stdout + second.stdout, first.stderr + second.stderr)
+    check_diverged(where / "runs" / "diverges", first.stdout + second.stdout, first.stderr + second.stderr)
 
 
 @pytest.mark.nightly
 def test_torchrun_ends_the_ranks_of_a_diverging_run(where):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "NGPU": "2", "CONFIG_FILE": "train_configs/llama3_debug.toml"}
-    words = words_of(where, "diverges", DIVERGES)
+    words = words_of(where, "diverges_by_torchrun", DIVERGES)
     done = finish([str(REPOSITORY / "run_train.sh"), *words], env=environment, cwd=where)
     assert done.returncode != 0
     assert "exitcode  : 3" in done.stderr
-    check_diverged(where, done.stdout, done.stderr)
+    check_diverged(where / "runs" / "diverges_by_torchrun", done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize(
