@@ -17,7 +17,7 @@ QUICK = {
 """Faults, and after how many samples they are named."""
 
 
-@pytest.mark.parametrize(("name", "samples"), first(2, QUICK.items()), ids=QUICK)
+@pytest.mark.parametrize(("name", "samples"), first(1, QUICK.items()), ids=QUICK)
 def test_a_seeded_fault_is_named_first(name, samples):
     (fault,) = (each for each in FAULTS if each.name == name)
     fault = replace(fault, at=5, steps=7, every=1)
