@@ -169,23 +169,27 @@ def highest_by_place(prediction: Prediction) -> dict[Place, Highest]:
     """The most bytes at each place of a recorded step."""
     highest: dict[Place, Highest] = {}
     rows = prediction.report["timeline"]
-    for place, module, row in zip(*_places(prediction), rows[1:], strict=True):
-        total = sum(row[2:])
+    totals = [sum(row[2:]) for row in rows]
+    for place, module, row, total in zip(*_places(prediction, totals), rows[1:], totals[1:], strict=True):
         if place not in highest or total > highest[place].bytes:
             highest[place] = Highest(total, tuple(row[2:]), module)
     return highest
 
 
-def _places(prediction: Prediction) -> tuple[list[Place], list[str]]:
-    """The place of each event, and its module; an event outside of modules is at the place of the one before."""
+def _places(prediction: Prediction, totals: list[int]) -> tuple[list[Place], list[str]]:
+    """The place of each event, and its module; an event outside of modules is at the place of the one before.
+
+    So is one that allocates nothing: a tensor is freed anywhere. Autocast frees its casts of weights at its end, those
+    of checkpointed blocks too, in any order.
+    """
     places, names, micro_batch, last_group = [], [], -1, ""
     for phase, begin, end in prediction.report["spans"]:
         group = "backward" if phase == "recompute" else phase
         if group != last_group:
             module, block, last_group = "", -1, group
             micro_batch += group == "forward"
-        for name in prediction.modules[begin:end]:
-            if name:
+        for event, name in enumerate(prediction.modules[begin:end], begin):
+            if name and totals[event + 1] > totals[event]:
                 found = BLOCK.search(name)
                 module, block = ("", int(found[1])) if found else (name, -1)
             places.append(Place(micro_batch, phase, module, block))

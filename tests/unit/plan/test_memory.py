@@ -12,7 +12,14 @@ from quaver.memory.faking.gpu import predicting_for
 from quaver.memory.predict import Prediction
 from quaver.memory.runs.predict import SEES_GATHERS, predict_memory
 from quaver.plan import memory
-from quaver.plan.depths import Depths, NotLinearError, check_micro_batches, depths_of, highest_of_whole
+from quaver.plan.depths import (
+    Depths,
+    NotLinearError,
+    check_micro_batches,
+    depths_of,
+    highest_by_place,
+    highest_of_whole,
+)
 from quaver.plan.memory import Peak, Refusal, memory_key, peak_of, peaks_of
 from quaver.plan.workers import _interrupts_blocked, in_processes
 from quaver.recorder.recorder import CATEGORIES
@@ -36,7 +43,8 @@ LAYOUTS = first(
         (2, 6, True, {"float8": GATHERED, "training": {"compile": True}}),
         (4, 7, True, {"float8": {"enable_float8_linear": True}, "parallelism": {"tensor_parallel_degree": 2}}),
         (1, 5, False, {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}),
-        (1, 12, False, {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}),
+        (1, 12, True, {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}),
+        (2, 12, True, {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}),
         (2, 8, True, {"float8": {"enable_float8_linear": True, "skip_first_layers": 1, "skip_last_layers": 1}}),
         (4, 6, True, {"model": {"n_experts": 4}, "parallelism": {"expert_parallel_degree": 2}}),
         (2, 6, True, {"parallelism": {"fsdp_reshard_after_forward": "never"}}),
@@ -99,6 +107,7 @@ def _prediction(depth: int, *, saved=lambda block, depth: 10, step=lambda depth:
     note("lm_head", live + 30)
     middle = len(rows)
     for block in reversed(range(depth)):
+        note("", live)
         note(f"model.layers.{block}.mlp", live + 9)
         live -= saved(block, depth)
     end = len(rows)
@@ -124,6 +133,17 @@ def test_what_shallow_models_do_not_determine_is_refused():
     with pytest.raises(NotLinearError, match=r"bytes in no module in optimizer grow by \[200\] with one period"):
         _top(step=lambda depth: 100 * depth)
     assert _top(step=lambda depth: depth)[0] == "lm_head"  # unlike any block, but too little to matter
+
+
+def test_what_is_freed_after_its_block_is_at_no_place_of_the_block():
+    step = _prediction(3)
+    rows, modules, spans = list(step.report["timeline"]), list(step.modules), step.report["spans"]
+    end = spans[0][2]
+    rows.insert(end + 1, [*rows[end][:2], rows[end][2] - 1, *rows[end][3:]])
+    modules.insert(end, "model.layers.0.mlp.gate_proj")  # freed after lm_head, as autocast's casts are
+    spans = [["forward", 0, end + 1], *([name, begin + 1, last + 1] for name, begin, last in spans[1:])]
+    changed = replace(step, report={"timeline": rows, "spans": spans}, modules=tuple(modules))
+    assert highest_by_place(changed) == highest_by_place(step)
 
 
 def test_micro_batches_after_the_third_are_left_out_only_if_the_third_repeats_the_second():
