@@ -79,7 +79,7 @@ def run_of(row: Published) -> Run:
     if row.sharding == "zero1":
         run = replace(run, shard=row.dp_replicate * row.dp_shard, replicate=1, shards_states=True)
     if recipe is not None and run.model.n_experts:
-        run = replace(run, in_float8=run.in_float8 | {"experts"})
+        run = replace(run, in_float8={**run.in_float8, "experts": 1.0})
     return run
 
 

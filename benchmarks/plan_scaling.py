@@ -100,7 +100,7 @@ def run_of(config: str, precision: str, layout: Layout, gpus: int, *, is_weak: b
         checkpointed_blocks=model.n_layers,
     )
     if precision != "bfloat16":
-        in_float8 = run.in_float8 | {"experts"} if mixture else run.in_float8
+        in_float8 = {**run.in_float8, "experts": 1.0} if mixture else run.in_float8
         run = replace(run, recipe=recipe, in_float8=in_float8, float8_gather=precision == "float8")
     return fitting(run, settings, precision)
 

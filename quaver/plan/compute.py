@@ -7,7 +7,7 @@ kernel's launch. So a block on one rank takes what `quaver bench ledger` models 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import ceil
 from typing import NamedTuple
 
@@ -88,7 +88,8 @@ def expert_parameters(run: Run) -> int:
 def held_parameters(run: Run) -> float:
     """The parameters of which one rank holds the optimizer's states."""
     model = run.model
-    dense = dense_parameters(run) * model.n_layers + 2 * model.vocab_size * model.dim / run.tensor
+    tables = 1 if model.tie_word_embeddings else 2
+    dense = dense_parameters(run) * model.n_layers + tables * model.vocab_size * model.dim / run.tensor
     experts = expert_parameters(run) * model.n_layers * run.expert
     return (dense + experts) / (run.shard * run.context)
 
@@ -123,7 +124,15 @@ def block_times(run: Run, cluster: Cluster) -> BlockTimes:
 
 
 def linear_time(run: Run, name: str, inputs: int, outputs: int, cluster: Cluster) -> LinearTime:
-    """One linear for one micro-batch, this rank's share; under a float8 gather its weight comes as codes."""
+    """One linear for one micro-batch, this rank's share: the mean over all blocks, in some of which it may be float8.
+
+    Under a float8 gather its weight comes as codes.
+    """
+    share = run.float8_share(name)
+    if 0 < share < 1:
+        parts = [replace(run, in_float8={name: float(is_float8)}) for is_float8 in (True, False)]
+        float8, bfloat16 = (linear_time(part, name, inputs, outputs, cluster) for part in parts)
+        return _mean(float8, bfloat16, share)
     spec, split = cluster.spec, run.tensor if name != "gate" else 1
     is_split_by_input = name in ("o_proj", "down_proj")
     inputs, outputs = (inputs // split, outputs) if is_split_by_input else (inputs, max(1, outputs // split))
@@ -139,13 +148,13 @@ def linear_time(run: Run, name: str, inputs: int, outputs: int, cluster: Cluster
             input_readers=READERS.get(name, 1),
             by_shape=True,
         )
-        return found.bfloat16 if run.recipe is None or name not in run.in_float8 else found.float8
+        return found.float8 if share else found.bfloat16
 
     time = cost(run.tokens)
     if run.async_tensor and split > 1:  # a part for each rank's tokens, at the rate of the part's shape
         part = cost(max(1, run.tokens // split))
         time = replace(time, output_s=split * part.output_s, grad_input_s=split * part.grad_input_s)
-    if run.recipe is None or name not in run.in_float8:
+    if run.recipe is None or not share:
         return time
     time, bytes_per_s = _at_its_rate(time, run.recipe), spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
     if run.float8_gather:  # the shard was cast; a layout is left for grad_input
@@ -155,6 +164,12 @@ def linear_time(run: Run, name: str, inputs: int, outputs: int, cluster: Cluster
         laid_out_s = 2 * run.tokens * inputs / bytes_per_s / READERS.get(name, 1)
         time = replace(time, input_casts_s=time.input_casts_s / split + laid_out_s)
     return time
+
+
+def _mean(one: LinearTime, other: LinearTime, share: float) -> LinearTime:
+    """The mean of two times, of which the first has a share."""
+    names = (each.name for each in fields(LinearTime))
+    return LinearTime(**{name: share * getattr(one, name) + (1 - share) * getattr(other, name) for name in names})
 
 
 def _at_its_rate(time: LinearTime, recipe: Float8LinearRecipeName) -> LinearTime:
@@ -182,7 +197,7 @@ def expert_times(run: Run, cluster: Cluster) -> Both:
     forward = backward = 0.0
     for inputs, outputs in ((model.dim, 2 * model.hidden_dim), (model.hidden_dim, model.dim)):
         cost = linear_cost(filled, inputs, outputs, run.recipe or "tensorwise", spec, by_shape=True)
-        time = cost.float8 if run.recipe is not None and EXPERTS in run.in_float8 else cost.bfloat16
+        time = _mean(cost.float8, cost.bfloat16, run.float8_share(EXPERTS))
         time = replace(time, weight_casts_s=time.weight_casts_s * local)
         forward += _forward_s(time)
         backward += time.total_s - _forward_s(time)

@@ -13,8 +13,8 @@ feed-forward and the vocabulary; a block has P weights on this tensor parallel r
         first block         as the last, without saved activations, with all gradients sharded
         embedding           all gradients sharded, its own in float32
 
-All blocks are taken to compute in the recipe: filters, recipes of layers and blocks in high precision are not in it,
-and activations stored in float8 count as if they were not.
+All blocks are taken to be alike: a linear that is in float8 in some of them has that share of it in each. Layers with
+a recipe of their own count as the run's.
 
 The terms are those that `quaver.plan.memory.peak_of` has, which takes seconds; tests/unit/plan/test_estimate.py holds
 the two within 5% of each other.
@@ -31,6 +31,7 @@ import torch
 from quaver.checkpointing.policy import selected_every
 from quaver.kernels.adamw import BLOCK
 from quaver.optim.state import SMALL
+from quaver.plan.run import EXPERTS, float8_shares
 from quaver.recipes.config import Float8LinearConfig
 from quaver.settings import Model, TrainConfig
 from quaver.settings.parallel_dims import ParallelDims, resolve
@@ -38,6 +39,8 @@ from quaver.trainer.loss import SLICE_ELEMENTS
 
 _FLOAT32, _LOW = 4, 2
 """Bytes of an element in float32, and in bfloat16."""
+_STORED = 1 + _FLOAT32 / 128
+"""Bytes of an element that is stored in float8: its code and its part of a scale."""
 _SLICES = 4
 """Slices of the logits in float32 that the loss's backward has at once."""
 
@@ -93,6 +96,7 @@ class _Estimate:
         self.stream_bytes = getattr(torch, training.residual_stream_dtype).itemsize
         self.parameter_bytes = getattr(torch, training.dtype).itemsize
         self.is_sharded = layout.data_parallel_degree > 1
+        self.shares = float8_shares(config)
         self.recipe = Float8LinearConfig.from_recipe_name(float8.recipe_name) if float8.enable_float8_linear else None
         self.block, self.outside = _weights_of_block(self.model), _weights_outside(self.model)
         self.in_block = sum(prod(weight.shape_on(layout)) for weight in self.block)
@@ -109,7 +113,7 @@ class _Estimate:
         head_gradient = _FLOAT32 * head // self.layout.shard
         reshard = self.config.parallelism.fsdp_reshard_after_forward
         root = embedding * self.stream_bytes if self.is_sharded and reshard != "always" else 0
-        codes = self._gathered_bytes() * self.in_block if self.is_sharded else 0
+        codes = int(self._gathered_bytes() * self.in_block) if self.is_sharded else 0
         if reshard == "never":
             root, codes = root + model.n_layers * codes, 0
         saved = self.tokens * sum(self._saved_by_blocks()) + self._saved_outside()
@@ -172,22 +176,38 @@ class _Estimate:
         mask = self.tokens * self.config.training.seq_len if tensors == 3 else 0
         return self.micro_batches * tensors * self.tokens * torch.int64.itemsize + mask
 
-    def _casts(self) -> int:
+    def _casts(self) -> float:
         """Bytes of the codes of a weight, for both of its matmuls; those in high precision have two, too."""
         if self.recipe is None:
             return _LOW
         weight = self.recipe.casts.weight
-        return 1 if weight.is_one and not weight.row.has_two_casts else 2
+        codes = 1 if weight.is_one and not weight.row.has_two_casts else 2
+        sizes = self._sizes()
+        share = sum(self._share(name) * size for name, size in sizes.items()) / sum(sizes.values())
+        return share * codes + (1 - share) * _LOW
 
-    def _gathered_bytes(self) -> int:
+    def _share(self, *names: str) -> float:
+        """The share of blocks in which all of these linears are in float8."""
+        return min(self.shares.get(name, 0.0) for name in names)
+
+    def _sizes(self) -> dict[str, int]:
+        """The elements of the linears of a block, without routed experts, and of these."""
+        model = self.model
+        dim, keys = model.dim, model.n_kv_heads * model.head_dim
+        sizes = {"q_proj": dim * dim, "k_proj": keys * dim, "v_proj": keys * dim, "o_proj": dim * dim}
+        wide = dim * model.hidden_dim * (model.n_shared_experts if model.n_experts else 1)
+        sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), wide) if wide else {}
+        return sizes | ({EXPERTS: 3 * dim * model.hidden_dim * model.n_experts} if model.n_experts else {})
+
+    def _gathered_bytes(self) -> float:
         return self._casts() if self.config.float8.enable_fsdp_float8_all_gather else _LOW
 
     def _held_codes(self) -> int:
         """Weights that a step casts once: one process does, and whoever is asked to."""
         if not self.is_sharded:
-            return self.model.n_layers * self.in_block * self._casts()
+            return int(self.model.n_layers * self.in_block * self._casts())
         shards = sum(weight.sharded(self.layout) for weight in self.block)
-        return self.model.n_layers * shards * self._casts() if self.config.float8.cast_weights_once else 0
+        return int(self.model.n_layers * shards * self._casts()) if self.config.float8.cast_weights_once else 0
 
     def _saved_outside(self) -> int:
         """Rotary tables; the stream after the last block, and the input of the head, gathered."""
@@ -222,12 +242,12 @@ class _Estimate:
         code.
         """
         (queries, keys, attention), dim, tp = self._attention(), self.model.dim, self.layout.tensor
-        experts = self.model.n_experts
+        experts, shared = self.model.n_experts, self.model.n_shared_experts * self.model.hidden_dim
         if self.config.training.compile:
             matmuls = _LOW * (queries + keys) + (_FLOAT32 * experts if experts else _LOW * self.model.hidden_dim)
-            matmuls += _LOW * self.model.top_k * dim if experts else 0
+            matmuls += _LOW * (self.model.top_k * dim + shared) if experts else 0
         else:
-            wide = self.model.top_k * 2 * self.model.hidden_dim if experts else self.model.hidden_dim
+            wide = self.model.top_k * 2 * self.model.hidden_dim + shared if experts else self.model.hidden_dim
             matmuls = _LOW * (keys + dim + wide)
         scattered = 2 * _LOW * dim if tp > 1 else 0
         return (self.stream_bytes * dim + matmuls + attention + scattered) // tp
@@ -237,31 +257,54 @@ class _Estimate:
 
         Compiled float8 saves no input of a linear that it can cast again from what else is saved. Eager code, tensor
         parallelism and scales from an earlier step save codes; a gradient of weights in high precision, the input.
+        Norms, attention and feed-forwards may store what they save as codes; linears store nothing.
         """
         (queries, keys, attention), dim, tp = self._attention(), self.model.dim, self.layout.tensor
         experts, hidden = self.model.n_experts, self.model.hidden_dim
-        is_compiled = self.config.training.compile
+        is_compiled, stores = self.config.training.compile, self.config.activation_checkpoint.store_in_float8
+        low, of_stream = (_STORED, _STORED) if stores else (_LOW, self.stream_bytes)
         # at the begin of the block, and after attention; compiled code saves what attention adds
-        streams = (self.stream_bytes + (_LOW if is_compiled else self.stream_bytes)) * dim
-        rotated = _LOW * (queries + 2 * keys)
-        rows = self.model.top_k if experts else 1
-        gates = _LOW * 2 * hidden * rows
-        inputs, product = 2 * dim * tp, hidden * rows  # tensor parallel ranks gather these inputs
-        if self.recipe is None or self.recipe.casts.input.column.is_disabled:
-            activated = 0 if is_compiled or self.recipe else product  # silu(gate)
-            of_linears = _LOW * (inputs + product + activated)
-        elif self.recipe.has_persistent_scales or tp > 1 or not is_compiled:
-            of_linears = inputs + queries + product
-        else:
-            of_linears = 0
+        streams = (of_stream + (low if is_compiled else of_stream)) * dim
+        if self.config.data.document_mask:  # attention with a mask has as many keys as queries
+            keys = queries
+        rotated = low * (queries + 2 * keys)
+        attention += int((low - _LOW) * queries)
+        rows = self._rows()
+        gates = low * 2 * hidden * rows
+        wide, down = (EXPERTS, EXPERTS) if experts else ("gate_proj", "down_proj")
+        saved, product = self._saved_of_float8(), hidden * rows
+        # inputs, of which tensor parallel ranks gather the first two
+        inputs = ((self._share("q_proj", "k_proj", "v_proj"), dim * tp), (self._share(wide), dim * tp))
+        of_linears = 0.0
+        for share, features in (*inputs, (self._share(down), product)):
+            of_linears += features * (share * saved + (1 - share) * _LOW)
+        if saved < _LOW:  # attention saves its output
+            of_linears += self._share("o_proj") * saved * queries
+        if not is_compiled:  # silu(gate), which a norm or SwiGLU in front of float8 does not save
+            fused = self._share(down) if self.config.float8.fused_producers else 0.0
+            of_linears += low * product * (1 - fused)
         if experts:
-            of_linears += _LOW * dim * rows * 2 + _FLOAT32 * experts  # tokens of experts, before and after; scores
-        return (streams + rotated + attention + gates + of_linears) // tp
+            of_linears += (
+                low * dim * self.model.top_k * 2 + _FLOAT32 * experts
+            )  # tokens of experts, before and after; scores
+        return int(streams + rotated + attention + gates + of_linears) // tp
+
+    def _rows(self) -> int:
+        """Feed-forwards, or experts, that a token passes."""
+        return self.model.top_k + self.model.n_shared_experts if self.model.n_experts else 1
+
+    def _saved_of_float8(self) -> int:
+        """Bytes that a float8 linear saves for each element of its input."""
+        if self.recipe is None:
+            return 0
+        if self.recipe.casts.input.column.is_disabled:
+            return _LOW
+        saves = self.recipe.has_persistent_scales or self.layout.tensor > 1 or not self.config.training.compile
+        return int(saves)
 
     def _temporaries(self) -> int:
         """Gradients of a block's weights, or their copy in float32, and of the tensors of its feed-forward."""
-        rows = self.model.top_k if self.model.n_experts else 1
-        of_token = 8 * rows * self.model.hidden_dim + _FLOAT32 * self.model.dim
+        of_token = 8 * self._rows() * self.model.hidden_dim + _FLOAT32 * self.model.dim
         return _LOW * self.in_block + self.tokens * of_token // self.layout.tensor
 
 

@@ -6,11 +6,16 @@ tests/unit/plan/test_exchanges.py holds numbers and bytes to what `quaver memory
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import fmean
 from typing import NamedTuple
 
-from quaver.plan.run import Run
+from quaver.plan.run import SEVEN, Run
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import LinearCasts, OperandCasts
+
+_GATHER_INPUTS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+_GATHER_GRADIENTS = ("o_proj",), ("down_proj",)
+"""The linears of each half of a block that read what tensor parallel ranks gather: codes if all are in float8."""
 
 
 class Exchange(NamedTuple):
@@ -63,17 +68,21 @@ def _tensor_parallel(run: Run, backward: bool) -> Iterator[Exchange]:
     halves = 1 if not run.has_feed_forward else 2
     again = backward and run.checkpointing != "none"
     casts = None if run.recipe is None else Float8LinearConfig.from_recipe_name(run.recipe).casts
+    share = fmean(map(run.float8_share, SEVEN if run.has_feed_forward else SEVEN[:4]))
     if casts is not None and not run.casts_gathered:
         forward, backwards = _amaxes(run, casts)
         for number, elements in [forward] * (again or not backward) + [backwards] * backward:
-            if number:
-                yield Exchange("all_reduce", 4 * elements / number, number, *group)
-    if backward and casts is not None:  # gradients of the norms' weights; bfloat16 blocks start no such collective
-        yield Exchange("all_reduce", 2 * dim, 2, *group)
+            if number and share:
+                yield Exchange("all_reduce", 4 * elements / number, number * share, *group)
+    if backward and share:  # gradients of the norms' weights; bfloat16 blocks start no such collective
+        yield Exchange("all_reduce", 2 * dim, 2 * share, *group)
     for is_gradient in [False] * (again or not backward) + [True] * backward:
         operand = None if casts is None or run.casts_gathered else casts.grad_output if is_gradient else casts.input
-        for gathered in _gathered_bytes(operand, run.tokens, dim, run.tensor):
-            yield Exchange("all_gather", gathered, halves, *group)
+        readers = (_GATHER_GRADIENTS if is_gradient else _GATHER_INPUTS)[:halves]
+        in_codes = sum(min(map(run.float8_share, each)) for each in readers)
+        for times, kept in ((in_codes, operand), (halves - in_codes, None)):
+            for gathered in _gathered_bytes(kept, run.tokens, dim, run.tensor) if times else []:
+                yield Exchange("all_gather", gathered, times, *group)
     scatters = halves + (1 if backward and run.checkpointing == "full" else 0)
     yield Exchange("reduce_scatter", 2 * run.tokens * dim, scatters, *group)
 

@@ -62,17 +62,14 @@ def utilization_of(row: Row, cluster: Cluster) -> Utilization:
     return Utilization(flops * tokens_per_s / (spec.bfloat16_tflops * 1e12), least_s * tokens_per_s)
 
 
-def float8_flops_per_token(run: Run) -> int:
+def float8_flops_per_token(run: Run) -> float:
     """FLOPs of matmuls in float8, forward and backward."""
     if run.recipe is None:
         return 0
     model = run.model
-    weights = sum(i * o for name, (i, o) in weights_of_block(run).items() if name in run.in_float8)
-    if EXPERTS in run.in_float8:
-        weights += model.top_k * 3 * model.dim * model.hidden_dim
-    weights *= model.n_layers
-    if HEAD in run.in_float8:
-        weights += model.dim * model.vocab_size
+    weights = sum(run.float8_share(name) * i * o for name, (i, o) in weights_of_block(run).items())
+    weights += run.float8_share(EXPERTS) * model.top_k * 3 * model.dim * model.hidden_dim
+    weights = weights * model.n_layers + run.float8_share(HEAD) * model.dim * model.vocab_size
     return (4 if run.recipe.value.endswith("gw_hp") else 6) * weights
 
 

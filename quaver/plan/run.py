@@ -7,7 +7,9 @@ context parallelism, asynchronous tensor parallelism and more that the trainer d
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -50,8 +52,9 @@ class Run:
     """Parts of the model that each pipeline stage holds (interleaved 1F1B)."""
     recipe: Float8LinearRecipeName | None = None
     """None for bfloat16."""
-    in_float8: frozenset[str] = frozenset(SEVEN)
-    """Linears of a block by their last name, "lm_head" and "experts" that compute in float8; read with a recipe."""
+    in_float8: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SEVEN, 1.0))
+    """Of the linears of a block by their last name, and of "experts", the share of blocks in which they compute in
+    float8; 1 for "lm_head" where it does. Read with a recipe, by `float8_share`."""
     float8_gather: bool = False
     checkpointing: str = "none"
     """none, op or full."""
@@ -112,6 +115,10 @@ class Run:
         """Whether one set of codes of a weight serves both of its matmuls, so that a float8 gather sends one."""
         return self.recipe is not None and has_one_cast(self.recipe)
 
+    def float8_share(self, name: str) -> float:
+        """The share of blocks in which a linear or the experts compute in float8; of "lm_head" 0 or 1."""
+        return 0.0 if self.recipe is None else self.in_float8.get(name, 0.0)
+
     @property
     def precision(self) -> str:
         """The recipe's name, or bfloat16."""
@@ -155,7 +162,7 @@ def run_of(config: TrainConfig, layout: ParallelDims) -> Run:
         tensor=layout.tensor,
         expert=layout.expert,
         recipe=recipe,
-        in_float8=_in_float8(replace(config.model, n_layers=1), _without_layers(float8)) if recipe else frozenset(),
+        in_float8=float8_shares(config),
         float8_gather=float8.enable_fsdp_float8_all_gather,
         checkpointing=mode,
         checkpointed_blocks=checkpointed_blocks(config),
@@ -183,16 +190,31 @@ def _itemsize(dtype: str) -> int:
     return size
 
 
-def _without_layers(float8: Float8) -> Float8:
-    """The settings of a block that no name of a layer changes."""
-    return replace(float8, skip_first_layers=0, skip_last_layers=0, last_steps_high_precision=0, layer_recipes=())
+def float8_shares(config: TrainConfig) -> Mapping[str, float]:
+    """The share of blocks in which each linear is in float8, by its last name: see `Run.in_float8`.
+
+    Raises:
+        ValueError: as `convert_model`.
+    """
+    float8, training = config.float8, config.training
+    if not float8.enable_float8_linear:
+        return {}
+    converts = replace(
+        float8,
+        enable_fsdp_float8_all_gather=False,
+        precompute_float8_dynamic_scale_for_fsdp=False,
+        cast_weights_once=False,
+    )
+    tokens = training.local_batch_size * training.seq_len if float8.auto_filter else 1
+    return _in_float8(config.model, converts, tokens)
 
 
 @functools.cache
-def _in_float8(model: Model, float8: Float8) -> frozenset[str]:
+def _in_float8(model: Model, float8: Float8, tokens: int) -> Mapping[str, float]:
     with torch.device("meta"):
         llama = Llama(model)
-    convert_model(llama, float8, tokens=8192, device=torch.device("cpu"))
-    linears = {name.rpartition(".")[2] for name, each in llama.named_modules() if isinstance(each, Float8Linear)}
-    experts = {EXPERTS for each in llama.modules() if isinstance(each, Float8Experts)}
-    return frozenset(linears | experts)
+    convert_model(llama, float8, tokens=tokens, device=torch.device("cpu"))
+    modules = dict(llama.named_modules())
+    names = [name.rpartition(".")[2] for name, each in modules.items() if isinstance(each, Float8Linear)]
+    names += [EXPERTS for each in modules.values() if isinstance(each, Float8Experts)]
+    return {name: 1.0 if name == HEAD else count / model.n_layers for name, count in Counter(names).items()}

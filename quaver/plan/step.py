@@ -53,10 +53,10 @@ def block_groups(run: Run) -> list[_Group]:
     """The gathers of one block: its own parameters, and split experts on their own mesh."""
     stride, shard = run.tensor, run.shard * run.context  # FSDP2 shards over context parallel ranks too
     dense, experts = dense_parameters(run), expert_parameters(run)
-    in_codes = 0
+    in_codes = 0.0
     if run.float8_gather and run.has_one_cast:
         weights = weights_of_block(run).items()
-        in_codes = sum(inputs * outputs for name, (inputs, outputs) in weights if name in run.in_float8) // run.tensor
+        in_codes = sum(run.float8_share(name) * inputs * outputs for name, (inputs, outputs) in weights) / run.tensor
     gathered = 2 * dense - in_codes
     if run.expert == 1:
         return [_Group("block", dense + experts, gathered + 2 * experts, shard, stride)]
@@ -170,7 +170,8 @@ class _Builder:
         rows = model.vocab_size * model.dim // run.tensor
         shard = run.shard * run.context
         self._root = _Group("embedding", rows, rows * run.residual_bytes, shard, run.tensor)
-        self._head = _Group(HEAD, rows, 2 * rows, shard, run.tensor)
+        tied = model.tie_word_embeddings  # the projection is in the embedding's group
+        self._head = [] if tied else [_Group(HEAD, rows, 2 * rows, shard, run.tensor)]
         self._gathers = self._reduces = True
         self._split_embedding, self._split_head = exchanges_at_the_ends(run)
         self._scattered: int | None = None
@@ -191,17 +192,17 @@ class _Builder:
         for number in range(blocks):
             self._gathered(self._groups, f"{prefix}forward of block {number}")
             self._block(f"{prefix}forward of block {number}", times.forward, backward=False)
-        self._gathered([self._head], f"{prefix}forward of {HEAD}")
+        self._gathered(self._head, f"{prefix}forward of {HEAD}")
         self._at_the_ends(f"{prefix}forward of {HEAD}", self._split_head[False])
         self._compute(f"{prefix}forward of {HEAD} and the loss", head.forward, "forward")
         if run.reshards != "never":
             if run.reshards == "always":
                 self._gathered([self._root], f"{prefix}backward of the embedding")
-            self._gathered([self._head], f"{prefix}backward of {HEAD}")
+            self._gathered(self._head, f"{prefix}backward of {HEAD}")
         prefetched = self._gather_again(f"{prefix}backward of block {blocks - 1}")
         self._compute(f"{prefix}backward of {HEAD} and the loss", head.backward, "backward")
         self._at_the_ends(f"{prefix}backward of {HEAD}", self._split_head[True])
-        self._reduced([self._head], f"{prefix}backward of {HEAD}")
+        self._reduced(self._head, f"{prefix}backward of {HEAD}")
         for number in reversed(range(blocks)):
             name = f"{prefix}backward of block {number}"
             self._copy_out(self._groups, name, prefetched)
@@ -260,7 +261,7 @@ class _Builder:
 
     def _gather(self, groups: list[_Group], name: str) -> list[int | None]:
         """All-gathers, which begin when the weights gathered before were copied out."""
-        if not self._gathers or groups[0].shard == 1:
+        if not self._gathers or not groups or groups[0].shard == 1:
             return []
         found: list[int | None] = []
         for group in groups:
@@ -284,7 +285,7 @@ class _Builder:
     def _reduced(self, groups: list[_Group], name: str) -> None:
         """Copy gradients in, reduce-scatter them, and all-reduce them over the replicas."""
         run, cluster = self._run, self._cluster
-        if run.shard * run.context * run.replicate == 1:
+        if run.shard * run.context * run.replicate == 1 or not groups:
             return
         parameters = sum(group.parameters for group in groups)
         copied = self.step.add(

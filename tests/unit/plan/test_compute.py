@@ -9,11 +9,12 @@ from benchmarks.record import ROOT
 from quaver.plan.attention import attention_seconds
 from quaver.plan.cluster import Cluster
 from quaver.plan.compute import ROWWISE_SHARE, block_times, head_times
-from quaver.plan.run import Run
+from quaver.plan.run import HEAD, SEVEN, Run, run_of
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.block import attention_seconds as by_data_sheet
 from quaver.roofline.device_specs import find_device_spec
-from quaver.settings import Model
+from quaver.settings import Float8, Model, TrainConfig
+from quaver.settings.parallel_dims import resolve
 
 LEDGERS = {each["name"]: each for each in json.loads((ROOT / "benchmarks/results/ledger.json").read_text())["ledgers"]}
 MODEL = Model(vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336)
@@ -51,6 +52,34 @@ def test_shares_of_tensor_parallel_ranks_are_no_faster_than_a_part(recipe):
     run = replace(RUN, recipe=recipe and Float8LinearRecipeName(recipe))
     whole, share = (sum(block_times(replace(run, tensor=tensor), Cluster(H200))) for tensor in (1, 8))
     assert whole / 8 < share < whole
+
+
+def test_linears_in_float8_in_some_blocks_have_their_share_of_it():
+    cluster, tensorwise = Cluster(H200), replace(RUN, recipe=Float8LinearRecipeName.TENSORWISE)
+    none, half, whole = (
+        sum(block_times(replace(tensorwise, in_float8=dict.fromkeys(SEVEN, share)), cluster)) for share in (0, 0.5, 1)
+    )
+    assert none == pytest.approx(sum(block_times(RUN, cluster)))
+    assert half == pytest.approx((none + whole) / 2)
+
+
+@pytest.mark.parametrize(
+    ("float8", "expected"),
+    [
+        ({}, dict.fromkeys(SEVEN, 1.0)),
+        ({"skip_first_layers": 1, "skip_last_layers": 1}, dict.fromkeys(SEVEN, 0.5)),
+        ({"filter_fqns": ("lm_head", "mlp")}, dict.fromkeys(SEVEN[:4], 1.0)),
+        ({"filter_fqns": ("layers.3.mlp",)}, dict.fromkeys(SEVEN, 1.0) | dict.fromkeys(SEVEN[4:], 0.75) | {HEAD: 1.0}),
+        (
+            {"layer_recipes": ("model.layers.0.mlp.up_proj=high_precision",)},
+            dict.fromkeys(SEVEN, 1.0) | {"up_proj": 0.75},
+        ),
+        ({"enable_float8_linear": False}, {}),
+    ],
+)
+def test_filters_and_skipped_blocks_are_those_of_the_trainer(float8, expected):
+    config = TrainConfig(float8=Float8(**float8))
+    assert run_of(*resolve(config)).in_float8 == expected
 
 
 def test_slower_settings_take_longer():

@@ -96,6 +96,16 @@ def test_states_that_are_sharded_gather_and_reduce_once():
     assert kinds.count("all_gather") == kinds.count("reduce_scatter") == MODEL.n_layers + 2
 
 
+def test_a_tied_projection_is_gathered_and_reduced_with_the_embedding():
+    tied = replace(BASE, model=replace(MODEL, tie_word_embeddings=True))
+    moved = [
+        sum(task.sent_bytes for task in training_step(run, FAST).tasks if task.kind == "reduce_scatter")
+        for run in (BASE, tied)
+    ]
+    assert moved[0] - moved[1] == pytest.approx(4 * MODEL.vocab_size * MODEL.dim * 15 / 16)
+    assert seconds(tied) < seconds(BASE)
+
+
 def test_pipelines_are_left_to_the_pipeline():
     with pytest.raises(ValueError, match="without pipeline stages, got 2"):
         training_step(replace(BASE, pipeline=2), FAST)
