@@ -20,6 +20,7 @@ from quaver.plan.layouts import layouts_of, precisions_of
 from quaver.plan.limits import limits_in_words, links_of, utilization_of
 from quaver.plan.picture import draw_step
 from quaver.plan.search import Found, Row, search
+from quaver.plan.unmodelled import unmodelled
 from quaver.plan.write import check_target, write_run
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.recorder.byte_sizes import parse_bytes
@@ -116,7 +117,11 @@ class PlanOptions(Settings):
         expected = f'tokens such as "4M", at least those of a sequence, {config.training.seq_len}'
         self.require(tokens >= config.training.seq_len, "global_batch", expected)
         sequences = tokens // config.training.seq_len
-        return 1 << (sequences.bit_length() - 1) if sequences < self.gpus else sequences // self.gpus * self.gpus
+        if sequences < self.gpus:
+            return 1 << (sequences.bit_length() - 1)
+        unit = self.gpus * config.training.local_batch_size  # what the configured run can have, if it is that much
+        unit = unit if unit <= sequences else self.gpus
+        return sequences // unit * unit
 
     def precisions(self, spec: DeviceSpec) -> list[str]:
         """bfloat16 and the recipes to try. Raises ValueError for one that the GPU does not multiply."""
@@ -156,6 +161,7 @@ def run(argv: list[str]) -> int:
                 raise ValueError(f"{option}: expected a row of 1 to {len(found.rows)}, got {number}")
     limits = [limits_in_words(row, cluster) for row in found.rows]
     show(_views(options, found, limits, cluster, memory))
+    show(f"not simulated: {sentence}" for sentence in unmodelled(config))
     _write(options, found, limits, cluster)
     return 0
 

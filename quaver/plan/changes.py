@@ -103,11 +103,14 @@ def words_of(config: TrainConfig, changed: TrainConfig) -> str:
 def with_precision(config: TrainConfig, precision: str, *, gathers_codes: bool | None = None) -> TrainConfig:
     """The run with all linears that the filters leave in a recipe, with dynamic scales; or none of them (BFLOAT16).
 
+    The latter is not compared with a baseline: it would be its own.
+
     Args:
         gathers_codes: whether FSDP2 gathers weights in float8; None leaves it as it is.
     """
     metrics = replace(config.metrics, float8_scales_freq=min(1, config.metrics.float8_scales_freq))
-    return replace(config, float8=_with_precision(config.float8, precision, gathers_codes), metrics=metrics)
+    job = replace(config.job, compare=config.job.compare and precision != BFLOAT16)
+    return replace(config, float8=_with_precision(config.float8, precision, gathers_codes), metrics=metrics, job=job)
 
 
 @functools.cache

@@ -8,7 +8,10 @@ from quaver.cli import main
 from quaver.cli import plan as command
 from quaver.plan import search
 from quaver.plan.memory import Peak
+from quaver.plan.unmodelled import unmodelled
+from quaver.settings import TrainConfig
 from quaver.settings.config_file import load_config
+from tests.unit.trainer.runs import changed
 
 GIB = 2**30
 LLAMA_8B = "train_configs/llama3_8b.toml"
@@ -60,6 +63,29 @@ def test_a_table_its_limits_a_picture_and_the_files_of_a_run(capsys, tmp_path, m
         assert chosen.with_suffix(suffix).is_file()
     capsys.readouterr()
     assert main(["train", str(chosen), "--dry-run", "--ranks", "16"]) == 0
+
+
+def test_what_is_not_simulated_is_said():
+    config = changed(TrainConfig(), training={"compile": True})
+    assert list(unmodelled(config)) == []
+    settings = {
+        "training": {"compile": False},
+        "data": {"document_mask": True},
+        "optimizer": {"name": "Muon"},
+        "job": {"compare": True},
+        "float8": {
+            "last_steps_high_precision": 3,
+            "layer_recipes": ("*.down_proj=rowwise", "*.up_proj=high_precision"),
+        },
+    }
+    told = list(unmodelled(changed(config, **settings)))
+    assert len(told) == 6
+    for name in ("layer_recipes", "last_steps", "training.compile", "document_mask", "Muon", "compare"):
+        assert any(name in sentence for sentence in told)
+    only_high = changed(config, float8={"layer_recipes": ("*.up_proj=high_precision",)})
+    assert list(unmodelled(only_high)) == []
+    (sentence,) = unmodelled(changed(config, activation_checkpoint={"mode": "memory_budget"}))
+    assert sentence.endswith("the run has no row")
 
 
 def test_a_step_of_so_many_tokens(capsys, tmp_path):

@@ -81,6 +81,13 @@ def test_a_precision_takes_the_settings_of_others_away():
     assert not plain.enable_float8_linear
 
 
+def test_a_compared_run_has_a_baseline_without_one():
+    config = load_config(CONFIGS / "llama3_8b.toml")
+    compared = replace(config, job=replace(config.job, compare=True))
+    assert not with_precision(compared, BFLOAT16).job.compare
+    assert with_precision(compared, "rowwise").job.compare
+
+
 def test_recipes_are_those_that_the_gpu_multiplies():
     assert precisions_of(128, True)[-1] == "blockwise"
     assert precisions_of(32, True)[-1] == "mxfp8"
