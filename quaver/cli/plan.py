@@ -15,11 +15,13 @@ from quaver.cli.console import make_table, show
 from quaver.cli.errors import bad_input
 from quaver.plan.changes import BFLOAT16
 from quaver.plan.cluster import Cluster
+from quaver.plan.counted import check_counts_for, counted_costs
 from quaver.plan.device_file import read_device_spec
 from quaver.plan.layouts import layouts_of, precisions_of
 from quaver.plan.limits import limits_in_words, links_of, utilization_of
 from quaver.plan.picture import draw_step
-from quaver.plan.search import Found, Row, search
+from quaver.plan.search import Found, Row, search, simulated
+from quaver.plan.step import Costs
 from quaver.plan.unmodelled import unmodelled
 from quaver.plan.write import check_target, write_run
 from quaver.recipes.config import Float8LinearRecipeName
@@ -65,6 +67,9 @@ class PlanOptions(Settings):
     top: AtLeast1 = setting(3, "Fastest layouts to predict and print.")
     explain: AtLeast1 | None = setting(None, "Row to explain: its links and limits, and a picture of its step.")
     png: str = setting("runs/plan.png", "File of the picture, with --explain.")
+    ledger: bool = setting(
+        False, "Compile the block of the explained row for the GPU, count its kernels, and simulate their times."
+    )
     write: str | None = setting(None, "TOML file to write the run of a row to; launch files stand beside it.")
     row: AtLeast1 = setting(1, "Row to write, with --write.")
     output: str = setting("runs/plan.json", "File of the JSON.")
@@ -83,7 +88,7 @@ class PlanOptions(Settings):
             self.require(self.png.endswith(".png"), "png", "a file whose name ends with .png")
             writable(Path(self.png), "--png")
         else:
-            self.require_default("png", unless="--explain names a row")
+            self.require_default("png", "ledger", unless="--explain names a row")
         if self.write is None:
             self.require_default("row", unless="--write names a file")
         else:
@@ -141,6 +146,8 @@ def run(argv: list[str]) -> int:
         config = load_config(*parse_arguments(words, PlanOptions))
         spec = options.device
         cluster = Cluster.of(spec, options.nodes_of, options.network_gbps, options.storage)
+        if options.ledger:
+            check_counts_for(spec)
         memory = parse_bytes(options.memory, "--memory") if options.memory else int(USABLE * spec.memory_gb * 1e9)
         layouts = layouts_of(
             config,
@@ -212,7 +219,7 @@ def _views(
     if found.is_cut:
         yield "the search ended after the memory of so many layouts: others may fit, too"
     if options.explain is not None:
-        yield from _explained(found.rows[options.explain - 1], limits[options.explain - 1], options)
+        yield from _explained(found.rows[options.explain - 1], limits[options.explain - 1], options, cluster)
     yield "times are simulated, not measured; docs/plan.md compares the model with published runs"
 
 
@@ -240,7 +247,7 @@ def _product(degree: int, other: int) -> str:
     return f"{degree}x{other}" if other > 1 else str(degree)
 
 
-def _explained(row: Row, limits: list[str], options: PlanOptions) -> Iterator[str | Table]:
+def _explained(row: Row, limits: list[str], options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:
     yield f"row {options.explain}: {row.candidate.precision}, {row.candidate.words}"
     yield from (f"  {sentence}" for sentence in limits)
     numbers = ("sent GB", "busy s", "hidden s", "waited for s")
@@ -259,6 +266,25 @@ def _explained(row: Row, limits: list[str], options: PlanOptions) -> Iterator[st
         kinds[span.task.kind] = kinds.get(span.task.kind, 0.0) + span.end_s - span.start_s
     parts = [(name.replace("_", "-"), f"{s:.3f}", f"{s / row.timeline.seconds:.1%}") for name, s in kinds.items() if s]
     yield make_table("Seconds of a step", ("what", "s", "of the step"), rows=parts, right=("s", "of the step"))
+    if options.ledger:
+        yield _counted(row, cluster)
+
+
+def _counted(row: Row, cluster: Cluster) -> str:
+    """The times of a row's block and step by the kernels that are counted, beside those by formulas."""
+    try:
+        with working("compiling the block of the row"):
+            costs = counted_costs(row.candidate.config, row.run.ranks, row.run, cluster)
+    except NotImplementedError as error:
+        return f"the kernels of its block are not counted: {error}"
+    seconds, _ = simulated(row.run, cluster, costs)
+    both = zip(("forward", "backward"), costs.block, Costs.of(row.run, cluster).block, strict=False)
+    blocks = [f"{name} {1e3 * counted:.2f} ms ({1e3 * modelled:.2f})" for name, counted, modelled in both]
+    tokens_per_s = row.run.step_tokens / seconds / row.run.ranks
+    return (
+        f"by the kernels that its compiled block launches, and by formulas in brackets: {', '.join(blocks)}, a step "
+        f"{seconds:.3g} s ({row.seconds:.3g}), {tokens_per_s:,.0f} tokens/s per GPU ({row.tokens_per_s:,.0f})"
+    )
 
 
 def _write(options: PlanOptions, found: Found, limits: list[list[str]], cluster: Cluster) -> None:

@@ -20,7 +20,7 @@ from quaver.plan.memory import Peak, peaks_of
 from quaver.plan.quick import quick_seconds
 from quaver.plan.run import Run, run_of
 from quaver.plan.simulate import Timeline, simulate
-from quaver.plan.step import training_step
+from quaver.plan.step import Costs, training_step
 from quaver.settings import TrainConfig
 from quaver.settings.parallel_dims import resolve
 
@@ -212,15 +212,25 @@ def _alike(candidate: Candidate) -> tuple[object, ...]:
 
 
 def row_of(candidate: Candidate, run: Run, peak: Peak, cluster: Cluster) -> Row:
-    """The row of a layout, its whole step simulated if its tasks are not too many."""
-    tasks_of_one = len(training_step(replace(run, micro_batches=1), cluster).tasks)
+    """The row of a layout with its step simulated."""
+    return Row(candidate, run, peak, *simulated(run, cluster))
+
+
+def simulated(run: Run, cluster: Cluster, costs: Costs | None = None) -> tuple[float, Timeline]:
+    """The seconds of a step, and its timeline: the whole one, or its first micro-batches where it has very many tasks.
+
+    Args:
+        costs: of a micro-batch; modelled by default.
+    """
+    costs = costs or Costs.of(run, cluster)
+    tasks_of_one = len(training_step(replace(run, micro_batches=1), cluster, costs).tasks)
     few = max(1, min(run.micro_batches, _MOST_TASKS // tasks_of_one))
-    timeline = simulate(training_step(replace(run, micro_batches=few), cluster))
+    timeline = simulate(training_step(replace(run, micro_batches=few), cluster, costs))
     seconds = timeline.seconds
     if few < run.micro_batches:
-        fewer = simulate(training_step(replace(run, micro_batches=few - 1 or 1), cluster)).seconds
+        fewer = simulate(training_step(replace(run, micro_batches=few - 1 or 1), cluster, costs)).seconds
         seconds += (run.micro_batches - few) * (seconds - fewer)
-    return Row(candidate, run, peak, seconds, timeline)
+    return seconds, timeline
 
 
 def in_bfloat16(row: Row, cluster: Cluster) -> float:

@@ -23,11 +23,16 @@ STRIDED_COPY_S = 7.4e-12
 compiled copy (docs/log.md)."""
 
 
-def seconds_of(entry: Entry, spec: DeviceSpec) -> float:
-    """The modelled time of one entry, its launches included."""
+def seconds_of(entry: Entry, spec: DeviceSpec, *, multiplied_s: float | None = None) -> float:
+    """The modelled time of one entry, its launches included.
+
+    Args:
+        multiplied_s: the time of its FLOPs; None for the best rate of the device.
+    """
     moved = entry.moved_bytes / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
-    multiplied = entry.flops / (_tflops(entry.category, spec) * 1e12) if entry.flops else 0.0
-    return max(moved, multiplied, entry.strided_elements * STRIDED_COPY_S) + entry.launches * KERNEL_LAUNCH_S
+    if multiplied_s is None:
+        multiplied_s = entry.flops / (_tflops(entry.category, spec) * 1e12) if entry.flops else 0.0
+    return max(moved, multiplied_s, entry.strided_elements * STRIDED_COPY_S) + entry.launches * KERNEL_LAUNCH_S
 
 
 def milliseconds_by_category(ledger: Ledger, spec: DeviceSpec) -> dict[str, float]:

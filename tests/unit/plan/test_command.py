@@ -1,13 +1,16 @@
 """`quaver plan`: what it prints and writes, and what it refuses in one line."""
 
 import json
+import re
 
 import pytest
 
 from quaver.cli import main
 from quaver.cli import plan as command
 from quaver.plan import search
+from quaver.plan.compute import BlockTimes
 from quaver.plan.memory import Peak
+from quaver.plan.step import Costs
 from quaver.plan.unmodelled import unmodelled
 from quaver.settings import TrainConfig
 from quaver.settings.config_file import load_config
@@ -95,6 +98,26 @@ def test_a_step_of_so_many_tokens(capsys, tmp_path):
     }  # 4M / 8192, times of 16
 
 
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_the_kernels_of_a_block_beside_its_formulas(is_counted, capsys, tmp_path, monkeypatch):
+    def costs(config, ranks, run, cluster):
+        assert (ranks, run.local_batch) == (8, config.training.local_batch_size)
+        if not is_counted:
+            raise NotImplementedError("expected code that compiles one forward")
+        modelled = Costs.of(run, cluster)
+        return modelled._replace(block=BlockTimes(*(2 * each for each in modelled.block)))
+
+    monkeypatch.setattr(command, "counted_costs", costs)
+    words = ("--gpus", "8", "--top", "1", "--explain", "1", "--ledger", "--png", str(tmp_path / "step.png"))
+    printed, written = plan(capsys, tmp_path, *words)
+    if not is_counted:
+        assert "the kernels of its block are not counted: expected code that compiles one forward" in printed
+        return
+    seconds, by_formulas = re.search(r"a step ([\d.]+)\s+s\s+\(([\d.]+)\)", " ".join(printed.split())).groups()
+    assert float(by_formulas) == pytest.approx(written["rows"][0]["step_seconds"], rel=0.01)
+    assert 1.2 < float(seconds) / float(by_formulas) < 2
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -110,6 +133,9 @@ def test_a_step_of_so_many_tokens(capsys, tmp_path):
         ("--gpus 8 --explain 99", "--explain: expected a row of 1 to"),
         ("--row 2", "--row must be its default, 1, unless --write names a file"),
         ("--png a.png", "--png must be its default, 'runs/plan.png', unless --explain names a row"),
+        ("--ledger", "--ledger must be its default, False, unless --explain names a row"),
+        ("--explain 1 --ledger --gpu a100", "--ledger: expected a GPU that is one of H100, H200, B200, got A100"),
+        ("--storage 0", "--storage must be a rate above 0, got 0.0"),
         ("--write run.txt", "--write must be a file whose name ends with .toml"),
         ("--memory much", "--memory: expected a size above 0"),
     ],

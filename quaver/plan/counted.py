@@ -1,0 +1,123 @@
+"""The seconds of a layout's block from the kernels that Inductor writes for its GPU: the ledger of one rank.
+
+The trainer's own code makes, converts and parallelizes a model of one block on the first rank of the layout; the block
+is compiled as `quaver bench ledger` compiles one, and each launch takes what its bytes and FLOPs take. Formulas have
+the rest: what checkpointing recomputes (in the same ratio), the output projection and the embedding. Collectives inside
+the block are the simulation's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from quaver.bench.ledger.entries import Entry, entries_of
+from quaver.bench.ledger.subjects import check_triton
+from quaver.bench.ledger.times import seconds_of
+from quaver.memory.compiling.gpu_code import GPUS, record_compiled
+from quaver.memory.faking.experts import load_evenly
+from quaver.memory.faking.fakes import Fakes
+from quaver.memory.faking.gpu import as_on_a_gpu
+from quaver.memory.runs.predict import training_step, with_depth
+from quaver.plan.attention import attention_seconds
+from quaver.plan.cluster import Cluster
+from quaver.plan.compute import BlockTimes, linear_time, shares_of_matmuls, weights_of_block
+from quaver.plan.run import Run
+from quaver.plan.step import Costs
+from quaver.roofline.cost import KERNEL_LAUNCH_S
+from quaver.roofline.device_specs import DeviceSpec
+from quaver.roofline.matmul import matmul_seconds
+from quaver.runtime.ranks import Ranks
+from quaver.settings import ActivationCheckpoint, TrainConfig
+from quaver.settings.parallel_dims import resolve
+from quaver.trainer.dry_run import pretended_mesh
+from quaver.trainer.initialize import allocate
+from quaver.trainer.parallelize import parallelize
+from quaver.trainer.run_setup import make_models
+from quaver.trainer.trained_model import TrainedModel
+
+_COLLECTIVES = "_c10d_functional."
+
+
+def check_counts_for(spec: DeviceSpec) -> None:
+    """Refuse a device for which no code is written.
+
+    Raises:
+        ValueError: triton is not installed.
+        NotImplementedError: another device than those of quaver bench ledger.
+    """
+    check_triton()
+    if spec.name not in GPUS:
+        raise NotImplementedError(f"--ledger: expected a GPU that is one of {', '.join(GPUS)}, got {spec.name}")
+
+
+def counted_costs(config: TrainConfig, ranks: int, run: Run, cluster: Cluster) -> Costs:
+    """The costs of a run's micro-batch, with its block counted; seconds to compile it.
+
+    Args:
+        run: of `config` on so many ranks.
+        cluster: of GPUs that `check_counts_for` accepts.
+    Raises:
+        NotImplementedError: the block is no single compiled graph, as with experts that ranks split.
+    """
+    entries = block_entries(config, ranks, cluster.spec)
+    forward, backward = (
+        sum(entry_s(each, run, cluster) for each in entries if each.is_backward is is_backward)
+        for is_backward in (False, True)
+    )
+    if run.casts_weights_once and not run.float8_gather:  # outside of the block, for all micro-batches
+        weights = weights_of_block(run).items()
+        forward += sum(linear_time(run, name, *sizes, cluster).weight_casts_s for name, sizes in weights)
+    modelled = Costs.of(run, cluster)
+    again = modelled.block.recomputed * forward / modelled.block.forward
+    return modelled._replace(block=BlockTimes(forward, backward, again))
+
+
+def block_entries(config: TrainConfig, ranks: int, spec: DeviceSpec) -> tuple[Entry, ...]:
+    """The launches of one compiled block of the first rank, not checkpointed, without collectives.
+
+    Raises:
+        NotImplementedError: as `counted_costs`.
+    """
+    stores = config.activation_checkpoint.store_in_float8
+    config = replace(
+        with_depth(config, 1),
+        training=replace(config.training, compile=True),
+        activation_checkpoint=ActivationCheckpoint(mode="none", store_in_float8=stores),
+    )
+    config, layout = resolve(config, rank=0, world_size=ranks)
+    device, gpu = torch.device("cpu"), GPUS[spec.name]
+    with pretended_mesh(layout) as mesh:
+        name, model = next(iter(make_models(config, device).by_name.items()))
+        parallelize(model, config, mesh)
+        load_evenly(model)
+        with as_on_a_gpu(), Fakes():
+            allocate(model, device)
+            step, _ = training_step(TrainedModel(name, model, config, device, Ranks(0, 0, ranks)), config, layout)
+            graphs = record_compiled(step, gpu)
+    return tuple(each for each in entries_of(graphs, gpu.L2_cache_size) if not each.name.startswith(_COLLECTIVES))
+
+
+def entry_s(entry: Entry, run: Run, cluster: Cluster) -> float:
+    """The modelled time of one launch: matmuls by their shape, attention by its kernel, at the rates of a long run."""
+    return seconds_of(entry, cluster.spec, multiplied_s=_multiplied_s(entry, run, cluster) if entry.flops else 0.0)
+
+
+def _multiplied_s(entry: Entry, run: Run, cluster: Cluster) -> float:
+    spec = cluster.spec
+    if entry.category == "attention":
+        queries = run.model.n_heads * run.model.head_dim
+        both = attention_seconds(queries, run.tokens / run.tensor, run.seq_len, spec, run.attention)
+        return (both[entry.is_backward] - KERNEL_LAUNCH_S) / cluster.sustained  # the entry has its launch
+    in_float8 = entry.category == "float8 matmul"
+    columns, contracted = entry.launch.writes[0].size[-1], _contracted(entry)
+    rows = entry.flops // (2 * columns * contracted)
+    share = min(shares_of_matmuls(run.recipe).values(), default=1.0) if in_float8 and run.recipe is not None else 1.0
+    return matmul_seconds(rows, contracted, columns, in_float8, spec) / share / cluster.sustained
+
+
+def _contracted(entry: Entry) -> int:
+    """The dim along which a matmul sums: the last of its first matrix."""
+    first = next(each for each in entry.launch.reads if len(each.size) >= 2 and each.elements > 1)
+    return first.size[-1]

@@ -1,0 +1,79 @@
+"""A layout's block by its kernels: on one rank it is the ledger's block, and takes what the ledger says."""
+
+import tomllib
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.record import ROOT
+from quaver.bench.ledger.ledger import Ledger
+from quaver.bench.ledger.times import milliseconds_by_category
+from quaver.plan import counted
+from quaver.plan.changes import BFLOAT16, with_precision
+from quaver.plan.cluster import Cluster
+from quaver.plan.counted import block_entries, check_counts_for, counted_costs
+from quaver.plan.run import run_of
+from quaver.plan.simulate import simulate
+from quaver.plan.step import Costs, training_step
+from quaver.roofline.block import attention_seconds as by_data_sheet
+from quaver.roofline.device_specs import find_device_spec
+from quaver.settings import Model, TrainConfig, Training
+from quaver.settings.parallel_dims import resolve
+
+pytest.importorskip("triton")
+COUNTS = tomllib.loads((ROOT / "tests/unit/bench/ledger_counts.toml").read_text())["block"]
+MODEL = Model(vocab_size=512, dim=256, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=768)
+STEP = Training(
+    seq_len=512, local_batch_size=2, mixed_precision_param="bfloat16", residual_dtype="bfloat16", compile=True
+)
+CONFIG = TrainConfig(model=MODEL, training=STEP)
+H200 = find_device_spec("h200")
+OTHERS = (BFLOAT16, "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise")
+
+
+@pytest.mark.parametrize(
+    "precision", ["tensorwise", *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS)]
+)
+def test_one_rank_equals_the_ledger(precision, monkeypatch):
+    """Counts, but for halves of rotary tables, which the ledger's block has as buffers and reads whole in the backward;
+    and, at the ledger's rates, the time of a block in a simulated step.
+
+    FSDP2 over two ranks gathers weights in bfloat16, as those of the ledger are.
+    """
+    config = with_precision(CONFIG, precision, gathers_codes=False)
+    entries = block_entries(config, 2, H200)
+    ledger = Ledger(precision, "H200", entries, ())
+    expected = COUNTS[BFLOAT16 if precision == BFLOAT16 else f"quaver {precision}"]
+    halves = 2 * 2 * STEP.seq_len * MODEL.head_dim * 4 // 2
+    assert ledger.counts() | {"saved_bytes": 0} == expected | {
+        "saved_bytes": 0, "hp_bytes": expected["hp_bytes"] - halves,
+    }  # fmt: skip
+
+    monkeypatch.setattr(counted, "block_entries", lambda *_: entries)
+    monkeypatch.setattr(counted, "shares_of_matmuls", lambda recipe: {})
+    monkeypatch.setattr("quaver.roofline.matmul.share_of_shape", lambda *_: 1.0)
+    monkeypatch.setattr(counted, "attention_seconds", lambda *given: by_data_sheet(*given[:4]))
+    run, cluster = replace(run_of(*resolve(config, rank=0, world_size=2)), shard=1), Cluster(H200)
+    costs = counted_costs(config, 2, run, cluster)
+    blocks = [
+        span.end_s - span.start_s
+        for span in simulate(training_step(run, cluster, costs)).spans
+        if "of block 1" in span.task.name
+    ]
+    assert 1e3 * sum(blocks) == pytest.approx(sum(milliseconds_by_category(ledger, H200).values()))
+    assert costs.head == Costs.of(run, cluster).head
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", ["tensorwise", "rowwise"])
+def test_a_tensor_parallel_share_is_counted_without_its_collectives(precision):
+    config = with_precision(CONFIG, precision)
+    config = replace(config, parallelism=replace(config.parallelism, tensor_parallel_degree=2))
+    whole, share = block_entries(with_precision(CONFIG, precision), 1, H200), block_entries(config, 2, H200)
+    assert not any("c10d" in entry.name for entry in share)
+    assert sum(entry.flops for entry in whole) == 2 * sum(entry.flops for entry in share)
+
+
+def test_other_gpus_are_refused():
+    with pytest.raises(NotImplementedError, match="expected a GPU that is one of H100, H200, B200, got A100"):
+        check_counts_for(find_device_spec("a100"))
