@@ -1,13 +1,16 @@
 """What `quaver plan` predicts of published runs, and of its own configs on up to 100,000 GPUs. Simulated: nothing runs.
 
-    python -m benchmarks.plan --published --update-docs    the table of docs/plan.md; a minute
+    python -m benchmarks.plan --published --update-docs    the tables of docs/plan.md; a minute
+    python -m benchmarks.plan --published --memory         their memory, too, else as recorded; half an hour
     python -m benchmarks.plan --scaling --update-docs      the tables and the picture of docs/scale.md; minutes
     python -m benchmarks.plan --calibrate                  the share of each card that its row asks for
 
-With `--recorded` from benchmarks/results/plan_{published,scaling}.json. All of it is deterministic.
+With `--recorded` from benchmarks/results/plan_{published,memory,scaling}.json. All of it is deterministic.
 """
 
-from benchmarks import plan_published, plan_scaling
+from argparse import Namespace
+
+from benchmarks import plan_memory, plan_published, plan_scaling
 from benchmarks.record import make_page, page_parser
 from quaver.plan.calibration import CARDS
 
@@ -15,6 +18,7 @@ from quaver.plan.calibration import CARDS
 def main() -> None:
     parser = page_parser(__doc__)
     parser.add_argument("--published", action="store_true")
+    parser.add_argument("--memory", action="store_true", help="with --published: predict memory, too")
     parser.add_argument("--scaling", action="store_true")
     parser.add_argument("--calibrate", action="store_true")
     options = parser.parse_args()
@@ -25,6 +29,9 @@ def main() -> None:
         results = make_page(options, part.predict, part.RECORD, part.tables, part.PAGE)
         if options.update_docs:
             part.draw(results)
+    if options.published:
+        of_memory = Namespace(**{**vars(options), "recorded": options.recorded or not options.memory})
+        make_page(of_memory, plan_memory.predict, plan_memory.RECORD, plan_memory.tables, plan_memory.PAGE)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,12 @@ class Published:
     float8_gather: bool = False
     """Weights are gathered in float8."""
     memory_gib: float | None = None
-    """The peak of the fullest GPU, where it is stated."""
+    """The peak of the fullest GPU, where it is stated: what the allocator of PyTorch reserved."""
+    loss: Literal["", "float32", "compiled"] = ""
+    """Where memory is stated. float32: cross entropy in eager code, of all logits in float32; compiled: the same,
+    compiled."""
+    root_has_head: bool = False
+    """The output projection is in FSDP2's group of the embedding, whose weights stay gathered."""
 
     def __post_init__(self) -> None:
         """Check what holds between fields."""
@@ -91,6 +96,7 @@ class Published:
         self._require((self.pp_virtual > 1) == is_interleaved, "virtual stages where the schedule is interleaved")
         divides = self.global_batch is None or self.global_batch % (self.local_batch * self.data_parallel) == 0
         self._require(divides, f"a global_batch of whole micro-batches of {self.data_parallel} ranks")
+        self._require(self.memory_gib is None or bool(self.loss), "a loss where memory is stated")
         self._require(set(self.assumed) <= {each.name for each in fields(self)}, "assumed: names of fields")
 
     def _require(self, holds: bool, expected: str) -> None:

@@ -4,20 +4,23 @@ import json
 
 import pytest
 
-from benchmarks import plan_published, plan_scaling
+from benchmarks import plan_memory, plan_published, plan_scaling
 from benchmarks.plan_published import OFF, REASONS, calibrated, reason, tokens_per_s
 from benchmarks.plan_scaling import CONFIGS, H100, SHOWN, Layout, best, run_of
 from benchmarks.published import published
 from benchmarks.record import fill
 from quaver.plan.calibration import CARDS
 from quaver.plan.cluster import Cluster
+from quaver.plan.estimate import estimated_peak
+from quaver.plan.memory import peak_of
 
-PUBLISHED, SCALING = (json.loads(part.RECORD.read_text()) for part in (plan_published, plan_scaling))
+PARTS = plan_published, plan_scaling, plan_memory
+PUBLISHED, SCALING, MEMORY = (json.loads(part.RECORD.read_text()) for part in PARTS)
 ROWS = {row.name: row for row in published()}
 QUICK = [name for name, row in ROWS.items() if row.pp == 1 and row.micro_batches <= 2]
 
 
-@pytest.mark.parametrize(("part", "results"), [(plan_published, PUBLISHED), (plan_scaling, SCALING)])
+@pytest.mark.parametrize(("part", "results"), zip(PARTS, (PUBLISHED, SCALING, MEMORY), strict=True))
 def test_the_tables_are_those_of_the_recorded_predictions(part, results):
     page = part.PAGE.read_text()
     assert fill(page, part.tables(results)) == page, "run python -m benchmarks.plan --recorded --update-docs"
@@ -32,6 +35,27 @@ def test_recorded_predictions_of_published_runs_are_the_models(names):
     for name in names:
         assert recorded[name]["published"] == ROWS[name].tokens_per_s_per_gpu
         assert recorded[name]["predicted"] == pytest.approx(tokens_per_s(ROWS[name]), abs=0.06), name
+
+
+def test_recorded_memory_of_published_runs_is_near_the_estimate():
+    rows = {row.name: row for row in plan_memory.with_memory() if not plan_memory.not_in_the_trainer(row)}
+    assert [each["name"] for each in MEMORY["rows"]] == list(rows)
+    for each in MEMORY["rows"]:
+        row = rows[each["name"]]
+        estimate = estimated_peak(plan_memory.config_of(row), row.gpus)
+        assert each["trainer"] == pytest.approx(estimate, rel=0.03), row.name
+        if each["as_published"] is not None:  # live bytes are no more than what was reserved
+            assert each["as_published"] + plan_memory.counted_bytes(row) < row.memory_gib * 2**30, row.name
+
+
+@pytest.mark.nightly
+def test_recorded_memory_of_a_published_run_is_the_trainers():
+    name = "torchao-tutorial-202506 8B 8 H100 bfloat16"
+    (recorded,) = (each for each in MEMORY["rows"] if each["name"] == name)
+    config, row = plan_memory.config_of(ROWS[name]), ROWS[name]
+    assert recorded["trainer"] == peak_of(config, row.gpus).bytes
+    with plan_memory.as_published(row):
+        assert recorded["as_published"] == peak_of(config, row.gpus).bytes
 
 
 def test_every_row_that_is_far_off_has_a_reason_and_no_other_has():

@@ -1,0 +1,169 @@
+"""The memory of published runs as the trainer's own prediction has it: a table of docs/plan.md.
+
+Each run is predicted twice: as the trainer would do it, and with what torchtitan did otherwise (`as_published`). Their
+figures are what the caching allocator reserved, ours what is live.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from benchmarks.published import Published, published
+from benchmarks.record import ROOT, markdown
+from quaver.plan.memory import peak_of
+from quaver.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig, Training
+from quaver.trainer import parallelize, trained_model
+
+PAGE = ROOT / "docs" / "plan.md"
+RECORD = ROOT / "benchmarks" / "results" / "plan_memory.json"
+CHECKPOINTING = {
+    "none": ActivationCheckpoint(mode="none"),
+    "selective op": ActivationCheckpoint(mode="selective"),
+    "full": ActivationCheckpoint(mode="full"),
+}
+
+
+def not_in_the_trainer(row: Published) -> str:
+    """What a published run has that the trainer lacks; empty for a run that it could do."""
+    lacks = {"pipeline stages": row.pp > 1, "context parallelism": row.cp > 1, "asynchronous TP": row.async_tp}
+    return ", ".join(name for name, has in lacks.items() if has)
+
+
+def config_of(row: Published) -> TrainConfig:
+    """A published run as a config of the trainer: a residual stream in bfloat16, as torchtitan's activations are.
+
+    Eager code where the trainer compiles no blocks that are recomputed whole, which tensor parallelism splits.
+    """
+    is_compiled = row.compiled and not (row.tp > 1 and row.checkpointing == "full")
+    is_float8 = row.recipe != "bfloat16"
+    gathers = {"enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"} if row.float8_gather else ()
+    float8 = Float8(enable_float8_linear=is_float8, **{"recipe_name": row.recipe} if is_float8 else {})
+    return TrainConfig(
+        model=row.shape,
+        training=Training(
+            seq_len=row.seq_len,
+            local_batch_size=row.local_batch,
+            global_batch_size=row.local_batch * row.micro_batches * row.data_parallel,
+            compile=is_compiled,
+            residual_dtype="bfloat16",
+        ),
+        parallelism=Parallelism(
+            data_parallel_replicate_degree=row.dp_replicate,
+            data_parallel_shard_degree=row.dp_shard,
+            tensor_parallel_degree=row.tp,
+        ),
+        activation_checkpoint=CHECKPOINTING[row.checkpointing],
+        float8=Float8(**asdict(float8) | dict.fromkeys(gathers, True)),
+    )
+
+
+@contextmanager
+def as_published(row: Published) -> Iterator[None]:
+    """Train as torchtitan did, inside the block: its loss, and its FSDP2 groups.
+
+    Its cross entropy converts all logits to float32, in eager code until it compiled the loss (April 2025). Tensor
+    parallel ranks keep their parts of the vocabulary. Until July 2025 the output projection was in the root's group,
+    whose weights stay gathered from the forward on.
+    """
+    loss: Callable[[Tensor, Tensor], Tensor] = torch.compile(_loss) if row.loss == "compiled" else _loss
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(trained_model, "next_token_loss", loss))
+        stack.enter_context(patch.object(parallelize, "_colwise", _with_parts_of_logits(parallelize._colwise)))
+        if row.root_has_head:
+            fully_shard = patch.object(parallelize, "fully_shard", _but_for_linears(parallelize.fully_shard))
+            stack.enter_context(fully_shard)
+        yield
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _with_parts_of_logits(colwise: Callable[..., ParallelStyle]) -> Callable[..., ParallelStyle]:
+    def parted(linear: nn.Linear, **layouts: Any) -> ParallelStyle:
+        return colwise(linear, **layouts | ({"output_layouts": Shard(-1)} if "output_layouts" in layouts else {}))
+
+    return parted
+
+
+def _but_for_linears(fully_shard: Callable[..., Any]) -> Callable[..., Any]:
+    def shard(module: nn.Module, **options: Any) -> Any:
+        return module if isinstance(module, nn.Linear) else fully_shard(module, **options)
+
+    return shard
+
+
+def alike(row: Published) -> tuple[object, ...]:
+    """What tells runs apart, but for their recipe: that changes a peak by less than 1%."""
+    return row.name.partition(" ")[0], row.model, row.gpus, row.tp, row.seq_len, row.local_batch, row.compiled
+
+
+def predict() -> dict[str, Any]:
+    """The predicted live peaks of every run with a published figure that the trainer could do.
+
+    Of runs that differ in their recipe only, the first is predicted as published.
+    """
+    known: dict[TrainConfig, int] = {}
+    seen: set[tuple[object, ...]] = set()
+    rows = []
+    for row in with_memory():
+        if not_in_the_trainer(row):
+            continue
+        config, as_theirs = config_of(row), None
+        if config not in known:
+            known[config] = peak_of(config, row.gpus).bytes
+        if alike(row) not in seen:
+            seen.add(alike(row))
+            with as_published(row):
+                as_theirs = peak_of(config, row.gpus).bytes
+        rows.append({"name": row.name, "trainer": known[config], "as_published": as_theirs})
+    return {"rows": rows}
+
+
+def counted_bytes(row: Published) -> int:
+    """Bytes that torchtitan needs besides `as_published`.
+
+    The bfloat16 logits: eager cross entropy frees them before the backward, and no block of theirs is large enough for
+    logits in float32. In eager code its policy also saves the last matmul's result of each block, which nothing reads.
+    """
+    tokens = row.local_batch * row.seq_len
+    logits = 2 * tokens * row.shape.vocab_size // row.tp if row.loss == "float32" else 0
+    is_saved = row.checkpointing == "selective op" and not row.compiled
+    return logits + (2 * tokens * row.shape.dim * row.shape.n_layers if is_saved else 0)
+
+
+def with_memory() -> list[Published]:
+    """The runs whose memory was published."""
+    return [row for row in published() if row.memory_gib is not None]
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Published and predicted memory."""
+    by_name = {each["name"]: each for each in results["rows"]}
+    lines = []
+    for row in with_memory():
+        group, _, name = row.name.partition(" ")
+        known = by_name.get(row.name)
+        if known is None:
+            cells = [f"not in the trainer: {not_in_the_trainer(row)}", "", "", "", ""]
+        else:
+            theirs, measured = known["as_published"], (row.memory_gib or 0.0) * 2**30
+            cells = [_gib(known["trainer"]), f"{known['trainer'] / measured:.2f}", _gib(theirs), "", ""]
+            if theirs is not None:
+                counted = theirs + counted_bytes(row)
+                cells[3:] = [_gib(counted), f"{counted / measured:.2f}"]
+        lines.append([group, name, f"{row.memory_gib:g}", *cells])
+    heads = ["source", "run", "published", "in the trainer", "ratio", "as published", "and counted", "ratio"]
+    return {"published memory": markdown(heads, lines)}
+
+
+def _gib(peak: int | None) -> str:
+    return "" if peak is None else f"{peak / 2**30:.1f}"
