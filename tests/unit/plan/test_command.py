@@ -6,6 +6,7 @@ import re
 import pytest
 
 from quaver.cli import main
+from quaver.cli.plan import PlanOptions
 from quaver.cli import plan as command
 from quaver.plan import search
 from quaver.plan.compute import BlockTimes
@@ -116,6 +117,12 @@ def test_the_kernels_of_a_block_beside_its_formulas(is_counted, capsys, tmp_path
     seconds, by_formulas = re.search(r"a step ([\d.]+)\s+s\s+\(([\d.]+)\)", " ".join(printed.split())).groups()
     assert float(by_formulas) == pytest.approx(written["rows"][0]["step_seconds"], rel=0.01)
     assert 1.2 < float(seconds) / float(by_formulas) < 2
+
+
+@pytest.mark.parametrize(("gpus", "sequences"), [(7, 3864), (8, 3904), (1000, 3000), (4096, 2048)])
+def test_tokens_of_a_step_are_those_that_the_configured_batch_divides(gpus, sequences):
+    """1M tokens are 3,906 sequences of 256; the configured batch of a GPU is 8."""
+    assert PlanOptions(gpus=gpus, global_batch="1M").step_sequences(TrainConfig()) == sequences
 
 
 @pytest.mark.parametrize(
