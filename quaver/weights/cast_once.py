@@ -42,8 +42,13 @@ class PreparedWeight:
             raise changed_inside_scope(weight, "replaced")
         if self._of.config is not self._config and self._of.config != self._config:
             raise changed_inside_scope(weight, "given another config")
-        if version_of(weight) != self._version or weight.data_ptr() != self._memory.data_ptr():  # `.data = ...`
+        if version_of(weight) != self._version or _address(weight) != _address(self._memory):  # `.data = ...`
             raise changed_inside_scope(weight, "changed")
+
+
+def _address(tensor: Tensor) -> int:
+    """Where its memory begins; a fake tensor has none."""
+    return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
 
 
 def changed_inside_scope(weight: Tensor, how: str) -> RuntimeError:

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import quaver.experts.grouped_mm
 import quaver.linear.quantize
@@ -226,3 +227,16 @@ def test_another_config_inside_the_scope_is_an_error():
     with pytest.raises(RuntimeError, match="given another config"), cast_weights_once(model):
         model[0].config = Float8LinearConfig.from_recipe_name("rowwise")
         model(microbatches(1)[0])
+
+
+def test_the_memory_of_a_fake_weight_is_not_asked_for(recwarn):
+    """Predictions train with fake tensors; torch warns of their data_ptr()."""
+    torch.set_warn_always(True)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = model_of("tensorwise")
+            with cast_weights_once(model):
+                sum(model(batch).sum() for batch in microbatches(2)).backward()
+    finally:
+        torch.set_warn_always(False)
+    assert not [str(each.message) for each in recwarn if "data pointer" in str(each.message)]
