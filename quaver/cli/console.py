@@ -36,6 +36,7 @@ def make_table(
             name,
             justify="right" if name in right else "left",
             no_wrap=name not in wrapped,
+            min_width=6 if name in wrapped else None,
             overflow="fold" if name in wrapped else "ellipsis",
         )
     for row in rows:

@@ -70,7 +70,10 @@ class Candidate:
         layout, training = self.layout, self.config.training
         degrees = {"FSDP2": layout.shard, "x HSDP": layout.replicate, "x TP": layout.tensor, "EP": layout.expert}
         where = " ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one GPU"
-        batch = f"{layout.micro_batches(training)} micro-batches of {training.local_batch_size} sequences"
+        batches = layout.micro_batches(training), training.local_batch_size
+        batch = " of ".join(
+            f"{n} {what}{'s' * (n > 1)}" for n, what in zip(batches, ("micro-batch", "sequence"), strict=True)
+        ).replace("batchs", "batches")
         gathers = f", gathers {self.gathered_words}" if self.gathered_words else ""
         return f"{where}{gathers}, {batch}, AC {self.saved_words}"
 
