@@ -122,7 +122,7 @@ def test_the_kernels_of_a_block_beside_its_formulas(is_counted, capsys, tmp_path
 @pytest.mark.parametrize(("gpus", "sequences"), [(7, 3864), (8, 3904), (1000, 3000), (4096, 2048)])
 def test_tokens_of_a_step_are_those_that_the_configured_batch_divides(gpus, sequences):
     """1M tokens are 3,906 sequences of 256; the configured batch of a GPU is 8."""
-    assert PlanOptions(gpus=gpus, global_batch="1M").step_sequences(TrainConfig()) == sequences
+    assert command.PlanOptions(gpus=gpus, global_batch="1M").step_sequences(TrainConfig()) == sequences
 
 
 @pytest.mark.parametrize(
