@@ -7,7 +7,6 @@ import pytest
 
 from quaver.cli import main
 from quaver.cli import plan as command
-from quaver.cli.plan import PlanOptions
 from quaver.plan import search
 from quaver.plan.compute import BlockTimes
 from quaver.plan.memory import Peak
