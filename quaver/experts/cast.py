@@ -92,10 +92,30 @@ def _amaxes(hp: Tensor, ends: Tensor | None, groups: int, block: Block, scale_ro
 
 def amax_of_scale_rows(hp: Tensor, scale_row: Tensor, count: int, columns: int) -> Tensor:
     """The amax of each row of scales, float32 [count + 1, blocks of columns]; the last one is of rows of no group."""
-    amax = scaling.block_amax(hp, _part_of_row(hp, columns))
-    bits = amax.float().view(torch.int32)  # they order as the magnitudes do, NaNs on top
-    amaxes = bits.new_zeros(count + 1, bits.shape[1])
-    return amaxes.scatter_reduce(0, scale_row[:, None].expand(bits.shape), bits, "amax").view(torch.float32)
+    if columns == 1:
+        return group_amax(hp, scale_row, count + 1)
+    return _largest_by(scale_row, count + 1, scaling.block_amax(hp, _part_of_row(hp, columns)))
+
+
+def _group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
+    """The amax of each column of `hp` [R, C] over the rows of each group, float32 [groups, C]; `group` is int64 [R]."""
+    return _largest_by(group, groups, scaling.block_amax(hp, (1, 1)))
+
+
+def _fake_group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
+    return hp.new_empty(groups, hp.shape[1], dtype=torch.float32)
+
+
+# Inductor would scatter: it writes the magnitudes as int32, and has an atomic for each of them.
+group_amax = operation(
+    _group_amax, results=1, gpu="group_amax", fake=_fake_group_amax, in_graphs=True, phase="quaver::cast"
+)
+
+
+def _largest_by(group: Tensor, groups: int, magnitudes: Tensor) -> Tensor:
+    bits = magnitudes.float().view(torch.int32)  # they order as the magnitudes do, NaNs on top
+    largest = bits.new_zeros(groups, bits.shape[1])
+    return largest.scatter_reduce(0, group[:, None].expand(bits.shape), bits, "amax").view(torch.float32)
 
 
 def scales_per_row(hp: Tensor, quant_scale: Tensor, scale_row: Tensor, columns: int) -> tuple[Tensor, Block]:

@@ -62,7 +62,7 @@ def operation(
             its function `Operands`.
         cpu: as `reference`, or None as its result where it does not take the tensor.
         gpu: the name of such a function in triton_cast.py, for tensors that its `takes` accepts; where the reference
-            has no float8 dtype, for codes that its `takes_codes` does.
+            has no float8 dtype, for those that its `takes_codes` or `takes_matrix` does.
         fake: computes results on fake tensors; None for the reference.
         in_graphs: whether code compiled for a GPU calls the operation, instead of the reference.
         phase: the name of the range that a call is while a profiler or a recorder runs (runtime/phases.py).
@@ -130,7 +130,8 @@ def runs_as_operation(tensor: Tensor, in_graphs: bool = False) -> bool:
 
 
 def triton_kernels(hp: Tensor, float8_dtype: torch.dtype | None) -> Any:
-    """The module of the Triton kernels if they cast `hp` to `float8_dtype`, or without one copy codes; else None."""
+    """The module of the Triton kernels if they cast `hp` to `float8_dtype`, or without one take it as it is; else
+    None."""
     if not hp.is_cuda or torch.compiler.is_dynamo_compiling():
         return None
     from quaver.kernels import triton_blocks, triton_cast  # import triton, which PyTorch for CPUs comes without
@@ -140,5 +141,6 @@ def triton_kernels(hp: Tensor, float8_dtype: torch.dtype | None) -> Any:
             f"casts on {hp.device}",
             f"float8 casts on {hp.device} run in PyTorch, in several passes over memory: {obstacle}",
         )
-    takes = triton_cast.takes_codes(hp) if float8_dtype is None else triton_cast.takes(hp, float8_dtype)
-    return triton_cast if takes else None
+    if float8_dtype is not None:
+        return triton_cast if triton_cast.takes(hp, float8_dtype) else None
+    return triton_cast if triton_cast.takes_codes(hp) or triton_cast.takes_matrix(hp) else None

@@ -1,6 +1,7 @@
 """The amaxes of a matrix in Triton: of all of it, of each row, of each column, from one read.
 
     amax = max |hp|        row_amax[r] = max |hp[r, :]|        column_amax[c] = max |hp[:, c]|
+    group_amax[g, c] = max |hp[r, c]| over the rows r of group g
 
 Programs join their amaxes by atomic maxima of the bits of magnitudes, which order like the magnitudes with NaNs on top:
 neither the order of the programs nor their number changes a result, and NaN propagates. For the grid, the tiles and the
@@ -49,6 +50,18 @@ def amax_by_dim(hp: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor | None
     return row_amax, column_amax
 
 
+def group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
+    """float32 [groups, C]: the amax of each column of an `hp` [R, C] that `takes` accepts, over the rows of each group.
+
+    Args:
+        group: int64 [R], the group of each row. A program goes through the groups from the smallest to the largest one
+            of its rows, so it is fast where rows are sorted by group.
+    """
+    amaxes = hp.new_zeros(groups, hp.shape[1], dtype=torch.float32)
+    launch(_group_amax, hp, tile_for(hp), group.contiguous(), amaxes)
+    return amaxes
+
+
 @jit
 def _amax(
     hp_ptr: tl.tensor,
@@ -72,3 +85,21 @@ def _amax(
             tl.atomic_max(as_bits(row_amax_ptr) + r, tl.max(bits, 1), mask=r < rows, sem="relaxed")
         if column_amax_ptr is not None:
             tl.atomic_max(as_bits(column_amax_ptr) + c, tl.max(bits, 0), mask=c < columns, sem="relaxed")
+
+
+@jit
+def _group_amax(
+    hp_ptr: tl.tensor,
+    group_ptr: tl.tensor,
+    amax_ptr: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    hp, r, c = load_tile(hp_ptr, tl.program_id(0), rows, columns, TILE)
+    bits = magnitude_bits(hp)
+    group = tl.load(group_ptr + tl.minimum(r, rows - 1))  # behind the last row 0 is read, which is no amax
+    for each in range(tl.min(group), tl.max(group) + 1):  # one where all rows of a tile are of a group
+        found = tl.max(tl.where((group == each)[:, None], bits, 0), 0)
+        to = as_bits(amax_ptr) + each * columns + c
+        tl.atomic_max(to, found, mask=(c < columns) & (found > 0), sem="relaxed")

@@ -62,7 +62,12 @@ def takes(hp: Tensor, float8_dtype: torch.dtype) -> bool:
 
     Under TRITON_INTERPRET: such a tensor on the CPU. Do not call while compiling.
     """
-    return hp.dtype in HP_DTYPES and float8_dtype in FLOAT8_DTYPES and has_kernels(hp)
+    return float8_dtype in FLOAT8_DTYPES and takes_matrix(hp)
+
+
+def takes_matrix(hp: Tensor) -> bool:
+    """`takes`, whatever `hp` is cast to."""
+    return hp.dtype in HP_DTYPES and has_kernels(hp)
 
 
 def has_kernels(tensor: Tensor) -> bool:

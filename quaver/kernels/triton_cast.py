@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.operands import Operand, Operands, asked_for, of_one_scale, unflattened
-from quaver.kernels.triton_amax import amax, amax_by_dim, amax_unless_known
+from quaver.kernels.triton_amax import amax, amax_by_dim, amax_unless_known, group_amax
 from quaver.kernels.triton_blocks import (
     Codes,
     Tile,
@@ -50,6 +50,7 @@ from quaver.kernels.triton_blocks import (
     store_row_codes,
     store_scales,
     takes,
+    takes_matrix,
     tile_for,
     to_float8,
     to_quant_scale,
@@ -72,8 +73,10 @@ __all__ = [
     "cast_with_persistent_scale",
     "cast_with_scale",
     "column_major",
+    "group_amax",
     "takes",
     "takes_codes",
+    "takes_matrix",
 ]
 
 ScaleBuffers = tuple[Tensor | None, Tensor | None, Tensor | None]

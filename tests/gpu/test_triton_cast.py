@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from quaver.experts.cast import _group_amax as group_amax_in_torch
 from quaver.kernels import triton_cast
 from quaver.kernels.cast import column_major
 from quaver.recipes import scaling
@@ -47,6 +48,14 @@ def test_every_value(hp_dtype, float8_dtype, power_of_2):
     assert_casts(hp, float8_dtype, persistent=scales, given=given, power_of_2=power_of_2)
     assert_casts(hp.t().contiguous(), float8_dtype, power_of_2=power_of_2)
     assert_casts(hp[hp.isfinite().all(1)], float8_dtype, persistent=(0.0, 100.0), power_of_2=power_of_2)
+
+
+@HP
+def test_amaxes_of_groups(hp_dtype):
+    hp, sizes = varied(3000, 4096, hp_dtype), torch.tensor([1000, 0, 7, 1993])
+    for group in (torch.arange(4).repeat_interleave(sizes), torch.randperm(3000) % 100, torch.zeros(3000).long()):
+        made = triton_cast.group_amax(hp.cuda(), group.cuda(), 101)
+        assert_equal([made.cpu()], [group_amax_in_torch(hp, group, 101)])
 
 
 @FLOAT8

@@ -222,6 +222,11 @@ def _persistent_cast(entry: Entry) -> list[Entry]:
     return [replace(entry, category="casts" if entry.category != "small" else "small", launches=3)]
 
 
+def _amaxes_of_groups(entry: Entry) -> list[Entry]:
+    """One launch fills the amaxes with zeros."""
+    return [replace(entry, category="small" if entry.category == "small" else "amax", launches=2)]
+
+
 def _cast_from_two_reads(entry: Entry) -> list[Entry]:
     """An operand is read for its amaxes and for its codes."""
     operand = entry.launch.reads[0].moved_bytes
@@ -246,6 +251,7 @@ OPERATIONS: dict[str, Operation] = {
     "quaver.column_major": _copy_of_codes,
     "quaver.cast_with_persistent_scale": _persistent_cast,
     "quaver.cast_rowwise": _cast_from_two_reads,
+    "quaver.group_amax": _amaxes_of_groups,
     "quaver.grouped_mm": _expert_matmul,
     "aten._scaled_mm": _matmul,
     "aten._scaled_grouped_mm": _grouped_matmul,

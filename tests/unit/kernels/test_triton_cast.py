@@ -122,6 +122,25 @@ def _copies():
     ]
 
 
+@np.errstate(all="ignore")
+def _groups():
+    """Rows of a group in one tile, over several, in a tile with others, and apart; empty groups, NaN, inf, 0."""
+    for dtype, (rows, columns) in itertools.product(
+        (torch.bfloat16, torch.float32), ((1, 40), (33, 1), (70, 45), (300, 80))
+    ):
+        hp = varied(rows, columns, dtype)
+        sizes = torch.tensor([rows // 2, 0, rows // 3, rows - rows // 2 - rows // 3])
+        for group in (torch.arange(4).repeat_interleave(sizes), torch.randperm(rows) % 3, torch.zeros(rows).long()):
+            with counting_bytes() as counted:
+                made = triton_cast.group_amax(hp, group, 5)
+            expected = [hp[group == each].abs().float() for each in range(5)]
+            expected = [each.nan_to_num(INF, INF).amax(0) if len(each) else torch.zeros(columns) for each in expected]
+            has_nan = torch.stack([hp[group == each].isnan().any(0) for each in range(5)])
+            assert torch.equal(made.isnan(), has_nan)
+            assert torch.equal(made.nan_to_num(INF), torch.stack(expected))
+            assert counted[{torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]] >= hp.nbytes
+
+
 def _bytes(cast):
     """The bytes of hp and codes, and of all else, per element, for row codes, column codes and both."""
     hp = varied(256, 512, torch.bfloat16)
@@ -169,6 +188,7 @@ AT_NIGHT = [*((_every_value, *dtypes) for dtypes in (SOME[0], *OTHERS)), *((_sha
         (_rows_of_every_width,),
         (_saturated_elements_are_counted,),
         (_copies,),
+        (_groups,),
         *(pytest.param(check, marks=pytest.mark.nightly) for check in AT_NIGHT),
     ],
     ids=lambda check: "-".join(str(getattr(each, "__name__", each)) for each in check),

@@ -158,6 +158,14 @@ def test_amaxes(compiled, hp_dtype, tmp_path):
 
 
 @HP
+def test_amaxes_of_groups(compiled, hp_dtype, tmp_path):
+    triton_cast.group_amax(empty(hp_dtype), torch.zeros(len(empty(hp_dtype)), dtype=torch.int64), 3)
+    [asm] = compiled["_group_amax"]
+    assert instructions(asm)["ld.global.v4.b32"] == 8
+    assert_fits(asm, tmp_path, 128)
+
+
+@HP
 def test_blocks(compiled, hp_dtype, tmp_path):
     """Blocks of 128 x 128 spill up to 140 bytes where the width is no multiple of 16, and accesses are narrow."""
     for block_size in BLOCK_SIZES:
