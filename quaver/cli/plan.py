@@ -198,11 +198,11 @@ def _views(
         f"{sum(found.refusals.values()):,} refused by the trainer"
     )
     rows = [_cells(number, row, cluster) for number, row in enumerate(found.rows, 1)]
-    columns = ("", "precision", "FSDP\nxHSDP", "TP\nxEP", "gathers", "batch", "AC", *NUMBERS)
+    columns = ("", "precision", "FSDP\nxHSDP", "TP\nxEP", "gather", "batch", "AC", *NUMBERS)
     title = f"Fastest layouts whose peak fits into {memory / 2**30:.1f} GiB"
     yield make_table(title, columns, rows=rows, right=NUMBERS, wrapped=("precision",))
     yield (
-        "Gathers: the dtype in which weights of blocks are gathered; x2: for the forward, and again for the backward. "
+        "Gather: the dtype in which weights of blocks are gathered; x2: for the forward, and again for the backward. "
         "Batch: sequences of a micro-batch x micro-batches. AC 1/2: every second block is checkpointed. "
         "MFU: of bfloat16's peak; own: each matmul of its own. "
         "Wait: for collectives. * as configured."

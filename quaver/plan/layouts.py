@@ -57,12 +57,12 @@ class Candidate:
 
     @property
     def gathered_words(self) -> str:
-        """The dtype in which FSDP2 gathers the weights of blocks, and how often in a micro-batch: "float8 x2" for the
-        forward and again for the backward, "bf16 x1" for both; empty without shards."""
+        """The dtype in which FSDP2 gathers the weights of blocks, and how often in a micro-batch: "fp8x2" for the
+        forward and again for the backward, "bf16x1" for both; empty without shards."""
         if self.layout.shard == 1:
             return ""
-        dtype = "float8" if self.config.float8.enable_fsdp_float8_all_gather else "bf16"
-        return f"{dtype} x{1 if self.config.parallelism.fsdp_reshard_after_forward == 'never' else 2}"
+        dtype = "fp8" if self.config.float8.enable_fsdp_float8_all_gather else "bf16"
+        return f"{dtype}x{1 if self.config.parallelism.fsdp_reshard_after_forward == 'never' else 2}"
 
     @property
     def words(self) -> str:

@@ -1,7 +1,7 @@
 """The FLOPs and the simulated time of a training step, to order settings by speed.
 
 step       micro-batches * (linears and attention + recomputation), of one rank
-seconds    quaver/plan/step.py: what it computes and sends, on nodes of 8 GPUs with 400 Gb/s each
+seconds    quaver/plan/step.py: what it computes and sends, on nodes of 8 GPUs with 400 Gb/s each, without checkpoints
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec | None
     flops = micro_batches * tokens * training_flops_per_token(config.model, training.seq_len) // layout.tensor
     seconds = None
     if spec is not None and again is not None and training.mixed_precision_param == "bfloat16":
-        seconds = quick_seconds(run_of(config, layout), Cluster.of(spec))
+        run = replace(run_of(config, layout), steps_between_saves=0)  # states in float8 would also be saved sooner
+        seconds = quick_seconds(run, Cluster.of(spec))
     return StepCost(flops + (repeated or 0), repeated, seconds)
 
 

@@ -62,9 +62,9 @@ def test_weights_are_gathered_in_each_way_that_the_trainer_has():
     layouts = found("llama3_8b", 8, precisions=[BFLOAT16, "tensorwise", "rowwise"]).candidates
     ways = {(each.precision, each.gathered_words) for each in layouts if each.layout.shard > 1}
     assert ways == {
-        *((precision, words) for precision in (BFLOAT16, "tensorwise", "rowwise") for words in ("bf16 x1", "bf16 x2")),
-        ("tensorwise", "float8 x2"),
-        ("tensorwise", "float8 x1"),
+        *((precision, words) for precision in (BFLOAT16, "tensorwise", "rowwise") for words in ("bf16x1", "bf16x2")),
+        ("tensorwise", "fp8x2"),
+        ("tensorwise", "fp8x1"),
     }
     alone = found("llama3_debug", 1, precisions=["tensorwise"]).candidates
     assert {each.gathered_words for each in alone} == {""}
