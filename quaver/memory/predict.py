@@ -29,7 +29,7 @@ from quaver.memory.compiling.compiled import (
     has_compiled_code,
     nothing_compiled,
     recompile,
-    warm_up,
+    until_nothing_compiles,
 )
 from quaver.memory.compiling.compiled_rows import CompiledTracker
 from quaver.memory.faking.fakes import Fakes, check_integers, fake_copies, fake_copy, fake_tensors
@@ -184,24 +184,31 @@ def predict_step(
     fakes: Fakes,
     *,
     persistent_scales: Sequence[Tensor] = (),
+    first_step: Callable[[], None] | None = None,
 ) -> Prediction:
-    """Record `step` after a warm-up call, inside `fake_tensors`, where `model` and `optimizer` were made.
+    """Record the second step, inside `fake_tensors`, where `model` and `optimizer` were made.
 
-    Compiled code is warmed up until a step compiles nothing. Python's garbage collector is off during the recording, so
-    that a reference cycle that holds tensors shows.
+    A later one is recorded while steps compile something: the compiler's own tensors are not the step's. Python's
+    garbage collector is off during the recording, so that a reference cycle that holds tensors shows.
 
     Args:
         persistent_scales: float8 scaling state that persists across steps.
+        first_step: a shorter step after which the same states exist; `step` by default.
     """
-    warm_up(step)
-    fakes.reads = 0
-    if fakes.assumptions is not None:
-        fakes.assumptions.notes.clear()
-    with nothing_compiled():
-        backend = None if is_for_a_gpu() else GlooBuffers()
+    backend = None if is_for_a_gpu() else GlooBuffers()
+
+    def recorded() -> Prediction:
+        fakes.reads = 0
+        if fakes.assumptions is not None:
+            fakes.assumptions.notes.clear()
         recorded = record_step(step, model, optimizer, persistent_scales=persistent_scales, around=backend)
-        reads, assumed = fakes.reads, [] if fakes.assumptions is None else list(fakes.assumptions.notes)
-        return replace(recorded, reads=reads, notes=(*assumed, *check_integers(step, fakes)))
+        notes = () if fakes.assumptions is None else tuple(fakes.assumptions.notes)
+        return replace(recorded, reads=fakes.reads, notes=notes)
+
+    (first_step or step)()
+    prediction = until_nothing_compiles(recorded)
+    with nothing_compiled():
+        return replace(prediction, notes=(*prediction.notes, *check_integers(step, fakes)))
 
 
 def record_step(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -28,6 +28,8 @@ from quaver.memory.faking.gloo_buffers import GlooBuffers
 from quaver.recorder.modules import is_compiled
 from quaver.recorder.storages import StorageWatch
 from quaver.torch_private.compiler import OptimizedModule
+
+Result = TypeVar("Result")
 
 _STANCE = "fail_on_recompile"
 _MOST_STEPS = 4
@@ -73,17 +75,17 @@ def compiled_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def warm_up(step: Callable[[], None]) -> None:
-    """Run steps until one compiles nothing.
+def until_nothing_compiles(step: Callable[[], Result]) -> Result:
+    """Run steps until one compiles nothing, and return its result.
 
     Raises:
         NotImplementedError: each of _MOST_STEPS steps compiles something.
     """
     for _ in range(_MOST_STEPS):
         before = compiled_graphs()
-        step()
+        result = step()
         if compiled_graphs() == before:
-            return
+            return result
     raise NotImplementedError(
         f"expected a step that compiles nothing after {_MOST_STEPS} others, got one that compiles each time; "
         "torch's TORCH_LOGS=recompiles says why"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import count
 from math import prod
 from typing import Any
@@ -116,8 +117,14 @@ def predict_depths(config: TrainConfig, ranks: int, depths: Sequence[int]) -> Ge
                 allocate(model, device)
                 trained = TrainedModel(name, model, at_depth, device, Ranks(0, 0, ranks))
                 step, micro_batches = training_step(trained, at_depth, layout)
-                scales = persistent_scales(model)
-                prediction = predict_step(step, model, trained.optimizer, fakes, persistent_scales=scales)
+                prediction = predict_step(
+                    step,
+                    model,
+                    trained.optimizer,
+                    fakes,
+                    persistent_scales=persistent_scales(model),
+                    first_step=partial(step, micro_batches=1),
+                )
                 yield RunMemory(at_depth, layout, name, parameters, micro_batches, prediction)
 
 
@@ -145,8 +152,8 @@ def _same_parts_of_meshes() -> Iterator[None]:
         yield
 
 
-def training_step(trained: TrainedModel, config: TrainConfig, layout: ParallelDims) -> tuple[Callable[[], None], int]:
-    """A function that trains one step, and the number of its micro-batches on one rank.
+def training_step(trained: TrainedModel, config: TrainConfig, layout: ParallelDims) -> tuple[Callable[..., None], int]:
+    """A function that trains one step, and the number of its micro-batches on one rank, of which it may be given fewer.
 
     Memory does not depend on the tokens, unless ranks split experts: routers then choose more evenly among unlike ones.
     All are of one document.
@@ -163,7 +170,7 @@ def training_step(trained: TrainedModel, config: TrainConfig, layout: ParallelDi
         Batch(tokens(), tokens(), torch.zeros_like(tokens()) if has_documents else None) for _ in range(micro_batches)
     ]
 
-    def step() -> None:
-        trained.train_step(next(numbers), batches)
+    def step(*, micro_batches: int = micro_batches) -> None:
+        trained.train_step(next(numbers), batches[:micro_batches])
 
     return step, micro_batches

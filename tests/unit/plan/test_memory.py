@@ -23,6 +23,7 @@ from quaver.plan.depths import (
 from quaver.plan.memory import Peak, Refusal, memory_key, peak_of, peaks_of
 from quaver.plan.workers import _interrupts_blocked, in_processes
 from quaver.recorder.recorder import CATEGORIES
+from quaver.trainer.trained_model import TrainedModel
 from tests.thinned import first
 from tests.unit.trainer.runs import changed
 
@@ -72,6 +73,19 @@ def test_the_peak_is_that_of_the_whole_model(tiny_config, ranks, n_layers, is_ex
     assert peak.module == whole.module_of_peak
     assert bool(peak.why_whole) != peak.is_extrapolated
     assert peak.is_extrapolated == is_extrapolated
+
+
+def test_the_second_step_is_recorded_and_one_micro_batch_comes_before(tiny_config, monkeypatch):
+    sizes, train_step = [], TrainedModel.train_step
+
+    def counted(trained, number, batches):
+        sizes.append(len(batches))
+        return train_step(trained, number, batches)
+
+    monkeypatch.setattr(TrainedModel, "train_step", counted)
+    size = 3 * tiny_config.training.local_batch_size
+    predict_memory(changed(tiny_config, model={"n_layers": 1}, training={"global_batch_size": size}))
+    assert sizes == [1, 3]
 
 
 def test_equal_blocks_are_left_out_in_the_middle():
