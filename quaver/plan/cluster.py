@@ -66,8 +66,8 @@ class Cluster:
     """Gigabits per second of each GPU's network interface, in one direction."""
     sustained: float = 1.0
     storage_gb_per_s: float = 1.0
-    """What each node writes while all of them do: 2 TB/s for 16,384 GPUs in nodes of 8, sustained, 7 at best (Llama 3,
-    arXiv 2407.21783, section 3.3.1)."""
+    """Each node writes as much while all of them do: 2 TB/s for 16,384 GPUs in nodes of 8, sustained, 7 at best (Llama
+    3, arXiv 2407.21783, section 3.3.1)."""
 
     @classmethod
     def of(

@@ -164,7 +164,7 @@ class _Gathering(NamedTuple):
 
 
 def _gatherings(shard: int, precision: str) -> list[_Gathering]:
-    """Those that differ: "always" only frees the embedding sooner than "default"."""
+    """The ways that differ: "always" only frees the embedding sooner than "default"."""
     if shard == 1:
         return [_Gathering(False, "default")]
     codes = [True, False] if precision != BFLOAT16 and has_one_cast(precision) else [False]
@@ -199,7 +199,7 @@ def _changed(
 
 
 def _degrees(config: TrainConfig, ranks: int, nodes_of: int) -> Iterator[_Degrees]:
-    """Those that use all ranks; tensor parallelism stays in a node."""
+    """The degrees that use all ranks; tensor parallelism stays in a node."""
     model, configured = config.model, config.parallelism
     tensors = {1} if model.n_experts else {*_powers_of_2(min(nodes_of, ranks)), configured.tensor_parallel_degree}
     for tensor in sorted(each for each in tensors if ranks % each == 0):

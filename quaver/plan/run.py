@@ -53,8 +53,8 @@ class Run:
     recipe: Float8LinearRecipeName | None = None
     """None for bfloat16."""
     in_float8: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SEVEN, 1.0))
-    """Of the linears of a block by their last name, and of "experts", the share of blocks in which they compute in
-    float8; 1 for "lm_head" where it does. Read with a recipe, by `float8_share`."""
+    """The share of blocks in which a linear computes in float8, by its last name, and experts by "experts"; 1 for
+    "lm_head" where it does. Read with a recipe, by `float8_share`."""
     float8_gather: bool = False
     checkpointing: str = "none"
     """none, op or full."""

@@ -11,7 +11,7 @@ from quaver.plan.compute import held_parameters
 from quaver.plan.run import Run
 
 STAGED_GB_PER_S = 0.7
-"""What a rank copies to host memory: torch's DefaultStager, a new one for each checkpoint, fills pages that the process
+"""A rank's copy to host memory: torch's DefaultStager, a new one for each checkpoint, fills pages that the process
 has not touched. 0.5 to 0.7 GB/s of a core's time (docs/log.md); no GPU was there to measure, and PCIe 5 moves 60."""
 
 
@@ -31,5 +31,5 @@ def written_s(run: Run, cluster: Cluster) -> float:
 
 
 def _state_bytes(run: Run) -> float:
-    """Of one rank: its parameters and optimizer states."""
+    """The bytes of one rank's parameters and optimizer states."""
     return held_parameters(run) * (run.parameter_bytes + run.state_bytes)

@@ -27,8 +27,8 @@ from quaver.settings.parallel_dims import resolve
 HOPELESS = 1.15
 """A layout whose estimated memory is so many times the memory of the GPU is not predicted."""
 SURE = 0.99
-"""Of layouts that differ in replicas and gathers, one whose estimated memory is below this share of the GPU's is taken
-to fit: a predicted peak is at most 1.006 times its estimate (tests/unit/plan/test_estimate.py)."""
+"""A layout among those that differ in replicas and gathers is taken to fit if its estimated memory is below this share
+of the GPU's: a predicted peak is at most 1.006 times its estimate (tests/unit/plan/test_estimate.py)."""
 MOST_PREDICTED = 12
 """Peaks that are predicted at most in one search."""
 _MOST_TASKS = 10_000
