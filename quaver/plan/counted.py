@@ -59,8 +59,10 @@ def counted_costs(config: TrainConfig, ranks: int, run: Run, cluster: Cluster) -
         run: of `config` on so many ranks.
         cluster: of GPUs that `check_counts_for` accepts.
     Raises:
-        NotImplementedError: the block is no single compiled graph, as with experts that ranks split.
+        NotImplementedError: the block is no single compiled graph, as with experts that ranks split, or blocks differ.
     """
+    if parts := [name for name, share in run.in_float8.items() if 0 < share < 1]:
+        raise NotImplementedError(f"expected blocks that are alike, got {parts[0]} in float8 in some of them only")
     entries = block_entries(config, ranks, cluster.spec)
     forward, backward = (
         sum(entry_s(each, run, cluster) for each in entries if each.is_backward is is_backward)

@@ -74,6 +74,14 @@ def test_a_tensor_parallel_share_is_counted_without_its_collectives(precision):
     assert sum(entry.flops for entry in whole) == 2 * sum(entry.flops for entry in share)
 
 
+def test_blocks_that_differ_are_not_counted():
+    config = with_precision(CONFIG, "tensorwise")
+    config = replace(config, float8=replace(config.float8, skip_first_layers=1))
+    run = run_of(*resolve(config, rank=0, world_size=1))
+    with pytest.raises(NotImplementedError, match="expected blocks that are alike, got .*_proj in float8 in some"):
+        counted_costs(config, 1, run, Cluster(H200))
+
+
 def test_other_gpus_are_refused():
     with pytest.raises(NotImplementedError, match="expected a GPU that is one of H100, H200, B200, got A100"):
         check_counts_for(find_device_spec("a100"))
