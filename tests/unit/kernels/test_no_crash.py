@@ -254,6 +254,7 @@ def arguments(schema, name: str) -> dict[str, object]:
         "mode": "",
         "ends": torch.tensor([250, ROWS], dtype=torch.int32),
         "groups": 2,
+        "group": torch.arange(2).repeat_interleave(ROWS // 2),
         "granularity": "axiswise",
         "form": "output",
         "a_block_rows": 1,
@@ -300,8 +301,9 @@ WITH_MEMORY = {
     "one element": lambda tensor: tensor.reshape(-1)[:1].expand(tensor.shape) if tensor.dim() else tensor,
     "strided": lambda tensor: torch.stack([tensor.float()] * 2, -1).to(tensor.dtype)[..., 0],
 }
-TORCH_REFUSES = {"codes", "a", "b", "amax_buffer", "is_initialized", "ends"}
-"""PyTorch negates no float8 and no booleans, writes into no zero tensor and no element twice; negated ends descend."""
+TORCH_REFUSES = {"codes", "a", "b", "amax_buffer", "is_initialized", "ends", "group"}
+"""PyTorch negates no float8 and no booleans, writes into no zero tensor and no element twice; negated ends descend, and
+negated groups are no indices."""
 ADAMW_REFUSES = {"param", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "skipped"}
 """adamw_ writes into contiguous memory alone."""
 UNREAD = {("column_major_after", "gradient"), ("wait_for", "waiting"), ("wait_for", "computed")}
