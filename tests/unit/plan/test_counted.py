@@ -44,10 +44,11 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
     entries = block_entries(config, 2, H200)
     ledger = Ledger(precision, "H200", entries, ())
     expected = COUNTS[BFLOAT16 if precision == BFLOAT16 else f"quaver {precision}"]
-    halves = 2 * 2 * STEP.seq_len * MODEL.head_dim * 4 // 2
-    assert ledger.counts() | {"saved_bytes": 0} == expected | {
-        "saved_bytes": 0, "hp_bytes": expected["hp_bytes"] - halves,
-    }  # fmt: skip
+    found, halves = ledger.counts(), 2 * 2 * STEP.seq_len * MODEL.head_dim * 4 // 2
+    fused = "hp_bytes", "casts_bytes"  # a cast may be in the kernel that rotates
+    same = found.keys() - {"saved_bytes", *fused}
+    assert {name: found[name] for name in same} == {name: expected[name] for name in same}
+    assert sum(expected[name] - found[name] for name in fused) == halves
 
     monkeypatch.setattr(counted, "block_entries", lambda *_: entries)
     monkeypatch.setattr(counted, "shares_of_matmuls", lambda recipe: {})
