@@ -205,7 +205,7 @@ def _views(
         "Gather: the dtype in which weights of blocks are gathered; x2: for the forward, and again for the backward. "
         "Batch: sequences of a micro-batch x micro-batches. AC 1/2: every second block is checkpointed. "
         "MFU: of bfloat16's peak; own: each matmul of its own. "
-        "Wait: for collectives. * as configured."
+        "Wait: for collectives and checkpoints. * as configured."
     )
     best = next((row for row in found.rows if row.candidate.precision == BFLOAT16), None)
     if best is not None and best is not first:
