@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from quaver.bench.ledger.entries import Entry, entries_of
+from quaver.bench.ledger.entries import Entry, entries_of, matrices
 from quaver.bench.ledger.subjects import check_triton
 from quaver.bench.ledger.times import seconds_of
 from quaver.memory.compiling.gpu_code import GPUS, record_compiled
@@ -113,13 +113,7 @@ def _multiplied_s(entry: Entry, run: Run, cluster: Cluster) -> float:
         both = attention_seconds(queries, run.tokens / run.tensor, run.seq_len, spec, run.attention)
         return (both[entry.is_backward] - KERNEL_LAUNCH_S) / cluster.sustained  # the entry has its launch
     in_float8 = entry.category == "float8 matmul"
-    columns, contracted = entry.launch.writes[0].size[-1], _contracted(entry)
+    columns, contracted = entry.launch.writes[0].size[-1], matrices(entry)[0].size[-1]
     rows = entry.flops // (2 * columns * contracted)
     share = min(shares_of_matmuls(run.recipe).values(), default=1.0) if in_float8 and run.recipe is not None else 1.0
     return matmul_seconds(rows, contracted, columns, in_float8, spec) / share / cluster.sustained
-
-
-def _contracted(entry: Entry) -> int:
-    """The dim along which a matmul sums: the last of its first matrix."""
-    first = next(each for each in entry.launch.reads if len(each.size) >= 2 and each.elements > 1)
-    return first.size[-1]

@@ -31,7 +31,7 @@ import torch
 from quaver.checkpointing.policy import selected_every
 from quaver.kernels.adamw import BLOCK
 from quaver.optim.state import SMALL
-from quaver.plan.run import EXPERTS, float8_shares
+from quaver.plan.run import EXPERTS, float8_shares, has_one_cast
 from quaver.recipes.config import Float8LinearConfig
 from quaver.settings import Model, TrainConfig
 from quaver.settings.parallel_dims import ParallelDims, resolve
@@ -180,8 +180,7 @@ class _Estimate:
         """Bytes of the codes of a weight, for both of its matmuls; those in high precision have two, too."""
         if self.recipe is None:
             return _LOW
-        weight = self.recipe.casts.weight
-        codes = 1 if weight.is_one and not weight.row.has_two_casts else 2
+        codes = 1 if has_one_cast(self.config.float8.recipe_name) else 2
         sizes = self._sizes()
         share = sum(self._share(name) * size for name, size in sizes.items()) / sum(sizes.values())
         return share * codes + (1 - share) * _LOW

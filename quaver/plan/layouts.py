@@ -14,18 +14,12 @@ from itertools import product
 from typing import NamedTuple
 
 from quaver.checkpointing.policy import selected_every
-from quaver.plan.changes import BFLOAT16, Change, less_precise, with_precision
+from quaver.plan.changes import BFLOAT16, CHECKPOINTING, Change, less_precise, with_precision
 from quaver.plan.run import has_one_cast
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.settings import ActivationCheckpoint, TrainConfig
 from quaver.settings.parallel_dims import ParallelDims, resolve
 
-CHECKPOINTING = (
-    ActivationCheckpoint(mode="none"),
-    ActivationCheckpoint(mode="selective"),
-    ActivationCheckpoint(mode="selective", selective_ac_option="2"),
-    ActivationCheckpoint(mode="full"),
-)
 MOST_LOCAL_BATCH = 16
 MOST_EXPERT_RANKS = 64
 
@@ -70,10 +64,8 @@ class Candidate:
         layout, training = self.layout, self.config.training
         degrees = {"FSDP2": layout.shard, "x HSDP": layout.replicate, "x TP": layout.tensor, "EP": layout.expert}
         where = " ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one GPU"
-        batches = layout.micro_batches(training), training.local_batch_size
-        batch = " of ".join(
-            f"{n} {what}{'s' * (n > 1)}" for n, what in zip(batches, ("micro-batch", "sequence"), strict=True)
-        ).replace("batchs", "batches")
+        batches, sequences = layout.micro_batches(training), training.local_batch_size
+        batch = f"{batches} micro-batch{'es' * (batches > 1)} of {sequences} sequence{'s' * (sequences > 1)}"
         gathers = f", gathers {self.gathered_words}" if self.gathered_words else ""
         return f"{where}{gathers}, {batch}, AC {self.saved_words}"
 
@@ -117,7 +109,10 @@ def layouts_of(
                 continue
             found.add(replace(config, training=training), ranks, is_configured=True)
     for degrees, local, checkpoint, precision in product(
-        list(_degrees(config, ranks, nodes_of)), _local_batches(config, step_sequences), CHECKPOINTING, precisions
+        list(_degrees(config, ranks, nodes_of)),
+        _local_batches(config, step_sequences),
+        CHECKPOINTING.values(),
+        precisions,
     ):
         for gathering in _gatherings(degrees.shard, precision):
             try:

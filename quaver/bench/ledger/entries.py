@@ -133,21 +133,22 @@ def _again(launch: Launch, l2_bytes: int) -> int:
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
-def _matrices(entry: Entry) -> tuple[Access, Access]:
+def matrices(entry: Entry) -> tuple[Access, Access]:
+    """The two operands of a matmul, without scales of one number."""
     matrices = [access for access in entry.launch.reads if len(access.size) >= 2 and access.elements > 1]
     return matrices[0], matrices[1]
 
 
 def _matmul(entry: Entry) -> list[Entry]:
     """[.., m, k] @ [.., k, n]: what its operands and its result hold."""
-    a, b = _matrices(entry)
+    a, b = matrices(entry)
     category = "float8 matmul" if a.is_float8 else "bfloat16 matmul"
     return [replace(entry, category=category, flops=2 * prod(a.size) * b.size[-1])]
 
 
 def _grouped_matmul(entry: Entry) -> list[Entry]:
     """Each row of tokens [T, K] is multiplied with one expert, of [E, K, N] or [E * N, K]; or T is contracted."""
-    a, b = _matrices(entry)
+    a, b = matrices(entry)
     result = entry.launch.writes[0]
     rows = a.size[0] if len(result.size) == 2 else 1
     contracted = a.size[-1] if len(result.size) == 2 else max(a.size)
@@ -188,7 +189,7 @@ def _expert_matmul(entry: Entry) -> list[Entry]:
 
 def _block_matmul(entry: Entry) -> list[Entry]:
     """A matmul with scales of blocks, and before it a copy of each operand that is not contiguous along K."""
-    a, b = _matrices(entry)
+    a, b = matrices(entry)
     copied = [operand for operand, lies in ((a, is_contiguous(a)), (b, is_contiguous(b, transposed=True))) if not lies]
     return [*(replace(_copy(entry, operand), name=f"{entry.name}: copy") for operand in copied), *_matmul(entry)]
 
