@@ -17,6 +17,7 @@ from benchmarks.record import ROOT, markdown
 from quaver.plan.changes import with_precision
 from quaver.plan.cluster import Cluster
 from quaver.plan.estimate import estimated_peak
+from quaver.plan.layouts import Degrees
 from quaver.plan.run import Run
 from quaver.plan.simulate import simulate
 from quaver.plan.step import training_step
@@ -131,13 +132,7 @@ def config_of(run: Run, settings: TrainConfig, precision: str) -> TrainConfig:
     sequences = run.local_batch * run.micro_batches * run.replicate * run.shard
     return replace(
         config,
-        parallelism=replace(
-            config.parallelism,
-            data_parallel_replicate_degree=run.replicate,
-            data_parallel_shard_degree=run.shard,
-            tensor_parallel_degree=run.tensor,
-            expert_parallel_degree=run.expert,
-        ),
+        parallelism=Degrees(run.replicate, run.shard, run.tensor, run.expert).set_in(config.parallelism),
         training=replace(
             config.training,
             local_batch_size=run.local_batch,

@@ -17,7 +17,7 @@ from quaver.checkpointing.policy import selected_every
 from quaver.plan.changes import BFLOAT16, CHECKPOINTING, Change, less_precise, with_precision
 from quaver.plan.run import has_one_cast
 from quaver.recipes.config import Float8LinearRecipeName
-from quaver.settings import ActivationCheckpoint, TrainConfig
+from quaver.settings import ActivationCheckpoint, Parallelism, TrainConfig
 from quaver.settings.parallel_dims import ParallelDims, resolve
 
 MOST_LOCAL_BATCH = 16
@@ -141,13 +141,23 @@ def precisions_of(block_length: int | None, is_multiplied: bool) -> list[str]:
     return [BFLOAT16, "tensorwise", "rowwise", *blocks]
 
 
-class _Degrees(NamedTuple):
+class Degrees(NamedTuple):
     """Numbers of ranks."""
 
     replicate: int
     shard: int
     tensor: int
     expert: int
+
+    def set_in(self, parallelism: Parallelism) -> Parallelism:
+        """`parallelism` with these degrees."""
+        return replace(
+            parallelism,
+            data_parallel_replicate_degree=self.replicate,
+            data_parallel_shard_degree=self.shard,
+            tensor_parallel_degree=self.tensor,
+            expert_parallel_degree=self.expert,
+        )
 
 
 class _Gathering(NamedTuple):
@@ -168,7 +178,7 @@ def _gatherings(shard: int, precision: str) -> list[_Gathering]:
 
 def _changed(
     config: TrainConfig,
-    degrees: _Degrees,
+    degrees: Degrees,
     local: int,
     checkpoint: ActivationCheckpoint,
     precision: str,
@@ -178,14 +188,7 @@ def _changed(
     changed = with_precision(config, precision, gathers_codes=gathering.in_codes)
     return replace(
         changed,
-        parallelism=replace(
-            config.parallelism,
-            data_parallel_replicate_degree=degrees.replicate,
-            data_parallel_shard_degree=degrees.shard,
-            tensor_parallel_degree=degrees.tensor,
-            expert_parallel_degree=degrees.expert,
-            fsdp_reshard_after_forward=gathering.reshards,
-        ),
+        parallelism=replace(degrees.set_in(config.parallelism), fsdp_reshard_after_forward=gathering.reshards),
         training=replace(
             config.training, local_batch_size=local, global_batch_size=-1 if step_sequences is None else step_sequences
         ),
@@ -193,7 +196,7 @@ def _changed(
     )
 
 
-def _degrees(config: TrainConfig, ranks: int, nodes_of: int) -> Iterator[_Degrees]:
+def _degrees(config: TrainConfig, ranks: int, nodes_of: int) -> Iterator[Degrees]:
     """The degrees that use all ranks; tensor parallelism stays in a node."""
     model, configured = config.model, config.parallelism
     tensors = {1} if model.n_experts else {*_powers_of_2(min(nodes_of, ranks)), configured.tensor_parallel_degree}
@@ -205,7 +208,7 @@ def _degrees(config: TrainConfig, ranks: int, nodes_of: int) -> Iterator[_Degree
             experts = [each for each in _powers_of_2(min(shard, MOST_EXPERT_RANKS)) if model.n_experts]
             for expert in experts or [1]:
                 if shard % expert == 0 and (expert == 1 or model.n_experts % expert == 0):
-                    yield _Degrees(groups // shard, shard, tensor, expert)
+                    yield Degrees(groups // shard, shard, tensor, expert)
 
 
 def _local_batches(config: TrainConfig, step_sequences: int | None) -> list[int]:
