@@ -198,8 +198,12 @@ def _operator_name(operator: Any) -> str:
 
 
 def _conversion(buffer: Any) -> str:
-    """The operator of the graph that converts to float8 what a kernel stores in a buffer."""
-    made = [each.name for each in _origins(buffer) if getattr(each.meta.get("val"), "dtype", None) in FLOAT8]
+    """The operator of the graph that converts to float8 what a kernel stores in a buffer.
+
+    An argument that an operator stores has the origins of all arguments; the loops that compute it have their own.
+    """
+    loops = getattr(buffer, "data", buffer)
+    made = [each.name for each in _origins(loops) if getattr(each.meta.get("val"), "dtype", None) in FLOAT8]
     converts = [name for name in made if name.startswith("convert_element_type")]
     return next(iter(converts or made), buffer.get_name())
 
