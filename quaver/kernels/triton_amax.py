@@ -99,7 +99,9 @@ def _group_amax(
     hp, r, c = load_tile(hp_ptr, tl.program_id(0), rows, columns, TILE)
     bits = magnitude_bits(hp)
     group = tl.load(group_ptr + tl.minimum(r, rows - 1))  # behind the last row 0 is read, which is no amax
-    for each in range(tl.min(group), tl.max(group) + 1):  # one where all rows of a tile are of a group
+    each, last = tl.min(group), tl.max(group)  # the same where all rows of a tile are of a group
+    while each <= last:  # not a range, whose bounds the interpreter of Triton 3.6 cannot read with NumPy 2.4
         found = tl.max(tl.where((group == each)[:, None], bits, 0), 0)
         to = as_bits(amax_ptr) + each * columns + c
         tl.atomic_max(to, found, mask=(c < columns) & (found > 0), sem="relaxed")
+        each += 1
