@@ -213,8 +213,9 @@ def cast_groups(
         return GroupedOperands(operand if row else None, operand if column else None)
     granularity, options = cast.scaling_granularity.value, cast.block_options or (0, 0, "")
     block = cast.known_sharing("grouped matmuls")
+    rows_of_column = block[1] if cast.has_two_casts else block[0]  # Dynamo of torch 2.11 takes no bool for an index
     made = _operation(hp, cast.float8_dtype, ends, groups, row, column, power_of_2, granularity, *options)
-    return GroupedOperands(_in_groups(made.row, block[0]), _in_groups(made.column, block[cast.has_two_casts]))
+    return GroupedOperands(_in_groups(made.row, block[0]), _in_groups(made.column, rows_of_column))
 
 
 def _in_groups(operand: Operand | None, block_rows: int) -> GroupedOperand | None:
