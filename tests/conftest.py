@@ -1,7 +1,8 @@
-"""One thread per test process, seeds, a cache folder of this session, garbage collection, and the GPU marker."""
+"""One thread per test process, seeds, a cache folder of this session, Ctrl-C, garbage collection, and the GPU marker."""
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ and not any("gpu" in Path(word).parts
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Else each process that generates code compiles and loads a program per set of vector instructions that the CPU has.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+# A shell has what it starts by & ignore SIGINT, and the processes of that ignore it too: tests of Ctrl-C would wait.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
