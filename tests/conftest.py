@@ -1,4 +1,4 @@
-"""One thread per test process, seeds, a cache folder of this session, Ctrl-C, garbage collection, and the GPU marker."""
+"""One thread per test process, seeds, a cache of this session, Ctrl-C, garbage collection, and the GPU marker."""
 
 import gc
 import os
