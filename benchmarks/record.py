@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,15 @@ def provenance(script: str, device_type: str = "cpu", **more: Any) -> dict[str, 
     command = shlex.join(["python", "-m", f"benchmarks.{script}", *sys.argv[1:]])
     about = environment(torch.device(device_type)) | {"command": command}
     return about | {"uncommitted_changes_in_quaver": has_changed("quaver")} | more
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """The versions of those that are installed."""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def has_changed(folder: str) -> bool | None:

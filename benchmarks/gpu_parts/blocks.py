@@ -91,5 +91,5 @@ def _profile(lab: Lab, name: str, step: Step, compiled: bool) -> Iterator[Row]:
         "device_ms": total / 1e3,
         "launches": sum(each["count"] for each in kernels),
         "by_category": by_category(kernels, name if compiled else ""),
-        "kernels": kernels[:50],
+        "kernels": kernels,
     }

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.record import provenance, versions
 from quaver.bench.harness import Timing, last_level_cache_bytes
-from quaver.bench.results import environment
 from quaver.bench.shapes import model_of
 from quaver.settings import Model
 
@@ -99,7 +99,8 @@ def record(rows: Iterable[Row], lab: Lab, path: Path, part: str) -> list[Row]:
         KeyboardInterrupt: the part was interrupted; the file has the rows so far.
     """
     found: list[Row] = []
-    about = {"part": part, "dry": lab.dry, "environment": environment(lab.device)}
+    more = versions("triton", "torchao")
+    about = {"part": part, "dry": lab.dry, "environment": provenance("gpu_parts", lab.device.type, **more)}
 
     def save(complete: bool) -> None:
         seconds = round(time.monotonic() - lab.started, 1)

@@ -127,12 +127,13 @@ class Ledger:
         }
 
     def to_json(self, *, kernels: bool) -> dict[str, Any]:
-        """Sums, and with `kernels` all entries."""
+        """Sums, the names of Inductor's kernels in each category, and with `kernels` all entries."""
         categories = {
             category: {
                 "launches": sum(entry.launches for entry in self.of(category)),
                 "read_bytes": sum(entry.read_bytes for entry in self.of(category)),
                 "written_bytes": sum(entry.written_bytes for entry in self.of(category)),
+                "kernels": sorted({each.name for entry in self.of(category) for each in entry.launch.kernels}),
             }
             for category in CATEGORIES
         }

@@ -108,6 +108,7 @@ def rows_of(part, tmp_path):
     found = json.loads((tmp_path / "rows.json").read_text())
     assert found["complete"]
     assert found["dry"]
+    assert found["environment"]["command"].startswith("python -m benchmarks.gpu_parts ")
     return found["rows"]
 
 
@@ -171,14 +172,26 @@ def test_gradients_that_a_kernel_spoils_are_wrong():
         assert not gradients.lowest_db(good, bad) >= gradients.LEAST_DB
 
 
+ELEMENTWISE = "void at::native::elementwise_kernel<128, 4, at::native"
+
+
 @pytest.mark.parametrize(
     ("kernel", "category"),
     [
         ("nvjet_tss_128x256_64x4_1x2_h_bz_coopA_NNT", "bfloat16 matmul"),
+        ("nvjet_qqtst_128x256_128x6_2x1_2cta_v_bz_TNT", "float8 matmul"),
         ("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize64x128x128", "float8 matmul"),
+        (f"void cutlass::device_kernel<{200 * 'x'}cutlass::float_e4m3_t, cutlass::multiplies>", "float8 matmul"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, __nv_bfloat16>", "bfloat16 matmul"),
         ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", "attention"),
-        ("void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda", "copies"),
-        ("triton_poi_fused__to_copy_mul_silu_1", "fused by Inductor"),
+        (f"{ELEMENTWISE}::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda", "copies"),
+        (f"{ELEMENTWISE}::gpu_kernel_impl_nocast<at::native::BinaryFunctor<c10::BFloat16>>", "hp"),
+        (f"{ELEMENTWISE}::float8_copy_kernel_cuda::lambda(c10::Float8_e4m3fn)", "casts"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "small"),
+        ("triton_red_fused_abs_amax_transpose_1", "fused by Inductor"),
+        ("_group_amax", "amax"),
+        ("_cast_rowwise", "casts"),
+        ("_column_major", "copies"),
         ("something_else", "other"),
     ],
 )
@@ -190,14 +203,19 @@ def test_a_ledger_stands_beside_the_profile(tmp_path, monkeypatch):
     monkeypatch.setattr(categories, "LEDGER", tmp_path / "ledger.json")
     kernels = [{"name": "triton_red_fused_1", "us": 1500.0, "count": 3}, {"name": "triton_2", "us": 500.0, "count": 1}]
     assert categories.by_category(kernels, "quaver rowwise") == {"fused by Inductor": {"ms": 2.0, "launches": 4}}
-    ledger = {"name": "quaver rowwise", "kernels": [{"name": "triton_0 + triton_red_fused_1", "category": "casts"}]}
-    ledger |= {"milliseconds": {"casts": 1.25}, "categories": {"casts": {"launches": 2}}}
+    counted = {"casts": {"launches": 2, "kernels": ["triton_0", "triton_red_fused_1"]}}
+    ledger = {"name": "quaver rowwise", "milliseconds": {"casts": 1.25}, "categories": counted}
     categories.LEDGER.write_text(json.dumps({"ledgers": [ledger]}))
     assert categories.by_category(kernels, "quaver rowwise") == {
         "casts": {"ms": 1.5, "launches": 3, "predicted_ms": 1.25, "predicted_launches": 2},
         "fused by Inductor": {"ms": 0.5, "launches": 1},
     }
     assert "casts" not in categories.by_category(kernels, "quaver delayed")
+
+
+def test_the_recorded_ledger_names_the_kernels_of_each_category():
+    recorded = json.loads(categories.LEDGER.read_text())["ledgers"]
+    assert [each["name"] for each in recorded if not each["categories"]["hp"]["kernels"]] == []
 
 
 def test_a_part_that_fails_or_takes_too_long_is_named_and_the_others_run(tmp_path, monkeypatch, capsys):

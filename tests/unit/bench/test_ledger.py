@@ -213,6 +213,9 @@ def test_the_command_prints_and_writes(monkeypatch, tmp_path, capsys):
     assert [each["name"] for each in written["ledgers"]] == ["bfloat16", "quaver tensorwise", "quaver delayed"]
     tensorwise = written["ledgers"][1]
     assert sum(kernel["launches"] for kernel in tensorwise["kernels"]) == tensorwise["launches"]
+    of_categories = {name for counted in tensorwise["categories"].values() for name in counted["kernels"]}
+    assert of_categories
+    assert of_categories == {each["name"] for each in tensorwise["kernels"] if each["name"].startswith("triton_")}
     assert output.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
 
 
