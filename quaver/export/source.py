@@ -93,16 +93,17 @@ def _class_of(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
     """
     try:
         import transformers
+        from transformers.models.auto import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
     except ImportError as error:
         raise ValueError("a Hugging Face folder needs transformers: pip install transformers") from error
 
-    model_config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    model_config = AutoConfig.from_pretrained(folder, local_files_only=True)
     architectures = config.get("architectures")
     for name in architectures if isinstance(architectures, list) else []:
         found = getattr(transformers, str(name), None)
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found, model_config
-    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText, transformers.AutoModel):
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel):
         if type(model_config) in auto._model_mapping:
             found = auto._model_mapping[type(model_config)]
             return found[0] if isinstance(found, tuple) else found, model_config
