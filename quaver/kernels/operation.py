@@ -3,8 +3,8 @@
     cast_tensorwise = operation(reference, cpu=..., gpu="cast_tensorwise", phase="quaver::cast")
 
 registers `torch.ops.quaver.cast_tensorwise`, with a schema from the reference's annotations, and returns a function of
-the same arguments. The reference is traceable PyTorch. It is the oracle of the kernels, the fake kernel, and what runs
-where no kernel takes the tensor: other dtypes, strides or devices.
+the same arguments. The reference is traceable PyTorch. It is the oracle of the kernels, the fake kernel where none is
+named, and what runs where no kernel takes the tensor: other dtypes, strides or devices.
 
                         eager                 under a dispatch mode, fake      compiled
     CPU                 kernel or reference   the operation                    the operation
