@@ -328,7 +328,8 @@ def test_policies_of_selective_checkpoints_see_nothing_inside_the_block_that_oth
             return func(*args, **(kwargs or {}))
 
     def decide(ctx, func, *args, **kwargs):
-        seen["policy"] += func is torch.ops.aten.cos.default
+        # torch 2.11 asks the policy in the recomputation as well
+        seen["policy"] += func is torch.ops.aten.cos.default and not ctx.is_recompute
         return CheckpointPolicy.PREFER_SAVE
 
     x, modes = torch.ones(2), create_selective_checkpoint_contexts(decide)
