@@ -4,18 +4,32 @@ Cross entropy in float32 needs three tensors of the logits' size at once: the lo
 their gradient, and that of the logits. With 128,256 words and 8192 tokens each takes 3.9 GiB, more than a block of
 Llama 3 8B. Here the logits are saved in their own dtype and converted one slice at a time; backward converts them again
 and writes the gradient of each slice over its logits. The gradient is bit-identical; the loss sums in another order.
+
+[Note: split vocabulary] Under tensor parallelism each rank has the logits of its part of the vocabulary. Per token it
+contributes its largest logit, the sum of exponentials relative to that, and the logit of the target where it has it:
+one all-gather of 12 bytes a token and rank, for all slices together. Every rank then computes the same loss from the
+same numbers, to the bit. Backward saves two numbers a token and communicates nothing. A maximum by all-reduce would
+lose a NaN on some backends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from quaver.runtime.collectives import all_gather
+from quaver.torch_private.dtensor import is_dtensor, local_shape_and_offset
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 SLICE_ELEMENTS = 1 << 25
 """Elements of a slice of the logits: 128 MiB in float32."""
@@ -30,8 +44,15 @@ _aten = torch.ops.aten
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross entropy (nats, float32) of `logits` [B, T, vocab] against `targets` [B, T].
 
-    Tokens with the target -100 do not count. If the logits exceed one slice, backward overwrites them.
+    Tokens with the target -100 do not count. Backward overwrites logits that exceed one slice.
+
+    Args:
+        logits: a DTensor sharded along the vocabulary over a mesh of one dim stays sharded, see [Note: split
+            vocabulary]: all its ranks call this together, with the same targets. Backward overwrites it. A target
+            that is no word makes the loss NaN, where torch's own raises.
     """
+    if _is_split(logits):
+        return _split_loss(logits, targets)
     rows, wanted = logits.flatten(0, 1), targets.flatten()
     if torch.compiler.is_compiling() or is_traceable_wrapper_subclass(logits) or rows.numel() <= SLICE_ELEMENTS:
         return F.cross_entropy(rows.float(), wanted)
@@ -62,7 +83,83 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         return logits.detach(), None
 
 
-def _slices(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield slices of the rows of both, as views."""
-    rows = max(1, SLICE_ELEMENTS // logits.shape[1])
-    yield from zip(logits.split(rows), targets.split(rows), strict=True)
+def _slices(logits: Tensor, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield slices of the rows of all, as views; none of logits without columns."""
+    if logits.shape[1]:
+        rows = max(1, SLICE_ELEMENTS // logits.shape[1])
+        yield from zip(*(each.split(rows) for each in (logits, *vectors)), strict=True)
+
+
+# ---- [Note: split vocabulary] ----------------------------------------------------------------------------------------
+
+
+def _is_split(logits: Tensor) -> TypeIs[DTensor]:
+    if not is_dtensor(logits) or logits.device_mesh.ndim > 1:
+        return False
+    return logits.placements[0].is_shard(logits.ndim - 1)
+
+
+def _split_loss(logits: DTensor, targets: Tensor) -> Tensor:
+    first = local_shape_and_offset(logits)[1][-1]
+    local = logits.to_local().flatten(0, 1)
+    group = logits.device_mesh.get_group()
+    loss: Tensor = _SplitCrossEntropy.apply(local, targets.flatten(), first, logits.shape[-1], group)
+    return loss
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """Of `logits` [tokens, this rank's words], which begin with the word `first` of `words`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, words: int, group: ProcessGroup) -> Tensor:
+        own = _parts(logits, targets - first)
+        largest, sums, chosen = all_gather(own, 0, group).unflatten(0, (-1, len(own))).unbind(1)
+        top = largest.amax(0)
+        whole_sum = (sums * (largest - top).exp()).sum(0)
+        ctx.save_for_backward(logits, targets, top, whole_sum)
+        ctx.first = first
+        is_counted = targets != IGNORED
+        losses = torch.where(is_counted, top - chosen.sum(0) + whole_sum.log(), 0)
+        is_no_word = is_counted & ((targets < 0) | (targets >= words))
+        return losses.masked_fill(is_no_word, torch.nan).sum() / is_counted.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, targets, top, whole_sum = ctx.saved_tensors
+        is_counted = targets != IGNORED
+        shares = torch.where(is_counted, grad / is_counted.sum(), 0)
+        # Dynamo does not trace a backward that writes over what the forward saved.
+        written = torch.empty_like(logits) if torch.compiler.is_compiling() else logits
+        vectors = targets - ctx.first, top, shares / whole_sum, shares
+        for rows, *of_rows, result in _slices(logits, *vectors, written):
+            result.copy_(_gradient(rows, *of_rows))
+        return written.detach(), None, None, None, None
+
+
+def _parts(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Per row the largest logit, the sum of exponentials relative to it, and the target's logit if it is here, else 0:
+    float32 [3, rows]. The largest of no logits is -inf, their sum 0."""
+    parts = logits.new_zeros((3, len(wanted)), dtype=torch.float32)
+    parts[0] = -torch.inf
+    for rows, words, largest, sums, chosen in _slices(logits, wanted, *parts):
+        largest.copy_(rows.amax(1))
+        base = largest.masked_fill(largest == -torch.inf, 0)  # the difference of two would be NaN
+        sums.copy_((rows - base[:, None]).exp_().sum(1))
+        index, is_held = _place(words, rows)
+        chosen.copy_(torch.where(is_held, rows.gather(1, index), 0)[:, 0])
+    return parts
+
+
+def _gradient(rows: Tensor, wanted: Tensor, top: Tensor, factor: Tensor, share: Tensor) -> Tensor:
+    """The gradient of a slice in float32: the probabilities, exponentials times `factor` / `share`, less the target's
+    1, times `share`. The vectors have a number for each row."""
+    grads = (rows - top[:, None]).exp_().mul_(factor[:, None])
+    index, is_held = _place(wanted, rows)
+    return grads.scatter_(1, index, grads.gather(1, index) - torch.where(is_held, share[:, None], 0))
+
+
+def _place(wanted: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The column of each row's target, any if it is not here, and whether it is; both [rows, 1]."""
+    is_held = (wanted >= 0) & (wanted < rows.shape[1])
+    return torch.where(is_held, wanted, 0)[:, None], is_held[:, None]

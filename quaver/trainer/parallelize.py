@@ -150,7 +150,7 @@ def _split_linears(model: Llama, mesh: DeviceMesh) -> None:
     styles: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "model.norm": SequenceParallel(),
-        "lm_head": _colwise(model.lm_head, input_layouts=Shard(1), output_layouts=Replicate()),
+        "lm_head": _colwise(model.lm_head, input_layouts=Shard(1), use_local_output=False),
     }
     parallelize_module(model, mesh, styles)
     for block in model.blocks():

@@ -110,6 +110,9 @@ def test_the_formulas_of_hsdp_and_tensor_parallelism():
     # The inputs of attention and feed-forward, [tokens, dim], as codes; in backward again the gradients of o and down.
     assert rows["tp", "all_gather", "uint8"].tensor_bytes == LAYERS * 4 * TOKENS * DIM
     assert rows["tp", "all_gather", "uint8"].number == LAYERS * 4
+    # The output projection's input, but no logits; the embedding's gradient, and three numbers of a token and rank.
+    assert rows["tp", "all_gather", "bfloat16"].tensor_bytes == 2 * TOKENS * DIM
+    assert rows["tp", "all_gather", "float32"].tensor_bytes == 4 * TOKENS * DIM + 2 * 12 * TOKENS
 
 
 @pytest.mark.parametrize(
