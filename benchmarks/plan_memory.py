@@ -13,8 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor import DTensor
 
 from benchmarks.published import Published, published
 from benchmarks.record import ROOT, markdown
@@ -69,14 +68,13 @@ def config_of(row: Published) -> TrainConfig:
 def as_published(row: Published) -> Iterator[None]:
     """Train as torchtitan did, inside the block: its loss, and its FSDP2 groups.
 
-    Its cross entropy converts all logits to float32, in eager code until it compiled the loss (April 2025). Tensor
-    parallel ranks keep their parts of the vocabulary. Until July 2025 the output projection was in the root's group,
-    whose weights stay gathered from the forward on.
+    Its cross entropy converts all logits to float32, in eager code until it compiled the loss (April 2025); of tensor
+    parallel ranks those of their parts of the vocabulary. Until July 2025 the output projection was in the root's
+    group, whose weights stay gathered from the forward on.
     """
     loss: Callable[[Tensor, Tensor], Tensor] = torch.compile(_loss) if row.loss == "compiled" else _loss
     with ExitStack() as stack:
         stack.enter_context(patch.object(trained_model, "next_token_loss", loss))
-        stack.enter_context(patch.object(parallelize, "_colwise", _with_parts_of_logits(parallelize._colwise)))
         if row.root_has_head:
             fully_shard = patch.object(parallelize, "fully_shard", _but_for_linears(parallelize.fully_shard))
             stack.enter_context(fully_shard)
@@ -84,14 +82,9 @@ def as_published(row: Published) -> Iterator[None]:
 
 
 def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    if isinstance(logits, DTensor):
+        logits = logits.to_local()
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-
-def _with_parts_of_logits(colwise: Callable[..., ParallelStyle]) -> Callable[..., ParallelStyle]:
-    def parted(linear: nn.Linear, **layouts: Any) -> ParallelStyle:
-        return colwise(linear, **layouts | ({"output_layouts": Shard(-1)} if "output_layouts" in layouts else {}))
-
-    return parted
 
 
 def _but_for_linears(fully_shard: Callable[..., Any]) -> Callable[..., Any]:

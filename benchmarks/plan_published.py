@@ -74,7 +74,6 @@ def run_of(row: Published) -> Run:
         compiled=row.compiled or not row.name.startswith(("aws", "torchtitan")),
         casts_gathered=row.recipe == "rowwise",
         attention="cudnn" if megatron or row.gpu.startswith("B200") else "flash",
-        splits_loss=True,
     )
     if row.sharding == "zero1":
         run = replace(run, shard=row.dp_replicate * row.dp_shard, replicate=1, shards_states=True)

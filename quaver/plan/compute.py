@@ -29,6 +29,10 @@ LOGIT_BYTES = Both(14, 36)
 """Bytes that the loss moves for each logit, in slices of float32 (quaver/trainer/loss.py): forward reads bfloat16,
 writes float32, reads it and writes log-probabilities; backward does so again, writes their gradient, and reads both for
 that of the logits, which it writes in bfloat16."""
+SPLIT_LOGIT_BYTES = Both(20, 28)
+"""The same for each logit of a tensor parallel rank's part: forward reads bfloat16 for the maxima, and again to write
+differences in float32, takes exponentials and sums them; backward writes differences, changes them twice, and reads
+them for the gradient."""
 CAST_FORWARD = 0.625
 """Share of the bytes of a weight's casts that the forward moves: 5 of 8 for one dynamic tensor-wise layout, then one
 more."""
@@ -209,8 +213,9 @@ def head_times(run: Run, cluster: Cluster) -> Both:
     """The output projection and the loss."""
     model = run.model
     time = linear_time(run, HEAD, model.dim, model.vocab_size, cluster)
-    logits = run.tokens * model.vocab_size / (run.tensor if run.splits_loss else 1)
-    loss = [logits * each / (cluster.spec.memory_gb_per_s * 1e9 * MEMORY_SHARE) for each in LOGIT_BYTES]
+    logits = run.tokens * model.vocab_size / run.tensor
+    bytes_of_each = LOGIT_BYTES if run.tensor == 1 else SPLIT_LOGIT_BYTES
+    loss = [logits * each / (cluster.spec.memory_gb_per_s * 1e9 * MEMORY_SHARE) for each in bytes_of_each]
     forward = _forward_s(time)
     return Both(forward / cluster.sustained + loss[0], (time.total_s - forward) / cluster.sustained + loss[1])
 

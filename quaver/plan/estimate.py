@@ -43,6 +43,8 @@ _STORED = 1 + _FLOAT32 / 128
 """Bytes of an element that is stored in float8: its code and its part of a scale."""
 _SLICES = 4
 """Slices of the logits in float32 that the loss's backward has at once."""
+_SPLIT_SLICES = 1
+"""The same of tensor parallel ranks, each with its part of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -139,16 +141,13 @@ class _Estimate:
         return self.model.n_layers * 2 * self.model.n_experts * _FLOAT32
 
     def _head(self, gathered: int, codes: int, head: int) -> int:
-        """Bytes of the output projection and the loss. With tensor parallelism each rank has all logits, and the
-        buffers of their gather: their waiting copy, the ranks' parts, and these in order."""
+        """Bytes of the output projection and the loss, which tensor parallel ranks split by words."""
         tp, stream = self.layout.tensor, self.tokens * self.model.dim * _LOW
-        logits = self.tokens * self.model.vocab_size * _LOW
-        forward = 2 * gathered * _LOW + logits
-        if tp > 1:
-            forward += 2 * logits + logits // tp + stream // tp
-        slices = _SLICES * _FLOAT32 * min(SLICE_ELEMENTS, self.tokens * self.model.vocab_size)
-        backward = gathered * _LOW + codes + logits + max(head * _LOW + stream, logits // tp if tp > 1 else 0)
-        return max(forward, logits + slices, backward)
+        logits = self.tokens * self.model.vocab_size // tp
+        slices = (_SLICES if tp == 1 else _SPLIT_SLICES) * _FLOAT32 * min(SLICE_ELEMENTS, logits)
+        forward = (2 * gathered + logits) * _LOW + (stream // tp if tp > 1 else 0)
+        backward = (gathered + logits + head) * _LOW + codes + stream
+        return max(forward, logits * _LOW + slices, backward)
 
     def _sum(self, number: Callable[[_Weight], int]) -> int:
         return self.model.n_layers * sum(map(number, self.block)) + sum(map(number, self.outside))

@@ -17,6 +17,9 @@ _GATHER_INPUTS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 _GATHER_GRADIENTS = ("o_proj",), ("down_proj",)
 """The linears of each half of a block that read what tensor parallel ranks gather: codes if all are in float8."""
 
+_GATHERED_OF_LOGITS = 12
+"""Bytes of a token that the loss gathers from each rank (quaver/trainer/loss.py)."""
+
 
 class Exchange(NamedTuple):
     """Equal collectives of tensor, context or expert parallel ranks in one direction of a block."""
@@ -39,7 +42,7 @@ def exchanges_at_the_ends(run: Run) -> tuple[dict[bool, list[Exchange]], dict[bo
     (True).
 
     The embedding is split by words: its output is scattered by sequence, its gradient gathered, in the residual
-    stream's dtype. The projection gathers its input, and each rank gets all logits, unless the loss is split.
+    stream's dtype. The projection gathers its input; of the logits the loss gathers three numbers a token and rank.
     """
     if run.tensor == 1:
         return {False: [], True: []}, {False: [], True: []}
@@ -49,9 +52,9 @@ def exchanges_at_the_ends(run: Run) -> tuple[dict[bool, list[Exchange]], dict[bo
         False: [Exchange("reduce_scatter", stream, *group)],
         True: [Exchange("all_gather", stream, *group)],
     }
-    logits = [] if run.splits_loss else [Exchange("all_gather", 2 * run.tokens * run.model.vocab_size, *group)]
+    of_logits = _GATHERED_OF_LOGITS * run.tokens * run.tensor
     head = {
-        False: [Exchange("all_gather", 2 * hidden, *group), *logits],
+        False: [Exchange("all_gather", 2 * hidden, *group), Exchange("all_gather", of_logits, *group)],
         True: [Exchange("reduce_scatter", 2 * hidden, *group)],
     }
     return embedding, head

@@ -87,8 +87,6 @@ class Run:
     shards_states: bool = False
     """The shard group shards the optimizer's states only (ZeRO-1): weights are gathered and gradients reduced once in
     a step."""
-    splits_loss: bool = False
-    """Tensor parallel ranks share the logits in the loss; in the trainer each has all of them."""
 
     @property
     def ranks(self) -> int:

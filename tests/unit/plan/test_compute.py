@@ -92,7 +92,7 @@ def test_slower_settings_take_longer():
     split = replace(tensorwise, tensor=8)
     assert sum(block_times(split, cluster)) < sum(block_times(replace(split, async_tensor=True), cluster))
     assert sum(block_times(split, cluster)) < sum(block_times(replace(split, casts_gathered=True), cluster))
-    assert sum(head_times(replace(split, splits_loss=True), cluster)) < sum(head_times(split, cluster))
+    assert sum(head_times(split, cluster)) < sum(head_times(tensorwise, cluster)) / 7
     assert 0 < ROWWISE_SHARE < 1
 
 

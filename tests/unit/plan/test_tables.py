@@ -43,7 +43,7 @@ def test_recorded_memory_of_published_runs_is_near_the_estimate():
     for each in MEMORY["rows"]:
         row = rows[each["name"]]
         estimate = estimated_peak(plan_memory.config_of(row), row.gpus)
-        assert each["trainer"] == pytest.approx(estimate, rel=0.03), row.name
+        assert each["trainer"] == pytest.approx(estimate, rel=0.05), row.name
         if each["as_published"] is not None:  # live bytes are no more than what was reserved
             assert each["as_published"] + plan_memory.counted_bytes(row) < row.memory_gib * 2**30, row.name
 

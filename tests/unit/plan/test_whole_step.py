@@ -22,11 +22,16 @@ BFLOAT16 = Float8(enable_float8_linear=False)
 GATHERED = Float8(enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True)
 
 
-def config(float8, *, replicate=1, micro_batches=1, reshard="default"):
+def config(float8, *, replicate=1, tensor=1, micro_batches=1, reshard="default"):
+    batch = 2 * RANKS // tensor * micro_batches
     return TrainConfig(
         model=Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=64),
-        training=Training(seq_len=32, local_batch_size=2, global_batch_size=2 * RANKS * micro_batches, device="cpu"),
-        parallelism=Parallelism(data_parallel_replicate_degree=replicate, fsdp_reshard_after_forward=reshard),
+        training=Training(seq_len=32, local_batch_size=2, global_batch_size=batch, device="cpu"),
+        parallelism=Parallelism(
+            data_parallel_replicate_degree=replicate,
+            tensor_parallel_degree=tensor,
+            fsdp_reshard_after_forward=reshard,
+        ),
         float8=float8,
     )
 
@@ -37,8 +42,9 @@ CASES = {
     "always resharded": config(BFLOAT16, reshard="always"),
     "a float8 gather": config(GATHERED),
     "replicas": config(GATHERED, replicate=2),
+    "tensor parallel": config(BFLOAT16, tensor=2),
 }
-ALWAYS = ["bfloat16", "two micro-batches, never resharded", "replicas"]
+ALWAYS = ["bfloat16", "two micro-batches, never resharded", "replicas", "tensor parallel"]
 
 
 @pytest.mark.parametrize("name", [*ALWAYS, *at_night((name,) for name in CASES if name not in ALWAYS)])
