@@ -51,8 +51,9 @@ _KNOWN = {
     *(f"pathlib.{name}" for name in ("PosixPath", "WindowsPath")),
     *(f"pathlib._local.{name}" for name in ("PosixPath", "WindowsPath")),
     "torch.Size",
+    "builtins.getattr",
 }
-"""The names in a `.metadata` that are not dtypes."""
+"""The names in a `.metadata` that are not dtypes. Python before 3.11.4 pickles a member of an enum as a `getattr`."""
 
 _OPCODES = b"".join(
     getattr(pickle, name)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, TensorProperties
 
 from quaver.runs.checkpoint import load_state
 from quaver.runs.checkpoint_folder import ABANDONS, CheckpointFolder, read_record
@@ -35,7 +35,13 @@ class _Calls:
         return os.system, (self.command,)
 
 
-def test_our_reader_finds_what_torch_finds(tmp_path):
+BY_NAME = lambda member, _: (getattr, (type(member), member.name))  # noqa: E731
+BY_VALUE = lambda member, _: (type(member), (member.value,))  # noqa: E731
+
+
+@pytest.mark.parametrize("reduced", [BY_NAME, BY_VALUE], ids=["before Python 3.11.4", "later"])
+def test_our_reader_finds_what_torch_finds(tmp_path, monkeypatch, reduced):
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduced)
     state = {"model": {"a": torch.ones(4, 5)}, "progress": {"step": 3, "losses": [torch.ones(2), 1.5]}}
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path)
     expected, got = FileSystemReader(tmp_path).read_metadata(), CheckpointReader(tmp_path).read_metadata()
