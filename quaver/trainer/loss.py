@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quaver.runtime.collectives import all_gather
-from quaver.torch_private.dtensor import is_dtensor, local_shape_and_offset
+from quaver.torch_private.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -100,10 +100,10 @@ def _is_split(logits: Tensor) -> TypeIs[DTensor]:
 
 
 def _split_loss(logits: DTensor, targets: Tensor) -> Tensor:
-    first = local_shape_and_offset(logits)[1][-1]
+    mesh, words = logits.device_mesh, logits.shape[-1]
+    first = mesh.get_local_rank() * -(-words // mesh.size())  # Shard has parts as of torch.chunk
     local = logits.to_local().flatten(0, 1)
-    group = logits.device_mesh.get_group()
-    loss: Tensor = _SplitCrossEntropy.apply(local, targets.flatten(), first, logits.shape[-1], group)
+    loss: Tensor = _SplitCrossEntropy.apply(local, targets.flatten(), first, words, mesh.get_group())
     return loss
 
 
