@@ -18,6 +18,7 @@ from torch._guards import TracingContext
 from torch._inductor import ir
 from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 from torch._inductor.virtualized import V
+from torch.utils._pytree import tree_leaves
 
 from quaver.memory.compiling.makers import module_of_node, node_of, place_of
 from quaver.recipes.formats import FORMATS
@@ -97,10 +98,11 @@ def graph_of(graph: Any, kernels: Sequence[TritonKernel], source: str) -> Compil
     for node in nodes:
         if _is_result(node):
             results.setdefault(node.node.inputs[0].get_name(), []).append(_access(node.node))
+    conversions = _conversions_read(nodes)
     launches = tuple(
         _operator_launch(node, results)
         if isinstance(node, ExternKernelSchedulerNode)
-        else _kernel_launch(node, kernels)
+        else _kernel_launch(node, kernels, conversions)
         for node in nodes
         if not (isinstance(node, NopKernelSchedulerNode) or _is_result(node) or _launches_nothing(node))
     )
@@ -116,7 +118,7 @@ def _launches_nothing(node: Any) -> bool:
     return isinstance(node, ExternKernelSchedulerNode) and "wait_for" in _operator_name(node.node)
 
 
-def _kernel_launch(node: Any, kernels: Sequence[TritonKernel]) -> Launch:
+def _kernel_launch(node: Any, kernels: Sequence[TritonKernel], conversions: Mapping[str, str]) -> Launch:
     reads, writes = (
         node.get_read_write_buffer_accesses(include_reads=reads, include_writes=not reads) for reads in (True, False)
     )
@@ -131,7 +133,11 @@ def _kernel_launch(node: Any, kernels: Sequence[TritonKernel]) -> Launch:
         writes=tuple(_accesses(written)),
         fuses=tuple(dict.fromkeys(_name(origin) for origin in origins)),
         place=_place([part.node for part in parts if part.get_name() in written] or [part.node for part in parts]),
-        conversions={part.node.get_name(): _conversion(part.node) for part in parts if _dtype(part.node) in FLOAT8},
+        conversions={
+            part.node.get_name(): conversions.get(part.node.get_name()) or _conversion(part.node)
+            for part in parts
+            if _dtype(part.node) in FLOAT8
+        },
         is_reduction=any(part.is_reduction() for part in parts),
     )
 
@@ -197,15 +203,41 @@ def _operator_name(operator: Any) -> str:
     return str(name).removeprefix("torch.ops.").removeprefix("extern_kernels.").removesuffix(".default")
 
 
-def _conversion(buffer: Any) -> str:
-    """The operator of the graph that converts to float8 what a kernel stores in a buffer.
+def _conversions_read(nodes: Sequence[Any]) -> dict[str, str]:
+    """For each buffer of codes that an operator reads, the operator of the graph that converts to them.
 
-    An argument that an operator stores has the origins of all arguments; the loops that compute it have their own.
+    The buffer itself does not tell: one that is stored for an operator has the origins of all of its arguments.
     """
-    loops = getattr(buffer, "data", buffer)
-    made = [each.name for each in _origins(loops) if getattr(each.meta.get("val"), "dtype", None) in FLOAT8]
-    converts = [name for name in made if name.startswith("convert_element_type")]
-    return next(iter(converts or made), buffer.get_name())
+    found: dict[str, str] = {}
+    for node in nodes:
+        operator: Any = node.node if isinstance(node, ExternKernelSchedulerNode) else None
+        origin = None if operator is None else operator.get_origin_node()
+        if origin is not None:
+            arguments = [each for each in tree_leaves(origin.args) if isinstance(each, fx.Node)]
+            for read, argument in zip(_tensors(operator.inputs), arguments, strict=False):
+                if _is_float8(argument):
+                    found.setdefault(read.get_name(), _converting(argument).name)
+    return found
+
+
+def _converting(codes: fx.Node) -> fx.Node:
+    """The conversion to codes, which views and copies may follow; the first of these where none is in the graph."""
+    while not str(codes.target).startswith("prims.convert_element_type"):
+        before = next((each for each in codes.all_input_nodes if _is_float8(each)), None)
+        if before is None:
+            break
+        codes = before
+    return codes
+
+
+def _conversion(buffer: Any) -> str:
+    """What converts to the codes of a buffer that no operator reads."""
+    made = [each for each in _origins(buffer) if _is_float8(each)]
+    return _converting(made[0]).name if made else str(buffer.get_name())
+
+
+def _is_float8(node: fx.Node) -> bool:
+    return getattr(node.meta.get("val"), "dtype", None) in FLOAT8
 
 
 def _place(buffers: Sequence[Any]) -> str:
