@@ -59,6 +59,7 @@ def _cast_groups(
     """
     cpu.check_memory(hp, ends)
     block_mode = mode if granularity == ScalingGranularity.BLOCKWISE.value else None
+    row_block = block_of(granularity, (dot_products, length))
 
     def cast(block: Block) -> Operand:
         rows, columns = block
@@ -68,10 +69,14 @@ def _cast_groups(
         quant, dequant = computed_once(scaling.scales_of(amax, float8_dtype, power_of_2, block_mode))
         shape = shape_of_scales(block, groups, *hp.shape)
         row_scales, part = scales_per_row(hp, quant, scale_row, columns)
-        codes = cast_blocks_with_scale(hp, row_scales, float8_dtype, part, True)
+        if column and not (row and block == row_block) and torch.compiler.is_dynamo_compiling():
+            # The transpose shares no node with row codes, so that the backward can compute its own (kernels/cast.py).
+            codes = cast_blocks_with_scale(hp.t(), row_scales.t(), float8_dtype, part[::-1], True).t().contiguous()
+        else:
+            codes = cast_blocks_with_scale(hp, row_scales, float8_dtype, part, True)
         return Operand(codes, dequant[:count].view(shape), quant[:count].view(shape))
 
-    return of_blocks(cast, row, column, *block_of(granularity, (dot_products, length)))
+    return of_blocks(cast, row, column, *row_block)
 
 
 def _part_of_row(hp: Tensor, columns: int) -> Block:

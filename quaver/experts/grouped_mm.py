@@ -31,6 +31,7 @@ from quaver.recipes.cast_config import ALL
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
+from quaver.runtime.compile_hints import add_dependency
 from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
 
 DYNAMIC_ONLY = "experts are scaled dynamically: the tokens of an expert are others in each step"
@@ -111,6 +112,9 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     if needs_grad_a:
         weight = GroupedOperand(weight_data, weight_scale, ctx.block_rows[1])
         if weight_data.dim() == 3:
+            scale = present(grad_operands.row).dequant_scale
+            if scale is not None:  # as in linear/function.py: the compiler saves the weight, not its column codes
+                add_dependency(scale, weight_data)
             weight = present(_quantize_weight(weight_data, args, False, True).column)
         grad_a = grouped_mm(
             present(grad_operands.row),

@@ -57,10 +57,29 @@ def _cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: b
         codes = scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True)
         return _laid_out(codes, quant, dequant, row, column)
     # Compiled code converts twice; see `apart`.
-    row_codes = scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True).contiguous() if row else None
+    row_codes = _row_codes(hp, quant, float8_dtype, is_of_amax=True) if row else None
     of_columns = quant if row_codes is None else apart(quant, row_codes)
-    column_codes = _transposed(scaling.cast_to_float8(hp, of_columns, float8_dtype, is_of_amax=True))
+    column_codes = _column_codes(hp, of_columns, float8_dtype, is_of_amax=True)
     return of_one_scale(row_codes, column_codes, quant, dequant)
+
+
+def _row_codes(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, is_of_amax: bool = False) -> Tensor:
+    """`scaling.cast_to_float8` of a matrix, in the layout of row codes."""
+    codes = scaling.cast_to_float8(hp, quant_scale, float8_dtype, is_of_amax=is_of_amax)
+    return codes if hp.is_cpu else codes.contiguous()
+
+
+def _column_codes(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, is_of_amax: bool = False) -> Tensor:
+    """`scaling.cast_to_float8` of a matrix, in the layout of column codes.
+
+    Compiled code converts the transpose, so that both conversions share no node. Where a collective lies between an
+    amax and the cast, the partitioner recomputes nothing in the backward that row codes read too, as hp in float32.
+    """
+    if hp.is_cpu or not torch.compiler.is_dynamo_compiling():
+        codes = scaling.cast_to_float8(hp, quant_scale, float8_dtype, is_of_amax=is_of_amax)
+        return codes if hp.is_cpu else column_major(codes)
+    codes = scaling.cast_to_float8(hp.t(), quant_scale.t(), float8_dtype, is_of_amax=is_of_amax)
+    return codes.contiguous().t()
 
 
 def _transposed(codes: Tensor) -> Tensor:
@@ -79,9 +98,7 @@ def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
         if asked:
             scales = scaling.scales_of(_amax(hp, dim), float8_dtype, power_of_2)
             quant, dequant = scales if dim else computed_once(scales)  # a kernel that reads rows computes theirs once
-            codes = scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True)
-            if not hp.is_cpu:
-                codes = codes.contiguous() if dim else _transposed(codes)
+            codes = (_row_codes if dim else _column_codes)(hp, quant, float8_dtype, is_of_amax=True)
             made.append(Operand(codes, dequant, quant))
         else:
             made.append(None)
@@ -293,12 +310,10 @@ def _cast_with_scale(
     cpu.check_memory(hp, row_scale, column_scale)
     row_codes = column_codes = None
     if row_scale is not None:
-        row_codes = scaling.cast_to_float8(hp, row_scale, float8_dtype)
-        row_codes = row_codes if hp.is_cpu else row_codes.contiguous()
+        row_codes = _row_codes(hp, row_scale, float8_dtype)
     if column_scale is not None:
         column_scale = column_scale if row_codes is None else apart(column_scale.clone(), row_codes)
-        column_codes = scaling.cast_to_float8(hp, column_scale, float8_dtype)
-        column_codes = column_codes if hp.is_cpu else _transposed(column_codes)
+        column_codes = _column_codes(hp, column_scale, float8_dtype)
     return row_codes, column_codes
 
 

@@ -212,6 +212,9 @@ def _weight_for_grad_input(args: LinearArgs, saved: _SavedWeight, grad_output: O
     if saved.quant_scale is not None and saved.dequant_scale is not None:
         scales = Scales(saved.quant_scale, saved.dequant_scale)
     weight = typing.cast(Tensor, saved.hp)
+    if grad_output.dequant_scale is not None:
+        # The compiler then saves the weight, and computes its column codes in the backward.
+        add_dependency(grad_output.dequant_scale, weight)
     operands = _weight_quantizer(args)(weight, row=False, column=True, scales=scales)
     if args.probe is not None:
         args.probe.operands("weight", weight, operands)

@@ -31,6 +31,7 @@ from quaver.recipes.config import CastConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PLAIN_TYPES, PersistentScale, Scales, scales_of
 from quaver.runtime.collectives import all_gather, max_over_ranks
+from quaver.runtime.compile_hints import materialize
 
 
 class TensorParallelQuantizer(Quantizer):
@@ -133,6 +134,8 @@ class GatheringQuantizer(TensorParallelQuantizer):
         made = super().__call__(hp, row=row or one_cast, column=column and not one_cast)
         row_op = None if made.row is None else self._gathered(made.row, hp.shape, token_dim, row_tokens)
         column_op = None if made.column is None else self._gathered(made.column, hp.shape, token_dim, column_tokens)
+        if row_op is not None and row_op.dequant_scale is not None:
+            materialize(row_op.data, row_op.dequant_scale)  # in order, once for all readers
         if one_cast:
             column_op = row_op
         return Operands(

@@ -16,6 +16,7 @@ from quaver.bench.ledger.entries import Entry, entries_of, matrices
 from quaver.bench.ledger.subjects import check_triton
 from quaver.bench.ledger.times import seconds_of
 from quaver.memory.compiling.gpu_code import GPUS, record_compiled
+from quaver.memory.compiling.launches import CompiledGraph
 from quaver.memory.faking.experts import load_evenly
 from quaver.memory.faking.fakes import Fakes
 from quaver.memory.faking.gpu import as_on_a_gpu
@@ -82,6 +83,16 @@ def block_entries(config: TrainConfig, ranks: int, spec: DeviceSpec) -> tuple[En
     Raises:
         NotImplementedError: as `counted_costs`.
     """
+    entries = entries_of(block_graphs(config, ranks, spec), GPUS[spec.name].L2_cache_size)
+    return tuple(each for each in entries if not each.name.startswith(_COLLECTIVES))
+
+
+def block_graphs(config: TrainConfig, ranks: int, spec: DeviceSpec) -> list[CompiledGraph]:
+    """The forward and the backward of that block.
+
+    Raises:
+        NotImplementedError: as `counted_costs`.
+    """
     stores = config.activation_checkpoint.store_in_float8
     config = replace(
         with_depth(config, 1),
@@ -89,7 +100,7 @@ def block_entries(config: TrainConfig, ranks: int, spec: DeviceSpec) -> tuple[En
         activation_checkpoint=ActivationCheckpoint(mode="none", store_in_float8=stores),
     )
     config, layout = resolve(config, rank=0, world_size=ranks)
-    device, gpu = torch.device("cpu"), GPUS[spec.name]
+    device = torch.device("cpu")
     with pretended_mesh(layout) as mesh:
         name, model = next(iter(make_models(config, device).by_name.items()))
         parallelize(model, config, mesh)
@@ -97,8 +108,7 @@ def block_entries(config: TrainConfig, ranks: int, spec: DeviceSpec) -> tuple[En
         with as_on_a_gpu(), Fakes():
             allocate(model, device)
             step, _ = training_step(TrainedModel(name, model, config, device, Ranks(0, 0, ranks)), config, layout)
-            graphs = record_compiled(step, gpu)
-    return tuple(each for each in entries_of(graphs, gpu.L2_cache_size) if not each.name.startswith(_COLLECTIVES))
+            return record_compiled(step, GPUS[spec.name])
 
 
 def entry_s(entry: Entry, run: Run, cluster: Cluster) -> float:

@@ -253,8 +253,9 @@ class _Estimate:
     def _saved_without_checkpoint(self) -> int:
         """All that a block saves.
 
-        Compiled float8 saves no input of a linear that it can cast again from what else is saved. Eager code, tensor
-        parallelism and scales from an earlier step save codes; a gradient of weights in high precision, the input.
+        Compiled float8 saves no input of a linear that it can cast again from what else is saved. Eager code and scales
+        from an earlier step save codes, and so do inputs that tensor parallel ranks gather; a gradient of weights in
+        high precision saves the input.
         Norms, attention and feed-forwards may store what they save as codes; linears store nothing.
         """
         (queries, keys, attention), dim, tp = self._attention(), self.model.dim, self.layout.tensor
@@ -270,12 +271,14 @@ class _Estimate:
         rows = self._rows()
         gates = low * 2 * hidden * rows
         wide, down = (EXPERTS, EXPERTS) if experts else ("gate_proj", "down_proj")
-        saved, product = self._saved_of_float8(), hidden * rows
-        # inputs, of which tensor parallel ranks gather the first two
-        inputs = ((self._share("q_proj", "k_proj", "v_proj"), dim * tp), (self._share(wide), dim * tp))
-        of_linears = 0.0
-        for share, features in (*inputs, (self._share(down), product)):
-            of_linears += features * (share * saved + (1 - share) * _LOW)
+        saved, product = self._saved_of_float8(tp=1), hidden * rows
+        gathered = dim * tp, self._saved_of_float8(tp)
+        inputs = (
+            (self._share("q_proj", "k_proj", "v_proj"), *gathered),
+            (self._share(wide), *gathered),
+            (self._share(down), product, saved),
+        )
+        of_linears = sum(features * (share * codes + (1 - share) * _LOW) for share, features, codes in inputs)
         if saved < _LOW:  # attention saves its output
             of_linears += self._share("o_proj") * saved * queries
         if not is_compiled:  # silu(gate), which a norm or SwiGLU in front of float8 does not save
@@ -291,13 +294,13 @@ class _Estimate:
         """Feed-forwards, or experts, that a token passes."""
         return self.model.top_k + self.model.n_shared_experts if self.model.n_experts else 1
 
-    def _saved_of_float8(self) -> int:
-        """Bytes that a float8 linear saves for each element of its input."""
+    def _saved_of_float8(self, tp: int) -> int:
+        """Bytes that a float8 linear saves for each element of its input, which so many ranks gather."""
         if self.recipe is None:
             return 0
         if self.recipe.casts.input.column.is_disabled:
             return _LOW
-        saves = self.recipe.has_persistent_scales or self.layout.tensor > 1 or not self.config.training.compile
+        saves = self.recipe.has_persistent_scales or tp > 1 or not self.config.training.compile
         return int(saves)
 
     def _temporaries(self) -> int:

@@ -11,7 +11,7 @@ from quaver.bench.ledger.times import milliseconds_by_category
 from quaver.plan import counted
 from quaver.plan.changes import BFLOAT16, with_precision
 from quaver.plan.cluster import Cluster
-from quaver.plan.counted import block_entries, check_counts_for, counted_costs
+from quaver.plan.counted import block_entries, block_graphs, check_counts_for, counted_costs
 from quaver.plan.run import run_of
 from quaver.plan.simulate import simulate
 from quaver.plan.step import Costs, training_step
@@ -73,6 +73,19 @@ def test_a_tensor_parallel_share_is_counted_without_its_collectives(precision):
     whole, share = block_entries(with_precision(CONFIG, precision), 1, H200), block_entries(config, 2, H200)
     assert not any("c10d" in entry.name for entry in share)
     assert sum(entry.flops for entry in whole) == 2 * sum(entry.flops for entry in share)
+    # Row by row, each of q, k and v, and of gate and up, stores the codes that were gathered for it.
+    assert Ledger(precision, "H200", share, ()).surplus_stores == {"tensorwise": 0, "rowwise": 3}[precision]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("precision", ["tensorwise", "rowwise"])
+def test_a_tensor_parallel_block_saves_no_codes_but_those_that_were_gathered(precision):
+    """Neither of weights, whose scales ranks agree on, nor of inputs that it can compute again."""
+    config = with_precision(CONFIG, precision)
+    config = replace(config, parallelism=replace(config.parallelism, tensor_parallel_degree=2))
+    saved = [each for graph in block_graphs(config, 2, H200) for each in graph.saved if each.is_float8]
+    tokens = STEP.local_batch_size * STEP.seq_len
+    assert [each.elements for each in saved] == [tokens * MODEL.dim] * 2  # of q, k and v, and of gate and up
 
 
 def test_blocks_that_differ_are_not_counted():
