@@ -108,7 +108,7 @@ def _split_loss(logits: DTensor, targets: Tensor) -> Tensor:
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Of `logits` [tokens, this rank's words], which begin with the word `first` of `words`."""
+    """Cross entropy of `logits` [tokens, this rank's words], which begin with the word `first` of `words`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, words: int, group: ProcessGroup) -> Tensor:

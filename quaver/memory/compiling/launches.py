@@ -231,7 +231,7 @@ def _converting(codes: fx.Node) -> fx.Node:
 
 
 def _conversion(buffer: Any) -> str:
-    """What converts to the codes of a buffer that no operator reads."""
+    """The operator of the graph that converts to the codes of a buffer which no operator reads."""
     made = [each for each in _origins(buffer) if _is_float8(each)]
     return _converting(made[0]).name if made else str(buffer.get_name())
 
