@@ -37,13 +37,17 @@ def test_recorded_predictions_of_published_runs_are_the_models(names):
         assert recorded[name]["predicted"] == pytest.approx(tokens_per_s(ROWS[name]), abs=0.06), name
 
 
+FARTHER = ("torchtitan-202412 70B 256gpu FSDP32 TP8", "torchtitan-issue1207 8B 4 H100 FSDP2 TP2 bfloat16")
+"""Runs that the closed form misses by more than 3%: tensor parallel ones, whose logits hide no other term."""
+
+
 def test_recorded_memory_of_published_runs_is_near_the_estimate():
     rows = {row.name: row for row in plan_memory.with_memory() if not plan_memory.not_in_the_trainer(row)}
     assert [each["name"] for each in MEMORY["rows"]] == list(rows)
     for each in MEMORY["rows"]:
         row = rows[each["name"]]
         estimate = estimated_peak(plan_memory.config_of(row), row.gpus)
-        assert each["trainer"] == pytest.approx(estimate, rel=0.05), row.name
+        assert each["trainer"] == pytest.approx(estimate, rel=0.05 if row.name in FARTHER else 0.03), row.name
         if each["as_published"] is not None:  # live bytes are no more than what was reserved
             assert each["as_published"] + plan_memory.counted_bytes(row) < row.memory_gib * 2**30, row.name
 
