@@ -188,7 +188,12 @@ def _laid_out(codes: Tensor, quant: Tensor, dequant: Tensor, row: bool, column: 
     """One set of codes in the layouts that were asked for; on a CPU one serves both."""
     if codes.is_cpu:
         return asked_for(Operand(codes, dequant, quant), row, column)
-    return of_one_scale(codes.contiguous() if row else None, column_major(codes) if column else None, quant, dequant)
+    return of_one_scale(*_in_layouts(codes, row, column), quant, dequant)
+
+
+def _in_layouts(codes: Tensor, row: bool, column: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Codes in the layouts of row codes and of column codes that were asked for."""
+    return codes.contiguous() if row else None, column_major(codes) if column else None
 
 
 def _column_major(codes: Tensor) -> Tensor:
@@ -348,7 +353,7 @@ def _cast_with_persistent_scale(
     )
     if codes.is_cpu:
         return codes, quant, dequant, None, observed
-    row_codes, column_codes = codes.contiguous() if row else None, column_major(codes) if column else None
+    row_codes, column_codes = _in_layouts(codes, row, column)
     return row_codes, quant, dequant, column_codes, observed
 
 
@@ -367,7 +372,7 @@ def _fake_with_persistent_scale(
     quant, dequant = torch.empty_like(quant_scale), torch.empty_like(quant_scale)
     if codes.is_cpu:
         return codes, quant, dequant, None, observed
-    row_codes, column_codes = codes.contiguous() if row else None, column_major(codes) if column else None
+    row_codes, column_codes = _in_layouts(codes, row, column)
     return row_codes, quant, dequant, column_codes, observed
 
 
