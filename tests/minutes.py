@@ -10,8 +10,9 @@ SLOWEST = 25
 
 
 def path_of(case: ElementTree.Element) -> PurePosixPath:
-    """The file of a test, below tests/; the name of its class is that of its module."""
-    return PurePosixPath(*case.get("classname", "").split(".")[1:]).with_suffix(".py")
+    """The file of a test, below tests/; the name of its class is that of its module, which a skipped module is."""
+    module = case.get("classname") or case.get("name", "")
+    return PurePosixPath(*module.split(".")[1:]).with_suffix(".py")
 
 
 def main(xml: str) -> None:
