@@ -6,6 +6,7 @@
   2.13 is right, 2.12 was not tried. Can go for the public one when the oldest torch is right.
 - `current_tracing_context()`: torch._guards.TracingContext.try_get, of Dynamo and AOTAutograd, else None.
 - `FakeTensor`, `FakeTensorMode`: torch._subclasses.fake_tensor, tensors without memory and the mode that makes them.
+- `FunctionalTensor`: torch._subclasses.functional_tensor, what AOTAutograd runs a graph's functions with.
 - `assume_constant_result(function)`: sets what torch.compiler.assume_constant_result sets, which imports torch._dynamo
   first ([Note: import time] in dtensor.py). Can go when it does not.
 - `disable_compile(function)`: torch._compile._disable_dynamo, as torch.compiler.disable, but imports torch._dynamo at
@@ -23,10 +24,12 @@ import torch
 from torch._compile import _disable_dynamo as disable_compile
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionalTensor",
     "assume_constant_result",
     "current_tracing_context",
     "disable_compile",

@@ -2,7 +2,9 @@
 
 A torch build without CUDA cannot differentiate fake CUDA tensors. So fake tensors stay on the CPU and report a GPU to
 Python code (`is_cpu`, `is_cuda`): quaver's casts then write the layouts of the hardware's matmuls, and every kind of
-scales that some hardware multiplies is multiplied natively. torch has no hook for the replacements in `as_on_a_gpu`.
+scales that some hardware multiplies is multiplied natively. The functional tensors that AOTAutograd wraps around them
+do as well: it runs what Dynamo does not look into, such as `AllGatherInput`, with these. torch has no hook for the
+replacements in `as_on_a_gpu`.
 
 Decisions in torch's C++ stay those for a CPU, except for RMSNorm: attention is the CPU's flash attention, which saves
 what the GPU's saves but for two numbers of RNG state.
@@ -21,7 +23,7 @@ from torch import Tensor
 
 import quaver.linear.gemm
 from quaver.linear.gemm import GemmBackend, ScaleKind
-from quaver.torch_private.tracing import FakeTensor
+from quaver.torch_private.tracing import FakeTensor, FunctionalTensor
 
 DEVICES = ("cpu", "cuda")
 
@@ -54,8 +56,9 @@ def is_for_a_gpu() -> bool:
 def as_on_a_gpu() -> Iterator[None]:
     """Inside the block quaver treats fake tensors as those of a GPU that multiplies the scales of every recipe."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(FakeTensor, "is_cpu", property(lambda _: False)))
-        stack.enter_context(patch.object(FakeTensor, "is_cuda", property(lambda _: True)))
+        for kind in (FakeTensor, FunctionalTensor):
+            stack.enter_context(patch.object(kind, "is_cpu", property(lambda _: False)))
+            stack.enter_context(patch.object(kind, "is_cuda", property(lambda _: True)))
         stack.enter_context(patch.object(quaver.linear.gemm, "backend_for", _backend_for))
         stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
