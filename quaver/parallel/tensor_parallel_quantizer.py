@@ -31,7 +31,7 @@ from quaver.recipes.config import CastConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PLAIN_TYPES, PersistentScale, Scales, scales_of
 from quaver.runtime.collectives import all_gather, max_over_ranks
-from quaver.runtime.compile_hints import materialize
+from quaver.runtime.compile_hints import is_compiling, materialize
 
 
 class TensorParallelQuantizer(Quantizer):
@@ -157,7 +157,7 @@ def _by_columns(codes: Tensor) -> Tensor:
 
     There the matmul of the backward orders the copy, and readers of one input share it.
     """
-    return codes if torch.compiler.is_compiling() else laid_out_for_columns(codes)
+    return codes if is_compiling() else laid_out_for_columns(codes)
 
 
 def _tokens_per_scale(cast: CastConfig, direction: int) -> int:

@@ -17,11 +17,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quaver.torch_private.tracing import current_tracing_context
+
 _library = torch.library.Library("quaver", "FRAGMENT")
 # Inductor would give an operation that constrains layouts a copy of a pointwise result, and each later reader another.
 _library.define("wait_for(Tensor(a!) waiting, Tensor computed) -> ()", tags=torch.Tag.flexible_layout)
 _library.impl("wait_for", lambda waiting, computed: None, "CompositeExplicitAutograd")
 torch.library.register_fake("quaver::wait_for", lambda waiting, computed: None, lib=_library)
+
+
+def is_compiling() -> bool:
+    """Whether a compiler traces this code: Dynamo, or AOTAutograd where Dynamo does not look into a function.
+
+    Of the latter torch.compiler.is_compiling knows in PyTorch 2.13, and not in 2.11.
+    """
+    return torch.compiler.is_compiling() or current_tracing_context() is not None
 
 
 def add_dependency(waiting: Tensor, computed: Tensor) -> None:
@@ -31,7 +41,7 @@ def add_dependency(waiting: Tensor, computed: Tensor) -> None:
         waiting: a small tensor that was made in the graph and is not read later in its present state.
         computed: any tensor.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         torch.ops.quaver.wait_for(waiting, computed)
 
 
