@@ -26,6 +26,7 @@ read the matrix twice. For when casts are operations see operation.py.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -108,11 +109,14 @@ def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
 def computed_once(scales: scaling.Scales) -> scaling.Scales:
     """Keep Inductor from computing a scale in each element that it scales; it also stored that in float32.
 
-    Of what is viewed by strides Inductor makes a buffer.
+    Of what is viewed by strides Inductor makes a buffer. They are those of contiguous scales, and not asked for: while
+    Dynamo traces a backward, that starts the trace again.
     """
     if not torch.compiler.is_dynamo_compiling():
         return scales
-    return scaling.Scales(*(each.as_strided(each.shape, each.stride()) for each in scales))
+    shape = scales.quant.shape
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return scaling.Scales(scales.quant.as_strided(shape, strides), scales.dequant.as_strided(shape, strides))
 
 
 def _cast_blockwise(
