@@ -109,14 +109,14 @@ def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
 def computed_once(scales: scaling.Scales) -> scaling.Scales:
     """Keep Inductor from computing a scale in each element that it scales; it also stored that in float32.
 
-    Of what is viewed by strides Inductor makes a buffer. They are those of contiguous scales, and not asked for: while
-    Dynamo traces a backward, that starts the trace again.
+    Of what is viewed by strides Inductor makes a buffer. The strides are computed, because Dynamo starts the trace of a
+    backward again when it is asked for those of a tensor.
     """
     if not torch.compiler.is_dynamo_compiling():
         return scales
     shape = scales.quant.shape
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return scaling.Scales(scales.quant.as_strided(shape, strides), scales.dequant.as_strided(shape, strides))
+    return scaling.Scales(*[each.contiguous().as_strided(shape, strides) for each in scales])
 
 
 def _cast_blockwise(
