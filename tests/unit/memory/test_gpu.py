@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 import quaver.linear.gemm
 from benchmarks.memory_modules import Case, Size, predict
@@ -143,6 +144,16 @@ def test_a_linear_casts_and_multiplies_as_on_a_gpu(recipe, cast, matmul):
     assert seen.operations[f"quaver.{cast}.default"] >= (2 if recipe == "delayed" else 3)
     assert seen.operations[f"{matmul}.default"] == 3
     assert seen.operations["aten.abs.default"] == seen.operations["quaver.exact_float8_mm.default"] == 0
+
+
+def test_functional_tensors_report_a_gpu():
+    """AOTAutograd runs with them what Dynamo does not look into, as the float8 all-gather of an input."""
+    with fake_tensors(), FunctionalTensorMode():
+        functional = FunctionalTensor.to_functional(torch.empty(2))
+        with as_on_a_gpu():
+            assert functional.is_cuda
+            assert not functional.is_cpu
+        assert functional.is_cpu
 
 
 def test_all_is_put_back_afterwards():
