@@ -83,6 +83,8 @@ def test_an_architecture(name, recipe):
         assert kinds.count(kind) == count
     assert not set(linears) - {layer.name for layer in report.layers}
     assert all(layer.reason for layer in report.skipped)
+    assert report.converted
+
     assert got.keys() == expected.keys()
     whole = sqnr_db(flat(expected.values()), flat(got.values()))
     assert whole > ONE_MATMUL_DB[recipe] - 10 * math.log10(3 * len(report.converted))
