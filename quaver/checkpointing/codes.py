@@ -17,6 +17,7 @@ from quaver.kernels.operands import Operand
 from quaver.kernels.operation import operation
 from quaver.kernels.widen import widen
 from quaver.recipes.scaling import BLOCK_LENGTHS
+from quaver.runtime.devices import is_cpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of activations that can be stored as codes."""
@@ -93,4 +94,4 @@ decode = operation(_decode_blocks, results=1, cpu=_cpu_decode_blocks)
 
 def decode_in_graph(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`decode` for a graph: the operation on a CPU; on a GPU PyTorch, which Inductor fuses with what reads it."""
-    return (decode if codes.is_cpu else _decode_blocks)(codes, scale, dtype)
+    return (decode if is_cpu(codes) else _decode_blocks)(codes, scale, dtype)

@@ -44,6 +44,7 @@ from quaver.linear.gemm import (
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E4M3
 from quaver.recipes.linear_casts import MatmulOptions
+from quaver.runtime.devices import is_cpu
 from quaver.runtime.phases import phase
 from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.tracing import assume_constant_result
@@ -70,7 +71,7 @@ def _grouped_mm(
     a_operand = GroupedOperand(a, a_dequant_scale, a_block_rows)
     b_operand = GroupedOperand(b, b_dequant_scale, b_block_rows)
     options = MatmulOptions(use_fast_accum, scales_are_powers_of_2, emulate, pad)
-    if not a.is_cpu:
+    if not is_cpu(a):
         made = None
         if a_dequant_scale is not None and _has_native(a.device, emulate):
             made = gpu_gemm.scaled(a_operand, b_operand, ends, of_form, transposed, use_fast_accum)
@@ -143,7 +144,7 @@ def _one_by_one(
 def _multiply(a: Operand, b: Operand, options: MatmulOptions, out: Tensor) -> None:
     """`gemm.mm` into rows of the result."""
     scales = a.dequant_scale, b.dequant_scale
-    if scales[0] is None or scales[1] is None or not (out.is_cpu and a.data.numel() and b.data.numel()) or options.pad:
+    if scales[0] is None or scales[1] is None or not (is_cpu(out) and a.data.numel() and b.data.numel()) or options.pad:
         out.copy_(mm(a, b, options, out.dtype))
     else:
         exact_float8_mm_into(out, a.data, b.data, scales[0], scales[1], options.scales_are_powers_of_2)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quaver.kernels.cpu import AVAILABLE, HP_KIND, THREADS_PAY_FROM, check_memory, extension, is_plain
 from quaver.kernels.operation import library
+from quaver.runtime.devices import is_cpu
 
 BLOCK = 256
 """Elements of a row with one scale."""
@@ -88,7 +89,7 @@ torch.library.register_fake("quaver::adamw_", lambda *arguments: None, lib=libra
 
 def takes(param: Tensor, grad: Tensor) -> bool:
     """Whether `adamw_` takes these contiguous tensors, here and now."""
-    return AVAILABLE and param.is_cpu and grad.is_cpu and not torch.compiler.is_compiling()
+    return AVAILABLE and is_cpu(param) and is_cpu(grad) and not torch.compiler.is_compiling()
 
 
 adamw_ = torch.ops.quaver.adamw_

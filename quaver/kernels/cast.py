@@ -40,6 +40,7 @@ from quaver.recipes.config import ScalingGranularity
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.scaling import PersistentScale
 from quaver.runtime.compile_hints import apart
+from quaver.runtime.devices import is_cpu
 from quaver.runtime.phases import phase
 from quaver.torch_private.dispatch import count_dispatch_modes
 
@@ -54,7 +55,7 @@ def _cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: b
     """Quantize with the scale of the matrix's own amax."""
     cpu.check_memory(hp)
     quant, dequant = computed_once(scaling.scales_of(_amax(hp), float8_dtype, power_of_2))
-    if not (torch.compiler.is_dynamo_compiling() and column) or hp.is_cpu:
+    if not (torch.compiler.is_dynamo_compiling() and column) or is_cpu(hp):
         codes = scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True)
         return _laid_out(codes, quant, dequant, row, column)
     # Compiled code converts twice; see `apart`.
@@ -67,7 +68,7 @@ def _cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: b
 def _row_codes(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, is_of_amax: bool = False) -> Tensor:
     """`scaling.cast_to_float8` of a matrix, in the layout of row codes."""
     codes = scaling.cast_to_float8(hp, quant_scale, float8_dtype, is_of_amax=is_of_amax)
-    return codes if hp.is_cpu else codes.contiguous()
+    return codes if is_cpu(hp) else codes.contiguous()
 
 
 def _column_codes(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, is_of_amax: bool = False) -> Tensor:
@@ -76,9 +77,9 @@ def _column_codes(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *,
     Compiled code converts the transpose, so that both conversions share no node. Where a collective lies between an
     amax and the cast, the partitioner recomputes nothing in the backward that row codes read too, as hp in float32.
     """
-    if hp.is_cpu or not torch.compiler.is_dynamo_compiling():
+    if is_cpu(hp) or not torch.compiler.is_dynamo_compiling():
         codes = scaling.cast_to_float8(hp, quant_scale, float8_dtype, is_of_amax=is_of_amax)
-        return codes if hp.is_cpu else column_major(codes)
+        return codes if is_cpu(hp) else column_major(codes)
     codes = scaling.cast_to_float8(hp.t(), quant_scale.t(), float8_dtype, is_of_amax=is_of_amax)
     return codes.contiguous().t()
 
@@ -142,7 +143,7 @@ def _cast_blockwise(
         return Operand(scaling.cast_blocks(hp, quant, float8_dtype, block_size, True), dequant, quant)
 
     made = of_blocks(cast, row, column, dot_products, length)
-    if hp.is_cpu or made.column is None:
+    if is_cpu(hp) or made.column is None:
         return made
     codes, *scales = made.column
     if made.row is made.column and torch.compiler.is_dynamo_compiling():
@@ -182,7 +183,7 @@ def _fake_blockwise(
         return Operand(hp.new_empty(hp.shape, dtype=float8_dtype), *scales)
 
     made = of_blocks(cast, row, column, dot_products, length)
-    if hp.is_cpu or made.column is None:
+    if is_cpu(hp) or made.column is None:
         return made
     column_codes = hp.new_empty(hp.shape[1], hp.shape[0], dtype=float8_dtype).t()
     return Operands(made.row, Operand(column_codes, *made.column[1:]))
@@ -190,7 +191,7 @@ def _fake_blockwise(
 
 def _laid_out(codes: Tensor, quant: Tensor, dequant: Tensor, row: bool, column: bool) -> Operands:
     """One set of codes in the layouts that were asked for; on a CPU one serves both."""
-    if codes.is_cpu:
+    if is_cpu(codes):
         return asked_for(Operand(codes, dequant, quant), row, column)
     return of_one_scale(*_in_layouts(codes, row, column), quant, dequant)
 
@@ -241,7 +242,7 @@ def _fake_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
     def operand(shape: tuple[int, int], is_column: bool) -> Operand:
         quant, dequant = (hp.new_empty(shape, dtype=torch.float32) for _ in range(2))
         codes = torch.empty_like(hp, dtype=float8_dtype)
-        if not hp.is_cpu:
+        if not is_cpu(hp):
             codes = column_major(codes) if is_column else codes.contiguous()
         return Operand(codes, dequant, quant)
 
@@ -355,7 +356,7 @@ def _cast_with_persistent_scale(
     codes, quant, dequant, observed = scaling.cast_with_persistent_scale(
         hp, quant_scale, float8_dtype, power_of_2=power_of_2
     )
-    if codes.is_cpu:
+    if is_cpu(codes):
         return codes, quant, dequant, None, observed
     row_codes, column_codes = _in_layouts(codes, row, column)
     return row_codes, quant, dequant, column_codes, observed
@@ -374,7 +375,7 @@ def _fake_with_persistent_scale(
 ) -> tuple[Tensor | None, ...]:
     codes, observed = torch.empty_like(hp, dtype=float8_dtype), hp.new_empty(2, dtype=torch.float32)
     quant, dequant = torch.empty_like(quant_scale), torch.empty_like(quant_scale)
-    if codes.is_cpu:
+    if is_cpu(codes):
         return codes, quant, dequant, None, observed
     row_codes, column_codes = _in_layouts(codes, row, column)
     return row_codes, quant, dequant, column_codes, observed
@@ -402,7 +403,7 @@ def cast_with_persistent_scale(
     amax_buffer = scale.amax_buffer
     if hp.is_meta:  # the scales of a model on the meta device stay where they are
         return _cast_tensorwise(hp, float8_dtype, row, column, power_of_2)
-    if hp.is_cpu and amax_buffer is not None and not torch.compiler.is_dynamo_compiling():
+    if is_cpu(hp) and amax_buffer is not None and not torch.compiler.is_dynamo_compiling():
         made = cpu.cast_and_observe(hp, scale.quant_scale, float8_dtype, power_of_2, amax_buffer)
         if made is not None:  # C updated the buffer
             return asked_for(Operand(made[0], made[2], made[1]), row, column)
@@ -410,7 +411,7 @@ def cast_with_persistent_scale(
         hp, float8_dtype, row, column, power_of_2, scale.quant_scale
     )
     record(scale, observed)
-    if hp.is_cpu:
+    if is_cpu(hp):
         return asked_for(Operand(row_codes, dequant, quant), row, column)
     return of_one_scale(row_codes if row else None, column_codes if column else None, quant, dequant)
 
@@ -439,9 +440,9 @@ def matrix_amax(hp: Tensor, dim: int | None) -> Tensor:
     Under a dispatch mode it is PyTorch's, so that a selective-checkpoint policy can save the amax.
     """
     under_mode = torch.compiler.is_dynamo_compiling() or count_dispatch_modes() > 0
-    triton_cast = None if under_mode else triton_kernels(hp, torch.float8_e4m3fn)
-    amax: Tensor = scaling.amax(hp, dim).float() if triton_cast is None else triton_cast.amax(hp, dim)
-    return amax
+    triton_cast = None if under_mode else triton_kernels(hp)
+    amax: Tensor | None = None if triton_cast is None else triton_cast.amax(hp, dim)
+    return scaling.amax(hp, dim).float() if amax is None else amax
 
 
 def _update_amax_buffer(amax_buffer: Tensor, observed: Tensor) -> None:

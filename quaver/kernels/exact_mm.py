@@ -34,6 +34,7 @@ from quaver.kernels import cpu
 from quaver.kernels.operation import operation
 from quaver.kernels.widen import widen
 from quaver.recipes.scaling import multiply_scale_, scale_blocks
+from quaver.runtime.devices import is_cpu, is_cuda
 from quaver.torch_private.hardware import has_avx512_bfloat16, onednn_has_bfloat16
 
 UNITS_PAY_FROM = 8192
@@ -80,7 +81,7 @@ def exact_float8_mm_into(
 ) -> None:
     """Write `exact_float8_mm` into contiguous rows [M, N]. On plain tensors alone, inside of another operation."""
     rest = None, out.dtype, scales_are_powers_of_2
-    made = _cpu_mm(a, b, a_dequant_scale, b_dequant_scale, *rest) if a.is_cpu else None
+    made = _cpu_mm(a, b, a_dequant_scale, b_dequant_scale, *rest) if is_cpu(a) else None
     if made is None:
         _multiply(a, b, a_dequant_scale, b_dequant_scale, *rest, out)
     else:
@@ -100,7 +101,7 @@ def _multiply(
     """Into `out`, or new memory."""
     scales = a_dequant_scale, b_dequant_scale
     varies = varies_along_contracted(a, a_dequant_scale, 1), varies_along_contracted(b, b_dequant_scale, 0)
-    if a.is_cpu and _largest(a, b) < CALLS_WEIGH_BELOW:
+    if is_cpu(a) and _largest(a, b) < CALLS_WEIGH_BELOW:
         folded = [
             each or (scales_are_powers_of_2 and scale.dim() > 0) for each, scale in zip(varies, scales, strict=True)
         ]
@@ -147,7 +148,7 @@ def _bfloat16_pays(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
     """Whether bfloat16 operands give this result, and sooner than float32 ones."""
     if not has_bfloat16_units(a.device.type):
         return False
-    return a.is_cuda or (out_dtype is torch.bfloat16 and _largest(a, b) >= UNITS_PAY_FROM)
+    return is_cuda(a) or (out_dtype is torch.bfloat16 and _largest(a, b) >= UNITS_PAY_FROM)
 
 
 class _Wide(NamedTuple):
@@ -177,7 +178,7 @@ def _panels(codes: Tensor, dim: int, multiple: int = 1) -> list[tuple[int, int]]
     """Start, a multiple of `multiple`, and length of the parts to widen at a time ([Note: panels]), nearly equal."""
     length = codes.shape[dim]
     longest = max(PANEL_LENGTH, PANEL_ELEMENTS * length // max(codes.numel(), 1))
-    if length <= longest or not codes.is_cpu:
+    if length <= longest or not is_cpu(codes):
         return [(0, length)]
     count = -(-length // longest)
     ends = [*(length * i // count // multiple * multiple for i in range(count)), length]
@@ -194,7 +195,7 @@ def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 def _bfloat16_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
     """out = RN(alpha * (a @ b)) + bias, with one rounding of the float32 sum; alpha is what is left of the scales."""
     alpha = _product(a.scale_left, b.scale_left)
-    if out.is_cpu:  # here out is bfloat16, and the library scales its float32 sums by a number
+    if is_cpu(out):  # here out is bfloat16, and the library scales its float32 sums by a number
         torch.addmm(out, a.data, b.data, beta=0, alpha=1 if alpha is None else alpha.item(), out=out)
     else:
         # Asking for float32 also keeps cuBLAS from adding partial sums in bfloat16.

@@ -33,6 +33,7 @@ from quaver.kernels.cpu import check_memory, runs_directly
 from quaver.kernels.operands import FLAT, Operands, flattened, unflattened
 from quaver.recipes.scaling import PLAIN_TYPES
 from quaver.runtime import phases
+from quaver.runtime.devices import is_cpu, is_cuda
 from quaver.runtime.slow_paths import say_once
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -61,8 +62,7 @@ def operation(
             Results have no autograd history. None for a cast: the operation returns the tensors of `flattened`, and
             its function `Operands`.
         cpu: as `reference`, or None as its result where it does not take the tensor.
-        gpu: the name of such a function in triton_cast.py, for tensors that its `takes` accepts; where the reference
-            has no float8 dtype, for those that its `takes_codes` or `takes_matrix` does.
+        gpu: the name of such a function in triton_cast.py. The function says which tensors its kernel takes.
         fake: computes results on fake tensors; None for the reference.
         in_graphs: whether code compiled for a GPU calls the operation, instead of the reference.
         phase: the name of the range that a call is while a profiler or a recorder runs (runtime/phases.py).
@@ -72,9 +72,9 @@ def operation(
     def run(first: Tensor, *args: Any) -> Any:
         """For tensors that have memory."""
         kernel = cpu
-        if not first.is_cpu:
-            float8_dtype = args[0] if args and isinstance(args[0], torch.dtype) else None
-            kernel = None if gpu is None else getattr(triton_kernels(first, float8_dtype), gpu, None)
+        if not is_cpu(first):
+            kernels = None if gpu is None else triton_kernels(first)
+            kernel = None if kernels is None else getattr(kernels, str(gpu))
         made = None if kernel is None else kernel(first, *args)
         return reference(first, *args) if made is None else made
 
@@ -125,22 +125,21 @@ def returning_operands(registered: Any) -> Callable[..., Operands]:
 def runs_as_operation(tensor: Tensor, in_graphs: bool = False) -> bool:
     """Whether code on `tensor` must call a registered operation; see the notes at the top."""
     if torch.compiler.is_dynamo_compiling():
-        return in_graphs or tensor.is_cpu
+        return in_graphs or is_cpu(tensor)
     return not runs_directly() or type(tensor) not in PLAIN_TYPES
 
 
-def triton_kernels(hp: Tensor, float8_dtype: torch.dtype | None) -> Any:
-    """The module of the Triton kernels if they cast `hp` to `float8_dtype`, or without one take it as it is; else
-    None."""
-    if not hp.is_cuda or torch.compiler.is_dynamo_compiling():
+def triton_kernels(hp: Tensor) -> Any:
+    """The module of the Triton kernels on a GPU that runs them, else None; a GPU that does not is said once."""
+    if not is_cuda(hp) or torch.compiler.is_dynamo_compiling():
         return None
     from quaver.kernels import triton_blocks, triton_cast  # import triton, which PyTorch for CPUs comes without
 
-    if (obstacle := triton_blocks.obstacle_of(hp.device.index)) is not None:
-        say_once(
-            f"casts on {hp.device}",
-            f"float8 casts on {hp.device} run in PyTorch, in several passes over memory: {obstacle}",
-        )
-    if float8_dtype is not None:
-        return triton_cast if triton_cast.takes(hp, float8_dtype) else None
-    return triton_cast if triton_cast.takes_codes(hp) or triton_cast.takes_matrix(hp) else None
+    obstacle = triton_blocks.obstacle_of(hp.device.index)
+    if obstacle is None:
+        return triton_cast
+    say_once(
+        f"casts on {hp.device}",
+        f"float8 casts on {hp.device} run in PyTorch, in several passes over memory: {obstacle}",
+    )
+    return None

@@ -16,14 +16,24 @@ import typing
 import torch
 from torch import Tensor
 
-from quaver.kernels.triton_blocks import as_bits, jit, launch, load_tile, magnitude_bits, tile_for
+from quaver.kernels.triton_blocks import (
+    accepts,
+    as_bits,
+    jit,
+    launch,
+    load_tile,
+    magnitude_bits,
+    takes_matrix,
+    tile_for,
+)
 
 with contextlib.suppress(ImportError):  # PyTorch for CPUs comes without it
     import triton.language as tl
 
 
+@accepts(takes_matrix)
 def amax(hp: Tensor, dim: int | None) -> Tensor:
-    """`recipes.scaling.amax` of an `hp` [R, C] that `takes` accepts: float32 (), [R, 1] for dim 1, [1, C] for dim 0."""
+    """`recipes.scaling.amax` of an `hp` [R, C]: float32 (), [R, 1] for dim 1, [1, C] for dim 0."""
     if dim is None:
         return amax_unless_known(hp, None)[0]
     row_amax, column_amax = amax_by_dim(hp, rows=dim == 1, columns=dim == 0)
@@ -50,8 +60,9 @@ def amax_by_dim(hp: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor | None
     return row_amax, column_amax
 
 
+@accepts(takes_matrix)
 def group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
-    """float32 [groups, C]: the amax of each column of an `hp` [R, C] that `takes` accepts, over the rows of each group.
+    """float32 [groups, C]: the amax of each column of an `hp` [R, C], over the rows of each group.
 
     Args:
         group: int64 [R], the group of each row. A program goes through the groups from the smallest to the largest one

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from quaver.recipes.formats import HP_DTYPES, format_of
 from quaver.recipes.scaling import EPS, PLAIN_TYPES, bits_of
+from quaver.runtime.devices import compute_capability
 
 UNAVAILABLE_BECAUSE: str | None = None
 """Why Triton cannot be imported."""
@@ -49,6 +50,10 @@ FIRST_CAPABILITY = (9, 0)
 float16 (triton-lang/triton#11753), and below it has no e4m3."""
 
 
+MOST_MATRICES = 65535
+"""The largest second dim of a grid (CUDA C programming guide, technical specifications per compute capability)."""
+
+
 def jit(kernel: Callable[..., Any]) -> Any:
     """`triton.jit`; the function itself where triton is missing."""
     if triton is None:
@@ -57,38 +62,54 @@ def jit(kernel: Callable[..., Any]) -> Any:
     return triton.jit(kernel, do_not_specialize_on_alignment=["quant_scale_ptr"])
 
 
-def takes(hp: Tensor, float8_dtype: torch.dtype) -> bool:
-    """Whether the kernels can cast `hp` to `float8_dtype`: a plain, contiguous, non-empty tensor on a GPU of sm_90+.
+def accepts(takes: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The launcher of a kernel, which returns None for arguments that `takes` refuses.
 
-    Under TRITON_INTERPRET: such a tensor on the CPU. Do not call while compiling.
+    `takes` gets the arguments of the launcher. Each launcher names its own, for kernels differ in the dtypes and in the
+    layouts that they read. Do not call while compiling.
+    """
+
+    def decorate(launcher: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(launcher)
+        def checked(first: Tensor, *args: Any) -> Any:
+            return launcher(first, *args) if takes(first, *args) else None
+
+        return checked
+
+    return decorate
+
+
+def takes(hp: Tensor, float8_dtype: torch.dtype, *_: object) -> bool:
+    """Whether the casts take `hp` [R, C] to `float8_dtype`: plain, contiguous, not empty, on a GPU of sm_90 or newer.
+
+    Under TRITON_INTERPRET: such a tensor on the CPU.
     """
     return float8_dtype in FLOAT8_DTYPES and takes_matrix(hp)
 
 
-def takes_matrix(hp: Tensor) -> bool:
-    """`takes`, whatever `hp` is cast to."""
-    return hp.dtype in HP_DTYPES and has_kernels(hp)
+def takes_matrix(hp: Tensor, *_: object) -> bool:
+    """`takes`, for a kernel that writes no codes."""
+    return hp.dtype in HP_DTYPES and hp.dim() == 2 and has_kernels(hp)
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """`takes`, but for the dtypes."""
+    """The checks of `takes` for the device, the strides and the class of a tensor."""
     return (
         triton is not None
         and type(tensor) in PLAIN_TYPES
         and tensor.is_contiguous()
         and tensor.numel() > 0
-        and (obstacle_of(tensor.device.index) is None if tensor.is_cuda else INTERPRETED and tensor.is_cpu)
+        and (INTERPRETED if tensor.is_cpu else tensor.is_cuda and obstacle_of(tensor.device.index) is None)
     )
 
 
-@functools.cache
-def obstacle_of(device_index: int) -> str | None:
+def obstacle_of(device_index: int | None) -> str | None:
     """Why the kernels do not run on this GPU; None where they do."""
     if UNAVAILABLE_BECAUSE is not None:
         return f"Triton cannot be imported: {UNAVAILABLE_BECAUSE}"
     if torch.version.hip is not None:
         return "the kernels are for NVIDIA GPUs"
-    if (capability := torch.cuda.get_device_capability(device_index)) < FIRST_CAPABILITY:
+    if (capability := compute_capability(device_index)) < FIRST_CAPABILITY:
         return "Triton converts to float8 in one rounding from sm_90 on, and this is sm_{}{}".format(*capability)
     return None
 

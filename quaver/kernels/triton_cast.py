@@ -33,6 +33,7 @@ from quaver.kernels.triton_amax import amax, amax_by_dim, amax_unless_known, gro
 from quaver.kernels.triton_blocks import (
     Codes,
     Tile,
+    accepts,
     as_bits,
     as_if_new,
     cast_to,
@@ -50,14 +51,13 @@ from quaver.kernels.triton_blocks import (
     store_row_codes,
     store_scales,
     takes,
-    takes_matrix,
     tile_for,
     to_float8,
     to_quant_scale,
     widen,
 )
 from quaver.kernels.triton_cast_blocks import cast_blockwise
-from quaver.kernels.triton_copy import column_major, takes_codes
+from quaver.kernels.triton_copy import column_major
 
 try:
     import triton
@@ -75,8 +75,6 @@ __all__ = [
     "column_major",
     "group_amax",
     "takes",
-    "takes_codes",
-    "takes_matrix",
 ]
 
 ScaleBuffers = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -86,29 +84,36 @@ WIDEST_ROW = 32768
 """Columns of a row that `_cast_whole_rows` holds in registers."""
 
 
+@accepts(takes)
 def cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands:
-    """`quaver.recipes.scaling.dynamic_cast` of an `hp` [R, C] that `takes` accepts, with one scale.
+    """`quaver.recipes.scaling.dynamic_cast` of an `hp` [R, C], with one scale.
 
     Returns:
         Operands whose scales are float32 ().
     """
-    row_codes, quant, dequant, column_codes, _ = cast_with_persistent_scale(
-        hp, float8_dtype, row, column, power_of_2, None
-    )
+    row_codes, quant, dequant, column_codes, _ = _cast_with_one_scale(hp, float8_dtype, row, column, power_of_2, None)
     return of_one_scale(row_codes, column_codes, quant, dequant)
 
 
+@accepts(takes)
 def cast_with_persistent_scale(
-    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor | None
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor]:
-    """`quaver.recipes.scaling.cast_with_persistent_scale` of an `hp` [R, C] that `takes` accepts.
+    """`quaver.recipes.scaling.cast_with_persistent_scale` of an `hp` [R, C].
 
     Args:
-        quant_scale: float32 (). None for a dynamic scale, under which nothing but the amax is observed.
+        quant_scale: float32 ().
     Returns:
         Row codes, their quant_scale and dequant_scale, float32 (), and column codes, None for codes that were not asked
         for; and float32 [2]: the amax of hp, and how many elements saturated.
     """
+    return _cast_with_one_scale(hp, float8_dtype, row, column, power_of_2, quant_scale)
+
+
+def _cast_with_one_scale(
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor | None
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor]:
+    """`cast_with_persistent_scale`; with None for the scale, a dynamic one, and nothing but the amax is observed."""
     observed = amax_unless_known(hp, quant_scale)
     row_codes, column_codes = empty_codes(hp, float8_dtype, row, column)
     quant, dequant = (hp.new_empty((), dtype=torch.float32) for _ in range(2))
@@ -118,8 +123,9 @@ def cast_with_persistent_scale(
     return row_codes, quant, dequant, column_codes, observed
 
 
+@accepts(takes)
 def cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands:
-    """`quaver.recipes.scaling.dynamic_cast` of an `hp` [R, C] that `takes` accepts, along dim 1 and along dim 0.
+    """`quaver.recipes.scaling.dynamic_cast` of an `hp` [R, C], along dim 1 and along dim 0.
 
     Returns:
         Operands whose scales are float32 [R, 1] and [1, C].
@@ -136,10 +142,11 @@ def cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool,
     return unflattened((row_codes, *row_scales[1:], column_codes, *column_scales[1:]), row, column)
 
 
+@accepts(takes)
 def cast_with_scale(
     hp: Tensor, float8_dtype: torch.dtype, row_scale: Tensor | None, column_scale: Tensor | None
 ) -> Codes:
-    """`quaver.recipes.scaling.cast_to_float8` of an `hp` [R, C] that `takes` accepts.
+    """`quaver.recipes.scaling.cast_to_float8` of an `hp` [R, C].
 
     Args:
         row_scale: float32 () or [R, 1], the quant_scale of row codes. None for no row codes.

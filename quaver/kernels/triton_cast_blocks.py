@@ -16,6 +16,7 @@ from torch import Tensor
 from quaver.kernels.operands import Operands, of_one_scale, unflattened
 from quaver.kernels.triton_blocks import (
     Tile,
+    accepts,
     cast_to,
     empty_codes,
     inside,
@@ -25,6 +26,7 @@ from quaver.kernels.triton_blocks import (
     magnitude_bits,
     store_column_codes,
     store_row_codes,
+    takes,
     to_float8,
     to_quant_scale,
 )
@@ -46,6 +48,7 @@ class Blocks(NamedTuple):
     """`e8m0_offset` of E8M0."""
 
 
+@accepts(takes)
 def cast_blockwise(
     hp: Tensor,
     float8_dtype: torch.dtype,
@@ -56,7 +59,7 @@ def cast_blockwise(
     length: int,
     mode: str,
 ) -> Operands:
-    """`recipes.scaling.dynamic_cast_blocks` of an `hp` [R, C] that triton_cast.py takes, along rows and along columns.
+    """`recipes.scaling.dynamic_cast_blocks` of an `hp` [R, C], along rows and along columns.
 
     Returns:
         Operands; square blocks are cast once.

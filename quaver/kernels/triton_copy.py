@@ -7,10 +7,22 @@ triton_blocks.py.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from quaver.kernels.triton_blocks import FLOAT8_DTYPES, Tile, has_kernels, jit, launch, load_bits, store_column_codes
+from quaver.kernels.triton_blocks import (
+    FLOAT8_DTYPES,
+    MOST_MATRICES,
+    Tile,
+    accepts,
+    has_kernels,
+    jit,
+    launch,
+    load_bits,
+    store_column_codes,
+)
 
 try:
     import triton.language as tl
@@ -19,12 +31,14 @@ except ImportError:  # PyTorch for CPUs comes without it
 
 
 def takes_codes(codes: Tensor) -> bool:
-    """Whether the kernel can copy `codes`: plain, contiguous, not empty, on a GPU of sm_90 or newer."""
-    return codes.dtype in FLOAT8_DTYPES and has_kernels(codes)
+    """Whether the kernel copies `codes` [..., R, C]: float8, and otherwise as `takes`. It moves single bytes."""
+    is_matrices = codes.dim() >= 2 and math.prod(codes.shape[:-2]) <= MOST_MATRICES
+    return codes.dtype in FLOAT8_DTYPES and is_matrices and has_kernels(codes)
 
 
+@accepts(takes_codes)
 def column_major(codes: Tensor) -> Tensor:
-    """A copy of `codes` [..., R, C] that `takes_codes` accepts, in which each matrix has strides (1, R)."""
+    """A copy of `codes` [..., R, C], in which each matrix has strides (1, R)."""
     height, width = codes.shape[-2:]
     copy = codes.new_empty(codes.mT.shape)
     is_aligned = height % 16 == width % 16 == codes.data_ptr() % 16 == 0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quaver.kernels import cpu
 from quaver.recipes.scaling import multiply_scale_
+from quaver.runtime.devices import is_cpu
 
 _TABLE_PAYS_FROM = 8192  # elements; below, the plain conversion costs less than the table's extra calls
 _LEAST_EXACT = 2.0**-110  # scale for bfloat16 products that C computes
@@ -25,7 +26,7 @@ def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Ten
     `scale`: float32 of any granularity, to multiply in; for bfloat16 powers of two, so that products are exact. The
     result is column-major where `codes` is, or is part of what is.
     """
-    if codes.is_cpu:
+    if is_cpu(codes):
         if codes.stride(1) != 1 and codes.stride(0) == 1:
             return widen(codes.t(), dtype, None if scale is None else scale.t()).t()
         if scale is None or dtype is torch.float32 or not _may_lose_bits(scale):

@@ -49,6 +49,7 @@ from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, re
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales, Scales
 from quaver.runtime.compile_hints import add_dependency, apart, materialize
+from quaver.runtime.devices import is_cpu
 from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
 
 
@@ -128,7 +129,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         clear_cached_operands()
     quantizer = _grad_output_quantizer(args)
     # One read makes both row-wise casts. On a CPU it is spared only where the codes of one need not be alive meanwhile.
-    apart = grad_output.is_cpu and cast.column.has_two_casts and args.sharding is None
+    apart = is_cpu(grad_output) and cast.column.has_two_casts and args.sharding is None
     row, column = quantizer(grad_output, row=needs_grad_input and not apart, column=needs_grad_weight)
     if args.probe is not None:
         args.probe.operands("grad_output", grad_output, Operands(row, column))

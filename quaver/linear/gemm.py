@@ -38,6 +38,7 @@ from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E5M2, FORMATS
 from quaver.recipes.linear_casts import MATMULS, MatmulOptions
 from quaver.recipes.scaling import BLOCK_SIZE, multiply_scale_, scale_blocks
+from quaver.runtime.devices import is_cpu
 from quaver.runtime.phases import phase
 from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.dispatch import without_dispatch_modes
@@ -117,7 +118,7 @@ def mm(a: Operand, b: Operand, options: MatmulOptions, out_dtype: torch.dtype, b
         out = torch.zeros((a.data.shape[0], b.data.shape[1]), dtype=out_dtype, device=a.data.device)
         return out if bias is None else out + bias.to(out_dtype)
     tensors = a.data, b.data, a.dequant_scale, b.dequant_scale
-    if not a.data.is_cpu and _backend_of(*tensors, options) is GemmBackend.NATIVE:
+    if not is_cpu(a.data) and _backend_of(*tensors, options) is GemmBackend.NATIVE:
         return _native_mm(*tensors, bias, out_dtype, options.use_fast_accum)
     if not options.pad:
         return exact_float8_mm(*tensors, bias, out_dtype, options.scales_are_powers_of_2)
@@ -338,12 +339,12 @@ def reads_along_contracted(device: torch.device, emulate: bool = False) -> bool:
 
 def laid_out_for_rows(codes: Tensor, *, emulate: bool = False) -> Tensor:
     """Row codes in the layout that this device multiplies: the native backend reads rows that are contiguous."""
-    return codes if codes.is_cpu or not reads_along_contracted(codes.device, emulate) else row_major(codes)
+    return codes if is_cpu(codes) or not reads_along_contracted(codes.device, emulate) else row_major(codes)
 
 
 def laid_out_for_columns(codes: Tensor, *, emulate: bool = False) -> Tensor:
     """Column codes in the layout that this device multiplies: the native backend reads columns that are contiguous."""
-    if codes.is_cpu or not reads_along_contracted(codes.device, emulate):
+    if is_cpu(codes) or not reads_along_contracted(codes.device, emulate):
         return codes
     return row_major(codes.t()).t()
 
@@ -354,7 +355,7 @@ def laid_out_for_columns_after(codes: Tensor, gradient: Tensor, *, emulate: bool
     For compiled code. The codes were quantized before the graph, so no cast can be fused with the copy, and Inductor
     would otherwise make the copy in the forward and save it. Eager code copies when it multiplies.
     """
-    if not torch.compiler.is_compiling() or codes.is_cpu or codes.t().is_contiguous():
+    if not torch.compiler.is_compiling() or is_cpu(codes) or codes.t().is_contiguous():
         return codes
     if not reads_along_contracted(codes.device, emulate):
         return codes

@@ -45,6 +45,7 @@ from quaver.kernels.operands import Operand, Operands, asked_for, of_one_scale
 from quaver.recipes.config import CastConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale, Scales, to_dequant_scale
+from quaver.runtime.devices import is_cpu
 
 
 class Quantizer:
@@ -89,7 +90,7 @@ class Quantizer:
         float8_dtype, power_of_2 = cast.float8_dtype, self.casts.power_of_2
         if cast.is_tensorwise and scales is not None:
             quant, dequant = scales
-            if hp.is_cpu:  # one set of codes serves both
+            if is_cpu(hp):  # one set of codes serves both
                 codes, _ = cast_with_scale(hp, float8_dtype, quant, None)
                 return asked_for(Operand(codes, dequant, quant), row, column)
             codes = cast_with_scale(hp, float8_dtype, quant if row else None, quant if column else None)
@@ -112,7 +113,7 @@ class Quantizer:
         if operand is None or operand.quant_scale is None or operand.dequant_scale is None:
             return None
         if cast.is_blockwise and not cast.has_two_casts and torch.compiler.is_dynamo_compiling():
-            return None if operand.data.is_cpu else Scales(operand.quant_scale, operand.dequant_scale)
+            return None if is_cpu(operand.data) else Scales(operand.quant_scale, operand.dequant_scale)
         if not cast.is_tensorwise:
             return None
         if operand.quant_scale.dim() == 0:
@@ -135,7 +136,7 @@ class StoredQuantizer(Quantizer):
     def cast(self, cast: CastConfig, hp: Tensor, row: bool, column: bool, scales: Scales | None) -> Operands:
         """See `Quantizer`."""
         by_operation = CASTS_OF_STORED.get(cast.scaling_granularity)
-        if by_operation is None or not (row and column and torch.compiler.is_dynamo_compiling()) or hp.is_cpu:
+        if by_operation is None or not (row and column and torch.compiler.is_dynamo_compiling()) or is_cpu(hp):
             return super().cast(cast, hp, row, column, scales)
         if cast.is_disabled or (cast.is_persistent and self.scale is not None):
             return super().cast(cast, hp, row, column, scales)

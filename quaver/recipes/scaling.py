@@ -49,6 +49,7 @@ import torch
 from torch import Tensor
 
 from quaver.recipes.formats import FORMATS, HP_DTYPES, format_of
+from quaver.runtime.devices import is_cpu
 from quaver.torch_private.dispatch import without_dispatch_modes
 from quaver.torch_private.tracing import assume_constant_result
 
@@ -104,7 +105,7 @@ NO_PERSISTENT_SCALES = PersistentScales(None, None, None)
 
 def runs_eagerly_on_cpu(tensor: Tensor) -> bool:
     """Whether operations on `tensor` run at once on a CPU: it is not traced, not fake, and not a subclass."""
-    return tensor.is_cpu and type(tensor) in PLAIN_TYPES and not torch.compiler.is_dynamo_compiling()
+    return is_cpu(tensor) and type(tensor) in PLAIN_TYPES and not torch.compiler.is_dynamo_compiling()
 
 
 def amax(hp: Tensor, dim: int | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quaver.runtime.devices import is_cpu
 from quaver.torch_private.tracing import current_tracing_context
 
 _library = torch.library.Library("quaver", "FRAGMENT")
@@ -56,7 +57,7 @@ def materialize(tensor: Tensor, waiting: Tensor) -> None:
         tensor: any tensor.
         waiting: a small tensor, as for `add_dependency`.
     """
-    if not tensor.is_cpu:
+    if not is_cpu(tensor):
         add_dependency(waiting, tensor)
 
 
@@ -69,6 +70,6 @@ def apart(scale: Tensor, codes: Tensor) -> Tensor:
     Args:
         scale: made in the graph.
     """
-    if not scale.is_cpu:
+    if not is_cpu(scale):
         add_dependency(scale, codes)
     return scale

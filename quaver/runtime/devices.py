@@ -1,12 +1,22 @@
-"""Devices: chosen by name, waited for and described."""
+"""Devices: chosen by name, waited for and described; and which device's code a tensor takes.
+
+Casts, layouts and matmuls ask `is_cpu` and `is_cuda` here, so that tests can have CPU tensors take a GPU's code.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import platform
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+
+_virtual: tuple[int, int] | None = None
+"""The compute capability of the GPU that CPU tensors stand for; None where they are a CPU's."""
 
 
 class MissingDeviceError(RuntimeError):
@@ -27,6 +37,37 @@ def resolve_device(name: str) -> torch.device:
             f"a torch built for this GPU (this one is torch {torch.__version__})"
         )
     return torch.device(name)
+
+
+def is_cpu(tensor: Tensor) -> bool:
+    """Whether `tensor` takes the code for CPUs."""
+    return tensor.is_cpu and _virtual is None
+
+
+def is_cuda(tensor: Tensor) -> bool:
+    """Whether `tensor` takes the code for CUDA (or ROCm) devices."""
+    return tensor.is_cuda or (_virtual is not None and tensor.is_cpu)
+
+
+def compute_capability(index: int | None) -> tuple[int, int]:
+    """The compute capability of the CUDA device with this index, (9, 0) for an H100; None for the current device."""
+    return _compute_capability(index) if _virtual is None else _virtual
+
+
+@functools.cache
+def _compute_capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+@contextlib.contextmanager
+def standing_for_gpu(capability: tuple[int, int]) -> Iterator[None]:
+    """Inside the block CPU tensors take the code for a GPU of this compute capability. For tests, in one thread."""
+    global _virtual
+    before, _virtual = _virtual, capability
+    try:
+        yield
+    finally:
+        _virtual = before
 
 
 def synchronize(device: torch.device) -> None:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from quaver import convert_to_float8_training, error_on_slow_path, freeze_to_float8
 from quaver.cli import main
 from quaver.kernels import cast, cpu, operation
+from quaver.runtime import devices
 from quaver.runtime.slow_paths import clear_slow_paths, say_once, slow_paths
 from tests.isolated import isolated
 
@@ -107,14 +108,14 @@ def test_casts_without_triton(monkeypatch, caplog):
         monkeypatch.delitem(sys.modules, f"quaver.kernels.{name}", raising=False)
         monkeypatch.delattr(f"quaver.kernels.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
-    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float32)
+    on_gpu = SimpleNamespace(is_cuda=True, is_cpu=False, device=torch.device("cuda", 0), dtype=torch.float32)
     for _ in range(2):
-        assert operation.triton_kernels(on_gpu, torch.float8_e4m3fn) is None
+        assert operation.triton_kernels(on_gpu) is None
     assert len(caplog.records) == len(slow_paths()) == 1
     assert "casts on cuda:0 run in PyTorch" in slow_paths()[0]
     assert "import of triton halted" in slow_paths()[0]
     with error_on_slow_path(), pytest.raises(RuntimeError, match="Triton cannot be imported"):
-        operation.triton_kernels(on_gpu, torch.float8_e4m3fn)
+        operation.triton_kernels(on_gpu)
 
 
 @pytest.mark.parametrize(
@@ -124,11 +125,9 @@ def test_casts_on_gpus_without_kernels(capability, hip, because, monkeypatch):
     triton_blocks = pytest.importorskip("quaver.kernels.triton_blocks")
     monkeypatch.setattr(triton_blocks, "UNAVAILABLE_BECAUSE", None)
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    triton_blocks.obstacle_of.cache_clear()
-    on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float32)
-    assert operation.triton_kernels(on_gpu, torch.float8_e4m3fn) is None
-    triton_blocks.obstacle_of.cache_clear()
+    monkeypatch.setattr(devices, "_compute_capability", lambda index: capability)
+    on_gpu = SimpleNamespace(is_cuda=True, is_cpu=False, device=torch.device("cuda", 0), dtype=torch.float32)
+    assert operation.triton_kernels(on_gpu) is None
     assert len(slow_paths()) == 1
     assert because in slow_paths()[0]
 
