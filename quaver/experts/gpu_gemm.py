@@ -6,6 +6,9 @@
 Both multiply rows [T, contracted] with weights [E, contracted, columns], and for grad_weight [X, T] with [T, Y], where
 the groups lie along the contracted dim. Zeros complete every dim, and each group along the contracted one, to a
 multiple of 16. The results are bfloat16.
+
+The first reads both operands along the contracted dim, the second along either dim, so only codes are transposed in
+memory. Both want matrices that start at a multiple of 16 bytes (aten/src/ATen/native/GroupedMMUtils.h).
 """
 
 from __future__ import annotations
@@ -101,7 +104,7 @@ def _multiply(
             a, b, a_scale, b_scale = b, a, b_scale, a_scale
         sizes = a.shape[1], b.shape[1]
         to, padded_ends, rows = _padded_rows(ends, a.shape[0])
-        left, right = (row_major(_moved(_padded(each), to, rows).t()) for each in (a, b))
+        left, right = (_along_contracted(_moved(_padded(each), to, rows).t()) for each in (a, b))
         if a_scale is not None and b_scale is not None:
             a_scale, b_scale = (_padded(each, 1.0).reshape(-1) for each in (a_scale, b_scale))
         out = _call(left, right.t(), a_scale, b_scale, padded_ends, use_fast_accum)[:, : sizes[0], : sizes[1]]
@@ -110,7 +113,7 @@ def _multiply(
     weights = b.view(groups, -1, b.shape[1])
     weights = weights if by_rows else weights.transpose(1, 2)  # [E, columns of the result, contracted]
     columns = weights.shape[1]
-    right = row_major(_padded(_padded(weights).transpose(1, 2)).transpose(1, 2))
+    right = _along_contracted(_padded(_padded(weights).transpose(1, 2)).transpose(1, 2))
     if b_scale is not None:
         b_scale = _padded(b_scale.reshape(groups, columns), 1.0)
     out = _call(_padded(a).contiguous(), right.transpose(1, 2), a_scale, b_scale, ends, use_fast_accum)[:, :columns]
@@ -121,6 +124,7 @@ def _multiply(
 def _call(
     a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, ends: Tensor, use_fast_accum: bool
 ) -> Tensor:
+    a, b = (each.clone() if each.data_ptr() % ALIGNMENT else each for each in (a, b))
     if a_scale is None or b_scale is None:
         product: Tensor = grouped_mm(a, b, offs=ends)
         return product
@@ -134,6 +138,11 @@ def _call(
         use_fast_accum=use_fast_accum,
     )
     return scaled_product
+
+
+def _along_contracted(matrices: Tensor) -> Tensor:
+    """[..., contracted], in a layout that the matmul of this dtype reads."""
+    return row_major(matrices) if matrices.dtype is E4M3.dtype else matrices
 
 
 def _padded(tensor: Tensor, value: float = 0.0) -> Tensor:
