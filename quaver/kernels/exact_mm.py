@@ -185,6 +185,16 @@ def _panels(codes: Tensor, dim: int, multiple: int = 1) -> list[tuple[int, int]]
     return [(start, stop - start) for start, stop in zip(ends, ends[1:], strict=False)]
 
 
+def _scales_of_sums(a_scale: Tensor | None, b_scale: Tensor | None) -> list[Tensor]:
+    """What multiplies the sums: the product of two scales of whole matrices, else the scales one after the other.
+
+    Their product is finite where the result is. A sum times one of them may not be, as with an amax of 1e36.
+    """
+    if a_scale is not None and b_scale is not None and a_scale.dim() == b_scale.dim() == 0:
+        return [a_scale * b_scale]
+    return [scale for scale in (a_scale, b_scale) if scale is not None]
+
+
 def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     if first is None or second is None:
         return second if first is None else first
@@ -209,9 +219,8 @@ def _float32_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
     """out = RN(scales * (a @ b) + bias), in float32 up to the end."""
     sums = out if out.dtype is torch.float32 and out.is_contiguous() else torch.empty_like(out, dtype=torch.float32)
     torch.mm(a.data, b.data, out=sums)
-    for scale in (a.scale_left, b.scale_left):
-        if scale is not None:
-            sums.mul_(scale)
+    for scale in _scales_of_sums(a.scale_left, b.scale_left):
+        sums.mul_(scale)
     if bias is not None:
         sums.add_(bias)
     return out if sums is out else out.copy_(sums)
@@ -231,9 +240,8 @@ def _small_mm(
     )
     sums = a.new_empty(a.shape[0], b.shape[1])
     torch.mm(a, b, out=sums)
-    for scale, fold in zip(scales, folded, strict=True):
-        if not fold:
-            sums.mul_(scale)
+    for scale in _scales_of_sums(*(None if fold else scale for scale, fold in zip(scales, folded, strict=True))):
+        sums.mul_(scale)
     if bias is not None:
         sums.add_(bias)
     return sums.to(out_dtype)

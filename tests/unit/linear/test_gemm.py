@@ -155,6 +155,25 @@ def test_padding_never_changes_a_result(scaling, shape, out_dtype):
     assert_matmul_exact(unbiased, a, b, a_scale, b_scale)
 
 
+def test_padding_completes_scales_along_the_contracted_dim():
+    a, _, b, b_scale = operands(33, 17, 5)
+    a_scale = torch.rand(1, 17)
+    padded = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32, pad=True)
+    assert_matmul_exact(padded, a, b, a_scale, b_scale)
+
+
+@pytest.mark.parametrize("size", [16, 128])
+@pytest.mark.parametrize("large", [0, 1], ids=["a", "b"])
+def test_finite_results_of_large_amaxes(size, large):
+    """A sum times the dequant_scale of 1e36 is no float32 number; the result is."""
+    made = [torch.randn(size, size).clamp(-3, 3), torch.randn(size, size).clamp(-3, 3)]
+    made[large] = made[large] * 3e35
+    (a, _, a_scale), (b, _, b_scale) = (dynamic_cast(each, E4M3) for each in made)
+    out = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32)
+    expected = (a.double() * a_scale) @ (b.double() * b_scale)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
+
+
 @pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0)], ids=str)
 def test_empty_operands(shape):
     a, a_scale, b, b_scale = operands(*shape)
