@@ -52,9 +52,9 @@ def _native_block_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_sc
     is_square = b_dequant_scale.shape[1] != b.shape[1]
     columns = -n % (length if is_square else ALIGNMENT)
     a = row_major(pad_codes(a, -m % ALIGNMENT, -k % length))
-    a_dequant_scale = F.pad(a_dequant_scale, (0, 0, 0, -m % ALIGNMENT), value=1.0)
+    a_dequant_scale = _completed(a_dequant_scale, -m % ALIGNMENT, 0)
     b = row_major(pad_codes(b, -k % length, columns).t()).t()
-    b_scale = b_dequant_scale if is_square else F.pad(b_dequant_scale, (0, columns), value=1.0)
+    b_scale = b_dequant_scale if is_square else _completed(b_dequant_scale, 0, columns)
     if length == 128:
         scales = _apart(a_dequant_scale), _apart(_scales_of_columns(b_scale, is_square))
         recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128 if is_square else ScalingType.BlockWise1x128
@@ -71,7 +71,12 @@ def _native_block_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_sc
 def _scales_of_columns(scale: Tensor, is_square: bool) -> Tensor:
     """b's scales [blocks of K, ..] as the operator takes them: of square blocks so, with blocks of K a multiple of 4;
     else one row for each column of b."""
-    return F.pad(scale, (0, 0, 0, -scale.shape[0] % 4), value=1.0) if is_square else scale.t()
+    return _completed(scale, -scale.shape[0] % 4, 0) if is_square else scale.t()
+
+
+def _completed(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """Append scales of 1. A pad of nothing would be a copy."""
+    return F.pad(scale, (0, columns, 0, rows), value=1.0) if rows or columns else scale
 
 
 def _apart(scale: Tensor) -> Tensor:
@@ -82,8 +87,8 @@ def _apart(scale: Tensor) -> Tensor:
 def _tiles(scale: Tensor) -> Tensor:
     """float32 powers of two [rows, blocks] -> E8M0 in tiles, flat."""
     rows, blocks = scale.shape
-    padded = F.pad(scale, (0, -blocks % _BLOCKS_OF_TILE, 0, -rows % _ROWS_OF_TILE), value=1.0)
-    tiles = padded.view(-1, 4, 32, padded.shape[1] // _BLOCKS_OF_TILE, _BLOCKS_OF_TILE).permute(0, 3, 2, 1, 4)
+    padded = _completed(scale, -rows % _ROWS_OF_TILE, -blocks % _BLOCKS_OF_TILE)
+    tiles = padded.reshape(-1, 4, 32, padded.shape[1] // _BLOCKS_OF_TILE, _BLOCKS_OF_TILE).permute(0, 3, 2, 1, 4)
     return tiles.contiguous().view(-1).to(torch.float8_e8m0fnu)
 
 

@@ -123,9 +123,9 @@ def mm(a: Operand, b: Operand, options: MatmulOptions, out_dtype: torch.dtype, b
     if not options.pad:
         return exact_float8_mm(*tensors, bias, out_dtype, options.scales_are_powers_of_2)
     columns = b.data.shape[1]
-    a_data, b_data, b_scale = _padded(a.data, b.data, b.dequant_scale)
-    bias = bias if bias is None else F.pad(bias, (0, b_data.shape[1] - columns))
-    out = exact_float8_mm(a_data, b_data, a.dequant_scale, b_scale, bias, out_dtype, options.scales_are_powers_of_2)
+    padded = _padded(*tensors)
+    bias = bias if bias is None else F.pad(bias, (0, padded[1].shape[1] - columns))
+    out = exact_float8_mm(*padded, bias, out_dtype, options.scales_are_powers_of_2)
     return out if out.shape[1] == columns else out[:, :columns].contiguous()  # autograd.Functions return no views
 
 
@@ -367,7 +367,7 @@ def native_operands(
     a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The operands as the hardware reads them: K and N padded to 16, contiguous along K, both scales of one kind."""
-    a, b, b_dequant_scale = _padded(a, b, b_dequant_scale)
+    a, b, a_dequant_scale, b_dequant_scale = _padded(a, b, a_dequant_scale, b_dequant_scale)
     a, b = row_major(a), row_major(b.t()).t()
     if a_dequant_scale.dim() or b_dequant_scale.dim():
         a_dequant_scale = a_dequant_scale.expand(a.shape[0], 1).contiguous()
@@ -423,10 +423,18 @@ def _finished(out: Tensor, rows: int, columns: int, bias: Tensor | None, out_dty
     return out if out.dtype is out_dtype else out.to(out_dtype)
 
 
-def _padded(a: Tensor, b: Tensor, b_dequant_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _padded(
+    a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """a [M, K] and b [K, N] with their scales, K and N completed to multiples of 16."""
     k, n = -a.shape[1] % ALIGNMENT, -b.shape[1] % ALIGNMENT
-    if b_dequant_scale.dim():  # the padding of blocks lies inside blocks
-        rows = k if b_dequant_scale.shape[0] == b.shape[0] != 1 else 0
-        columns = n if b_dequant_scale.shape[1] == b.shape[1] != 1 else 0
-        b_dequant_scale = F.pad(b_dequant_scale, (0, columns, 0, rows), value=1.0)
-    return pad_codes(a, 0, k), pad_codes(b, k, n), b_dequant_scale
+    scales = _padded_scale(a, a_dequant_scale, 0, k), _padded_scale(b, b_dequant_scale, k, n)
+    return pad_codes(a, 0, k), pad_codes(b, k, n), *scales
+
+
+def _padded_scale(codes: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
+    """A scale for each new row or column where each has its own; the padding of blocks lies inside blocks."""
+    if scale.dim() == 0:
+        return scale
+    more = [new if scale.shape[dim] == codes.shape[dim] != 1 else 0 for dim, new in enumerate((rows, columns))]
+    return F.pad(scale, (0, more[1], 0, more[0]), value=1.0) if any(more) else scale

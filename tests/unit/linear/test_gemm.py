@@ -351,6 +351,13 @@ def test_blocks_reach_the_hardware_in_its_layouts(shape, length, is_square, monk
         assert gemm.kind_of(a, b, a_scale, b_scale).block_length == length
 
 
+@pytest.mark.parametrize("is_square", [True, False])
+def test_complete_blocks_are_not_padded(is_square, monkeypatch):
+    monkeypatch.setattr(F, "scaled_mm", hardware)
+    with mock.patch.object(F, "pad", side_effect=AssertionError):
+        native_block_mm(*block_operands(128, 512, 256, 128, is_square), 128)
+
+
 @pytest.mark.skipif(
     not hasattr(torch._meta_registrations, "_check_scaled_mm_sizes_v2"),
     reason="PyTorch 2.15 checks them on the device alone",
