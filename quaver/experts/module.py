@@ -69,7 +69,12 @@ class RoutedExperts(nn.Module):
                     "expert parallelism expects experts that are called with top_k_index; got none"
                 )
             tokens = hidden_states.view(-1, hidden_states.shape[-1])
-            height = tokens.shape[0] // experts.num_experts
+            height, rest = divmod(tokens.shape[0], experts.num_experts)
+            if rest:
+                raise ValueError(
+                    f"expected as many tokens for each of {experts.num_experts} experts, one expert's after the "
+                    f"other's; got {tokens.shape[0]} rows"
+                )
             ends = torch.arange(1, experts.num_experts + 1, device=tokens.device, dtype=torch.int32) * height
             return self._of_sorted(tokens, ends, None)
         top_k_index, top_k_weights = routing

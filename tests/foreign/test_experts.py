@@ -127,6 +127,12 @@ def test_gradients_of_llama_4_against_float32(recipe):
         assert sqnr_db(other, one) > ONE_MATMUL_DB[recipe] - 10
 
 
+def test_llama_4_refuses_rows_that_its_experts_do_not_divide():
+    experts = convert_to_float8_training(experts_of(Llama4TextExperts), config="rowwise")
+    with pytest.raises(ValueError, match="as many tokens for each of .* experts.*got 7 rows"):
+        experts(torch.randn(7, 64))
+
+
 @pytest.mark.parametrize("cls", [MixtralExperts, GptOssExperts], ids=lambda cls: cls.__name__)
 def test_experts_of_other_ranks_add_nothing(cls):
     """transformers' expert parallelism gives them the index E and the weight 0; here with NaN in their tokens."""
