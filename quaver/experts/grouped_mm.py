@@ -24,7 +24,7 @@ from quaver.experts.groups import Block, Form, GroupedOperand, GroupedOperands, 
 from quaver.experts.probe import ExpertsProbe
 from quaver.kernels.operands import present
 from quaver.linear.frozen_weight import FrozenFloat8Weight
-from quaver.linear.function import NoSecondDerivative, compute_dtype
+from quaver.linear.function import NoSecondDerivative, compute_dtype, refuse_transforms
 from quaver.linear.saved_tensors import save, saved
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.cast_config import ALL
@@ -281,6 +281,7 @@ def multiply_by_weight(
     hp_dtype = compute_dtype("cpu" if a.is_cpu else a.device.type, a.dtype)
     args = _Args(config, hp_dtype, transposed, operands, dispatch, combine, probe)
     a = a.contiguous()
+    refuse_transforms()
     if torch.is_grad_enabled() or forward_ad_level() >= 0:
         output: Tensor = _Float8GroupedMM.apply(a, weight, offs, args)
         return output

@@ -51,6 +51,7 @@ from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales, Scale
 from quaver.runtime.compile_hints import add_dependency, apart, materialize
 from quaver.runtime.devices import is_cpu
 from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
+from quaver.torch_private.dispatch import transforms
 
 
 class LinearArgs(NamedTuple):
@@ -293,6 +294,19 @@ def compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dtype
 
 
+def refuse_transforms() -> None:
+    """Raise RuntimeError under a functorch transform that needs derivatives which the float8 matmuls do not have.
+
+    Dynamo would drop the backward of their autograd functions there, and the gradients would be zeros.
+    """
+    names = transforms()
+    if "Grad" in names or "Jvp" in names or ("Vmap" in names and torch.is_grad_enabled()):
+        raise RuntimeError(
+            "float8 matmuls support no torch.func.grad, vjp or jvp, and vmap under torch.no_grad() alone: use "
+            "torch.autograd.grad, or call convert_to_high_precision(model) before"
+        )
+
+
 def apply_linear(
     input: Tensor,
     weight: Tensor,
@@ -318,6 +332,7 @@ def apply_linear(
     reader = 0 if linear is None or torch.compiler.is_compiling() or not torch.is_grad_enabled() else id(linear)
     probe = None if linear is None or not linear.training else linear.probe
     args = LinearArgs(config, hp_dtype, scales, weight_operands, sharding, reader, probe)
+    refuse_transforms()
     # A Function without jvp refuses forward-mode autodiff.
     if torch.is_grad_enabled() or forward_ad_level() >= 0:
         output: Tensor = _Float8Linear.apply(input, weight, bias, args)

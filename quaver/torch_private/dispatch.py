@@ -5,6 +5,8 @@
   `dispatch_modes()`: torch.utils._python_dispatch._get_current_dispatch_mode_stack, the list of them.
 - `count_function_modes()`: torch._C._len_torch_function_stack, how many TorchFunctionModes are on.
 - `innermost_transform()`: torch._C._functorch.peek_interpreter_stack, vmap, grad, jvp or functionalize, else None.
+- `transforms()`: torch._C._functorch.get_interpreter_stack, the names of all of them: "Grad", "Jvp", "Vmap",
+  "Functionalize". Dynamo enters transforms while it traces, so it takes the names for constants, and guards on them.
 - `without_dispatch_modes()`: torch.utils._python_dispatch._disable_current_modes, a context in which no mode is on.
 - `fake_mode_is_on()`: torch._C._get_dispatch_mode of torch._C._TorchDispatchModeKey.FAKE.
 - `has_kernel(overload, key)`: torch._C._dispatch_has_kernel and _dispatch_has_kernel_for_dispatch_key. TorchScript has
@@ -22,6 +24,8 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from quaver.torch_private.tracing import assume_constant_result
+
 __all__ = [
     "DispatchKey",
     "DispatchKeySet",
@@ -38,6 +42,7 @@ __all__ = [
     "innermost_transform",
     "overload_packet",
     "skip_torch_function",
+    "transforms",
     "without_dispatch_modes",
 ]
 
@@ -67,3 +72,10 @@ def has_kernel(overload: OpOverload, key: str = "") -> bool:
 def overload_packet(overload: OpOverload) -> OpOverloadPacket:
     """torch.ops.aten.mm of torch.ops.aten.mm.default."""
     return overload._overloadpacket
+
+
+@assume_constant_result
+def transforms() -> tuple[str, ...]:
+    """The functorch transforms that are on, the innermost one last."""
+    stack = torch._C._functorch.get_interpreter_stack()
+    return () if stack is None else tuple(each.key().name for each in stack)

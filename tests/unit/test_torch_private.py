@@ -150,19 +150,23 @@ def test_fakes():
 
 
 def test_the_innermost_transform():
-    seen = []
+    seen, names = [], []
     assert dispatch.innermost_transform() is None
+    assert dispatch.transforms() == ()
 
     def f(x):
         seen.append(dispatch.innermost_transform())
+        names.append(dispatch.transforms())
         return x.sum()
 
     for transform in (torch.func.vmap, torch.func.grad):
         transform(f)(torch.ones(2))
     torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),))
     torch.func.functionalize(f)(torch.ones(2))
-    assert len(seen) == 4
+    torch.func.jacrev(f)(torch.ones(2))
+    assert len(seen) == 5
     assert None not in seen
+    assert names == [("Vmap",), ("Grad",), ("Jvp",), ("Functionalize",), ("Grad",)]
 
 
 def test_dispatch_keys_tell_ordinary_tensors():

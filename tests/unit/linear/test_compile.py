@@ -152,6 +152,22 @@ def test_dynamic_shapes_compile_once(recipe, backend):
 
 
 @pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f: torch.func.grad(lambda x: f(x).sum()),
+        *at_night(
+            [(lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),), (lambda f: lambda x: torch.func.vjp(f, x)[0],)]
+        ),
+    ],
+)
+def test_functorch_transforms_are_refused(transformed):
+    """Dynamo would drop the backward, and return zeros."""
+    compiled = torch.compile(transformed(lambda x: float8_linear(x, torch.ones(16, 16))), backend="eager")
+    with pytest.raises(RuntimeError, match=r"float8 matmuls support no torch\.func\.grad"):
+        compiled(torch.ones(16, 16))
+
+
+@pytest.mark.parametrize(
     ("float8_dtype", "dims", "power_of_2"),
     thinned((E4M3, torch.float8_e5m2), ((), (0,), (1,), (1, 0)), (False, True), together=1),
 )
