@@ -38,7 +38,7 @@ from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E5M2, FORMATS
 from quaver.recipes.linear_casts import MATMULS, MatmulOptions
 from quaver.recipes.scaling import BLOCK_SIZE, multiply_scale_, scale_blocks
-from quaver.runtime.devices import is_cpu
+from quaver.runtime.devices import cuda_device, has_cuda, is_capturing, is_cpu, is_cuda_device
 from quaver.runtime.phases import phase
 from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.dispatch import without_dispatch_modes
@@ -159,7 +159,7 @@ def backend_for(
     `works` asks a CUDA device, by its index, whether it multiplies them; None for the matmuls of `mm`.
     """
     works = works or _native_works
-    if kind is None or emulate or device.type != "cuda" or not works(device.index or 0, kind):
+    if kind is None or emulate or not is_cuda_device(device) or not works(device.index or 0, kind):
         return GemmBackend.EXACT
     return GemmBackend.NATIVE
 
@@ -217,9 +217,9 @@ def native_failure(device_index: int, kind: ScaleKind, probe: Probe | None = Non
     """
     key = device_index, kind
     if key not in _native_failures:
-        if not torch.cuda.is_available():
+        if not has_cuda():
             return "no CUDA device"
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             raise RuntimeError(
                 "the first float8 matmul on a device tries out its float8 units, which a CUDA graph cannot capture; "
                 "run a step before the capture"
@@ -227,7 +227,7 @@ def native_failure(device_index: int, kind: ScaleKind, probe: Probe | None = Non
         # The first call may come inside a forward. A dispatch mode (a selective checkpoint, say) must not see these
         # operations, because the recomputation will not repeat them.
         with without_dispatch_modes():
-            _native_failures[key] = (probe or probe_native_mm)(torch.device("cuda", device_index), kind)
+            _native_failures[key] = (probe or probe_native_mm)(cuda_device(device_index), kind)
     return _native_failures[key]
 
 

@@ -49,6 +49,26 @@ def is_cuda(tensor: Tensor) -> bool:
     return tensor.is_cuda or (_virtual is not None and tensor.is_cpu)
 
 
+def is_cuda_device(device: torch.device) -> bool:
+    """`is_cuda` of the tensors on `device`."""
+    return device.type == "cuda" or (_virtual is not None and device.type == "cpu")
+
+
+def cuda_device(index: int) -> torch.device:
+    """The CUDA device with this index."""
+    return torch.device("cuda", index) if _virtual is None else torch.device("cpu")
+
+
+def has_cuda() -> bool:
+    """Whether there is a CUDA device."""
+    return _virtual is not None or torch.cuda.is_available()
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured on the current stream."""
+    return _virtual is None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def compute_capability(index: int | None) -> tuple[int, int]:
     """The compute capability of the CUDA device with this index, (9, 0) for an H100; None for the current device."""
     return _compute_capability(index) if _virtual is None else _virtual

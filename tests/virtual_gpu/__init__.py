@@ -1,0 +1,54 @@
+"""A GPU without a GPU: CPU tensors take a GPU's code, and the vendor's matmuls are models with the device's contracts.
+
+    with virtual_gpu("h100"):
+        float8_linear(input, weight, config="rowwise")    # Triton's kernels, layouts and native matmuls of an H100
+
+Triton must interpret: TRITON_INTERPRET=1 before triton is imported. A matmul that the device refuses raises; one that
+it takes is exact, with one rounding. Both are replaced in the dispatcher, so eager and compiled code, operations and
+backwards reach them. `Card.calls` counts them.
+
+Not modelled: streams, events and memory of the device, the order of its sums, and what torch's own operators do there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+
+from quaver.linear import gemm
+from quaver.runtime.devices import standing_for_gpu
+from tests.virtual_gpu import grouped_matmuls, matmuls
+
+CAPABILITIES = {"a100": (8, 0), "l40s": (8, 9), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0), "rtx5090": (12, 0)}
+"""Compute capabilities (developer.nvidia.com/cuda-gpus)."""
+
+
+@dataclass
+class Card:
+    """The GPU that CPU tensors stand for."""
+
+    name: str
+    capability: tuple[int, int]
+    calls: Counter[str] = field(default_factory=Counter)
+    """How often each of the vendor's matmuls was called, by the operator and the kind of its scales."""
+
+
+@contextlib.contextmanager
+def virtual_gpu(name: str = "h100") -> Iterator[Card]:
+    """Inside the block CPU tensors stand for those of a GPU, one of CAPABILITIES."""
+    if name not in CAPABILITIES:
+        raise ValueError(f"expected one of {', '.join(CAPABILITIES)}, got {name!r}")
+    card = Card(name, CAPABILITIES[name])
+    with contextlib.ExitStack() as stack:
+        library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        for operator, model in {**matmuls.MODELS, **grouped_matmuls.MODELS}.items():
+            library.impl(operator, functools.partial(model, card), "CPU", allow_override=True)
+        stack.enter_context(mock.patch.dict(gemm._native_failures, clear=True))
+        stack.enter_context(standing_for_gpu(card.capability))
+        yield card

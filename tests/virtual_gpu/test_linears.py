@@ -1,0 +1,117 @@
+"""Linears and experts on virtual GPUs: what multiplied, and the results of a CPU."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from quaver import float8_grouped_mm, float8_linear
+from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
+from tests.unit.kernels.triton_kernels import interpreting_process
+from tests.virtual_gpu import virtual_gpu
+
+ALL = (*RECIPES, *BLOCK_RECIPES)
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    with interpreting_process() as call:
+        yield call
+
+
+def results(function, *tensors):
+    """The output and the gradients of what requires one."""
+    tensors = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in tensors]
+    output = function(*tensors)
+    output.backward(torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype))
+    return [output.detach(), *(each.grad for each in tensors if each.requires_grad)]
+
+
+def _linear(recipe, shape, dtype, has_bias, backend):
+    tokens, k, n = shape
+    tensors = torch.randn(tokens, k), torch.randn(n, k), *([torch.randn(n)] if has_bias else [])
+    return results(
+        compiled(lambda input, weight, bias=None: float8_linear(input, weight, bias, config=recipe), backend),
+        *(each.to(dtype) for each in tensors),
+    )
+
+
+def _experts(recipe, transposed, backend):
+    tokens, weights = torch.randn(50, 40).bfloat16(), torch.randn(3, 40, 24).bfloat16()
+    weights = weights.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weights
+    ends = torch.tensor([20, 20, 43], dtype=torch.int32)
+    function = compiled(lambda a, b_t: float8_grouped_mm(a, b_t, ends, config=recipe), backend)
+    return results(function, tokens, weights)
+
+
+def compiled(function, backend):
+    return torch.compile(function, fullgraph=True, backend=backend) if backend else function
+
+
+@np.errstate(all="ignore")
+def on_card(name, make, *args):
+    """The results on a virtual GPU and on the CPU, and the vendor's matmuls that ran."""
+    torch.manual_seed(0)
+    expected = make(*args)
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    with virtual_gpu(name) as card:
+        made = make(*args)
+    torch.compiler.reset()
+    return made, expected, dict(card.calls)
+
+
+def assert_results(made, expected, floor):
+    for got, reference in zip(made, expected, strict=True):
+        assert got.shape == reference.shape
+        assert got.isfinite().all()
+        assert sqnr_db(reference.float(), got.float()) > floor
+
+
+NATIVE = {
+    "h100": {"tensorwise", "rowwise", "BlockWise1x128 x BlockWise128x128", "BlockWise1x128 x BlockWise1x128"},
+    "b200": {"tensorwise", "rowwise", "BlockWise1x32 x BlockWise1x32"},
+    "rtx5090": {"tensorwise"},
+    "a100": set(),
+}
+"""The kinds of scales that each card multiplies."""
+NATIVE_RECIPES = {
+    "tensorwise": ("h100", "b200", "rtx5090"),
+    "blockwise": ("h100",),
+    "blockwise_with_gw_hp": ("h100",),
+    "mxfp8": ("b200",),
+    "mxfp8_with_gw_hp": ("b200",),
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "shape", "dtype", "has_bias", "backend"),
+    [
+        *((recipe, "h100", (48, 272, 144), torch.bfloat16, False, None) for recipe in ALL),
+        ("tensorwise", "h100", (33, 40, 24), torch.float32, True, None),
+        ("rowwise", "h100", (33, 40, 24), torch.bfloat16, True, "aot_eager"),
+        ("mxfp8", "b200", (33, 100, 60), torch.bfloat16, False, None),
+        ("rowwise", "rtx5090", (48, 64, 32), torch.bfloat16, False, None),
+        ("tensorwise", "a100", (48, 64, 32), torch.bfloat16, True, None),
+    ],
+)
+def test_a_linear_has_the_results_of_a_cpu(interpreter, recipe, name, shape, dtype, has_bias, backend):
+    made, expected, calls = interpreter(on_card, name, _linear, recipe, shape, dtype, has_bias, backend)
+    assert_results(made, expected, 40)
+    assert {kind for _, kind in calls} <= NATIVE[name]
+    assert bool(calls) == (name in NATIVE_RECIPES.get(recipe, ("h100", "b200")))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "transposed", "backend"),
+    [
+        *((recipe, "h100", False, None) for recipe in ALL),
+        ("rowwise_with_gw_hp", "h100", True, "aot_eager"),
+        ("rowwise", "b200", True, None),
+        ("rowwise", "a100", False, None),
+    ],
+)
+def test_experts_have_the_results_of_a_cpu(interpreter, recipe, name, transposed, backend):
+    made, expected, _ = interpreter(on_card, name, _experts, recipe, transposed, backend)
+    assert_results(made, expected, 40)
