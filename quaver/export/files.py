@@ -62,9 +62,17 @@ def config_text(config: Mapping[str, Any]) -> str:
         ValueError: it has what no JSON holds.
     """
     try:
-        return json.dumps(_without_special_floats(config), indent=2, allow_nan=False) + "\n"
-    except (TypeError, RecursionError, ValueError) as error:
+        return json_text("config", _without_special_floats(config))
+    except RecursionError as error:
         raise ValueError(f"config: expected what JSON holds, got {error}") from error
+
+
+def json_text(name: str, value: Any) -> str:
+    """`value` as indented JSON. Raises ValueError, about the argument `name`, if JSON does not hold it."""
+    try:
+        return json.dumps(value, indent=2, allow_nan=False) + "\n"
+    except (TypeError, RecursionError, ValueError) as error:
+        raise ValueError(f"{name}: expected what JSON holds, got {error}") from error
 
 
 def _without_special_floats(value: Any) -> Any:

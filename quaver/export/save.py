@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quaver.export import comfyui
 from quaver.export.bundle import GENERATION, write_bundle
-from quaver.export.files import CONFIG, SINGLE, SUFFIX, SafetensorsWriter, config_text
+from quaver.export.files import CONFIG, SINGLE, SUFFIX, SafetensorsWriter, config_text, json_text
 from quaver.export.folders import new_folder
 from quaver.export.formats import COMFYUI, COMPRESSED_TENSORS, FP8
 from quaver.export.kv_cache import SCHEME
@@ -26,6 +25,7 @@ from quaver.export.load import load_float8
 from quaver.export.plan import Plan
 from quaver.export.weights import Float8Weights, iter_float8_weights
 from quaver.recipes.scaling import sqnr_db, without_inf
+from quaver.runtime.agreement import on_first_rank
 from quaver.runtime.names import listed
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def save_float8(
 
     Args:
         model, format, weights, dtype, forward_dtype, share_fused_scales: as for `iter_float8_weights`. For a sharded
-            model all ranks call this, and rank 0 writes.
+            model all ranks call this, and rank 0 writes; its errors are raised on all.
         folder: in the format comfyui a file, NAME.safetensors. It has no config, other files or model card: its
             header says under `quaver_export` what the record of a bundle says. Memory holds it whole.
         config: the config.json without its quantization_config; by default that of a transformers model, whose
@@ -70,7 +70,7 @@ def save_float8(
     Raises:
         FileExistsError: `folder` exists.
         NotWrittenError: the weights cannot be written.
-        ValueError, NotImplementedError: as `iter_float8_weights`.
+        ValueError, NotImplementedError: as `iter_float8_weights`; `config` or `about` has what JSON does not hold.
         NotImplementedError: ComfyUI loses the scales of the model, because it renames its tensors.
     """
     folder = Path(folder)
@@ -88,19 +88,24 @@ def save_float8(
     plan = tensors.plan
     if is_file:
         comfyui.check_names_of_model(plan.names)
+    about = dict(about or {})
     is_sharded = any(isinstance(each, DTensor) for each in model.parameters())
-    text = "" if is_file else _text_of_config(_own_config(model) if config is None else config, model, tensors, dtype)
+    write: Callable[[Callable[[], None]], None] = on_first_rank if is_sharded else (lambda action: action())
     partial, writer, max_bytes = folder, SafetensorsWriter(folder, None), None if is_file else max_shard_bytes
+    text = ""
 
     def begin() -> None:
-        nonlocal partial, writer
+        nonlocal partial, writer, text
+        json_text("about", about)  # raises before anything is written
+        if not is_file:
+            text = _text_of_config(_own_config(model) if config is None else config, model, tensors, dtype)
         _warn(plan)
         partial = stack.enter_context(new_folder(folder, file=SINGLE if is_file else ""))
         writer = SafetensorsWriter(partial, max_bytes)
 
     def finish() -> None:
         costs = {name: without_inf(each._asdict()) for name, each in tensors.requantized.items()}
-        record = {"format": format, "recipe": plan.recipe, **(about or {}), "requantized": costs}
+        record = {"format": format, "recipe": plan.recipe, **about, "requantized": costs}
         if is_file:
             writer.metadata[comfyui.RECORD] = json.dumps({"quaver": version("quaver"), **record})
             writer.close()
@@ -118,10 +123,10 @@ def save_float8(
         stack.close()
 
     with ExitStack() as stack:
-        _on_first_rank(begin, is_sharded)
+        write(begin)
         for name, tensor in tensors:
-            _on_first_rank(lambda name=name, tensor=tensor: writer.add(name, tensor), is_sharded)  # type: ignore[misc]
-        _on_first_rank(finish, is_sharded)
+            write(lambda name=name, tensor=tensor: writer.add(name, tensor))  # type: ignore[misc]
+        write(finish)
     return tensors
 
 
@@ -180,25 +185,6 @@ def _write_others(model: nn.Module, folder: Path, files: Sequence[Path]) -> None
         generation.to_json_file(folder / GENERATION)
     for file in files:
         shutil.copyfile(file, folder / file.name)
-
-
-def _on_first_rank(action: Callable[[], None], is_sharded: bool) -> None:
-    """Run `action` once; where the ranks hold shards, on rank 0, and raise its error on all of them."""
-    if not is_sharded:
-        return action()
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except (OSError, ValueError) as error:
-            failure = error
-    said = [None if failure is None else str(failure)]
-    dist.broadcast_object_list(said, src=0)
-    if failure is not None:
-        raise failure
-    if said[0] is not None:
-        raise RuntimeError(f"rank 0 could not export: {said[0]}")
-    return None
 
 
 @torch.no_grad()

@@ -43,6 +43,7 @@ from quaver.runs.checkpoint_folder import FORMAT, CheckpointFolder, Progress, ch
 from quaver.runs.errors import CheckpointError
 from quaver.runs.manifest import FileDigest, digests_of_rank
 from quaver.runs.safe_dcp import CheckpointPlanner, CheckpointReader
+from quaver.runtime.agreement import on_every_rank, on_first_rank
 from quaver.runtime.ranks import Ranks
 from quaver.settings import Checkpoint, TrainConfig
 
@@ -205,22 +206,18 @@ class Checkpointer:
         self._resumed_step = None
 
     def _on_first_rank(self, action: Callable[[], None]) -> None:
-        self._on_all_ranks(action if self.ranks.is_first else lambda: None)
+        on_first_rank(partial(_with_reason, action), self._group)
 
     def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
-        """Return what `action` does on each rank; if it fails on any, raise the first rank's error on every rank."""
-        result, error = None, ""
-        try:
-            result = action()
-        except (Exception, CheckpointException) as found:  # noqa: BLE001 - raised below, on every rank
-            error = reason(found)
-        ended = [(result, error)] * self.ranks.world_size
-        if self._group is not None:
-            dist.all_gather_object(ended, (result, error), group=self._group)
-        for _, each in ended:
-            if each:
-                raise CheckpointError(each)
-        return [each for each, _ in ended]
+        return on_every_rank(partial(_with_reason, action), self._group)
+
+
+def _with_reason(action: Callable[[], Any]) -> Any:
+    """What `action` returns. Raises CheckpointError for any error; DCP's own are no Exceptions."""
+    try:
+        return action()
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(reason(error)) from error
 
 
 def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
@@ -310,16 +307,16 @@ def _verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, A
         CheckpointError: on every rank.
     """
     record: dict[str, Any] = {}
-    error = ""
-    try:
-        record = read_record(path)
-        if verifies:
-            check_checkpoint(path, record, ranks.rank, ranks.world_size)
-    except (OSError, ValueError) as found:
-        error = str(found)
-    for each in ranks.gather(error):
-        if each:
-            raise CheckpointError(each)
+
+    def read() -> None:
+        try:
+            record.update(read_record(path))
+            if verifies:
+                check_checkpoint(path, record, ranks.rank, ranks.world_size)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(str(error)) from error
+
+    on_every_rank(read)
     return record
 
 

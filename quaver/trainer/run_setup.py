@@ -13,8 +13,8 @@ import torch
 from quaver.conversion.report import ConversionReport
 from quaver.data import TokenData, load_data
 from quaver.runs.checkpoint_folder import read_record
-from quaver.runs.errors import CheckpointError, OutputError
 from quaver.runs.run_folder import RunFolder, provenance
+from quaver.runtime.agreement import on_every_rank
 from quaver.runtime.devices import resolve_device
 from quaver.runtime.ranks import Ranks
 from quaver.settings import TrainConfig, require
@@ -156,19 +156,16 @@ def begin_folder(setup: RunSetup) -> None:
         CheckpointError: on every rank, if the metrics are damaged.
         OutputError: on every rank, if a file cannot be written.
     """
-    error: CheckpointError | OutputError | None = None
-    if setup.folder is not None:
-        try:
+
+    def begin() -> None:
+        if setup.folder is not None:
             setup.folder.begin(setup.config)
             setup.folder.add_provenance(setup.about["provenance"])
             setup.folder.write_json("data.json", setup.data.origin)
             if setup.about["conversion_report"]:
                 setup.folder.write_json("conversion_report.json", setup.about["conversion_report"])
-        except (CheckpointError, OutputError) as found:
-            error = found
-    error = setup.ranks.gather(error)[0]
-    if error is not None:
-        raise error
+
+    on_every_rank(begin)
 
 
 def _meta_model(config: TrainConfig) -> Llama:

@@ -147,12 +147,31 @@ def test_a_sharded_base_of_ragged_blocks_is_exported_and_loaded_again(format, tm
     assert_same(stored, codes)
 
 
+class StrangeError(Exception):
+    """It cannot be pickled back: `a` is missing."""
+
+    def __init__(self, a, b):
+        super().__init__(f"no model of {a} and {b}")
+
+
+def no_model():
+    raise StrangeError(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, FileExistsError, "exists already"),
+        ({"about": {"x": object()}}, ValueError, "about: expected what JSON holds, got Object of type object"),
+        ({"about": {"x": float("nan")}}, ValueError, "about: expected what JSON holds"),
+        ({"high_precision_model": no_model}, (StrangeError, RuntimeError), "no model of 1 and 2"),
+    ],
+)
 @on_ranks(2)
-def test_all_ranks_fail_together(tmp_path):
-    error, message = (
-        (FileExistsError, "exists already")
-        if dist.get_rank() == 0
-        else (RuntimeError, "^rank 0 could not export.*exists already")
-    )
+def test_all_ranks_raise_what_rank_0_raises(options, error, message, tmp_path):
+    """It alone writes, and here it alone has the options."""
+    folder = tmp_path / "out" if options else tmp_path
     with pytest.raises(error, match=message):
-        save_float8(fully_shard(tiny()), tmp_path, config={})
+        save_float8(fully_shard(tiny()), folder, config={}, **(options if dist.get_rank() == 0 else {}))
+    dist.barrier()
+    assert not list(tmp_path.iterdir())
