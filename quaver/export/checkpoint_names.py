@@ -62,11 +62,22 @@ class CheckpointNames:
     """The name of another tensor, or of a module with a dot at its end."""
     other_name: Callable[[str, set[str]], str] = _own_name
     """The name in the model, of those given, of a tensor under an older name, or under that of a larger model."""
+    base_prefix: str = ""
+    """What the names of the model have before those of its base model, which may be loaded alone."""
 
     def of(self, name: str) -> list[str]:
         """The names of a tensor of the model: one, or one for each matrix of a stack."""
         stack = self.stacks.get(name)
         return [self.renamed(name)] if stack is None else [part for parts in stack for part in parts]
+
+    def modules(self, name: str) -> list[str]:
+        """The modules that a tensor, or each matrix of a stack, belongs to, by both names.
+
+        vLLM and SGLang match `ignore` and `targets` of a config.json with the checkpoint's names, transformers with
+        the model's.
+        """
+        own = [] if name in self.stacks else [name]
+        return list(dict.fromkeys(each.rpartition(".")[0] for each in (*own, *self.of(name))))
 
     def matrices(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """A tensor of the model by its names in the checkpoint, as views: of a stack, a matrix [N, K] for each."""
@@ -116,7 +127,9 @@ def checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> Checkpoin
                 whole_stacks.append(name)
             else:
                 stacks[name] = parts
-    return CheckpointNames(stacks, transposed, whole_stacks, conversions.renamed, conversions.other_name)
+    base = getattr(model, "base_model_prefix", "") if conversions.is_known else ""
+    prefix = f"{base}." if base else ""
+    return CheckpointNames(stacks, transposed, whole_stacks, conversions.renamed, conversions.other_name, prefix)
 
 
 def _class_before(experts: nn.Module) -> str:
@@ -144,7 +157,7 @@ class _Conversions:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = typing.cast(Any, model)
-        self.is_known = _is_of_transformers(model)
+        self.is_known = is_of_transformers(model)
         self._converters: list[Any] = []
         self._renamings: list[Any] = []
         if self.is_known:
@@ -244,7 +257,7 @@ def _first_row(made: Tensor | list[Tensor]) -> int | None:
     return first if rows.dim() == 2 and rows.shape[1] == 1 and torch.equal(rows[:, 0], expected) else None
 
 
-def _is_of_transformers(model: nn.Module) -> bool:
+def is_of_transformers(model: nn.Module) -> bool:
     """Whether transformers has names for `model`; it converts checkpoints since 5.0."""
     if not any(each.__module__.startswith("transformers.") for each in type(model).__mro__):
         return False

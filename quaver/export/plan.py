@@ -11,12 +11,13 @@ from quaver.conversion.report import ConversionReport, conversion_report
 from quaver.experts.module import Float8Experts, weights_of
 from quaver.experts.module_weight import weights_under
 from quaver.experts.seam import Float8GroupedMM
-from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
+from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names, is_of_transformers
 from quaver.export.formats import (
     BLOCKS,
     COMFYUI,
     COMPRESSED_TENSORS,
     FORMATS,
+    FP8,
     GROUP_SIZE,
     HIGH_PRECISION,
     WeightFormat,
@@ -43,16 +44,18 @@ class Plan:
     """The experts that are stored in float8, by the name of each stack of their weights."""
     whole_stacks: list[str]
     """The stacks of float8 experts that stay in high precision, because checkpoints hold no matrices of theirs."""
+    kept: list[str]
+    """The float8 linears that stay in high precision, because transformers reads no others for them in the format."""
     names: list[str]
     """The tensors of the model in its own order, a tied one once."""
     checkpoint: CheckpointNames
     ignore: list[str]
-    """The modules whose matrices stay in high precision."""
+    """The modules whose matrices stay in high precision, under the names of the model and of the checkpoint."""
     format: WeightFormat
     ragged: list[str]
     """The weights whose last blocks are cut, because a dimension is no multiple of 128; none without such blocks."""
     cut_inputs: list[str]
-    """The modules of a checkpoint whose weights have columns that are no multiple of 128; none without such blocks."""
+    """The modules whose weights have columns that are no multiple of 128, named so, too; none without such blocks."""
     recipe: str
     report: ConversionReport
 
@@ -75,6 +78,8 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     linears = {name: each for name, each in linears.items() if not each.config.casts.weight.row.is_disabled}
     transposed = [name for name, each in linears.items() if getattr(each, "state_dict_is_transposed", False)]
     linears = {name: each for name, each in linears.items() if name not in transposed}
+    kept = _kept_by_transformers(model, linears) if format == FP8 else []
+    linears = {name: each for name, each in linears.items() if name not in kept}
     report, checkpoint = conversion_report(model), checkpoint_names(model, has_linears=format in _HAS_LINEARS)
     stacks = _float8_stacks(modules)
     experts = {name: each for name, each in stacks.items() if name in checkpoint.stacks}
@@ -102,15 +107,10 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
         )
     if weights is not None:
         names = _names_of_given(names, weights, checkpoint, [*(f"{name}.weight" for name in linears), *experts])
-    tensors = model.state_dict(keep_vars=True)
-    dims = {plain_name(name): tensor.dim() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    ignore = {
-        module
-        for name in (*names, *tied)
-        if name not in experts and name.removesuffix(".weight") not in linears
-        if dims.get(name, 2) >= 2 or name in tied
-        for module in _modules_in_checkpoint(name, checkpoint)
-    }
+    in_float8 = {*(f"{name}.weight" for name in linears), *experts}
+    ignore = _ignored(model, names, tied, in_float8, checkpoint)
+    if format == FP8 and is_of_transformers(model):
+        _check_ends(linears, ignore)
     recipe = config.recipe_name.value if config.recipe_name else str(config)
     whole = [name for name in stacks if name not in experts] + _stacks_of_torchtitan(modules)
     sizes = {} if stored.block_size is None else _sizes(linears, experts, checkpoint)
@@ -119,13 +119,9 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
             _check_groups(sizes)
         sizes = {}
     ragged = [name for name, size in sizes.items() if any(length % BLOCK_SIZE for length in size)]
-    cut_inputs = [
-        part.removesuffix(".weight")
-        for name in ragged
-        if sizes[name][1] % BLOCK_SIZE
-        for part in checkpoint.of(name if name in experts else f"{name}.weight")
-    ]
-    return Plan(linears, experts, whole, names, checkpoint, sorted(ignore), stored, ragged, cut_inputs, recipe, report)
+    cut = [name if name in experts else f"{name}.weight" for name in ragged if sizes[name][1] % BLOCK_SIZE]
+    cut_inputs = list(dict.fromkeys(module for name in cut for module in checkpoint.modules(name)))
+    return Plan(linears, experts, whole, kept, names, checkpoint, ignore, stored, ragged, cut_inputs, recipe, report)
 
 
 def _check_groups(sizes: Mapping[str, list[int]]) -> None:
@@ -195,17 +191,61 @@ def _names_of_given(
     return list(dict.fromkeys(given.values()))
 
 
-def _modules_in_checkpoint(name: str, checkpoint: CheckpointNames) -> Iterator[str]:
-    """The modules that have a tensor in a checkpoint, and what readers look for instead of experts.
+def _kept_by_transformers(model: nn.Module, linears: Iterable[str]) -> list[str]:
+    """The linears that transformers never quantizes in fp8, whatever config.json says, as T5's `wo`."""
+    patterns = getattr(model, "_keep_in_fp32_modules", None) if is_of_transformers(model) else None
+    if not patterns:
+        return []
+    from transformers.quantizers.quantizers_utils import should_convert_module
 
-    transformers looks for the module of all experts; vLLM and SGLang, in compressed-tensors, for the three linears of
-    the first expert under the names that most architectures have.
+    return [name for name in linears if not should_convert_module(name, list(patterns))]
+
+
+def _ignored(
+    model: nn.Module, names: list[str], tied: list[str], in_float8: set[str], checkpoint: CheckpointNames
+) -> list[str]:
+    """The modules whose matrices stay in high precision, under every name that a reader may have for them.
+
+    transformers skips, in fp8, what is inside of such a module, too. So one that has a float8 linear, as a Mamba
+    mixer, which has parameters of its own, is none of them: no reader multiplies by these. Nor is a name that others
+    end with, which it skips, too.
     """
-    yield from (each.rpartition(".")[0] for each in checkpoint.of(name))
+    tensors = model.state_dict(keep_vars=True)
+    dims = {plain_name(name): tensor.dim() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    matrices = [name for name in (*names, *tied) if name not in in_float8 and (dims.get(name, 2) >= 2 or name in tied)]
+    ignored = {module for name in matrices for module in _modules_in_readers(name, checkpoint)}
+    quantized = {module for name in in_float8 for module in checkpoint.modules(name)}
+    ends = {module[dot + 1 :] for module in quantized for dot, each in enumerate(module) if each == "."}
+    ignored |= {module.removeprefix(checkpoint.base_prefix) for module in ignored} - ends  # of the base model alone
+    while quantized:
+        ignored -= quantized
+        quantized = {module.rpartition(".")[0] for module in quantized if module}
+    return sorted(ignored)
+
+
+def _check_ends(linears: Iterable[str], ignore: list[str]) -> None:
+    """Refuse what transformers would read in high precision, because a module that is so has the end of its name."""
+    hidden = [name for name in linears if name.endswith(tuple(ignore))]
+    if hidden:
+        raise NotImplementedError(
+            f"{FP8}: transformers skips a linear whose name ends as that of one in high precision: {listed(hidden)}; "
+            f"leave these in high precision, too, or use the format {BLOCKS}"
+        )
+
+
+def _modules_in_readers(name: str, checkpoint: CheckpointNames) -> Iterator[str]:
+    """The modules that have a tensor, and what readers look for instead of experts.
+
+    transformers looks for the module of all experts, which it takes any `experts` for; vLLM and SGLang, in
+    compressed-tensors, for the three linears of the first expert under the names that most architectures have.
+    """
+    found = checkpoint.modules(name)
     if name in checkpoint.stacks or name in checkpoint.whole_stacks:
-        experts = checkpoint.renamed(f"{name.rpartition('.')[0]}.")
-        yield experts.removesuffix(".")
-        yield from (f"{experts}0.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj"))
+        experts = name.rpartition(".")[0]
+        found += [experts, checkpoint.renamed(f"{experts}.").removesuffix(".")]
+        found += [f"{found[-1]}.0.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")]
+    found += [f"{each.partition('.experts.')[0]}.experts" for each in found if ".experts." in each]
+    yield from found
 
 
 def _sizes(

@@ -163,6 +163,12 @@ def _warn(plan: Plan) -> None:
             "refuses such fp8 weights or reads wrong values; it reads those of the format compressed-tensors-block",
             listed(plan.ragged),
         )
+    if plan.kept:
+        logger.warning(
+            "%s: these linears are float8 in training and in high precision in the export, because transformers keeps "
+            "them in float32 and reads no float8 for them in fp8; the formats of compressed-tensors hold them",
+            listed(plan.kept),
+        )
     if plan.whole_stacks:
         logger.warning(
             "%s: these experts are float8 in training and in high precision in the export, because checkpoints of "

@@ -1,18 +1,23 @@
 """Exports of models that are no plain decoder: multimodal ones, hybrids of Mamba, encoders, speech."""
 
+import itertools
 import json
 
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from quaver import convert_to_float8_training, convert_to_high_precision
 from quaver.cli import main
 from quaver.export import load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
+from quaver.integrations.transformers import prepare_model_for_float8
 from tests.foreign.llama import not_the_head
+from tests.foreign.zoo import make
+from tests.reference import sqnr_db
 from tests.steps import assert_same
 
 TEXT = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
@@ -41,12 +46,19 @@ def bamba():
     return transformers.BambaForCausalLM(transformers.BambaConfig(**TEXT, **KEYS, **MAMBA, attn_layer_indices=[]))
 
 
-FAMILIES = {"llava": llava, "gemma3": gemma3, "bamba": bamba}
+def nemotron_h():
+    """Its modules are model.layers, and backbone.layers in a checkpoint."""
+    sizes = {"mamba_num_heads": 2, "mamba_head_dim": 32, "ssm_state_size": 16, "head_dim": 16, "n_groups": 1}
+    config = transformers.NemotronHConfig(**TEXT, **KEYS, **sizes, layers_block_type=["mamba", "attention"])
+    return transformers.NemotronHForCausalLM(config)
+
+
+FAMILIES = {"llava": llava, "gemma3": gemma3, "bamba": bamba, "nemotron_h": nemotron_h}
 
 
 def model(family):
     torch.manual_seed(0)
-    return FAMILIES[family]()
+    return FAMILIES[family]() if family in FAMILIES else make(family)[0]
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +87,38 @@ def test_an_export_has_the_names_of_save_pretrained(family, exported, tmp_path):
     assert_same(ours.state_dict(), theirs.state_dict())
     frozen = convert_to_high_precision(load_frozen(model(family), exported(family)))
     assert_same(frozen.state_dict(), ours.state_dict())
+
+
+FORMATS = ("compressed-tensors", "compressed-tensors-block", "fp8")
+READ = [*itertools.product(FAMILIES, FORMATS), ("t5", "fp8")]  # which keeps its `wo` in float32
+
+
+@pytest.mark.parametrize(("family", "format"), READ)
+def test_transformers_quantizes_the_linears_that_are_stored_so(family, format, tmp_path):
+    """With its defaults, so that it takes what it quantizes from config.json, and not from what has scales."""
+
+    def is_quantized(module, name):
+        return not_the_head(module, name) and not name.endswith(("q_proj", "k_proj", "v_proj", "fc1"))
+
+    ours = prepare_model_for_float8(model(family), "rowwise", module_filter_fn=is_quantized)
+    plan = save_float8(ours, tmp_path / "out", format=format).plan
+    if format == "fp8":
+        assert in_fp8(tmp_path / "out", model(family)) == set(plan.linears)
+        return
+    theirs, info = type(ours).from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    assert {name for name, each in theirs.named_modules() if hasattr(each, "weight_scale")} == set(plan.linears)
+    tokens = torch.arange(1, 25).view(1, 24)
+    with torch.no_grad():
+        assert sqnr_db(*(each.eval()(tokens, use_cache=False).logits for each in (ours, theirs))) > 20
+
+
+def in_fp8(folder, plain):
+    """The linears of `plain` that transformers quantizes on a GPU; on a CPU it dequantizes all."""
+    config = transformers.AutoConfig.from_pretrained(folder).quantization_config
+    quantizer = AutoHfQuantizer.from_config({**config, "dequantize": False}, pre_quantized=True)
+    quantizer._process_model_before_weight_loading(plain)
+    return {name for name, each in plain.named_modules() if type(each).__name__ == "FP8Linear"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
