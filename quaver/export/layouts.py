@@ -14,8 +14,9 @@ layers, and may have float8 tensors without a scale (comfyui.py). docs/export.md
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from quaver.conversion.quantized_configs import QUANTIZATION_KEYS
 from quaver.export.comfyui import Marks, plain_tensors
-from quaver.export.kv_cache import stored_kv_scales
+from quaver.export.kv_cache import LEAVES, stored_kv_scales
 from quaver.recipes.scaling import BLOCK_LENGTHS, dequantize
 from quaver.runtime.names import listed
 
@@ -298,7 +299,9 @@ def sort_tensors(dtypes: Mapping[str, str], marks: Marks | None = None) -> Tenso
             )
         scale_of[name] = scales[0] if scales else None
     used = set(scale_of.values())
-    left_out = [name for name in dtypes if name not in used and _is_left_out(name)]
+    unused, quantized = [name for name in dtypes if name not in used], _quantized_modules(found_scales)
+    of_cache = _of_caches(unused, quantized)
+    left_out = [name for name in unused if name in of_cache or _is_left_out(name, found_scales, quantized)]
     lost = [
         name
         for name in dtypes
@@ -307,7 +310,6 @@ def sort_tensors(dtypes: Mapping[str, str], marks: Marks | None = None) -> Tenso
     if lost:
         raise ValueError(f"scales without a float8 weight: {listed(sorted(lost))}; {_KNOWN}")
     others = [name for name in dtypes if name not in used.union(left_out)]
-    of_cache = stored_kv_scales(left_out)
     return Tensors(scale_of, others, of_cache, [name for name in left_out if name not in of_cache])
 
 
@@ -318,6 +320,36 @@ def _scales(name: str) -> list[str]:
     return [f"{name.removesuffix('weight')}{leaf}" for leaf in SCALE_NAMES]
 
 
-def _is_left_out(name: str) -> bool:
-    leaf = name.rpartition(".")[2]
-    return leaf in (*_OF_ACTIVATIONS, *_OF_CACHES) or leaf.endswith(tuple(f"_{each}" for each in _OF_ACTIVATIONS))
+def _quantized_modules(float8: Iterable[str]) -> set[str]:
+    """The modules that have a weight in float8, or have one inside."""
+    modules = {weight.rpartition(".")[0] for weight in float8}
+    return {parent for name in modules for parent in itertools.accumulate(name.split("."), "{}.{}".format)}
+
+
+def _is_left_out(name: str, float8: Container[str], quantized: set[str]) -> bool:
+    """Whether it is a scale that only a quantized module has. Models have parameters with such names, too:
+
+    `altup.correct_output_scale` of Gemma 3n ends as the scale of a stack of experts, `gate_up_proj_input_scale`, does.
+    """
+    module, _, leaf = name.rpartition(".")
+    if leaf in _OF_ACTIVATIONS:
+        return module in quantized
+    if leaf in _OF_CACHES:
+        return not quantized.isdisjoint((module, module.rpartition(".")[0]))
+    stacks = (name.removesuffix(f"_{each}") for each in _OF_ACTIVATIONS if name.endswith(f"_{each}"))
+    return any(stack in float8 or f"{stack}_weight" in float8 for stack in stacks)
+
+
+def _of_caches(names: list[str], quantized: set[str]) -> dict[str, tuple[str, ...]]:
+    """The scales of keys and values in a KV cache, as `stored_kv_scales` names them.
+
+    Both are there, or the attention is quantized.
+    """
+    found = stored_kv_scales(names)
+    in_model = {each for of_model in found.values() for each in of_model}
+    attention_of = {name: of_model[0].rpartition(".")[0] for name, of_model in found.items()}
+    return {
+        name: found[name]
+        for name, attention in attention_of.items()
+        if attention in quantized or in_model.issuperset(f"{attention}.{leaf}" for leaf in LEAVES)
+    }

@@ -51,6 +51,17 @@ def test_import_writes_a_folder_to_train_from(tmp_path, capsys):
     assert_same(stored, expected)
 
 
+def test_a_suffix_is_no_evidence_of_a_scale(tmp_path):
+    """Scales of activations and of caches have a quantized module beside them; other tensors are the model's."""
+    folder, others = saved(tmp_path / "out"), ["altup.correct_output_scale", "norm.input_scale", "lm_head.k_scale"]
+    scales = ["layer.q_proj.input_scale", "layer.o_proj.output_scale", "layer.k_scale", "layer.prob_scale"]
+    (folder / "quaver_export.json").unlink()
+    change_tensors(folder, **{name.replace(".", "__"): torch.ones(1) for name in (*others, *scales)})
+    loaded = load_float8(folder)
+    assert set(loaded) == {*tiny().state_dict(), *others}
+    assert loaded.kv_scales == {"layer.k_scale": 1.0}
+
+
 def change_config(folder, **changes):
     path = folder / "config.json"
     config = json.loads(path.read_text())
