@@ -70,13 +70,12 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
     linears = {name.removesuffix(".weight"): stored for name, stored in stored_once.items() if stored in float8}
     linears = {name: stored for name, stored in linears.items() if isinstance(modules.get(name), nn.Linear)}
     stacks = {name: stack for name, stack in loaded.stacks.items() if float8.issuperset(itertools.chain(*stack))}
-    granularity = _granularity(
-        checkpoint, [*linears.values(), *(part for s in stacks.values() for p in s for part in p)]
-    )
+    in_model = [*linears.values(), *(part for s in stacks.values() for p in s for part in p)]
+    granularity = _granularity(checkpoint, in_model)
     problem = next(_problems(model, tensors, checkpoint, loaded, linears, stacks), None)
     if problem is not None:
         raise ValueError(problem)
-    config = _config(checkpoint, granularity)
+    config = _config(checkpoint, granularity, in_model)
     cut = [name for name, stack in stacks.items() if not _has_scales_of_stack(checkpoint, stack)]
     dequantized = {name.rpartition(".")[0] for name in cut}
     stacks = {name: stack for name, stack in stacks.items() if name.rpartition(".")[0] not in dequantized}
@@ -167,10 +166,12 @@ def _expanded(scale: StoredScale, shape: torch.Size, granularity: str) -> Tensor
     return scale.values.expand((shape[0], 1) if length is None else block_counts(shape[0], shape[1], (length, length)))
 
 
-def _config(checkpoint: Float8Checkpoint, granularity: str) -> Float8LinearConfig:
-    """How the forward that the checkpoint describes quantizes; gradients as in the recipe with these weights."""
-    format = checkpoint.format
-    scales = (checkpoint.scale(name).values for name in checkpoint.float8_names)
+def _config(checkpoint: Float8Checkpoint, granularity: str, names: list[str]) -> Float8LinearConfig:
+    """How the forward that the checkpoint describes quantizes; gradients as in the recipe with the weights `names`.
+
+    What the file has beyond the model, as layers that predict further tokens, may be of another kind.
+    """
+    scales = (checkpoint.scale(name).values for name in names)
     power_of_2 = all(bool(torch.frexp(each)[0].eq(0.5).all()) for each in scales)
     length = _GRANULARITIES[granularity]
     if length == BLOCK_SIZE:
@@ -178,7 +179,7 @@ def _config(checkpoint: Float8Checkpoint, granularity: str) -> Float8LinearConfi
     if length is not None:
         mx = Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.MXFP8)
         return mx if power_of_2 else replace(mx, round_scales_to_power_of_2=False)
-    if granularity == "tensor" and not format.has_rows:
+    if granularity == "tensor" and not checkpoint.format.has_rows(names):
         return Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.TENSORWISE)
     rowwise = Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.ROWWISE)
     of_weight = ScalingGranularity.ROWWISE if granularity == "channel" else ScalingGranularity.TENSORWISE
@@ -225,7 +226,8 @@ def _problems(
         for stored in stored_parts:
             if not (checkpoint.codes_and_scale(stored)[1].values > 0).all():
                 yield f"the scale of {stored} must be above 0"
-    for stored in set(checkpoint.float8_names).difference(part for *_, parts in weights.values() for part in parts):
+    frozen, float8 = {part for *_, parts in weights.values() for part in parts}, set(checkpoint.float8_names)
+    for stored in (float8 - frozen).intersection(loaded.stored.values()):
         checkpoint.codes_and_scale(stored)  # of an embedding, say; it raises ValueError for a NaN
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -65,6 +66,10 @@ _KNOWN = (
 )
 
 
+LINEARS = "Linear"
+"""The target of a group that is for all linears, as far as no other names them."""
+
+
 class StoredScale(NamedTuple):
     """The scale of a matrix [N, K]."""
 
@@ -92,8 +97,20 @@ class StoredFormat:
     method: str | None
     block_sizes: tuple[tuple[int, int], ...]
     """The rows and columns of the blocks of its groups."""
-    has_rows: bool
-    """Whether activations are quantized by token, or by groups of one, and not by tensor."""
+    rows: Mapping[str, bool]
+    """Whether activations are quantized by token, or by groups of one, and not by tensor: by the target of a group."""
+
+    def has_rows(self, weights: Iterable[str]) -> bool:
+        """Whether the activations of any of these weights are quantized by token, or by groups of one."""
+        return any(self._has_rows(name.removesuffix(".weight")) for name in weights)
+
+    def _has_rows(self, module: str) -> bool:
+        """Of the group that compressed-tensors takes: that with the name, with a pattern of it, or with the class."""
+        if module in self.rows:
+            return self.rows[module]
+        patterns = (each for each in self.rows if each.startswith("re:"))
+        found = next((each for each in patterns if re.match(each.removeprefix("re:"), module)), LINEARS)
+        return self.rows.get(found, any(self.rows.values()))
 
     def scale(self, name: str, shape: Sequence[int], stored: Tensor) -> StoredScale:
         """Interpret the scale of the matrix `name` [N, K]; see the top of the file.
@@ -178,7 +195,7 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     """
     quantization = quantization_of(config)
     if quantization is None:
-        return StoredFormat(None, (), False)
+        return StoredFormat(None, (), {})
     if not isinstance(quantization, dict):
         raise ValueError(f"quantization_config in config.json must be an object, got a {type(quantization).__name__}")
     method = quantization.get("quant_method")
@@ -196,14 +213,17 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
         algorithm = str(quantization.get("quant_algo") or "")
         blocks = () if size is None else (_block(size),)
         has_rows = bool(blocks) or method in ("fbgemm_fp8", "mxfp8") or "TOKEN" in algorithm or "_PB" in algorithm
-        return StoredFormat(str(method), blocks, has_rows)
+        return StoredFormat(str(method), blocks, {LINEARS: has_rows})
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(each, dict) for each in groups.values()):
         raise ValueError(f"config_groups in config.json must be an object of groups, got {type(groups).__name__}")
-    inputs = [group.get("input_activations") for group in groups.values()]
-    has_rows = any(isinstance(each, dict) and each.get("strategy") != "tensor" for each in inputs)
+    rows: dict[str, bool] = {}
+    for group in groups.values():
+        inputs, targets = group.get("input_activations"), group.get("targets")
+        has_rows = isinstance(inputs, dict) and inputs.get("strategy") != "tensor"
+        rows |= dict.fromkeys(map(str, targets if isinstance(targets, list) else [LINEARS]), has_rows)
     sizes = dict.fromkeys(size for group in groups.values() for size in _blocks_of(group))
-    return StoredFormat(str(method), tuple(sizes), has_rows)
+    return StoredFormat(str(method), tuple(sizes), rows)
 
 
 def quantization_of(config: Mapping[str, Any]) -> Any:

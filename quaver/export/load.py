@@ -18,7 +18,7 @@ from quaver.export.checkpoint_names import Parts, checkpoint_names
 from quaver.export.comfyui import METADATA, PREFIXES, RECORD, LayerMark, marks_of, padded_shape, untiled
 from quaver.export.files import SINGLE, SUFFIX, SafetensorsWriter, StoredTensors, read_config, write_model
 from quaver.export.folders import check_new, new_folder
-from quaver.export.layouts import StoredFormat, StoredScale, sort_tensors, stored_format, without_quantization
+from quaver.export.layouts import LINEARS, StoredFormat, StoredScale, sort_tensors, stored_format, without_quantization
 from quaver.recipes.formats import FORMATS, HP_DTYPES
 from quaver.runtime.names import listed, owners_of_parameters, plain_name
 
@@ -131,7 +131,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
             return [each for matrix in scale for each in self._of_blocks(name, shape[1:], matrix, mark)]
         if len(shape) != 2 or mark.block_size is None:
             raise ValueError(f"{name} {shape} is marked as {mark.format}: expected a matrix, or a stack of them")
-        format = StoredFormat(self.format.method, (mark.block_size,), has_rows=True)
+        format = StoredFormat(self.format.method, (mark.block_size,), {LINEARS: True})
         return [format.scale(name, shape, untiled(name, scale, shape) if mark.is_mx else scale)]
 
     def cut(self, name: str, shape: Sequence[int]) -> None:

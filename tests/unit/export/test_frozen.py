@@ -121,6 +121,22 @@ def test_float32_scales_per_row_as_llm_compressor_writes(exported, tmp_path):
     assert logits(frozen).isfinite().all()
 
 
+@pytest.mark.parametrize(("config", "other"), [("rowwise", "scales"), ("tensorwise", "tokens"), ("rowwise", "nan")])
+def test_what_is_not_loaded_changes_nothing(config, other, exported, tmp_path):
+    """A layer that predicts further tokens, which the model's class ignores, is of another kind."""
+    tensors, model = load_file(exported(config) / "model.safetensors"), Tiny(128)
+    model._keys_to_ignore_on_load_unexpected = [r"^mtp\."]
+    codes = torch.full((16, 16), math.nan if other == "nan" else 1.0).to(torch.float8_e4m3fn)
+    save_file(
+        tensors | {"mtp.weight": codes, "mtp.weight_scale": torch.full((16, 1), 0.3)}, tmp_path / "model.safetensors"
+    )
+    about = json.loads((exported(config) / "config.json").read_text())
+    groups = about["quantization_config"]["config_groups"]
+    groups["mtp"] = {**groups["group_0"], "targets": ["re:mtp"], "input_activations": {"strategy": "token"}}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    assert logits(load_frozen(model, tmp_path)).equal(logits(tiny(CONFIGS[config], 128)))
+
+
 def test_delayed_exports_are_quantized_dynamically(tmp_path):
     model = tiny("delayed_with_dynamic_weight", 32)
     model(TOKENS).sum().backward()
