@@ -101,9 +101,19 @@ class CheckpointNames:
         """The name in the model of each stored tensor, which may have either name; its own for an unknown one."""
         known = set(model_names)
         owners = {each: name for name in known for each in self.of(name)}
-        named = {each: each if each in known else owners.get(each) for each in stored}
+        parts = {each: part for part, each in self.stored_parts(stored).items()}
+        named = {each: each if each in known else owners.get(parts.get(each, each)) for each in stored}
         free = known.difference(named.values())
         return {each: name or self.other_name(each, free) for each, name in named.items()}
+
+    def stored_parts(self, stored: Iterable[str]) -> dict[str, str]:
+        """The stored name of each matrix of the stacks: its own, or that in a larger model or in one of its parts."""
+        parts = {part for stack in self.stacks.values() for parts in stack for part in parts}
+        found = {each: each for each in stored if each in parts}
+        for each in stored:
+            if each not in found and (part := next((name for name in other_names(each) if name in parts), None)):
+                found.setdefault(part, each)
+        return found
 
 
 def checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> CheckpointNames:
@@ -182,9 +192,7 @@ class _Conversions:
 
     def other_name(self, name: str, known: set[str]) -> str:
         """The name in the model that `from_pretrained` reads a tensor of a checkpoint into; its own for none."""
-        candidates = [name, *(name.replace(part, "", 1) for part in _TEXT_PARTS if part in name)]
-        candidates += [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
-        candidates += [f"{prefix}{name}" for prefix in PREFIXES]
+        candidates = [name, *other_names(name)]
         if self.is_known:
             from transformers.core_model_loading import rename_source_key
 
@@ -244,6 +252,14 @@ class _Conversions:
 
 _TEXT_PARTS = ("model.language_model.", "language_model.model.", "language_model.", "text_model.")
 """Parts of the names of a multimodal model that the names of its text model lack."""
+
+
+def other_names(name: str) -> list[str]:
+    """The names that a tensor of a larger model may have in a part of it, as its model of text, or the reverse."""
+    in_text = [name.replace(part, "", 1) for part in _TEXT_PARTS if part in name]
+    without = [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
+    return [*in_text, *without, *(f"{prefix}{name}" for prefix in PREFIXES)]
+
 
 _ROWS = 4
 """How many rows an expert has in the stack that a converter is asked with: two for each of gate and up."""

@@ -178,13 +178,20 @@ def _config(checkpoint: Float8Checkpoint, granularity: str, names: list[str]) ->
         return blockwise_config(power_of_2=power_of_2)
     if length is not None:
         mx = Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.MXFP8)
-        return mx if power_of_2 else replace(mx, round_scales_to_power_of_2=False)
+        return mx if power_of_2 else _with_float32_scales(mx)
     if granularity == "tensor" and not checkpoint.format.has_rows(names):
         return Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.TENSORWISE)
     rowwise = Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.ROWWISE)
     of_weight = ScalingGranularity.ROWWISE if granularity == "channel" else ScalingGranularity.TENSORWISE
     weight = CastConfig(scaling_granularity=of_weight, target_dtype=E4M3.dtype)
     return replace(rowwise, cast_config_weight=weight, round_scales_to_power_of_2=power_of_2)
+
+
+def _with_float32_scales(config: Float8LinearConfig) -> Float8LinearConfig:
+    """A config of MXFP8 with scales that E8M0 does not hold."""
+    names = [f"cast_config_{operand}" for operand in ("input", "weight", "grad_output")]
+    casts = {name: replace(getattr(config, name), scale_calculation_mode=None) for name in names}
+    return replace(config, round_scales_to_power_of_2=False, **casts)
 
 
 def _problems(

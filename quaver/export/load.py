@@ -228,11 +228,12 @@ class ModelTensors(Mapping[str, Tensor]):
         self.transposed, stacks = self._names.transposed, self._names.stacks
         self.stored: dict[str, str] = {}
         self.stacks: dict[str, list[Parts]] = {}
+        self._stored_parts = self._names.stored_parts(checkpoint)
         beyond, in_model = [], self._names.in_model(known, checkpoint)
         prefix = next((each for each in PREFIXES if any(s == f"{each}{name}" for s, name in in_model.items())), "")
         for stored, name in in_model.items():
             if name in stacks and stored != name:
-                self.stacks[name] = stacks[name]
+                self.stacks[name] = [tuple(map(self._stored_part, parts)) for parts in stacks[name]]
             elif name not in known and (checkpoint.has_part(model) or not stored.startswith(prefix)):
                 beyond.append(stored)
             elif name in known or not any(re.search(pattern, name) for pattern in ignored):
@@ -256,6 +257,10 @@ class ModelTensors(Mapping[str, Tensor]):
         self.stored |= tied
         return set(tied)
 
+    def _stored_part(self, part: str) -> str:
+        """The name in the checkpoint of a matrix of a stack."""
+        return self._stored_parts.get(part, part)
+
     def _check(self, stack: list[Parts]) -> None:
         missing = [part for parts in stack for part in parts if part not in self._checkpoint]
         if missing:
@@ -272,7 +277,9 @@ class ModelTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.stacks:
             return self._checkpoint[self.stored[name]]
-        return self._names.stacked(name, self.shape(name), self._checkpoint.dtype, self._checkpoint.__getitem__)
+        return self._names.stacked(
+            name, self.shape(name), self._checkpoint.dtype, lambda part: self._checkpoint[self._stored_part(part)]
+        )
 
     def shape(self, name: str) -> list[int]:
         """The shape of a tensor, from the headers of the files."""

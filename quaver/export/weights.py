@@ -36,6 +36,7 @@ from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
 from quaver.linear.weight_form import WrappedTensor
 from quaver.recipes.scaling import PersistentScales, Scales, dequantize, sqnr_db, to_dequant_scale
+from quaver.runtime.names import plain_name
 from quaver.torch_private.dtensor import local_tensor
 
 
@@ -124,6 +125,7 @@ class Float8Weights:
         self._shares = share_fused_scales and format_of_plan.weights == "tensor" and not format_of_plan.is_file
         self._forward_dtype = forward_dtype
         self._frozen = frozen_weights(model)
+        self._buffers = {plain_name(name) for name, _ in model.named_buffers()}
         kv_scales = {} if format_of_plan.is_file else kv_scales_of(model)
         self.kv_scales = {self.plan.checkpoint.renamed(name): each for name, each in kv_scales.items()}
         self._fsdp_modules = {} if forward_dtype or weights is not None else _fsdp_modules(model, self.plan)
@@ -295,7 +297,10 @@ class Float8Weights:
     def _read(self, name: str) -> Tensor:
         if name in self._frozen:
             return self._frozen_weight(name).to_high_precision()
-        return _finite(name, self._whole(name))
+        whole = self._whole(name)
+        if name in self._buffers and not whole.isnan().any():
+            return whole  # infinite limits, as those of Gemma 4's clipped linears, are a model's choice
+        return _finite(name, whole)
 
     def _held(self, name: str) -> Tensor:
         """A tensor under its name in the model or in a checkpoint."""

@@ -53,12 +53,30 @@ def nemotron_h():
     return transformers.NemotronHForCausalLM(config)
 
 
+def qwen3_5_moe():
+    experts = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 2}
+    text = {**TEXT, **KEYS, **experts, "num_experts_per_tok": 1, "head_dim": 16, "layer_types": ["full_attention"]}
+    vision = {"hidden_size": 32, "depth": 1, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=vision)
+    return transformers.Qwen3_5MoeForConditionalGeneration(config)
+
+
+def llama4():
+    """Its experts are [E, K, N]; in compressed-tensors, linears of each."""
+    text = {**TEXT, **KEYS, "head_dim": 16, "intermediate_size_mlp": 32, "num_local_experts": 2, "moe_layers": [0]}
+    vision = {**VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+    vision |= {"intermediate_size": 128, "pixel_shuffle_ratio": 0.5}
+    config = transformers.Llama4Config(text_config={**text, "pad_token_id": 0}, vision_config=vision)
+    return transformers.Llama4ForConditionalGeneration(config)
+
+
+MIXTURES = {"qwen3_5_moe": qwen3_5_moe, "llama4": llama4}
 FAMILIES = {"llava": llava, "gemma3": gemma3, "bamba": bamba, "nemotron_h": nemotron_h}
 
 
 def model(family):
     torch.manual_seed(0)
-    return FAMILIES[family]() if family in FAMILIES else make(family)[0]
+    return (FAMILIES | MIXTURES | {"t5": lambda: make("t5")[0]})[family]()
 
 
 @pytest.fixture(scope="module")
@@ -141,14 +159,15 @@ def test_a_folder_is_exported_and_imported(family, exported, tmp_path):
         assert loaded.config.time_step_limit == model(family).config.time_step_limit
 
 
-@pytest.mark.parametrize("family", ["llava", "gemma3"])
+@pytest.mark.parametrize("family", ["llava", "gemma3", *MIXTURES])
 def test_a_model_of_text_reads_a_multimodal_folder(family, exported, caplog):
     config, whole = model(family).config.text_config, model(family)
     whole.load_state_dict(dict(load_float8(exported(family), model=whole, dtype=torch.float32)))
     text = AutoModelForCausalLM.from_config(config)
     text.load_state_dict(dict(load_float8(exported(family), model=text, dtype=torch.float32)))
     assert "the model is a part of the checkpoint's" in caplog.text
-    assert_same(text.model.state_dict(), whole.model.language_model.state_dict())
+    of_text = whole.language_model.model if family == "llama4" else whole.model.language_model
+    assert_same(text.model.state_dict(), of_text.state_dict())
     frozen = convert_to_high_precision(load_frozen(AutoModelForCausalLM.from_config(config), exported(family)))
     assert_same(frozen.state_dict(), text.state_dict())
 

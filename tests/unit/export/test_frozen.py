@@ -19,6 +19,7 @@ from quaver import (
 )
 from quaver.conversion.freeze import blockwise_config
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
+from tests.reference import sqnr_db
 from tests.steps import assert_same
 from tests.unit.export.models import PROJECTIONS, Tiny, saved, tiny
 
@@ -106,6 +107,25 @@ def test_a_deepseek_style_folder(tmp_path):
         weight = frozen.layer[name].weight
         assert weight.data_fp8.view(torch.uint8).equal(tensors[f"layer.{name}.weight"].view(torch.uint8))
         assert weight.to_high_precision().equal(values[f"layer.{name}.weight"])
+
+
+def test_blocks_of_32_with_float32_scales(exported, tmp_path):
+    """As the codes of MXFP8, with scales that E8M0 does not hold, and activations to match."""
+    scales = {name: t for name, t in load_file(exported("mxfp8") / "model.safetensors").items() if "scale" in name}
+    others = {name: t for name, t in load_file(exported("mxfp8") / "model.safetensors").items() if name not in scales}
+    inverse = {f"{name}_inv": t[::32].view(torch.float8_e8m0fnu).float() * 1.1 for name, t in scales.items()}
+    save_file(others | inverse, tmp_path / "model.safetensors")
+    config = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    frozen, values = load_frozen(Tiny(128), tmp_path), load_float8(tmp_path, dtype=torch.float32)
+    assert not frozen.layer["q_proj"].config.round_scales_to_power_of_2
+    for name in PROJECTIONS:
+        weight = frozen.layer[name].weight
+        assert weight.data_fp8.view(torch.uint8).equal(others[f"layer.{name}.weight"].view(torch.uint8))
+        assert weight.to_high_precision().equal(values[f"layer.{name}.weight"])
+    plain = Tiny(128)
+    plain.load_state_dict(dict(values))
+    assert sqnr_db(logits(plain), logits(frozen)) > 25
 
 
 def test_float32_scales_per_row_as_llm_compressor_writes(exported, tmp_path):

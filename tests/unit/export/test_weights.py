@@ -207,6 +207,16 @@ def test_weights_may_come_from_elsewhere():
         iter_float8_weights(structure, weights={})
 
 
+def test_buffers_may_be_infinite():
+    """As the limits of Gemma 4's clipped linears are, where its config sets none."""
+    model = tiny()
+    model.norm.register_buffer("input_max", torch.tensor(torch.inf))
+    assert dict(iter_float8_weights(model, dtype=torch.bfloat16))["norm.input_max"].isinf()
+    model.norm.input_max.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"norm\.input_max has an inf or a NaN"):
+        dict(iter_float8_weights(model))
+
+
 def test_what_no_format_holds_is_refused():
     with pytest.raises(ValueError, match="no linear of the model is in float8"):
         iter_float8_weights(nn.Linear(4, 4))
