@@ -88,7 +88,18 @@ def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
     for name in ("source", "recipe", "step"):
         if record.get(name) is not None:
             yield f"- {name}: {record[name]}"
-    requantized = record["requantized"]
+    requantized, written = record["requantized"], record["written"]
+    if written:
+        yield (
+            "- A write, as the merge of an adapter, has quantized these weights again, in float8: the merged model's "
+            "logits differ from those with the adapter beside its base. SQNR of the written weight in dB:"
+        )
+        yield ""
+        yield "| weight (of experts, the stack) | after the write |"
+        yield "| --- | ---: |"
+        for name, decibels in written.items():
+            yield f"| {name} | {_decibels(decibels)} |"
+        yield ""
     if requantized:
         yield "- Codes of these weights differ from those of the training forward; SQNR of the weight in dB:"
         yield ""
@@ -97,7 +108,8 @@ def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
         for name, each in requantized.items():
             yield f"| {name} | {_decibels(each['training_db'])} | {_decibels(each['stored_db'])} |"
     else:
-        yield "- Codes and scales are those of the training forward, to the bit."
+        whose = "the forward of the merged model" if written else "the training forward"
+        yield f"- Codes and scales are those of {whose}, to the bit."
     if record["ragged"]:
         yield (
             f"- Last blocks are cut, because a dimension is no multiple of 128: {listed(record['ragged'])}. "

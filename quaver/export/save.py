@@ -22,7 +22,7 @@ from quaver.export.folders import new_folder
 from quaver.export.formats import COMFYUI, COMPRESSED_TENSORS, FP8
 from quaver.export.kv_cache import SCHEME
 from quaver.export.load import load_float8
-from quaver.export.plan import Plan
+from quaver.export.plan import Plan, frozen_weights
 from quaver.export.weights import Float8Weights, iter_float8_weights
 from quaver.recipes.scaling import sqnr_db, without_inf
 from quaver.runtime.agreement import on_first_rank
@@ -105,7 +105,9 @@ def save_float8(
 
     def finish() -> None:
         costs = {name: without_inf(each._asdict()) for name, each in tensors.requantized.items()}
-        record = {"format": format, "recipe": plan.recipe, **about, "requantized": costs}
+        written = {name: each.requantized_sqnr_db for name, each in frozen_weights(model).items()}
+        written = without_inf({name: each for name, each in written.items() if each is not None})
+        record = {"format": format, "recipe": plan.recipe, **about, "requantized": costs, "written": written}
         if is_file:
             writer.metadata[comfyui.RECORD] = json.dumps({"quaver": version("quaver"), **record})
             writer.close()

@@ -19,6 +19,7 @@ from quaver import (
 )
 from quaver.conversion.freeze import blockwise_config
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
+from quaver.linear import frozen_weight
 from tests.reference import sqnr_db
 from tests.steps import assert_same
 from tests.unit.export.models import PROJECTIONS, Tiny, saved, tiny
@@ -164,6 +165,21 @@ def test_delayed_exports_are_quantized_dynamically(tmp_path):
     save_float8(model, tmp_path / "out", config={}, share_fused_scales=False)
     frozen = load_frozen(Tiny(32), tmp_path / "out")
     assert logits(frozen).equal(logits(tiny("tensorwise", 32)))
+
+
+def test_a_card_tells_of_a_merge(tmp_path, caplog):
+    frozen_weight._tell_of_writes.cache_clear()
+    frozen = freeze_to_float8(Tiny(), module_filter_fn=not_the_head)
+    save_float8(frozen, tmp_path / "plain", config={})
+    assert "are those of the training forward, to the bit" in (tmp_path / "plain/README.md").read_text()
+    for name in ("q_proj", "k_proj"):
+        frozen.layer[name].weight.data += torch.full((32, 32), 0.01)  # as PEFT merges
+    save_float8(frozen, tmp_path / "merged", config={})
+    card = (tmp_path / "merged/README.md").read_text()
+    assert "are those of the forward of the merged model, to the bit" in card
+    assert f"| layer.q_proj.weight | {frozen.layer['q_proj'].weight.requantized_sqnr_db:.2f} |" in card
+    assert "| layer.v_proj.weight |" not in card
+    assert caplog.text.count("merged logits differ by 10% to 25%") == 1
 
 
 def test_tied_parameters_stay_tied(tmp_path):
