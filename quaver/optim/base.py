@@ -175,7 +175,7 @@ class Float8Optimizer(Optimizer):
         loaded = []
         for mine, group in zip(self.param_groups, groups, strict=True):
             for parameter, index in zip(mine["params"], group["params"], strict=True):
-                if index in state_dict["state"]:
+                if state_dict["state"].get(index):  # torch.distributed.checkpoint has {} for a parameter without state
                     _check_state(parameter, state_dict["state"][index], group)
                     state[parameter] = _moved(state_dict["state"][index], parameter.device)
             names = {name: mine[name] for name in ("param_names",) if name in mine}
@@ -232,7 +232,7 @@ class Float8Optimizer(Optimizer):
         position, states = 0, {}
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, index in zip(group["params"], loaded["params"], strict=True):
-                if index in state_dict["state"]:
+                if state_dict["state"].get(index):
                     states[parameter] = _converted(parameter, group, state_dict["state"][index], position)
                 position += 1
         self.state.update(states)

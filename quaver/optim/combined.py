@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
 
@@ -19,42 +19,9 @@ from quaver.optim.base import Float8Optimizer
 from quaver.optim.groups import with_own_options
 from quaver.optim.options import check_same_algorithm
 from quaver.optim.state import new_state
+from quaver.runtime.optimizer_states import StatesView, replace_states
 from quaver.torch_private.dtensor import local_tensor
 from quaver.torch_private.optimizer import loading, saved
-
-
-class _States(MutableMapping[Tensor, Any]):
-    """The states of several optimizers, each where it is: a change here is one of the optimizer's own state."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
-
-    def _owner(self, parameter: Tensor) -> Mapping[Tensor, Any]:
-        for optimizer in self._optimizers:
-            if parameter in optimizer.state:
-                return optimizer.state
-        for optimizer in self._optimizers:
-            if any(parameter is held for group in optimizer.param_groups for held in group["params"]):
-                return optimizer.state
-        raise KeyError(parameter)
-
-    def __getitem__(self, parameter: Tensor) -> Any:
-        return self._owner(parameter)[parameter]
-
-    def __setitem__(self, parameter: Tensor, state: Any) -> None:
-        self._owner(parameter)[parameter] = state  # type: ignore[index]
-
-    def __delitem__(self, parameter: Tensor) -> None:
-        del self._owner(parameter)[parameter]  # type: ignore[attr-defined]
-
-    def __contains__(self, parameter: object) -> bool:
-        return any(parameter in optimizer.state for optimizer in self._optimizers)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return chain.from_iterable(optimizer.state for optimizer in self._optimizers)
-
-    def __len__(self) -> int:
-        return sum(len(optimizer.state) for optimizer in self._optimizers)
 
 
 class CombinedOptimizer(Optimizer):
@@ -82,14 +49,12 @@ class CombinedOptimizer(Optimizer):
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[Tensor, Any]:
         """The states of all the optimizers, by parameter."""
-        return _States(self.optimizers)
+        return StatesView(self.optimizers)
 
     @state.setter
     def state(self, states: Mapping[Tensor, Any]) -> None:
         if "param_groups" in vars(self):  # else Optimizer.__init__ makes an empty one
-            own = self.state
-            own.clear()
-            own.update(states)
+            replace_states(self.state, states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: it would be unknown which optimizer steps the group.

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -47,6 +47,7 @@ from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.runtime.names import owners_of_parameters
+from quaver.runtime.optimizer_states import StatesView, replace_states
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.optimizer import loading, saved
 from quaver.torch_private.versions import version_of
@@ -233,6 +234,16 @@ class Float8PrimaryOptimizer(Optimizer):
         self.load_state_dict(inner.state_dict())  # what there is of the state gets the masters' dtype
         inner.register_step_pre_hook(self._check_caller)
 
+    @property  # type: ignore[override]
+    def state(self) -> MutableMapping[Tensor, Any]:
+        """The wrapped optimizer's, by the model's parameters."""
+        return StatesView([self.inner], {weight: master for _, _, weight, master in self.primaries})
+
+    @state.setter
+    def state(self, states: Mapping[Tensor, Any]) -> None:
+        if self._is_made:  # else Optimizer.__init__ makes an empty one
+            replace_states(self.state, states)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the wrapped optimizer on the masters, then one cast of each primary weight.
 
@@ -268,7 +279,9 @@ class Float8PrimaryOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"inner": self.inner, "primaries": self.primaries, "_rounds": self._rounds}
-        return {**super().__getstate__(), **own, "_is_made": True, "_is_stepping": False}
+        held = super().__getstate__()
+        del held["state"]
+        return {**held, **own, "_is_made": True, "_is_stepping": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -296,7 +309,6 @@ class Float8PrimaryOptimizer(Optimizer):
             for primary in self.primaries:
                 primary.master.grad = None
                 primary.weight.quantize()
-            self.state = self.inner.state
 
     def _check_weights(self) -> None:
         if hasattr(self.inner.step, "_wrapped_by_lr_sched"):

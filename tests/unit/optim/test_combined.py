@@ -165,10 +165,16 @@ def test_schedulers_that_cycle_momentum_and_changes_of_the_state():
     assert len(optimizer.state) == 4
     assert optimizer.state[model[1].bias] is parts[1].state[model[1].bias]
     CombinedOptimizer(*parts)
+    optimizer.state = optimizer.state
+    assert len(optimizer.state) == 4
     optimizer.state[model[1].bias] = {"new": 1}
     del optimizer.state[model[0].bias]
     assert parts[1].state[model[1].bias] == {"new": 1}
+    assert optimizer.state.get(model[0].bias) is None
+    assert optimizer.state.pop(model[0].bias, 3) == 3
     assert model[0].bias not in parts[0].state
+    assert optimizer.state.setdefault(model[0].bias, {"new": 2}) is parts[0].state[model[0].bias]
+    assert optimizer.state.pop(model[0].bias) == {"new": 2}
     optimizer.state = {}
     assert not any(part.state for part in parts)
 

@@ -6,6 +6,13 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 
 from quaver import (
     Float8Linear,
@@ -16,6 +23,7 @@ from quaver import (
 )
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import weights_under
+from quaver.optim import CombinedOptimizer, Float8AdamW
 from quaver.weights.primary import Float8PrimaryWeight, round_stochastically
 from tests import steps as steps_of
 from tests.mixture import DIM, make_mixture
@@ -229,6 +237,48 @@ def test_a_checkpoint_resumes_to_the_bit(which, make):
     assert its_optimizer.param_groups[0]["lr"] == 2e-2
     assert train(resumed, its_optimizer, range(2, 5)) == expected
     assert_same_weights(resumed, model)
+
+
+def float8_adamw(parameters):
+    return Float8AdamW(parameters, lr=1e-2)
+
+
+def muon_and_adamw(parameters):
+    parameters = list(parameters)
+    matrices, others = ([each for each in parameters if (each.dim() == 2) is is_matrix] for is_matrix in (True, False))
+    return CombinedOptimizer(torch.optim.Muon(matrices, lr=1e-2), adamw(others))
+
+
+@pytest.mark.parametrize("optimizer_of", [adamw, float8_adamw, muon_and_adamw])
+@pytest.mark.parametrize("option", [None, "flatten_optimizer_state_dict", "full_state_dict", "ignore_frozen_params"])
+@pytest.mark.parametrize("make", [linears, experts])
+def test_torch_distributed_checkpoint_finds_states_by_parameter(optimizer_of, option, make):
+    model, optimizer = pair(optimizer_of=optimizer_of, make=make)
+    train(model, optimizer, range(2))
+    for parameter in model.parameters():
+        assert optimizer.state[parameter]
+        assert parameter in optimizer.state
+        assert any(parameter is each for each in optimizer.state)
+    options = StateDictOptions(**{option: True} if option else {})
+    states = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    expected = train(model, optimizer, range(2, 4))
+    resumed, its_optimizer = pair(optimizer_of=optimizer_of, make=make)
+    set_state_dict(resumed, its_optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+    assert train(resumed, its_optimizer, range(2, 4)) == expected
+
+
+def test_a_flat_state_dict_of_parameters_without_states():
+    """Experts that no token has reached."""
+    model = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(2)])
+    first, second = (Float8AdamW(model.parameters()) for _ in range(2))
+    for optimizer, factor in ((first, 1.0), (second, 2.0)):
+        model[0](torch.full((1, 64), factor)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    set_optimizer_state_dict(model, second, get_optimizer_state_dict(model, first, options=options), options=options)
+    assert_same(second.state[model[0].weight], first.state[model[0].weight])
+    assert not second.state[model[1].weight]
 
 
 WRITES = {

@@ -1,0 +1,88 @@
+"""`StatesView`: the `state` of an optimizer that wraps others, keyed by the parameters in its own param groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class StatesView(MutableMapping[Tensor, Any]):
+    """The states of optimizers by parameter, each where it is: a change here is one of the optimizer's own state.
+
+    As in `Optimizer.state`, `[]` alone makes the state of a parameter that has none.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor] = MappingProxyType({})
+    ) -> None:
+        """View the states of `optimizers`, which hold `masters[parameter]` in place of a parameter."""
+        self._optimizers, self._masters = optimizers, masters
+        self._parameters = {master: parameter for parameter, master in masters.items()}
+
+    def _place(self, parameter: Tensor) -> tuple[Any, Tensor]:
+        """The mapping that has, or would get, the state of a parameter, and its key there."""
+        key = self._masters.get(parameter, parameter)
+        for optimizer in self._optimizers:
+            if key in optimizer.state:
+                return optimizer.state, key
+        for optimizer in self._optimizers:
+            if any(key is held for group in optimizer.param_groups for held in group["params"]):
+                return optimizer.state, key
+        raise KeyError(parameter)
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        states, key = self._place(parameter)
+        return states[key]
+
+    def __setitem__(self, parameter: Tensor, state: Any) -> None:
+        states, key = self._place(parameter)
+        states[key] = state
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        states, key = self._place(parameter)
+        del states[key]
+
+    def __contains__(self, parameter: object) -> bool:
+        key = self._masters.get(parameter, parameter)  # type: ignore[call-overload]
+        return any(key in optimizer.state for optimizer in self._optimizers)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        keys = chain.from_iterable(optimizer.state for optimizer in self._optimizers)
+        return (self._parameters.get(key, key) for key in keys)
+
+    def __len__(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
+
+    # Those of MutableMapping ask by [], which makes a state.
+
+    def get(self, parameter: Tensor, default: Any = None) -> Any:
+        """The state, or `default` for a parameter that has none."""
+        if parameter not in self:
+            return default
+        return self[parameter]
+
+    def pop(self, parameter: Tensor, *default: Any) -> Any:
+        """Remove and return the state, or return `default` for a parameter that has none."""
+        if default and parameter not in self:
+            return default[0]
+        state = self[parameter]
+        del self[parameter]
+        return state
+
+    def setdefault(self, parameter: Tensor, default: Any = None) -> Any:
+        """The state, which becomes `default` for a parameter that has none."""
+        if parameter not in self:
+            self[parameter] = default
+        return self[parameter]
+
+
+def replace_states(own: MutableMapping[Tensor, Any], states: Mapping[Tensor, Any]) -> None:
+    """Carry out `optimizer.state = states`."""
+    replacement = dict(states)  # `states` may be `own`
+    own.clear()
+    own.update(replacement)
