@@ -41,7 +41,7 @@ from quaver.recipes.config import (
     ScaleCalculationMode,
     resolve_config,
 )
-from quaver.recipes.formats import FORMATS, HP_DTYPES
+from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.scaling import amax
 from quaver.runtime.names import owners_of_parameters
 from quaver.weights.frozen_modules import FrozenFloat8Experts, FrozenFloat8Linear, FrozenModule
@@ -168,14 +168,7 @@ def store_float8_weight(
         raise ValueError(
             f"expected a {expected} weight of {list(shape)}, got {frozen.granularity} {list(frozen.shape)}"
         )
-    fmt = FORMATS[codes.dtype]
-    no_numbers = torch.tensor(fmt.nan_codes + fmt.infinity_codes, dtype=torch.uint8, device=codes.device)
-    if any(bool(torch.isin(matrix.data.view(torch.uint8), no_numbers).any()) for matrix in frozen.matrices()):
-        raise ValueError("expected finite codes, got NaN or inf")
-    if not bool(((dequant_scale > 0) & dequant_scale.isfinite()).all()):
-        raise ValueError("expected finite dequant_scales above 0")
-    if config.round_scales_to_power_of_2 and not frozen.has_power_of_2_scales:
-        raise ValueError("expected scales that are powers of two, as config.round_scales_to_power_of_2 promises")
+    frozen.check_numbers(power_of_2=config.round_scales_to_power_of_2)
     if not isinstance(module, Float8Linear | Float8Experts):
         to_float8(module, config) if isinstance(module, nn.Linear) else to_float8_experts(module, config)
     setattr(module, name, nn.Parameter(frozen, requires_grad=False))

@@ -9,7 +9,8 @@ Inside it has one byte per element and the scales of its granularity: (), [N, 1]
                 values, that is said once (slow_paths.py)
     writes      an in-place op, or an assignment to `.data`, runs on the dequantized values and quantizes the result
                 again with scales of its own: merging an adapter loses what float8 cannot hold. `requantized_sqnr_db` is
-                the signal-to-noise ratio of the last such write. Writing the values that it has changes nothing.
+                the signal-to-noise ratio of the last such write. Writing the values that it has changes nothing. NaN
+                and inf are refused: all elements that share a scale with one would be NaN.
     views       refused, because a write to a view of the dequantized values would be lost. FSDP2 can take rows, and
                 DistributedDataParallel reads `view(-1)`, read-only values, to broadcast it
 
@@ -40,6 +41,7 @@ from quaver.recipes.formats import FORMATS, HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import (
     BLOCK_LENGTHS,
+    amax,
     block_counts,
     decibels,
     dequantize,
@@ -185,7 +187,11 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             yield matrix, own.data, typing.cast(Tensor, own.dequant_scale)
 
     def write(self, hp: Tensor) -> None:
-        """Quantize `hp`, of this shape, in the granularity of this weight, into its memory."""
+        """Quantize `hp`, of this shape, in the granularity of this weight, into its memory.
+
+        Raises:
+            ValueError: another shape or dtype, NaN or inf; the weight stays as it was.
+        """
         if hp.dtype not in HP_DTYPES:
             raise ValueError(
                 f"a frozen float8 weight has codes and scales already, expected values of one of "
@@ -197,6 +203,11 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             raise ValueError(f"expected a weight of shape {list(self.shape)}, got {list(hp.shape)}")
         if torch.equal(before, hp.to(before)):  # DistributedDataParallel broadcasts parameters, for one
             return
+        if not bool(amax(hp).isfinite()):
+            raise ValueError(
+                f"expected finite values for a frozen float8 weight {list(self.shape)}, got NaN or inf; it stays as it "
+                "was"
+            )
         power_of_2, block_size = self.has_power_of_2_scales, self.block_size
         float8_dtype, norms = self.data_fp8.dtype, []
         for matrix, codes, scale in self._matrices_with(hp.contiguous()):
@@ -212,16 +223,31 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         logger.info("a frozen float8 weight was quantized again: SQNR %.1f dB", self.requantized_sqnr_db)
         _tell_of_writes()
 
+    def check_numbers(self, *, power_of_2: bool) -> None:
+        """Raise ValueError unless codes are finite, and scales finite, above 0 and, if so wanted, powers of two."""
+        fmt, codes = FORMATS[self.data_fp8.dtype], self.data_fp8.view(torch.uint8)
+        no_numbers = torch.tensor(fmt.nan_codes + fmt.infinity_codes, dtype=torch.uint8, device=codes.device)
+        if any(bool(torch.isin(part, no_numbers).any()) for part in (codes if codes.dim() == 3 else [codes])):
+            raise ValueError("expected finite codes, got NaN or inf")
+        if not bool(((self.dequant_scale > 0) & self.dequant_scale.isfinite()).all()):
+            raise ValueError("expected finite dequant_scales above 0")
+        if power_of_2 and not self.has_power_of_2_scales:
+            raise ValueError("expected scales that are powers of two, as config.round_scales_to_power_of_2 promises")
+
+    def check_stored_alike(self, other: FrozenFloat8Weight) -> None:
+        """Raise ValueError if `other` has scales of another granularity, or another float8 dtype."""
+        if other.dequant_scale.shape != self.dequant_scale.shape or other.data_fp8.dtype is not self.data_fp8.dtype:
+            raise ValueError(f"expected {self.granularity} {self.data_fp8.dtype} codes, got {other}")
+
     def copy_codes(self, source: Any) -> bool:
         """Copy from another frozen weight, bit for bit; False if `source` is none.
 
         Raises:
-            ValueError: it has scales of another granularity, or another float8 dtype.
+            ValueError: see `check_stored_alike`.
         """
         if not isinstance(source, FrozenFloat8Weight) or not source.has_codes:
             return False
-        if source.dequant_scale.shape != self.dequant_scale.shape or source.data_fp8.dtype is not self.data_fp8.dtype:
-            raise ValueError(f"expected {self.granularity} {self.data_fp8.dtype} codes, got {source}")
+        self.check_stored_alike(source)
         self.data_fp8.copy_(source.data_fp8)
         if source.dequant_scale is not self.dequant_scale:
             self.dequant_scale.copy_(source.dequant_scale)

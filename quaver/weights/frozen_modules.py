@@ -12,6 +12,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from quaver.experts.module import Float8Experts
@@ -48,7 +49,10 @@ class FrozenModule(nn.Module):
         is_transposed = getattr(self, "state_dict_is_transposed", False)
         for weight, local in self._frozen_weights():
             name = prefix + weight.name
-            value, scale = state_dict.get(name), state_dict.pop(name + SCALE_SUFFIX, None)
+            if (value := state_dict.get(name)) is None or _has_codes(value):
+                scale = None  # one that stands there without plain codes is an unexpected key
+            else:
+                scale = state_dict.pop(name + SCALE_SUFFIX, None)
             try:
                 if value is not None:
                     value = value.t() if is_transposed and value.dim() == 2 else value
@@ -74,9 +78,17 @@ class FrozenFloat8Experts(FrozenModule, Float8Experts):
 
 
 def _loadable(own: FrozenFloat8Weight, value: Tensor, scale: Tensor | None, weight: ModuleWeight) -> Tensor:
-    """Make of a state_dict's `value` a frozen weight like `own`, this rank's part of `weight`."""
-    local = value.to_local() if is_dtensor(value) else value
-    if isinstance(local, FrozenFloat8Weight) and local.has_codes:
+    """Make of a state_dict's `value` a frozen weight like `own`, this rank's part of `weight`.
+
+    Raises:
+        ValueError: codes, scales or values that `own` cannot have.
+    """
+    local, power_of_2 = value.to_local() if is_dtensor(value) else value, weight.config.round_scales_to_power_of_2
+    if _has_codes(value):
+        local = typing.cast(FrozenFloat8Weight, local)
+        own.check_stored_alike(local)
+        if not local.is_meta:
+            local.check_numbers(power_of_2=power_of_2)
         return _as(value, FrozenFloat8Weight.from_state(*local.state()[:5]))
     local = local.to_high_precision() if isinstance(local, FrozenFloat8Weight) else local
     if local.dtype not in FORMATS:
@@ -94,10 +106,20 @@ def _loadable(own: FrozenFloat8Weight, value: Tensor, scale: Tensor | None, weig
         quantized = typing.cast(FrozenFloat8Weight, own.clone())
         quantized.write(local)
         return quantized
-    if scale is None or scale.shape != own.dequant_scale.shape:
-        expected = f"{weight.name}{SCALE_SUFFIX} {list(own.dequant_scale.shape)} with float8 codes"
-        raise ValueError(f"expected {expected}, got {'none' if scale is None else list(scale.shape)}")
-    return _as(value, own.like(local, scale, part=is_dtensor(value)))
+    if scale is None or scale.shape != own.dequant_scale.shape or scale.dtype is not torch.float32:
+        expected = f"{weight.name}{SCALE_SUFFIX} {list(own.dequant_scale.shape)} in torch.float32 with float8 codes"
+        got = "none" if scale is None else f"{list(scale.shape)} in {scale.dtype}"
+        raise ValueError(f"expected {expected}, got {got}")
+    loaded = own.like(local, scale, part=is_dtensor(value))
+    own.check_stored_alike(loaded)
+    loaded.check_numbers(power_of_2=power_of_2)
+    return _as(value, loaded)
+
+
+def _has_codes(value: Tensor) -> bool:
+    """Whether a state_dict's value is a frozen weight with scales of its own."""
+    local = value.to_local() if is_dtensor(value) else value  # type: ignore[attr-defined]
+    return isinstance(local, FrozenFloat8Weight) and local.has_codes
 
 
 def _state(parameter: Tensor, local: FrozenFloat8Weight) -> FrozenState:

@@ -255,8 +255,16 @@ def test_a_write_to_a_state_reaches_the_model(config):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.pop(SCALE), r"expected weight_dequant_scale \[2, 3\] with float8 codes, got none"),
+        (
+            lambda s: s.pop(SCALE),
+            r"expected weight_dequant_scale \[2, 3\] in torch.float32 with float8 codes, got none",
+        ),
         (lambda s: s.update({SCALE: torch.ones(2, 2)}), r"weight_dequant_scale \[2, 3\].*got \[2, 2\]"),
+        (lambda s: s.update({SCALE: s[SCALE].bfloat16()}), r"got \[2, 3\] in torch.bfloat16"),
+        (lambda s: s.update({SCALE: s[SCALE] * 3}), "expected scales that are powers of two"),
+        (lambda s: s[SCALE][1, 2].fill_(torch.nan), "expected finite dequant_scales above 0"),
+        (lambda s: s["0.weight"].view(torch.uint8)[3, 4].fill_(0x7F), "expected finite codes, got NaN or inf"),
+        (lambda s: s.update({"0.weight": s["0.weight"].view(torch.float8_e5m2)}), r"float8_e4m3fn codes, got Frozen"),
         (lambda s: s.update({"0.weight": torch.ones(200, 300)}), r"expected float8 codes \[200, 300\] and weight_de"),
         (lambda s: s.update({"0.weight": s["0.weight"][:5]}), "size mismatch for 0.weight"),
         (lambda s: s.pop("0.weight"), "Missing key.*0.weight"),
@@ -268,6 +276,68 @@ def test_a_state_dict_that_does_not_fit_is_refused(change, message):
     change(state)
     with pytest.raises(RuntimeError, match=message):
         net.load_state_dict(state)
+    assert net(batch()).equal(before)
+
+
+def of_another_recipe(state):
+    state |= freeze_to_float8(model(), "tensorwise").state_dict()
+
+
+def of_float32_scales(state):
+    state |= freeze_to_float8(model(), blockwise_config(power_of_2=False)).state_dict()
+
+
+def with_nan(state):
+    state["0.weight"].data_fp8.view(torch.uint8)[3, 4] = 0x7F
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.update({SCALE: torch.ones(2, 3)}), f"Unexpected key.*{SCALE}"),
+        (lambda s: s.update({SCALE: torch.ones(7)}), f"Unexpected key.*{SCALE}"),
+        (lambda s: (s.pop("0.weight"), s.update({SCALE: torch.ones(2, 3)})), f"Unexpected key.*{SCALE}"),
+        (of_another_recipe, "expected blockwise 128 x 128 torch.float8_e4m3fn codes, got FrozenFloat8Weight"),
+        (of_float32_scales, "expected scales that are powers of two"),
+        (with_nan, "expected finite codes, got NaN or inf"),
+    ],
+)
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_of_frozen_states_that_does_not_fit_is_refused(change, message, assign):
+    net = freeze_to_float8(model())
+    before, state = net(batch()), copy.deepcopy(net.state_dict())
+    change(state)
+    with pytest.raises(RuntimeError, match=message):
+        net.load_state_dict(state, assign=assign)
+    if "Unexpected" not in message:
+        assert net[0].weight.granularity == "blockwise 128 x 128"
+    assert net(batch()).equal(before)
+
+
+WRITES_OF_NAN = {
+    "copy_": lambda net, weight, bad: weight.copy_(bad),
+    "fill_": lambda net, weight, bad: weight.fill_(torch.inf),
+    "masked": lambda net, weight, bad: weight.masked_fill_(torch.isnan(bad), torch.nan),
+    "merge": lambda net, weight, bad: weight.data.add_(bad),
+    "data": lambda net, weight, bad: setattr(weight, "data", bad),
+    "foreach": lambda net, weight, bad: torch._foreach_copy_([weight], [bad]),
+    "out": lambda net, weight, bad: torch.mul(bad, 2, out=weight),
+    "state": lambda net, weight, bad: net.state_dict()["0.weight"].copy_(bad),
+    "load": lambda net, weight, bad: net.load_state_dict({**net.state_dict(), "0.weight": bad}),
+}
+
+
+@CONFIG
+@pytest.mark.parametrize("way", WRITES_OF_NAN)
+def test_nan_and_inf_are_not_written(config, way):
+    """One of them would make NaN of all that share its scale."""
+    net = freeze_to_float8(model(), config)
+    before, weight = net(batch()), net[0].weight
+    bad = weight.to_high_precision().clone()
+    bad[3, 4] = torch.nan
+    with torch.no_grad(), pytest.raises((ValueError, RuntimeError), match=r"expected finite values for a frozen"):
+        WRITES_OF_NAN[way](net, weight, bad)
+    assert weight.requantized_sqnr_db is None
     assert net(batch()).equal(before)
 
 
@@ -387,6 +457,8 @@ def test_state_dicts_copies_and_writes_of_experts(config, is_transposed):
             assert weight.requantized_sqnr_db == math.inf
             weight.add_(torch.randn(weight.shape) * 0.1)
             assert 25 < weight.requantized_sqnr_db < 45
+            with pytest.raises(ValueError, match="got NaN or inf; it stays as it was"):
+                weight.fill_(torch.nan)
     assert "quantized again after a write at" in str(conversion_report(other))
     other.load_state_dict(state)
     loaded = freeze_to_float8(mixture(is_transposed), config)
