@@ -7,8 +7,9 @@ is the codes and scales of the model, one byte per element, and a frozen model t
     copies, pickles, rows       codes and scales
     writes                      quantized into the codes, as those to the parameter are; of a shard, values that its
                                 scales hold exactly, for they are those of the whole weight
-    data_ptr(), views           dequantize the weight once. From then on it is the tensor of these values, which a
-                                frozen model quantizes again when it loads them, unless its scales hold them exactly
+    data_ptr(), views           dequantize the weight once. Once these values were written to, it is the tensor of
+                                them, which a frozen model quantizes again when it loads them, unless its scales hold
+                                them exactly
     other ops                   on the dequantized values; of a shard on those of its rows
 """
 
@@ -63,8 +64,8 @@ class FrozenState(FrozenFloat8Weight):
 
     @property
     def has_codes(self) -> bool:
-        """Whether nobody asked for the memory, so that codes and scales are what this holds."""
-        return self.values_hp is None
+        """Whether codes and scales are what this holds: nobody asked for the memory, or wrote to it."""
+        return self.values_hp is None or torch.equal(self.values_hp, self._dequantized())
 
     def scale_of_rows(self) -> Tensor:
         """The scale that each matrix of this, of all rows or of a shard's, is dequantized with."""
@@ -80,8 +81,9 @@ class FrozenState(FrozenFloat8Weight):
 
     def to_high_precision(self) -> Tensor:
         """The values in the weight's dtype; see the top of the file."""
-        if self.values_hp is not None:
-            return self.values_hp
+        return self._dequantized() if self.values_hp is None else self.values_hp
+
+    def _dequantized(self) -> Tensor:
         values = torch.empty_like(self.data_fp8, dtype=self.dtype)
         for to, codes, scale in self._by_matrix(values):
             to.copy_(dequantize(codes, scale, self.dtype))
@@ -138,13 +140,15 @@ class FrozenState(FrozenFloat8Weight):
         if args[0] is self:
             if func in ALIASES or is_as_strided_of_all(func, args) or _is_same_view(func, args):
                 return self.like(aten.alias.default(self.data_fp8))
-            if func is aten.copy_.default and self.has_codes and _into(self, args[1]):
+            if func is aten.copy_.default and self.values_hp is None and _into(self, args[1]):
                 return self
-            if func is aten.slice.Tensor and self.has_codes and (start := _first_of_rows(*args)) is not None:
+            if func is aten.slice.Tensor and self.values_hp is None and (start := _first_of_rows(*args)) is not None:
                 rows = self.like(func(self.data_fp8, *args[1:], **kwargs), part=True)
                 rows.first = self.first + start
                 return rows
-        if func is aten._foreach_copy_.default or (func in COPIES and self.has_codes):
+            if func in COPIES and self.values_hp is not None and self.has_codes:
+                return func(FrozenState.from_state(*self.state()), *args[1:], **kwargs)
+        if func is aten._foreach_copy_.default or (func in COPIES and self.values_hp is None):
             return super().own_op(func, args, kwargs)
         return NotImplemented
 

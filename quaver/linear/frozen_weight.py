@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_map_only
 
 from quaver.kernels.operands import Operand
 from quaver.linear.tensor import Float8Tensor
-from quaver.linear.weight_form import COLLECTIVES, COPIES, TensorForm, WeightForm, is_view
+from quaver.linear.weight_form import COLLECTIVES, COPIES, TensorForm, WeightForm, is_parameter, is_view
 from quaver.recipes.formats import FORMATS, HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import (
@@ -81,8 +81,25 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
     is_part: bool
     requantized_sqnr_db: float | None
 
-    def __init__(self, row: Operand, column: Operand | None, dtype: torch.dtype) -> None:
-        super().__init__(row, column, dtype)
+    @staticmethod
+    def __new__(
+        cls, row: Operand | Tensor, column: Operand | None = None, dtype: torch.dtype | None = None, **options: bool
+    ) -> FrozenFloat8Weight:
+        """Use `from_codes`. Of a tensor and `requires_grad` it is a parameter, as `nn.Parameter` would make it.
+
+        Accelerate moves a parameter by `type(parameter)(tensor, requires_grad=...)`. High-precision values, as it reads
+        them from a disk, stay what they are: the module quantizes them when it multiplies.
+        """
+        if isinstance(row, Tensor):
+            return nn.Parameter(_without_state(row), **options)  # type: ignore[return-value]
+        return typing.cast(FrozenFloat8Weight, Float8Tensor.__new__(cls, row, column, typing.cast(torch.dtype, dtype)))
+
+    def __init__(
+        self, row: Operand | Tensor, column: Operand | None = None, dtype: torch.dtype | None = None, **options: bool
+    ) -> None:
+        if isinstance(row, Tensor):
+            return
+        super().__init__(row, column, typing.cast(torch.dtype, dtype))
         self.is_part, self.requantized_sqnr_db = False, None
 
     @classmethod
@@ -274,11 +291,10 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         """Write the values that are given; another frozen weight's codes are taken as they are."""
         if not isinstance(new, FrozenFloat8Weight):
             self.write(new)
-        elif new.shape != self.shape or new.dtype is not self.dtype:
-            raise RuntimeError(
-                f"cannot assign {new.dtype} {list(new.shape)} to .data of a frozen float8 weight that is "
-                f"{self.dtype} {list(self.shape)}; use module.to(dtype)"
-            )
+        elif new.shape != self.shape:
+            raise RuntimeError(f"cannot assign {list(new.shape)} to .data of a frozen float8 weight {list(self.shape)}")
+        elif new.dtype is not self.dtype:  # which a tensor around others has for life
+            torch.utils.swap_tensors(self, nn.Parameter(new, False) if is_parameter(self) else new.detach())
         else:
             operand = Operand(new.data_fp8, new.dequant_scale)
             self.set_operands(operand, operand)
@@ -412,6 +428,18 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
 
 torch.serialization.add_safe_globals([FrozenFloat8Weight])
+
+
+def _without_state(value: Tensor) -> Tensor:
+    """A weight of the codes of `value`, which may stand in a state_dict; a tensor without codes itself."""
+    if isinstance(value, FrozenFloat8Weight) and value.has_codes:
+        return FrozenFloat8Weight.from_state(*value.state()[:5])
+    say_once(
+        "frozen weights from values",
+        f"a frozen module was given values in high precision, {list(value.shape)}, as Accelerate's disk offload stores "
+        "them: it quantizes them at each use",
+    )
+    return value.to_high_precision() if isinstance(value, FrozenFloat8Weight) else value
 
 
 class ReadOnly(TensorForm):

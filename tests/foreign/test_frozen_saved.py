@@ -5,7 +5,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from quaver import convert_to_high_precision, freeze_to_float8
+from quaver.runtime.slow_paths import slow_paths
 from tests.foreign.llama import not_the_head
 from tests.steps import assert_same
 
@@ -106,3 +107,49 @@ def test_a_state_dict_is_read_by_a_plain_model_and_by_a_frozen_one(way, tmp_path
         if hasattr(parameter, "data_fp8"):
             assert_same(again.get_parameter(name).data_fp8, parameter.data_fp8, name)
             assert_same(again.get_parameter(name).dequant_scale, parameter.dequant_scale, name)
+
+
+def cpu_offloaded(model, folder):
+    accelerate.cpu_offload(model, torch.device("cpu"))
+
+
+def disk_offloaded(model, folder):
+    accelerate.disk_offload(model, folder, torch.device("cpu"))
+
+
+def dispatched(model, folder):
+    """As a device map of a GPU and the CPU does, which asks for the memory of what is offloaded."""
+    weights = {name: value.to("cpu") for name, value in model.state_dict().items()}
+    accelerate.hooks.attach_align_device_hook(
+        model, execution_device=torch.device("cpu"), offload=True, weights_map=weights, tied_params_map={}
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("offload", [cpu_offloaded, disk_offloaded, dispatched])
+def test_accelerate_offloads_a_frozen_base(offload, recipe, kind, tmp_path):
+    model, tokens = frozen(kind, recipe), torch.arange(16).view(2, 8)
+    expected = model(tokens).logits
+    codes = [weight.data_fp8 for weight in model.parameters() if hasattr(weight, "data_fp8")]
+    offload(model, tmp_path)
+    for _ in range(2):
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert_same(model(tokens).logits, expected)
+    accelerate.hooks.remove_hook_from_submodules(model)
+    assert_same(model(tokens).logits, expected)
+    if offload is disk_offloaded:  # it stores values
+        assert any("as Accelerate's disk offload stores them" in each for each in slow_paths())
+    else:
+        assert_same([weight.data_fp8 for weight in model.parameters() if hasattr(weight, "data_fp8")], codes)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_peft_prepares_a_frozen_base(kind):
+    """It presents float32, as all other parameters, and keeps its codes."""
+    model = prepare_model_for_kbit_training(frozen(kind), use_gradient_checkpointing=False)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    for name, parameter in frozen(kind).named_parameters():
+        if hasattr(parameter, "data_fp8"):
+            assert_same(model.get_parameter(name).data_fp8, parameter.data_fp8, name)
+    assert_same(model(torch.arange(8).view(1, 8)).logits, frozen(kind).float()(torch.arange(8).view(1, 8)).logits)

@@ -586,11 +586,19 @@ def test_a_weight_of_one_row_has_blocks():
     assert linear(draw(4, 300)).isfinite().all()
 
 
-def test_data_of_another_weight_that_does_not_fit_is_refused():
-    weight = freeze_to_float8(nn.Linear(300, 200)).weight
-    for other in (nn.Linear(300, 130), nn.Linear(300, 200, dtype=torch.bfloat16)):
-        with pytest.raises(RuntimeError, match=r"cannot assign torch\..* to \.data of a frozen float8 weight that is"):
-            weight.data = freeze_to_float8(other).weight
+def test_data_of_another_weight_has_its_shape_and_brings_its_dtype():
+    linear = freeze_to_float8(nn.Linear(300, 200))
+    weight = linear.weight
+    with pytest.raises(
+        RuntimeError, match=r"cannot assign \[130, 300\] to \.data of a frozen float8 weight \[200, 300\]"
+    ):
+        weight.data = freeze_to_float8(nn.Linear(300, 130)).weight
+    other = freeze_to_float8(nn.Linear(300, 200, dtype=torch.bfloat16)).weight
+    weight.data = other
+    assert weight is linear.weight
+    assert isinstance(weight, nn.Parameter)
+    assert weight.dtype is torch.bfloat16
+    assert_same(weight.data_fp8.view(torch.uint8), other.data_fp8.view(torch.uint8))
 
 
 def test_layerwise_casting_to_float8_leaves_frozen_modules_out_or_is_refused():
