@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quaver.linear.frozen_weight import ALIASES, FrozenFloat8Weight, is_as_strided_of_all
-from quaver.linear.weight_form import COLLECTIVES, COPIES, is_view
+from quaver.linear.weight_form import COLLECTIVES, COPIES, inference_mode_of, is_view
 from quaver.recipes.formats import FORMATS
 from quaver.recipes.scaling import BLOCK_LENGTHS, block_counts, dequantize
 from quaver.torch_private.dispatch import OpOverload
@@ -109,7 +109,7 @@ class FrozenState(FrozenFloat8Weight):
 
     def memory(self) -> Tensor:
         if self.values_hp is None:
-            with torch.no_grad():
+            with inference_mode_of(self), torch.no_grad():
                 self.values_hp = self.to_high_precision()
         return self.values_hp
 

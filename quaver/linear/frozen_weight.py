@@ -36,7 +36,16 @@ from torch.utils._pytree import tree_map_only
 
 from quaver.kernels.operands import Operand
 from quaver.linear.tensor import Float8Tensor
-from quaver.linear.weight_form import COLLECTIVES, COPIES, TensorForm, WeightForm, is_parameter, is_view
+from quaver.linear.weight_form import (
+    COLLECTIVES,
+    COPIES,
+    TensorForm,
+    WeightForm,
+    inference_mode_of,
+    is_parameter,
+    is_view,
+    make_wrapper,
+)
 from quaver.recipes.formats import FORMATS, HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import (
@@ -401,7 +410,8 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         if func is aten.copy_.default and self.copy_codes(args[1]):
             return self
         if func is aten.view.default and list(args[1]) == [-1]:
-            return ReadOnly(self.to_high_precision().view(-1))
+            with inference_mode_of(self):
+                return ReadOnly(self.to_high_precision().view(-1))
         if is_view(func):
             raise NotImplementedError(
                 f"{func}: a frozen float8 weight has no views in high precision, since a write to one would be lost; "
@@ -449,9 +459,7 @@ class ReadOnly(TensorForm):
 
     @staticmethod
     def __new__(cls, values: Tensor) -> ReadOnly:
-        return Tensor._make_wrapper_subclass(
-            cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
-        )
+        return typing.cast(ReadOnly, make_wrapper(cls, values, values.dtype))
 
     def __init__(self, values: Tensor) -> None:
         self.wrapped = values

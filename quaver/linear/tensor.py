@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, present
-from quaver.linear.weight_form import TensorForm
+from quaver.linear.weight_form import TensorForm, make_wrapper
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import dequantize
 from quaver.torch_private.dispatch import OpOverload
@@ -46,10 +46,7 @@ class Float8Tensor(TensorForm):
     @staticmethod
     def __new__(cls, row: Operand, column: Operand | None, dtype: torch.dtype) -> Float8Tensor:
         """Use `from_operands`."""
-        data = row.data
-        return Tensor._make_wrapper_subclass(
-            cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device, requires_grad=False
-        )
+        return typing.cast(Float8Tensor, make_wrapper(cls, row.data, dtype))
 
     def __init__(self, row: Operand, column: Operand | None, dtype: torch.dtype) -> None:
         self.set_operands(row, column)

@@ -9,6 +9,10 @@ itself (`own_op`) is done. All others run on plain tensors in place of the forms
 arguments, in lists, as `out=`. Then each form that was written to hears of it (`after_write`). The subclasses say what
 a plain tensor, a view and a write are to them. An op that would change the shape or the memory of a form is refused.
 
+[Note: inference mode] A form is an inference tensor where the tensor inside is one, as torch's views are. Composite ops
+arrive whole under `torch.inference_mode`, and at inference tensors. Those that may return a view, as `to` and
+`reshape`, run by the ops that they are made of, as elsewhere.
+
 [Note: writes] Two mechanisms notice that a weight was written to, and no other decides anything:
 
     dispatch           every op on the weight passes its `__torch_dispatch__`, the multi-tensor kernels of optimizers
@@ -26,14 +30,15 @@ import copy
 import functools
 import typing
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from quaver.torch_private.dispatch import OpOverload, skip_torch_function
-from quaver.torch_private.tracing import current_tracing_context
+from quaver.torch_private.dispatch import OpOverload, decomposed, has_kernel, skip_torch_function
+from quaver.torch_private.tracing import current_tracing_context, fake_tensors_ask
 
 aten = torch.ops.aten
 
@@ -73,6 +78,8 @@ class TensorForm(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _is_view_of_ops(func):
+            return decomposed(func, args, kwargs)
         forms = forms_in((args, kwargs))
         own = forms[0].own_op(func, args, kwargs)
         if own is not NotImplemented:
@@ -103,6 +110,27 @@ class TensorForm(Tensor):
         if is_view(func):
             return tree_map_only(Tensor, forms[0].view_of, result)
         return forms[0].copy_of(func, result) if func in COPIES else result
+
+
+def inference_mode_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """The context in which tensors are made as `tensor` was: inference tensors or not."""
+    is_inference = tensor.is_inference()
+    return nullcontext() if is_inference is torch.is_inference_mode_enabled() else torch.inference_mode(is_inference)
+
+
+def make_wrapper(cls: type[Tensor], wrapped: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of `cls` without attributes, which has the shape, strides and device of `wrapped`, and `dtype`."""
+    with inference_mode_of(wrapped):
+        return Tensor._make_wrapper_subclass(
+            cls,
+            wrapped.shape,
+            strides=wrapped.stride(),
+            storage_offset=wrapped.storage_offset(),
+            dtype=dtype,
+            layout=wrapped.layout,
+            device=wrapped.device,
+            requires_grad=False,
+        )
 
 
 class WeightForm(TensorForm):
@@ -141,7 +169,7 @@ class WeightForm(TensorForm):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         # The compiler identifies tensors by their storage, and would alias this one with the tensor inside.
-        if current_tracing_context() is not None:
+        if current_tracing_context() is not None or fake_tensors_ask():
             return super().untyped_storage()
         return self.memory().untyped_storage()
 
@@ -182,16 +210,7 @@ class WrappedTensor(WeightForm):
     @classmethod
     def around(cls, wrapped: Tensor) -> Tensor:
         """A tensor of this class without attributes, for `__new__`."""
-        return Tensor._make_wrapper_subclass(
-            cls,
-            wrapped.shape,
-            strides=wrapped.stride(),
-            storage_offset=wrapped.storage_offset(),
-            dtype=wrapped.dtype,
-            layout=wrapped.layout,
-            device=wrapped.device,
-            requires_grad=False,
-        )
+        return make_wrapper(cls, wrapped, wrapped.dtype)
 
     def plain(self) -> Tensor:
         """The plain tensor inside, differentiably."""
@@ -261,3 +280,10 @@ def outputs_of(func: OpOverload, kwargs: dict[str, Any]) -> dict[str, Any]:
 def is_view(func: OpOverload) -> bool:
     """Whether results are views of an argument; a write to one is a write to the argument."""
     return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+
+
+@functools.cache
+def _is_view_of_ops(func: OpOverload) -> bool:
+    """Whether this is a composite op that may return a view, or asks what a view of a tensor would be."""
+    is_query = func is aten._has_compatible_shallow_copy_type.default
+    return (is_query or is_view(func)) and has_kernel(func, "CompositeImplicitAutograd")

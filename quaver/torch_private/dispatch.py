@@ -11,6 +11,7 @@
 - `fake_mode_is_on()`: torch._C._get_dispatch_mode of torch._C._TorchDispatchModeKey.FAKE.
 - `has_kernel(overload, key)`: torch._C._dispatch_has_kernel and _dispatch_has_kernel_for_dispatch_key. TorchScript has
   overloads without a kernel.
+- `decomposed(overload, args, kwargs)`: OpOverload.decompose, a composite op by the ops that it is made of.
 - `dispatch_keys(tensor)`: torch._C._dispatch_keys, with `DispatchKey` and `DispatchKeySet`.
 - `skip_torch_function`: torch._C._disabled_torch_function_impl, as `__torch_function__` of a tensor subclass.
 - `OpOverload`, `OpOverloadPacket`, `HigherOrderOperator` of torch._ops: torch.ops.aten.mm.default, torch.ops.aten.mm,
@@ -18,6 +19,8 @@
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
@@ -34,6 +37,7 @@ __all__ = [
     "OpOverloadPacket",
     "count_dispatch_modes",
     "count_function_modes",
+    "decomposed",
     "dispatch_keys",
     "dispatch_mode_at",
     "dispatch_modes",
@@ -67,6 +71,11 @@ def has_kernel(overload: OpOverload, key: str = "") -> bool:
     if not torch._C._dispatch_has_kernel(name):
         return False
     return not key or torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def decomposed(overload: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a composite op by the ops that it is made of."""
+    return overload.decompose(*args, **kwargs)
 
 
 def overload_packet(overload: OpOverload) -> OpOverloadPacket:

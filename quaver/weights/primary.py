@@ -25,6 +25,7 @@ were seeded.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import typing
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -61,6 +62,8 @@ Checkpoints of earlier versions, whose count starts at 0, go on from theirs.
 """
 
 
+_UNCOUNTED = itertools.count(-2, -1)
+"""Versions of masters that count none: no two are equal."""
 _NEVER = -1, -1
 """The versions recorded for codes that are older than a write to the master."""
 
@@ -113,7 +116,10 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
         return Float8PrimaryWeight(*operands, master.dtype, master, config, transposed)
 
     def stored(self) -> Operands:
-        """The operands of both matmuls, quantized again first if the master was written to around the parameter."""
+        """The operands of both matmuls, quantized again first if the master was written to around the parameter.
+
+        A master that was made in inference mode counts no writes, so it is quantized at each use.
+        """
         if self._quantized != self._versions():
             self.quantize()
         return super().stored()
@@ -129,6 +135,8 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
     def _versions(self) -> tuple[int, int]:
         if self.wrapped is None or torch.compiler.is_compiling():
             return 0, 0
+        if self.wrapped.is_inference():
+            return next(_UNCOUNTED), 0
         return version_of(self), version_of(self.wrapped)
 
     def quantized_otherwise(self, casts: OperandCasts) -> str:
@@ -184,6 +192,8 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
         return alias
 
 
+@torch.inference_mode(False)  # codes are written in place, wherever the master was made
+@torch.no_grad()
 def _quantize(master: Tensor, config: Float8LinearConfig, transposed: bool) -> tuple[Operand, Operand]:
     """The operands along rows and along columns, as the weight is stored; one object where one cast serves both."""
     casts = config.casts.weight

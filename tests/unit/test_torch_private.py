@@ -147,6 +147,17 @@ def test_fakes():
     with tracing.FakeTensorMode():
         assert dispatch.fake_mode_is_on()
         assert isinstance(torch.ones(2), tracing.FakeTensor)
+    asked = []
+
+    class Parameter(torch.nn.Parameter):
+        def untyped_storage(self):
+            asked.append(tracing.fake_tensors_ask())
+            return super().untyped_storage()
+
+    parameter = Parameter(torch.ones(2))
+    parameter.untyped_storage()
+    tracing.FakeTensorMode().from_tensor(parameter)
+    assert asked[:2] == [False, True]
 
 
 def test_the_innermost_transform():
@@ -194,6 +205,7 @@ def test_operators():
     assert isinstance(add, dispatch.OpOverloadPacket)
     assert isinstance(add.Tensor, dispatch.OpOverload)
     assert dispatch.overload_packet(add.Tensor) is add
+    assert dispatch.decomposed(torch.ops.aten.reshape.default, (torch.ones(2, 2), [4]), {}).shape == (4,)
     assert isinstance(torch.ops.higher_order.cond, dispatch.HigherOrderOperator)
 
 
