@@ -19,13 +19,12 @@ from typing import Any
 from quaver.bench.roofline_layers import ModelLayers
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearCost, LinearTime, linear_cost
-from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, find_device_spec
+from quaver.roofline.device_specs import DeviceSpec, require_device_spec
 from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE
 
 LINEAR_SHARES = (0.6, 0.7, 0.8, 0.9)
 """Shares of a step's time for which Amdahl's law is written out."""
 
-_DEVICE_NAMES = ", ".join(each.name for each in DEVICE_SPECS)
 _PARTS = tuple(part.name.removesuffix("_s") for part in fields(LinearTime))
 _BFLOAT16_PARTS = ("output", "grad_input", "grad_weight", "launches")
 """The others are zero."""
@@ -115,13 +114,7 @@ class Roofline:
 
 def specs_of(names: Sequence[str]) -> tuple[DeviceSpec, ...]:
     """The devices of these names, without repetition. Raises ValueError for an unknown one, listing the choices."""
-    specs = {}
-    for name in names:
-        spec = find_device_spec(name)
-        if spec is None:
-            raise ValueError(f"no data about device {name!r}: name one of {_DEVICE_NAMES}")
-        specs[spec.name] = spec
-    return tuple(specs.values())
+    return tuple(dict.fromkeys(require_device_spec(name, "--device") for name in names))
 
 
 def recipes_of(names: Sequence[str]) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from quaver.plan.write import check_target, write_run
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.roofline.cost import unmultiplied_kinds
-from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, find_device_spec
+from quaver.roofline.device_specs import DEVICE_NAMES, DeviceSpec, require_device_spec
 from quaver.settings import TrainConfig
 from quaver.settings.config_file import load_config, parse_arguments
 from quaver.settings.fields import AtLeast1, MostRanks, Settings, setting
@@ -49,7 +49,7 @@ class PlanOptions(Settings):
     """
 
     gpus: MostRanks = setting(8, "GPUs of the run.")
-    gpu: str = setting("h100", f"Their kind: {', '.join(spec.name.lower() for spec in DEVICE_SPECS)}.")
+    gpu: str = setting("h100", f"Their kind: {DEVICE_NAMES.lower()}.")
     spec: str | None = setting(None, "TOML file with the numbers of another GPU; see docs/plan.md.")
     nodes_of: AtLeast1 = setting(8, "GPUs of a node, which its links connect.")
     network: str = setting("400gbps", "Rate of the network between nodes, for each GPU.")
@@ -106,11 +106,10 @@ class PlanOptions(Settings):
         """The numbers of the GPU. Raises ValueError, OSError."""
         if self.spec is not None:
             return read_device_spec(Path(self.spec))
-        spec = find_device_spec(self.gpu)
-        if spec is None:
-            names = ", ".join(each.name.lower() for each in DEVICE_SPECS)
-            raise ValueError(f"--gpu must be one of {names}, got {self.gpu!r}; give --spec a file of its numbers")
-        return spec
+        try:
+            return require_device_spec(self.gpu, "--gpu")
+        except ValueError as error:
+            raise ValueError(f"{error}; or give --spec a file of its numbers") from None
 
     def step_sequences(self, config: TrainConfig) -> int | None:
         """Sequences of a step over all ranks; None for one micro-batch of each data-parallel rank."""

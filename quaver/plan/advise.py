@@ -18,7 +18,7 @@ import torch
 from quaver.memory.runs.predict import predict_memory
 from quaver.plan.changes import Change, combinations, least_gathered, less_precise, single_changes, words_of
 from quaver.plan.step_cost import StepCost, step_cost
-from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
+from quaver.roofline.device_specs import DeviceSpec, device_spec, require_device_spec
 from quaver.settings import TrainConfig
 from quaver.settings.parallel_dims import resolve
 
@@ -221,10 +221,6 @@ def _number_of(change: Change) -> int:
 
 def _spec(device: str | None, *, is_needed: bool) -> DeviceSpec | None:
     if device is not None:
-        spec = find_device_spec(device)
-        if spec is None:
-            names = ", ".join(each.name for each in DEVICE_SPECS)
-            raise ValueError(f"no data about device {device!r}: expected one of {names}")
-        return spec
+        return require_device_spec(device, "device")
     here = device_spec(torch.device("cuda")) if torch.cuda.is_available() else None
-    return here or (find_device_spec("H100") if is_needed else None)
+    return here or (require_device_spec("H100", "device") if is_needed else None)

@@ -13,7 +13,7 @@ _NUMBERS = tuple(field.name for field in fields(DeviceSpec) if field.name != "na
 _NEEDED = tuple(
     field.name for field in fields(DeviceSpec) if field.default is MISSING and field.name != "float8_tflops"
 )
-_WHOLE = ("multiprocessors", "block_length")
+_WHOLE = ("multiprocessors", "block_length", "compute_capability")
 
 
 def read_device_spec(path: Path) -> DeviceSpec:

@@ -11,7 +11,7 @@ from quaver.conversion.convert import FilterDecision
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.cost import linear_cost, unmultiplied_kinds
-from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, device_spec, find_device_spec
+from quaver.roofline.device_specs import DEVICE_NAMES, DeviceSpec, device_spec, require_device_spec
 
 
 def auto_filter_for_recipe(
@@ -67,12 +67,11 @@ def auto_filter_for_recipe(
 
 def _spec_of(device: str | torch.device | None) -> DeviceSpec:
     if isinstance(device, str):
-        spec = find_device_spec(device)
-    elif device is not None:
-        spec = device_spec(device)
-    else:
-        spec = (device_spec(torch.device("cuda")) if torch.cuda.is_available() else None) or find_device_spec("H100")
+        return require_device_spec(device, "device")
+    if device is None:
+        here = device_spec(torch.device("cuda")) if torch.cuda.is_available() else None
+        return here or require_device_spec("H100", "device")
+    spec = device_spec(device)
     if spec is None:
-        names = ", ".join(spec.name for spec in DEVICE_SPECS if spec.float8_tflops is not None)
-        raise ValueError(f"no data about device {str(device)!r}: name one of {names}")
+        raise ValueError(f"no data about device {str(device)!r}: name one of {DEVICE_NAMES}")
     return spec

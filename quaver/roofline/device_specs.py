@@ -1,8 +1,10 @@
 """Speeds of devices: peaks of data sheets, or the rate of large matmuls measured here.
 
-Data sheets, dense rates without sparsity: NVIDIA A100 80GB SXM, L40S, H100 SXM5, H200 SXM, B200 (HGX, per GPU);
-AMD Instinct MI300X. Multiprocessors, and links between GPUs of a machine in one direction: the same, and "Machine
-Learning Engineering" (github.com/stas00/ml-engineering, network); of B200 chipsandcheese.com.
+Data sheets, dense rates without sparsity: NVIDIA A100 (SXM of 80 and of 40 GB, PCIe of 80 GB), L40S, H100 (SXM5, PCIe,
+NVL), H200 SXM, B200 (HGX, per GPU), GB200 (half of a superchip); AMD Instinct MI300X. Multiprocessors, and links
+between GPUs of a machine in one direction: the same, and "Machine Learning Engineering" (github.com/stas00/
+ml-engineering, network); of B200 chipsandcheese.com; 152 multiprocessors of a GB200 as CUDA reports them. Memory: what
+nvidia-smi reports, in 10^9 bytes, such as 189,471 MiB for a GB200 and 95,830 MiB for an H100 NVL.
 """
 
 from __future__ import annotations
@@ -32,22 +34,52 @@ class DeviceSpec:
     """To other GPUs of its machine, in one direction: NVLink, Infinity Fabric or PCI Express."""
     block_length: int | None = None
     """The length of the blocks whose scales its matmuls take (kernels/native_blocks.py; cuBLAS's scaling modes)."""
+    compute_capability: int | None = None
+    """NVIDIA's, 90 for 9.0; None for other vendors. It decides which kernel torch's attention takes."""
 
 
-DEVICE_SPECS = (
-    DeviceSpec("B200", 2250.0, 4500.0, 8000.0, 192.0, 148, 900.0, 32),
-    DeviceSpec("H200", 989.4, 1978.9, 4800.0, 150.8, 132, 450.0, 128),
-    DeviceSpec("H100", 989.4, 1978.9, 3350.0, 85.5, 132, 450.0, 128),
-    DeviceSpec("A100", 312.0, None, 2039.0, 85.5, 108, 300.0),
-    DeviceSpec("L40S", 362.05, 733.0, 864.0, 48.3, 142, 32.0),
-    DeviceSpec("MI300X", 1307.4, 2614.9, 5300.0, 206.0, 304, 448.0),
-)
+_REPORTED = {
+    "NVIDIA GB200": DeviceSpec("GB200", 2500.0, 5000.0, 8000.0, 198.7, 152, 900.0, 32, 100),
+    "NVIDIA B200": DeviceSpec("B200", 2250.0, 4500.0, 8000.0, 192.0, 148, 900.0, 32, 100),
+    "NVIDIA H200": DeviceSpec("H200", 989.4, 1978.9, 4800.0, 150.8, 132, 450.0, 128, 90),
+    "NVIDIA H100 80GB HBM3": DeviceSpec("H100", 989.4, 1978.9, 3350.0, 85.5, 132, 450.0, 128, 90),
+    "NVIDIA H100 NVL": DeviceSpec("H100-NVL", 835.5, 1670.5, 3938.0, 100.5, 132, 64.0, 128, 90),
+    "NVIDIA H100 PCIe": DeviceSpec("H100-PCIe", 756.5, 1513.0, 2039.0, 85.5, 114, 64.0, 128, 90),
+    "NVIDIA A100-SXM4-80GB": DeviceSpec("A100", 312.0, None, 2039.0, 85.5, 108, 300.0, None, 80),
+    "NVIDIA A100-SXM4-40GB": DeviceSpec("A100-40GB", 312.0, None, 1555.0, 42.9, 108, 300.0, None, 80),
+    "NVIDIA A100 80GB PCIe": DeviceSpec("A100-PCIe", 312.0, None, 1935.0, 85.9, 108, 32.0, None, 80),
+    "NVIDIA L40S": DeviceSpec("L40S", 362.05, 733.0, 864.0, 48.3, 142, 32.0, None, 89),
+    "AMD Instinct MI300X": DeviceSpec("MI300X", 1307.4, 2614.9, 5300.0, 206.0, 304, 448.0),
+}
+"""By the name that the driver reports. H100 NVL, and PCI Express cards in general: bridges join two or four cards, so
+the links of a machine are PCI Express."""
+
+DEVICE_SPECS = tuple(_REPORTED.values())
+
+_BY_NAME = {name.lower(): spec for reported, spec in _REPORTED.items() for name in (spec.name, reported)}
+DEVICE_NAMES = ", ".join(spec.name for spec in DEVICE_SPECS)
 
 
 def find_device_spec(name: str) -> DeviceSpec | None:
-    """The spec of a device by its name or a part of it ("NVIDIA H100 80GB HBM3", "h100"); None if it is unknown."""
-    words = name.lower()
-    return next((spec for spec in DEVICE_SPECS if spec.name.lower() in words), None)
+    """The spec of a device by its whole name ("H100", "a100-40gb") or the driver's ("NVIDIA H100 80GB HBM3").
+
+    None for all others. A longer name is another card, with other numbers: an H100 with HBM2e, a slice of a GPU.
+    """
+    return _BY_NAME.get(name.strip().lower())
+
+
+def require_device_spec(name: str, option: str) -> DeviceSpec:
+    """`find_device_spec`.
+
+    Args:
+        option: what named the device, for the error.
+    Raises:
+        ValueError: it is unknown; the known ones are listed.
+    """
+    spec = find_device_spec(name)
+    if spec is None:
+        raise ValueError(f"{option}: no data about {name!r}: name one of {DEVICE_NAMES}, whole")
+    return spec
 
 
 def device_spec(device: torch.device) -> DeviceSpec | None:

@@ -31,10 +31,12 @@ MATMUL_SHARES = {
     "L40S": MatmulShares(0.80, 0.80),
     "MI300X": MatmulShares(668.4 / 1307.4, 668.4 / 1307.4),
 }
+_SAME_CHIP = {"GB200": "B200", "H100-NVL": "H100", "H100-PCIe": "H100", "A100-40GB": "A100", "A100-PCIe": "A100"}
+MATMUL_SHARES |= {name: MATMUL_SHARES[chip] for name, chip in _SAME_CHIP.items()}
 """TFLOP/s measured with PyTorch 2.5 to 2.7 over those of the data sheet. From Stas Bekman, "Machine Learning
 Engineering", table "Maximum Achievable Matmul FLOPS" (github.com/stas00/ml-engineering, compute/accelerator): the
-best of many shapes, so real layers reach less. Assumed, not measured: both of L40S, and MI300X's in float8, which is
-its bfloat16 share. A100's float8 matmuls are bfloat16 matmuls."""
+best of many shapes, so real layers reach less. Assumed, not measured: both of L40S; MI300X's in float8, which is
+its bfloat16 share; cards of one chip have its share (_SAME_CHIP). A100's float8 matmuls are bfloat16 matmuls."""
 
 OTHER_SHARES = MATMUL_SHARES["H100"]
 """Assumed for devices of which no share is known."""

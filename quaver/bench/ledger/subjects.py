@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -20,7 +19,7 @@ from quaver.memory.faking.fakes import Fakes
 from quaver.memory.faking.gpu import as_on_a_gpu
 from quaver.recipes.config import Float8LinearConfig
 from quaver.roofline.cost import unmultiplied_kinds
-from quaver.roofline.device_specs import DeviceSpec, find_device_spec
+from quaver.roofline.device_specs import require_device_spec
 from quaver.settings import Model
 from quaver.trainer.float8 import fuse_producers
 
@@ -73,7 +72,7 @@ def is_multiplied(recipe: str, gpu: str) -> bool:
 
 
 def _not_multiplied(recipe: str, gpu: str) -> set[ScaleKind | None]:
-    return unmultiplied_kinds(typing.cast(DeviceSpec, find_device_spec(gpu)), recipe)
+    return unmultiplied_kinds(require_device_spec(gpu, "gpu"), recipe)
 
 
 def check_triton() -> None:

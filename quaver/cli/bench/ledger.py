@@ -34,7 +34,7 @@ from quaver.cli.console import make_table, show
 from quaver.cli.errors import bad_input
 from quaver.memory.compiling.gpu_code import GPUS
 from quaver.recipes.config import Float8LinearRecipeName
-from quaver.roofline.device_specs import DeviceSpec, find_device_spec
+from quaver.roofline.device_specs import DeviceSpec, require_device_spec
 from quaver.settings.config_file import load_config
 from quaver.settings.fields import AtLeast1, OneOf, Settings, setting
 from quaver.settings.flags import parse_options
@@ -106,9 +106,7 @@ def run(argv: list[str]) -> int:
         options = parse_options(LedgerOptions, argv, prog="quaver bench ledger")
         work, output = options.work(), Path(options.output)
         writable(output)
-        spec = find_device_spec(options.device)
-        if spec is None:
-            raise ValueError(f"no data about device {options.device!r}")
+        spec = require_device_spec(options.device, "--gpu")
     ledgers = []
     with working("compiling") as tell:
         for name in options.contestants():

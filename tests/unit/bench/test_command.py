@@ -128,7 +128,7 @@ BAD_INPUT = {
     "bench train --training.stepz 3": "unknown flag: 'training.stepz'; did you mean 'training.steps'?",
     "bench train nowhere.toml": "config file 'nowhere.toml' does not exist",
     "bench train --recipes rowise": "unknown recipe 'rowise'",
-    "bench roofline --device abacus": "no data about device 'abacus': name one of B200",
+    "bench roofline --device abacus": "--device: no data about 'abacus': name one of GB200",
     "bench roofline --recipes rowise": "unknown recipe 'rowise': expected one of tensorwise",
     "bench roofline --tokens 0": "--tokens must be at least 1, got 0",
     "bench roofline --model llama-9b": "--model llama-9b: expected one of llama-8b, llama-70b",

@@ -129,7 +129,8 @@ def test_tokens_of_a_step_are_those_that_the_configured_batch_divides(gpus, sequ
     [
         ("--gpus 8 --memory 3GiB", "no layout fits into 3.0 GiB of an H100: the nearest, "),
         ("--gpus 7 --training.global_batch_size 16", "expected a layout of so many GPUs that the trainer accepts"),
-        ("--gpu h300", "--gpu must be one of b200, h200, h100, a100, l40s, mi300x, got 'h300'; give --spec"),
+        ("--gpu h300", "--gpu: no data about 'h300': name one of GB200, B200, H200, H100, H100-NVL, H100-PCIe, A100, "),
+        ("--gpu h100-sxm", "--gpu: no data about 'h100-sxm': name one of GB200, B200, "),
         ("--spec no.toml", "no.toml"),
         ("--network fast", "--network must be a rate such as 400gbps, got 'fast'"),
         ("--global-batch some", "--global-batch must be tokens such as"),
