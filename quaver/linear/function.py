@@ -31,6 +31,7 @@ on scales with the other ranks, and reduces the output.
 from __future__ import annotations
 
 import typing
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +93,7 @@ class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, args: LinearArgs) -> Tensor:
         needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
+        ctx.has_gathered_weight = needs_grad_weight and isinstance(weight, Float8Tensor)
         input_q = _quantize_input(input, args, needs_grad_weight)
         weight_row, saved_weight = _quantize_weight(weight, args, needs_grad_input)
         saved_input = present(input_q.column)[:2] if needs_grad_weight else (None, None)
@@ -118,10 +120,19 @@ def _output(
     return output if args.sharding is None else args.sharding.reduce_output(output, input_hp.shape[:-1])
 
 
+_ZERO_BUBBLE_WITH_FSDP2 = (
+    "a backward for inputs alone passes a weight that FSDP2 gathered: if it is the first half of a zero-bubble "
+    "pipeline schedule, the gradient of this weight will be wrong. PyTorch runs no hooks of FSDP2 or DDP in the other "
+    "half, with any linear. Use GPipe, 1F1B or Interleaved1F1B with them (docs/distributed.md)"
+)
+
+
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     args: LinearArgs = ctx.args
     matmuls, cast = args.config.matmuls, args.config.casts.grad_output
     needs_grad_input, needs_grad_weight, needs_grad_bias = wanted_gradients(ctx, 3)
+    if ctx.has_gathered_weight and not needs_grad_weight:
+        warnings.warn(_ZERO_BUBBLE_WITH_FSDP2, stacklevel=2)
     tensors = saved_tensors(ctx)
     saved_input, saved_weight = Operand(*tensors[:2]), _SavedWeight(*tensors[2:])
     del tensors

@@ -2,6 +2,7 @@
 
 Also where activations are stored in float8."""
 
+import warnings
 from unittest import mock
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
 from torch.torch_version import TorchVersion
@@ -150,3 +152,35 @@ def test_a_schedule_equals_one_process(name, recipe, stores):
     if stores:
         kept = one_process(recipe, last_first=False)[1]
         assert not all(torch.equal(kept[parameter], gradient) for parameter, gradient in found.items())
+
+
+def sharded(name, is_float8):
+    """The parameters of this rank's stages that have no gradient, each under FSDP2 on one rank, and the warnings."""
+    rank, mesh = dist.get_rank(), ranks.mesh_of((RANKS, 1), ("pp", "dp"))["dp"]
+    model = nn.ModuleList(Block() for _ in range(2 * RANKS))
+    if is_float8:
+        convert_to_float8_training(model, config=config_of("tensorwise", enable_fsdp_float8_all_gather=True))
+    mine = {index: model[index] for index in (rank, rank + RANKS)}
+    for part in mine.values():
+        for each in (part.up, part.down, part):
+            fully_shard(each, mesh=mesh)
+    schedule = getattr(pipelining, name)(
+        [stage(module, index, 2 * RANKS) for index, module in mine.items()],
+        MICROBATCHES,
+        loss_fn=lambda output, _: loss_of(output),
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        schedule.step(*((batch(),) if rank == 0 else ()), **({} if rank == 0 else {"target": batch()}))
+    missing = [f"{index}.{n}" for index, part in mine.items() for n, p in part.named_parameters() if p.grad is None]
+    return missing, [str(each.message) for each in caught if "zero-bubble" in str(each.message)]
+
+
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="PyTorch 2.11 splits no backward of a Function")
+@pytest.mark.parametrize("is_float8", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_zero_bubble_schedules_lose_gradients_under_fsdp2(is_float8):
+    """With nn.Linear too: docs/distributed.md says so, and a weight that FSDP2 gathered in float8 warns."""
+    for name, loses in (("ScheduleInterleaved1F1B", False), ("ScheduleInterleavedZeroBubble", True)):
+        missing, warned = (sum(each, []) for each in zip(*ranks.run(RANKS, sharded, name, is_float8), strict=True))
+        assert bool(missing) == loses
+        assert bool(warned) == (loses and is_float8)
