@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from quaver.conversion.report import conversion_report, unfinished
+from quaver.conversion.runs import idle_modules, replaced_forward, weightless
+from quaver.experts.base import Float8Grouped
 from quaver.linear.module import Float8Linear
 from quaver.recipes.torchao_forms import why_inference_only
 from quaver.runtime.names import listed
 from quaver.runtime.slow_paths import slow_paths
+
+logger = logging.getLogger(__name__)
 
 
 def assert_float8_training(
@@ -32,9 +38,13 @@ def assert_float8_training(
             all matmuls so far (`Float8Linear.backend`). A CPU always multiplies exactly, and is not asked.
     Raises:
         RuntimeError: with one line for each problem: torchao has converted linears; no linear is in float8; a float8
-            linear whose forward was replaced, or that its conversion did not finish; its weight requires no gradient,
-            or is not in the optimizer; the optimizer holds a parameter twice, or one that the model does not have;
-            with `require_native`, a float8 linear on a GPU multiplied exactly or has not run.
+            linear that its conversion did not finish, that has no weight any more, that did not run though others
+            trained, or not since its forward was replaced; its weight requires no gradient, or is not in the optimizer;
+            the optimizer holds a parameter twice, or one that the model does not have; with `require_native`, a float8
+            linear on a GPU multiplied exactly or has not run there.
+
+    A forward that was replaced before the linear ran may call the original: that is logged at WARNING, and after a step
+    it is known. Of compiled code nothing is known.
     """
     problems = [*_problems_of_the_model(model, allow_frozen)]
     if require_native:
@@ -62,6 +72,7 @@ def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str
     if not report.converted:
         yield f"no linear is in float8 ({report.why_nothing()})"
         return
+    yield from _problems_of_the_run(model)
     for name, linear in _float8_linears(model):
         for obstacle in filter(None, [why_inference_only(linear.weight), *unfinished(linear)]):
             yield f"{name}: {obstacle}"
@@ -72,15 +83,35 @@ def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str
         yield "no parameter of the model requires a gradient"
 
 
+def _problems_of_the_run(model: nn.Module) -> Iterator[str]:
+    idle = idle_modules(model)
+    for reason in dict.fromkeys(idle.values()):
+        names = [name for name, each in idle.items() if each == reason]
+        yield f"{listed(names)}: {reason}; leave it out of the conversion (module_filter_fn)"
+    for name, module in model.named_modules():
+        if not isinstance(module, Float8Linear | Float8Grouped):
+            continue
+        if isinstance(module, Float8Linear) and (deleted := weightless(module)):
+            yield f"{name}: {deleted}"
+        elif (replaced := replaced_forward(module)) and module.backend != "not run yet":
+            yield f"{name}: {replaced}"
+        elif replaced and name not in idle:
+            logger.warning("%s: %s", name, replaced)
+
+
 def _problems_of_the_backend(model: nn.Module) -> Iterator[str]:
-    on_gpu = [(name, linear) for name, linear in _float8_linears(model) if linear.weight.device.type != "cpu"]
-    exact = [name for name, linear in on_gpu if "exact" in linear.backend]
+    ran = {name: linear for name, linear in _float8_linears(model) if _is_gpu(linear._last_run.device)}
+    exact = [name for name, linear in ran.items() if "exact" in linear.backend]
     if exact:
         reasons = "".join(f"; {reason}" for reason in slow_paths())
         yield f"float8 linears that multiply exactly on a GPU, not natively: {listed(exact)}{reasons}"
-    idle = [name for name, linear in on_gpu if linear.backend == "not run yet"]
+    idle = [name for name, linear in _float8_linears(model) if _is_gpu(linear.weight.device) and name not in ran]
     if idle:
-        yield f"float8 linears that have not run yet, so nothing is known of their matmuls: {listed(idle)}"
+        yield f"float8 linears that have not run yet on a GPU, so nothing is known of their matmuls: {listed(idle)}"
+
+
+def _is_gpu(device: torch.device | None) -> bool:
+    return device is not None and device.type != "cpu"
 
 
 def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
@@ -102,4 +133,5 @@ def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterat
 
 
 def _float8_linears(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, Float8Linear))
+    linears = ((name, module) for name, module in model.named_modules() if isinstance(module, Float8Linear))
+    return ((name, linear) for name, linear in linears if not weightless(linear))

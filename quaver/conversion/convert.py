@@ -338,6 +338,5 @@ def _to_linear(linear: Float8Linear) -> nn.Linear:
     linear.__class__ = linear._converted_from  # type: ignore[assignment]
     for name in OWN_ATTRIBUTES:
         delattr(linear, name)
-    for name in ("_backend", "probe"):
-        vars(linear).pop(name, None)
+    vars(linear).pop("probe", None)
     return linear

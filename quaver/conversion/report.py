@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from quaver.conversion.active_experts import ActiveExperts
+from quaver.conversion.runs import idle_modules, read_weights, replaced_forward, weightless
 from quaver.experts.base import Float8Grouped
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
 from quaver.experts.module_weight import weights_of_module
@@ -39,7 +40,7 @@ class LayerReport:
         in_features, out_features: the last two dims of the weight; it may be a stack of such matrices.
         matrices_per_token: with how many such matrices of this weight a token is multiplied. 1; of a stack of experts
             the active ones; of one expert in a list of E, of which k are active, the mean k / E.
-        backend: what the float8 matmuls ran on so far: "native", "exact", "native and exact" or "not run yet"; "" for
+        backend: what the float8 matmuls ran on last: "native", "exact", "native and exact" or "not run yet"; "" for
             skipped layers.
     """
 
@@ -127,12 +128,16 @@ def conversion_report(module: nn.Module) -> ConversionReport:
     It is computed from the modules as they are at the call: it holds for wrapped models (under the wrapper's names),
     submodules, copies, and layers that were replaced or made by hand. Weights of modules other than `nn.Linear` are
     found by shape and name: 2-D and 3-D parameters but those of embeddings, convolutions, norms and the like.
+
+    A layer that did not run while others trained counts as skipped: its parent multiplies by its weight without calling
+    it, or it takes no part in training. Before a step a note names the linears whose weights the code of a parent
+    reads.
     """
     layers: list[LayerReport] = []
     configs: dict[str, None] = {}
     notes: dict[str, None] = {}
     scale_owners: dict[tuple[int, int], str] = {}
-    owners, experts = owners_of_weights(module), ActiveExperts(module)
+    owners, experts, idle = owners_of_weights(module), ActiveExperts(module), idle_modules(module)
     for name, child in module.named_modules():
         if not isinstance(child, nn.Linear):
             if isinstance(child, Float8Grouped):
@@ -140,27 +145,30 @@ def conversion_report(module: nn.Module) -> ConversionReport:
                 notes.update(dict.fromkeys(_notes(child.float8_config)))
                 if isinstance(child, Float8Experts) and child.dispatcher is not None:
                     notes[child.dispatcher.note(child)] = None
-            layers += _other_matmul_weights(child, name, owners, experts)
+            layers += _other_matmul_weights(child, name, owners, experts, idle.get(name, ""))
             continue
         quantized = why_inference_only(child._parameters.get("weight"))
-        converted, said = isinstance(child, Float8Linear) and not quantized, vars(child).get(FILTER_REASON, "")
-        if quantized:
-            reason = quantized
+        obstacle = quantized or weightless(child) or idle.get(name, "")
+        converted, said = isinstance(child, Float8Linear) and not obstacle, vars(child).get(FILTER_REASON, "")
+        if quantized or isinstance(child, Float8Linear) and obstacle:
+            reason = obstacle
         elif isinstance(child, Float8Linear):
             configs[str(child.config)] = None
             notes.update(dict.fromkeys(_notes(child.config)))
             tied = [owner for owner in owners.get(id(child._parameters.get("weight")), []) if owner != name]
             ties = f"weight tied to {', '.join(tied)}" if tied else ""
             shares = _shared_input_scale(child, name, scale_owners)
-            reason = "; ".join(filter(None, [said, ties, shares, _stored(local_weight(child)), *unfinished(child)]))
+            about = [said, ties, shares, _stored(local_weight(child)), replaced_forward(child), *unfinished(child)]
+            reason = "; ".join(filter(None, about))
         else:
             reason = said or obstacle_of(child, False) or "not converted, or new since the conversion"
         shape = child.in_features, child.out_features
-        backend = child.backend if isinstance(child, Float8Linear) and not quantized else ""
+        backend = child.backend if isinstance(child, Float8Linear) and converted else ""
         layers.append(LayerReport(name, *shape, converted, reason, experts.of_linear(name), backend))
     convolutions = sum(isinstance(each, _CONVOLUTIONS) for each in module.modules())
     said = slow_paths() if configs else []
-    return ConversionReport("\n".join(configs), layers, [*notes, *_guesses(experts), *said], convolutions)
+    told = [*notes, *read_weights(module), *_guesses(experts), *said]
+    return ConversionReport("\n".join(configs), layers, told, convolutions)
 
 
 # ---- one linear ------------------------------------------------------------------------------------------------------
@@ -206,8 +214,6 @@ def _stored(weight: Tensor) -> str:
 
 def unfinished(linear: Float8Linear) -> Iterator[str]:
     """Reasons why a Float8Linear does not run as its config says."""
-    if "forward" in vars(linear):
-        yield "its forward was replaced on the instance after the conversion: float8 only if that calls the original"
     yield from _unprepared(linear)
     if linear.config.has_persistent_scales and linear.scaling is None:
         yield "cannot run until convert_to_float8_training has made the state of its scales"
@@ -215,8 +221,6 @@ def unfinished(linear: Float8Linear) -> Iterator[str]:
 
 def unfinished_experts(experts: Float8Grouped) -> Iterator[str]:
     """Reasons why converted experts do not run as their config says."""
-    if "forward" in vars(experts) and getattr(experts, "planned_dispatcher", None) is None:
-        yield "its forward was replaced on the instance after the conversion: float8 only if that calls the original"
     if isinstance(experts, Float8Experts):
         yield from _unprepared(experts)
 
@@ -257,9 +261,12 @@ _NO_WEIGHTS = re.compile("norm|embed|bias|token|position|scale", re.IGNORECASE)
 
 
 def _other_matmul_weights(
-    module: nn.Module, name: str, owners: dict[int, list[str]], experts: ActiveExperts
+    module: nn.Module, name: str, owners: dict[int, list[str]], experts: ActiveExperts, idle: str
 ) -> Iterator[LayerReport]:
-    """The parameters of a module other than nn.Linear that matmuls read, by their shape and name."""
+    """The parameters of a module other than nn.Linear that matmuls read, by their shape and name.
+
+    `idle`: why converted experts do not count.
+    """
     kind = type(module).__name__
     for leaf, parameter in module.named_parameters(recurse=False):
         tied = any(owner != name for owner in owners.get(id(parameter), []))
@@ -273,8 +280,10 @@ def _other_matmul_weights(
                 reason = said or "experts, not converted or new since the conversion"
                 if is_transposed(module):
                     in_features, out_features = parameter.shape[-2:]
-            if isinstance(module, Float8Grouped):
-                about = [said, _stored(local_tensor(parameter)), *unfinished_experts(module)]
+            if isinstance(module, Float8Grouped) and idle:
+                float8, reason = False, idle
+            elif isinstance(module, Float8Grouped):
+                about = [said, _stored(local_tensor(parameter)), replaced_forward(module), *unfinished_experts(module)]
                 reason, backend = "; ".join(filter(None, about)), module.backend
             full_name = f"{name}.{leaf}".lstrip(".")
             uses = experts.of_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from quaver.experts.gemm import grouped_backends_of
+from quaver.linear.last_run import LastRun, note_run
 from quaver.recipes.config import Float8LinearConfig
 
 
@@ -17,16 +18,16 @@ class Float8Grouped(nn.Module):
     float8_config: Float8LinearConfig
     _converted_from: type[nn.Module]
 
-    def note_backend(self, device: torch.device) -> None:
-        """Remember what multiplies on `device`; an eager forward calls it."""
-        if not torch.compiler.is_compiling() and "_backend" not in self.__dict__:
-            self.__dict__["_backend"] = grouped_backends_of(self.float8_config, device)
+    _last_run: LastRun
+
+    def note_run(self, device: torch.device) -> None:
+        """Note that a forward multiplied on `device`."""
+        note_run(self, device, self.float8_config, grouped_backends_of)
 
     @property
     def backend(self) -> str:
-        """The backends that the eager forwards ran on, in the words of `Float8Linear.backend`."""
-        backend: str = self.__dict__.get("_backend", "not run yet")
-        return backend
+        """The backends that the last eager forward ran on, in the words of `Float8Linear.backend`."""
+        return self._last_run.backend
 
     def extra_repr(self) -> str:
         recipe = self.float8_config.recipe_name
@@ -34,10 +35,5 @@ class Float8Grouped(nn.Module):
         before = super().extra_repr()
         return f"{before}{', ' if before else ''}{name}cast_configs={self.float8_config.short_str()}"
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Float8Grouped:
-        super()._apply(fn, recurse)
-        self.__dict__.pop("_backend", None)  # it may run on another device now
-        return self
-
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_backend"}  # a copy has not run
+        return {**self.__dict__, "_last_run": LastRun()}  # a copy has not run

@@ -33,13 +33,14 @@ from quaver.experts.grouped_mm import DYNAMIC_ONLY, multiply_by_weight, operands
 from quaver.experts.probe import ExpertsProbe
 from quaver.linear.class_change import float8_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
+from quaver.linear.last_run import LastRun
 from quaver.linear.quantize import PreparedOperands
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrappedTensor
 from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.tracing import disable_compile
 
-OWN_ATTRIBUTES = ("float8_config", "dispatcher", "gathering", "_converted_from", "_prepared_weights")
+OWN_ATTRIBUTES = ("float8_config", "dispatcher", "gathering", "_converted_from", "_prepared_weights", "_last_run")
 """The attributes that a Float8Experts adds to those of the experts."""
 
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -156,7 +157,7 @@ class Float8Experts(Float8Grouped, RoutedExperts):
     """By the name of a weight; set while a monitor is attached (numerics/monitor.py)."""
 
     def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
-        self.note_backend(tokens.device)
+        self.note_run(tokens.device)
         weight, operands = self._local(name), None
         config, transposed = self.float8_config, is_transposed(self)
         if isinstance(weight, Float8Tensor) and not torch.compiler.is_compiling():
@@ -226,7 +227,7 @@ def to_float8_experts(module: nn.Module, config: Float8LinearConfig) -> Float8Ex
     converted_from = type(module)
     module.__class__ = float8_class(converted_from, Float8Experts)
     experts = typing.cast(Float8Experts, module)
-    experts.float8_config, experts._converted_from = config, converted_from
+    experts.float8_config, experts._converted_from, experts._last_run = config, converted_from, LastRun()
     experts.dispatcher, experts._prepared_weights, experts.gathering = experts.planned_dispatcher, {}, None
     return experts
 
@@ -245,6 +246,5 @@ def to_plain_experts(module: Float8Experts) -> nn.Module:
     module.__class__ = module._converted_from  # type: ignore[assignment]
     for name in OWN_ATTRIBUTES:
         delattr(module, name)
-    for name in ("_backend", "probes"):
-        vars(module).pop(name, None)
+    vars(module).pop("probes", None)
     return module

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from quaver.experts.base import Float8Grouped
 from quaver.experts.grouped_mm import DYNAMIC_ONLY, float8_grouped_mm
 from quaver.linear.class_change import float8_class
+from quaver.linear.last_run import LastRun
 from quaver.recipes.config import Float8LinearConfig
 
 _TOKENS, _ENDS = ("A", "input_RI"), ("offs", "offsets_E")
@@ -35,7 +36,7 @@ class Float8GroupedMM(Float8Grouped):
     def _grouped_mm(self, **operands: Any) -> Tensor:
         tokens, weight, ends = self._arguments
         b_t = operands[weight].transpose(-2, -1) if _WEIGHTS[weight] else operands[weight]
-        self.note_backend(operands[tokens].device)
+        self.note_run(operands[tokens].device)
         return float8_grouped_mm(operands[tokens], b_t, operands[ends], config=self.float8_config)
 
 
@@ -70,13 +71,13 @@ def to_float8_grouped_mm(module: nn.Module, config: Float8LinearConfig) -> Float
     module.__class__ = float8_class(converted_from, Float8GroupedMM)
     experts = typing.cast(Float8GroupedMM, module)
     experts.float8_config, experts._converted_from, experts._arguments = config, converted_from, arguments
+    experts._last_run = LastRun()
     return experts
 
 
 def to_plain_grouped_mm(module: Float8GroupedMM) -> nn.Module:
     """Turn `module` back into what it was converted from."""
     module.__class__ = module._converted_from  # type: ignore[assignment]
-    for name in ("float8_config", "_converted_from", "_arguments"):
+    for name in ("float8_config", "_converted_from", "_arguments", "_last_run"):
         delattr(module, name)
-    vars(module).pop("_backend", None)
     return module

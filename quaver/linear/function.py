@@ -40,6 +40,7 @@ from torch import Tensor
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, present
 from quaver.linear.gemm import backends_of, laid_out_for_columns_after, mm
+from quaver.linear.last_run import note_run
 from quaver.linear.nested import over_rows
 from quaver.linear.quantize import LinearProbe, LinearSharding, Quantizer, StoredQuantizer
 from quaver.linear.saved_tensors import save
@@ -350,8 +351,8 @@ def apply_linear(
     else:
         input_row, weight_row = _quantize_input(input, args, False).row, _quantize_weight(weight, args, False)[0]
         output = _output(present(input_row), weight_row, bias, args, input, weight)
-    if linear is not None and not torch.compiler.is_compiling() and "_backend" not in linear.__dict__:
-        linear.__dict__["_backend"] = backends_of(config, input.device)
+    if linear is not None:
+        note_run(linear, input.device, config, backends_of)
     if output.dim() == input.dim():
         return output
     # As for F.linear, the result must not be a view: autograd forbids in-place operations on a view that a Function

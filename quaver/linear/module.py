@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.linear.function import apply_linear, checked_operands
+from quaver.linear.last_run import LastRun
 from quaver.linear.nested import over_rows
 from quaver.linear.quantize import LinearProbe, LinearSharding, PreparedOperands
 from quaver.linear.scale_state import LinearScales
@@ -20,7 +21,7 @@ from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales
 from quaver.recipes.torchao_forms import LinearMMConfig, is_torchaos
 from quaver.torch_private.tracing import FakeTensor
 
-OWN_ATTRIBUTES = ("config", "scaling", "sharding", "gathering", "_prepared_weight", "_converted_from")
+OWN_ATTRIBUTES = ("config", "scaling", "sharding", "gathering", "_prepared_weight", "_converted_from", "_last_run")
 """The attributes that a Float8Linear adds to those of nn.Linear."""
 
 
@@ -45,6 +46,7 @@ class Float8Linear(nn.Linear):
     _prepared_weight: PreparedOperands | None
     """Set while a `cast_weights_once` is open."""
     _converted_from: type[nn.Linear]
+    _last_run: LastRun
     probe: LinearProbe | None = None
     """Set while a monitor is attached (numerics/monitor.py)."""
 
@@ -83,6 +85,7 @@ class Float8Linear(nn.Linear):
         self.gathering = None
         self._prepared_weight = None
         self._converted_from = converted_from
+        self._last_run = LastRun()
 
     def forward(self, input: Tensor) -> Tensor:
         if input.is_nested:
@@ -144,12 +147,12 @@ class Float8Linear(nn.Linear):
 
     @property
     def backend(self) -> str:
-        """The backends that the eager forwards ran on: "native", "exact" or "native and exact"; see gemm.py.
+        """The backends that the last eager forward ran on: "native", "exact" or "native and exact"; see gemm.py.
 
-        "not run yet" before it. A forward that was compiled does not tell.
+        "not run yet" before it; it stays where the linear moves, as under an offload. A forward that was compiled does
+        not tell.
         """
-        backend: str = self.__dict__.get("_backend", "not run yet")
-        return backend
+        return self._last_run.backend
 
     @property
     def linear_mm_config(self) -> LinearMMConfig:
@@ -163,13 +166,12 @@ class Float8Linear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Float8Linear:
         super()._apply(fn, recurse)
-        self.__dict__.pop("_backend", None)  # it may run on another device now
         if self.scaling is not None:
             self.scaling.follow(self.weight.device)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_prepared_weight": None, "gathering": None}  # they belong to a scope or a model
-        state.pop("_backend", None)  # a copy has not run
+        # They belong to a scope, to a model and to this module.
+        state = {**self.__dict__, "_prepared_weight": None, "gathering": None, "_last_run": LastRun()}
         state.pop("probe", None)  # and no monitor watches it
         return state

@@ -300,7 +300,7 @@ def test_what_would_train_something_else_is_refused(wrong):
         "weight replaced": "float8 weights that the optimizer does not hold: model.layers.0.self_attn.q_proj; make",
         "optimizer of another model": "the optimizer holds 21 parameters that the model does not have",
         "twice": "holds more than once: model.layers.0.self_attn.q_proj.weight",
-        "forward replaced": "model.layers.0.self_attn.q_proj: its forward was replaced on the instance",
+        "forward replaced": "model.layers.0.self_attn.q_proj: its forward was replaced on the instance, and it has",
     }
     if wrong == "weight replaced":
         linear.weight = torch.nn.Parameter(linear.weight.clone())
@@ -310,6 +310,7 @@ def test_what_would_train_something_else_is_refused(wrong):
         with pytest.warns(UserWarning, match="duplicate parameters"):
             optimizer = torch.optim.SGD([{"params": [*model.parameters(), linear.weight]}], lr=0.1)
     else:
+        model(torch.arange(8)[None])
         linear.forward = linear.forward
     with pytest.raises(RuntimeError, match=expected[wrong]):
         assert_float8_training(model, optimizer)

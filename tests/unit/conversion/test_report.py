@@ -34,7 +34,7 @@ def test_a_report_is_of_the_model_as_it_is():
     assert [layer.converted for layer in conversion_report(by_hand).layers] == [True, False]
     assert conversion_report(by_hand).config == str(resolve_config("rowwise"))
     by_hand[0].forward = functools.partial(Float8Linear.forward, by_hand[0])
-    assert "replaced on the instance after the conversion" in conversion_report(by_hand).layers[0].reason
+    assert "replaced on the instance: float8 only if" in conversion_report(by_hand).layers[0].reason
 
 
 def llama():
@@ -299,7 +299,7 @@ def test_the_report_has_slow_paths_and_a_backend_for_each_layer(caplog):
     caplog.clear()
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name != "2")
     assert "slow on cuda:0" not in caplog.text  # it was logged when it happened
-    model[0]._backend = "native and exact"
+    model[0]._last_run.backend = "native and exact"
     report = conversion_report(model)
     assert report.notes == ["slow on cuda:0"]
     assert [layer.backend for layer in report.layers] == ["native and exact", "not run yet", ""]

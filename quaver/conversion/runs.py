@@ -1,0 +1,70 @@
+"""What is known of float8 modules that were converted: which of them run, and which may not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from quaver.conversion.active_experts import ActiveExperts
+from quaver.conversion.weight_readers import readers_of_weights
+from quaver.experts.base import Float8Grouped
+from quaver.linear.last_run import has_run, is_idle
+from quaver.linear.module import Float8Linear
+from quaver.runtime.names import listed
+
+
+def idle_modules(model: nn.Module) -> dict[str, str]:
+    """The float8 linears and experts of `model` that never ran though others of it trained since: why, by name.
+
+    One of several experts in a list may wait for its first token, and is left out.
+    """
+    float8 = {name: each for name, each in model.named_modules() if isinstance(each, Float8Linear | Float8Grouped)}
+    trained_at = max((each._last_run.trained_at for each in float8.values()), default=0)
+    idle = {name: each for name, each in float8.items() if is_idle(each, trained_at)}
+    if not idle:
+        return {}
+    experts, readers = ActiveExperts(model), readers_of_weights(model)
+    return {
+        name: f"converted, but it did not run while others trained: {_why_idle(each, readers.get(id(each), ''))}"
+        for name, each in idle.items()
+        if experts.of_linear(name) == 1
+    }
+
+
+def _why_idle(module: Float8Linear | Float8Grouped, reader: str) -> str:
+    if "forward" in vars(module):
+        return "what replaced its forward on the instance does not call the original"
+    return f"{reader} reads its weight and does not call it" if reader else "nothing called it"
+
+
+def read_weights(model: nn.Module) -> Iterator[str]:
+    """Names the float8 linears that have not run and may never, because the code of a parent reads their weight."""
+    names: dict[str, list[str]] = {}
+    idle, readers = idle_modules(model), readers_of_weights(model)
+    for name, module in model.named_modules():
+        if id(module) in readers and isinstance(module, Float8Linear) and not has_run(module) and name not in idle:
+            names.setdefault(readers[id(module)], []).append(name)
+    for reader, linears in names.items():
+        yield (
+            f"{reader} reads the weight of {listed(linears)}: where it multiplies by that without calling the linear, "
+            "nothing runs in float8; after a training step the report says which linears ran"
+        )
+
+
+def replaced_forward(module: Float8Linear | Float8Grouped) -> str:
+    """Says that the forward of a float8 module was replaced; "" where it ran since, as a wrapper of the original does.
+
+    What plans experts for parallelism replaces their forward, too, and knows of them.
+    """
+    if "forward" not in vars(module) or has_run(module) or getattr(module, "planned_dispatcher", None) is not None:
+        return ""
+    ran = "" if module.backend == "not run yet" else ", and it has not run since"
+    return f"its forward was replaced on the instance{ran}: float8 only if that calls the original; a step tells"
+
+
+def weightless(linear: nn.Linear) -> str:
+    """Says that a Float8Linear has no weight any more; "" where it has."""
+    if not isinstance(linear, Float8Linear) or getattr(linear, "weight", None) is not None:
+        return ""
+    return "converted, but its weight was deleted: what took it (an adapter of LyCORIS, say) multiplies in its place"
