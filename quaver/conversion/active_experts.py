@@ -17,8 +17,11 @@ _COUNTS = (
     "moe_k",
     "top_k_experts",
     "num_selected_experts",
+    "n_expert_per_token",
+    "n_activated_experts",
+    "moe_router_topk",
 )
-"""Names of the number of active experts in configs of Hugging Face models."""
+"""Names of the number of active experts in configs of Hugging Face models, and of litgpt, DeepSeek and Megatron."""
 
 _SHARED = re.compile("shared", re.IGNORECASE)
 _EXPERTS = re.compile("expert|moe", re.IGNORECASE)

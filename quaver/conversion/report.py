@@ -175,12 +175,17 @@ def conversion_report(module: nn.Module) -> ConversionReport:
 
 
 def obstacle_of(linear: nn.Linear, include_subclasses: bool) -> str:
-    """Why `linear` cannot be converted; "" where it can, or is."""
+    """Why `linear` cannot be converted; "" where it can, or is and has its weight."""
     cls = type(linear)
     if isinstance(linear, Float8Linear):
-        return ""
+        return weightless(linear)
     weight = linear._parameters.get("weight")
     if weight is not None and weight.dtype.itemsize == 1:
+        if not any("scale" in name for name in (*linear._parameters, *linear._buffers)):
+            return (
+                f"its weight is stored in {weight.dtype} without a scale, and cast before each forward (layerwise "
+                "casting, say): convert before that"
+            )
         return (
             f"its weight is stored in {weight.dtype}, which another library quantized: load its checkpoint in high "
             "precision (quaver import, or quaver.export.load_float8) to train it"
@@ -194,13 +199,19 @@ def obstacle_of(linear: nn.Linear, include_subclasses: bool) -> str:
     if weight is None:
         return "its weight is no parameter but computed (weight_norm, spectral_norm, pruning) or flattened (FSDP1)"
     if cls.forward is not nn.Linear.forward and not include_subclasses:
-        return f"subclass {cls.__name__} of nn.Linear overrides forward (include_subclasses=True replaces its forward)"
+        return f"subclass {_named(cls)} of nn.Linear overrides forward (include_subclasses=True replaces its forward)"
     if isinstance(linear, nn.LazyLinear):
         return "a LazyLinear without a shape: run a forward, or initialize_parameters, before the conversion"
     if linear.in_features == 0 or linear.out_features == 0:
         return "shape: a feature dimension is 0"
     taken = [name for name in OWN_ATTRIBUTES if hasattr(linear, name)]
     return f"it has attributes of its own that Float8Linear needs: {', '.join(taken)}" if taken else ""
+
+
+def _named(cls: type[nn.Module]) -> str:
+    """The name of a class; with its module where it is not torch's but called as one of torch.nn."""
+    is_namesake = hasattr(nn, cls.__name__) and not cls.__module__.startswith("torch.")
+    return f"{cls.__module__}.{cls.__name__}" if is_namesake else cls.__name__
 
 
 def _stored(weight: Tensor) -> str:
@@ -275,7 +286,7 @@ def _other_matmul_weights(
         if not nn.parameter.is_lazy(parameter) and parameter.dim() in (2, 3) and min(parameter.shape) > 1:
             out_features, in_features = parameter.shape[-2:]
             said, float8, backend = vars(module).get(FILTER_REASON, ""), isinstance(module, Float8Grouped), ""
-            reason = f"{parameter.dim()}-D parameter of {kind}, which is no nn.Linear"
+            reason = f"{parameter.dim()}-D parameter of {_named(type(module))}, which is no nn.Linear"
             if is_experts(module):
                 reason = said or "experts, not converted or new since the conversion"
                 if is_transposed(module):

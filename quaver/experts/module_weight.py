@@ -69,9 +69,10 @@ class ModuleWeight(NamedTuple):
 
 
 def weights_of_module(module: nn.Module) -> Iterator[ModuleWeight]:
-    """The weights of one module, if it is a Float8Linear or a Float8Experts."""
+    """The weights of one module, if it is a Float8Linear, whose weight nobody deleted, or a Float8Experts."""
     if isinstance(module, Float8Linear):
-        yield ModuleWeight(module)
+        if getattr(module, "weight", None) is not None:
+            yield ModuleWeight(module)
     elif isinstance(module, Float8Experts):
         yield from (ModuleWeight(module, name) for name in weights_of(module))
 

@@ -166,7 +166,7 @@ class Float8Linear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Float8Linear:
         super()._apply(fn, recurse)
-        if self.scaling is not None:
+        if self.scaling is not None and getattr(self, "weight", None) is not None:
             self.scaling.follow(self.weight.device)
         return self
 

@@ -9,7 +9,14 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from quaver import Float8Linear, assert_float8_training, conversion_report, convert_to_float8_training
+from quaver import (
+    Float8Linear,
+    assert_float8_training,
+    cast_weights_once,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+)
 from quaver.experts.seam import to_float8_grouped_mm
 from quaver.recipes.config import resolve_config
 from quaver.runtime.slow_paths import say_once
@@ -211,10 +218,16 @@ def test_models_of_transformers_whose_parents_read_weights(name, sizes, idle, re
     refused(model, "reads its weight and does not call it")
 
 
-def test_a_linear_whose_weight_was_deleted_is_no_float8():
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_a_linear_whose_weight_was_deleted_is_no_float8(recipe, caplog):
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), config=recipe)
     del model[0].weight  # as LyCORIS' `full` does, which multiplies in its place
     report = conversion_report(model)
     assert [layer.converted for layer in report.layers] == [False, True]
     assert report.layers[0].reason.startswith("converted, but its weight was deleted")
     refused(model, "0: converted, but its weight was deleted")
+    convert_to_float8_training(model.bfloat16().float(), config=recipe)
+    assert "1 layers stay in high precision (0): converted, but its weight was deleted" in caplog.text
+    with cast_weights_once(model):
+        step(model[1])
+    assert [type(each) for each in convert_to_high_precision(model)] == [nn.Linear, nn.Linear]

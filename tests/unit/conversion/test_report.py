@@ -225,6 +225,7 @@ class Config:
         ({"config": Config(experts_per_token=2)}, 2),
         ({"config": Config(moe_topk=2)}, 2),
         ({"config": Config(moe_k=4)}, 4),
+        ({"config": Config(n_expert_per_token=3)}, 3),
         ({"config": Config(top_k=4)}, 4),
         ({"config": Config(top_k=4, model_type="t5")}, None),  # a setting of generation
         ({"config": Config(moe_topk=[2, 2])}, None),
@@ -283,13 +284,35 @@ def test_a_stack_that_is_no_mixture_of_experts_takes_no_count_of_the_model():
     assert report.notes == []
 
 
-def test_a_weight_that_another_library_quantized_is_named_as_such():
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        ("weight_scale", "its weight is stored in torch.float8_e4m3fn, which another library quantized"),
+        ("", "its weight is stored in torch.float8_e4m3fn without a scale, and cast before each forward (layerwise"),
+    ],
+)
+def test_a_weight_that_another_library_quantized_or_stores_in_float8_is_named_as_such(scale, expected):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     model[0].weight = nn.Parameter(model[0].weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
-    model[0].forward = lambda input: input  # as compressed-tensors does
+    model[0].forward = lambda input: input  # as compressed-tensors and diffusers do
+    if scale:
+        model[0].register_parameter(scale, nn.Parameter(torch.ones(1)))
     convert_to_float8_training(model, include_subclasses=True)
     (skipped,) = conversion_report(model).skipped
-    assert skipped.reason.startswith("its weight is stored in torch.float8_e4m3fn, which another library quantized")
+    assert skipped.reason.startswith(expected)
+
+
+class Linear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16, 16))
+
+
+def test_a_class_that_is_called_as_one_of_torch_is_named_with_its_module():
+    model = nn.Sequential(Linear(), type("Linear", (nn.Linear,), {"forward": lambda self, input: input})(16, 16))
+    reasons = [layer.reason for layer in conversion_report(model).layers]
+    assert reasons[0] == f"2-D parameter of {__name__}.Linear, which is no nn.Linear"
+    assert reasons[1].startswith(f"subclass {__name__}.Linear of nn.Linear overrides forward")
 
 
 def test_the_report_has_slow_paths_and_a_backend_for_each_layer(caplog):
