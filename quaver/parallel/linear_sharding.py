@@ -1,7 +1,9 @@
 """How the matrices of a tensor-parallel linear are sharded, and how activations get from one linear to the next.
 
-    ColwiseSharding    weight [N/T, K]   input whole       output and grad_output [.., N/T]
-    RowwiseSharding    weight [N, K/T]   input [.., K/T]   output summed over the ranks: whole, or by sequence
+    ColwiseSharding      weight [N/T, K]   input whole              output and grad_output [.., N/T]
+    RowwiseSharding      weight [N, K/T]   input [.., K/T]          output summed over the ranks: whole, or by sequence
+    PartialSumSharding   weight [N, K/T]   input [.., K/T]          output is a part of the sum
+    ReplicatedSharding   weight [N, K]     input whole or by token  output likewise
 
 They implement `LinearSharding` (linear/quantize.py): a linear calls them inside its one autograd function, on plain
 tensors. Only an input that several linears share is all-gathered outside, by `AllGatherInput`, into a `Float8Tensor`.
@@ -136,6 +138,69 @@ class RowwiseSharding(_Sharding):
         return reduce_scatter(output, _sequence_dim(output, self.sequence_dim, self.group), self.group)
 
 
+class PartialSumSharding(RowwiseSharding):
+    """weight [N, K/T], input [.., K/T]; the output stays Partial(), for a caller that redistributes it."""
+
+    def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """See `LinearSharding`. The bias counts on the first rank alone, and every rank has its gradient."""
+        weight, _, whole_bias = super().local_parameters(weight, bias)
+        if whole_bias is not None and self.mesh.get_local_rank() > 0:
+            whole_bias = whole_bias - whole_bias.detach()
+        return weight, None, whole_bias
+
+    def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
+        """See `_Sharding`. Returns a DTensor, Partial()."""
+        input = typing.cast(DTensor, input).redistribute(placements=[Shard(input.dim() - 1)]).to_local()
+        return DTensor.from_local(linear.forward_local(input, self), self.mesh, [Partial()], run_check=False)
+
+    def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
+        return output
+
+
+class ReplicatedSharding(_Sharding):
+    """weight [N, K] on every rank; input whole, or each rank some of the tokens, and the output as the input."""
+
+    weight_dim = 0
+
+    def __init__(self, mesh: DeviceMesh, layout: Placement) -> None:
+        """`layout`: of the input, Replicate() or Shard of a dim before the last."""
+        super().__init__(mesh)
+        self.layout = layout
+
+    def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        placements = [Replicate() if self.layout == Replicate() else Partial()]  # of the gradients
+        local_bias = None if bias is None else typing.cast(DTensor, bias).to_local(grad_placements=placements)
+        return typing.cast(DTensor, weight).to_local(grad_placements=placements), local_bias, None
+
+    def weight_quantizer(self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None) -> Quantizer:
+        return Quantizer(casts, hp_dtype, scale)
+
+    def input_quantizer(
+        self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
+    ) -> Quantizer:
+        if self.layout == Replicate():
+            return cached_quantizer(input, casts, hp_dtype, scale, reader)
+        return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, 0)
+
+    def grad_output_quantizer(
+        self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
+    ) -> Quantizer:
+        if self.layout == Replicate():
+            return Quantizer(casts, hp_dtype, scale)
+        return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, 0)
+
+    def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
+        """See `_Sharding`. Returns a DTensor in `layout`."""
+        whole = torch.Size([*input.shape[:-1], linear.out_features])  # ranks may have unlike numbers of tokens
+        stride = torch.empty(whole, device="meta").stride()
+        local = typing.cast(DTensor, input).redistribute(placements=[self.layout]).to_local()
+        output = linear.forward_local(local, self)
+        return DTensor.from_local(output, self.mesh, [self.layout], run_check=False, shape=whole, stride=stride)
+
+    def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
+        return output
+
+
 def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> None:
     """Raise ValueError where parts of the weight's dim on `ranks` ranks would end within blocks."""
     casts = linear.config.casts
@@ -155,20 +220,28 @@ def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> N
         )
 
 
-def derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | RowwiseSharding:
-    """The sharding of a linear whose weight torch's own ColwiseParallel or RowwiseParallel distributed."""
+def derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | PartialSumSharding | ReplicatedSharding:
+    """The sharding of a linear whose weight others distributed, as torch's ColwiseParallel does.
+
+    The output has the placements of nn.Linear's: Shard(-1), Partial(), and those of the input for a weight that every
+    rank has.
+    """
     weight = typing.cast(DTensor, linear.weight)
     placement = weight.placements[0] if weight.device_mesh.ndim == 1 else None
-    if not isinstance(input, DTensor) or placement not in (Shard(0), Shard(1)):
+    if not isinstance(input, DTensor) or placement not in (Shard(0), Shard(1), Replicate()):
         raise RuntimeError(
             f"the weight of this Float8Linear is sharded ({weight.placements}) when its forward runs. If fully_shard "
             "did that, call the module that was given to it; if tensor parallelism, use (Float8)ColwiseParallel or "
             "(Float8)RowwiseParallel"
         )
-    check_can_be_sharded(linear, placement.dim, weight.device_mesh.size())
     if linear.scaling is not None:
         linear.scaling.host_decides()
-    return ColwiseSharding(weight.device_mesh) if placement == Shard(0) else RowwiseSharding(weight.device_mesh)
+    if not isinstance(placement, Shard):
+        layout = input.placements[0]
+        by_token = isinstance(layout, Shard) and layout.dim % input.dim() < input.dim() - 1
+        return ReplicatedSharding(weight.device_mesh, layout if by_token else Replicate())
+    check_can_be_sharded(linear, placement.dim, weight.device_mesh.size())
+    return ColwiseSharding(weight.device_mesh) if placement == Shard(0) else PartialSumSharding(weight.device_mesh)
 
 
 def local_part(parameter: Tensor) -> Tensor:

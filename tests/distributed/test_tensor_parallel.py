@@ -10,8 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from quaver import cast_weights_once, convert_to_float8_training
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
@@ -189,6 +195,19 @@ def prepare(use_local_output, layout=None):
     )
 
 
+class WholeWeight(ParallelStyle):
+    """The weight on every rank, as a DTensor; the input in a layout, and the output as nn.Linear's."""
+
+    def __init__(self, layout):
+        self.layout = layout
+
+    def _apply(self, module, mesh):
+        def give(module, inputs, mesh):
+            return DTensor.from_local(inputs[0], mesh, [self.layout], run_check=False)
+
+        return distribute_module(module, mesh, None, give, lambda module, output, mesh: output.to_local())
+
+
 @dataclasses.dataclass
 class Arrangement:
     """A way to spread a module: its styles, and the dims of input and output that this rank has a part of."""
@@ -225,6 +244,8 @@ def arrangements():
         "torch's colwise, whole output": Arrangement(One, {"a": ColwiseParallel(**whole_output)}, None, None, True),
         "torch's rowwise": Arrangement(One, {"a": RowwiseParallel()}, 2, None),
         "torch's rowwise by sequence": Arrangement(One, {"a": RowwiseParallel(output_layouts=Shard(1))}, 2, 1),
+        "whole weight": Arrangement(One, {"a": WholeWeight(Replicate())}, None, None),
+        "whole weight by sequence": Arrangement(One, {"a": WholeWeight(Shard(1))}, 1, 1),
     }
 
 
@@ -342,6 +363,23 @@ def test_equals_one_device(name, every):
             continue
         for hp_dtype, input_grad in KINDS if every else [KINDS[index % len(KINDS)]]:
             _check_results(name, recipe, hp_dtype, None, input_grad)
+
+
+@pytest.mark.parametrize("weight", [Shard(0), Shard(1), Replicate()])
+@on_ranks(2)
+def test_placements_are_those_of_nn_linear(weight):
+    """The weight was distributed without a style, as torchtitan's sharding configs do."""
+    whole = torch.randn(2, 5, 16)
+    for input in [Replicate(), Shard(2)] if weight == Shard(1) else [Replicate(), Shard(1)]:
+        outputs = []
+        for linear in (nn.Linear(16, 32), Float8Linear(16, 32)):
+            for name, layout in (("weight", weight), ("bias", weight if weight == Shard(0) else Replicate())):
+                distributed = distribute_tensor(getattr(linear, name).detach(), world_mesh(), [layout])
+                setattr(linear, name, nn.Parameter(distributed))
+            outputs.append(linear(distribute_tensor(whole, world_mesh(), [input])))
+        assert outputs[0].shape == outputs[1].shape
+        if weight != Shard(0) or input == Replicate():  # nn.Linear may keep tokens apart
+            assert outputs[1].placements == outputs[0].placements
 
 
 COMPILED = [  # test_tensor_parallel_steps.py compiles a block with prepared inputs
