@@ -117,7 +117,8 @@ class CheckpointFolder:
     def begin(self, step: int) -> None:
         """Make an empty folder to write the checkpoint of `step` in."""
         self.remove_partials()
-        self.partial(step).mkdir(parents=True)
+        self.path.mkdir(exist_ok=True)  # not its parents: a run folder that was removed stays so
+        self.partial(step).mkdir()
 
     def publish(
         self,

@@ -1,4 +1,10 @@
-"""The errors of a run's files, each with a message of one line."""
+"""The errors of a run's files, each with a message of one line, and how those of one rank end the run on all ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quaver.runtime.ranks import Ranks
 
 
 class CheckpointError(RuntimeError):
@@ -7,3 +13,40 @@ class CheckpointError(RuntimeError):
 
 class OutputError(RuntimeError):
     """A file of the run folder could not be written."""
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Turn an OSError of the block into an OutputError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+
+
+class OutputFailures:
+    """What this rank could not write, kept until the ranks end together.
+
+    Each rank has outputs of its own. If one raised alone, the others would wait for it in their next collective until
+    that times out. So `noting` keeps the error, the loop asks between two steps whether any rank has one, and
+    `raise_on_all_ranks` raises it.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.first = ""
+        """The first error of this rank; empty without one."""
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Keep an OutputError or CheckpointError of the block, which ends with it."""
+        try:
+            yield
+        except (OutputError, CheckpointError) as error:
+            self.first = self.first or str(error)
+
+    def raise_on_all_ranks(self) -> None:
+        """Raise OutputError on every rank if any has kept an error; it names the first such rank. A collective."""
+        for rank, error in enumerate(self._ranks.gather(self.first)):
+            if error:
+                raise OutputError(f"rank {rank}: {error}" if rank else error)

@@ -9,7 +9,7 @@ from typing import Any, NotRequired
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from quaver.runs.errors import CheckpointError, OutputError
+from quaver.runs.errors import CheckpointError, writing
 from quaver.settings.fields import NotNegative
 from quaver.settings.json_file import STRICT
 
@@ -18,10 +18,8 @@ class JsonLines:
     """Appends one JSON object per line, each in one flushed write, so that a killed run leaves whole lines."""
 
     def __init__(self, path: Path) -> None:
-        try:
+        with writing(path):
             self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise OutputError(f"cannot write {str(path)!r}: {error.strerror}") from error
 
     def write(self, record: dict[str, Any]) -> None:
         """Append `record`.
@@ -31,11 +29,9 @@ class JsonLines:
             ValueError: for inf and NaN, which JSON lacks.
         """
         line = json.dumps(record, allow_nan=False) + "\n"
-        try:
+        with writing(self._file.name):
             self._file.write(line)
             self._file.flush()
-        except OSError as error:
-            raise OutputError(f"cannot write {self._file.name!r}: {error.strerror}") from error
 
     def write_tensors(self, step: int, scalars: dict[str, float], histograms: dict[str, Any]) -> None:
         """Nothing: numerics.jsonl has them."""

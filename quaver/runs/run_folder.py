@@ -24,7 +24,7 @@ import torch
 
 from quaver.numerics.record import FILE_NAME as NUMERICS
 from quaver.runs.checkpoint_folder import CheckpointFolder
-from quaver.runs.errors import OutputError
+from quaver.runs.errors import OutputError, writing
 from quaver.runs.json_lines import rewound_metrics
 from quaver.runs.lock import RunLock
 from quaver.runtime.devices import describe
@@ -125,11 +125,9 @@ class RunFolder:
     def add_provenance(self, about: dict[str, Any]) -> None:
         """Append a line to provenance.jsonl, which has one for each start of the run. Raises OutputError."""
         path = self.path / "provenance.jsonl"
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**about, "from_step": self.resume_step or 0, "changes": self.changes}) + "\n")
-        except OSError as error:
-            raise OutputError(f"cannot write {str(path)!r}: {error.strerror}") from error
+        line = json.dumps({**about, "from_step": self.resume_step or 0, "changes": self.changes}) + "\n"
+        with writing(path), path.open("a", encoding="utf-8") as file:
+            file.write(line)
 
     @property
     def metrics(self) -> Path:
@@ -175,12 +173,13 @@ def replaced(path: Path) -> Iterator[Path]:
     """
     partial = path.with_name(f".{path.name}")
     try:
-        yield partial
-        partial.replace(path)
-    except OSError as error:
+        with writing(path):
+            yield partial
+            partial.replace(path)
+    except OutputError:
         with suppress(OSError):
             partial.unlink()
-        raise OutputError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+        raise
 
 
 def _unused_path(dump_folder: Path, config: TrainConfig) -> Path:

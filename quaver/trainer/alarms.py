@@ -6,6 +6,7 @@ sampled.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.rules import REMEDIED
 from quaver.numerics.watch import AlarmSink, LineSink
 from quaver.runs.checkpoint import Checkpointer
+from quaver.runs.errors import OutputError, OutputFailures, writing
 from quaver.runs.run_folder import RunFolder
 from quaver.settings import Float8, Numerics
 from quaver.trainer.display import Display
@@ -38,7 +40,7 @@ class RunAlarms:
     fallbacks: dict[str, str] = field(default_factory=dict)
     """Layers to change after this step, with their new recipe."""
 
-    def sink(self, sink: LineSink, folder: RunFolder) -> AlarmSink:
+    def sink(self, sink: LineSink, folder: RunFolder, failures: OutputFailures) -> AlarmSink:
         """A sink in front of another one that hears the alarms.
 
         A resumed run recalls what was bad, and so changes a recipe in the step in which an uninterrupted run does. One
@@ -46,7 +48,8 @@ class RunAlarms:
         """
         alarms = Alarms(action=self.config.on_alarm)
         recalls = None if self.config.on_alarm == "stop" else folder.numerics
-        return AlarmSink(sink, alarms=alarms, on_event=self._hear, post_mortem=folder.post_mortem, recalls=recalls)
+        files = {"post_mortem": folder.post_mortem, "recalls": recalls}
+        return _RunSink(failures, folder, sink, alarms=alarms, on_event=self._hear, **files)
 
     def take_fallbacks(self) -> dict[str, str]:
         """The layers to change now."""
@@ -62,6 +65,21 @@ class RunAlarms:
             self.reason = event.message
         elif self.config.on_alarm == "fallback" and event.rule in REMEDIED and event.layer not in self.done:
             self.fallbacks[event.layer] = self.config.fallback_recipe
+
+
+class _RunSink(AlarmSink):
+    """Keeps what cannot be written: that ends the run on all ranks, and the monitor of the first one does not raise."""
+
+    def __init__(self, failures: OutputFailures, folder: RunFolder, sink: LineSink, **options: Any) -> None:
+        super().__init__(sink, **options)
+        self._failures, self._folder = failures, folder
+
+    def write(self, line: dict[str, Any]) -> None:
+        with self._failures.noting(), writing(self._folder.post_mortem):
+            try:
+                super().write(line)
+            except ValueError as error:  # a line of an earlier start is damaged
+                raise OutputError(str(error)) from error
 
 
 def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str, str]) -> None:

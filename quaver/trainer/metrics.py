@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from quaver.roofline.device_specs import PeakFlops
+from quaver.runs.errors import OutputError, OutputFailures, writing
 from quaver.runs.json_lines import JsonLines
 from quaver.runtime.devices import describe
 from quaver.settings import Metrics, TrainConfig
@@ -36,42 +37,69 @@ Histograms = tuple[list[int], list[float]]
 
 
 class _TensorBoard:
+    """Its methods raise OutputError; a thread writes, so that an error of one record may be raised by a later one."""
+
     def __init__(self, folder: Path) -> None:
-        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(log_dir=str(folder))
+        self._folder = folder
+        with writing(folder):
+            self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(log_dir=str(folder))
 
     def write(self, record: dict[str, Any]) -> None:
-        for name, value in _numbers(record).items():
-            self._writer.add_scalar(name, value, record["step"])
+        self._write_scalars(record["step"], _numbers(record))
 
     def write_tensors(self, step: int, scalars: dict[str, float], histograms: dict[str, Histograms]) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+        self._write_scalars(step, scalars)
+        with writing(self._folder):
+            self._write_histograms(step, histograms)
+
+    def _write_scalars(self, step: int, scalars: dict[str, float]) -> None:
+        with writing(self._folder):
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, step)
+
+    def _write_histograms(self, step: int, histograms: dict[str, Histograms]) -> None:
         for name, (edges, counts) in histograms.items():
             middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
             sums = [sum(count * x**power for count, x in zip(counts, middles, strict=True)) for power in (0, 1, 2)]
             self._writer.add_histogram_raw(name, edges[0], edges[-1], *sums, edges[1:], counts, step)
 
     def close(self) -> None:
-        self._writer.close()
+        with writing(self._folder):
+            self._writer.close()
 
 
 class _Wandb:
+    """Its methods raise OutputError: the service has errors of its own."""
+
     def __init__(self, project: str, folder: Path, settings: dict[str, Any]) -> None:
         # With the same id, a resumed run continues its curves.
-        self._run = importlib.import_module("wandb").init(
-            project=project, dir=str(folder), name=folder.name, id=folder.name, resume="allow", config=settings
-        )
+        with _reaching_wandb():
+            self._run = importlib.import_module("wandb").init(
+                project=project, dir=str(folder), name=folder.name, id=folder.name, resume="allow", config=settings
+            )
 
     def write(self, record: dict[str, Any]) -> None:
-        self._run.log({**_numbers(record), "step": record["step"]})
+        with _reaching_wandb():
+            self._run.log({**_numbers(record), "step": record["step"]})
 
     def write_tensors(self, step: int, scalars: dict[str, float], histograms: dict[str, Histograms]) -> None:
         made = importlib.import_module("wandb").Histogram
         drawn = {name: made(np_histogram=(counts, edges)) for name, (edges, counts) in histograms.items()}
-        self._run.log({**scalars, **drawn, "step": step})
+        with _reaching_wandb():
+            self._run.log({**scalars, **drawn, "step": step})
 
     def close(self) -> None:
-        self._run.finish()
+        with _reaching_wandb():
+            self._run.finish()
+
+
+@contextmanager
+def _reaching_wandb() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        raise OutputError(f"Weights & Biases: {type(error).__name__}: {first_line}") from error
 
 
 Logger = JsonLines | _TensorBoard | _Wandb
@@ -98,11 +126,16 @@ def check_loggers(config: Metrics) -> None:
 
 
 @contextmanager
-def open_loggers(config: Metrics, metrics: Path, settings: dict[str, Any]) -> Iterator[list[Logger]]:
+def open_loggers(
+    config: Metrics, metrics: Path, settings: dict[str, Any], failures: OutputFailures
+) -> Iterator[list[Logger]]:
     """Open `metrics` (JSON lines) and the loggers that `config` enables, and close them after the block.
 
     Args:
         settings: the resolved config, which Weights & Biases stores with the run.
+        failures: keeps the errors of closing them.
+    Raises:
+        OutputError: one cannot be opened.
     """
     loggers: list[Logger] = [JsonLines(metrics)]
     folder = metrics.parent
@@ -114,7 +147,8 @@ def open_loggers(config: Metrics, metrics: Path, settings: dict[str, Any]) -> It
         yield loggers
     finally:
         for logger in loggers:
-            logger.close()
+            with failures.noting():
+                logger.close()
 
 
 def is_spike(loss: float, recent: Sequence[float], deviations: float) -> bool:

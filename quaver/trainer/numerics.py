@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quaver.numerics.record import RecordWriter, decode_counts
-from quaver.runs.errors import OutputError
+from quaver.runs.errors import OutputFailures, writing
 from quaver.runs.run_folder import RunFolder
 from quaver.trainer.metrics import Histograms, Logger
 
@@ -15,22 +15,21 @@ LOGGED = ("amax", "underflow", "saturated", "sqnr_db", "nonfinite")
 class NumericsLog:
     """The sink of a run's monitor."""
 
-    def __init__(self, folder: RunFolder, loggers: Sequence[Logger]) -> None:
-        self._writer, self._loggers = RecordWriter(folder.numerics), loggers
+    def __init__(self, folder: RunFolder, loggers: Sequence[Logger], failures: OutputFailures) -> None:
+        self._writer, self._loggers, self._failures = RecordWriter(folder.numerics), loggers, failures
         self._names: list[str] = []
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line, and log it. Raises OutputError."""
-        try:
+        with writing(self._writer.path):
             self._writer.write(line)
-        except OSError as error:
-            raise OutputError(f"cannot write {str(self._writer.path)!r}: {error.strerror or error}") from error
         if line["kind"] == "header":
             self._names = [name_of(tensor) for tensor in line["tensors"]]
         elif line["kind"] == "sample":
             scalars, histograms = dict(_scalars(line, self._names)), dict(_histograms(line, self._names))
             for logger in self._loggers:
-                logger.write_tensors(line["step"], scalars, histograms)
+                with self._failures.noting():
+                    logger.write_tensors(line["step"], scalars, histograms)
 
     def close(self) -> None:
         """The loggers belong to the run."""

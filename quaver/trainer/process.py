@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
 import torch
 
@@ -115,7 +114,7 @@ def _handled(numbers: tuple[signal.Signals, ...], handler: "signal._HANDLER") ->
 
 @dataclass
 class Watchdog:
-    """Writes the stacks of all threads while a step hangs, to show where; made by `watchdog`.
+    """Writes the stacks of all threads to `path` while a step hangs, to show where.
 
     Each rank watches itself. Ranks that wait for a hanging rank are late as well and write their stacks, too.
     A thread reads them, which holds the GIL: without it, frames that change are read, which has crashed processes. So a
@@ -123,7 +122,6 @@ class Watchdog:
     """
 
     path: Path
-    file: TextIO
 
     @contextmanager
     def step(self, seconds: float, what: str) -> Iterator[None]:
@@ -147,21 +145,16 @@ class Watchdog:
     def _watch(self, seconds: float, what: str, is_over: threading.Event) -> None:
         is_reported = False
         while not is_over.wait(seconds):
-            faulthandler.dump_traceback(file=self.file, all_threads=True)
+            where = f"its stacks are in {self.path}"
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)  # machines may not share the first rank's disk
+                with self.path.open("a", encoding="utf-8") as file:
+                    faulthandler.dump_traceback(file=file, all_threads=True)
+            except OSError as error:
+                where = f"its stacks could not be written to {self.path}: {error.strerror or error}"
             if not is_reported:
-                line = f"quaver: {what} takes longer than {seconds:g} s; its stacks are in {self.path}"
-                print(line, file=sys.stderr, flush=True)
+                print(f"quaver: {what} takes longer than {seconds:g} s; {where}", file=sys.stderr, flush=True)
                 is_reported = True
-
-
-@contextmanager
-def watchdog(path: Path) -> Iterator[Watchdog]:
-    """Yield a watchdog that writes to `path`, which is removed if it stays empty."""
-    path.parent.mkdir(parents=True, exist_ok=True)  # other machines may not share the disk of the first rank
-    with path.open("a", encoding="utf-8") as file:
-        yield Watchdog(path, file)
-    if path.exists() and path.stat().st_size == 0:
-        path.unlink()
 
 
 @contextmanager

@@ -5,13 +5,19 @@
     memory_snapshot/step-000003/tensorwise-rank0.pickle        CUDA: the allocator's history until its end,
                                                                for https://pytorch.org/memory_viz
 
-docs/profiling.md describes the files. Ranks do not wait for each other here. SIGUSR1 asks one rank for snapshots.
+docs/profiling.md describes the files. Ranks do not wait for each other here: what one cannot write is kept, and
+ends the run on all of them after the step. SIGUSR1 asks one rank for snapshots.
 """
 
+import gzip
 import json
-from collections.abc import Iterator
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -24,8 +30,7 @@ from quaver import Float8Linear
 from quaver.linear.scale_state import LinearScales
 from quaver.recorder.draw import draw_timeline
 from quaver.recorder.timeline import record_timeline
-from quaver.runs.errors import OutputError
-from quaver.runtime.ranks import Ranks
+from quaver.runs.errors import OutputFailures, writing
 from quaver.settings import TrainConfig
 from quaver.torch_private.memory import dump_snapshot, record_memory_history
 from quaver.trainer.process import Requests, snapshot_signals
@@ -37,9 +42,12 @@ MAX_HISTORY_ENTRIES = 100_000
 class Profiling:
     """Profiles the steps that the config names, and those that SIGUSR1 asks for."""
 
-    def __init__(self, config: TrainConfig, folder: Path, ranks: Ranks, device: torch.device) -> None:
-        """`folder` is the run folder, on every rank."""
-        self._config, self._folder, self._rank, self._device = config, folder, ranks.rank, device
+    def __init__(
+        self, config: TrainConfig, folder: Path, rank: int, device: torch.device, failures: OutputFailures
+    ) -> None:
+        """`folder` is the run folder, on every rank. What cannot be written is kept in `failures`."""
+        self._config, self._folder, self._rank, self._device = config, folder, rank, device
+        self._failures = failures
         self._stack = ExitStack()
         self._requests = Requests()
         self._served: dict[str, int] = {}
@@ -62,9 +70,6 @@ class Profiling:
 
         The files are written after the block. If it raises there are none, except for a snapshot when CUDA is out of
         memory.
-
-        Raises:
-            OutputError: a file cannot be written.
         """
         with ExitStack() as stack:
             if self._config.profiling.enable_memory_snapshot:
@@ -90,8 +95,7 @@ class Profiling:
             yield
         if -step % config.profile_freq < config.profiler_active:
             file = self._file(config.save_traces_folder, step, name, ".json.gz")
-            with _output(file):
-                profiler.export_chrome_trace(str(file))
+            self._write(file, partial(_export, profiler))
 
     @contextmanager
     def _cuda_snapshot(self, step: int, name: str, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
@@ -105,8 +109,7 @@ class Profiling:
 
     def _write_cuda_snapshot(self, step: int, name: str, ending: str) -> None:
         file = self._file(self._config.profiling.save_memory_snapshot_folder, step, name, ending)
-        with _output(file):
-            dump_snapshot(str(file))
+        self._write(file, lambda path: dump_snapshot(str(path)))
 
     @contextmanager
     def _cpu_timeline(self, step: int, name: str, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
@@ -118,10 +121,13 @@ class Profiling:
         about = {"run": name, "step": step, "rank": self._rank, "config": asdict(self._config)}
         report = {**timeline.report(), **about}
         file = self._file(self._config.profiling.save_memory_snapshot_folder, step, name, ".json")
-        with _output(file):
-            file.write_text(json.dumps(report, allow_nan=False) + "\n", encoding="utf-8")
-            title = f"{self._folder.name}: live tensors of {name}, step {step}, rank {self._rank}"
-            draw_timeline(report, file.with_suffix(".png"), title=title)
+        title = f"{self._folder.name}: live tensors of {name}, step {step}, rank {self._rank}"
+
+        def write(path: Path) -> None:
+            path.write_text(json.dumps(report, allow_nan=False) + "\n", encoding="utf-8")
+            draw_timeline(report, path.with_suffix(".png"), title=title)
+
+        self._write(file, write)
 
     def _is_snapshot_due(self, step: int, name: str) -> bool:
         """Whether it is the config's step, or a SIGUSR1 came after the last snapshot of `name`."""
@@ -131,6 +137,13 @@ class Profiling:
 
     def _file(self, folder: str, step: int, name: str, ending: str) -> Path:
         return self._folder / folder / f"step-{step:06d}" / f"{name}-rank{self._rank}{ending}"
+
+    def _write(self, file: Path, write: Callable[[Path], None]) -> None:
+        """Create the folder of `file` and write it; keep an error of that."""
+        with self._failures.noting(), writing(file):
+            for folder in (file.parent.parent, file.parent):  # not the run folder: one that was removed stays so
+                folder.mkdir(exist_ok=True)
+            write(file)
 
 
 @contextmanager
@@ -142,14 +155,25 @@ def _recorded_history(device: torch.device) -> Iterator[None]:
         record_memory_history(enabled=None, device=device)
 
 
-@contextmanager
-def _output(file: Path) -> Iterator[None]:
-    """Create the folder of `file`, which the block writes; turn an OSError into an OutputError that names the file."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise OutputError(f"cannot write {str(file)!r}: {error.strerror or error}") from error
+def _export(profiler: profile, file: Path) -> None:
+    """Write the trace to `file`, compressed. Raises OSError, also where torch's own writer only logs that it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        if not _is_whole(trace):
+            raise OSError(f"torch.profiler wrote an incomplete trace to {folder!r}; is the disk full?")
+        with trace.open("rb") as plain, gzip.open(file, "wb") as compressed:
+            shutil.copyfileobj(plain, compressed)
+
+
+def _is_whole(trace: Path) -> bool:
+    """Whether the file of torch.profiler has its last entry, `"traceName": "..." }`."""
+    if not trace.exists():
+        return False
+    with trace.open("rb") as file:
+        file.seek(-min(trace.stat().st_size, len(str(trace)) + 64), os.SEEK_END)
+        end = file.read()
+    return b'"traceName"' in end and end.rstrip().endswith(b"}")
 
 
 def persistent_scales(model: nn.Module) -> list[Tensor]:

@@ -21,7 +21,7 @@ from quaver.numerics.watch import AlarmSink
 from quaver.roofline.device_specs import PeakFlops, peak_flops
 from quaver.runs.checkpoint import Checkpointer, load_weights
 from quaver.runs.checkpoint_folder import Progress
-from quaver.runs.errors import CheckpointError, OutputError
+from quaver.runs.errors import CheckpointError, OutputError, OutputFailures
 from quaver.runs.json_lines import JsonLines
 from quaver.runs.run_folder import RunFolder, replaced
 from quaver.runtime.ranks import Ranks
@@ -38,7 +38,7 @@ from quaver.trainer.nonfinite import NonFiniteError
 from quaver.trainer.numerics import NumericsLog
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.plot import draw_curves
-from quaver.trainer.process import Requests, Watchdog, determinism, quiet, stop_signals, watchdog
+from quaver.trainer.process import Requests, Watchdog, determinism, quiet, stop_signals
 from quaver.trainer.profiling import Profiling
 from quaver.trainer.run_setup import RunSetup, begin_folder, open_folder, set_up_run
 from quaver.trainer.trained_model import StepResult, TrainedModel
@@ -167,7 +167,7 @@ def train(run: Run) -> dict[str, Any]:
     Raises:
         NonFiniteError: if a loss or a gradient norm is not finite; on every rank, with the same message.
         CheckpointError: if a checkpoint cannot be written; on every rank.
-        OutputError: if another file cannot be written; on the first rank.
+        OutputError: if another file cannot be written, on any rank; on every rank, after the same step.
         KeyboardInterrupt: with several ranks, at a second Ctrl-C, without waiting for the other ranks.
     """
     try:
@@ -179,10 +179,10 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def _train(run: Run) -> dict[str, Any]:
-    status, error, waits, is_writable = "failed", None, True, True
+    status, error, waits, is_writable, failures = "failed", None, True, True, OutputFailures(run.ranks)
     try:
         deterministic = determinism(run.config.training.deterministic)
-        with deterministic, _compiles(run), _outputs(run) as outputs, stop_signals() as requests:
+        with deterministic, _compiles(run), _outputs(run, failures) as outputs, stop_signals() as requests:
             _introduce(run, outputs.display)
             _train_steps(run, outputs, requests)
             reason = run.ranks.gather(outputs.alarms.reason)[0]
@@ -201,11 +201,11 @@ def _train(run: Run) -> dict[str, Any]:
         raise
     finally:
         run.checkpoints.close(waits=waits)
-        try:
-            summary = _conclude(run, status, error, is_writable)
-        except OutputError:
-            if error is None:  # else the error that ended the run is raised
-                raise
+        summary = _summary(run, status, error)
+        if is_writable:
+            with failures.noting():  # an error that ended the run is raised
+                _conclude(run, status, summary)
+    failures.raise_on_all_ranks()
     _print_end(run, status, summary)
     return summary
 
@@ -220,22 +220,25 @@ def _compiles(run: Run) -> AbstractContextManager[Any]:
 
 
 def _train_steps(run: Run, outputs: "Outputs", requests: Requests) -> None:
-    """Train until the last step, a signal or a failed checkpoint; then save."""
+    """Train until the last step, a signal, or a file that cannot be written on any rank; then save."""
     config, progress = run.config, run.progress
     while progress.step < config.training.steps:
-        if run.ranks.any(requests.stop or run.checkpoints.failed or bool(outputs.alarms.reason), run.device):
+        has_failed = run.checkpoints.failed or bool(outputs.failures.first)
+        if run.ranks.any(requests.stop or has_failed or bool(outputs.alarms.reason), run.device):
             break
         _train_step(run, progress.step + 1, outputs)
-        if run.folder and progress.step == run.began_at_step + 1 and config.float8.enable_float8_linear:
-            # It knows now what multiplied.
-            run.folder.write_json("conversion_report.json", conversion_report(run.models[0].model).to_dict())
         _fall_back(run, outputs)
         if run.folder:
-            run.folder.check_exists()
+            with outputs.failures.noting():
+                run.folder.check_exists()
+                if progress.step == run.began_at_step + 1 and config.float8.enable_float8_linear:
+                    # It knows now what multiplied.
+                    run.folder.write_json("conversion_report.json", conversion_report(run.models[0].model).to_dict())
         if progress.step % config.validation.freq == 0 or progress.step == config.training.steps:
             _validate(run, progress.step, outputs)
         if run.checkpoints.is_due(progress.step):
             run.checkpoints.save(progress, run.models)
+    outputs.failures.raise_on_all_ranks()
     if progress.step > run.began_at_step:
         run.checkpoints.save(progress, run.models)
     run.checkpoints.wait()
@@ -299,40 +302,48 @@ class Outputs:
     alarms: RunAlarms
     alarm_sink: AlarmSink | None
     """The sink of the monitor, on the first rank."""
+    failures: OutputFailures
 
     def write(self, record: dict[str, Any]) -> None:
         """Log the numbers of a step or a validation."""
         for logger in self.loggers:
-            logger.write(record)
+            with self.failures.noting():
+                logger.write(record)
 
 
 @contextmanager
-def _outputs(run: Run) -> Iterator[Outputs]:
+def _outputs(run: Run, failures: OutputFailures) -> Iterator[Outputs]:
     folder, config = run.folder, run.config.metrics
     names, steps = [model.name for model in run.models], run.config.training.steps
     with ExitStack() as stack:
         loggers: list[Logger] = []
         scales = None
         if folder is not None:
-            loggers = stack.enter_context(open_loggers(config, folder.metrics, asdict(run.config)))
-            if config.float8_scales_freq > 0 and any(model.scaling for model in run.models):
-                scales = JsonLines(folder.float8_scales)
-                stack.callback(scales.close)
+            with failures.noting():
+                opened = open_loggers(config, folder.metrics, asdict(run.config), failures)
+                loggers = stack.enter_context(opened)
+                if config.float8_scales_freq > 0 and any(model.scaling for model in run.models):
+                    scales = JsonLines(folder.float8_scales)
+                    stack.callback(scales.close)
         shown = training_display(names, steps, config.log_freq, peak_source=run.peak.source, quiet=folder is None)
         display = stack.enter_context(shown)
         alarms = RunAlarms(run.config.numerics, display, run.progress.fallbacks)
-        sink = alarms.sink(NumericsLog(folder, loggers), folder) if folder and run.config.numerics.every else None
+        sink = None
         if run.config.numerics.every:
+            if folder is not None:
+                sink = alarms.sink(NumericsLog(folder, loggers, failures), folder, failures)
             stack.callback(_close_monitor, run)
             _open_monitor(run, sink)
+        failures.raise_on_all_ranks()
         yield Outputs(
             loggers,
             scales,
             display,
-            stack.enter_context(watchdog(run.paths.stacks(run.ranks.rank))),
-            stack.enter_context(Profiling(run.config, run.paths.path, run.ranks, run.device)),
+            Watchdog(run.paths.stacks(run.ranks.rank)),
+            stack.enter_context(Profiling(run.config, run.paths.path, run.ranks.rank, run.device, failures)),
             alarms,
             sink,
+            failures,
         )
 
 
@@ -386,7 +397,8 @@ def _record_step(run: Run, model: TrainedModel, step: int, result: StepResult, o
     outputs.write(record)
     outputs.display.step(record)
     if outputs.scales and scaling and step % run.config.metrics.float8_scales_freq == 0:
-        outputs.scales.write(scales_record(step, model.name, scaling))
+        with outputs.failures.noting():
+            outputs.scales.write(scales_record(step, model.name, scaling))
 
 
 def _step_record(run: Run, model: TrainedModel, step: int, result: StepResult) -> dict[str, Any]:
@@ -441,9 +453,8 @@ def _introduce(run: Run, display: Display) -> None:
         display.line(f"{name:<12} {flops_per_s / 1e12:.3g} TFLOP/s ({run.peak.source})")
 
 
-def _conclude(run: Run, status: str, error: str | None, is_writable: bool) -> dict[str, Any]:
-    """The summary, which is also written unless a file of the run folder could not be."""
-    summary = summarize(
+def _summary(run: Run, status: str, error: str | None) -> dict[str, Any]:
+    return summarize(
         run.config,
         run.models,
         run.device,
@@ -454,12 +465,15 @@ def _conclude(run: Run, status: str, error: str | None, is_writable: bool) -> di
         steps=run.progress.step,
         error=error,
     )
+
+
+def _conclude(run: Run, status: str, summary: dict[str, Any]) -> None:
+    """Write the summary and the curves, on the first rank. Raises OutputError."""
     did_something = run.progress.step > run.began_at_step or status != "finished"
-    if run.folder and did_something and is_writable:
+    if run.folder and did_something:
         run.folder.write_json("summary.json", summary)
         with replaced(run.folder.curves) as image:
             draw_curves(run.folder.metrics, image, title=run.folder.path.name)
-    return summary
 
 
 def _print_end(run: Run, status: str, summary: dict[str, Any]) -> None:

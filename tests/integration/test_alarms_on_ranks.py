@@ -10,7 +10,7 @@ from quaver.runs.checkpoint_folder import CheckpointFolder, read_record
 from quaver.trainer.train import build
 from tests.distributed.ranks import run
 from tests.integration.test_train_distributed import LIMIT_S, TINY
-from tests.integration.train_on_ranks import _train
+from tests.integration.train_on_ranks import train_here
 
 LAYER = "model.layers.1.mlp.up_proj"
 WATCHED = [*TINY, "--training.steps=4", "--training.global_batch_size=4"]
@@ -30,7 +30,7 @@ def train_broken(cases, prefix):
     """Without guards on hooks Dynamo gives each block the code of one that has none."""
     guarded = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
     with patch("quaver.cli.train.build", broken), guarded:
-        return _train(cases, prefix)
+        return train_here(cases, prefix)
 
 
 @pytest.mark.parametrize(

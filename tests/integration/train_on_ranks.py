@@ -35,7 +35,7 @@ def compile_quickly(block: Block, **options: object) -> None:
     nn.Module.compile(block, backend="aot_eager", **options)
 
 
-def _train(cases: list[tuple[str, list[str]]], prefix: str) -> tuple[dict[str, tuple[int, int]], str, str]:
+def train_here(cases: list[tuple[str, list[str]]], prefix: str) -> tuple[dict[str, tuple[int, int]], str, str]:
     """Run `quaver train` for each case as a rank of torchrun does, with the process group that there is."""
     launcher = {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank())}
     launcher |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -67,5 +67,5 @@ def _train(cases: list[tuple[str, list[str]]], prefix: str) -> tuple[dict[str, t
 def train_on_ranks(ranks: int, cases: list[tuple[str, list[str]]]) -> Results:
     """Run `quaver train WORDS` for each (name, words) on each rank. `training.compile` generates no code."""
     prefix = f"train_on_ranks {next(_launches)}"  # keys of the pool's store are set once
-    ended, output, error = zip(*run(ranks, _train, cases, prefix, timeout=LIMIT_S), strict=True)
+    ended, output, error = zip(*run(ranks, train_here, cases, prefix, timeout=LIMIT_S), strict=True)
     return Results("".join(output), "".join(error), list(ended))

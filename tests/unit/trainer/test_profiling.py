@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quaver import Float8Linear
 from quaver.kernels import cpu
-from quaver.runs.errors import OutputError
+from quaver.runs.errors import OutputError, OutputFailures
 from quaver.runtime.phases import phase, watch_phases
 from quaver.runtime.ranks import Ranks
 from quaver.settings import Profiling as ProfilingConfig
@@ -42,13 +42,14 @@ def train_step(model, optimizer=None):
 
 @contextmanager
 def first_step(model, folder, *, recipe="tensorwise", **profiling):
-    """The first step of a run on one rank."""
-    optimizer = torch.optim.SGD(model.parameters())
+    """The first step of a run on one rank; raises what it could not write."""
+    optimizer, failures = torch.optim.SGD(model.parameters()), OutputFailures(Ranks())
     with (
-        Profiling(config_of(**EVERY_STEP, **profiling), folder, Ranks(), CPU) as made,
+        Profiling(config_of(**EVERY_STEP, **profiling), folder, 0, CPU, failures) as made,
         made.step(1, recipe, model, optimizer),
     ):
         yield
+    failures.raise_on_all_ranks()
 
 
 def config_of(**profiling) -> TrainConfig:
@@ -64,7 +65,7 @@ def test_which_steps_of_which_model_write_which_files(tmp_path):
     config = config_of(**traces, enable_memory_snapshot=True, memory_snapshot_step=2)
     models = {name: make() for name in ("tensorwise", "bfloat16")}
     optimizers = {name: torch.optim.AdamW(model.parameters()) for name, model in models.items()}
-    with Profiling(config, tmp_path, Ranks(1, 1, 2), CPU) as profiling:
+    with Profiling(config, tmp_path, 1, CPU, OutputFailures(Ranks())) as profiling:
         for step in range(1, 9):
             for name, model in models.items():
                 with profiling.step(step, name, model, optimizers[name]):
@@ -81,7 +82,7 @@ def test_which_steps_of_which_model_write_which_files(tmp_path):
 
 def test_nothing_is_done_or_left_where_nothing_is_asked(tmp_path):
     model, before = make(), signal.getsignal(signal.SIGUSR1)
-    with Profiling(TrainConfig(), tmp_path, Ranks(), CPU) as profiling:
+    with Profiling(TrainConfig(), tmp_path, 0, CPU, OutputFailures(Ranks())) as profiling:
         assert signal.getsignal(signal.SIGUSR1) == before
         for step in range(1, 13):
             with profiling.step(step, "tensorwise", model, torch.optim.SGD(model.parameters())):
@@ -93,6 +94,17 @@ def test_a_file_that_cannot_be_written_is_an_output_error(tmp_path):
     (tmp_path / "profile_trace").write_text("in the way")
     with pytest.raises(OutputError, match=r"cannot write .*profile_trace"), first_step(model := make(), tmp_path):
         train_step(model)
+
+
+def test_a_trace_that_torch_could_not_write_whole_is_an_output_error(tmp_path, monkeypatch):
+    def write_a_part(profiler, path):
+        Path(path).write_text('{"traceEvents": [{"name": "a"}')
+
+    for export in (write_a_part, lambda profiler, path: None):  # a full disk, and one that was full before
+        monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+        with pytest.raises(OutputError, match=r"json.gz': .*incomplete trace"), first_step(model := make(), tmp_path):
+            train_step(model)
+        assert files_in(tmp_path) == []
 
 
 def test_errors_of_the_step_itself_pass_through_unchanged(tmp_path):
@@ -158,7 +170,7 @@ def test_sigusr1_asks_for_the_next_step_of_each_model(tmp_path):
     config = config_of(enable_memory_snapshot=True, memory_snapshot_step=0)
     model = make()
     optimizer = torch.optim.SGD(model.parameters())
-    with Profiling(config, tmp_path, Ranks(), CPU) as profiling:
+    with Profiling(config, tmp_path, 0, CPU, OutputFailures(Ranks())) as profiling:
         for step in range(1, 6):
             for name in ("a", "b"):
                 with profiling.step(step, name, model, optimizer):
@@ -180,7 +192,7 @@ def test_cuda_snapshots_at_a_step_when_asked_and_when_out_of_memory(tmp_path, mo
     config = config_of(enable_memory_snapshot=True, memory_snapshot_step=2)
     model = make()
     optimizer = torch.optim.SGD(model.parameters())
-    with Profiling(config, tmp_path, Ranks(), device) as profiling:
+    with Profiling(config, tmp_path, 0, device, OutputFailures(Ranks())) as profiling:
         assert [history["max_entries"] > 0 for history in histories] == [True]
         for step in range(1, 5):
             with profiling.step(step, "tensorwise", model, optimizer):

@@ -21,7 +21,7 @@ from quaver.runtime.ranks import Ranks
 from quaver.settings import Comm, Float8
 from quaver.trainer import train as train_module
 from quaver.trainer.nonfinite import NonFiniteError
-from quaver.trainer.process import determinism, quiet, watchdog
+from quaver.trainer.process import Watchdog, determinism, quiet
 from quaver.trainer.train import Run, prepare, train
 from quaver.trainer.trained_model import TrainedModel
 from tests.isolated import Forked
@@ -82,11 +82,11 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_config, spoil):
 
 
 def test_steps_in_time_leave_nothing(tmp_path, capsys):
-    with watchdog(tmp_path / "stacks-rank0.txt") as watching:
-        with watching.step(5, "step"):
-            pass
-        with watching.step(0, "step"):
-            time.sleep(0.02)
+    watching = Watchdog(tmp_path / "stacks-rank0.txt")
+    with watching.step(5, "step"):
+        pass
+    with watching.step(0, "step"):
+        time.sleep(0.02)
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().err == ""
 
@@ -100,7 +100,7 @@ def train_slowly(stacks: Path) -> None:
     def compiles_and_calls(n):
         exec(f"def f{n % 7}(n):\n    return deep(n) + sum(x for x in range(5))\nf{n % 7}({n % 30})", {"deep": deep})
 
-    with watchdog(stacks) as watching, watching.step(0.002, "step 1"):
+    with Watchdog(stacks).step(0.002, "step 1"):
         until, n = time.monotonic() + 1.5, 0
         while time.monotonic() < until:
             compiles_and_calls(n := n + 1)
