@@ -71,7 +71,7 @@ class RunFolder:
             FileExistsError: the folder has files already, and the run does not resume.
             FileNotFoundError: there is no checkpoint to resume from.
             BlockingIOError: another process writes the run.
-            ValueError: the model differs from that of the run.
+            ValueError: the model or the initial weights differ from those of the run.
             OSError: the folder cannot be created or written.
         """
         dump_folder = expanded(config.job.dump_folder)
@@ -192,6 +192,14 @@ def _unused_path(dump_folder: Path, config: TrainConfig) -> Path:
     return next(path for path in candidates if not path.exists())
 
 
+def resumes(config: TrainConfig) -> bool:
+    """Whether the run continues from a checkpoint of its own, so that it does not read its initial weights."""
+    if config.checkpoint.resume != "auto":
+        return config.checkpoint.resume == "must"
+    path = expanded(config.job.dump_folder) / config.job.name / config.checkpoint.folder
+    return bool(CheckpointFolder(path).steps())
+
+
 def _unwritable(path: Path, error: OSError) -> OSError:
     return type(error)(
         f"cannot write the run folder {str(path)!r}: {error.strerror or error}; give another job.dump_folder"
@@ -267,6 +275,12 @@ def _changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
     for name, (old, new) in changes.items():
         if name.startswith("model."):
             raise ValueError(f"{name} must be {old!r}, that of the run in {str(path)!r}, got {new!r}; start a new run")
+    began, asked = (each["checkpoint"]["initial_load_path"] for each in (before, now))
+    if asked != began:
+        raise ValueError(
+            f"checkpoint.initial_load_path must be {began!r}, from which the run in {str(path)!r} began, got "
+            f"{asked!r}; its checkpoint has the weights"
+        )
     return changes
 
 

@@ -40,7 +40,9 @@ class Checkpoint(Settings, section="checkpoint"):
         -1, "The step to resume from; -1 for the newest. The next save removes newer checkpoints."
     )
     verify: bool = setting(True, "Compare size and xxh3_128 of every file with the manifest before loading.")
-    initial_load_path: str = setting("", "Initial weights: a step-... folder, or one from quaver convert hf-to-quaver.")
+    initial_load_path: str = setting(
+        "", "Initial weights: a step-... folder, or one from quaver convert hf-to-quaver. A resume does not read them."
+    )
 
     def check(self) -> None:
         """Refuse a folder that is a path, and settings that nothing would read."""
@@ -49,9 +51,6 @@ class Checkpoint(Settings, section="checkpoint"):
             self.require_default("folder", "interval", "keep_latest_k", "async_mode", unless="checkpoint.enable")
         if self.resume == "never":
             self.require_default("load_step", unless="checkpoint.resume is auto or must")
-        if self.resume == "must":
-            fix = "its own checkpoint has the weights"
-            self.require_default("initial_load_path", unless="the run may begin anew", fix=fix)
         self.require(self.load_step >= -1, "load_step", "-1 or the step of a checkpoint")
 
     @property

@@ -13,7 +13,7 @@ import torch
 from quaver.conversion.report import ConversionReport
 from quaver.data import TokenData, load_data
 from quaver.runs.checkpoint_folder import read_record
-from quaver.runs.run_folder import RunFolder, provenance
+from quaver.runs.run_folder import RunFolder, provenance, resumes
 from quaver.runtime.agreement import on_every_rank
 from quaver.runtime.devices import resolve_device
 from quaver.runtime.ranks import Ranks
@@ -104,14 +104,14 @@ def _check_recordable(config: TrainConfig) -> None:
 
 
 def check_environment(config: TrainConfig) -> None:
-    """Refuse a logger without its package, and initial weights that are missing.
+    """Refuse a logger without its package, and initial weights that are missing where the run begins from them.
 
     Raises:
         ValueError: a package is missing, or the checkpoint has another format.
         FileNotFoundError: there is no checkpoint.
     """
     check_loggers(config.metrics)
-    if config.checkpoint.initial_load_path:
+    if config.checkpoint.initial_load_path and not resumes(config):
         read_record(config.checkpoint.initial_weights)
 
 

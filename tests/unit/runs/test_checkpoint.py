@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import quaver.trainer.train as train_module
+from quaver.cli import main
 from quaver.optim import load_states_of
 from quaver.roofline.device_specs import peak_flops
 from quaver.runs.checkpoint_folder import RECORD, CheckpointFolder, read_record
@@ -17,6 +18,7 @@ from quaver.runs.errors import CheckpointError
 from quaver.runs.json_lines import read_metrics
 from quaver.runs.manifest import MANIFEST
 from quaver.settings import Checkpoint, Float8, TrainConfig
+from quaver.settings.config_file import load_config
 from quaver.trainer.optimizer import build_optimizer
 from quaver.trainer.train import Run, prepare, train
 from tests.thinned import at_night
@@ -240,6 +242,19 @@ def test_initial_weights_of_another_run(config, finished):
     for ours, theirs in zip(second.models, finished.models, strict=True):
         assert _same(theirs.model.state_dict(), ours.model.state_dict())
         assert not ours.optimizer.state
+
+
+def test_a_run_resumes_without_the_weights_that_it_began_from(config, finished, tmp_path, refused):
+    weights = shutil.copytree(checkpoints(finished).complete(6), tmp_path / "weights")
+    begun = with_steps(config, 2, "begun", resume="auto", initial_load_path=str(weights))
+    folder = run_to_end(begun).folder.path
+    shutil.rmtree(weights)
+    assert main(["train", "--resume", str(folder), "--training.steps=3"]) == 0
+    again = run_to_end(changed(begun, training={"steps": 4}))
+    assert again.began_at_step == 3
+    assert load_config(folder / "config.toml").checkpoint.initial_load_path == str(weights)
+    other = ["train", "--resume", str(folder), f"--checkpoint.initial_load_path={checkpoints(finished).complete(4)}"]
+    assert f"initial_load_path must be '{weights}', from which the run in" in refused(*other)
 
 
 def test_initial_weights_of_a_run_with_dynamic_scaling(config):
