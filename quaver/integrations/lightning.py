@@ -10,7 +10,7 @@ scales of float8 all-gathers after each optimizer step, and save persistent scal
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,8 @@ class Float8Monitor(Callback):
         """Attach the monitor: the strategy has converted and sharded the module."""
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         if trainer.is_global_zero:
-            folder.mkdir(parents=True, exist_ok=True)
+            with suppress(OSError):  # the monitor raises it on all ranks
+                folder.mkdir(parents=True, exist_ok=True)
         options = {"sink": folder / FILE_NAME, **self._options}
         self.monitor = Monitor(pl_module, completed_steps=trainer.global_step, **options)
 

@@ -10,11 +10,16 @@ step ends with `optimizer.step()` (step_ends.py), or with `Monitor.step()`. Wher
 weights travel to the first rank in one collective, and become one line of a record (record.py): from each rank, also
 one on which nothing ran.
 
+[Note: a sink that fails] An observer must not end a training. A record whose header cannot be written is an error of
+the constructor, on all ranks. A later line that cannot be written ends the monitor on all ranks, with one warning: they
+agree on it at the end of each sampled step.
+
 Without a probe nothing is called. With one, a step that is not sampled costs a call per cast and result.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +41,7 @@ from quaver.numerics.extras import WIDTH as EXTRAS_WIDTH
 from quaver.numerics.extras import describe_extras, describe_sums
 from quaver.numerics.observe import Sampling
 from quaver.numerics.probe import GroupedProbe, Probe
-from quaver.numerics.ranks import disagreeing, gather
+from quaver.numerics.ranks import Gathered, disagreeing, gather
 from quaver.numerics.record import SCHEMA, RecordWriter
 from quaver.numerics.sites import Site, describe, sites_of
 from quaver.numerics.statistics import STATISTICS, finish, new_slots
@@ -46,6 +51,7 @@ from quaver.runtime.names import plain_name
 from quaver.torch_private.autograd import runs_in_backward
 
 CPU = torch.device("cpu")
+logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -88,7 +94,8 @@ class Monitor:
         ValueError: `every` or `extras_every` is out of range, `hardware` is a GPU whose sums are not known, or needs
             `extras_every`, or the model has no float8 linears.
         TypeError: `sink` is none of these.
-        RuntimeError: another monitor watches this model.
+        RuntimeError: another monitor watches this model; or, on other ranks, the first rank's sink raised.
+        Exception: what `sink` raises for the header. Several ranks make the monitor together, and all of them raise.
     """
 
     def __init__(
@@ -121,18 +128,23 @@ class Monitor:
             raise RuntimeError("another monitor watches this model; close it first")
         self._group, self._hardware = group, hardware
         self._sampled_step = -1
+        self._unhook: Callable[[], None] = _nothing
         self._is_first = not dist.is_initialized() or dist.get_rank(group) == 0
         self._sink = _as_sink(sink) if self._is_first else None
         self._sampling = Sampling(rule)
         self._rows = self._attach()
         self.header = self._header()
-        self._write(self.header)
         self._is_open = True
+        try:
+            self._raise_together(self._error_of_writing(self.header))
+        except BaseException:
+            self.close()
+            raise
         self._plan_next()
         self._ends = StepEnds(model, self._on_any_rank)
-        self._hook = None
-        if not steps_by_hand:
-            self._hook = register_optimizer_step_post_hook(lambda optimizer, *_: self._after_optimizer(optimizer))
+        self._has_hook = not steps_by_hand
+        if self._has_hook:
+            self._unhook = _after_each_optimizer_step(self._after_optimizer)
 
     def _attach(self) -> list[_Row]:
         rows = []
@@ -170,9 +182,9 @@ class Monitor:
         """End a training step. Does nothing where none ran since the last end on any rank, as after `optimizer.step()`.
 
         Needed where no optimizer of PyTorch steps: when a step is skipped, or inside a backward. A collective: every
-        rank calls it, also one without a batch.
+        rank calls it, also one without a batch. Does nothing after the monitor has ended.
         """
-        if self._hook is None or self._on_any_rank(self._sampling.ran):
+        if self._is_open and (not self._has_hook or self._on_any_rank(self._sampling.ran)):
             self._ends.called()
             self._end(1)
 
@@ -180,7 +192,8 @@ class Monitor:
         self.completed_steps += steps
         if self._sampling.on:
             self._sample()
-        self._plan_next()
+        if self._is_open:
+            self._plan_next()
 
     def _on_any_rank(self, condition: bool) -> bool:
         """Whether `condition` holds on any rank; a collective."""
@@ -196,6 +209,9 @@ class Monitor:
 
         A step whose loss is not finite is repeated to find the reason (trainer/nonfinite.py); few such are sampled.
         """
+        if not self._is_open:
+            yield
+            return
         self._sampling.end_step(self._sampled_step != self.completed_steps)
         try:
             yield
@@ -203,7 +219,8 @@ class Monitor:
                 self._sample()
         finally:
             self._clear()
-            self._plan_next()
+            if self._is_open:
+                self._plan_next()
 
     def _plan_next(self) -> None:
         step = self.completed_steps + 1
@@ -218,15 +235,23 @@ class Monitor:
         self._sampling.end_step(is_sampled, frozenset(numbers.values()), frozenset(numbers[name] for name in with_sums))
 
     def _after_optimizer(self, optimizer: Optimizer) -> None:
-        if not runs_in_backward() and (steps := self._ends.ended_by(optimizer, self._sampling)):
+        if self._is_open and not runs_in_backward() and (steps := self._ends.ended_by(optimizer, self._sampling)):
             self._end(steps)
 
     def _sample(self) -> None:
         self._sampled_step = self.completed_steps
         gathered = gather(self._slots(), self._extras() if self._sampling.with_extras else None, self._group)
         self._clear()
-        if gathered is None or gathered.slots.equal(new_slots(len(self._rows), CPU)):  # nothing ran on any rank
-            return
+        error = None
+        if gathered is not None and not gathered.slots.equal(new_slots(len(self._rows), CPU)):  # something ran
+            error = self._error_of_writing(self._sample_of(gathered))
+        if self._on_any_rank(error is not None):
+            if error is not None:
+                logger.warning("the monitor ends after step %s: %s", f"{self.completed_steps:,}", _words(error))
+            self.close()
+
+    def _sample_of(self, gathered: Gathered) -> dict[str, Any]:
+        """The line of this step, which `samples` gets."""
         weights = [row.weight_numel for row in self._rows]
         sample = {"kind": "sample", "step": self.completed_steps, **finish(gathered.slots, weights)}
         odd = disagreeing(gathered.by_rank, self._whole_weights())
@@ -237,7 +262,7 @@ class Monitor:
             if self._hardware is not None:
                 sample["sums"] = describe_sums(gathered.extras.numpy())
         self.samples.append(sample)
-        self._write(sample)
+        return sample
 
     def _whole_weights(self) -> list[int]:
         """The rows of weights that this step multiplied by as a whole on this rank, so that all ranks have the same."""
@@ -261,23 +286,36 @@ class Monitor:
         for row in self._rows:
             row.probe.clear()
 
-    def _write(self, line: dict[str, Any]) -> None:
-        if self._sink is not None:
-            self._sink.write(line)
+    def _error_of_writing(self, line: dict[str, Any]) -> Exception | None:
+        """Write a line and return what the sink raised. What a callback of alarms raises is meant to end the step."""
+        try:
+            if self._sink is not None:
+                self._sink.write(line)
+        except Exception as error:
+            if isinstance(self._sink, AlarmSink) and error is self._sink.raised_by_callback:
+                raise
+            return error
+        return None
+
+    def _raise_together(self, error: Exception | None) -> None:
+        if self._on_any_rank(error is not None):
+            raise error or RuntimeError("the first rank cannot write the record of its monitor")
 
     def close(self) -> None:
         """Stop: the linears have no probes again. Compiled code is compiled anew without them."""
+        self._unhook()
         if not self._is_open:
             return
         self._is_open = False
-        if self._hook is not None:
-            self._hook.remove()
         for weight in self._weights.values():
             for name in ("probe", "probes"):
                 vars(weight.module).pop(name, None)
         self._sampling.close()
         if self._sink is not None:
-            self._sink.close()
+            try:
+                self._sink.close()
+            except Exception as error:  # noqa: BLE001 - [Note: a sink that fails]
+                logger.warning("the record of the monitor may be incomplete: %s", _words(error))
             self._sink = None
 
     def __enter__(self) -> Monitor:
@@ -309,6 +347,43 @@ def _as_sink(sink: Any) -> Sink | None:
     if callable(sink):
         return _FunctionSink(sink)
     raise TypeError(f"sink: expected a path, a function or an object with write and close, got {sink!r}")
+
+
+def _after_each_optimizer_step(act: Callable[[Optimizer], None]) -> Callable[[], None]:
+    """Call `act` after each step of any optimizer, until the function that is returned was called.
+
+    That may be inside `act`: torch iterates over the hooks then, so that this one stays until the next call, and does
+    nothing.
+    """
+    is_running, is_over = False, False
+
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        nonlocal is_running
+        if not is_over:
+            is_running = True
+            try:
+                act(optimizer)
+            finally:
+                is_running = False
+
+    handle = register_optimizer_step_post_hook(hook)
+
+    def end() -> None:
+        nonlocal is_over
+        is_over = True
+        if not is_running:
+            handle.remove()
+
+    return end
+
+
+def _nothing() -> None:
+    pass
+
+
+def _words(error: Exception) -> str:
+    line = next(iter(str(error).splitlines()), "")
+    return f"its sink raised {type(error).__name__}: {line}"
 
 
 def _is_watched(weight: ModuleWeight) -> bool:

@@ -61,6 +61,8 @@ class AlarmSink:
         self._recalls = None if recalls is None else Path(recalls)
         self._header: dict[str, Any] = {}
         self._last: deque[dict[str, Any]] = deque(maxlen=keep)
+        self.raised_by_callback: BaseException | None = None
+        """What `on_event` raised last, unlike what could not be written."""
 
     def write(self, line: dict[str, Any]) -> None:
         """Take a header or a sample. Raises OSError where a file cannot be written, and what `on_event` raises."""
@@ -90,7 +92,11 @@ class AlarmSink:
         if isinstance(event, Alarm) and event.rule == "nonfinite" and self._post_mortem is not None:
             self._write_post_mortem(self._post_mortem, event)
         if self._on_event is not None:
-            self._on_event(event)
+            try:
+                self._on_event(event)
+            except BaseException as error:
+                self.raised_by_callback = error
+                raise
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._sink is not None:

@@ -156,6 +156,31 @@ def test_a_rank_without_a_batch_joins_the_collectives(by_hand):
     assert not of_second
 
 
+def of_ranks_with_a_sink_that_fails():
+    model, lines = make("tensorwise"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0)
+
+    def sink(line):
+        if line["step"] == failing:
+            raise OSError(28, "No space left on device")
+        lines.append(line)
+
+    failing, errors = 1, []
+    with contextlib.suppress(OSError, RuntimeError):
+        monitor(model, every=1, sink=sink)
+        errors.append("no error")
+    failing = 2
+    with counted_collectives() as calls, monitor(model, every=1, sink=sink) as watching:
+        for batch in batches():
+            model(batch).square().sum().backward()
+            optimizer.step()
+    return errors, len(calls), [line["step"] for line in lines], model[0].probe is None and not watching._is_open
+
+
+def test_a_sink_that_fails_on_the_first_rank_ends_the_monitor_on_all():
+    assert run(2, of_ranks_with_a_sink_that_fails) == [([], 2, [1, 1], True), ([], 2, [], True)]
+
+
 def of_expert_parallel_ranks(splits):
     experts, parts = converted("rowwise"), tokens_of(2, 2)
     mine = parts[dist.get_rank()]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 import quaver
@@ -350,6 +351,62 @@ def test_wrong_arguments(options, error, message):
     with pytest.raises(error, match=message):
         monitor(model, **options)
     assert model.up.probe is None
+
+
+class Failing:
+    """A sink that takes so many lines."""
+
+    def __init__(self, error, lines=2):
+        self.error, self.lines = error, lines
+
+    def write(self, line):
+        if not self.lines:
+            raise self.error
+        self.lines -= 1
+
+    def close(self):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("no network\nat all")])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_sink_that_fails_ends_the_monitor_and_not_the_training(error, by_hand, caplog):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters())
+    with monitor(model, every=1, sink=Failing(error), steps_by_hand=by_hand) as watching:
+        after = register_optimizer_step_post_hook(lambda *_: None)  # torch goes on to it after the monitor's own
+        for _ in range(4):
+            model(torch.randn(4, 48).bfloat16()).sum().backward()
+            optimizer.step()
+            watching.step()
+        with watching.repeating():
+            model(torch.randn(4, 48).bfloat16()).sum().backward()
+    after.remove()
+    assert [sample["step"] for sample in watching.samples] == [1, 2]
+    line, of_close = caplog.messages
+    assert line.startswith(f"the monitor ends after step 2: its sink raised {type(error).__name__}: ")
+    assert "\n" not in line
+    assert "may be incomplete" in of_close
+    with monitor(model):  # there are no probes left
+        pass
+
+
+@pytest.mark.parametrize("sink", ["missing/numerics.jsonl", "damaged.jsonl", Failing(RuntimeError("mine"), lines=0)])
+def test_a_monitor_whose_header_cannot_be_written_leaves_no_probes(tmp_path, sink):
+    (tmp_path / "damaged.jsonl").write_text("hello\n")
+    model = make()
+    for _ in range(2):
+        with pytest.raises((OSError, ValueError, RuntimeError), match="No such file|is damaged|mine"):
+            monitor(model, sink=tmp_path / sink if isinstance(sink, str) else sink)
+    assert "probe" not in vars(model.up)
+
+
+def test_a_monitor_may_be_closed_by_its_sink_and_then_samples_no_more():
+    model, lines = make(), []
+    watching = monitor(model, every=1, sink=lambda line: (lines.append(line), len(lines) == 2 and watching.close()))
+    train(model, steps=3)
+    watching.step()
+    assert [line["step"] for line in lines] == [1, 1]
 
 
 def test_a_model_without_float8_and_a_second_monitor_are_refused():
