@@ -33,6 +33,7 @@ from quaver.settings.config_file import load_config, write_config
 from quaver.settings.fields import expanded
 
 CONFIG = "config.toml"
+WANDB_ID = "wandb_id.txt"
 
 RUN_FILES = (
     *(
@@ -44,7 +45,7 @@ RUN_FILES = (
         "data.json",
         "conversion_report.json",
     ),
-    *("summary.json", "curves.png"),
+    *("summary.json", "curves.png", WANDB_ID),
 )
 
 UNRELATED = ("job", "checkpoint", "metrics", "numerics", "comm", "profiling")

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
 from quaver.roofline.device_specs import PeakFlops
 from quaver.runs.errors import OutputError, OutputFailures, writing
 from quaver.runs.json_lines import JsonLines
+from quaver.runs.run_folder import WANDB_ID, RunFolder
 from quaver.runtime.devices import describe
 from quaver.settings import Metrics, TrainConfig
 from quaver.settings.parallel_dims import ParallelDims
@@ -71,11 +73,11 @@ class _TensorBoard:
 class _Wandb:
     """Its methods raise OutputError: the service has errors of its own."""
 
-    def __init__(self, project: str, folder: Path, settings: dict[str, Any]) -> None:
-        # With the same id, a resumed run continues its curves.
+    def __init__(self, project: str, folder: Path, settings: dict[str, Any], *, resumes: bool) -> None:
+        identity = _wandb_id(folder, resumes=resumes)
         with _reaching_wandb():
             self._run = importlib.import_module("wandb").init(
-                project=project, dir=str(folder), name=folder.name, id=folder.name, resume="allow", config=settings
+                project=project, dir=str(folder), name=folder.name, id=identity, resume="allow", config=settings
             )
 
     def write(self, record: dict[str, Any]) -> None:
@@ -91,6 +93,18 @@ class _Wandb:
     def close(self) -> None:
         with _reaching_wandb():
             self._run.finish()
+
+
+def _wandb_id(folder: Path, *, resumes: bool) -> str:
+    """Return the id under which a resumed run continues its curves, a new one for a run that begins.
+
+    The folder keeps it: runs in other folders may have the same name. Raises OutputError.
+    """
+    path = folder / WANDB_ID
+    with writing(path):
+        if not (resumes and path.exists()):
+            path.write_text(uuid4().hex[:16] + "\n", encoding="utf-8")
+        return path.read_text(encoding="utf-8").strip()
 
 
 @contextmanager
@@ -127,9 +141,9 @@ def check_loggers(config: Metrics) -> None:
 
 @contextmanager
 def open_loggers(
-    config: Metrics, metrics: Path, settings: dict[str, Any], failures: OutputFailures
+    config: Metrics, folder: RunFolder, settings: dict[str, Any], failures: OutputFailures
 ) -> Iterator[list[Logger]]:
-    """Open `metrics` (JSON lines) and the loggers that `config` enables, and close them after the block.
+    """Open metrics.jsonl and the loggers that `config` enables, and close them after the block.
 
     Args:
         settings: the resolved config, which Weights & Biases stores with the run.
@@ -137,13 +151,13 @@ def open_loggers(
     Raises:
         OutputError: one cannot be opened.
     """
-    loggers: list[Logger] = [JsonLines(metrics)]
-    folder = metrics.parent
+    loggers: list[Logger] = [JsonLines(folder.metrics)]
     try:
         if config.enable_tensorboard:
-            loggers.append(_TensorBoard(folder / config.save_tb_folder))
+            loggers.append(_TensorBoard(folder.path / config.save_tb_folder))
         if config.enable_wandb:
-            loggers.append(_Wandb(config.wandb_project, folder, settings))
+            resumes = folder.resume_step is not None
+            loggers.append(_Wandb(config.wandb_project, folder.path, settings, resumes=resumes))
         yield loggers
     finally:
         for logger in loggers:

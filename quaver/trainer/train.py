@@ -320,7 +320,7 @@ def _outputs(run: Run, failures: OutputFailures) -> Iterator[Outputs]:
         scales = None
         if folder is not None:
             with failures.noting():
-                opened = open_loggers(config, folder.metrics, asdict(run.config), failures)
+                opened = open_loggers(config, folder, asdict(run.config), failures)
                 loggers = stack.enter_context(opened)
                 if config.float8_scales_freq > 0 and any(model.scaling for model in run.models):
                     scales = JsonLines(folder.float8_scales)

@@ -9,9 +9,12 @@ import torch
 
 from quaver import Float8Linear
 from quaver.numerics.record import Record
-from quaver.runs.errors import OutputError
+from quaver.runs.errors import OutputError, OutputFailures
 from quaver.runs.json_lines import read_metrics
-from quaver.settings import TrainConfig
+from quaver.runs.run_folder import RunFolder
+from quaver.runtime.ranks import Ranks
+from quaver.settings import Metrics, TrainConfig
+from quaver.trainer.metrics import open_loggers
 from quaver.trainer.nonfinite import NonFiniteError
 from quaver.trainer.train import prepare, train
 from tests.unit.trainer.runs import changed, numbers, run_to_end
@@ -128,9 +131,27 @@ def test_loggers_get_every_number(watched_config, wandb):
     assert histogram.num == pytest.approx(record.histograms[2].before[at].sum())
     counts, edges = in_wandb(f"numerics/log2_before/{name}")[1]
     assert len(edges) == len(counts) + 1
-    assert (wandb.asked["project"], wandb.asked["id"], wandb.asked["resume"]) == ("p", "tiny", "allow")
+    assert (wandb.asked["project"], wandb.asked["name"], wandb.asked["resume"]) == ("p", "tiny", "allow")
     assert wandb.asked["config"]["model"]["dim"] == 32
     assert wandb.finished == [True]
+
+
+def test_runs_of_one_name_have_ids_of_their_own_which_resumes_keep(tmp_path, wandb):
+    def id_of(folder: str, resume_step: int | None) -> str:
+        path = tmp_path / folder / "same-name"
+        path.mkdir(parents=True, exist_ok=True)
+        with open_loggers(Metrics(enable_wandb=True), RunFolder(path, resume_step), {}, OutputFailures(Ranks())):
+            return wandb.asked["id"]
+
+    first, other, resumed, again = (id_of(*each) for each in (("a", None), ("b", None), ("a", 2), ("a", None)))
+    assert first == resumed
+    assert len({first, other, again}) == 3
+
+
+def test_an_error_of_wandb_is_one_line(watched_config, wandb):
+    wandb.init = lambda **options: (_ for _ in ()).throw(RuntimeError("no API key\nat all"))
+    with pytest.raises(OutputError, match="^Weights & Biases: RuntimeError: no API key$"):
+        train(prepare(changed(watched_config, metrics={"enable_wandb": True})))
 
 
 def test_a_record_that_cannot_be_written_ends_the_run(watched_config):
