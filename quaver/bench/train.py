@@ -106,7 +106,8 @@ class Train(Recipes, BenchOptions):
 
     def note(self, result: Result) -> str:
         sources = "; ".join(dict.fromkeys(row["peak_source"] for row in result["rows"]))
-        return f"{result['parameters']:,} parameters, {result['step_tokens']:,} tokens a step; MiB: {sources}"
+        eager = "".join(f"; {row['precision']}: {row['eager']}" for row in result["rows"] if row["eager"])
+        return f"{result['parameters']:,} parameters, {result['step_tokens']:,} tokens a step; MiB: {sources}{eager}"
 
 
 def _models_of(plan: RunSetup, planned: list[Planned]) -> list[TrainedModel]:
@@ -143,6 +144,7 @@ def _row(model: TrainedModel, timings: dict[str, Timing], plain: TrainedModel, t
         "timing": asdict(timing),
         "tokens_per_s": tokens / (1e-6 * timing.median_us),
         "time_over_high_precision": timing.median_us / timings[plain.name].median_us,
+        "eager": model.note_on_compile,
         "peak_bytes": peak.peak_bytes,
         "peak_is_exact": peak.exact,
         "peak_source": peak.source,

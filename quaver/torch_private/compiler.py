@@ -10,6 +10,7 @@
   No replacement.
 - `traced_for()`: the name of the backend, WrapBackendDebug._compiler_name, of the frame that Dynamo translates, from
   torch._dynamo.symbolic_convert.tls. torch 2.11 keeps no name. No replacement.
+- `graph_count()`: torch._dynamo.utils.counters["stats"]["unique_graphs"]. No replacement.
 - `recompile_limit(variants)`: torch._dynamo.config.patch of recompile_limit and accumulated_recompile_limit.
   No replacement.
 """
@@ -24,6 +25,7 @@ import torch._dynamo.symbolic_convert as symbolic_convert
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition as partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table as decompositions
@@ -32,6 +34,7 @@ __all__ = [
     "CustomPartitionerFn",
     "OptimizedModule",
     "decompositions",
+    "graph_count",
     "install_partitioner",
     "partition",
     "recompile_limit",
@@ -49,6 +52,11 @@ def traced_for() -> str | None:
     """The name of the backend that gets the code that Dynamo traces now; None if it traces none, or nobody knows."""
     frame = getattr(symbolic_convert.tls, "current_tx", None)
     return None if frame is None else getattr(frame.output.compiler_fn, "_compiler_name", None)
+
+
+def graph_count() -> int:
+    """How many graphs Dynamo has compiled in this process: none of a function that it gave up, which runs eagerly."""
+    return int(counters["stats"]["unique_graphs"])
 
 
 def recompile_limit(variants: int) -> AbstractContextManager[Any]:

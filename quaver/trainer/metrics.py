@@ -240,6 +240,7 @@ def _model_summary(
         "median_step_seconds": seconds,
         "tokens_per_s": tokens_per_s,
         **used,
+        "compiled_graphs": model.compiled_graphs if config.training.compile else None,
         "peak_memory_bytes": model.peak.peak_bytes,
         "peak_memory_exact": model.peak.exact,
         "peak_memory_source": model.peak.source + rank,

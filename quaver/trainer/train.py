@@ -216,6 +216,7 @@ def _compiles(run: Run) -> AbstractContextManager[Any]:
         return nullcontext()
     from quaver.torch_private.compiler import recompile_limit  # imports the compiler, which takes seconds
 
+    torch.compiler.reset()  # code of an earlier run in this process would be taken, and not be counted
     return recompile_limit(VARIANTS_OF_A_BLOCK * sum(len(list(each.model.blocks())) for each in run.models))
 
 
@@ -259,6 +260,8 @@ def _train_step(run: Run, step: int, outputs: "Outputs") -> None:
             measure_memory = _is_memory_due(run, model, step, outputs.profiling)
             result = model.train_step(step, batches, measure_memory=measure_memory)
         _record_step(run, model, step, result, outputs)
+        if steps_here == 1 and model.note_on_compile:
+            outputs.display.line(f"{model.name}: {model.note_on_compile}")
     progress.step = step
     progress.consumed_sequences += training.step_batch_size
 

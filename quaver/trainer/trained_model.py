@@ -89,6 +89,8 @@ class TrainedModel:
     """With validation.high_precision_too, the loss of the same weights with every linear in high precision."""
     expert_load: Tensor | None = field(init=False, default=None, repr=False)
     """The share of the last step's tokens that each expert took, [layers, E]; None without experts."""
+    compiled_graphs: int = field(init=False, default=0)
+    """With training.compile, the graphs that its steps have compiled."""
     precision: str = field(init=False)
     monitor: Monitor | None = field(init=False, default=None, repr=False)
     """Samples the numerics of its float8 matmuls, where numerics.every asks for it."""
@@ -112,7 +114,9 @@ class TrainedModel:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on tokens sent to experts of other ranks, and on weights rounded before their cast."""
+        """Sentences on tokens sent to experts of other ranks, on weights rounded before their cast, and, after a step,
+        on a training.compile that compiled nothing.
+        """
         split = [(each, each.dispatcher) for each in self._experts if each.dispatcher is not None]
         notes = list(dict.fromkeys(dispatcher.note(each) for each, dispatcher in split))
         training, gathered = self.config.training, self.config.float8.enable_fsdp_float8_all_gather
@@ -124,7 +128,24 @@ class TrainedModel:
                 f"FSDP2 gathers weights in {training.mixed_precision_param}: float8 casts read rounded weights, where "
                 "one process and float8 all-gathers cast those in " + training.dtype
             )
+        if self.step_seconds and self.note_on_compile:
+            notes.append(self.note_on_compile)
         return notes
+
+    @property
+    def note_on_compile(self) -> str:
+        """Why training.compile has compiled nothing in the steps so far; empty if it has, or is off.
+
+        A graph break inside a checkpoint makes Dynamo give up the whole frame, and expert parallelism breaks graphs.
+        """
+        if not self.config.training.compile or self.compiled_graphs:
+            return ""
+        note = "training.compile compiled no graph, so the blocks run eagerly"
+        is_split = any(each.dispatcher is not None for each in self._experts)
+        if is_split and self.config.activation_checkpoint.mode in ("selective", "full"):
+            why = "expert parallelism ends graphs, and torch compiles no part of a checkpoint"
+            return f"{note}: {why}; set activation_checkpoint.mode = none, or training.compile = false"
+        return f"{note}; TORCH_LOGS=graph_breaks says why"
 
     @property
     def has_countable_memory(self) -> bool:
@@ -187,6 +208,7 @@ class TrainedModel:
 
     def _forward_backward(self, batches: Sequence[Batch]) -> Tensor:
         """Accumulate the gradients of the mean loss over `batches`; return that loss (float32, detached)."""
+        graphs = self._graph_count()
         loss_sum = torch.zeros((), device=self.device)
         once = self.ranks.is_alone or self.config.float8.cast_weights_once
         with self._in_precision(), cast_weights_once(self.model) if once else nullcontext():
@@ -194,7 +216,15 @@ class TrainedModel:
                 loss = self._loss(batch) / len(batches)
                 loss.backward()
                 loss_sum += loss.detach()
+        self.compiled_graphs += self._graph_count() - graphs
         return loss_sum
+
+    def _graph_count(self) -> int:
+        if not self.config.training.compile:
+            return 0
+        from quaver.torch_private.compiler import graph_count  # imports the compiler, which takes seconds
+
+        return graph_count()
 
     def _loss(self, batch: Batch) -> Tensor:
         with autocast_of(self.config.training, self.device):

@@ -74,6 +74,9 @@ def test_compiled_blocks_train_alike(where, tmp_path, monkeypatch, recipe, backe
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one to train, one to validate
     eager, compiled = (json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in "rc")
     loss, expected = (summary["runs"][recipe]["validation_loss"] for summary in (compiled, eager))
+    assert eager["runs"][recipe]["compiled_graphs"] is None
+    assert compiled["runs"][recipe]["compiled_graphs"] >= 1
+    assert not compiled["notes"]
     assert loss == pytest.approx(expected, rel=tolerance)
     peaks = [summary["runs"][recipe]["peak_memory_bytes"] for summary in (eager, compiled)]
     assert 0.5 < peaks[1] / peaks[0] < 1.5

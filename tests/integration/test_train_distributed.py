@@ -70,7 +70,8 @@ LAYOUTS = {
     # name: (ranks, reference, words, tolerance)
     "shard": (2, "hp", HP, EXACT),
     "all_gather": (2, "tensorwise", [*ALL_GATHER, "--job.compare"], FLOAT8),
-    "mixture_split": (2, "mixture", [*MIXTURE, *SPLIT_BY_2], FLOAT8),
+    # Its blocks are not compiled, which the run says; "mixture_split_compiled" without checkpoints is.
+    "mixture_split": (2, "mixture", [*MIXTURE, *SPLIT_BY_2, *SELECTIVE, "--training.compile"], FLOAT8),
     "mixture_shard_split": (4, "mixture", [*MIXTURE, *SPLIT_BY_2, *ALL_GATHER, *SELECTIVE], FLOAT8),
     "delayed_all_gather": (2, "delayed", [*DELAYED, *ALL_GATHER], FLOAT8),
     "shard_tensor": (4, "hp", [*HP, *TENSOR], EXACT),
@@ -270,6 +271,15 @@ def test_the_summary_tells_of_the_ranks(on_two, on_four, references):
     assert run["peak_memory_bytes"] < sharded["peak_memory_bytes"] < alone["peak_memory_bytes"]
     assert run["peak_memory_source"].endswith(", of rank 0")
     assert "global_batch_size = 8" in (references / "shard_tensor" / "config.toml").read_text()
+
+
+def test_a_compile_that_compiles_nothing_is_told(on_two, references):
+    summary = json.loads((references / "mixture_split" / "summary.json").read_text())
+    (run,) = summary["runs"].values()
+    assert run["compiled_graphs"] == 0
+    note = "training.compile compiled no graph, so the blocks run eagerly: expert parallelism ends graphs"
+    assert sum(note in each for each in summary["notes"]) == 1
+    assert on_two.stdout.count(f"rowwise: {note}") == 1  # after the first step
 
 
 def test_only_the_first_rank_speaks(on_two):
