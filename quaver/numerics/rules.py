@@ -211,17 +211,21 @@ def _jump(now: Seen, sample: Sample) -> Measure | None:
     """Powers of two between a level and all of its last four, where that is beyond six of its deviations.
 
     The level of a weight or an activation is its amax, in one sample. Gradients follow their batch: theirs is the rms,
-    and the sample before must have jumped, too.
+    and the sample before must have jumped, too. A weight in the first samples is compared with those that there are,
+    and jumps by `GROWTH_BITS`: a learning rate that is far too high acts in the first step.
     """
     is_gradient = now.key.operand.startswith("grad")
     before = sample.before(now)
     levels = [each.log2("rms" if is_gradient else "amax") for each in [*before[-8:], now]]
     recent, past = (levels[-2:], levels[:-2]) if is_gradient else (levels[-1:], levels[:-1])
     usual = [level for level in past if level is not None]
-    if None in recent or now.nonfinite or len(usual) < 3:
+    is_early = len(usual) < 3
+    if None in recent or now.nonfinite or not usual or (is_early and now.key.operand != "weight"):
         return None
-    steps = [abs(b - a) for a, b in zip(usual, usual[1:], strict=False)]
-    at = max(GRADIENT_JUMP_BITS if is_gradient else JUMP_BITS, 6 * 1.4826 * statistics.median(steps))
+    at = GROWTH_BITS
+    if not is_early:
+        steps = [abs(b - a) for a, b in zip(usual, usual[1:], strict=False)]
+        at = max(GRADIENT_JUMP_BITS if is_gradient else JUMP_BITS, 6 * 1.4826 * statistics.median(steps))
     low, high = min(usual[-4:]), max(usual[-4:])
     reached = [level for level in recent if level is not None]
     value = max(min(reached) - high, low - max(reached), 0.0)

@@ -79,6 +79,13 @@ def test_a_value_between_raising_and_clearing_keeps_an_alarm():
     assert [(type(each), each.step) for each in found] == [(Alarm, 3), (Cleared, 8)]
 
 
+def test_weights_that_a_learning_rate_ruins_in_the_first_step_alarm_in_the_second():
+    (alarm, *_) = events({(DOWN, "weight"): scaled("weight", 1e4), (UP, "output"): scaled("output", 1e4)}, range(2, 99))
+    assert (alarm.rule, alarm.layer, alarm.operand, alarm.step) == ("jump", DOWN, "weight", 2)
+    warmed_up = {(layer, "weight"): scaled("weight", 100) for layer in LAYERS}
+    assert events(warmed_up, range(2, 99), last=3) == []
+
+
 def test_what_follows_a_cause_raises_no_alarm_of_its_own():
     changes = {(layer, "grad_output"): scaled("grad_output", 1e6) for layer in LAYERS}
     changes |= {(layer, "grad_weight"): scaled("grad_weight", 1e6) for layer in LAYERS}
