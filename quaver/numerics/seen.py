@@ -27,6 +27,15 @@ class TensorKey(NamedTuple):
     cast: str
 
 
+def order_of(layer: int, operand: str) -> tuple[int, int, int]:
+    """When a step computes an operand of a layer, by its place in the forward: weights come first, which the step
+    finds; then the forward, then the backward.
+    """
+    place = ORDER.index(operand)
+    stage = 0 if place == 0 else 1 if place < 3 else 2
+    return stage, -layer if stage == 2 else layer, place
+
+
 @dataclass(frozen=True)
 class Seen:
     """The statistics of one tensor at one step, as docs/diagnosing.md names them. None: it has none."""
@@ -52,10 +61,8 @@ class Seen:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """When a step computes it: weights first, which the step finds; then the forward, then the backward."""
-        operand = ORDER.index(self.key.operand)
-        stage = 0 if operand == 0 else 1 if operand < 3 else 2
-        return stage, -self.layer if stage == 2 else self.layer, operand
+        """When a step computes it."""
+        return order_of(self.layer, self.key.operand)
 
     @cached_property
     def peers(self) -> tuple[str, str, str]:

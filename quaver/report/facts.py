@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from quaver.numerics.record import Record
+from quaver.numerics.seen import order_of
 from quaver.recorder.byte_sizes import unit_of
 from quaver.report.maps import worst_cells
 from quaver.report.run import RunData
@@ -61,8 +62,9 @@ def not_finite(record: Record) -> str:
     if not bad.any():
         return ""
     sample = int(bad.any(1).argmax())
-    tensors = np.flatnonzero(bad[sample])
-    where = name_of(record.tensors[int(tensors[0])])
+    tensors, layers = np.flatnonzero(bad[sample]), list(dict.fromkeys(each["layer"] for each in record.tensors))
+    found = [record.tensors[int(position)] for position in tensors]
+    where = name_of(min(found, key=lambda each: order_of(layers.index(each["layer"]), each["operand"])))
     others = f" and {len(tensors) - 1:,} more" if len(tensors) > 1 else ""
     return f"NaN or infinities since step {record.steps[sample]:,}, in {where}{others}"
 

@@ -3,18 +3,23 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quaver.experts.module import Float8Experts
+from quaver.linear.module import Float8Linear
 from quaver.runtime.ranks import plain_tensors
 
 
 class NonFiniteError(RuntimeError):
     """A loss or a gradient norm was not finite; the message names the first non-finite operand."""
+
+    can_continue: bool = True
+    """Whether the models are as the last step left them, so that a checkpoint of it can be written."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class NonFiniteOperand:
     module: str
     operand: str
     position: int = field(default=0, compare=False, repr=False)
+    in_float8: "NonFiniteOperand | None" = field(default=None, compare=False, repr=False)
+    """The first such operand of a float8 module, which is what a monitor's alarm names; may be this one."""
 
     def __str__(self) -> str:
         return f"{self.operand} of {self.module}"
@@ -39,7 +46,7 @@ def find_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> No
     gradients. Compiled blocks run eagerly here, because hooks cannot see inside compiled code. Every rank must call
     this together. Clears the gradients of `model`.
     """
-    search = _Search()
+    search = _Search({name for name, each in model.named_modules() if isinstance(each, Float8Linear | Float8Experts)})
     model.zero_grad(set_to_none=True)
     with torch.compiler.set_stance("force_eager"), _hooked(model, search), warnings.catch_warnings():
         # The first module of a model has no grad_input.
@@ -49,22 +56,30 @@ def find_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> No
         module, _, operand = name.rpartition(".")
         search.check(module, f"grad_{operand}", parameter.grad)
     model.zero_grad(set_to_none=True)
-    return search.found
+    return None if search.found is None else replace(search.found, in_float8=search.found_in_float8)
 
 
 @dataclass
 class _Search:
+    float8: set[str]
+    """The names of modules that compute in float8."""
     found: NonFiniteOperand | None = None
+    found_in_float8: NonFiniteOperand | None = None
     checks: int = 0
 
     def check(self, module: str, operand: str, values: Any) -> None:
         self.checks += 1
         values = values if isinstance(values, tuple) else (values,)
-        if self.found is None and not all(_is_finite(value) for value in values):
-            self.found = NonFiniteOperand(module, operand, self.checks)
+        if self.found is not None and (self.found_in_float8 is not None or module not in self.float8):
+            return
+        if not all(is_finite(value) for value in values):
+            operand_here = NonFiniteOperand(module, operand, self.checks)
+            self.found = self.found or operand_here
+            if module in self.float8:
+                self.found_in_float8 = self.found_in_float8 or operand_here
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     """Whether the part of `value` on this rank is finite, or `value` is not a tensor."""
     # Detached, so that the check saves nothing: a checkpointed block would recompute without it.
     tensors = plain_tensors(value.detach()) if isinstance(value, Tensor) else []

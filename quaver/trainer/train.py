@@ -34,7 +34,7 @@ from quaver.trainer.flops import utilization
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.memory import device_memory, reset_device_peaks
 from quaver.trainer.metrics import Logger, is_spike, open_loggers, remember, summarize
-from quaver.trainer.nonfinite import NonFiniteError
+from quaver.trainer.nonfinite import NonFiniteError, is_finite
 from quaver.trainer.numerics import NumericsLog
 from quaver.trainer.parallelize import parallelize
 from quaver.trainer.plot import draw_curves
@@ -227,16 +227,14 @@ def _train_steps(run: Run, outputs: "Outputs", requests: Requests) -> None:
         has_failed = run.checkpoints.failed or bool(outputs.failures.first)
         if run.ranks.any(requests.stop or has_failed or bool(outputs.alarms.reason), run.device):
             break
-        _train_step(run, progress.step + 1, outputs)
-        _fall_back(run, outputs)
-        if run.folder:
-            with outputs.failures.noting():
-                run.folder.check_exists()
-                if progress.step == run.began_at_step + 1 and config.float8.enable_float8_linear:
-                    # It knows now what multiplied.
-                    run.folder.write_json("conversion_report.json", conversion_report(run.models[0].model).to_dict())
-        if progress.step % config.validation.freq == 0 or progress.step == config.training.steps:
-            _validate(run, progress.step, outputs)
+        try:
+            _train_step(run, progress.step + 1, outputs)
+            _fall_back(run, outputs)
+            _check_folder(run, outputs)
+            if progress.step % config.validation.freq == 0 or progress.step == config.training.steps:
+                _validate(run, progress.step, outputs)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{error}{_saved_before(run, error)}") from error
         if run.checkpoints.is_due(progress.step):
             run.checkpoints.save(progress, run.models)
     outputs.failures.raise_on_all_ranks()
@@ -245,25 +243,59 @@ def _train_steps(run: Run, outputs: "Outputs", requests: Requests) -> None:
     run.checkpoints.wait()
 
 
+def _check_folder(run: Run, outputs: "Outputs") -> None:
+    """Note a run folder that was removed; after the first step record what multiplied, which is known then."""
+    if run.folder is None:
+        return
+    with outputs.failures.noting():
+        run.folder.check_exists()
+        if run.progress.step == run.began_at_step + 1 and run.config.float8.enable_float8_linear:
+            run.folder.write_json("conversion_report.json", conversion_report(run.models[0].model).to_dict())
+
+
 def _train_step(run: Run, step: int, outputs: "Outputs") -> None:
     """Run one step of every model, on the same batches, and record it."""
     training, progress = run.config.training, run.progress
     batches = _to_device(run.data.step_batches(training, progress.consumed_sequences, run.dims), run.device)
     steps_here = step - run.began_at_step
     patience_s = run.config.comm.watchdog_seconds * (FIRST_STEP_PATIENCE if steps_here == 1 else 1)
-    for model in run.models if step % 2 else reversed(run.models):
+    models = run.models if step % 2 else run.models[::-1]
+    for model in models:
         reset_device_peaks(run.device)
         with (
             outputs.watchdog.step(patience_s, f"step {step} of {model.name} on rank {run.ranks.rank}"),
             outputs.profiling.step(step, model.name, model.model, model.optimizer),
         ):
             measure_memory = _is_memory_due(run, model, step, outputs.profiling)
-            result = model.train_step(step, batches, measure_memory=measure_memory)
+            try:
+                result = model.train_step(step, batches, measure_memory=measure_memory)
+            except NonFiniteError as error:
+                outputs.write({"step": step, "run": model.name, "nonfinite": str(error)})
+                error.can_continue = model is models[0]  # else the first one has taken this step
+                raise
         _record_step(run, model, step, result, outputs)
         if steps_here == 1 and model.note_on_compile:
             outputs.display.line(f"{model.name}: {model.note_on_compile}")
     progress.step = step
     progress.consumed_sequences += training.step_batch_size
+
+
+def _saved_before(run: Run, error: NonFiniteError) -> str:
+    """Save the run as the last finite step left it, if it can go on from there; return what an error says about that.
+
+    Weights that are not finite are not saved: the new checkpoint would take the place of an older one.
+    """
+    if not run.config.checkpoint.enable or run.progress.step == run.began_at_step or not error.can_continue:
+        return ""
+    are_finite = all(is_finite(each) for model in run.models for each in model.model.parameters())
+    if run.ranks.any(not are_finite, run.device):
+        return "; the weights are not finite, and are not saved"
+    try:
+        run.checkpoints.save(run.progress, run.models)
+        run.checkpoints.wait()
+    except CheckpointError as failed:
+        return f"; {failed}"
+    return f"; the checkpoint of step {run.progress.step} is from before it"
 
 
 def _is_memory_due(run: Run, model: TrainedModel, step: int, profiling: Profiling) -> bool:

@@ -36,7 +36,7 @@ from quaver.trainer.mixture import (
     take_expert_load,
 )
 from quaver.trainer.model import Llama
-from quaver.trainer.nonfinite import NonFiniteError, find_nonfinite
+from quaver.trainer.nonfinite import NonFiniteError, NonFiniteOperand, find_nonfinite
 from quaver.trainer.optimizer import (
     build_optimizer,
     clip_gradients,
@@ -44,6 +44,8 @@ from quaver.trainer.optimizer import (
     squared_norm_share,
     sum_partial_gradients,
 )
+
+REMEDY = "lower optimizer.lr, raise lr_scheduler.warmup_steps, or leave such steps out with training.nonfinite = skip"
 
 
 def autocast_of(training: Training, device: torch.device) -> torch.autocast:
@@ -242,7 +244,7 @@ class TrainedModel:
         take_expert_load(self._routers, self.ranks.sum)
         self._skipped_in_a_row += 1
         if training.nonfinite != "skip":
-            raise NonFiniteError(where)
+            raise NonFiniteError(f"{where}; {REMEDY}")
         if self._skipped_in_a_row > training.max_nonfinite_steps:
             limit = f"training.max_nonfinite_steps = {training.max_nonfinite_steps}"
             raise NonFiniteError(f"{where}; so had the steps before it, and {limit} were skipped")
@@ -255,8 +257,11 @@ class TrainedModel:
         with self.monitor.repeating() if self.monitor else nullcontext():
             own = find_nonfinite(self.model, replay)
         findings = [found for found in self.ranks.gather(own) if found]
-        first = min(findings, key=lambda found: found.position, default=None)
+        first = min(findings, key=_position, default=None)
+        in_float8 = min((found.in_float8 for found in findings if found.in_float8), key=_position, default=None)
         where = f"first in {first}" if first else "but in no module when the step was repeated eagerly"
+        if in_float8 and in_float8 != first:
+            where += f"; of float8 modules first in {in_float8}"
         return f"{self.name}: step {step} has loss {loss} and gradient norm {grad_norm}, {where}"
 
     @torch.no_grad()
@@ -299,3 +304,7 @@ class TrainedModel:
         has_float8 = any(isinstance(module, Float8Linear) for module in self.model.modules())
         if has_float8 and self.config.float8.precompute_float8_dynamic_scale_for_fsdp:
             precompute_float8_dynamic_scale_for_fsdp(self.model)
+
+
+def _position(found: NonFiniteOperand) -> int:
+    return found.position

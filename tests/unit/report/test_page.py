@@ -98,6 +98,15 @@ def test_operands_that_are_not_finite_are_marked_and_others_that_lack_a_value_ar
     assert not is_healthy(run)
 
 
+def test_the_first_operand_that_is_not_finite_is_that_which_the_step_computed_first(tmp_path):
+    tensors = tensors_of(["a", "b"])
+    values = {name: [0.0] * len(tensors) for name in ("amax", "underflow", "saturated", "sqnr_db")}
+    values["nonfinite"] = [int(each["operand"].startswith("grad")) for each in tensors]
+    write_lines(tmp_path / "numerics.jsonl", [header(tensors), sample(10, values)])
+    (run,) = read_runs([tmp_path])
+    assert "since step 10, in b grad output and " in headline(run)
+
+
 def test_two_runs_share_a_scale(tmp_path):
     runs = read_runs([write_run(tmp_path / name, layers=layers_of(1), seed=at) for at, name in enumerate("ab")])
     write_report(tmp_path / "page.html", runs)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from quaver import Float8Linear
 from quaver.trainer.nonfinite import NonFiniteOperand, find_nonfinite
 
 
@@ -72,6 +73,15 @@ def test_the_first_operand_that_is_not_finite_is_named(found):
     with torch.no_grad():
         SPOILED[found](net, x)
     assert find(net, x) == NonFiniteOperand(*found.split())
+
+
+def test_the_first_operand_of_a_float8_module_is_named_too():
+    net = Net()
+    net.second = Float8Linear(8, 8, bias=False)
+    with torch.no_grad():
+        net.first.weight[0, 3] = torch.inf
+    found = find(net)
+    assert (found, found.in_float8) == (NonFiniteOperand("first", "weight"), NonFiniteOperand("second", "input"))
 
 
 def test_compiled_modules_are_looked_into():

@@ -81,6 +81,32 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_config, spoil):
     assert run.progress.step == 5
 
 
+@pytest.mark.parametrize(
+    ("compare", "bad_step", "ruined", "saved", "says"),
+    [
+        (False, 3, False, ["step-00000002"], "; the checkpoint of step 2 is from before it"),
+        (False, 3, True, [], "; the weights are not finite, and are not saved"),
+        (True, 2, False, [], "training.nonfinite = skip"),  # the baseline has taken the step, the float8 model has not
+    ],
+)
+def test_a_run_that_is_not_finite_leaves_a_record_and_the_step_before(
+    tiny_config, spoil, before_each_step, compare, bad_step, ruined, saved, says
+):
+    config = changed(tiny_config, job={"compare": compare}, float8={"enable_float8_linear": compare})
+    run = prepare(config)
+    spoil(run, {bad_step})
+    weight = next(run.models[0].model.parameters())
+    before_each_step(lambda model, step: weight.data.fill_(math.inf) if ruined and step == bad_step else None)
+    with pytest.raises(NonFiniteError, match=f"step {bad_step} .*model.embed_tokens.*; lower optimizer.lr.*") as error:
+        train(run)
+    assert str(error.value).endswith(says)
+    folder = run.folder.path
+    assert (checkpoints(folder) if (folder / "checkpoint").exists() else []) == saved
+    last = read_metrics(run.folder.metrics)[-1]
+    assert (last["step"], last["run"]) == (bad_step, run.models[0].name)
+    assert "model.embed_tokens" in last["nonfinite"]
+
+
 def test_steps_in_time_leave_nothing(tmp_path, capsys):
     watching = Watchdog(tmp_path / "stacks-rank0.txt")
     with watching.step(5, "step"):
