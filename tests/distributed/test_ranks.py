@@ -3,6 +3,8 @@
 import os
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +12,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from quaver.runs import checkpoint
+from quaver.runtime.agreement import on_first_rank
 from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
-from tests.distributed.ranks import RanksError, run
+from quaver.runtime.ranks import Ranks
+from quaver.trainer.run_setup import begin_folder
+from tests.distributed.ranks import RanksError, on_ranks, run
 
 
 def _sum_of_ranks():
@@ -83,3 +89,33 @@ def test_a_rank_that_dies_is_replaced():
 def test_the_threads_of_a_group_end_with_its_test():
     first, *later = (run(2, _threads_after_redistributing) for _ in range(4))
     assert later == [first] * 3
+
+
+def begin(fails):
+    """Rank 0 alone has the run folder."""
+    rank = dist.get_rank()
+    folder = SimpleNamespace(begin=fails) if rank == 0 else None
+    begin_folder(SimpleNamespace(folder=folder, config=None, ranks=Ranks(rank, rank, 2)))
+
+
+def read(fails):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "read_record", fails if dist.get_rank() == 0 else lambda _: {})
+        checkpoint._verified_record(Path(), Ranks(dist.get_rank(), dist.get_rank(), 2), verifies=False)
+
+
+@pytest.mark.parametrize("work", [on_first_rank, begin, read])
+@on_ranks(2)
+def test_what_rank_0_raises_is_raised_on_all(work):
+    """An error that nobody foresaw, here of a class that cannot be pickled."""
+
+    class Unforeseen(Exception):
+        pass
+
+    def fails(*_):
+        raise Unforeseen("no")
+
+    with pytest.raises((Unforeseen, RuntimeError), match="no") as raised:
+        work(fails)
+    assert dist.get_rank() == 0 or raised.value.__notes__ == ["raised on rank 0"]
+    dist.barrier()
