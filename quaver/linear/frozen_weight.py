@@ -83,11 +83,11 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
     Attributes:
         data_fp8: float8 [N, K] or [E, rows, columns]; of a part, fewer of the first dim, or flat.
         dequant_scale: float32 (), [N, 1] or one a block (`block_counts`), of the whole weight; of a stack see the top.
-        is_part: whether this is a shard; see [Note: parts].
+        whole_rows: of a shard, how many rows, or matrices, the whole weight has; else 0. See [Note: parts].
         requantized_sqnr_db: of the last write in high precision; None if there was none.
     """
 
-    is_part: bool
+    whole_rows: int
     requantized_sqnr_db: float | None
 
     @staticmethod
@@ -109,7 +109,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         if isinstance(row, Tensor):
             return
         super().__init__(row, column, typing.cast(torch.dtype, dtype))
-        self.is_part, self.requantized_sqnr_db = False, None
+        self.whole_rows, self.requantized_sqnr_db = 0, None
 
     @classmethod
     def from_codes(cls, codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> FrozenFloat8Weight:
@@ -146,8 +146,14 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         """A weight of other codes, and of other scales where they are given."""
         operand = Operand(codes, self.dequant_scale if dequant_scale is None else dequant_scale)
         made = typing.cast(FrozenFloat8Weight, self.from_operands(operand, operand, dtype or self.dtype))
-        made.is_part, made.requantized_sqnr_db = self.is_part or part, self.requantized_sqnr_db
+        made.whole_rows = self.whole_rows or (self.shape[0] if part else 0)
+        made.requantized_sqnr_db = self.requantized_sqnr_db
         return made
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this is a shard; see [Note: parts]."""
+        return self.whole_rows > 0
 
     @property
     def has_power_of_2_scales(self) -> bool:
@@ -171,12 +177,11 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         counts, is_stack = tuple(self.dequant_scale.shape[-2:]), self.dequant_scale.dim() == 3
         if self.dequant_scale.dim() < 2:
             return None
-        rows, columns = self.shape[-2] if is_stack else self.shape[0], self.shape[-1]
+        rows, columns = self.shape[-2] if is_stack else self.whole_rows or self.shape[0], self.shape[-1]
         if (counts[1] == 1 and counts[0] >= rows) or (is_stack and counts == (1, columns)):
             return None
         for size in ((length, length) for length in reversed(BLOCK_LENGTHS)):
-            expected = block_counts(rows, columns, size)
-            if counts[1] == expected[1] and (counts[0] == expected[0] or (self.is_part and not is_stack)):
+            if counts == block_counts(rows, columns, size):
                 return size
         raise RuntimeError(f"expected scales of blocks for a weight of {list(self.shape)}, got {list(counts)}")
 
@@ -331,25 +336,25 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         return self.data_fp8
 
     def state(self) -> tuple[Any, ...]:
-        return self.data_fp8, self.dequant_scale, self.dtype, self.is_part, self.requantized_sqnr_db
+        return self.data_fp8, self.dequant_scale, self.dtype, self.whole_rows, self.requantized_sqnr_db
 
     @classmethod
     def from_state(cls, *state: Any) -> FrozenFloat8Weight:
-        codes, scale, dtype, is_part, requantized_sqnr_db = state
+        codes, scale, dtype, whole_rows, requantized_sqnr_db = state
         operand = Operand(codes, scale)
         weight = typing.cast(FrozenFloat8Weight, cls.from_operands(operand, operand, dtype))
-        weight.is_part, weight.requantized_sqnr_db = is_part, requantized_sqnr_db
+        weight.whole_rows, weight.requantized_sqnr_db = whole_rows, requantized_sqnr_db
         return weight
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["data_fp8", "dequant_scale"], (self.dtype, self.is_part)
+        return ["data_fp8", "dequant_scale"], (self.dtype, self.whole_rows)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], meta: Any, outer_size: object, outer_stride: object
     ) -> FrozenFloat8Weight:
-        dtype, is_part = meta
-        return FrozenFloat8Weight.from_state(inner["data_fp8"], inner["dequant_scale"], dtype, is_part, None)
+        dtype, whole_rows = meta
+        return FrozenFloat8Weight.from_state(inner["data_fp8"], inner["dequant_scale"], dtype, whole_rows, None)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         what = "a part of " if self.is_part else ""

@@ -586,6 +586,16 @@ def test_a_weight_of_one_row_has_blocks():
     assert linear(draw(4, 300)).isfinite().all()
 
 
+def test_a_shard_has_the_blocks_of_the_whole_weight():
+    """One block a row of either size where a weight has 32 columns."""
+    for recipe, stored in (*STORED.items(), ("rowwise", "rowwise"), ("tensorwise", "tensorwise")):
+        weight = freeze_to_float8(nn.Linear(32, 64), recipe).weight
+        for part in (*weight.split(32), weight[5:7], copy.deepcopy(weight[40:])):
+            assert part.is_part
+            assert part.granularity == stored
+            assert stored in repr(part)
+
+
 def test_data_of_another_weight_has_its_shape_and_brings_its_dtype():
     linear = freeze_to_float8(nn.Linear(300, 200))
     weight = linear.weight
