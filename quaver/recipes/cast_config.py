@@ -6,7 +6,7 @@ config.py puts the casts of the three operands together. Import these names from
 from __future__ import annotations
 
 import enum
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -79,8 +79,10 @@ BLOCK_SIZES = ((128, 128), (1, 128), (32, 32), (1, 32))
 
 
 def check_type(config: object, name: str, expected: type) -> None:
-    """Check a field, which torchao's counterpart of `expected` may fill: quaver's takes its place."""
+    """Check a field. quaver's `expected` takes the place of torchao's counterpart, and of a dict of its fields."""
     value = from_torchao(getattr(config, name), expected)
+    if isinstance(value, dict) and is_dataclass(expected):
+        value = expected(**value)
     object.__setattr__(config, name, value)
     if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
         raise ValueError(f"{name}: expected {expected.__name__}, got {value!r}")
@@ -240,6 +242,27 @@ class CastConfig:
         name = "default format" if self.target_dtype is None else FORMATS[self.target_dtype].name
         scale = "" if self.static_quant_scale is None else f" quant_scale {self.static_quant_scale!r}"
         return f"{self.scaling_type.value} {_granularity(self)} {name}{scale}"
+
+
+class FieldsThatWereGiven:
+    """`__dataclass_fields__` of a config: the fields that its constructor takes, but those that were filled in.
+
+    `dataclasses.replace` and `asdict` hand over the fields that they find here. So a config that is made of them
+    derives anew what was filled in, and takes what its caller gives, be it the very cast that was filled in. Of the
+    class all fields.
+    """
+
+    def __init__(self, of_class: dict[str, Any]) -> None:
+        self.of_class = of_class
+
+    def __get__(self, config: Any, kind: type) -> dict[str, Any]:
+        if config is None:
+            return self.of_class
+        derived = getattr(config, "_derived", ())
+        return {name: each for name, each in self.of_class.items() if each.init and name not in derived}
+
+
+CastConfig.__dataclass_fields__ = FieldsThatWereGiven(CastConfig.__dataclass_fields__)  # type: ignore
 
 
 def _granularity(cast: CastConfig) -> str:

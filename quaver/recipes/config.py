@@ -18,6 +18,7 @@ from quaver.recipes.cast_config import (
     BLOCK_SIZES,
     CastConfig,
     DelayedScalingConfig,
+    FieldsThatWereGiven,
     ScaleCalculationMode,
     ScalingGranularity,
     ScalingType,
@@ -174,7 +175,7 @@ class Float8LinearConfig:
     force_recompute_fp8_weight_in_bwd: InitVar[bool | None] = None
 
     _derived: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
-    """The fields that were left out and filled in; see `_FieldsThatWereGiven`."""
+    """The fields that were left out and filled in; see `FieldsThatWereGiven`."""
     casts: LinearCasts = field(init=False, repr=False, compare=False)
     """The casts by operand and direction."""
     matmuls: LinearMatmuls = field(init=False, repr=False, compare=False)
@@ -283,23 +284,7 @@ class Float8LinearConfig:
         return "; ".join([*matmuls, scales, *([str(self.delayed_scaling_config)] if is_delayed else [])])
 
 
-class _FieldsThatWereGiven:
-    """`__dataclass_fields__` of a config: all but the fields that were filled in; of the class all.
-
-    `dataclasses.replace` hands over the fields that it finds here. So it derives anew what was filled in, and takes
-    what its caller gives, be it the very cast that was filled in.
-    """
-
-    def __init__(self, of_class: dict[str, Any]) -> None:
-        self.of_class = of_class
-
-    def __get__(self, config: Float8LinearConfig | None, kind: type) -> dict[str, Any]:
-        if config is None:
-            return self.of_class
-        return {name: each for name, each in self.of_class.items() if name not in config._derived}
-
-
-Float8LinearConfig.__dataclass_fields__ = _FieldsThatWereGiven(Float8LinearConfig.__dataclass_fields__)  # type: ignore
+Float8LinearConfig.__dataclass_fields__ = FieldsThatWereGiven(Float8LinearConfig.__dataclass_fields__)  # type: ignore
 
 _OPERANDS = (
     ("input", "grad_weight", E4M3.dtype),

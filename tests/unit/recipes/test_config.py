@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import pickle
 import re
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from quaver import (
     float8_linear,
 )
 from quaver.recipes.config import resolve_config
+from tests.reference import BLOCK_RECIPES, RECIPES
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROW, TENSOR = ScalingGranularity.ROWWISE, ScalingGranularity.TENSORWISE
@@ -142,6 +143,20 @@ def test_every_field_is_filled_in_and_nothing_that_was_given_changes():
         assert getattr(config, f"cast_config_{name}") == getattr(config, f"cast_config_{operand}")
         assert getattr(config, f"cast_config_{name}") == getattr(config.casts, operand).column
     assert Float8LinearConfig(cast_config_weight=BLOCKS).casts.weight.column.is_blockwise
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *BLOCK_RECIPES, "delayed", "delayed_with_dynamic_weight"])
+def test_configs_are_made_again_of_their_fields(name):
+    config = Float8LinearConfig.from_recipe_name(name)
+    for given in (asdict(config), {each.name: getattr(config, each.name) for each in fields(config)}):
+        again = Float8LinearConfig(**given)
+        assert again == config
+        assert again.casts == config.casts
+        assert again._derived == config._derived
+    for cast in config.casts.every():
+        assert CastConfig(**asdict(cast)) == cast
+    with pytest.raises(TypeError, match="unexpected keyword argument 'is_rowwise'"):
+        Float8LinearConfig(cast_config_input={"is_rowwise": True})
 
 
 def test_replace_derives_what_was_filled_in_and_keeps_what_was_given():
