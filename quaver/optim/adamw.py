@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.optim.base import Float8Optimizer, Stepped, checked_gradient
+from quaver.optim.base import Float8Optimizer, Stepped, gradient_here
 from quaver.optim.blocks import grid_of
 from quaver.optim.buckets import Update, run_cut_updates, run_updates
 from quaver.optim.options import check_common, check_storages
@@ -119,7 +119,7 @@ class Float8AdamW(Float8Optimizer):
         self, parameter: Tensor, group: dict[str, Any], key: int, copies: list[tuple[Tensor, Tensor]]
     ) -> Update:
         """The update of one parameter. Appends to `copies` the (to, from) pairs to copy after the kernel."""
-        grad = checked_gradient(parameter)
+        grad = gradient_here(parameter)
         grid = grid_of(parameter)
         state = self.state[parameter]
         blocks = blocks_of(parameter, state, group)

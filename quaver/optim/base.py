@@ -86,7 +86,7 @@ class Float8Optimizer(Optimizer):
         """Make one step of all parameters that have gradients.
 
         Raises:
-            ValueError: a gradient that is sparse or has another layout than its parameter.
+            ValueError: a gradient that is sparse or has another layout than its parameter; nothing is changed.
             RuntimeError: a CUDA graph is being captured.
         """
         _check_no_capture(type(self).__name__)
@@ -94,6 +94,9 @@ class Float8Optimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                check_gradient(parameter)  # of all, before a step is counted
         position = 0
         for group in self.param_groups:
             stepped = []
@@ -269,16 +272,22 @@ def _write_to_empty_part(parameter: Tensor) -> None:
         local.zero_()
 
 
-def checked_gradient(parameter: Tensor) -> Tensor:
+def gradient_here(parameter: Tensor) -> Tensor:
     """This rank's part of the gradient, plain and contiguous."""
-    grad = typing.cast(Tensor, parameter.grad)
+    return waited_local_tensor(typing.cast(Tensor, parameter.grad)).detach().contiguous()
+
+
+def check_gradient(parameter: Tensor) -> None:
+    """Raise ValueError for a gradient that is sparse or placed unlike its parameter."""
+    grad = parameter.grad
+    if grad is None:
+        return
     placements = [each.placements if isinstance(each, DTensor) else None for each in (parameter, grad)]
     if grad.is_sparse or placements[0] != placements[1]:
         raise ValueError(
             f"expected a dense gradient with its parameter's placements {placements[0]}, got {grad.layout} with "
             f"{placements[1]}; redistribute it before step()"
         )
-    return waited_local_tensor(grad).detach().contiguous()
 
 
 def _check_state(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -99,9 +101,9 @@ class CombinedOptimizer(Optimizer):
         """Load a state dict of optimizers with the same param groups.
 
         Raises:
-            ValueError: another number of param groups, or what an optimizer refuses; those before it have loaded.
+            ValueError: another number of param groups, or what an optimizer refuses; all stay as they were.
         """
-        with loading(self, state_dict) as state_dict:
+        with loading(self, state_dict) as state_dict, _all_or_none(self.optimizers):
             self._load(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
@@ -123,6 +125,23 @@ class CombinedOptimizer(Optimizer):
         return {**kept, "optimizers": self.optimizers}
 
 
+@contextmanager
+def _all_or_none(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Restore what optimizers had loaded if a load in the block raises."""
+    before = [
+        (dict(each.state), each.param_groups, [dict(group) for group in each.param_groups]) for each in optimizers
+    ]
+    try:
+        yield
+    except Exception:
+        for optimizer, (states, groups, options) in zip(optimizers, before, strict=True):
+            for group, given in zip(groups, options, strict=True):
+                group.clear()
+                group.update(given)
+            optimizer.state, optimizer.param_groups = defaultdict(dict, states), groups
+        raise
+
+
 def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """The optimizers that are combined in this one, or itself."""
     return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
@@ -137,7 +156,7 @@ def load_states_of(target: Optimizer, source: Optimizer) -> None:
 
     Raises:
         ValueError: a parameter is Muon's in one and AdamW's in the other, is missing in `source`, or goes by an option
-            of torch's that `target` lacks.
+            of torch's that `target` lacks; `target` stays as it was.
     """
     found: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]] = {}
     for part in parts_of(source):
@@ -145,11 +164,12 @@ def load_states_of(target: Optimizer, source: Optimizer) -> None:
         for group, theirs in zip(part.param_groups, packed["param_groups"], strict=True):
             for parameter, number in zip(group["params"], theirs["params"], strict=True):
                 found[parameter] = part, theirs, packed["state"].get(number)
-    for part in parts_of(target):
-        if isinstance(part, Float8Optimizer):
-            part._load_torch_state_dict(_torch_state_dict(part, found))
-        else:
-            part.load_state_dict(_torch_state_dict(part, found))
+    with _all_or_none(parts_of(target)):
+        for part in parts_of(target):
+            if isinstance(part, Float8Optimizer):
+                part._load_torch_state_dict(_torch_state_dict(part, found))
+            else:
+                part.load_state_dict(_torch_state_dict(part, found))
     if isinstance(target, CombinedOptimizer):
         target._share()
 

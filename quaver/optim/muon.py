@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quaver.optim.base import Float8Optimizer, Stepped, checked_gradient
+from quaver.optim.base import Float8Optimizer, Stepped, gradient_here
 from quaver.optim.blocks import Run, block_numbers, from_blocks, grid_of, to_blocks
 from quaver.optim.buckets import row_runs, rows_of
 from quaver.optim.cut_blocks import CutPart, agree, store_scales
@@ -118,7 +118,7 @@ class Float8Muon(Float8Optimizer):
 
     def _step_matrix(self, parameter: Tensor, group: dict[str, Any], key: int) -> None:
         state, names = self.state[parameter], layout_of(parameter, group).moments["momentum_buffer"]
-        grad, runs = checked_gradient(parameter), row_runs(grid_of(parameter), key)
+        grad, runs = gradient_here(parameter), row_runs(grid_of(parameter), key)
         runs = runs if grad.numel() else []
         scale = None if names.scale is None else scales_here(parameter, state[names.scale])
         stored = [local_tensor(state[names.values]), scale]

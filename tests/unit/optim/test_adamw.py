@@ -490,6 +490,7 @@ def test_states_that_do_not_fit_are_refused():
         other.load_state_dict(saved)
     with pytest.raises(ValueError, match=r"exp_avg: expected a Parameter \[64, 256\], got Tensor \[64, 512\]"):
         other.load_adamw_state_dict(theirs.state_dict())
-    parameters[0].grad = torch.zeros(64, 512).to_sparse()
+    parameters[-1].grad = torch.zeros_like(parameters[-1]).to_sparse()
     with pytest.raises(ValueError, match="expected a dense gradient"):
         optimizer.step()
+    assert_same(optimizer.state_dict(), before)

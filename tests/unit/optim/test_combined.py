@@ -135,6 +135,24 @@ def test_what_does_not_fit_is_refused():
         load_states_of(Float8AdamW(parameters[1:]), torch.optim.AdamW(parameters[1:2]))
 
 
+@pytest.mark.parametrize("kinds", [OURS, THEIRS])
+def test_a_load_that_the_second_optimizer_refuses_changes_neither(kinds):
+    parameters, optimizer = stepped(kinds=kinds)
+    before, bad = copy.deepcopy((optimizer.state_dict(), stepped(range(5), kinds=kinds)[1].state_dict()))
+    bad["param_groups"][0]["lr"] = 7.0
+    bad["param_groups"][1]["params"].pop()
+    with pytest.raises(ValueError, match=r"param(eter)? group"):
+        optimizer.load_state_dict(bad)
+    assert_same(optimizer.state_dict()["state"], before["state"])
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    source = CombinedOptimizer(torch.optim.Muon([parameters[0]], lr=7.0), torch.optim.AdamW(parameters[1:2]))
+    with pytest.raises(ValueError, match="no state of a parameter"):
+        load_states_of(optimizer, source)
+    assert_same(optimizer.state_dict()["state"], before["state"])
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    make_steps(parameters, optimizer, range(1))
+
+
 @pytest.mark.parametrize("combined", [False, True])
 def test_a_group_without_parameters_keeps_its_options(combined):
     """torch.distributed.checkpoint.state_dict loses them where the group is not the last."""
