@@ -34,14 +34,14 @@ def assert_float8_training(
         optimizer: its optimizer; None to check the model alone.
         allow_frozen: whether float8 linears may have weights without gradients, as under LoRA. One float8 linear must
             still take part in training: its weight, or one that its gradients reach, has to require gradients.
-        require_native: whether the float8 linears that are on a GPU must have multiplied natively, each of them, in
-            all matmuls so far (`Float8Linear.backend`). A CPU always multiplies exactly, and is not asked.
+        require_native: whether the float8 linears must have multiplied on float8 units, each of them, in all matmuls so
+            far (`Float8Linear.backend`). A CPU has none: it always multiplies exactly.
     Raises:
         RuntimeError: with one line for each problem: torchao has converted linears; no linear is in float8; a float8
             linear that its conversion did not finish, that has no weight any more, that did not run though others
             trained, or not since its forward was replaced; its weight requires no gradient, or is not in the optimizer;
             the optimizer holds a parameter twice, or one that the model does not have; with `require_native`, a float8
-            linear on a GPU multiplied exactly or has not run there.
+            linear multiplied exactly or has not run.
 
     A forward that was replaced before the linear ran may call the original: that is logged at WARNING, and after a step
     it is known. Of compiled code nothing is known.
@@ -100,18 +100,21 @@ def _problems_of_the_run(model: nn.Module) -> Iterator[str]:
 
 
 def _problems_of_the_backend(model: nn.Module) -> Iterator[str]:
-    ran = {name: linear for name, linear in _float8_linears(model) if _is_gpu(linear._last_run.device)}
-    exact = [name for name, linear in ran.items() if "exact" in linear.backend]
+    on_cpu: list[str] = []
+    exact: list[str] = []
+    idle: list[str] = []
+    for name, linear in _float8_linears(model):
+        ran_on: torch.device | None = linear._last_run.device
+        if ran_on is None or (ran_on.type == "cpu" != linear.weight.device.type):  # it ran before it moved
+            idle.append(name)
+        elif "exact" in linear.backend:
+            (on_cpu if ran_on.type == "cpu" else exact).append(name)
+    if on_cpu:
+        yield f"float8 linears that multiply exactly, because a CPU has no float8 units: {listed(on_cpu)}"
     if exact:
-        reasons = "".join(f"; {reason}" for reason in slow_paths())
-        yield f"float8 linears that multiply exactly on a GPU, not natively: {listed(exact)}{reasons}"
-    idle = [name for name, linear in _float8_linears(model) if _is_gpu(linear.weight.device) and name not in ran]
+        yield "; ".join([f"float8 linears that multiply exactly, not on float8 units: {listed(exact)}", *slow_paths()])
     if idle:
-        yield f"float8 linears that have not run yet on a GPU, so nothing is known of their matmuls: {listed(idle)}"
-
-
-def _is_gpu(device: torch.device | None) -> bool:
-    return device is not None and device.type != "cpu"
+        yield f"float8 linears that have not run yet, so nothing is known of their matmuls: {listed(idle)}"
 
 
 def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:

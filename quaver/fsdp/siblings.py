@@ -23,6 +23,7 @@ from quaver.linear.module import Float8Linear
 from quaver.linear.weight_form import WrappedTensor
 from quaver.recipes.scaling import PersistentScale
 from quaver.runtime.agreement import check_ranks_agree
+from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.dtensor import is_dtensor, local_tensor
 
 
@@ -191,8 +192,9 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
 
     Call it after `optimizer.step()`, on every rank. Without it the first all-gather of the next step does the same work
     at a moment when the all-gather has to wait for it. Scales stay in use until their weight is written to, by an
-    optimizer, by `load_state_dict` or by any operation on the parameter. A module without such weights is left alone,
-    and so are weights with a delayed or static scale that is initialized.
+    optimizer, by `load_state_dict` or by any operation on the parameter. Weights with a delayed or static scale that is
+    initialized are left alone. A module whose float8 weights are all gathered in high precision is, too: that is said
+    once, for `enable_fsdp_float8_all_gather` was forgotten.
 
     One collective whatever the number of weights, if their configs round scales alike: over the ranks that share the
     weights' shards, and over those of tensor parallelism at the same time if both together are all ranks; otherwise one
@@ -202,6 +204,18 @@ def precompute_float8_dynamic_scale_for_fsdp(module: nn.Module) -> None:
     Raises:
         RuntimeError: on every rank, if ranks have different weights to all-gather or different configs for them.
     """
+    configs = [weight.config for _, weight in weights_under(module)]
+    if configs and not any(config.enable_fsdp_float8_all_gather for config in configs):
+        say_once(
+            "scales of no all-gather",
+            "precompute_float8_dynamic_scale_for_fsdp has nothing to compute: no config of this model has "
+            "enable_fsdp_float8_all_gather, so FSDP2 gathers its weights in high precision",
+        )
+    precompute_scales(module)
+
+
+def precompute_scales(module: nn.Module) -> None:
+    """`precompute_float8_dynamic_scale_for_fsdp` for who calls it whatever the configs are."""
     named = [(name, weight) for name, weight in weights_under(module) if _is_sharded(weight)]
     _check_once(module, named)
     for together in _by_collective([(name, weight) for name, weight in named if _needs_scales(weight)]).values():

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver.conversion.convert import ModuleFilter, convert_to_float8_training
 from quaver.conversion.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
-from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.fsdp.siblings import precompute_scales
 from quaver.numerics.monitor import Monitor
 from quaver.numerics.record import FILE_NAME
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
@@ -78,7 +78,7 @@ class _Float8:
     def _after_optimizer_step(self) -> None:
         if self._module is not None:
             sync_float8_amax_and_scale_history(self._module)
-            precompute_float8_dynamic_scale_for_fsdp(self._module)
+            precompute_scales(self._module)
 
 
 class Float8Precision(_Float8, _TrainerPrecision):

@@ -28,7 +28,7 @@ from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_f
 from quaver.conversion.delayed import Float8ScalingState, float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.conversion.layer_recipes import LayerRecipes, convert_layers
 from quaver.conversion.report import conversion_report
-from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.fsdp.siblings import precompute_scales
 from quaver.integrations import torchao as shim
 from quaver.integrations.transformers_conv1d import Conv1DLinear, conv1ds, to_linears
 from quaver.integrations.transformers_reference import convert_reference
@@ -172,7 +172,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             sync_float8_amax_and_scale_history(of_trainer["model"])
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
-        precompute_float8_dynamic_scale_for_fsdp(of_trainer["model"])
+        precompute_scales(of_trainer["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
         if self._monitor is not None:  # a gradient scaler may have left the optimizer's step out

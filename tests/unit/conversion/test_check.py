@@ -28,7 +28,7 @@ def test_training_may_be_required_to_multiply_natively():
     for ran_on in (None, torch.device("cpu")):  # a smoke test before it moved
         for linear in model:
             linear._last_run.device = ran_on
-        with pytest.raises(RuntimeError, match="have not run yet on a GPU, so nothing is known of .*: 0, 1$"):
+        with pytest.raises(RuntimeError, match="have not run yet, so nothing is known of .*: 0, 1$"):
             assert_float8_training(model, require_native=True)
     for linear in model:
         linear._last_run.device, linear._last_run.backend = torch.device("meta"), "native"
@@ -37,12 +37,17 @@ def test_training_may_be_required_to_multiply_natively():
     for backend in ("exact", "native and exact"):
         model[1]._last_run.backend = backend
         assert_float8_training(model)
-        with pytest.raises(RuntimeError, match="multiply exactly on a GPU, not natively: 1; no native matmul"):
+        with pytest.raises(RuntimeError, match="multiply exactly, not on float8 units: 1; no native matmul"):
             assert_float8_training(model, require_native=True)
 
 
-def test_a_cpu_is_not_required_to_multiply_natively():
-    assert_float8_training(convert_to_float8_training(nn.Linear(16, 16)), require_native=True)
+def test_a_cpu_has_no_float8_units():
+    model = convert_to_float8_training(nn.Linear(16, 16))
+    with pytest.raises(RuntimeError, match="have not run yet"):
+        assert_float8_training(model, require_native=True)
+    model(torch.ones(2, 16))
+    with pytest.raises(RuntimeError, match="multiply exactly, because a CPU has no float8 units: "):
+        assert_float8_training(model, require_native=True)
 
 
 class Attention(nn.Module):

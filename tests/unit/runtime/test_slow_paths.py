@@ -12,7 +12,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from quaver import convert_to_float8_training, error_on_slow_path, freeze_to_float8
+from quaver import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    error_on_slow_path,
+    freeze_to_float8,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
 from quaver.cli import main
 from quaver.kernels import cast, cpu, operation
 from quaver.runtime import devices
@@ -95,6 +101,15 @@ def test_casts_without_the_extension(without_extension, monkeypatch, caplog):
     clear_slow_paths()
     with error_on_slow_path():
         model(torch.randn(4, 16))
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_scales_that_are_computed_for_no_all_gather(gathers):
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers)
+    precompute_float8_dynamic_scale_for_fsdp(convert_to_float8_training(nn.Linear(16, 16), config=config))
+    precompute_float8_dynamic_scale_for_fsdp(nn.Linear(16, 16))
+    assert bool(slow_paths()) is not gathers
+    assert all("so FSDP2 gathers its weights in high precision" in each for each in slow_paths())
 
 
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension is off")
