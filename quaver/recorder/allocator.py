@@ -95,11 +95,13 @@ def measure_usage(device: torch.device, *, may_leave: bool = False) -> Iterator[
 def no_garbage_collection() -> Iterator[None]:
     """Turn off Python's garbage collector inside the block, so that a reference cycle that holds tensors shows."""
     gc.collect()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def _measure_cuda(device: torch.device, may_leave: bool) -> Iterator[Measured]:
