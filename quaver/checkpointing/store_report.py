@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class SavedActivation:
     shape: tuple[int, ...]
     dtype: torch.dtype
     bytes_before: int
-    """Bytes of its storage, 0 where another line has counted that."""
+    """Bytes of its storage; of several views of one storage each has its own, the first one the rest, too."""
     bytes_after: int
     sqnr_db: float | None
     """20 log10(norm(tensor) / norm(tensor - values of its codes)); None for a tensor that is left as it is."""
@@ -54,7 +54,7 @@ class ActivationReport:
 
     def __str__(self) -> str:
         width = max((len(each.module) for each in self.saved), default=0)
-        lines = [_line(each, width) for each in self.saved if each.bytes_before]
+        lines = [_line(each, width) for each in self.saved if each.bytes_before or each.bytes_after]
         lines.append(f"{self.bytes_before:,} bytes are {self.bytes_after:,} in float8")
         lines += [f"gradients of {name or 'the rest'}: {db:.1f} dB" for name, db in self.gradient_sqnr_db.items()]
         return "\n".join(lines)
@@ -109,11 +109,28 @@ def _recording(saved: list[SavedActivation], parameters: Iterable[nn.Parameter])
         storage = local_tensor(parameter).untyped_storage()
         known[storage_key(storage)] = StorageWeakRef(storage)
     codes_known: set[StoredCodes] = set()
+    first_views: dict[int, tuple[int, int]] = {}  # by storage: the line of its first view, and the view's own bytes
+    views_known: set[tuple[object, ...]] = set()
 
     def report(module: str, tensor: Tensor, stored: StoredTensor | None) -> None:
-        storage = local_tensor(tensor).untyped_storage()
+        local = local_tensor(tensor)
+        storage = local.untyped_storage()
         key = storage_key(storage)
+        view = key, local.storage_offset(), local.shape, local.stride()
         bytes_before = 0 if key in known else storage.nbytes()
+        if bytes_before:
+            first_views[key] = len(saved), local.nbytes
+        elif key in first_views and view not in views_known:  # as q, k and v of one matmul
+            line, own = first_views[key]
+            first = saved[line]
+            bytes_before = min(local.nbytes, first.bytes_before - own)
+            is_left = stored is None and first.sqnr_db is None
+            saved[line] = replace(
+                first,
+                bytes_before=first.bytes_before - bytes_before,
+                bytes_after=first.bytes_after - (bytes_before if is_left else 0),
+            )
+        views_known.add(view)
         known.setdefault(key, StorageWeakRef(storage))
         bytes_after, sqnr_db = bytes_before, None
         if stored is not None:

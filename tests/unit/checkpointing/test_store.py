@@ -390,6 +390,29 @@ def test_the_report_names_each_tensor_its_bytes_and_its_error():
     assert "dB" in str(report)
 
 
+class FusedAttention(nn.Module):
+    """q, k and v are views of one tensor, of which k and v are saved, and a function of q."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(256), nn.Linear(256, 3 * 256)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return torch.sigmoid(q) * k * v
+
+
+def test_views_of_one_tensor_are_lines_that_sum_to_the_total():
+    net, x = convert_to_float8_training(nn.Sequential(FusedAttention()), config="rowwise"), inputs()
+    store_activations_in_float8(net, modules=["0"])
+    report = activation_report(net, lambda: net(x).square().sum().backward())
+    *lines, total, _ = str(report).replace("as it is", "-").splitlines()
+    columns = [[int(each.replace(",", "")) for each in line.removesuffix(" dB").split()[-3:-1]] for line in lines]
+    before, after = map(sum, zip(*columns, strict=True))
+    assert total == f"{before:,} bytes are {after:,} in float8"
+    assert len([each for each in report.saved if each.shape == x.shape and each.bytes_before >= x.numel() * 4]) == 5
+
+
 def test_one_storage_is_stored_once_until_it_is_written_to():
     x = inputs() * 1
     pack = store_hooks.Pack(store_hooks.Storage("", 128), [x], None)
