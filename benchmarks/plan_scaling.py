@@ -18,9 +18,9 @@ from quaver.plan.changes import with_precision
 from quaver.plan.cluster import Cluster
 from quaver.plan.estimate import estimated_peak
 from quaver.plan.layouts import Degrees
+from quaver.plan.quick import seconds_of_few
 from quaver.plan.run import Run
-from quaver.plan.simulate import simulate
-from quaver.plan.step import training_step
+from quaver.plan.step import Costs
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.device_specs import DEVICE_SPECS
 from quaver.settings import ActivationCheckpoint, TrainConfig
@@ -144,14 +144,11 @@ def config_of(run: Run, settings: TrainConfig, precision: str) -> TrainConfig:
 
 
 def tokens_per_s(run: Run, cluster: Cluster) -> float:
-    """Tokens/s of each GPU. Micro-batches after the third take as long as the third."""
-
-    def seconds(micro_batches: int) -> float:
-        return simulate(training_step(replace(run, micro_batches=micro_batches), cluster)).seconds
-
-    took = seconds(min(run.micro_batches, 3))
+    """Tokens/s of each GPU. Micro-batches after the third take as long as the third, and blocks as those before."""
+    costs = Costs.of(run, cluster)
+    took = seconds_of_few(run, min(run.micro_batches, 3), cluster, costs)
     if run.micro_batches > 3:
-        took += (run.micro_batches - 3) * (took - seconds(2))
+        took += (run.micro_batches - 3) * (took - seconds_of_few(run, 2, cluster, costs))
     return run.step_tokens / took / run.ranks
 
 

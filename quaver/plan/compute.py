@@ -12,11 +12,11 @@ from math import ceil
 from typing import NamedTuple
 
 from quaver.linear.gemm import ScaleKind, kind_of_casts
-from quaver.plan.attention import attention_seconds
 from quaver.plan.cluster import Cluster
 from quaver.plan.run import EXPERTS, HEAD, Run
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS
+from quaver.roofline.attention import attention_seconds
 from quaver.roofline.block import BlockShape, Both, seconds_between_matmuls
 from quaver.roofline.cost import LinearTime, linear_cost
 from quaver.roofline.matmul import MEMORY_SHARE

@@ -14,19 +14,17 @@ import torch
 
 from quaver.bench.ledger.entries import Entry, entries_of, matrices
 from quaver.bench.ledger.subjects import check_triton
-from quaver.bench.ledger.times import seconds_of
+from quaver.bench.ledger.times import attention_s, seconds_of
 from quaver.memory.compiling.gpu_code import GPUS, record_compiled
 from quaver.memory.compiling.launches import CompiledGraph
 from quaver.memory.faking.experts import load_evenly
 from quaver.memory.faking.fakes import Fakes
 from quaver.memory.faking.gpu import as_on_a_gpu
 from quaver.memory.runs.predict import training_step, with_depth
-from quaver.plan.attention import attention_seconds
 from quaver.plan.cluster import Cluster
 from quaver.plan.compute import BlockTimes, linear_time, shares_of_matmuls, weights_of_block
 from quaver.plan.run import Run
 from quaver.plan.step import Costs
-from quaver.roofline.cost import KERNEL_LAUNCH_S
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.matmul import matmul_seconds
 from quaver.runtime.ranks import Ranks
@@ -119,9 +117,7 @@ def entry_s(entry: Entry, run: Run, cluster: Cluster) -> float:
 def _multiplied_s(entry: Entry, run: Run, cluster: Cluster) -> float:
     spec = cluster.spec
     if entry.category == "attention":
-        queries = run.model.n_heads * run.model.head_dim
-        both = attention_seconds(queries, run.tokens / run.tensor, run.seq_len, spec, run.attention)
-        return (both[entry.is_backward] - KERNEL_LAUNCH_S) / cluster.sustained  # the entry has its launch
+        return attention_s(entry, spec) / cluster.sustained
     in_float8 = entry.category == "float8 matmul"
     columns, contracted = entry.launch.writes[0].size[-1], matrices(entry)[0].size[-1]
     rows = entry.flops // (2 * columns * contracted)

@@ -82,8 +82,8 @@ class Run:
     node."""
     compiled: bool = True
     """False: what is between matmuls runs as eager code."""
-    attention: str = "flash"
-    """The kernel of attention: see attention.py."""
+    attention: str | None = None
+    """The kernel of attention, "flash" or "cudnn"; None for the one that torch takes (roofline/attention.py)."""
     shards_states: bool = False
     """The shard group shards the optimizer's states only (ZeRO-1): weights are gathered and gradients reduced once in
     a step."""

@@ -1,4 +1,4 @@
-"""The time of a Llama block between its matmuls, predicted from bytes: norms, RoPE, attention, SwiGLU, the residual.
+"""The time of a Llama block between its matmuls, predicted from bytes: norms, RoPE, SwiGLU, the residual.
 
 Bytes for each token, of D features of the residual stream in r bytes, Q and K of queries and keys, H of the
 feed-forward, all others in bfloat16. A kernel reads and writes each tensor once:
@@ -24,10 +24,6 @@ from typing import NamedTuple
 from quaver.roofline.cost import KERNEL_LAUNCH_S
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.matmul import MEMORY_SHARE
-
-ATTENTION_SHARE = 0.35
-"""Share of the data sheet's bfloat16 rate that torch's flash attention, FlashAttention-2, reaches: "35% utilization on
-the H100 GPU" (arXiv 2407.08608, abstract). Assumed for its backward and for every GPU."""
 
 ATTENTION_MATMULS = {False: 2, True: 5}
 """Matmuls of queries with keys, or of scores with values: forward, and backward with the recomputed scores."""
@@ -72,10 +68,3 @@ def seconds_between_matmuls(shape: BlockShape, tokens: float, spec: DeviceSpec, 
     moved = bytes_between_matmuls(shape, residual_bytes)
     both = zip(moved, _KERNELS, strict=True)
     return Both(*(tokens * each / bytes_per_s + kernels * KERNEL_LAUNCH_S for each, kernels in both))
-
-
-def attention_seconds(queries: int, tokens: float, seq_len: int, spec: DeviceSpec) -> Both:
-    """The seconds of attention for so many tokens in sequences of `seq_len`; it is causal and skips the masked half."""
-    flops_per_s = spec.bfloat16_tflops * 1e12 * ATTENTION_SHARE
-    matmul = queries * seq_len * tokens / flops_per_s  # 2 FLOPs for half of the scores
-    return Both(*(ATTENTION_MATMULS[is_backward] * matmul + KERNEL_LAUNCH_S for is_backward in (False, True)))

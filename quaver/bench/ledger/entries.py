@@ -24,6 +24,7 @@ import torch
 
 from quaver.bench.ledger.kernels import float64_operations, times_read
 from quaver.memory.compiling.launches import Access, CompiledGraph, Launch
+from quaver.roofline.attention import CUDNN, FLASH
 from quaver.roofline.block import ATTENTION_MATMULS
 
 CATEGORIES = ("amax", "casts", "copies", "hp", "float8 matmul", "bfloat16 matmul", "attention", "small")
@@ -234,11 +235,15 @@ def _cast_from_two_reads(entry: Entry) -> list[Entry]:
     return [replace(entry, read_bytes=entry.read_bytes + operand, launches=3)]
 
 
+def query_and_key(entry: Entry) -> tuple[Access, Access]:
+    """The first operands of attention; before them its backward reads a gradient."""
+    reads = entry.launch.reads[entry.is_backward :]
+    return reads[0], reads[1]
+
+
 def _attention(entry: Entry) -> list[Entry]:
     """Causal: half of the scores."""
-    query, key = entry.launch.reads[0], entry.launch.reads[1]
-    if entry.is_backward:
-        query, key = entry.launch.reads[1], entry.launch.reads[2]
+    query, key = query_and_key(entry)
     sequences, heads, queries, size = query.size
     flops = ATTENTION_MATMULS[entry.is_backward] * 2 * sequences * heads * queries * key.size[2] * size // 2
     return [replace(entry, category="attention", flops=flops)]
@@ -263,6 +268,6 @@ OPERATIONS: dict[str, Operation] = {
     "mm": _matmul,
     "bmm": _matmul,
     "addmm": _matmul,
-    "aten._scaled_dot_product_flash_attention": _attention,
+    **{f"aten._scaled_dot_product_{kernel}_attention": _attention for kernel in (FLASH, CUDNN)},
 }
 """By the beginning of an operator's name: what it moves and multiplies beyond its arguments and results."""

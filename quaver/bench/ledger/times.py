@@ -10,9 +10,9 @@ last wave.
 
 from __future__ import annotations
 
-from quaver.bench.ledger.entries import CATEGORIES, Entry
+from quaver.bench.ledger.entries import CATEGORIES, Entry, query_and_key
 from quaver.bench.ledger.ledger import Ledger
-from quaver.roofline.block import ATTENTION_SHARE
+from quaver.roofline.attention import CUDNN, FLASH, kernel_of, rates_of
 from quaver.roofline.cost import KERNEL_LAUNCH_S
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE
@@ -31,7 +31,7 @@ def seconds_of(entry: Entry, spec: DeviceSpec, *, multiplied_s: float | None = N
     """
     moved = entry.moved_bytes / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
     if multiplied_s is None:
-        multiplied_s = entry.flops / (_tflops(entry.category, spec) * 1e12) if entry.flops else 0.0
+        multiplied_s = entry.flops / (_tflops(entry, spec) * 1e12) if entry.flops else 0.0
     return max(moved, multiplied_s, entry.strided_elements * STRIDED_COPY_S) + entry.launches * KERNEL_LAUNCH_S
 
 
@@ -43,22 +43,32 @@ def milliseconds_by_category(ledger: Ledger, spec: DeviceSpec) -> dict[str, floa
     return found
 
 
-def _tflops(category: str, spec: DeviceSpec) -> float:
+def attention_s(entry: Entry, spec: DeviceSpec) -> float:
+    """The time of attention's FLOPs, at the rate of its kernel and its length."""
+    return entry.flops / (_tflops(entry, spec) * 1e12)
+
+
+def _tflops(entry: Entry, spec: DeviceSpec) -> float:
+    if entry.category == "attention":
+        query, _ = query_and_key(entry)
+        return rates_of(spec, CUDNN if CUDNN in entry.name else FLASH)[entry.is_backward].tflops(query.size[2])
     shares = MATMUL_SHARES[spec.name]
-    if category == "float8 matmul" and spec.float8_tflops is not None:
+    if entry.category == "float8 matmul" and spec.float8_tflops is not None:
         return spec.float8_tflops * shares.float8
-    return spec.bfloat16_tflops * (ATTENTION_SHARE if category == "attention" else shares.bfloat16)
+    return spec.bfloat16_tflops * shares.bfloat16
 
 
 def constants(spec: DeviceSpec) -> dict[str, str]:
     """Each constant of the model with its source, for the reader of a result."""
     shares = MATMUL_SHARES[spec.name]
     measured = "Bekman, Machine Learning Engineering, Maximum Achievable Matmul FLOPS"
+    kernel = kernel_of(spec.compute_capability)
+    rates = [f"{rate.best:g} x T / (T + {rate.half:g})" for rate in rates_of(spec)]
     return {
         "bandwidth": f"{spec.memory_gb_per_s:g} GB/s (data sheet) x {MEMORY_SHARE:g} (quaver/roofline/cost.py)",
         "bfloat16 matmuls": f"{spec.bfloat16_tflops:g} TFLOP/s (data sheet) x {shares.bfloat16:.2f} ({measured})",
         "float8 matmuls": f"{spec.float8_tflops:g} TFLOP/s (data sheet) x {shares.float8:.2f} ({measured})",
-        "attention": f"{spec.bfloat16_tflops:g} TFLOP/s (data sheet) x {ATTENTION_SHARE:g} (arXiv 2407.08608)",
+        "attention": f"{kernel}, at its length: {', '.join(rates)} TFLOP/s (quaver/roofline/attention.py)",
         "launch": f"{1e6 * KERNEL_LAUNCH_S:g} us (quaver/roofline/cost.py)",
         "aten's strided copy": f"{1e12 * STRIDED_COPY_S:g} ps an element (pytorch/pytorch#113560)",
     }

@@ -5,8 +5,9 @@ Inductor differentiates nothing. So a model is traced and cut into forward and b
 quaver takes for a GPU's (quaver/memory/faking/gpu.py), and each graph moves to the GPU when Inductor gets it. From
 there on every decision is a GPU's: fusion, layouts, splits of reductions, kernels in Triton. No kernel is compiled.
 
-The trace is a CPU's in what torch's C++ decides. Attention is pinned to CUDA's flash attention, and autocast is a
-CPU's: it differs from CUDA's in pow, rsqrt and sums, which quaver's blocks compute in float32 in either case.
+The trace is a CPU's in what torch's C++ decides. Attention is pinned to the kernel that torch takes on the GPU
+(quaver/roofline/attention.py), and autocast is a CPU's: it differs from CUDA's in pow, rsqrt and sums, which quaver's
+blocks compute in float32 in either case.
 docs/design/0017 has the alternatives.
 """
 
@@ -37,6 +38,7 @@ from torch.fx.node import map_aggregate
 
 from quaver.memory.compiling.inductor import settings_without_caches
 from quaver.memory.compiling.launches import CompiledGraph, TritonKernel, graph_of
+from quaver.roofline.attention import CUDNN, kernel_of
 
 _DEVICE = torch.device("cuda", 0)
 
@@ -159,7 +161,11 @@ def _as_gpu(gpu: GpuProperties) -> Iterator[None]:
         replace(torch.cuda, "current_device", lambda: 0)
         replace(torch.cuda, "is_available", lambda: False)  # or Inductor would time matmuls and enter the device
         replace(Tensor, "copy_", _copy_)
-        replace(F, "scaled_dot_product_attention", _flash_attention)
+        replace(
+            F,
+            "scaled_dot_product_attention",
+            _cudnn_attention if kernel_of(gpu.capability) == CUDNN else _flash_attention,
+        )
         _forget_devices()
         try:
             yield
@@ -211,13 +217,34 @@ def _flash_attention(
     """torch.nn.functional.scaled_dot_product_attention as on a GPU; of a CPU's tensors C++ would choose a CPU's.
 
     Raises:
-        NotImplementedError: with a mask, which flash attention does not take.
+        NotImplementedError: with a mask, whose work is not counted; flash attention does not take one.
     """
-    if attn_mask is not None:
-        raise NotImplementedError("expected attention without a mask, which CUDA's flash attention does not take")
+    _check_unmasked(attn_mask)
     attend = torch.ops.aten._scaled_dot_product_flash_attention
     output: Tensor = attend(query, key, value, dropout_p, is_causal, scale=scale)[0]
     return output
+
+
+def _cudnn_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As `_flash_attention`, by cuDNN."""
+    _check_unmasked(attn_mask)
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    output: Tensor = attend(query, key, value, None, True, dropout_p, is_causal, scale=scale)[0]
+    return output
+
+
+def _check_unmasked(attn_mask: Tensor | None) -> None:
+    if attn_mask is not None:
+        raise NotImplementedError("expected attention without a mask, whose work is not counted")
 
 
 def _interface_of(gpu: GpuProperties) -> type[device_interface.DeviceInterface]:

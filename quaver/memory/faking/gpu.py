@@ -7,7 +7,7 @@ do as well: it runs what Dynamo does not look into, such as `AllGatherInput`, wi
 replacements in `as_on_a_gpu`.
 
 Decisions in torch's C++ stay those for a CPU, except for RMSNorm: attention is the CPU's flash attention, which saves
-what the GPU's saves but for two numbers of RNG state.
+what the GPU's kernels save, FlashAttention-2 and cuDNN, but for two numbers of RNG state.
 """
 
 from __future__ import annotations

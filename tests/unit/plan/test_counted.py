@@ -15,7 +15,6 @@ from quaver.plan.counted import block_entries, block_graphs, check_counts_for, c
 from quaver.plan.run import run_of
 from quaver.plan.simulate import simulate
 from quaver.plan.step import Costs, training_step
-from quaver.roofline.block import attention_seconds as by_data_sheet
 from quaver.roofline.device_specs import find_device_spec
 from quaver.settings import Model, TrainConfig, Training
 from quaver.settings.parallel_dims import resolve
@@ -53,7 +52,6 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
     monkeypatch.setattr(counted, "block_entries", lambda *_: entries)
     monkeypatch.setattr(counted, "shares_of_matmuls", lambda recipe: {})
     monkeypatch.setattr("quaver.roofline.matmul.share_of_shape", lambda *_: 1.0)
-    monkeypatch.setattr(counted, "attention_seconds", lambda *given: by_data_sheet(*given[:4]))
     run, cluster = replace(run_of(*resolve(config, rank=0, world_size=2)), shard=1), Cluster(H200)
     costs = counted_costs(config, 2, run, cluster)
     blocks = [

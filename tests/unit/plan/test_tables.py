@@ -13,6 +13,8 @@ from quaver.plan.calibration import CARDS
 from quaver.plan.cluster import Cluster
 from quaver.plan.estimate import estimated_peak
 from quaver.plan.memory import peak_of
+from quaver.plan.simulate import simulate
+from quaver.plan.step import training_step
 
 PARTS = plan_published, plan_scaling, plan_memory
 PUBLISHED, SCALING, MEMORY = (json.loads(part.RECORD.read_text()) for part in PARTS)
@@ -102,7 +104,7 @@ def test_further_micro_batches_take_as_long_as_the_third():
     run = run_of("llama3_8b", "bfloat16", Layout(0, 1), 64, is_weak=False)
     assert run.micro_batches > 3
     cluster = Cluster.of(H100)
-    whole = plan_scaling.simulate(plan_scaling.training_step(run, cluster)).seconds
+    whole = simulate(training_step(run, cluster)).seconds
     assert run.step_tokens / whole / 64 == pytest.approx(plan_scaling.tokens_per_s(run, cluster), rel=1e-3)
 
 

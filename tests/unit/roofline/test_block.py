@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from quaver.roofline.block import BlockShape, attention_seconds, bytes_between_matmuls, seconds_between_matmuls
+from quaver.roofline.attention import attention_seconds
+from quaver.roofline.block import BlockShape, bytes_between_matmuls, seconds_between_matmuls
 from quaver.roofline.cost import linear_cost, recipe_casts
 from quaver.roofline.device_specs import find_device_spec
 
