@@ -1,4 +1,4 @@
-"""Says on a terminal what a command is doing, and for how many seconds, in a line that goes when it is done."""
+"""Says on stderr what a command is doing, and for how many seconds: on a terminal in a line that goes."""
 
 import shutil
 import sys
@@ -11,31 +11,40 @@ Tell = Callable[[str], None]
 """Called with what is being done from now on."""
 
 _EVERY_S = 0.2
+_EVERY_LINE_S = 10.0
+"""Seconds between two lines in a file or a pipe."""
 
 
 @contextmanager
 def working(what: str) -> Iterator[Tell]:
-    """Show `what` on stderr while the block runs, if that is a terminal; the block may tell of other things.
+    """Show `what` on stderr while the block runs; the block may tell of other things.
 
-    A thread writes, because what takes long may be one call. The line has no escape codes.
+    A thread writes, because what takes long may be one call. A terminal's line has no escape codes. A file or a pipe
+    gets a line every _EVERY_LINE_S seconds, so nothing from a short command.
     """
-    if sys.stderr is None or not sys.stderr.isatty():
+    if sys.stderr is None:
         yield lambda text: None
         return
     told, start, is_done = [what], time.monotonic(), threading.Event()
     width = shutil.get_terminal_size().columns - 1
 
+    def line() -> str:
+        return f"... {told[-1]}, {time.monotonic() - start:.0f} s"
+
     def show() -> None:
         shown = ""
         while not is_done.wait(_EVERY_S):
-            line = f"... {told[-1]}, {time.monotonic() - start:.0f} s"
-            if line != shown:
-                shown = line
-                print(f"\r{line[:width]:<{width}}", end="", file=sys.stderr, flush=True)
+            if line() != shown:
+                shown = line()
+                print(f"\r{shown[:width]:<{width}}", end="", file=sys.stderr, flush=True)
         if shown:
             print(f"\r{'':<{width}}\r", end="", file=sys.stderr, flush=True)
 
-    thread = threading.Thread(target=show, daemon=True)
+    def log() -> None:
+        while not is_done.wait(_EVERY_LINE_S):
+            print(line(), file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=show if sys.stderr.isatty() else log, daemon=True)
     thread.start()
     try:
         yield told.append

@@ -13,12 +13,14 @@ from quaver.bench.results import save, writable
 from quaver.bench.working import working
 from quaver.cli.console import make_table, show
 from quaver.cli.errors import bad_input
+from quaver.plan.calibration import sustained_in_words
 from quaver.plan.changes import BFLOAT16
 from quaver.plan.cluster import Cluster
 from quaver.plan.counted import check_counts_for, counted_costs
 from quaver.plan.device_file import read_device_spec
-from quaver.plan.layouts import layouts_of, precisions_of
-from quaver.plan.limits import limits_in_words, links_of, utilization_of
+from quaver.plan.layouts import Layouts, layouts_of, precisions_of
+from quaver.plan.limits import limits_in_words, links_of
+from quaver.plan.peak import share_of_peak
 from quaver.plan.picture import draw_step
 from quaver.plan.search import Found, Row, search, simulated
 from quaver.plan.step import Costs
@@ -37,7 +39,7 @@ USABLE = 0.94
 """Share of a GPU's memory that a run may use at its peak: CUDA's and NCCL's own buffers and gaps between blocks take 5
 GB of 80 (torchtitan's runs of Llama 3 8B reserve up to 0.95 of theirs)."""
 
-_NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*(gbps|gb/s|g)?", re.IGNORECASE)
+_NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*([Gg]bps|Gb/s|Gbit/s|GBps|GB/s)")
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([kmb]?)(?:\s*tokens)?", re.IGNORECASE)
 _THOUSANDS = {"": 1, "k": 1000, "m": 1000**2, "b": 1000**3}
 
@@ -52,10 +54,12 @@ class PlanOptions(Settings):
     gpu: str = setting("h100", f"Their kind: {DEVICE_NAMES.lower()}.")
     spec: str | None = setting(None, "TOML file with the numbers of another GPU; see docs/plan.md.")
     nodes_of: AtLeast1 = setting(8, "GPUs of a node, which its links connect.")
-    network: str = setting("400gbps", "Rate of the network between nodes, for each GPU.")
+    network: str = setting(
+        "400gbps", "Rate of the network between nodes, for each GPU: 400gbps or 400Gb/s are bits, 50GB/s bytes."
+    )
     storage: float = setting(1.0, "GB/s that each node writes to the folder of checkpoints while all of them do.")
     global_batch: str | None = setting(
-        None, 'Tokens of a step, such as "4M tokens" (rounded down to what divides); the configured batch by default.'
+        None, 'Tokens of a step, such as "4M tokens" (the nearest that divides); the configured batch by default.'
     )
     recipes: tuple[str, ...] = setting((), "Recipes to try besides the configured run; bfloat16 is one.")
     memory: str | None = setting(
@@ -65,6 +69,7 @@ class PlanOptions(Settings):
         False, "Also try a bfloat16 residual stream, float8 optimizer states and saved activations: other numbers."
     )
     top: AtLeast1 = setting(3, "Fastest layouts to predict and print.")
+    quick: bool = setting(False, "Estimate memory in closed form, within 10%, instead of predicting it: seconds.")
     explain: AtLeast1 | None = setting(None, "Row to explain: its links and limits, and a picture of its step.")
     png: str = setting("runs/plan.png", "File of the picture, with --explain.")
     ledger: bool = setting(
@@ -77,8 +82,8 @@ class PlanOptions(Settings):
     def check(self) -> None:
         """Refuse numbers without their units, and files that cannot be written."""
         super().check()
-        self.require(_NETWORK.fullmatch(self.network.strip()) is not None, "network", "a rate such as 400gbps")
-        self.require(self.network_gbps > 0, "network", "a rate above 0")
+        rates = "a rate above 0 with its unit: 400gbps or 400Gb/s for bits, 50GB/s for bytes"
+        self.require(self.network_gbps > 0, "network", rates)
         self.require(0 < self.storage < math.inf, "storage", "a rate above 0")
         for name in self.recipes:
             if name != BFLOAT16:
@@ -97,9 +102,9 @@ class PlanOptions(Settings):
 
     @property
     def network_gbps(self) -> float:
-        """The rate of the network for each GPU."""
+        """The rate of the network for each GPU, in bits."""
         found = _NETWORK.fullmatch(self.network.strip())
-        return float(found[1]) * (8 if (found[2] or "").lower() == "gb/s" else 1) if found else 0.0
+        return float(found[1]) * (8 if found[2].startswith("GB") else 1) if found else 0.0
 
     @property
     def device(self) -> DeviceSpec:
@@ -111,13 +116,18 @@ class PlanOptions(Settings):
         except ValueError as error:
             raise ValueError(f"{error}; or give --spec a file of its numbers") from None
 
+    @property
+    def asked_tokens(self) -> int:
+        """The tokens of `global_batch`; 0 if it is none."""
+        found = _TOKENS.fullmatch((self.global_batch or "").strip())
+        return int(float(found[1]) * _THOUSANDS[found[2].lower()]) if found else 0
+
     def step_sequences(self, config: TrainConfig) -> int | None:
         """Sequences of a step over all ranks; None for one micro-batch of each data-parallel rank."""
         if self.global_batch is None:
             size = config.training.global_batch_size
             return None if size == -1 else size
-        found = _TOKENS.fullmatch(self.global_batch.strip())
-        tokens = int(float(found[1]) * _THOUSANDS[found[2].lower()]) if found else 0
+        tokens = self.asked_tokens
         expected = f'tokens such as "4M", at least those of a sequence, {config.training.seq_len}'
         self.require(tokens >= config.training.seq_len, "global_batch", expected)
         sequences = tokens // config.training.seq_len
@@ -125,7 +135,7 @@ class PlanOptions(Settings):
             return 1 << (sequences.bit_length() - 1)
         unit = self.gpus * config.training.local_batch_size  # what the configured run can have, if it is that much
         unit = unit if unit <= sequences else self.gpus
-        return sequences // unit * unit
+        return round(sequences / unit) * unit
 
     def precisions(self, spec: DeviceSpec) -> list[str]:
         """bfloat16 and the recipes to try. Raises ValueError for one that the GPU does not multiply."""
@@ -159,7 +169,7 @@ def run(argv: list[str]) -> int:
         if options.write is not None:
             check_target(config, options.gpus, options.nodes_of, Path(options.write))
         with working("planning") as tell:
-            found = search(layouts, cluster, memory, top=options.top, progress=tell)
+            found = search(layouts, cluster, memory, top=options.top, quick=options.quick, progress=tell)
         if not found.rows:
             raise ValueError(_nothing_fits(found, spec, memory))
         for option, number in (("--explain", options.explain), ("--row", options.row if options.write else None)):
@@ -167,6 +177,7 @@ def run(argv: list[str]) -> int:
                 raise ValueError(f"{option}: expected a row of 1 to {len(found.rows)}, got {number}")
     limits = [limits_in_words(row, cluster) for row in found.rows]
     show(_views(options, found, limits, cluster, memory))
+    show(_batches(options, config, layouts, found))
     show(f"not simulated: {sentence}" for sentence in unmodelled(config))
     _write(options, found, limits, cluster)
     return 0
@@ -184,7 +195,7 @@ def _nothing_fits(found: Found, spec: DeviceSpec, memory: int) -> str:
     )
 
 
-NUMBERS = ("GiB", "step\ns", "tok/s\n/GPU", "MFU\n%", "own\n%", "wait\n%")
+NUMBERS = ("GiB", "step\ntok", "step\ns", "tok/s\n/GPU", "MFU\n%", "wait\n%")
 
 
 def _views(
@@ -193,7 +204,7 @@ def _views(
     first = found.rows[0]
     yield (
         f"{options.gpus} x {cluster.spec.name}, {options.nodes_of} to a node, {options.network_gbps:g} Gb/s each; "
-        f"{first.run.seq_len:,} tokens a sequence; {found.tried:,} layouts simulated, "
+        f"{first.run.seq_len:,} tokens a sequence; {found.tried:,} layouts compared, "
         f"{sum(found.refusals.values()):,} refused by the trainer"
     )
     rows = [_cells(number, row, cluster) for number, row in enumerate(found.rows, 1)]
@@ -203,13 +214,15 @@ def _views(
     yield (
         "Gather: the dtype in which weights of blocks are gathered; x2: for the forward, and again for the backward. "
         "Batch: sequences of a micro-batch x micro-batches. AC 1/2: every second block is checkpointed. "
-        "MFU: of bfloat16's peak; own: each matmul of its own. "
+        "MFU: the share of the data sheet's FLOP/s, each matmul at the peak of its precision, attention as its causal "
+        "half. "
         "Wait: for collectives and checkpoints. * as configured."
     )
     best = next((row for row in found.rows if row.candidate.precision == BFLOAT16), None)
     if best is not None and best is not first:
         gain = first.tokens_per_s / best.tokens_per_s
-        yield f"{first.candidate.precision} has {gain:.2f} times the tokens/s of the best layout in bfloat16"
+        unequal = "" if best.run.step_tokens == first.run.step_tokens else ", whose step has other tokens"
+        yield f"{first.candidate.precision} has {gain:.2f} times the tokens/s of the best layout in bfloat16{unequal}"
     elif best is None:
         yield "no layout in bfloat16 was found to fit"
     yield f"row 1: {'; '.join(limits[0])}"
@@ -219,11 +232,28 @@ def _views(
         yield "the search ended after the memory of so many layouts: others may fit, too"
     if options.explain is not None:
         yield from _explained(found.rows[options.explain - 1], limits[options.explain - 1], options, cluster)
-    yield "times are simulated, not measured; docs/plan.md compares the model with published runs"
+    if options.quick:
+        yield "memory is estimated within 10%: a layout near the limit may not fit; without --quick it is predicted"
+    yield f"{sustained_in_words(cluster.spec)}; times are simulated, not measured: docs/plan.md has published runs"
+
+
+def _batches(options: PlanOptions, config: TrainConfig, layouts: Layouts, found: Found) -> Iterator[str]:
+    """What a step's tokens are where they are not what was asked for, and why the configured layout is no row."""
+    run = found.rows[0].run
+    steps = {row.run.step_tokens for row in found.rows}
+    if len(steps) > 1:
+        yield ("the config has no global batch, so steps have different tokens; --global-batch compares equal ones")
+    elif options.global_batch is not None and steps != {options.asked_tokens}:
+        yield (
+            f"--global-batch {options.global_batch}: a step has {run.step_tokens:,} tokens, "
+            f"{run.step_tokens // run.seq_len:,} sequences of {run.seq_len:,}, the nearest that divide"
+        )
+    if layouts.configured_refusal:
+        yield f"the configured layout is no row: {layouts.configured_refusal}"
 
 
 def _cells(number: int, row: Row, cluster: Cluster) -> tuple[str, ...]:
-    used, waits = utilization_of(row, cluster), 1 - row.timeline.busy_s("compute") / row.timeline.seconds
+    waits = 1 - row.timeline.busy_s("compute") / row.timeline.seconds
     layout = row.candidate.layout
     return (
         f"{number}{'*' if row.candidate.is_configured else ''}",
@@ -234,12 +264,16 @@ def _cells(number: int, row: Row, cluster: Cluster) -> tuple[str, ...]:
         f"{row.run.local_batch}x{row.run.micro_batches}",
         row.candidate.saved_words,
         f"{row.peak.bytes / 2**30:.1f}",
+        _thousands(row.run.step_tokens),
         f"{row.seconds:.3g}",
         f"{row.tokens_per_s:,.0f}",
-        f"{100 * used.mfu:.0f}",
-        f"{100 * used.mfu_by_precision:.0f}",
+        f"{100 * share_of_peak(row.run, row.seconds, cluster.spec):.0f}",
         f"{100 * waits:.0f}",
     )
+
+
+def _thousands(tokens: int) -> str:
+    return f"{tokens / 1e6:.3g}M" if tokens >= 999_500 else f"{tokens / 1e3:.3g}k"
 
 
 def _product(degree: int, other: int) -> str:
@@ -310,7 +344,6 @@ def _write(options: PlanOptions, found: Found, limits: list[list[str]], cluster:
 
 
 def _json_of(row: Row, limits: list[str], cluster: Cluster) -> dict[str, Any]:
-    used = utilization_of(row, cluster)
     return {
         "precision": row.candidate.precision,
         "mesh": row.candidate.layout.mesh,
@@ -318,7 +351,8 @@ def _json_of(row: Row, limits: list[str], cluster: Cluster) -> dict[str, Any]:
         "peak_bytes": row.peak.bytes,
         "step_seconds": row.seconds,
         "tokens_per_second_per_gpu": row.tokens_per_s,
-        **asdict(used),
+        "step_tokens": row.run.step_tokens,
+        "mfu": share_of_peak(row.run, row.seconds, cluster.spec),
         "links": [asdict(link) for link in links_of(row.timeline)],
         "limits": limits,
         "is_configured": row.candidate.is_configured,

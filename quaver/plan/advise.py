@@ -16,7 +16,9 @@ from dataclasses import dataclass, field, fields
 import torch
 
 from quaver.memory.runs.predict import predict_memory
+from quaver.plan.calibration import sustained_in_words
 from quaver.plan.changes import Change, combinations, least_gathered, less_precise, single_changes, words_of
+from quaver.plan.estimate import estimated_peak
 from quaver.plan.step_cost import StepCost, step_cost
 from quaver.roofline.device_specs import DeviceSpec, device_spec, require_device_spec
 from quaver.settings import TrainConfig
@@ -88,6 +90,7 @@ def advise(
     *,
     fit_bytes: int | None = None,
     device: str | None = None,
+    quick: bool = False,
     progress: Progress | None = None,
 ) -> Advice:
     """Predict the peak of one rank's memory under other settings of a run.
@@ -96,13 +99,14 @@ def advise(
         fit_bytes: find the fastest setting whose peak is at most this.
         device: a GPU's name, such as "H100", to model times for. By default this machine's GPU; without a known one an
             H100 if `fit_bytes` is given, else no times.
+        quick: peaks on a GPU are estimated in closed form, within 10%.
         progress: called with the name of each setting before its prediction.
     Raises:
         ValueError: an unknown device, or an error of the run itself.
         NotImplementedError: the configured run cannot be predicted.
     """
     spec = _spec(device, is_needed=fit_bytes is not None)
-    search = _Search(config, ranks, fit_bytes, spec, progress or (lambda words: None))
+    search = _Search(config, ranks, fit_bytes, spec, progress or (lambda words: None), quick=quick)
     search.try_singly()
     best = None if fit_bytes is None else search.fastest_that_fits()
     rows = search.rows
@@ -115,10 +119,20 @@ class _Search:
     """Settings tried so far; each is predicted once."""
 
     def __init__(
-        self, config: TrainConfig, ranks: int, fit_bytes: int | None, spec: DeviceSpec | None, progress: Progress
+        self,
+        config: TrainConfig,
+        ranks: int,
+        fit_bytes: int | None,
+        spec: DeviceSpec | None,
+        progress: Progress,
+        *,
+        quick: bool,
     ) -> None:
         self.rows: list[Row] = []
         self.notes = [TIMES, LESS_PRECISE]
+        self.notes += [f"times on {spec.name}: {sustained_in_words(spec)}"] if spec is not None else []
+        self.notes += ["peaks are estimated, within 10%"] if quick else []
+        self._peak_of = estimated_peak if quick else _predicted_peak
         self._config, self._ranks, self._fit_bytes = config, ranks, fit_bytes
         self._spec, self._progress = spec, progress
         resolved, self._layout = resolve(config, rank=0, world_size=ranks)
@@ -180,7 +194,7 @@ class _Search:
 
     def _predict(self, name: str, config: TrainConfig) -> int:
         self._progress(name)
-        peak_bytes = predict_memory(config, self._ranks).prediction.peak_bytes
+        peak_bytes = self._peak_of(config, self._ranks)
         configured = self.rows[0].peak_bytes if self.rows else peak_bytes
         cost = self._cost(config)
         fits = None if self._fit_bytes is None else peak_bytes <= self._fit_bytes
@@ -199,6 +213,10 @@ class _Search:
             return step_cost(*resolve(config, rank=0, world_size=self._ranks), self._spec)
         except (ValueError, NotImplementedError):
             return None
+
+
+def _predicted_peak(config: TrainConfig, ranks: int) -> int:
+    return predict_memory(config, ranks).prediction.peak_bytes
 
 
 def _fastest_first(changes: list[tuple[Change, StepCost | None]]) -> list[list[Change]]:

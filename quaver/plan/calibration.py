@@ -47,6 +47,22 @@ DualPipe, simulated as 1F1B with exchanges behind compute, whose bubbles are lon
 
 
 def sustained(spec: DeviceSpec) -> float:
-    """The share for a device: of its card, else of the nearest that was calibrated, the H100."""
-    found = next((card for card in CARDS.values() if card.spec == spec), None)
-    return (found or CARDS["H100"]).sustained
+    """The share for a device: of its card, else of the H100."""
+    return _card_of(spec).sustained
+
+
+def sustained_in_words(spec: DeviceSpec) -> str:
+    """The share and the run that fixes it; for a device without such a run, whose share is assumed."""
+    card = _card_of(spec)
+    share, runs = f"{card.sustained:.0%} of the best rate of a matmul", f"as in {card.row}"
+    if card.spec == spec:
+        trained_by = ", with Megatron and TransformerEngine" if card.row.startswith("megatron") else ""
+        return f"a long run keeps {share}, {runs}{trained_by}"
+    return (
+        f"no published run says what a long run on {spec.name} keeps of a matmul's rate: assumed are the H100's "
+        f"{share}, {runs}"
+    )
+
+
+def _card_of(spec: DeviceSpec) -> Card:
+    return next((card for card in CARDS.values() if card.spec == spec), CARDS["H100"])

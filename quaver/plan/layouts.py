@@ -76,38 +76,43 @@ class Layouts:
 
     candidates: list[Candidate] = field(default_factory=list)
     refusals: Counter[str] = field(default_factory=Counter)
+    configured_refusal: str = ""
+    """Why the configured layout is no candidate."""
 
     def add(self, config: TrainConfig, ranks: int, *, is_configured: bool = False) -> None:
         """Add a run if the trainer accepts it."""
         try:
             resolved, layout = resolve(config, rank=0, world_size=ranks)
         except ValueError as error:
-            self.refusals[str(error)] += 1
+            self.refuse(error, is_configured=is_configured)
             return
         self.candidates.append(Candidate(resolved, layout, is_configured))
+
+    def refuse(self, error: ValueError, *, is_configured: bool = False) -> None:
+        """Count a run that the trainer refuses."""
+        self.refusals[str(error)] += 1
+        if is_configured:
+            self.configured_refusal = str(error)
 
 
 def layouts_of(
     config: TrainConfig, ranks: int, *, nodes_of: int, precisions: list[str], step_sequences: int | None, stores: bool
 ) -> Layouts:
-    """All candidates, the configured run first if it can be laid out.
+    """All candidates, the configured run first if it can be laid out with `step_sequences`.
 
     Args:
-        step_sequences: sequences of a step over all ranks; None for one micro-batch of each data-parallel rank.
+        step_sequences: sequences of a step over all ranks, of every candidate; None for one micro-batch of each
+            data-parallel rank, of which layouts have different numbers.
         stores: also try what rounds between the matmuls or in the optimizer.
     """
     found = Layouts()
     size = config.training.global_batch_size if step_sequences is None else step_sequences
-    for batch in dict.fromkeys(
-        (size, config.training.global_batch_size)
-    ):  # its own where the asked one does not divide
-        if not found.candidates:
-            try:
-                training = replace(config.training, global_batch_size=batch)
-            except ValueError as error:
-                found.refusals[str(error)] += 1
-                continue
-            found.add(replace(config, training=training), ranks, is_configured=True)
+    try:
+        training = replace(config.training, global_batch_size=size)
+    except ValueError as error:
+        found.refuse(error, is_configured=True)
+    else:
+        found.add(replace(config, training=training), ranks, is_configured=True)
     for degrees, local, checkpoint, precision in product(
         list(_degrees(config, ranks, nodes_of)),
         _local_batches(config, step_sequences),
@@ -118,7 +123,7 @@ def layouts_of(
             try:
                 changed = _changed(config, degrees, local, checkpoint, precision, gathering, step_sequences)
             except ValueError as error:
-                found.refusals[str(error)] += 1
+                found.refuse(error)
                 continue
             variants = [changed, *(each.config for each in less_precise(Change("", changed)))] if stores else [changed]
             for variant in variants:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quaver.plan.cluster import NETWORK, NVLINK, Cluster
-from quaver.plan.compute import weights_of_block
-from quaver.plan.run import EXPERTS, HEAD, Run
+from quaver.plan.peak import float8_flops_per_token, flops_per_token
 from quaver.plan.saving import written_s
 from quaver.plan.search import Row, in_bfloat16
 from quaver.plan.simulate import COMPUTE, Timeline
-from quaver.trainer.model import training_flops_per_token
 
 WORDS = {
     "all_gather": "all-gathers",
@@ -35,14 +33,6 @@ class Link:
     """How long it works while nothing is computed."""
 
 
-@dataclass(frozen=True)
-class Utilization:
-    """Model FLOPs per second over the peak of the data sheet: that of bfloat16, and each matmul's own."""
-
-    mfu: float
-    mfu_by_precision: float
-
-
 def links_of(timeline: Timeline) -> list[Link]:
     """The links of a step."""
     found = []
@@ -50,27 +40,6 @@ def links_of(timeline: Timeline) -> list[Link]:
         if name in (NVLINK, NETWORK):
             found.append(Link(name, timeline.sent_bytes(name), timeline.busy_s(name), timeline.exposed_on(name)))
     return found
-
-
-def utilization_of(row: Row, cluster: Cluster) -> Utilization:
-    """How well one GPU is used."""
-    flops = training_flops_per_token(row.run.model, row.run.seq_len)
-    in_float8 = float8_flops_per_token(row.run)
-    spec, tokens_per_s = cluster.spec, row.tokens_per_s
-    peak8 = spec.float8_tflops or spec.bfloat16_tflops
-    least_s = (flops - in_float8) / (spec.bfloat16_tflops * 1e12) + in_float8 / (peak8 * 1e12)
-    return Utilization(flops * tokens_per_s / (spec.bfloat16_tflops * 1e12), least_s * tokens_per_s)
-
-
-def float8_flops_per_token(run: Run) -> float:
-    """FLOPs of matmuls in float8, forward and backward."""
-    if run.recipe is None:
-        return 0
-    model = run.model
-    weights = sum(run.float8_share(name) * i * o for name, (i, o) in weights_of_block(run).items())
-    weights += run.float8_share(EXPERTS) * model.top_k * 3 * model.dim * model.hidden_dim
-    weights = weights * model.n_layers + run.float8_share(HEAD) * model.dim * model.vocab_size
-    return (4 if run.recipe.value.endswith("gw_hp") else 6) * weights
 
 
 def limits_in_words(row: Row, cluster: Cluster) -> list[str]:
@@ -97,8 +66,7 @@ def gain_in_words(row: Row, cluster: Cluster) -> list[str]:
     if row.run.recipe is None:
         return []
     bfloat16_s = in_bfloat16(row, cluster)
-    flops = training_flops_per_token(row.run.model, row.run.seq_len)
-    share = float8_flops_per_token(row.run) / flops
+    share = float8_flops_per_token(row.run) / flops_per_token(row.run)
     gain = bfloat16_s / row.seconds
     return [
         f"{gain:.2f} times bfloat16's speed in the same layout: float8 computes {share:.0%} of the FLOPs, so with free "

@@ -1,23 +1,26 @@
 """Finds the fastest layouts and recipes of a run whose memory fits.
 
-Every layout that the trainer accepts is simulated, shallow, and its memory is estimated. From the fastest on, memory is
-then predicted to the byte, until enough of them fit; those are simulated whole.
+The memory of every layout that the trainer accepts is estimated, and what it computes is timed. Those that may fit are
+simulated, shallow, from the least time to compute on, as far as one may be among the fastest. From the fastest on,
+memory is then predicted to the byte, in a quick search not, until enough of them fit; those are simulated whole.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from quaver.plan.changes import BFLOAT16, with_precision
 from quaver.plan.cluster import Cluster
 from quaver.plan.estimate import estimated_peak
 from quaver.plan.layouts import Candidate, Layouts
-from quaver.plan.memory import Peak, peaks_of
-from quaver.plan.quick import quick_seconds
+from quaver.plan.memory import Outcome, Peak, peaks_of
+from quaver.plan.peak import share_of_peak
+from quaver.plan.quick import least_seconds, quick_seconds
 from quaver.plan.run import Run, run_of
 from quaver.plan.simulate import Timeline, simulate
 from quaver.plan.step import Costs, training_step
@@ -60,7 +63,7 @@ class Found:
     rows: list[Row]
     """The fastest first."""
     tried: int
-    """Layouts that were simulated."""
+    """Layouts that were compared: those that may fit."""
     refusals: dict[str, int]
     """Why the trainer refuses layouts, and how many."""
     not_predicted: dict[str, int] = field(default_factory=dict)
@@ -77,44 +80,75 @@ def search(
     memory_bytes: int,
     *,
     top: int,
+    quick: bool = False,
     progress: Progress = lambda words: None,
 ) -> Found:
     """The `top` fastest layouts that fit into `memory_bytes`, the fastest in bfloat16, and the configured one.
+
+    Args:
+        quick: take the memory of `estimated_peak` in place of the predicted one.
 
     Raises:
         ValueError: the time of no layout is modelled.
     """
     if not layouts.candidates:
         raise _all_refused(layouts, layouts.refusals)
-    return _Search(layouts, cluster, memory_bytes, top, progress).found()
+    return _Search(layouts, cluster, memory_bytes, top, _estimates_of if quick else peaks_of, progress).found()
 
 
-class Timed(NamedTuple):
-    """A layout with its simulated time and estimated memory."""
+@dataclass
+class Timed:
+    """A layout with its estimated memory, and its time where it was simulated."""
 
-    seconds_per_token: float
-    """Infinite for one whose memory is hopeless."""
-    estimated_bytes: int
     candidate: Candidate
     run: Run
+    costs: Costs
+    estimated_bytes: int
+    least_seconds_per_token: float
+    """What it computes alone."""
+    _simulated: float | None = None
 
-    @property
-    def is_hopeful(self) -> bool:
-        """Whether its memory may fit."""
-        return self.seconds_per_token < float("inf")
+    def seconds_per_token(self, cluster: Cluster) -> float:
+        """Simulated, once."""
+        if self._simulated is None:
+            self._simulated = quick_seconds(self.run, cluster, self.costs) / self.run.step_tokens
+        return self._simulated
+
+
+def _by_speed(layouts: Iterable[Timed], cluster: Cluster) -> Iterator[Timed]:
+    """Yield the fastest first. A layout is simulated when no other one that is left can be faster than it may be."""
+    waiting = [(each.least_seconds_per_token, number, False, each) for number, each in enumerate(layouts)]
+    heapify(waiting)
+    while waiting:
+        _, number, is_simulated, fastest = heappop(waiting)
+        if is_simulated:
+            yield fastest
+        else:
+            heappush(waiting, (fastest.seconds_per_token(cluster), number, True, fastest))
 
 
 class _Search:
-    """Simulates all candidates, and predicts the memory of some until the fastest that fit are known."""
+    """Simulates candidates, and predicts the memory of some until the fastest that fit are known."""
 
-    def __init__(self, layouts: Layouts, cluster: Cluster, memory_bytes: int, top: int, progress: Progress) -> None:
+    def __init__(
+        self,
+        layouts: Layouts,
+        cluster: Cluster,
+        memory_bytes: int,
+        top: int,
+        peaks_of: Callable[[Iterator[TrainConfig], int], Generator[Outcome, None, None]],
+        progress: Progress,
+    ) -> None:
         self._layouts, self._cluster, self._memory_bytes = layouts, cluster, memory_bytes
-        self._top, self._progress = top, progress
+        self._top, self._peaks_of, self._progress = top, peaks_of, progress
         self._refusals = layouts.refusals.copy()
-        self._timed: list[Timed] = []
+        self._least: tuple[Candidate, int] | None = None
+        """The layout with the least estimated memory."""
+        self._hopeful = 0
+        """Layouts that may fit."""
         self._order: list[Timed] = []
-        """Whose memory is predicted, in this order."""
-        self._promised = 0
+        """Whose memory is predicted, in this order; one ahead."""
+        self._promised = MOST_PREDICTED
         """How many of them are, whatever the others have."""
         self._rows: list[Row] = []
         self._not_predicted: Counter[str] = Counter()
@@ -123,7 +157,7 @@ class _Search:
         """Predict in the order of `_configs`, until no layout that follows can be one of the rows."""
         nearest: tuple[Candidate, int] | None = None
         predicted = 0
-        with closing(peaks_of(self._configs(), self._layouts.candidates[0].layout.world_size)) as peaks:
+        with closing(self._peaks_of(self._configs(), self._layouts.candidates[0].layout.world_size)) as peaks:
             for predicted, peak in enumerate(peaks, 1):
                 timed = self._order[predicted - 1]
                 if not isinstance(peak, Peak):
@@ -136,62 +170,74 @@ class _Search:
                 if self._promised <= predicted < len(self._order) and self._has_enough(self._order[predicted]):
                     break
         self._rows.sort(key=lambda row: -row.tokens_per_s)
-        least = min(self._timed, key=lambda each: each.estimated_bytes)
-        if nearest is None or least.estimated_bytes < nearest[1]:
-            nearest = least.candidate, least.estimated_bytes
-        tried = sum(each.is_hopeful for each in self._timed)
-        is_cut = len(self._order) == predicted == MOST_PREDICTED < tried
+        if nearest is None or (self._least is not None and self._least[1] < nearest[1]):
+            nearest = self._least
+        is_cut = len(self._order) == predicted == MOST_PREDICTED < self._hopeful
         refusals, unpredicted = dict(self._refusals), dict(self._not_predicted)
-        return Found(self._rows, tried, refusals, unpredicted, None if self._rows else nearest, is_cut)
+        return Found(self._rows, self._hopeful, refusals, unpredicted, None if self._rows else nearest, is_cut)
 
     def _configs(self) -> Iterator[TrainConfig]:
-        """Yield the configs of `_order`; that of the configured layout before the others are simulated."""
+        """Yield the configs of `_order`; that of the configured layout before the others are looked at."""
         candidates = self._layouts.candidates
-        self._simulate([each for each in candidates if each.is_configured])
-        self._order = list(self._timed)
+        self._order = list(self._timed(each for each in candidates if each.is_configured))
         yield from (each.candidate.config for each in self._order)
-        self._simulate([each for each in candidates if not each.is_configured])
-        if not self._timed:
+        others = list(self._timed(each for each in candidates if not each.is_configured))
+        if self._least is None:
             raise _all_refused(self._layouts, self._refusals)
-        self._timed.sort(key=lambda each: each.seconds_per_token)
-        ordered, self._promised = self._ordered([each for each in self._timed if each.is_hopeful])
-        following = [each for each in ordered if not each.candidate.is_configured]
-        self._order += following
-        yield from (each.candidate.config for each in following)
+        before: Timed | None = None
+        for each in self._ordered(others):
+            self._order.append(each)
+            if before is not None:
+                yield before.candidate.config
+            before = each
+        if before is not None:
+            yield before.candidate.config
 
-    def _simulate(self, candidates: Sequence[Candidate]) -> None:
-        for number, candidate in enumerate(candidates):
-            if number % 50 == 0 and not candidate.is_configured:
-                self._progress(f"simulating layout {number + 1} of {len(candidates)}")
+    def _ordered(self, others: Sequence[Timed]) -> Iterator[Timed]:
+        """Yield the fastest in bfloat16 that probably fits, then the others by their speed, without the configured one.
+
+        Of layouts that only differ in replicas and gathers the fastest comes whose estimate surely fits, and no other.
+        """
+        surely, configured = self._memory_bytes * SURE, list(self._order)
+        hopeful = [*configured, *others]
+        sure = {_alike(each.candidate) for each in hopeful if each.estimated_bytes <= surely}
+
+        def unlike(layouts: Iterable[Timed]) -> Iterator[Timed]:
+            seen = set()
+            for number, each in enumerate(_by_speed(layouts, self._cluster), 1):
+                self._progress(f"ordered {number} of {len(hopeful)} layouts by speed")
+                group = _alike(each.candidate)
+                if group not in seen and (each.estimated_bytes <= surely or group not in sure):
+                    seen.add(group)
+                    yield each
+
+        in_bfloat16 = (each for each in hopeful if each.candidate.precision == BFLOAT16)
+        fits = (each for each in unlike(in_bfloat16) if each.estimated_bytes <= self._memory_bytes)
+        firsts = {each.candidate.config: each for each in [*configured, *islice(fits, 1)]}
+        self._promised = len(firsts)
+        yield from [*firsts.values()][len(configured) :]
+        rest = (each for each in unlike(hopeful) if each.candidate.config not in firsts)
+        yield from islice(rest, MOST_PREDICTED - len(firsts))
+
+    def _timed(self, candidates: Iterable[Candidate]) -> Iterator[Timed]:
+        """Yield those that may fit, with their estimated memory; the configured one always."""
+        number = len(self._layouts.candidates)
+        for at, candidate in enumerate(candidates, 1):
+            if at % 50 == 0:
+                self._progress(f"estimating layout {at} of {number}")
             try:
                 run = run_of(candidate.config, candidate.layout)
             except ValueError as error:
                 self._refusals[str(error)] += 1
                 continue
             estimate = estimated_peak(candidate.config, candidate.layout.world_size)
-            is_hopeless = estimate > self._memory_bytes * HOPELESS and not candidate.is_configured
-            seconds = float("inf") if is_hopeless else quick_seconds(run, self._cluster) / run.step_tokens
-            self._timed.append(Timed(seconds, estimate, candidate, run))
-
-    def _ordered(self, hopeful: list[Timed]) -> tuple[list[Timed], int]:
-        """The configured layout and the fastest in bfloat16, whose number is returned too, then the others.
-
-        Of layouts that only differ in replicas and gathers the fastest comes whose estimate surely fits, and no other.
-        """
-        surely = self._memory_bytes * SURE
-        unlike: dict[tuple[object, ...], Timed] = {}
-        for each in hopeful:
-            known = unlike.setdefault(_alike(each.candidate), each)
-            if known.estimated_bytes > surely >= each.estimated_bytes:
-                unlike[_alike(each.candidate)] = each
-        by_speed = sorted(unlike.values(), key=lambda each: each.seconds_per_token)
-        likely = [each for each in by_speed if each.estimated_bytes <= self._memory_bytes]
-        firsts = [each for each in hopeful if each.candidate.is_configured]
-        firsts += [each for each in likely if each.candidate.precision == BFLOAT16][:1]
-        firsts = list({each.candidate.config: each for each in firsts}.values())
-        first_configs = {each.candidate.config for each in firsts}
-        others = [each for each in by_speed if each.candidate.config not in first_configs]
-        return [*firsts, *others][:MOST_PREDICTED], len(firsts)
+            if self._least is None or estimate < self._least[1]:
+                self._least = candidate, estimate
+            if estimate <= self._memory_bytes * HOPELESS or candidate.is_configured:
+                self._hopeful += 1
+                costs = Costs.of(run, self._cluster)
+                least = least_seconds(run, costs) / run.step_tokens
+                yield Timed(candidate, run, costs, estimate, least)
 
     def _add(self, timed: Timed, peak: Peak) -> None:
         is_known = any(_alike(row.candidate) == _alike(timed.candidate) for row in self._rows)
@@ -200,8 +246,13 @@ class _Search:
 
     def _has_enough(self, following: Timed) -> bool:
         """Whether `top` rows are at least as fast as the fastest layout that is not predicted yet."""
-        slowest = following.seconds_per_token * (1 + 1e-9)
+        slowest = following.seconds_per_token(self._cluster) * (1 + 1e-9)
         return sum(row.seconds / row.run.step_tokens <= slowest for row in self._rows) >= self._top
+
+
+def _estimates_of(configs: Iterator[TrainConfig], ranks: int) -> Generator[Outcome, None, None]:
+    """Estimates in place of predictions."""
+    yield from (Peak(estimated_peak(config, ranks), {}, "", "", why_whole="estimated") for config in configs)
 
 
 def _alike(candidate: Candidate) -> tuple[object, ...]:
@@ -221,15 +272,18 @@ def simulated(run: Run, cluster: Cluster, costs: Costs | None = None) -> tuple[f
 
     Args:
         costs: of a micro-batch; modelled by default.
+    Raises:
+        RuntimeError: it is faster than the GPU's peak allows.
     """
     costs = costs or Costs.of(run, cluster)
     tasks_of_one = len(training_step(replace(run, micro_batches=1), cluster, costs).tasks)
-    few = max(1, min(run.micro_batches, _MOST_TASKS // tasks_of_one))
+    few = min(run.micro_batches, max(2, _MOST_TASKS // tasks_of_one))
     timeline = simulate(training_step(replace(run, micro_batches=few), cluster, costs))
     seconds = timeline.seconds
     if few < run.micro_batches:
-        fewer = simulate(training_step(replace(run, micro_batches=few - 1 or 1), cluster, costs)).seconds
+        fewer = simulate(training_step(replace(run, micro_batches=few - 1), cluster, costs)).seconds
         seconds += (run.micro_batches - few) * (seconds - fewer)
+    share_of_peak(run, seconds, cluster.spec)
     return seconds, timeline
 
 

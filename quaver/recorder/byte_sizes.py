@@ -31,7 +31,8 @@ def parse_bytes(text: str, name: str = "size") -> int:
         ValueError: it is no size above 0.
     """
     found = _SIZE.fullmatch(text.strip())
-    unit_bytes = UNITS_BYTES.get(found[2].lower(), 0) if found else 0
+    is_bits = found is not None and found[2][:1].isupper() and found[2].endswith("b")  # Gb, Gib
+    unit_bytes = UNITS_BYTES.get(found[2].lower(), 0) if found and not is_bits else 0
     size_bytes = int(float(found[1]) * unit_bytes) if found else 0
     if size_bytes < 1:
         raise ValueError(f"{name}: expected a size above 0 such as 80GiB, 80GB, 512MiB or plain bytes, got {text!r}")

@@ -1,5 +1,6 @@
 """[float8]: which linears compute in float8, and how."""
 
+import functools
 from dataclasses import dataclass, fields
 from typing import Annotated
 
@@ -8,7 +9,15 @@ from quaver.recipes.config import DelayedScalingConfig, Float8LinearConfig, Floa
 from quaver.settings.fields import NotNegative, OneOf, Settings, require, setting
 
 RECIPES = tuple(name.value for name in Float8LinearRecipeName)
-DELAYED_RECIPES = ", ".join(name for name in RECIPES if Float8LinearConfig.from_recipe_name(name).has_persistent_scales)
+
+
+@functools.cache
+def _has_persistent_scales(recipe_name: str) -> bool:
+    """Of a recipe. A plan asks for thousands of settings. Raises ValueError for an unknown name."""
+    return Float8LinearConfig.from_recipe_name(recipe_name).has_persistent_scales
+
+
+DELAYED_RECIPES = ", ".join(filter(_has_persistent_scales, RECIPES))
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Float8(Settings, section="float8"):
 
     def check(self) -> None:
         """Refuse what the recipe does not have, and what float8 would not read."""
-        Float8LinearConfig.from_recipe_name(self.recipe_name)  # raises ValueError listing the choices
+        _has_persistent_scales(self.recipe_name)  # raises ValueError listing the choices
         self.require(all(self.filter_fqns), "filter_fqns", "names or parts of names")
         self.by_layer  # noqa: B018 - raises ValueError
         if not self.enable_float8_linear:
@@ -93,7 +102,7 @@ class Float8(Settings, section="float8"):
     @property
     def has_persistent_scales(self) -> bool:
         """Whether the recipe reuses scales from step to step."""
-        return self.enable_float8_linear and Float8LinearConfig.from_recipe_name(self.recipe_name).has_persistent_scales
+        return self.enable_float8_linear and _has_persistent_scales(self.recipe_name)
 
     @property
     def by_layer(self) -> LayerRecipes:

@@ -25,8 +25,10 @@ from quaver.memory.runs.links import predict_links
 from quaver.memory.runs.measure import measure_memory, side_by_side
 from quaver.memory.runs.predict import RunMemory, predict_memory
 from quaver.plan.advise import advise
+from quaver.plan.estimate import estimated_peak
 from quaver.recorder.byte_sizes import parse_bytes
 from quaver.recorder.draw import draw_timeline
+from quaver.roofline.device_specs import require_device_spec
 from quaver.runtime.devices import resolve_device
 from quaver.settings import TrainConfig
 from quaver.settings.config_file import load_config, parse_arguments
@@ -50,6 +52,9 @@ class Options(Settings):
     advise: bool = setting(False, "Predict the peak and the recomputation of other settings.")
     fit: str | None = setting(None, "Find the fastest setting whose peak is at most this, such as 80GiB.")
     time_on: str | None = setting(None, "GPU whose step time --advise and --fit model, such as H100 or B200.")
+    quick: bool = setting(
+        False, "Estimate the peak in closed form, within 10%, instead of predicting it: with --advise and --fit, too."
+    )
     measure: bool = setting(False, "Run real steps on this machine, and print them next to the prediction.")
     links: bool = setting(
         False,
@@ -71,6 +76,11 @@ class Options(Settings):
             raise ValueError("--time-on models the time of what --advise or --fit tries: expected one of them")
         if self.png is not None and not self.png.endswith(".png"):
             raise ValueError(f"--png must be a file whose name ends with .png, got {self.png!r}")
+        if self.time_on is not None:
+            require_device_spec(self.time_on, "--time-on")
+        shown = ("vs", "measure", "html", "png", "links", "device")
+        if self.quick and (given := [name for name in shown if getattr(self, name)]):
+            raise ValueError(f"--quick estimates the peak on a GPU alone: expected no --{given[0]} with it")
         alone = ("vs", "advise", "fit", "measure", "html", "png")
         if self.links and (given := [name for name in alone if getattr(self, name)]):
             raise ValueError(f"--links predicts no memory: expected no --{given[0]} with it")
@@ -92,6 +102,8 @@ def run(argv: list[str]) -> int:
         device = options.device or trained_on
         if options.links:
             return _print_links(options, config, device)
+        if options.quick:
+            return _print_estimate(options, config)
         memory, found = _predict(options, words, config, device)
     views = [*prediction_views(memory, device, options.top)]
     if "comparison" in found:
@@ -115,6 +127,23 @@ def _print_links(options: Options, config: TrainConfig, device: str) -> int:
         links = predict_links(config, options.ranks)
     show(links_views(links, per_s))
     save(links.to_dict(), Path(options.output))
+    print(f"saved {options.output}")
+    return 0
+
+
+def _print_estimate(options: Options, config: TrainConfig) -> int:
+    estimate, advice = estimated_peak(config, options.ranks), None
+    if options.advise or options.fit is not None:
+        fit_bytes = None if options.fit is None else parse_bytes(options.fit, "--fit")
+        with predicting_for("cuda"), working("estimating") as tell:
+            advice = advise(
+                config, options.ranks, fit_bytes=fit_bytes, device=options.time_on, quick=True, progress=tell
+            )
+    show([f"about {estimate / 2**30:.1f} GiB at the peak of one of {options.ranks} ranks, estimated within 10%"])
+    if advice is not None:
+        show([advice_table(advice), *advice_summary(advice)])
+    found = {"estimated_peak_bytes": estimate} | ({} if advice is None else {"advice": advice.to_dict()})
+    save(found, Path(options.output))
     print(f"saved {options.output}")
     return 0
 

@@ -121,6 +121,17 @@ def test_no_colours_and_no_progress_in_a_pipe(tmp_path, monkeypatch, capsys):
     assert err == ""
 
 
+def test_what_takes_long_is_said_in_a_pipe_in_whole_lines(monkeypatch, capsys):
+    monkeypatch.setattr(working_module, "_EVERY_LINE_S", 0.02)
+    with working("counting") as tell:
+        time.sleep(0.1)
+        tell("counting again")
+        time.sleep(0.1)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert set(err.splitlines()) == {"... counting, 0 s", "... counting again, 0 s"}
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_progress_of_a_run_breaks_no_word(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -58,6 +58,15 @@ def test_two_settings_a_page_a_picture_and_a_measurement(tmp_path, capsys):
     assert f"{written['measured']['peak_bytes']:,}" in printed
 
 
+def test_a_quick_estimate_is_near_the_prediction(tmp_path, capsys):
+    _, predicted = ask(capsys, tmp_path, *SMALL_8B, "--top", "1")
+    printed, quick = ask(capsys, tmp_path, *SMALL_8B, "--quick", "--fit", "80GiB")
+    assert quick["estimated_peak_bytes"] == pytest.approx(predicted["peak_bytes"], rel=0.1)
+    assert "estimated within 10%" in printed
+    assert "as in fms-fsdp llama2-7b 96 H100" in " ".join(printed.split())
+    assert quick["advice"]["rows"][quick["advice"]["best"]]["fits"] is True
+
+
 FEW = ("activations: selective, every", "precision: bfloat16", "local batch size")
 """Of what is tried alone; test_advise.py has them all, and each prediction takes most of a second."""
 
@@ -105,8 +114,9 @@ def test_advice_and_what_fits(tmp_path, capsys, monkeypatch):
         (["--fit", "much"], "--fit: expected a size above 0 such as 80GiB, 80GB, 512MiB or plain bytes, got 'much'"),
         (["--device", "tpu"], "--device"),
         (["--device", "cuda", "--measure"], "--measure measures on training.device, and predicts for it"),
+        (["--quick", "--links"], "--quick estimates the peak on a GPU alone: expected no --links with it"),
         (["--time-on", "H100"], "--time-on models the time of what --advise or --fit tries"),
-        ([*SMALL, "--advise", "--time_on", "abacus"], "abacus"),
+        ([*SMALL, "--advise", "--time_on", "h100-sxm"], "--time-on: no data about 'h100-sxm': name one of GB200"),
         (["train_configs/llama3_8b.toml"], "false where no weight is sharded"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -246,7 +246,7 @@ def test_sizes():
     assert {text: parse_bytes(text) for text in SIZES} == SIZES
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "80 G", "-1GiB", "0", "0.1", "80GiB of it", "1e3", "nan"])
+@pytest.mark.parametrize("text", ["", "GiB", "80 G", "-1GiB", "0", "0.1", "80GiB of it", "1e3", "nan", "80Gb", "8 Tib"])
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match="--fit: expected a size above 0 such as 80GiB"):
         parse_bytes(text, "--fit")

@@ -91,11 +91,46 @@ def test_what_is_not_simulated_is_said():
     assert sentence.endswith("the run has no row")
 
 
-def test_a_step_of_so_many_tokens(capsys, tmp_path):
-    _, written = plan(capsys, tmp_path, "--gpus", "16", "--global-batch", "4M tokens", "--top", "2")
-    assert {row["config"]["training"]["global_batch_size"] for row in written["rows"]} == {
-        480
-    }  # 4M / 8192, times of 16
+def test_a_step_of_so_many_tokens_is_said_where_it_has_others(capsys, tmp_path):
+    printed, written = plan(capsys, tmp_path, "--gpus", "256", "--global-batch", "4M tokens", "--top", "2")
+    assert {row["step_tokens"] for row in written["rows"]} == {512 * 8192}  # 4M / 8192 are 488 sequences
+    assert "--global-batch 4M tokens: a step has 4,194,304 tokens, 512 sequences of 8,192" in " ".join(printed.split())
+    printed, written = plan(capsys, tmp_path, "--gpus", "8", "--global-batch", "8192", "--top", "2")
+    assert {row["step_tokens"] for row in written["rows"]} == {8192}
+    assert not any(row["is_configured"] for row in written["rows"])
+    assert "the configured layout is no row: training.global_batch_size" in printed
+    assert "--global-batch 8192:" not in printed
+
+
+def test_rows_of_unequal_batches_say_so(capsys, tmp_path):
+    printed, written = plan(capsys, tmp_path, "--gpus", "16", "--top", "3")
+    assert len({row["step_tokens"] for row in written["rows"]}) > 1
+    assert "the config has no global batch, so steps have different tokens" in printed
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words"),
+    [
+        ("h100", "a long run keeps 72% of the best rate of a matmul, as in fms-fsdp llama2-7b 96 H100;"),
+        ("b200", "FP8-CS TP1 PP1 CP1, with Megatron and TransformerEngine;"),
+        (
+            "mi300x",
+            "no published run says what a long run on MI300X keeps of a matmul's rate: assumed are the H100's 72%",
+        ),
+    ],
+)
+def test_the_run_that_fixes_a_cards_share_is_said(gpu, words, capsys, tmp_path):
+    printed, _ = plan(capsys, tmp_path, "--gpu", gpu, "--top", "1", "--quick")
+    assert words in " ".join(printed.split())
+    assert "memory is estimated within 10%" in printed
+
+
+@pytest.mark.parametrize(
+    ("network", "gbps"),
+    {"400gbps": 400, "100Gb/s": 100, "100 Gbit/s": 100, "50GB/s": 400, "12.5GBps": 100}.items(),
+)
+def test_rates_of_the_network_are_in_bits_or_bytes(network, gbps):
+    assert command.PlanOptions(network=network).network_gbps == gbps
 
 
 @pytest.mark.parametrize("is_counted", [True, False])
@@ -118,7 +153,7 @@ def test_the_kernels_of_a_block_beside_its_formulas(is_counted, capsys, tmp_path
     assert 1.2 < float(seconds) / float(by_formulas) < 2
 
 
-@pytest.mark.parametrize(("gpus", "sequences"), [(7, 3864), (8, 3904), (1000, 3000), (4096, 2048)])
+@pytest.mark.parametrize(("gpus", "sequences"), [(7, 3920), (8, 3904), (1000, 4000), (4096, 2048)])
 def test_tokens_of_a_step_are_those_that_the_configured_batch_divides(gpus, sequences):
     """1M tokens are 3,906 sequences of 256; the configured batch of a GPU is 8."""
     assert command.PlanOptions(gpus=gpus, global_batch="1M").step_sequences(TrainConfig()) == sequences
@@ -132,7 +167,9 @@ def test_tokens_of_a_step_are_those_that_the_configured_batch_divides(gpus, sequ
         ("--gpu h300", "--gpu: no data about 'h300': name one of GB200, B200, H200, H100, H100-NVL, H100-PCIe, A100, "),
         ("--gpu h100-sxm", "--gpu: no data about 'h100-sxm': name one of GB200, B200, "),
         ("--spec no.toml", "no.toml"),
-        ("--network fast", "--network must be a rate such as 400gbps, got 'fast'"),
+        ("--network fast", "--network must be a rate above 0 with its unit: 400gbps or 400Gb/s for bits, 50GB/s for"),
+        ("--network 50gb/s", "--network must be a rate above 0 with its unit"),
+        ("--network 400", "--network must be a rate above 0 with its unit"),
         ("--global-batch some", "--global-batch must be tokens such as"),
         ("--global-batch 5", "at least those of a sequence, 8192, got '5'"),
         ("--recipes mxfp8", "--recipes mxfp8: H100 does not multiply float8 with such scales"),

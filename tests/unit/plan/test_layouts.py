@@ -43,12 +43,13 @@ def test_experts_are_split_and_dense_models_are_not():
     assert {each.layout.expert for each in found("llama3_8b", 8).candidates} == {1}
 
 
-def test_a_configured_run_that_cannot_have_the_batch_keeps_its_own():
+def test_a_configured_run_that_cannot_have_the_batch_is_refused_and_says_why():
+    """With a batch of its own it would be compared with steps of other tokens."""
     config = replace(TrainConfig(), training=replace(TrainConfig().training, local_batch_size=4, global_batch_size=16))
     layouts = layouts_of(config, 2, nodes_of=8, precisions=[BFLOAT16], step_sequences=4, stores=False)
-    assert layouts.candidates[0].is_configured
-    assert layouts.candidates[0].config.training.global_batch_size == 16
-    assert {each.config.training.global_batch_size for each in layouts.candidates[1:]} == {4}
+    assert not any(each.is_configured for each in layouts.candidates)
+    assert {each.config.training.global_batch_size for each in layouts.candidates} == {4}
+    assert "training.global_batch_size" in layouts.configured_refusal
 
 
 def test_less_precise_storage_is_tried_where_it_is_asked_for():

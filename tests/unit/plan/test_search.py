@@ -1,6 +1,7 @@
 """The search: the fastest layouts whose memory fits, and what it says where none does."""
 
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,16 @@ from quaver.plan import search as searching
 from quaver.plan.changes import BFLOAT16
 from quaver.plan.cluster import Cluster
 from quaver.plan.layouts import layouts_of
-from quaver.plan.limits import gain_in_words, limits_in_words, links_of, utilization_of
+from quaver.plan.limits import gain_in_words, limits_in_words, links_of
 from quaver.plan.memory import Peak
+from quaver.plan.peak import share_of_peak
 from quaver.plan.run import run_of
 from quaver.plan.search import quick_seconds, search
 from quaver.plan.simulate import simulate
 from quaver.plan.step import training_step
 from quaver.roofline.device_specs import find_device_spec
 from quaver.settings.config_file import load_config
+from quaver.trainer.model import training_flops_per_token
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
 CLUSTER = Cluster.of(find_device_spec("h100"))
@@ -105,9 +108,52 @@ def test_what_limits_a_step_is_said(known_memory):
     assert "hidden behind it: " in words
     assert "times bfloat16's speed in the same layout" in words
     assert not gain_in_words(rows[BFLOAT16], CLUSTER)
-    used, plain = utilization_of(rows["tensorwise"], CLUSTER), utilization_of(rows[BFLOAT16], CLUSTER)
-    assert plain.mfu == pytest.approx(plain.mfu_by_precision)
-    assert used.mfu_by_precision < used.mfu
+    shares = {name: share_of_peak(row.run, row.seconds, CLUSTER.spec) for name, row in rows.items()}
+    assert 0.2 < shares["tensorwise"] < shares[BFLOAT16] < 0.7
+
+
+def test_a_step_of_very_many_tasks_is_extrapolated_from_its_first_micro_batches(monkeypatch):
+    candidate = layouts(step_sequences=96).candidates[-1]
+    run = run_of(candidate.config, candidate.layout)
+    assert run.micro_batches > 2
+    whole = simulate(training_step(run, CLUSTER)).seconds
+    monkeypatch.setattr(searching, "_MOST_TASKS", 1)
+    seconds, timeline = searching.simulated(run, CLUSTER)
+    assert timeline.seconds < whole
+    assert seconds == pytest.approx(whole)
+
+
+def test_no_step_is_faster_than_the_peak_of_its_gpu():
+    """Attention counts as its causal half: all of it would be above the peak for sequences of a million tokens."""
+    candidate = layouts(ranks=8, precisions=[BFLOAT16]).candidates[-1]
+    long, spec = replace(run_of(candidate.config, candidate.layout), seq_len=2**20), CLUSTER.spec
+    seconds = quick_seconds(long, replace(CLUSTER, sustained=1.0))
+    as_usual = long.step_tokens * training_flops_per_token(long.model, long.seq_len) / long.ranks / seconds
+    assert share_of_peak(long, seconds, spec) < 0.7 < 1 < as_usual / 1e12 / spec.bfloat16_tflops
+    with pytest.raises(RuntimeError, match=r"a step of .* s would be \d\.\d times as fast as the peak of H100 allows"):
+        share_of_peak(long, seconds / 5, spec)
+
+
+def test_the_fastest_are_found_without_simulating_all(known_memory, monkeypatch):
+    timed = list(
+        searching._Search(layouts(), CLUSTER, 45 * GIB, 1, searching.peaks_of, print)._timed(layouts().candidates)
+    )
+    by_time = sorted(quick_seconds(each.run, CLUSTER) / each.run.step_tokens for each in timed)
+    simulated = []
+    monkeypatch.setattr(searching, "quick_seconds", lambda *given: simulated.append(given) or quick_seconds(*given))
+    first = [each.seconds_per_token(CLUSTER) for each in islice(searching._by_speed(timed, CLUSTER), 5)]
+    assert first == pytest.approx(by_time[:5])
+    assert len(simulated) < len(timed) / 3
+
+
+def test_a_quick_search_predicts_no_memory(known_memory):
+    found, predicted = (
+        search(layouts(), CLUSTER, 45 * GIB, top=2, quick=True),
+        search(layouts(), CLUSTER, 45 * GIB, top=2),
+    )
+    assert [row.candidate for row in found.rows] == [row.candidate for row in predicted.rows]
+    assert {row.peak.why_whole for row in found.rows} == {"estimated"}
+    assert len(known_memory) <= 4
 
 
 def test_a_slow_network_shows_what_waits(known_memory):
