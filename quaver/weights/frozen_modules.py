@@ -118,7 +118,7 @@ def _loadable(own: FrozenFloat8Weight, value: Tensor, scale: Tensor | None, weig
 
 def _has_codes(value: Tensor) -> bool:
     """Whether a state_dict's value is a frozen weight with scales of its own."""
-    local = value.to_local() if is_dtensor(value) else value  # type: ignore[attr-defined]
+    local = value.to_local() if is_dtensor(value) else value
     return isinstance(local, FrozenFloat8Weight) and local.has_codes
 
 
