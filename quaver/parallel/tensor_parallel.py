@@ -28,6 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
+from quaver.experts.base import Float8Grouped
+from quaver.experts.module import is_experts
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import LinearSharding
 from quaver.linear.tensor import Float8Tensor
@@ -45,6 +47,11 @@ def _float8_linear(style: object, module: nn.Module) -> Float8Linear:
     if isinstance(module, Float8Linear) and isinstance(module.weight, Float8Tensor):
         raise NotImplementedError(
             f"{type(style).__name__}: expected a weight in high precision, got a frozen float8 weight"
+        )
+    if isinstance(module, Float8Grouped) or is_experts(module):
+        raise ValueError(
+            f"{type(style).__name__} expects a Float8Linear, got the experts {type(module).__name__}; split these by "
+            "expert, with Float8ExpertParallel"
         )
     if not isinstance(module, Float8Linear):
         raise ValueError(

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 from quaver import cast_weights_once, convert_to_float8_training
 from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
+from quaver.experts.base import Float8Grouped
 from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
 from quaver.parallel.linear_sharding import AllGatherInput, is_all_gathered_in_float8
@@ -626,6 +627,8 @@ def test_errors_when_a_style_is_applied():
         name = type(style).__name__
         with raises(ValueError, name, "expects a Float8Linear, got Linear", "convert_to_float8_training"):
             parallelize_module(nn.Linear(16, 16), mesh, style)
+        with raises(ValueError, name, "got the experts Float8Grouped", "Float8ExpertParallel"):
+            parallelize_module(Float8Grouped(), mesh, style)
         with raises(ValueError, "one mesh axis", "mesh['tp']"):
             style._apply(Float8Linear(16, 16), mesh_2d)  # parallelize_module itself refuses it, in its own words
         cut = Float8Linear(200, 200, config="blockwise")
