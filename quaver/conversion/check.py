@@ -40,8 +40,8 @@ def assert_float8_training(
         RuntimeError: with one line for each problem: torchao has converted linears; no linear is in float8; a float8
             linear that its conversion did not finish, that has no weight any more, that did not run though others
             trained, or not since its forward was replaced; its weight requires no gradient, or is not in the optimizer;
-            the optimizer holds a parameter twice, or one that the model does not have; with `require_native`, a float8
-            linear multiplied exactly or has not run.
+            the optimizer holds a parameter twice, or parameters of another model in place of this one's; with
+            `require_native`, a float8 linear multiplied exactly or has not run.
 
     A forward that was replaced before the linear ran may call the original: that is logged at WARNING, and after a step
     it is known. Of compiled code nothing is known.
@@ -130,8 +130,10 @@ def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterat
     twice = [names.get(key, "a parameter of another model") for key, count in held.items() if count > 1]
     if twice:
         yield f"parameters that the optimizer holds more than once: {listed(twice)}"
+    # A loss may have parameters, too: those of another model are held in place of this one's.
+    lacks = any(parameter.requires_grad and id(parameter) not in held for parameter in model.parameters())
     foreign = len([key for key in held if key not in names])
-    if foreign:
+    if foreign and lacks:
         yield f"the optimizer holds {foreign} parameters that the model does not have; make it after the conversion"
 
 

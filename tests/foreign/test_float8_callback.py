@@ -316,6 +316,14 @@ def test_what_would_train_something_else_is_refused(wrong):
         assert_float8_training(model, optimizer)
 
 
+def test_an_optimizer_may_train_a_loss_beside_the_model():
+    model = prepare_model_for_float8(llama(), "rowwise")
+    loss = torch.nn.Linear(16, 16)
+    assert_float8_training(model, torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1))
+    with pytest.raises(RuntimeError, match="holds 2 parameters that the model does not have"):
+        assert_float8_training(model, torch.optim.SGD([*model.model.parameters(), *loss.parameters()], lr=0.1))
+
+
 def test_an_ordinary_trainer_takes_the_callback_with_a_plain_conversion(tmp_path):
     model = convert_to_float8_training(llama(), config="tensorwise")
     run = trained(tmp_path, model)
