@@ -5,8 +5,9 @@
     --override.imports 'quaver.integrations.torchtitan.float8_linear={"recipe_name": "rowwise"}'
 
 A converted config keeps the fields of `Linear.Config`, `param_init` and `sharding_config` among them, and builds
-torchtitan's own linear, converted: `init_states` and `parallelize` treat it as before. torchtitan 0.2 needs no
-converter: run it under `python -m quaver.integrations.torchao`.
+a `Float8TitanLinear`, torchtitan's linear in float8: `init_states`, `parallelize` and LoRAConverter treat it as before.
+torchtitan knows both configs as quantized (`has_quantization`), and counts no MFU. torchtitan 0.2 needs no converter:
+run it under `python -m quaver.integrations.torchao`.
 """
 
 from __future__ import annotations
@@ -16,43 +17,62 @@ import typing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torchtitan.components.quantization import Float8Linear as TorchAOLinear
+from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.components.quantization.float8 import _float8_experts_cache
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.linear import Linear
-from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.experts.seam import arguments_of, to_float8_grouped_mm
 from quaver.kernels.native_blocks import ALIGNMENT
+from quaver.linear.module import Float8Linear
 from quaver.recipes.config import resolve_config
 
-
-@dataclass(kw_only=True, slots=True)
-class Float8LinearConfig(Linear.Config):
-    """A `Linear.Config` that builds a float8 linear."""
-
-    recipe_name: str = "rowwise"
-    """A recipe that scales dynamically: torchtitan has no event after the optimizer's step."""
-    emulate: bool = False
-    """Multiply exactly, also where the hardware multiplies float8."""
-
-    def build(self, **kwargs: Any) -> Any:
-        config = replace(resolve_config(self.recipe_name), emulate=self.emulate)
-        return convert_to_float8_training(Linear.Config.build(self, **kwargs), config=config)
+_QuantizedConfig: Any = Linear.Config if TorchAOLinear is None else TorchAOLinear.Config
+"""The base of a linear's config that torchtitan takes for quantized; it has none where torchao is not installed."""
 
 
-class Float8LinearConverter(ModelConfigConverter):
+class Float8TitanLinear(Float8Linear, Linear):
+    """torchtitan's linear in float8, which its LoRAConverter can derive from."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_QuantizedConfig):
+        """A `Linear.Config` that builds a float8 linear."""
+
+        recipe_name: str = "rowwise"
+        """A recipe that scales dynamically: torchtitan has no event after the optimizer's step."""
+        emulate: bool = False
+        """Multiply exactly, also where the hardware multiplies float8."""
+        enable_fsdp_float8_all_gather: bool = False
+        """FSDP2 all-gathers the weight in float8."""
+
+    def __init__(self, config: Config) -> None:
+        Linear.__init__(self, config)
+        float8 = replace(
+            resolve_config(config.recipe_name),
+            emulate=config.emulate,
+            enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
+        )
+        self.set_up(float8, Linear)
+        convert_to_float8_training(self, config=float8)  # prepares the weight for a float8 all-gather
+
+
+class Float8LinearConverter(QuantizationConverter):
     """Converts the linears of a model's config."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ModelConfigConverter.Config):
-        """The fields of torchtitan's own converter."""
+    class Config(QuantizationConverter.Config):
+        """The fields of torchtitan's own converter, and that of the all-gather, which torchtitan 0.3 has removed."""
 
         recipe_name: str = "rowwise"
         filter_fqns: list[str] = field(default_factory=lambda: ["lm_head", "router"])
         """Linears whose name contains one of these stay in high precision."""
         emulate: bool = False
+        enable_fsdp_float8_all_gather: bool = False
+        """FSDP2 all-gathers the weights in float8: one byte per element, two with the recipe `rowwise`."""
         model_compile_enabled: bool = False
         """Has no effect: the same linears run eager and compiled, with and without `emulate`."""
 
@@ -73,7 +93,9 @@ class Float8LinearConverter(ModelConfigConverter):
             if reason:
                 skipped.append(f"{name} ({reason})")
             else:
-                converted = _float8(linear, self.config.recipe_name, self.config.emulate)
+                converted = _float8(
+                    linear, self.config.recipe_name, self.config.emulate, self.config.enable_fsdp_float8_all_gather
+                )
                 model_config = _put(converted, parent, attribute, model_config)
         if len(skipped) == len(linears):
             raise ValueError(f"0 of {len(linears)} linears can run in float8: {', '.join(skipped)}")
@@ -84,11 +106,11 @@ class Float8LinearConverter(ModelConfigConverter):
         return model_config
 
 
-class Float8GroupedExpertsConverter(ModelConfigConverter):
+class Float8GroupedExpertsConverter(QuantizationConverter):
     """Converts the grouped experts of a model's config, whatever the arguments of their `_grouped_mm` are called."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ModelConfigConverter.Config):
+    class Config(QuantizationConverter.Config):
         """The fields of torchtitan's own converter, and the recipe."""
 
         recipe_name: str = "rowwise"
@@ -116,24 +138,27 @@ class Float8GroupedExpertsConverter(ModelConfigConverter):
             raise ValueError("expected a model with grouped experts, got one without")
         for _, experts, parent, attribute in found:
             arguments_of(experts._owner)
-            converted = derive(experts, _float8_experts_config(typing.cast(Any, type(experts))), float8=config)
+            converted = derive(experts, _float8_experts(typing.cast(Any, experts._owner)).Config, float8=config)
             model_config = _put(converted, parent, attribute, model_config)
         logger.info(f"float8 ({self.config.recipe_name}): {len(found)} modules of grouped experts")
         return model_config
 
 
 @functools.cache
-def _float8_experts_config(base: Any) -> Any:
-    """A config like `base` that builds its experts in float8."""
+def _float8_experts(base: Any) -> Any:
+    """A class of experts like `base` whose config makes them float8 when they are built."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Float8ExpertsConfig(base):
-        float8: Any = None
+    class Float8TitanExperts(base):
+        @dataclass(kw_only=True, slots=True)
+        class Config(base.Config):
+            float8: Any = None
 
-        def build(self, **kwargs: Any) -> Any:
-            return to_float8_grouped_mm(base.build(self, **kwargs), self.float8)
+            def build(self, **kwargs: Any) -> Any:
+                return to_float8_grouped_mm(base.Config.build(derive(self, base.Config), **kwargs), self.float8)
 
-    return Float8ExpertsConfig
+    # Where torchtitan looks for experts that are quantized; the key is no class that its own converter asks for.
+    _float8_experts_cache[Float8TitanExperts] = Float8TitanExperts
+    return Float8TitanExperts
 
 
 def _put(converted: Any, parent: Any, attribute: Any, model_config: Any) -> Any:
@@ -153,9 +178,15 @@ def _put(converted: Any, parent: Any, attribute: Any, model_config: Any) -> Any:
     description="float8 linears by quaver",
     exact=True,
 )
-def float8_linear(linear: Any, *, recipe_name: str = "rowwise", emulate: bool = False) -> Any:
+def float8_linear(
+    linear: Any,
+    *,
+    recipe_name: str = "rowwise",
+    emulate: bool = False,
+    enable_fsdp_float8_all_gather: bool = False,
+) -> Any:
     """The linears of attention, of the feed-forward and of shared experts in float8."""
-    return linear if _obstacle(linear) else _float8(linear, recipe_name, emulate)
+    return linear if _obstacle(linear) else _float8(linear, recipe_name, emulate, enable_fsdp_float8_all_gather)
 
 
 def _obstacle(linear: Any) -> str:
@@ -167,9 +198,17 @@ def _obstacle(linear: Any) -> str:
     return ""
 
 
-def _float8(linear: Any, recipe_name: str, emulate: bool) -> Float8LinearConfig:
+def _float8(
+    linear: Any, recipe_name: str, emulate: bool, enable_fsdp_float8_all_gather: bool
+) -> Float8TitanLinear.Config:
     if resolve_config(recipe_name).has_persistent_scales:
         raise ValueError(
             f"recipe_name: expected one that scales dynamically, got {recipe_name}; torchtitan has no event to sync in"
         )
-    return derive(linear, Float8LinearConfig, recipe_name=recipe_name, emulate=emulate)
+    return derive(
+        linear,
+        Float8TitanLinear.Config,
+        recipe_name=recipe_name,
+        emulate=emulate,
+        enable_fsdp_float8_all_gather=enable_fsdp_float8_all_gather,
+    )

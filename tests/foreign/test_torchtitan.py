@@ -59,11 +59,33 @@ config_of = {each.config for each in linears(model).values() if isinstance(each,
 assert config_of == {replace(resolve_config(RECIPE), emulate=True)}
 assert_float8_training(model, torch.optim.SGD(model.parameters(), 0.1))
 
+from torchtitan.components.lora import LoRAConverter
+from torchtitan.components.quantization.utils import has_quantization
+from torchtitan.models.utils import validate_converter_order
+of_lora = LoRAConverter.Config(rank=4, target_modules=["w1", "w2", "wo"])
+assert has_quantization(converted) and not has_quantization(config())
+adapted = of_lora.build().convert(Float8LinearConverter.Config(recipe_name=RECIPE).build().convert(config())).build()
+adapted.verify_module_protocol()
+adapted.init_states(buffer_device="cpu")
+w1 = adapted.layers["0"].feed_forward.w1
+assert isinstance(w1, Float8Linear) and w1.lora_b.weight.requires_grad and not w1.weight.requires_grad
+w1(torch.randn(2, 16, 256)).sum().backward()
+assert w1.backend == "exact" and w1.lora_b.weight.grad is not None
+try:
+    validate_converter_order([of_lora, Float8LinearConverter.Config()])
+except ValueError as error:
+    assert "must be applied before" in str(error), error
+else:
+    raise AssertionError("LoRA came first")
+
 plain = config().build()
 torch.manual_seed(0)
 plain.init_states(buffer_device="cpu")
 assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 assert model.state_dict().keys() == plain.state_dict().keys()
+gathering = Float8LinearConverter.Config(recipe_name=RECIPE, enable_fsdp_float8_all_gather=True)
+gathered = linears(gathering.build().convert(config()).build()).values()
+assert all(each.config.enable_fsdp_float8_all_gather for each in gathered if isinstance(each, Float8Linear))
 linear, plain_linear = (each.layers["0"].feed_forward.w1 for each in (model, plain))
 x = torch.randn(2, 16, 256, requires_grad=True)
 linear(x).sum().backward()
@@ -93,6 +115,7 @@ print("converter works")
 
 EXPERTS = """
 import torch
+from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.gpt_oss import gptoss_configs
 from torchtitan.models.qwen3 import qwen3_configs
@@ -103,8 +126,9 @@ from quaver.integrations.torchtitan import Float8GroupedExpertsConverter, Float8
 
 for configs, name in ((qwen3_configs, "debugmodel_moe"), (gptoss_configs, "debugmodel")):
     config = configs[name](attn_backend="flex", moe_comm_backend="standard")
-    Float8LinearConverter.Config(recipe_name=RECIPE).build().convert(config)
     Float8GroupedExpertsConverter.Config(recipe_name=RECIPE, pad_multiple=16).build().convert(config)
+    assert has_quantization(config)
+    Float8LinearConverter.Config(recipe_name=RECIPE).build().convert(config)
     with torch.device("meta"):
         model = config.build()
     experts = [module for module in model.modules() if hasattr(module, "_grouped_mm")]
