@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric: float8 as a precision plugin.
+"""Lightning's Trainer and Fabric, of `lightning` or `pytorch_lightning`: float8 as a precision plugin.
 
     Trainer(plugins=[Float8Precision("rowwise")])
     Fabric(plugins=[Float8FabricPrecision("rowwise")])
@@ -6,18 +6,21 @@
 
 The plugins convert the module before it is sharded, run forwards under bfloat16 autocast, update delayed scales and the
 scales of float8 all-gathers after each optimizer step, and save persistent scales in Lightning's checkpoints.
+
+Both packages have the same classes, and each accepts its own alone: the plugins derive from those of every package that
+is installed. What they inherit comes from the one that the program has imported.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_fabric.plugins.precision import Precision as _FabricPrecision
-from pytorch_lightning import Callback
-from pytorch_lightning.plugins.precision import Precision as _TrainerPrecision
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -27,6 +30,29 @@ from quaver.fsdp.siblings import precompute_scales
 from quaver.numerics.monitor import Monitor
 from quaver.numerics.record import FILE_NAME
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+
+
+def _of_packages(names: dict[str, str], attribute: str) -> Any:
+    """A base class made of `attribute` of a module of each installed package, those that were imported first.
+
+    Args:
+        names: the module, by the package.
+    """
+    installed = [package for package in names if importlib.util.find_spec(package) is not None]
+    if not installed:
+        raise ImportError(f"expected {' or '.join(names)} to be installed, got neither; pip install lightning")
+    installed.sort(key=lambda package: package not in _imported)
+    return type(attribute, tuple(getattr(importlib.import_module(names[each]), attribute) for each in installed), {})
+
+
+_TRAINERS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+_FABRICS = {"lightning": "lightning.fabric", "lightning_fabric": "lightning_fabric"}
+_imported = {package for package in (*_TRAINERS, *_FABRICS) if package in sys.modules}
+_TrainerPrecision: Any = _of_packages(
+    {key: f"{name}.plugins.precision" for key, name in _TRAINERS.items()}, "Precision"
+)
+_FabricPrecision: Any = _of_packages({key: f"{name}.plugins.precision" for key, name in _FABRICS.items()}, "Precision")
+_Callback: Any = _of_packages(_TRAINERS, "Callback")
 
 
 class _Float8:
@@ -82,17 +108,17 @@ class _Float8:
 
 
 class Float8Precision(_Float8, _TrainerPrecision):
-    """The plugin of `pytorch_lightning.Trainer`."""
+    """The plugin of Lightning's Trainer."""
 
-    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **options: Any) -> Any:  # type: ignore[override]
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **options: Any) -> Any:
         """Step, and then update the scales."""
         result = super().optimizer_step(optimizer, model, closure, **options)
         self._after_optimizer_step()
         return result
 
 
-class Float8Monitor(Callback):
-    """A callback of `pytorch_lightning.Trainer` that samples the numerics of float8 matmuls.
+class Float8Monitor(_Callback):
+    """A callback of Lightning's Trainer that samples the numerics of float8 matmuls.
 
     Args:
         every: optimizer steps between two samples.
@@ -123,7 +149,7 @@ class Float8Monitor(Callback):
 
 
 class Float8FabricPrecision(_Float8, _FabricPrecision):
-    """The plugin of `lightning_fabric.Fabric`."""
+    """The plugin of Lightning's Fabric."""
 
     def optimizer_step(self, optimizer: Any, **options: Any) -> Any:
         """Step, and then update the scales."""

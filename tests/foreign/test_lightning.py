@@ -1,5 +1,8 @@
 """Lightning's Trainer on a converted model: the losses of a loop written by hand, validation, checkpoints."""
 
+import os
+import subprocess
+import sys
 from functools import partial
 from unittest import mock
 
@@ -269,3 +272,44 @@ def test_a_module_that_is_sharded_already_is_refused():
     refused = pytest.raises(RuntimeError, match="convert_to_float8_training at the beginning of configure_model")
     with mock.patch("quaver.integrations.lightning.DTensor", torch.nn.Parameter), refused:
         Float8Precision("rowwise").convert_module(module)
+
+
+OF_THE_OTHER_PACKAGE = """
+import lightning as L
+import torch
+from quaver import conversion_report
+from quaver.integrations.lightning import Float8FabricPrecision, Float8Monitor, Float8Precision
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+    def training_step(self, batch, index):
+        return self.linear(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+options = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu", "callbacks": [Float8Monitor(every=1)]}
+module = Module()
+L.Trainer(max_steps=2, plugins=[Float8Precision("delayed")], **options).fit(module, torch.randn(4, 2, 16))
+fabric = L.Fabric(accelerator="cpu", plugins=[Float8FabricPrecision("rowwise")])
+linear = torch.nn.Linear(16, 16)
+model, optimizer = fabric.setup(linear, torch.optim.SGD(linear.parameters(), 0.1))
+fabric.backward(model(torch.randn(4, 16)).sum())
+optimizer.step()
+assert [layer.backend for each in (module, model) for layer in conversion_report(each).converted] == ["exact"] * 2
+print("both work")
+"""
+
+
+@pytest.mark.nightly
+def test_the_plugins_work_under_the_package_lightning(tmp_path):
+    target = str(tmp_path / "site")
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, "lightning"]
+    installed = subprocess.run(install, capture_output=True, text=True, timeout=300)
+    if installed.returncode:
+        pytest.skip(f"pip cannot install lightning: {installed.stderr.strip().splitlines()[-1:]}")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), target])}
+    command = [sys.executable, "-c", OF_THE_OTHER_PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=240)
+    assert "both work" in done.stdout, done.stderr[-3000:]
