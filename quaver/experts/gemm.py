@@ -14,8 +14,9 @@ of GRAD_WEIGHT.
     GPU: high precision, or scales that are powers of two; bfloat16        torch's grouped matmul, of widened operands
     GPU: others                                                            one `gemm.mm` a group
 
-The second and the third wait for nothing; the last reads the ends on the host, which is said once. Widened operands
-are exact in bfloat16 (kernels/exact_mm.py), so the second and the third differ in the order of sums only.
+The second and the third wait for nothing on sm_90 and sm_100. On other GPUs torch's grouped matmul reads the ends on
+the host, as the last does; both are said once. Widened operands are exact in bfloat16 (kernels/exact_mm.py), so the
+second and the third differ in the order of sums only.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from quaver.linear.gemm import (
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E4M3
 from quaver.recipes.linear_casts import MatmulOptions
-from quaver.runtime.devices import is_cpu
+from quaver.runtime.devices import compute_capability, is_cpu
 from quaver.runtime.phases import phase
 from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.tracing import assume_constant_result
@@ -77,6 +78,12 @@ def _grouped_mm(
             made = gpu_gemm.scaled(a_operand, b_operand, ends, of_form, transposed, use_fast_accum)
         if made is None and out_dtype is torch.bfloat16 and (a_dequant_scale is None or scales_are_powers_of_2):
             made = gpu_gemm.widened(a_operand, b_operand, ends, of_form, transposed)
+            if compute_capability(a.device.index)[0] not in gpu_gemm.GROUPED_ON:
+                say_once(
+                    f"torch's grouped matmul on {a.device}",
+                    f"torch multiplies experts on {a.device} one by one, and waits for the sizes of their groups: its "
+                    "grouped matmul has kernels for sm_90 and sm_100 alone",
+                )
         if made is not None:
             return made.to(out_dtype)
         say_once(

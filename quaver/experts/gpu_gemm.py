@@ -27,6 +27,9 @@ from quaver.recipes.cast_config import ALL
 from quaver.recipes.formats import E4M3
 from quaver.torch_private.hardware import grouped_mm, scaled_grouped_mm
 
+GROUPED_ON = (9, 10)
+"""The major compute capabilities that torch's grouped matmuls have kernels for: `_grouped_mm_cuda`, GroupedBlas.cpp."""
+
 
 class _Factor(NamedTuple):
     """The scales of a matrix in groups, as far as they do not vary along one of its dims."""

@@ -7,6 +7,7 @@ import torch
 pytest.importorskip("triton")
 
 from quaver import float8_grouped_mm, float8_linear
+from quaver.runtime.slow_paths import clear_slow_paths, slow_paths
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.unit.kernels.triton_kernels import interpreting_process
 from tests.virtual_gpu import virtual_gpu
@@ -51,15 +52,16 @@ def compiled(function, backend):
 
 @np.errstate(all="ignore")
 def on_card(name, make, *args):
-    """The results on a virtual GPU and on the CPU, and the vendor's matmuls that ran."""
+    """The results on a virtual GPU and on the CPU, the vendor's matmuls that ran, and the slow paths."""
     torch.manual_seed(0)
     expected = make(*args)
     torch.compiler.reset()
     torch.manual_seed(0)
+    clear_slow_paths()
     with virtual_gpu(name) as card:
         made = make(*args)
     torch.compiler.reset()
-    return made, expected, dict(card.calls)
+    return made, expected, dict(card.calls), slow_paths()
 
 
 def assert_results(made, expected, floor):
@@ -97,7 +99,7 @@ NATIVE_RECIPES = {
     ],
 )
 def test_a_linear_has_the_results_of_a_cpu(interpreter, recipe, name, shape, dtype, has_bias, backend):
-    made, expected, calls = interpreter(on_card, name, _linear, recipe, shape, dtype, has_bias, backend)
+    made, expected, calls, _ = interpreter(on_card, name, _linear, recipe, shape, dtype, has_bias, backend)
     assert_results(made, expected, 40)
     assert {kind for _, kind in calls} <= NATIVE[name]
     assert bool(calls) == (name in NATIVE_RECIPES.get(recipe, ("h100", "b200")))
@@ -113,5 +115,6 @@ def test_a_linear_has_the_results_of_a_cpu(interpreter, recipe, name, shape, dty
     ],
 )
 def test_experts_have_the_results_of_a_cpu(interpreter, recipe, name, transposed, backend):
-    made, expected, _ = interpreter(on_card, name, _experts, recipe, transposed, backend)
+    made, expected, _, slow = interpreter(on_card, name, _experts, recipe, transposed, backend)
     assert_results(made, expected, 40)
+    assert any("waits for the sizes" in each for each in slow) == (name == "a100" or recipe == "tensorwise")
