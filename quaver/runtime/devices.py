@@ -80,8 +80,11 @@ def _compute_capability(index: int | None) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def standing_for_gpu(capability: tuple[int, int]) -> Iterator[None]:
-    """Inside the block CPU tensors take the code for a GPU of this compute capability. For tests, in one thread."""
+def standing_for_gpu(capability: tuple[int, int] | None) -> Iterator[None]:
+    """Inside the block CPU tensors take the code for a GPU of this compute capability, with None that for a CPU.
+
+    For tests, in one thread.
+    """
     global _virtual
     before, _virtual = _virtual, capability
     try:

@@ -17,6 +17,7 @@ from quaver import (
 from quaver.kernels.cast import cast_with_persistent_scale
 from quaver.recipes.scaling import PersistentScale
 from quaver.recipes.scaling import cast_with_persistent_scale as oracle
+from tests.gpu.device import DEVICE, host, waiting_refused
 from tests.reference import PERSISTENT_RECIPES
 
 pytestmark = pytest.mark.gpu
@@ -32,12 +33,12 @@ def test_codes_scales_and_what_is_observed_are_those_of_a_cpu(hp_dtype, float8_d
 
     def cast(hp, quant_scale, observed, known):
         scale = PersistentScale(quant_scale, observed, known)
-        codes, *scales, _, _, _ = cast_with_persistent_scale(hp, scale, float8_dtype, True, False, False)
-        return codes, *scales
+        codes, dequant, quant = cast_with_persistent_scale(hp, scale, float8_dtype, True, False, False).row
+        return codes, quant, dequant
 
-    observed = torch.tensor([-1.0, 0.0], device="cuda")
+    observed = torch.tensor([-1.0, 0.0], device=DEVICE)
     cast = torch.compile(cast, fullgraph=True) if compiled else cast
-    on_gpu = cast(hp.cuda(), torch.tensor(scale, device="cuda"), observed, torch.tensor(bool(scale)))
+    on_gpu = cast(hp.to(DEVICE), torch.tensor(scale, device=DEVICE), observed, torch.tensor(bool(scale)))
     codes, quant, dequant, seen = oracle(hp, torch.tensor(scale), float8_dtype)
     assert on_gpu[0].cpu().view(torch.uint8).equal(codes.view(torch.uint8))
     assert on_gpu[1].cpu().equal(quant)
@@ -68,37 +69,37 @@ def step(model, forward, seed, device):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_training_follows_that_on_a_cpu_without_recompilation(recipe, compiled):
     on_cpu = make(recipe)
-    on_gpu = copy.deepcopy(on_cpu).cuda()
-    assert on_gpu[0].scaling.state.device.type == "cuda"
+    on_gpu = copy.deepcopy(on_cpu).to(DEVICE)
+    assert on_gpu[0].scaling.state.device.type == DEVICE
     forward = torch.compile(on_gpu, fullgraph=True) if compiled else on_gpu
-    step(on_gpu, forward, 0, "cuda")
-    step(on_cpu, on_cpu, 0, "cpu")
+    step(on_gpu, forward, 0, DEVICE)
+    with host():
+        step(on_cpu, on_cpu, 0, "cpu")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed in range(1, 5):
-            loss = step(on_gpu, forward, seed, "cuda")
-            torch.testing.assert_close(loss.cpu(), step(on_cpu, on_cpu, seed, "cpu"), rtol=2e-2, atol=0)
+            loss = step(on_gpu, forward, seed, DEVICE)
+            with host():
+                expected = step(on_cpu, on_cpu, seed, "cpu")
+            torch.testing.assert_close(loss.cpu(), expected, rtol=2e-2, atol=0)
     ours, theirs = (float8_scaling_state(model).state_dict() for model in (on_gpu, on_cpu))
     for name, value in ours.items():
         torch.testing.assert_close(value.cpu(), theirs[name], rtol=0.1, atol=0)
 
 
 def test_nothing_waits_for_the_device():
-    model = make("delayed").cuda()
-    step(model, model, 0, "cuda")  # the first sync says how many scales were unknown
-    input = torch.randn(128, 64, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    model = make("delayed").to(DEVICE)
+    step(model, model, 0, DEVICE)  # the first sync says how many scales were unknown
+    input = torch.randn(128, 64, device=DEVICE)
+    with waiting_refused():
         for _ in range(3):
             model(input).sum().backward()
             sync_float8_amax_and_scale_history(model)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_state_follows_a_move_that_the_model_was_not_told_of():
     model = make("delayed")
     for parameter in model.parameters():
-        parameter.data = parameter.data.cuda()
-    step(model, model, 0, "cuda")
-    assert model[0].scaling.state.device.type == "cuda"
+        parameter.data = parameter.data.to(DEVICE)
+    step(model, model, 0, DEVICE)
+    assert model[0].scaling.state.device.type == DEVICE
     assert all(tensor.amax > 0 for tensor in float8_scaling_state(model).report())

@@ -5,6 +5,7 @@ import torch
 
 from quaver import Float8Linear, Float8LinearConfig
 from quaver.linear.gemm import reads_along_contracted
+from tests.gpu.device import DEVICE, needs_silicon
 from tests.reference import RECIPES, sqnr_db
 
 pytestmark = pytest.mark.gpu
@@ -13,10 +14,10 @@ MOST_KERNELS = 16
 
 
 def make(recipe, bias=False, size=256):
-    if not reads_along_contracted(torch.device("cuda")):
+    if not reads_along_contracted(torch.device(DEVICE)):
         pytest.skip("this GPU multiplies no float8")
     config = Float8LinearConfig.from_recipe_name(recipe)
-    return Float8Linear(size, size, bias=bias, dtype=torch.bfloat16, device="cuda", config=config)
+    return Float8Linear(size, size, bias=bias, dtype=torch.bfloat16, device=DEVICE, config=config)
 
 
 def step(module, input):
@@ -25,11 +26,12 @@ def step(module, input):
     return output
 
 
+@needs_silicon("which kernels its libraries launch")
 @RECIPE
 def test_kernels_of_a_step(recipe):
     module = make(recipe)
-    input = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    grad_output = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    input = torch.randn(512, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    grad_output = torch.randn(512, 256, device=DEVICE, dtype=torch.bfloat16)
     module(input).backward(grad_output)
     module.weight.grad = input.grad = None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -40,11 +42,12 @@ def test_kernels_of_a_step(recipe):
     assert not any("transpose" in name.lower() for name in kernels), kernels
 
 
+@needs_silicon("what a CUDA graph replays")
 @RECIPE
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_cuda_graph_holds_forward_and_backward(recipe, bias):
     module = make(recipe, bias)
-    input = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    input = torch.randn(512, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -69,13 +72,14 @@ def test_a_cuda_graph_holds_forward_and_backward(recipe, bias):
         assert ours.equal(theirs)
 
 
+@needs_silicon("what a CUDA graph replays")
 @RECIPE
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_compilers_modes(recipe, mode):
     module = make(recipe)
     compiled = torch.compile(module, mode=mode, fullgraph=True)
     for _ in range(3):
-        input = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        input = torch.randn(512, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         again = input.detach().clone().requires_grad_()
         torch.compiler.cudagraph_mark_step_begin()
         module.zero_grad()
@@ -90,7 +94,7 @@ def test_compilers_modes(recipe, mode):
 @RECIPE
 def test_the_bias_gradient_is_that_of_a_sum_in_float32(recipe):
     module = make(recipe, bias=True)
-    grad_output = torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16)
-    module(torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16)).backward(grad_output)
+    grad_output = torch.randn(4096, 256, device=DEVICE, dtype=torch.bfloat16)
+    module(torch.randn(4096, 256, device=DEVICE, dtype=torch.bfloat16)).backward(grad_output)
     expected = grad_output.double().sum(0)
     assert (module.bias.grad.double() - expected).abs().max() <= 2**-8 * expected.abs().max()

@@ -8,6 +8,8 @@ import torch
 from quaver import Float8Linear, Float8LinearConfig, cast_weights_once
 from quaver.linear.gemm import GemmBackend, ScaleKind, backend_for, float8_mm, native_failure
 from quaver.recipes.scaling import dynamic_cast
+from quaver.runtime.devices import compute_capability
+from tests.gpu.device import DEVICE, host, host_and_gpu, waiting_refused
 from tests.reference import RECIPES, assert_matmul_exact, sqnr_db
 
 pytestmark = pytest.mark.gpu
@@ -18,10 +20,10 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 @pytest.mark.parametrize("kind", [ScaleKind.TENSORWISE, ScaleKind.ROWWISE])
 def test_the_probe_finds_native_float8(kind):
-    if torch.cuda.get_device_capability() < (8, 9):
+    if compute_capability(None) < (8, 9):
         pytest.skip("this GPU multiplies no float8")
     assert native_failure(0, kind) is None
-    assert backend_for(torch.device("cuda"), kind) is GemmBackend.NATIVE
+    assert backend_for(torch.device(DEVICE), kind) is GemmBackend.NATIVE
 
 
 @pytest.mark.parametrize(
@@ -33,11 +35,11 @@ def test_blocks_are_right_whoever_multiplies(recipe, kind, shape, compiled, reco
     """Native where the probe says so, which it may do on Hopper for 128 and on Blackwell for 32; exact elsewhere."""
     tokens, k, n = shape
     record_property("failure", str(native_failure(0, kind)))
-    linear = Float8Linear(k, n, config=recipe, device="cuda", dtype=torch.bfloat16)
+    linear = Float8Linear(k, n, config=recipe, device=DEVICE, dtype=torch.bfloat16)
     if compiled:
         linear.compile(fullgraph=True)
-    input = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    linear(input).backward(grad := torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16))
+    input = torch.randn(tokens, k, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    linear(input).backward(grad := torch.randn(tokens, n, device=DEVICE, dtype=torch.bfloat16))
     x, w, g = (each.detach().double() for each in (input, linear.weight, grad))
     for expected, got in (
         (g @ w, input.grad),
@@ -55,7 +57,7 @@ def test_blocks_are_right_whoever_multiplies(recipe, kind, shape, compiled, reco
 def test_codes_and_scales_are_those_of_a_cpu(hp_dtype, float8_dtype, dim, power_of_2, compiled):
     hp = (torch.randn(300, 130) * torch.logspace(-3, 3, 130)).to(hp_dtype)
     cast = torch.compile(dynamic_cast, fullgraph=True) if compiled else dynamic_cast
-    on_gpu = cast(hp.cuda(), float8_dtype, dim, power_of_2=power_of_2)
+    on_gpu = cast(hp.to(DEVICE), float8_dtype, dim, power_of_2=power_of_2)
     on_cpu = dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
     assert on_gpu[0].cpu().view(torch.uint8).equal(on_cpu[0].view(torch.uint8))
     assert on_gpu[1].cpu().equal(on_cpu[1])
@@ -68,9 +70,9 @@ def test_codes_and_scales_are_those_of_a_cpu(hp_dtype, float8_dtype, dim, power_
 @pytest.mark.parametrize("bias_dtype", [None, torch.bfloat16, torch.float32])
 def test_native_matmul(rowwise, out_dtype, shape, bias_dtype):
     m, k, n = shape
-    a, _, a_scale = dynamic_cast(torch.randn(m, k, device="cuda"), E4M3, 1 if rowwise else None)
-    b, _, b_scale = dynamic_cast(torch.randn(k, n, device="cuda"), E5M2, 0 if rowwise else None)
-    bias = None if bias_dtype is None else torch.randn(n, device="cuda", dtype=bias_dtype)
+    a, _, a_scale = dynamic_cast(torch.randn(m, k, device=DEVICE), E4M3, 1 if rowwise else None)
+    b, _, b_scale = dynamic_cast(torch.randn(k, n, device=DEVICE), E5M2, 0 if rowwise else None)
+    bias = None if bias_dtype is None else torch.randn(n, device=DEVICE, dtype=bias_dtype)
     out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, bias=bias)
     expected = (a.double() * a_scale) @ (b.double() * b_scale) + (0 if bias is None else bias.double())
     assert out.dtype is out_dtype
@@ -79,8 +81,8 @@ def test_native_matmul(rowwise, out_dtype, shape, bias_dtype):
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_exact_backend_is_exact_on_a_gpu(out_dtype):
-    a, _, a_scale = dynamic_cast(torch.randn(256, 300, device="cuda"), E4M3)
-    b, _, b_scale = dynamic_cast(torch.randn(300, 128, device="cuda"), E4M3)
+    a, _, a_scale = dynamic_cast(torch.randn(256, 300, device=DEVICE), E4M3)
+    b, _, b_scale = dynamic_cast(torch.randn(300, 128, device=DEVICE), E4M3)
     out = float8_mm(a, b, a_scale, b_scale, out_dtype=out_dtype, emulate=True)
     assert_matmul_exact(out.cpu(), a.cpu(), b.cpu(), a_scale.cpu(), b_scale.cpu())
 
@@ -91,14 +93,14 @@ def test_exact_backend_is_exact_on_a_gpu(out_dtype):
 def test_linear_agrees_with_the_cpu(recipe, hp_dtype, mode):
     config = Float8LinearConfig.from_recipe_name(recipe)
     on_cpu = Float8Linear(144, 80, dtype=hp_dtype, config=config)
-    on_gpu = Float8Linear(144, 80, dtype=hp_dtype, config=config, device="cuda")
+    on_gpu = Float8Linear(144, 80, dtype=hp_dtype, config=config, device=DEVICE)
     on_gpu.load_state_dict(on_cpu.state_dict())
     forward = torch.compile(on_gpu, fullgraph=True) if mode == "compiled" else on_gpu
     input, grad_output = torch.randn(50, 144).to(hp_dtype), torch.randn(50, 80).to(hp_dtype)
     results = []
-    for module, call, device in ((on_cpu, on_cpu, "cpu"), (on_gpu, forward, "cuda")):
+    for device, module, call in zip(host_and_gpu(), (on_cpu, on_gpu), (on_cpu, forward), strict=True):
         x = input.detach().to(device).requires_grad_()
-        if mode == "scoped" and device == "cuda":
+        if mode == "scoped" and module is on_gpu:
             with cast_weights_once(module):
                 output = call(x)
                 output.backward(grad_output.to(device))
@@ -113,21 +115,18 @@ def test_linear_agrees_with_the_cpu(recipe, hp_dtype, mode):
 @RECIPE
 def test_no_synchronisation_in_forward_or_backward(recipe):
     module = Float8Linear(
-        256, 256, dtype=torch.bfloat16, device="cuda", config=Float8LinearConfig.from_recipe_name(recipe)
+        256, 256, dtype=torch.bfloat16, device=DEVICE, config=Float8LinearConfig.from_recipe_name(recipe)
     )
-    input = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    input = torch.randn(128, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     module(input).sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_refused():
         module(input).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_emulate_is_honoured_on_a_gpu():
     config = dataclasses.replace(Float8LinearConfig(), emulate=True)
-    module = Float8Linear(64, 64, bias=False, device="cuda", dtype=torch.bfloat16, config=config)
-    input = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    module = Float8Linear(64, 64, bias=False, device=DEVICE, dtype=torch.bfloat16, config=config)
+    input = torch.randn(64, 64, device=DEVICE, dtype=torch.bfloat16)
     with torch.profiler.profile() as profile:
         module(input)
     assert not any("_scaled_mm" in event.key for event in profile.key_averages())
@@ -136,9 +135,9 @@ def test_emulate_is_honoured_on_a_gpu():
 @RECIPE
 @pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
 def test_autocast(recipe, autocast_dtype):
-    module = Float8Linear(64, 32, device="cuda", config=Float8LinearConfig.from_recipe_name(recipe))
-    input = torch.randn(48, 64, device="cuda", requires_grad=True)
-    with torch.autocast("cuda", dtype=autocast_dtype):
+    module = Float8Linear(64, 32, device=DEVICE, config=Float8LinearConfig.from_recipe_name(recipe))
+    input = torch.randn(48, 64, device=DEVICE, requires_grad=True)
+    with torch.autocast(DEVICE, dtype=autocast_dtype):
         output = module(input)
     output.float().sum().backward()
     assert output.dtype is autocast_dtype
@@ -151,7 +150,9 @@ def test_autocast(recipe, autocast_dtype):
 def test_a_module_may_move(recipe):
     module = Float8Linear(64, 32, config=Float8LinearConfig.from_recipe_name(recipe))
     input = torch.randn(48, 64)
-    on_cpu = module(input)
-    on_gpu = module.cuda()(input.cuda())
+    with host():
+        on_cpu = module(input)
+    on_gpu = module.to(DEVICE)(input.to(DEVICE))
     assert sqnr_db(on_cpu.detach(), on_gpu.detach().cpu()) > 40
-    assert module.cpu()(input).equal(on_cpu)
+    with host():
+        assert module.cpu()(input).equal(on_cpu)

@@ -9,8 +9,9 @@ import torch
 from quaver.cli import main
 from quaver.runs.json_lines import read_metrics
 from quaver.trainer.memory import measure_peak
+from tests.gpu.device import DEVICE, needs_silicon
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_silicon("what its allocator and its profiler record")]
 
 SMALL = [
     *("--model.dim=256", "--model.n_layers=2", "--model.hidden_dim=768", "--training.seq_len=128"),
@@ -72,7 +73,7 @@ def test_compiled_blocks_train_and_go_on(where, tmp_path):
 
 
 def test_growth_is_added_to_what_is_resident_and_others_do_not_count():
-    device = torch.device("cuda")
+    device = torch.device(DEVICE)
     other = torch.zeros(1 << 20, device=device)
     own = torch.zeros(2 << 20, device=device)
     with measure_peak([own], device=device, countable=False) as peak:

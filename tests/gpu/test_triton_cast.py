@@ -13,6 +13,7 @@ from quaver.kernels import triton_cast
 from quaver.kernels.cast import column_major
 from quaver.recipes import scaling
 from quaver.recipes.config import BLOCK_SIZES
+from tests.gpu.device import DEVICE, needs_silicon, waiting_refused
 from tests.reference import every_value
 from tests.unit.kernels.triton_kernels import (
     BOTH,
@@ -34,7 +35,7 @@ NAN, INF = math.nan, math.inf
 
 @pytest.fixture(autouse=True)
 def _needs_a_gpu_that_rounds_once():
-    if not triton_cast.takes(torch.ones(1, 1, device="cuda"), E4M3):
+    if not triton_cast.takes(torch.ones(1, 1, device=DEVICE), E4M3):
         pytest.skip("needs a GPU that converts to float8 in one rounding")
 
 
@@ -42,7 +43,7 @@ def _needs_a_gpu_that_rounds_once():
 @HP
 @pytest.mark.parametrize("power_of_2", [False, True])
 def test_every_value(hp_dtype, float8_dtype, power_of_2):
-    hp = every_value(hp_dtype).view(256, 256).cuda()
+    hp = every_value(hp_dtype).view(256, 256).to(DEVICE)
     scales = (0.0, 1.0, 0.37, 2.0**20, 448e12, 1e-30, 3e38, 1e-42, INF, NAN, -1.0)
     given = [(torch.tensor(scale), torch.tensor(scale)) for scale in scales]
     assert_casts(hp, float8_dtype, persistent=scales, given=given, power_of_2=power_of_2)
@@ -54,7 +55,7 @@ def test_every_value(hp_dtype, float8_dtype, power_of_2):
 def test_amaxes_of_groups(hp_dtype):
     hp, sizes = varied(3000, 4096, hp_dtype), torch.tensor([1000, 0, 7, 1993])
     for group in (torch.arange(4).repeat_interleave(sizes), torch.randperm(3000) % 100, torch.zeros(3000).long()):
-        made = triton_cast.group_amax(hp.cuda(), group.cuda(), 101)
+        made = triton_cast.group_amax(hp.to(DEVICE), group.to(DEVICE), 101)
         assert_equal([made.cpu()], [group_amax_in_torch(hp, group, 101)])
 
 
@@ -63,7 +64,7 @@ def test_amaxes_of_groups(hp_dtype):
 def test_unusual_amaxes(hp_dtype, float8_dtype):
     for values in UNUSUAL:
         for repeats in ((2, 1), (128, 64)):
-            hp = torch.tensor(values).repeat(*repeats).to("cuda", hp_dtype)
+            hp = torch.tensor(values).repeat(*repeats).to(DEVICE, hp_dtype)
             for power_of_2 in (False, True):
                 assert_casts(hp, float8_dtype, persistent=(0.0, -3.0, NAN), power_of_2=power_of_2)
 
@@ -74,9 +75,9 @@ def test_unusual_amaxes(hp_dtype, float8_dtype):
 )
 def test_shapes(shape, hp_dtype):
     given = [(torch.rand(shape[0], 1) * 9, torch.rand(1, shape[1]) * 9), (None, torch.tensor(0.7))]
-    assert_casts(varied(*shape, hp_dtype).cuda(), E4M3, persistent=(100.0,), given=given)
+    assert_casts(varied(*shape, hp_dtype).to(DEVICE), E4M3, persistent=(100.0,), given=given)
     assert_casts(
-        varied(shape[0] + 1, shape[1], hp_dtype).cuda().view(-1)[1 : 1 + shape[0] * shape[1]].view(shape), E4M3
+        varied(shape[0] + 1, shape[1], hp_dtype).to(DEVICE).view(-1)[1 : 1 + shape[0] * shape[1]].view(shape), E4M3
     )
 
 
@@ -86,15 +87,15 @@ def test_shapes(shape, hp_dtype):
 @pytest.mark.parametrize("block_size", BLOCK_SIZES, ids=str)
 def test_blocks(block_size, mode, hp_dtype, float8_dtype):
     for hp in (varied(130, 257, hp_dtype), varied(2000, 1008, hp_dtype), every_value(hp_dtype).view(256, 256)):
-        assert_block_casts(hp.cuda(), float8_dtype, block_size, True, mode)
+        assert_block_casts(hp.to(DEVICE), float8_dtype, block_size, True, mode)
     for values in UNUSUAL:
-        hp = torch.tensor(values).repeat(2, 1).to("cuda", hp_dtype)
+        hp = torch.tensor(values).repeat(2, 1).to(DEVICE, hp_dtype)
         assert_block_casts(hp, float8_dtype, block_size, bool(mode), mode)
 
 
 def test_rows_of_every_width():
     for width in (7, 4096, 5000, triton_cast.WIDEST_ROW, triton_cast.WIDEST_ROW + 16, 50_001):
-        assert_casts(varied(40, width, torch.bfloat16).cuda(), E4M3, wanted=[ROWS])
+        assert_casts(varied(40, width, torch.bfloat16).to(DEVICE), E4M3, wanted=[ROWS])
 
 
 @FLOAT8
@@ -102,7 +103,7 @@ def test_rows_of_every_width():
 def test_both_layouts_have_the_same_codes(float8_dtype, hp_dtype):
     """The assembler of Triton 3.6 to 3.9 lost the second store of a pair of codes: [Note: ptxas before 13]."""
     for rows, columns in ((128, 64), (256, 1024), (1024, 96), (4096, 4096)):
-        hp = torch.randn(rows, columns, device="cuda", dtype=hp_dtype)
+        hp = torch.randn(rows, columns, device=DEVICE, dtype=hp_dtype)
         row, column = triton_cast.cast_tensorwise(hp, float8_dtype, True, True, False)
         assert column.data.view(torch.uint8).equal(row.data.view(torch.uint8))
 
@@ -110,17 +111,18 @@ def test_both_layouts_have_the_same_codes(float8_dtype, hp_dtype):
 @FLOAT8
 def test_a_transposing_copy_keeps_every_code(float8_dtype):
     for shape in ((4096, 4096), (1000, 1024), (4097, 33), (8, 512, 1024), (3, 33, 1000)):
-        codes = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8).view(float8_dtype)
+        codes = torch.randint(0, 256, shape, device=DEVICE, dtype=torch.uint8).view(float8_dtype)
         copy = column_major(codes)
         assert copy.mT.is_contiguous()
         assert copy.view(torch.uint8).equal(codes.view(torch.uint8))
 
 
+@needs_silicon("22 GB of memory")
 def test_more_than_2_to_the_31_elements():
     rows, columns = 2**17 + 16, 2**14
     if torch.cuda.mem_get_info()[0] < 10 * rows * columns:
         pytest.skip("needs 22 GB of free GPU memory")
-    hp = torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda")
+    hp = torch.zeros(rows, columns, dtype=torch.bfloat16, device=DEVICE)
     hp[-1, -9:] = torch.arange(-4.0, 5.0)
     hp[2**17 - 1, -1] = -3.5
     for cast, *scaled in (
@@ -143,15 +145,12 @@ def every_cast(hp, quant_scale):
     ]
 
 
+@needs_silicon("what a CUDA graph replays")
 def test_a_graph_follows_the_scale_and_the_data_without_synchronizing():
-    hp, quant_scale = torch.randn(304, 144, device="cuda"), torch.zeros((), device="cuda")
+    hp, quant_scale = torch.randn(304, 144, device=DEVICE), torch.zeros((), device=DEVICE)
     every_cast(hp, quant_scale)  # compiles
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_refused():
         every_cast(hp, quant_scale)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = every_cast(hp, quant_scale)

@@ -1,0 +1,56 @@
+"""The GPU of these tests: a CUDA device, or with QUAVER_VIRTUAL_GPU=h100 a virtual one (tests/virtual_gpu)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+from quaver.runtime.devices import standing_for_gpu
+
+VIRTUAL = os.environ.get("QUAVER_VIRTUAL_GPU", "")
+DEVICE = "cpu" if VIRTUAL else "cuda"
+
+
+def needs_silicon(reason: str) -> pytest.MarkDecorator:
+    """Skip a test on the virtual GPU, which does not model what it is about."""
+    return pytest.mark.skipif(bool(VIRTUAL), reason=f"only a GPU can say: {reason}")
+
+
+def host() -> contextlib.AbstractContextManager[None]:
+    """Inside the block CPU tensors take a CPU's code."""
+    return standing_for_gpu(None)
+
+
+def host_and_gpu() -> Iterator[str]:
+    """ "cpu" with a CPU's code, then DEVICE with a GPU's."""
+    with host():
+        yield "cpu"
+    yield DEVICE
+
+
+@contextlib.contextmanager
+def waiting_refused() -> Iterator[None]:
+    """Inside the block what reads a number of the device on the host raises RuntimeError."""
+    if not VIRTUAL:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("a number of the device is read on the host")
+
+    with contextlib.ExitStack() as stack:
+        library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        for operator in ("_local_scalar_dense", "nonzero", "equal"):
+            library.impl(operator, refuse, "CPU", allow_override=True)
+        stack.enter_context(mock.patch.object(torch.Tensor, "tolist", refuse))
+        yield
