@@ -65,7 +65,9 @@ class Probe(Slots):
             self._cast(name, "row", matrix, operands.row, is_forward)
             self._cast(name, "column", matrix, operands.column, is_forward)
         elif is_forward or name == "grad_output":  # backward casts such a weight as its forward did
-            self._cast(name, "both", matrix, operands.row or operands.column, is_forward)
+            # The input's column codes are saved, and tell grad_weight which input it read; on a CPU both are one.
+            both = operands.column or operands.row if name == "input" else operands.row or operands.column
+            self._cast(name, "both", matrix, both, is_forward)
 
     def _cast(self, name: str, cast: str, hp: Tensor | None, operand: Operand | None, is_forward: bool) -> None:
         if operand is None or operand.dequant_scale is None:

@@ -3,12 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("triton")
 
-from quaver import float8_grouped_mm, float8_linear
+from quaver import convert_to_float8_training, float8_grouped_mm, float8_linear, monitor
 from quaver.runtime.slow_paths import clear_slow_paths, slow_paths
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
+from tests.steps import train
+from tests.thinned import at_night
 from tests.unit.kernels.triton_kernels import interpreting_process
 from tests.virtual_gpu import virtual_gpu
 
@@ -118,3 +121,18 @@ def test_experts_have_the_results_of_a_cpu(interpreter, recipe, name, transposed
     made, expected, _, slow = interpreter(on_card, name, _experts, recipe, transposed, backend)
     assert_results(made, expected, 40)
     assert any("waits for the sizes" in each for each in slow) == (name == "a100" or recipe == "tensorwise")
+
+
+def _sample(recipe):
+    model, lines = convert_to_float8_training(nn.Linear(64, 32, dtype=torch.bfloat16), config=recipe), []
+    with monitor(model, every=1, sink=lines.append):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.randn(48, 64).bfloat16()])
+    return [lines[1]["sqnr_db"]]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", *at_night([("rowwise",), ("mxfp8",)])])
+def test_a_monitor_compares_the_same_results(interpreter, recipe):
+    """On a GPU the input's column codes, which are saved for grad_weight, are not its row codes."""
+    (made,), (expected,), *_ = interpreter(on_card, "h100", _sample, recipe)
+    for got, reference in zip(made, expected, strict=True):
+        assert got == (None if reference is None else pytest.approx(reference, abs=0.1))
