@@ -14,6 +14,8 @@ from quaver.runtime.devices import standing_for_gpu
 
 VIRTUAL = os.environ.get("QUAVER_VIRTUAL_GPU", "")
 DEVICE = "cpu" if VIRTUAL else "cuda"
+BACKEND = "aot_eager" if VIRTUAL else "inductor"
+"""Of torch.compile: a CPU's Inductor is not to compile what a GPU's would."""
 
 
 def needs_silicon(reason: str) -> pytest.MarkDecorator:

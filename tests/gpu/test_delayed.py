@@ -17,7 +17,7 @@ from quaver import (
 from quaver.kernels.cast import cast_with_persistent_scale
 from quaver.recipes.scaling import PersistentScale
 from quaver.recipes.scaling import cast_with_persistent_scale as oracle
-from tests.gpu.device import DEVICE, host, waiting_refused
+from tests.gpu.device import BACKEND, DEVICE, host, waiting_refused
 from tests.reference import PERSISTENT_RECIPES
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +37,7 @@ def test_codes_scales_and_what_is_observed_are_those_of_a_cpu(hp_dtype, float8_d
         return codes, quant, dequant
 
     observed = torch.tensor([-1.0, 0.0], device=DEVICE)
-    cast = torch.compile(cast, fullgraph=True) if compiled else cast
+    cast = torch.compile(cast, fullgraph=True, backend=BACKEND) if compiled else cast
     on_gpu = cast(hp.to(DEVICE), torch.tensor(scale, device=DEVICE), observed, torch.tensor(bool(scale)))
     codes, quant, dequant, seen = oracle(hp, torch.tensor(scale), float8_dtype)
     assert on_gpu[0].cpu().view(torch.uint8).equal(codes.view(torch.uint8))
@@ -71,7 +71,7 @@ def test_training_follows_that_on_a_cpu_without_recompilation(recipe, compiled):
     on_cpu = make(recipe)
     on_gpu = copy.deepcopy(on_cpu).to(DEVICE)
     assert on_gpu[0].scaling.state.device.type == DEVICE
-    forward = torch.compile(on_gpu, fullgraph=True) if compiled else on_gpu
+    forward = torch.compile(on_gpu, fullgraph=True, backend=BACKEND) if compiled else on_gpu
     step(on_gpu, forward, 0, DEVICE)
     with host():
         step(on_cpu, on_cpu, 0, "cpu")

@@ -11,7 +11,7 @@ from quaver import convert_to_float8_training, freeze_to_float8, use_float8_prim
 from quaver.checkpointing import store_activations_in_float8
 from quaver.optim import Float8AdamW, Float8Muon
 from quaver.recorder.allocator import measure_usage
-from tests.gpu.device import DEVICE, host, host_and_gpu, needs_silicon, waiting_refused
+from tests.gpu.device import BACKEND, DEVICE, host, host_and_gpu, needs_silicon, waiting_refused
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.steps import draw, train
 from tests.unit.checkpointing.test_policy import make as make_net
@@ -30,7 +30,11 @@ def test_experts_agree_with_the_cpu(recipe, k_n, compiled):
     grad_output = torch.randn(310, k_n[1], dtype=torch.bfloat16)
     with host():
         expected = step(a, b_t, ends, grad_output, recipe)
-    function = torch.compile(quaver.float8_grouped_mm, fullgraph=True) if compiled else quaver.float8_grouped_mm
+    function = (
+        torch.compile(quaver.float8_grouped_mm, fullgraph=True, backend=BACKEND)
+        if compiled
+        else quaver.float8_grouped_mm
+    )
     got = step(a.to(DEVICE), b_t.to(DEVICE), ends.to(DEVICE), grad_output.to(DEVICE), recipe, function)
     for ours, theirs in zip(got, expected, strict=True):
         assert sqnr_db(theirs, ours.cpu()) > 40
@@ -79,7 +83,7 @@ def test_activations_are_stored_in_few_bytes_and_gradients_are_near(recipe, comp
         net = net.to(DEVICE)
         if compiled:
             for layer in net.layers:
-                layer.compile(fullgraph=True)
+                layer.compile(fullgraph=True, backend=BACKEND)
 
         def run(forward_is_done=lambda: None):
             net.zero_grad()
@@ -117,7 +121,7 @@ def test_primary_weights_train_as_those_on_a_cpu(recipe, compiled):
         model = linears(recipe, device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         optimizer = use_float8_primary_weights(model, optimizer)
-        call = torch.compile(model, fullgraph=True) if compiled and losses else None
+        call = torch.compile(model, fullgraph=True, backend=BACKEND) if compiled and losses else None
         batches = [draw(48, 64, seed=seed).to(device) for seed in range(4)]
         losses.append(train(model, optimizer, batches, call=call))
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)

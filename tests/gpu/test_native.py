@@ -9,7 +9,7 @@ from quaver import Float8Linear, Float8LinearConfig, cast_weights_once
 from quaver.linear.gemm import GemmBackend, ScaleKind, backend_for, float8_mm, native_failure
 from quaver.recipes.scaling import dynamic_cast
 from quaver.runtime.devices import compute_capability
-from tests.gpu.device import DEVICE, host, host_and_gpu, waiting_refused
+from tests.gpu.device import BACKEND, DEVICE, host, host_and_gpu, waiting_refused
 from tests.reference import RECIPES, assert_matmul_exact, sqnr_db
 
 pytestmark = pytest.mark.gpu
@@ -37,7 +37,7 @@ def test_blocks_are_right_whoever_multiplies(recipe, kind, shape, compiled, reco
     record_property("failure", str(native_failure(0, kind)))
     linear = Float8Linear(k, n, config=recipe, device=DEVICE, dtype=torch.bfloat16)
     if compiled:
-        linear.compile(fullgraph=True)
+        linear.compile(fullgraph=True, backend=BACKEND)
     input = torch.randn(tokens, k, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     linear(input).backward(grad := torch.randn(tokens, n, device=DEVICE, dtype=torch.bfloat16))
     x, w, g = (each.detach().double() for each in (input, linear.weight, grad))
@@ -56,7 +56,7 @@ def test_blocks_are_right_whoever_multiplies(recipe, kind, shape, compiled, reco
 @pytest.mark.parametrize("compiled", [False, True])
 def test_codes_and_scales_are_those_of_a_cpu(hp_dtype, float8_dtype, dim, power_of_2, compiled):
     hp = (torch.randn(300, 130) * torch.logspace(-3, 3, 130)).to(hp_dtype)
-    cast = torch.compile(dynamic_cast, fullgraph=True) if compiled else dynamic_cast
+    cast = torch.compile(dynamic_cast, fullgraph=True, backend=BACKEND) if compiled else dynamic_cast
     on_gpu = cast(hp.to(DEVICE), float8_dtype, dim, power_of_2=power_of_2)
     on_cpu = dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
     assert on_gpu[0].cpu().view(torch.uint8).equal(on_cpu[0].view(torch.uint8))
@@ -95,7 +95,7 @@ def test_linear_agrees_with_the_cpu(recipe, hp_dtype, mode):
     on_cpu = Float8Linear(144, 80, dtype=hp_dtype, config=config)
     on_gpu = Float8Linear(144, 80, dtype=hp_dtype, config=config, device=DEVICE)
     on_gpu.load_state_dict(on_cpu.state_dict())
-    forward = torch.compile(on_gpu, fullgraph=True) if mode == "compiled" else on_gpu
+    forward = torch.compile(on_gpu, fullgraph=True, backend=BACKEND) if mode == "compiled" else on_gpu
     input, grad_output = torch.randn(50, 144).to(hp_dtype), torch.randn(50, 80).to(hp_dtype)
     results = []
     for device, module, call in zip(host_and_gpu(), (on_cpu, on_gpu), (on_cpu, forward), strict=True):
