@@ -238,7 +238,7 @@ def _views(
 
 
 def _batches(options: PlanOptions, config: TrainConfig, layouts: Layouts, found: Found) -> Iterator[str]:
-    """What a step's tokens are where they are not what was asked for, and why the configured layout is no row."""
+    """Yields the tokens of a step where they differ from the request, and why the configured layout is no row."""
     run = found.rows[0].run
     steps = {row.run.step_tokens for row in found.rows}
     if len(steps) > 1:

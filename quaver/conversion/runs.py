@@ -1,4 +1,4 @@
-"""What is known of float8 modules that were converted: which of them run, and which may not."""
+"""Tells which converted float8 modules ran, and which may never run."""
 
 from __future__ import annotations
 

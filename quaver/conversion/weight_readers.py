@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 _FACTS = frozenset({"dtype", "device", "shape", "size", "ndim", "dim", "numel", "requires_grad", "is_cuda", "is_meta"})
-"""What is asked of a weight without multiplying by it."""
+"""Attributes of a weight that code reads without multiplying by it."""
 _CHECKS = frozenset({"isinstance", "hasattr", "getattr"})
 
 

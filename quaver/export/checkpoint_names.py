@@ -63,7 +63,7 @@ class CheckpointNames:
     other_name: Callable[[str, set[str]], str] = _own_name
     """The name in the model, of those given, of a tensor under an older name, or under that of a larger model."""
     base_prefix: str = ""
-    """What the names of the model have before those of its base model, which may be loaded alone."""
+    """The prefix of the base model, which may be loaded alone, in the names of the model."""
 
     def of(self, name: str) -> list[str]:
         """The names of a tensor of the model: one, or one for each matrix of a stack."""

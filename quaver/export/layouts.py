@@ -105,7 +105,7 @@ class StoredFormat:
         return any(self._has_rows(name.removesuffix(".weight")) for name in weights)
 
     def _has_rows(self, module: str) -> bool:
-        """Of the group that compressed-tensors takes: that with the name, with a pattern of it, or with the class."""
+        """Whether the group that compressed-tensors matches, by name, pattern or class, scales activations by token."""
         if module in self.rows:
             return self.rows[module]
         patterns = (each for each in self.rows if each.startswith("re:"))

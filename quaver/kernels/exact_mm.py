@@ -188,9 +188,9 @@ def _panels(codes: Tensor, dim: int, multiple: int = 1) -> list[tuple[int, int]]
 
 
 def _scales_of_sums(a_scale: Tensor | None, b_scale: Tensor | None) -> list[Tensor]:
-    """What multiplies the sums: the product of two scales of whole matrices, else the scales one after the other.
+    """Returns the factors of the sums: the product of two tensorwise scales, else each scale.
 
-    Their product is finite where the result is. A sum times one of them may not be, as with an amax of 1e36.
+    The product is finite where the result is. A sum times one scale may not be, as with an amax of 1e36.
     """
     if a_scale is not None and b_scale is not None and a_scale.dim() == b_scale.dim() == 0:
         return [a_scale * b_scale]

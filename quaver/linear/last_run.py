@@ -31,7 +31,7 @@ class LastRun:
         """The device of the last forward's input; None before it."""
         self.backend = "not run yet"
         self.forward: object = None
-        """What stood in for the class's forward on the instance, if anything did."""
+        """The instance's `forward` at that time, which replaces the class's; None for the class's."""
         self.trained_at = 0
         """When it ran last in training mode with gradients, on the clock; 0 if it has not."""
 
@@ -58,7 +58,7 @@ def note_run(
 
 
 def _kind(module: Any) -> tuple[int, ...]:
-    """What the modules that may share a compiled graph have in common: a linear's shape; () for experts."""
+    """Identifies the modules that may share a compiled graph: a linear's shape; () for experts."""
     return (module.out_features, module.in_features) if isinstance(module, nn.Linear) else ()
 
 

@@ -62,7 +62,7 @@ class AlarmSink:
         self._header: dict[str, Any] = {}
         self._last: deque[dict[str, Any]] = deque(maxlen=keep)
         self.raised_by_callback: BaseException | None = None
-        """What `on_event` raised last, unlike what could not be written."""
+        """The last exception of `on_event`; an error of writing is not one."""
 
     def write(self, line: dict[str, Any]) -> None:
         """Take a header or a sample. Raises OSError where a file cannot be written, and what `on_event` raises."""

@@ -105,7 +105,7 @@ class Timed:
     costs: Costs
     estimated_bytes: int
     least_seconds_per_token: float
-    """What it computes alone."""
+    """The computation alone, without communication."""
     _simulated: float | None = None
 
     def seconds_per_token(self, cluster: Cluster) -> float:

@@ -25,7 +25,7 @@ def writing(path: str | Path) -> Iterator[None]:
 
 
 class OutputFailures:
-    """What this rank could not write, kept until the ranks end together.
+    """Keeps the first error of this rank's outputs until the ranks end together.
 
     Each rank has outputs of its own. If one raised alone, the others would wait for it in their next collective until
     that times out. So `noting` keeps the error, the loop asks between two steps whether any rank has one, and
