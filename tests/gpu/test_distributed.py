@@ -1,4 +1,7 @@
-"""FSDP2 and tensor parallelism over NCCL, in a group of one rank: streams, devices and layouts, not exchange."""
+"""FSDP2 and tensor parallelism in a group of one rank: streams, devices and layouts, not exchange.
+
+Over NCCL, or gloo where the GPU is virtual.
+"""
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from quaver.distributed import (
     precompute_float8_dynamic_scale_for_fsdp,
 )
 from tests.distributed.models import config_of
+from tests.gpu.device import BACKEND, DEVICE, VIRTUAL
 from tests.reference import RECIPES
 
 pytestmark = pytest.mark.gpu
@@ -24,8 +28,8 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory):
     store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
-    yield init_device_mesh("cuda", (1,), mesh_dim_names=("all",))
+    dist.init_process_group("gloo" if VIRTUAL else "nccl", init_method=f"file://{store}", rank=0, world_size=1)
+    yield init_device_mesh(DEVICE, (1,), mesh_dim_names=("all",))
     dist.destroy_process_group()
 
 
@@ -42,16 +46,16 @@ class FeedForward(torch.nn.Module):
 
 def make(recipe, **options):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(FeedForward(), FeedForward()).to("cuda", torch.bfloat16)
+    model = torch.nn.Sequential(FeedForward(), FeedForward()).to(DEVICE, torch.bfloat16)
     return convert_to_float8_training(model, config=config_of(recipe, **options))
 
 
 def losses(model, *, precompute=False):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    generator = torch.Generator("cuda").manual_seed(1)
+    generator = torch.Generator(DEVICE).manual_seed(1)
     result = []
     for _ in range(3):
-        input = torch.randn(2, 16, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
+        input = torch.randn(2, 16, 64, generator=generator, device=DEVICE, dtype=torch.bfloat16)
         loss = model(input).float().square().mean()
         loss.backward()
         optimizer.step()
@@ -67,13 +71,13 @@ def losses(model, *, precompute=False):
 def test_fsdp_with_float8_all_gather(recipe, way, mesh):
     reference = make(recipe)
     if way == "compile":
-        reference = torch.nn.Sequential(*[torch.compile(block) for block in reference])
+        reference = torch.nn.Sequential(*[torch.compile(block, backend=BACKEND) for block in reference])
     expected = losses(reference)
     model = make(recipe, enable_fsdp_float8_all_gather=True)
     options = {"offload_policy": CPUOffloadPolicy()} if way == "offload" else {}
     for block in model:
         if way == "compile":
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=True, backend=BACKEND)
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     assert losses(model, precompute=way == "precompute") == pytest.approx(expected, rel=2e-2)
@@ -83,7 +87,7 @@ def test_fsdp_with_float8_all_gather(recipe, way, mesh):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_tensor_and_sequence_parallel(recipe, compiled, mesh):
     reference = make(recipe)
-    expected = losses(torch.compile(reference, fullgraph=True) if compiled else reference)
+    expected = losses(torch.compile(reference, fullgraph=True, backend=BACKEND) if compiled else reference)
     model = make(recipe)
     for block in model:
         plan = {
@@ -97,5 +101,5 @@ def test_tensor_and_sequence_parallel(recipe, compiled, mesh):
         )
         parallelize_module(block, mesh, prepare)
     if compiled:
-        model = torch.compile(model, fullgraph=True)
+        model = torch.compile(model, fullgraph=True, backend=BACKEND)
     assert losses(model) == pytest.approx(expected, rel=2e-2)

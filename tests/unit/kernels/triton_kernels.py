@@ -112,12 +112,15 @@ def assert_block_casts(hp, float8_dtype, block_size, power_of_2, mode, wanted=(B
 def interpreting_process() -> Iterator[Callable]:
     """Calls a function in a process whose Triton interprets."""
     with process(TRITON_INTERPRET="1") as call:
-        call(_patch_the_language_once)
+        call(patch_the_language_once)
         yield call
 
 
-def _patch_the_language_once() -> None:
-    """Else the interpreter patches all of triton.language at each call of a device function: half of its time."""
+def patch_the_language_once() -> None:
+    """Else the interpreter patches all of triton.language at each call of a device function: half of its time.
+
+    Kernels of the process must be interpreted.
+    """
     import triton
     from triton.runtime import interpreter
 
