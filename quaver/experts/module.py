@@ -35,6 +35,7 @@ from quaver.linear.class_change import float8_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.last_run import LastRun
 from quaver.linear.quantize import PreparedOperands
+from quaver.linear.saved_tensors import prepared_now
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrappedTensor
 from quaver.recipes.config import Float8LinearConfig
@@ -169,9 +170,9 @@ class Float8Experts(Float8Grouped, RoutedExperts):
         else:
             weight = (weight.plain() if isinstance(weight, WrappedTensor) else weight).contiguous()
         prepared = self._prepared_weights.get(name)
+        if not torch.compiler.is_compiling():
+            prepared = prepared_now(prepared, self, name)
         if prepared is not None:
-            if not torch.compiler.is_compiling():
-                prepared.check(getattr(self, name))
             operands = typing.cast(Any, prepared.operands)
         probe = self.probes[name] if self.probes is not None and self.training else None
         return multiply_by_weight(tokens, weight, ends, config, transposed, operands, **between_ranks, probe=probe)

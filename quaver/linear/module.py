@@ -13,6 +13,7 @@ from quaver.linear.function import apply_linear, checked_operands
 from quaver.linear.last_run import LastRun
 from quaver.linear.nested import over_rows
 from quaver.linear.quantize import LinearProbe, LinearSharding, PreparedOperands
+from quaver.linear.saved_tensors import prepared_now
 from quaver.linear.scale_state import LinearScales
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrappedTensor
@@ -106,11 +107,10 @@ class Float8Linear(nn.Linear):
         if self.scaling is not None or self.config.has_persistent_scales:
             scales = self.persistent_scales(input.device)
         prepared = self._prepared_weight
-        if prepared is None:
-            return apply_linear(input, weight, self.bias, self.config, scales, None, None, self)
         if not torch.compiler.is_compiling():
-            prepared.check(weight)
-        return apply_linear(input, weight, self.bias, self.config, scales, prepared.operands, None, self)
+            prepared = prepared_now(prepared, self, "weight")
+        operands = None if prepared is None else prepared.operands
+        return apply_linear(input, weight, self.bias, self.config, scales, operands, None, self)
 
     def forward_local(self, input: Tensor, sharding: LinearSharding | None) -> Tensor:
         """`forward` of this rank's part of a linear that `sharding` shards, on local tensors."""

@@ -8,19 +8,26 @@ Measured on this package's eager linears: docs/design/0008-what-earns-its-place.
 
 So under a checkpoint's hooks, `save` calls them itself. Everywhere else it is `ctx.save_for_backward`.
 
-This file can go when PyTorch packs the tensors of `save_for_backward` at the call.
+`save` and `saved` can go when PyTorch packs the tensors of `save_for_backward` at the call.
+
+A recomputation must save, and dispatch, what its forward did, though a `cast_weights_once` may have been closed or
+opened between the two. So a forward inside the scope leaves its operands with the checkpoint's frame, and the
+recomputation multiplies by those of its forward (`prepared_now`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
+from quaver.linear.quantize import PreparedOperands
 from quaver.torch_private.autograd import backward_keeps_graph, top_saved_tensors_hooks
+from quaver.torch_private.checkpoint import frame_of
 from quaver.torch_private.versions import version_of
 
 
@@ -35,6 +42,28 @@ class PackHook:
 def are_of_checkpoint(hooks: Any) -> bool:
     """Whether these hooks, or None, are those of an activation checkpoint."""
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+_prepared_in: WeakKeyDictionary[Any, dict[tuple[int, str], PreparedOperands]] = WeakKeyDictionary()
+"""By the frame of a checkpoint: the operands that its forward found, by the id of their module and by name."""
+
+
+def prepared_now(prepared: PreparedOperands | None, module: Module, name: str) -> PreparedOperands | None:
+    """The operands by which an eager forward multiplies in place of the weight `name` of `module`, checked.
+
+    They are `prepared`, those of the `cast_weights_once` that is open; in a recomputation those of its forward.
+    """
+    hooks: Any = top_saved_tensors_hooks(True)
+    found = frame_of(hooks) if are_of_checkpoint(hooks) else None
+    if found is not None:
+        frame, is_recomputed = found
+        if is_recomputed:
+            return _prepared_in.get(frame, {}).get((id(module), name))
+        if prepared is not None:
+            _prepared_in.setdefault(frame, {})[id(module), name] = prepared
+    if prepared is not None:
+        prepared.check(getattr(module, name))
+    return prepared
 
 
 def save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:

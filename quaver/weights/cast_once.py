@@ -107,7 +107,8 @@ def cast_weights_once(model: nn.Module, *, holder: str = "") -> Iterator[None]:
     the optimizer steps. The codes take one byte per element and layout while the scope is open. Under FSDP2 with float8
     all-gather each rank quantizes its shard once, and all all-gathers in the scope send those codes; the codes of the
     shard stay for as long. A model without float8 modules is left alone, and so is a weight that is all-gathered in
-    high precision, or sharded by FSDP1 or by tensor parallelism alone.
+    high precision, or sharded by FSDP1 or by tensor parallelism alone. A checkpoint of torch around eager modules may
+    go backward after the exit, and multiplies by the codes of its forward.
 
     Args:
         model: a model with float8 modules, wrapped or not.

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as checkpointed
 
 import quaver
 from quaver import torch_private
@@ -90,6 +91,19 @@ def test_the_hooks_of_saved_tensors_on_top():
     outer, inner = (lambda t: t, lambda t: t), (lambda t: t, lambda t: t)
     with saved_tensors_hooks(*outer), saved_tensors_hooks(*inner):
         assert autograd.top_saved_tensors_hooks(True) == inner
+
+
+def test_the_frame_of_a_checkpoint_is_that_of_its_recomputation():
+    frames = []
+
+    def block(x):
+        frames.append(checkpoint.frame_of(autograd.top_saved_tensors_hooks(True)))
+        return x.sin()
+
+    checkpointed(block, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    (frame, in_forward), (same, in_recomputation) = frames
+    assert (frame is same, in_forward, in_recomputation) == (True, False, True)
+    assert checkpoint.frame_of((lambda t: t, lambda t: t)) is None
 
 
 def test_the_gradients_that_a_backward_wants():

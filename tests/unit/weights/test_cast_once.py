@@ -2,15 +2,18 @@
 
 import copy
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 import quaver.experts.grouped_mm
 import quaver.linear.quantize
 from quaver import Float8LinearConfig, cast_weights_once, convert_to_float8_training, convert_to_high_precision
+from quaver.checkpointing.policy import selective_checkpoint_contexts
 from quaver.experts.module_weight import weights_under
 from tests.mixture import DIM, make_mixture
 from tests.reference import RECIPES
@@ -76,6 +79,24 @@ def test_changes_no_number(make, recipe, backend):
     expected = gradients_of(model, given, call)
     with cast_weights_once(model):
         assert_same(gradients_of(model, given, call), expected)
+
+
+@pytest.mark.parametrize("contexts", [noop_context_fn, selective_checkpoint_contexts], ids=["full", "op"])
+@pytest.mark.parametrize(
+    ("make", "recipe"),
+    [*((model_of, recipe) for recipe in (*RECIPES[:3], "blockwise")), (mixture_of, "rowwise")],
+)
+def test_a_recomputation_outside_multiplies_by_the_codes_of_its_forward(make, recipe, contexts):
+    """A checkpoint's backward may run when the scope of its forward is closed, or another one is open."""
+    model, (input,) = make(recipe), microbatches(1)
+    expected = gradients_of(model, [input])
+    for forward_scope, backward_scope in itertools.product((cast_weights_once, nullcontext), repeat=2):
+        model.zero_grad()
+        with forward_scope(model):
+            loss = checkpoint(model, input, use_reentrant=False, context_fn=contexts).square().mean()
+        with backward_scope(model):
+            loss.backward()
+        assert_same([p.grad for p in model.parameters()], expected[1])
 
 
 @pytest.mark.parametrize(("recipe", "casts_of_each"), [("tensorwise", 1), ("rowwise", 1), ("rowwise_with_gw_hp", 2)])
