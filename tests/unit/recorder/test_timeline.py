@@ -1,5 +1,6 @@
 """The memory timeline: bytes by hand, against the allocator's own events, and nothing changed by recording."""
 
+import gc
 import json
 
 import pytest
@@ -12,7 +13,7 @@ import quaver.linear.quantize
 from quaver import Float8Linear, Float8LinearConfig, convert_to_float8_training
 from quaver.memory import CATEGORIES, TensorBytes, draw_timeline, record_timeline
 from quaver.recipes.config import ScalingGranularity
-from quaver.recorder.allocator import measure_usage
+from quaver.recorder.allocator import measure_usage, no_garbage_collection
 from tests.distributed.ranks import on_ranks
 from tests.unit.memory.models import CPU, Block, stack
 
@@ -252,3 +253,16 @@ def test_fsdp_on_two_ranks_agrees_with_the_allocator():
     assert max(column(report, "gathered_weights")) in (BLOCK_BYTES, 2 * BLOCK_BYTES)
     assert column(report, "gathered_weights")[-1] == 0
     assert report["resident_bytes"]["inputs"] == pytest.approx(256 * 64 * FLOAT32_BYTES, abs=UNSEEN_BYTES)
+
+
+@pytest.mark.parametrize("turn", [gc.enable, gc.disable])
+def test_garbage_collection_is_afterwards_as_the_caller_had_it(turn):
+    turn()
+    try:
+        before = gc.isenabled()
+        with pytest.raises(ZeroDivisionError), no_garbage_collection():
+            assert not gc.isenabled()
+            _ = 1 / 0
+        assert gc.isenabled() is before
+    finally:
+        gc.enable()
