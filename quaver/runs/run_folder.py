@@ -305,7 +305,9 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
         return None
 
     def ask(*words: str) -> str | None:
-        done = subprocess.run([git, "-C", str(folder), *words], capture_output=True, text=True, check=False)
+        # Without the lock of the index, which a git that is killed leaves behind, as by a limit on the size of files.
+        command = [git, "--no-optional-locks", "-C", str(folder), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else None
 
     # An environment inside another project's checkout, such as its .venv, is not tracked by that checkout.

@@ -1,6 +1,7 @@
 """What a run records besides its losses: provenance, memory, utilization, loggers, the settings page."""
 
 import json
+import os
 import subprocess
 import sys
 import tracemalloc
@@ -56,6 +57,20 @@ def test_a_folder_that_no_checkout_tracks_has_no_revision(tmp_path):
     inside.mkdir()
     (inside / "file.py").touch()
     assert git_revision(inside) is None
+
+
+def test_asking_for_the_revision_writes_nothing_into_the_checkout(tmp_path):
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=n@n", *words], check=True)
+
+    git("init", "-q")
+    (tmp_path / "file.py").write_text("x")
+    git("add", ".")
+    git("commit", "-q", "-m", "x")
+    os.utime(tmp_path / "file.py", (1, 1))  # `git status` would refresh the index
+    before = (tmp_path / ".git" / "index").read_bytes()
+    assert git_revision(tmp_path)["is_modified"] is False
+    assert (tmp_path / ".git" / "index").read_bytes() == before
 
 
 def test_utilization_against_both_peaks_by_hand():
