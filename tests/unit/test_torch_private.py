@@ -474,7 +474,7 @@ ELSEWHERE = {
 def private_names(path):
     code = re.sub(r'""".*?"""|#[^\n]*|"[^"\n]*"', "", path.read_text(), flags=re.S)
     names = {match[0] for match in PRIVATE.finditer(code) if not DOCUMENTED.match(match[0])}
-    imported = re.findall(r"^\s*from torch[\w.]* import ([^(\n]+|\([^)]*\))", code, re.M)
+    imported = re.findall(r"^\s*from torch(?:\.[\w.]+)? import ([^(\n]+|\([^)]*\))", code, re.M)
     return names | {name for line in imported for name in re.findall(r"\b_[A-Za-z]\w+", line)}
 
 
