@@ -230,9 +230,9 @@ def derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | P
     placement = weight.placements[0] if weight.device_mesh.ndim == 1 else None
     if not isinstance(input, DTensor) or placement not in (Shard(0), Shard(1), Replicate()):
         raise RuntimeError(
-            f"the weight of this Float8Linear is sharded ({weight.placements}) when its forward runs. If fully_shard "
-            "did that, call the module that was given to it; if tensor parallelism, use (Float8)ColwiseParallel or "
-            "(Float8)RowwiseParallel"
+            f"the weight of this Float8Linear is sharded ({weight.placements} on {weight.device_mesh.ndim} mesh dims) "
+            "when its forward runs. If fully_shard did that, call the module that was given to it; if tensor "
+            "parallelism, use (Float8)ColwiseParallel or (Float8)RowwiseParallel on a mesh with one dim"
         )
     if linear.scaling is not None:
         linear.scaling.host_decides()

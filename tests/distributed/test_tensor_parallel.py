@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -381,6 +382,15 @@ def test_placements_are_those_of_nn_linear(weight):
         assert outputs[0].shape == outputs[1].shape
         if weight != Shard(0) or input == Replicate():  # nn.Linear may keep tokens apart
             assert outputs[1].placements == outputs[0].placements
+
+
+@on_ranks(2)
+def test_a_weight_on_a_mesh_of_two_dimensions_is_refused():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    linear = Float8Linear(16, 32, bias=False)
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Replicate(), Shard(0)]))
+    with pytest.raises(RuntimeError, match=r"on 2 mesh dims.* on a mesh with one dim"):
+        linear(distribute_tensor(torch.randn(4, 16), mesh, [Replicate(), Replicate()]))
 
 
 COMPILED = [  # test_tensor_parallel_steps.py compiles a block with prepared inputs

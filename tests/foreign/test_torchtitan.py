@@ -1,9 +1,12 @@
 """quaver in torchtitan, which cannot stand next to this environment's datasets: installed without dependencies.
 
-torchtitan 0.3 imports on torch 2.13; its training needs a newer torch. What is tested is what it does with a linear:
-the config tree, `build`, `init_states` after meta-init, and DTensors by `sharding_config` are its own code.
+The programs below test what torchtitan 0.3 does with a linear: the config tree, `build`, `init_states` after meta-init,
+and DTensors by `sharding_config` are its own code. Its Trainer needs a GPU and a newer torch than 2.13 in few places;
+titan_trainer.py replaces these and runs it.
 """
 
+import json
+import math
 import os
 import subprocess
 import sys
@@ -175,8 +178,8 @@ print("shim works")
 """
 
 
-def run_with(version, program, folder):
-    """Run a program with torchtitan of a version, installed into a folder of its own."""
+def run_with(version, arguments, folder):
+    """Run python with torchtitan of a version, installed into a folder of its own."""
     target = str(folder / "site")
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target]
     command = [*install, *PACKAGES[version], *EXTRA]
@@ -184,7 +187,7 @@ def run_with(version, program, folder):
     if installed.returncode:
         pytest.skip(f"pip cannot install torchtitan: {installed.stderr.strip().splitlines()[-1:]}")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), target])}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=240)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -192,15 +195,36 @@ def run_with(version, program, folder):
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
 def test_the_converter_and_the_override_of_0_3(recipe, tmp_path):
-    assert "converter works" in run_with("0.3", f"RECIPE = {recipe!r}\n{CONVERTER}", tmp_path)
+    assert "converter works" in run_with("0.3", ["-c", f"RECIPE = {recipe!r}\n{CONVERTER}"], tmp_path)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_the_experts_of_0_3(recipe, tmp_path):
-    assert "experts work" in run_with("0.3", f"RECIPE = {recipe!r}\n{EXPERTS}", tmp_path)
+    assert "experts work" in run_with("0.3", ["-c", f"RECIPE = {recipe!r}\n{EXPERTS}"], tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_trainer_of_0_3(ranks, tmp_path):
+    """By FSDP2, with and without a float8 gather, and by tensor parallelism: as in bfloat16, and no MFU."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    run_with("0.3", [*launch, "tests/foreign/titan_trainer.py", str(tmp_path / "runs.json")], tmp_path)
+    runs = json.loads((tmp_path / "runs.json").read_text())
+    assert len(runs) == (3 if ranks == 1 else 8)
+    bfloat16 = {run["tp"]: run for run in runs if run["recipe"] is None}
+    assert all(run["mfu"] and not run["float8"] for run in bfloat16.values())
+    for run in (run for run in runs if run["recipe"]):
+        expected = bfloat16[run["tp"]]["losses"]
+        assert len(expected) == 3
+        assert expected[-1] < expected[0] - 0.2
+        assert all(map(math.isfinite, run["losses"])), run
+        assert run["losses"] != expected, run
+        assert run["losses"] == pytest.approx(expected, abs=0.02), (run, expected)
+        assert (run["float8"], run["high precision"], run["backends"]) == (10, ["lm_head"], ["exact"]), run
+        assert (run["gathers float8"], run["mfu"]) == (run["gather"], False), run
 
 
 @pytest.mark.nightly
 def test_the_converter_of_0_2_runs_on_quaver_with_the_shim(tmp_path):
-    assert "shim works" in run_with("0.2", SHIM, tmp_path)
+    assert "shim works" in run_with("0.2", ["-c", SHIM], tmp_path)

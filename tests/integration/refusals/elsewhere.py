@@ -98,6 +98,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "::test_a_module_that_is_sharded_already_is_refused",
         "The converter raises if it converted no linear": f"{TORCHTITAN}::test_the_converter_and_the_override_of_0_3",
         "Delayed and static scaling are refused": f"{TORCHTITAN}::test_the_converter_and_the_override_of_0_3",
+        "torchtitan refuses the other order": f"{TORCHTITAN}::test_the_converter_and_the_override_of_0_3",
+        "with tensor parallelism is refused": f"{TENSOR_PARALLEL}"
+        "::test_a_weight_on_a_mesh_of_two_dimensions_is_refused",
         "and refuses others": "tests/unit/experts/test_seam.py::test_an_unknown_signature_is_refused",
     },
     "limitations.md": {
