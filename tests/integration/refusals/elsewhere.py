@@ -7,6 +7,7 @@ CAST_ONCE, SPLIT_EXPERTS = "tests/distributed/test_cast_weights_once.py", "tests
 TENSOR_PARALLEL, SHIM = "tests/distributed/test_tensor_parallel.py", "tests/foreign/test_shim.py"
 LOAD, HUGGING_FACE = "tests/unit/export/test_load.py", "tests/unit/trainer/test_huggingface.py"
 EXPORT, CALLBACK = "tests/unit/export/test_weights.py", "tests/foreign/test_float8_callback.py"
+MONITOR = "tests/unit/numerics/test_monitor.py"
 TORCHTITAN, MEMORY = "tests/foreign/test_torchtitan.py", "tests/unit/memory/test_compiled.py"
 REPORT, RELIABILITY = "tests/unit/report/test_command.py", "tests/integration/test_resume.py"
 TRAIN, GPU = "tests/integration/test_train_cli.py", "tests/unit/bench/test_gpu.py"
@@ -116,9 +117,20 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "and Inductor's memory pools are refused": f"{MEMORY}::test_what_is_refused_and_that_settings_are_as_before "
         "tests/unit/memory/test_compiled.py::test_several_ranks_need_a_torch_that_shows_gathers",
     },
-    "monitor.md": {"CUDA graphs": "tests/unit/numerics/test_monitor.py::test_a_sample_in_a_cuda_graph_is_refused"},
+    "monitor.md": {
+        "CUDA graphs": f"{MONITOR}::test_a_sample_in_a_cuda_graph_is_refused",
+        "A sink that raises ends the monitor": f"{MONITOR}"
+        f"::test_a_sink_that_fails_ends_the_monitor_and_not_the_training {MONITOR}"
+        "::test_a_monitor_whose_header_cannot_be_written_leaves_no_probes",
+        "What `on_event` of an `AlarmSink` raises ends the step": "tests/unit/numerics/test_watch.py"
+        "::test_what_a_callback_raises_ends_the_step",
+    },
     "optimizer.md": {
         "a step inside a CUDA graph": "tests/unit/optim/test_options.py::test_a_step_in_a_cuda_graph_is_refused"
+    },
+    "plan.md": {
+        "a simulation above 100% ends in an error": "tests/unit/plan/test_search.py"
+        "::test_no_step_is_faster_than_the_peak_of_its_gpu",
     },
     "primary-weights.md": {
         "is an error at its next all-gather": f"{CAST_ONCE}"
@@ -162,11 +174,13 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "::test_a_folder_of_another_user_is_refused_unless_it_is_read_only",
     },
     "trainer.md": {
+        "Another path than the run's is refused": "tests/unit/runs/test_checkpoint.py"
+        "::test_a_run_resumes_without_the_weights_that_it_began_from",
         "A second `--resume` of a folder ends with exit code 2": f"{RESUMES}"
         "::test_a_run_holds_its_lock_until_it_has_ended_and_a_second_resume_changes_nothing",
         "| exit code 3; the message names": f"{TRAIN}::test_a_diverging_run_stops_with_one_line",
         "collectives raise": f"{RUN_END}::test_a_collective_raises_after_its_timeout",
-        "| a file cannot be written | one line, exit code 4": f"{RUN_END}"
+        "| a file cannot be written, on any rank": f"{RUN_END}"
         "::test_a_full_disk_or_a_removed_folder_ends_the_run_with_one_line",
     },
     "weights.md": {
