@@ -38,7 +38,6 @@ from quaver.recipes.config import (
     ScalingType,
 )
 from quaver.roofline.auto_filter import auto_filter_for_recipe
-from quaver.runtime.old_names import find_old_names
 from quaver.runtime.slow_paths import error_on_slow_path
 from quaver.weights.cast_once import cast_weights_once
 from quaver.weights.frozen_modules import FrozenFloat8Experts, FrozenFloat8Linear
@@ -47,7 +46,6 @@ from quaver.weights.primary import use_float8_primary_weights
 if TYPE_CHECKING:
     from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput
 
-find_old_names()
 
 __version__ = "1.0.0"
 

@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from quaver.linear.quantize import PreparedOperands
-from quaver.torch_private.autograd import backward_keeps_graph, top_saved_tensors_hooks
-from quaver.torch_private.checkpoint import frame_of
+from quaver.torch_private.autograd import backward_keeps_graph, frame_of, top_saved_tensors_hooks
 from quaver.torch_private.versions import version_of
 
 

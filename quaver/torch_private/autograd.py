@@ -10,11 +10,14 @@
   `sequence_number(node)`: Node._sequence_nr. Both can go with torch.autograd.graph.node_creation_hook, torch 2.14.
 - `wanted_gradients(ctx, inputs)`: torch._C._will_engine_execute_node. Goes when PyTorch gives Functions in Python the
   `task_should_compute_output` that nodes in C++ have.
+- `frame_of(hooks)`: what the hooks of torch.utils.checkpoint close over, `frame` in a forward and `target_frame_ref` in
+  its recomputation. No replacement.
 - `forward_ad_level()`: torch.autograd.forward_ad._current_level, -1 outside of `dual_level`. No replacement.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -59,3 +62,15 @@ def wanted_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
 def forward_ad_level() -> int:
     """The level of forward-mode autodiff; -1 outside of it."""
     return int(forward_ad._current_level)
+
+
+def frame_of(hooks: Any) -> tuple[Any, bool] | None:
+    """The frame of a non-reentrant checkpoint whose (pack, unpack) hooks are these, and whether it is recomputed now.
+
+    One forward has one frame, which lives until its graph is gone. None where torch closes over something else.
+    """
+    pack = inspect.unwrap(hooks[0])
+    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))
+    if "target_frame_ref" in cells:
+        return cells["target_frame_ref"].cell_contents(), True
+    return (cells["frame"].cell_contents, False) if "frame" in cells else None

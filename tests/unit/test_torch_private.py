@@ -97,13 +97,13 @@ def test_the_frame_of_a_checkpoint_is_that_of_its_recomputation():
     frames = []
 
     def block(x):
-        frames.append(checkpoint.frame_of(autograd.top_saved_tensors_hooks(True)))
+        frames.append(autograd.frame_of(autograd.top_saved_tensors_hooks(True)))
         return x.sin()
 
     checkpointed(block, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
     (frame, in_forward), (same, in_recomputation) = frames
     assert (frame is same, in_forward, in_recomputation) == (True, False, True)
-    assert checkpoint.frame_of((lambda t: t, lambda t: t)) is None
+    assert autograd.frame_of((lambda t: t, lambda t: t)) is None
 
 
 def test_the_gradients_that_a_backward_wants():

@@ -61,6 +61,7 @@ def compiled(monkeypatch, tmp_path):
 
         return compile_only
 
+    monkeypatch.setattr(triton_blocks, "INTERPRETED", True)  # launchers take CPU tensors, as for the interpreter
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "__getitem__", launch)
     monkeypatch.setattr(CUDABackend, "make_cubin", lambda *args: b"")  # assert_fits assembles
