@@ -25,6 +25,7 @@ from quaver.optim.groups import with_own_options
 from quaver.optim.options import check_same_algorithm
 from quaver.optim.rounding import step_key
 from quaver.optim.state import is_small, layout_of, new_state, read_moments, write_moments
+from quaver.runtime.devices import is_capturing
 from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.dispatch import fake_mode_is_on
 from quaver.torch_private.dtensor import local_tensor, waited_local_tensor
@@ -255,7 +256,7 @@ class Float8Optimizer(Optimizer):
 
 
 def _check_no_capture(name: str) -> None:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise RuntimeError(
             f"{name} counts steps on the host, so a CUDA graph would repeat one step and its random bits: call step() "
             "outside of the graph"

@@ -175,11 +175,6 @@ def mm_with_dtype(card: Card, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> T
     return product(a.double(), b.double(), None, out_dtype)
 
 
-def mm_with_dtype_out(card: Card, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
-    """aten::mm.dtype_out."""
-    return out.copy_(mm_with_dtype(card, a, b, out_dtype))
-
-
 def into(model: Any) -> Any:
     """The overload of an operator that writes into `out`."""
 
@@ -195,5 +190,5 @@ MODELS = {
     "_scaled_mm_v2": scaled_mm_v2,
     "_scaled_mm_v2.out": into(scaled_mm_v2),
     "mm.dtype": mm_with_dtype,
-    "mm.dtype_out": mm_with_dtype_out,
+    "mm.dtype_out": into(mm_with_dtype),
 }
