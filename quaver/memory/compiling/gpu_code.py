@@ -164,7 +164,7 @@ def _as_gpu(gpu: GpuProperties) -> Iterator[None]:
         replace(
             F,
             "scaled_dot_product_attention",
-            _cudnn_attention if kernel_of(gpu.capability) == CUDNN else _flash_attention,
+            _attention_by(kernel_of(gpu.capability)),
         )
         _forget_devices()
         try:
@@ -204,47 +204,32 @@ def _copy_(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
     return copied
 
 
-def _flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention as on a GPU; of a CPU's tensors C++ would choose a CPU's.
+def _attention_by(kernel: str) -> Callable[..., Tensor]:
+    """torch.nn.functional.scaled_dot_product_attention by a GPU's kernel; of a CPU's tensors C++ would choose a CPU's.
 
-    Raises:
-        NotImplementedError: with a mask, whose work is not counted; flash attention does not take one.
+    It raises NotImplementedError with a mask, whose work is not counted; flash attention does not take one.
     """
-    _check_unmasked(attn_mask)
-    attend = torch.ops.aten._scaled_dot_product_flash_attention
-    output: Tensor = attend(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    return output
+    aten = torch.ops.aten
+    is_cudnn = kernel == CUDNN
+    attend = aten._scaled_dot_product_cudnn_attention if is_cudnn else aten._scaled_dot_product_flash_attention
+    before = (None, True) if is_cudnn else ()  # no bias, and the log-sum-exps, which the backward reads
 
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if attn_mask is not None:
+            raise NotImplementedError("expected attention without a mask, whose work is not counted")
+        output: Tensor = attend(query, key, value, *before, dropout_p, is_causal, scale=scale)[0]
+        return output
 
-def _cudnn_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """As `_flash_attention`, by cuDNN."""
-    _check_unmasked(attn_mask)
-    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
-    output: Tensor = attend(query, key, value, None, True, dropout_p, is_causal, scale=scale)[0]
-    return output
-
-
-def _check_unmasked(attn_mask: Tensor | None) -> None:
-    if attn_mask is not None:
-        raise NotImplementedError("expected attention without a mask, whose work is not counted")
+    return attention
 
 
 def _interface_of(gpu: GpuProperties) -> type[device_interface.DeviceInterface]:
