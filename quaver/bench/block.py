@@ -21,6 +21,7 @@ from quaver.bench.options import BenchOptions, Modes, Recipes
 from quaver.bench.results import BFLOAT16, Result, Row, contestant_rows
 from quaver.bench.shapes import MODEL_NAMES, model_of, scaled_name
 from quaver.recorder.allocator import measure_usage
+from quaver.runtime.devices import is_cuda_device
 from quaver.settings import Model
 from quaver.settings.fields import AtLeast1, OneOf, setting
 from quaver.trainer.memory import storage_bytes
@@ -70,7 +71,7 @@ class Block(Modes, Recipes, BenchOptions):
             ValueError: their parameters, gradients and moments alone take more than its memory; or as in the base.
         """
         super().prepare()
-        if self.torch_device.type != "cuda":
+        if not is_cuda_device(self.torch_device):
             return
         model, count = self.shape, 1 + len(self.recipe_names)
         attention = 2 * model.dim * (model.n_heads + model.n_kv_heads) * model.head_dim

@@ -17,6 +17,7 @@ from quaver.linear.gemm import casts_of_matmuls, kind_of_casts, native_failure
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.scaling import sqnr_db
+from quaver.runtime.devices import compute_capability, has_cuda, is_cuda_device
 from quaver.runtime.slow_paths import error_on_slow_path, slow_paths
 
 _SIZE = 64
@@ -37,9 +38,9 @@ def diagnose(*, try_compile: bool = True) -> dict[str, Any]:
         try_compile: try torch.compile, which takes some seconds.
     """
     devices = {"cpu": _describe_cpu()}
-    if torch.cuda.is_available():
+    if has_cuda():
         for index in range(torch.cuda.device_count()):
-            major, minor = torch.cuda.get_device_capability(index)
+            major, minor = compute_capability(index)
             devices[f"cuda:{index}"] = f"{torch.cuda.get_device_name(index)}, capability {major}.{minor}"
     with error_on_slow_path(False):
         recipes = [try_recipe(recipe, torch.device(device)) for device in devices for recipe in Float8LinearRecipeName]
@@ -86,7 +87,7 @@ def _verdict(config: Float8LinearConfig, device: torch.device) -> tuple[str, str
 
 
 def _backend(config: Float8LinearConfig, device: torch.device) -> tuple[str, str]:
-    if device.type == "cuda":
+    if is_cuda_device(device):
         kinds = {kind_of_casts(*pair) for pair in casts_of_matmuls(config)}
         failures = {
             native_failure(device.index or 0, kind) if kind else "no hardware multiplies such scales" for kind in kinds
@@ -95,7 +96,7 @@ def _backend(config: Float8LinearConfig, device: torch.device) -> tuple[str, str
         if not reasons:
             return "native", "float8 tensor cores"
         return "exact", f"no native float8 ({'; '.join(sorted(map(str, reasons)))})"
-    return "exact", "bfloat16 units" if has_bfloat16_units(device.type) else "float32 arithmetic"
+    return "exact", "bfloat16 units" if has_bfloat16_units(device) else "float32 arithmetic"
 
 
 def _worst_sqnr_db(module: Float8Linear) -> float:
@@ -126,7 +127,7 @@ def _describe_cpu() -> str:
     if platform.system() == "Linux":
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
-    units = "bfloat16 units" if has_bfloat16_units("cpu") else "no bfloat16 units"
+    units = "bfloat16 units" if has_bfloat16_units(torch.device("cpu")) else "no bfloat16 units"
     return f"{name}, {torch.get_num_threads()} threads, {units}"
 
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from quaver.runtime.devices import synchronize
+from quaver.runtime.devices import is_cuda_device, synchronize
 
 Input = TypeVar("Input")
 Name = TypeVar("Name", bound=Hashable)
@@ -82,7 +82,7 @@ def _sample(function: Callable[[], object], device: torch.device, calls: int, un
 
 def last_level_cache_bytes(device: torch.device) -> int | None:
     """The size of a GPU's L2 or a CPU's L3; None where the system does not report it."""
-    if device.type == "cuda":
+    if is_cuda_device(device):
         return int(torch.cuda.get_device_properties(device).L2_cache_size) or None
     try:
         return os.sysconf("SC_LEVEL3_CACHE_SIZE") or None

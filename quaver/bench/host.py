@@ -24,7 +24,7 @@ from quaver.bench.harness import time_alternating
 from quaver.bench.linear import LinearOptions
 from quaver.bench.results import Result, Row, contestant_rows
 from quaver.bench.shapes import Shape
-from quaver.runtime.devices import synchronize
+from quaver.runtime.devices import is_cuda_device, synchronize
 from quaver.settings.fields import AtLeast1, setting
 from quaver.torch_private.profiler import DeviceType
 
@@ -86,7 +86,7 @@ def count_operations(call: Callable[[], object]) -> dict[str, int]:
 
 def count_kernels(call: Callable[[], object], device: torch.device) -> int | None:
     """How many kernels, copies and fills one call launches; None on a CPU, and where the profiler sees none."""
-    if device.type != "cuda":
+    if not is_cuda_device(device):
         return None
     synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.recipes.config import Float8LinearRecipeName
+from quaver.runtime.devices import is_cuda_device
 
 RECIPES = (
     Float8LinearRecipeName.TENSORWISE,
@@ -37,7 +38,7 @@ def convert_with_torchao(module: nn.Module, recipe: str, *, device: torch.device
     with _quiet():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=device.type != "cuda")
+        config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not is_cuda_device(device))
         return convert_to_float8_training(module, config=config)
 
 

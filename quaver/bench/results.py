@@ -19,6 +19,7 @@ import torch
 from quaver.bench.harness import Timing
 from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.runs.run_folder import git_revision
+from quaver.runtime.devices import is_cuda_device
 from quaver.torch_private.hardware import has_amx_tiles
 
 BFLOAT16 = "bfloat16"
@@ -112,7 +113,7 @@ def _number(value: float) -> str:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """The provenance of a result: hardware, versions, commit, command, date."""
-    is_cuda = device.type == "cuda"
+    is_cuda = is_cuda_device(device)
     return {
         "device": torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
         "threads": torch.get_num_threads(),
@@ -128,7 +129,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def _cpu_name() -> str:
     features = torch.backends.cpu.get_cpu_capability()
     units = " with AMX" if has_amx_tiles() else ""
-    if not has_bfloat16_units("cpu"):
+    if not has_bfloat16_units(torch.device("cpu")):
         units = " without bfloat16 instructions"
     return f"{platform.machine()} CPU, {features}{units}"
 

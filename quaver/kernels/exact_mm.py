@@ -34,7 +34,7 @@ from quaver.kernels import cpu
 from quaver.kernels.operation import operation
 from quaver.kernels.widen import widen
 from quaver.recipes.scaling import multiply_scale_, scale_blocks
-from quaver.runtime.devices import compute_capability, is_cpu, is_cuda
+from quaver.runtime.devices import compute_capability, is_cpu, is_cuda, is_cuda_device
 from quaver.torch_private.hardware import has_avx512_bfloat16, onednn_has_bfloat16
 
 UNITS_PAY_FROM = 8192
@@ -50,11 +50,11 @@ PANEL_ELEMENTS = 1 << 19
 """And elements, likewise: with fewer, starting a matmul weighs more than its memory."""
 
 
-def has_bfloat16_units(device_type: str) -> bool:
+def has_bfloat16_units(device: torch.device) -> bool:
     """Whether this kind of device multiplies bfloat16 numbers and accumulates in float32 in hardware."""
-    if device_type == "cuda":
-        return torch.version.hip is not None or compute_capability(None) >= (8, 0)
-    return device_type == "cpu" and _cpu_has_bfloat16_units()
+    if is_cuda_device(device):
+        return torch.version.hip is not None or compute_capability(device.index) >= (8, 0)
+    return device.type == "cpu" and _cpu_has_bfloat16_units()
 
 
 @functools.cache
@@ -148,7 +148,7 @@ def _largest(a: Tensor, b: Tensor) -> int:
 
 def _bfloat16_pays(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
     """Whether bfloat16 operands give this result, and sooner than float32 ones."""
-    if not has_bfloat16_units("cuda" if is_cuda(a) else a.device.type):
+    if not has_bfloat16_units(a.device):
         return False
     return is_cuda(a) or (out_dtype is torch.bfloat16 and _largest(a, b) >= UNITS_PAY_FROM)
 

@@ -43,6 +43,7 @@ from quaver.numerics.matmul_sums import Rows, some_rows
 from quaver.numerics.statistics import merge, new_slots, observe_matrix, observe_result, observe_scales, spread
 from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.scaling import scale_blocks
+from quaver.runtime.devices import is_capturing, is_cpu
 from quaver.torch_private.autograd import runs_in_backward
 from quaver.torch_private.dispatch import without_dispatch_modes
 from quaver.torch_private.tracing import FakeTensor
@@ -151,7 +152,7 @@ def _observed(run: Callable[..., None]) -> Callable[..., None]:
     def observe(slots: Tensor, row: int, number: Tensor, *args: Any) -> None:
         sampling = _running(int(number))
         if sampling is not None and sampling.on:
-            if slots.is_cuda and torch.cuda.is_current_stream_capturing():
+            if is_capturing():
                 raise RuntimeError(
                     "a monitor decides on the host which steps to sample, which a CUDA graph cannot repeat: compile "
                     "without mode='reduce-overhead', or close the monitor"
@@ -215,7 +216,7 @@ def _observe_operand(
 
 def _wide(matrix: Tensor) -> Tensor:
     """float64, or on a CPU float32, whose products are rounded 2^16 times finer than float8's."""
-    return matrix.float() if matrix.is_cpu else matrix.double()
+    return matrix.float() if is_cpu(matrix) else matrix.double()
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

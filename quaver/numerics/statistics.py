@@ -34,6 +34,7 @@ from torch import Tensor
 from quaver.kernels import cpu
 from quaver.recipes.formats import format_of
 from quaver.recipes.scaling import scale_blocks
+from quaver.runtime.devices import is_cpu
 
 
 class SlotIndex(enum.IntEnum):
@@ -147,7 +148,7 @@ def observe_matrix(
         blocks = scale_blocks(dequant_scale, hp.shape) or (0, 0)
         dequant = dequant_scale.double().contiguous()
         quant = dequant.reciprocal() if quant_scale is None else quant_scale.double().contiguous()
-    seen = cpu.observe(hp, codes, quant, dequant, blocks) if hp.is_cpu else None
+    seen = cpu.observe(hp, codes, quant, dequant, blocks) if is_cpu(hp) else None
     if seen is None:
         seen = _observe_in_pytorch(hp, codes, quant, dequant, blocks)
     signal, noise, counts = seen

@@ -13,14 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 
-import torch
-
 from quaver.memory.runs.predict import predict_memory
 from quaver.plan.calibration import sustained_in_words
 from quaver.plan.changes import Change, combinations, least_gathered, less_precise, single_changes, words_of
 from quaver.plan.estimate import estimated_peak
 from quaver.plan.step_cost import StepCost, step_cost
-from quaver.roofline.device_specs import DeviceSpec, device_spec, require_device_spec
+from quaver.roofline.device_specs import DeviceSpec, require_device_spec, spec_of_this_machine
 from quaver.settings import TrainConfig
 from quaver.settings.parallel_dims import resolve
 
@@ -240,5 +238,4 @@ def _number_of(change: Change) -> int:
 def _spec(device: str | None, *, is_needed: bool) -> DeviceSpec | None:
     if device is not None:
         return require_device_spec(device, "device")
-    here = device_spec(torch.device("cuda")) if torch.cuda.is_available() else None
-    return here or (require_device_spec("H100", "device") if is_needed else None)
+    return spec_of_this_machine() or (require_device_spec("H100", "device") if is_needed else None)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from quaver.runtime.devices import is_cuda_device
 from quaver.torch_private.profiler import EventType
 
 MARK = "forward is done"
@@ -88,7 +89,7 @@ def measure_usage(device: torch.device, *, may_leave: bool = False) -> Iterator[
             that repeats, and releases of older memory may be missing.
     """
     with no_garbage_collection():
-        yield from _measure_cuda(device, may_leave) if device.type == "cuda" else _measure_cpu(may_leave)
+        yield from _measure_cuda(device, may_leave) if is_cuda_device(device) else _measure_cpu(may_leave)
 
 
 @contextmanager

@@ -11,7 +11,13 @@ from quaver.conversion.convert import FilterDecision
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.cost import linear_cost, unmultiplied_kinds
-from quaver.roofline.device_specs import DEVICE_NAMES, DeviceSpec, device_spec, require_device_spec
+from quaver.roofline.device_specs import (
+    DEVICE_NAMES,
+    DeviceSpec,
+    device_spec,
+    require_device_spec,
+    spec_of_this_machine,
+)
 
 
 def auto_filter_for_recipe(
@@ -69,8 +75,7 @@ def _spec_of(device: str | torch.device | None) -> DeviceSpec:
     if isinstance(device, str):
         return require_device_spec(device, "device")
     if device is None:
-        here = device_spec(torch.device("cuda")) if torch.cuda.is_available() else None
-        return here or require_device_spec("H100", "device")
+        return spec_of_this_machine() or require_device_spec("H100", "device")
     spec = device_spec(device)
     if spec is None:
         raise ValueError(f"no data about device {str(device)!r}: name one of {DEVICE_NAMES}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quaver.runtime.devices import synchronize
+from quaver.runtime.devices import cuda_device, has_cuda, is_cuda_device, synchronize
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,12 @@ def require_device_spec(name: str, option: str) -> DeviceSpec:
 
 def device_spec(device: torch.device) -> DeviceSpec | None:
     """The spec of a device of this machine; None for CPUs and unknown devices."""
-    return find_device_spec(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return find_device_spec(torch.cuda.get_device_name(device)) if is_cuda_device(device) else None
+
+
+def spec_of_this_machine() -> DeviceSpec | None:
+    """The spec of the current GPU; None without one, and where it is unknown."""
+    return device_spec(cuda_device()) if has_cuda() else None
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from quaver.runs.errors import CheckpointError
 from quaver.runs.manifest import FileDigest, digests_of_rank
 from quaver.runs.safe_dcp import CheckpointPlanner, CheckpointReader
 from quaver.runtime.agreement import on_every_rank, on_first_rank
+from quaver.runtime.devices import is_cuda_device
 from quaver.runtime.ranks import Ranks
 from quaver.settings import Checkpoint, TrainConfig
 
@@ -359,7 +360,7 @@ def _load_model(trained: SavedModel, path: Path, saved: str) -> None:
 
 def _rng_states(rank: int, device: torch.device) -> dict[str, Tensor]:
     states = {f"cpu_{rank}": torch.get_rng_state()}
-    if device.type == "cuda":
+    if is_cuda_device(device):
         states[f"cuda_{rank}"] = torch.cuda.get_rng_state(device)
     return states
 
@@ -370,5 +371,5 @@ def _load_rng(path: Path, rank: int, device: torch.device) -> None:
     if {f"rng.{key}" for key in state["rng"]} <= read_metadata(reader).state_dict_metadata.keys():
         load_state(state, reader)
         torch.set_rng_state(state["rng"][f"cpu_{rank}"])
-        if device.type == "cuda":
+        if is_cuda_device(device):
             torch.cuda.set_rng_state(state["rng"][f"cuda_{rank}"], device)

@@ -1,6 +1,7 @@
 """Devices: chosen by name, waited for and described; and which device's code a tensor takes.
 
-Casts, layouts and matmuls ask `is_cpu` and `is_cuda` here, so that tests can have CPU tensors take a GPU's code.
+What depends on the device asks `is_cpu`, `is_cuda`, `is_cuda_device` and `has_cuda` here, so that tests and
+predictions can have CPU tensors take a GPU's code.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 _virtual: tuple[int, int] | None = None
 """The compute capability of the GPU that CPU tensors stand for; None where they are a CPU's."""
+_virtually_capturing = False
 
 
 class MissingDeviceError(RuntimeError):
@@ -30,13 +32,13 @@ def resolve_device(name: str) -> torch.device:
         MissingDeviceError: if CUDA is asked for and torch sees none.
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
+        name = "cuda" if has_cuda() else "cpu"
+    if name == "cuda" and not has_cuda():
         raise MissingDeviceError(
             "device cuda was asked for, but torch sees no CUDA device here; choose cpu, or install "
             f"a torch built for this GPU (this one is torch {torch.__version__})"
         )
-    return torch.device(name)
+    return cuda_device() if name == "cuda" else torch.device(name)
 
 
 def is_cpu(tensor: Tensor) -> bool:
@@ -54,9 +56,11 @@ def is_cuda_device(device: torch.device) -> bool:
     return device.type == "cuda" or (_virtual is not None and device.type == "cpu")
 
 
-def cuda_device(index: int) -> torch.device:
-    """The CUDA device with this index."""
-    return torch.device("cuda", index) if _virtual is None else torch.device("cpu")
+def cuda_device(index: int | None = None) -> torch.device:
+    """The CUDA device with this index; None for the current one."""
+    if _virtual is not None:
+        return torch.device("cpu")
+    return torch.device("cuda") if index is None else torch.device("cuda", index)
 
 
 def has_cuda() -> bool:
@@ -66,7 +70,9 @@ def has_cuda() -> bool:
 
 def is_capturing() -> bool:
     """Whether a CUDA graph is captured on the current stream."""
-    return _virtual is None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if _virtual is not None:
+        return _virtually_capturing
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def compute_capability(index: int | None) -> tuple[int, int]:
@@ -83,7 +89,7 @@ def _compute_capability(index: int | None) -> tuple[int, int]:
 def standing_for_gpu(capability: tuple[int, int] | None) -> Iterator[None]:
     """Inside the block CPU tensors take the code for a GPU of this compute capability, with None that for a CPU.
 
-    For tests, in one thread.
+    For tests and predictions, in one thread.
     """
     global _virtual
     before, _virtual = _virtual, capability
@@ -91,6 +97,17 @@ def standing_for_gpu(capability: tuple[int, int] | None) -> Iterator[None]:
         yield
     finally:
         _virtual = before
+
+
+@contextlib.contextmanager
+def standing_for_capture() -> Iterator[None]:
+    """Inside the block, within `standing_for_gpu`, a CUDA graph counts as captured. For tests, in one thread."""
+    global _virtually_capturing
+    before, _virtually_capturing = _virtually_capturing, True
+    try:
+        yield
+    finally:
+        _virtually_capturing = before
 
 
 def synchronize(device: torch.device) -> None:
@@ -101,9 +118,8 @@ def synchronize(device: torch.device) -> None:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Return what a reader of the results must know about hardware and versions, JSON-able."""
-    is_cuda = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if is_cuda else f"CPU {platform.machine()}",
+        "device": torch.cuda.get_device_name(device) if is_cuda_device(device) else f"CPU {platform.machine()}",
         "cpu_count": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from quaver.runtime.devices import MissingDeviceError
+from quaver.runtime.devices import MissingDeviceError, cuda_device, is_cuda_device
 from quaver.torch_private.collectives import AsyncCollectiveTensor
 
 STORE_TIMEOUT_S = 300
@@ -52,7 +52,7 @@ class Ranks:
         Raises:
             MissingDeviceError: if this machine has fewer GPUs than ranks.
         """
-        if device.type != "cuda" or self.is_alone:
+        if not is_cuda_device(device) or self.is_alone:
             return device
         count = torch.cuda.device_count()
         if self.local_rank >= count:
@@ -61,7 +61,7 @@ class Ranks:
                 f"start {count} ranks on it, or choose --training.device cpu"
             )
         torch.cuda.set_device(self.local_rank)
-        return torch.device("cuda", self.local_rank)
+        return cuda_device(self.local_rank)
 
     def agree(self, error: str = "", fingerprint: str = "") -> str:
         """Return the first non-empty `error` of all ranks, on every rank; empty if there is none.

@@ -8,7 +8,6 @@
 - `fake_tensors_ask()`: whether torch._subclasses.meta_utils calls the caller. It makes fake tensors, those of a
   non-strict torch.export without a tracing context, and takes tensors of one storage for views.
 - `FakeTensor`, `FakeTensorMode`: torch._subclasses.fake_tensor, tensors without memory and the mode that makes them.
-- `FunctionalTensor`: torch._subclasses.functional_tensor, what AOTAutograd runs a graph's functions with.
 - `assume_constant_result(function)`: sets what torch.compiler.assume_constant_result sets, which imports torch._dynamo
   first ([Note: import time] in dtensor.py). Can go when it does not.
 - `disable_compile(function)`: torch._compile._disable_dynamo, as torch.compiler.disable, but imports torch._dynamo at
@@ -27,12 +26,10 @@ import torch
 from torch._compile import _disable_dynamo as disable_compile
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
-    "FunctionalTensor",
     "assume_constant_result",
     "current_tracing_context",
     "disable_compile",

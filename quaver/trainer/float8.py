@@ -21,6 +21,7 @@ from quaver.conversion.convert import ModuleFilter
 from quaver.conversion.layer_recipes import convert_layers
 from quaver.conversion.report import ConversionReport
 from quaver.experts.module import Float8Experts
+from quaver.runtime.devices import is_cuda_device
 from quaver.settings import Float8
 from quaver.trainer.mixture import Experts
 from quaver.trainer.model import Block, FeedForward, Llama, RMSNorm
@@ -44,7 +45,7 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
             )
     automatic = None
     if config.auto_filter:
-        target = device if device.type == "cuda" else None
+        target = device if is_cuda_device(device) else None
         automatic = auto_filter_for_recipe(config.recipe_name, tokens=tokens, device=target)
 
     skipped_blocks = _skipped_blocks(model, config)

@@ -77,7 +77,7 @@ def _matmuls(
         operands[matmul] = f"{left} x {right}"
         if backend_of(left, right, device, emulate=config.emulate) is GemmBackend.NATIVE:
             runs_in[matmul] = "float8"
-        elif not has_bfloat16_units(device.type):
+        elif not has_bfloat16_units(device):
             runs_in[matmul] = "float32"
     return operands, runs_in
 

@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from quaver.runtime.devices import is_cpu
+
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return `silu(gate) * up`, for floating-point tensors of the same shape and dtype."""
@@ -45,7 +47,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype 
         out_dtype: the dtype of the result; None for that of `hidden`.
     """
     out_dtype = out_dtype or hidden.dtype
-    if torch.compiler.is_compiling() or not hidden.is_cpu:  # CUDA's kernel saves only its input
+    if torch.compiler.is_compiling() or not is_cpu(hidden):  # CUDA's kernel saves only its input
         return plain_rms_norm(hidden, weight, eps).to(out_dtype)
     return typing.cast(Tensor, _RMSNorm.apply(hidden, weight, eps, out_dtype))
 
@@ -58,7 +60,7 @@ def plain_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """Return the rows `tokens` (int64, any shape) of `weight` [V, D]; the gradient is summed in float32 or wider."""
-    if weight.dtype.itemsize >= torch.float32.itemsize or not weight.is_cpu:
+    if weight.dtype.itemsize >= torch.float32.itemsize or not is_cpu(weight):
         return F.embedding(tokens, weight)
     return typing.cast(Tensor, _Embedding.apply(tokens, weight))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quaver.recorder.allocator import measure_usage
 from quaver.recorder.storages import TensorBytes
+from quaver.runtime.devices import is_cuda_device
 from quaver.runtime.ranks import plain_tensors
 from quaver.torch_private.memory import storage_key
 
@@ -43,7 +44,7 @@ def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable:
     """
     peak = PeakMemory()
     resident_bytes = storage_bytes(resident)
-    if device.type == "cuda":
+    if is_cuda_device(device):
         torch.cuda.reset_peak_memory_stats(device)
         before_bytes = torch.cuda.memory_allocated(device)
         yield peak
@@ -71,7 +72,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def reset_device_peaks(device: torch.device) -> None:
     """Start a new step: reset the peaks of CUDA's allocator."""
-    if device.type == "cuda":
+    if is_cuda_device(device):
         torch.cuda.reset_peak_memory_stats(device)
 
 
@@ -82,7 +83,7 @@ def device_memory(device: torch.device) -> dict[str, Any]:
     counts the allocations that first had to empty its cache, since the process started: memory is nearly full.
     CPU: `memory_rss_*` is the resident memory of the process, its peak since it started.
     """
-    if device.type == "cuda":
+    if is_cuda_device(device):
         stats = torch.cuda.memory_stats(device)
         total = torch.cuda.get_device_properties(device).total_memory
         peaks = {kind: stats[f"{kind}_bytes.all.peak"] for kind in ("active", "reserved")}

@@ -31,6 +31,7 @@ from quaver.linear.scale_state import LinearScales
 from quaver.recorder.draw import draw_timeline
 from quaver.recorder.timeline import record_timeline
 from quaver.runs.errors import OutputFailures, writing
+from quaver.runtime.devices import is_cuda_device
 from quaver.settings import TrainConfig
 from quaver.torch_private.memory import dump_snapshot, record_memory_history
 from quaver.trainer.process import Requests, snapshot_signals
@@ -55,7 +56,7 @@ class Profiling:
     def __enter__(self) -> "Profiling":
         if self._config.profiling.enable_memory_snapshot:
             self._requests = self._stack.enter_context(snapshot_signals())
-            if self._device.type == "cuda":
+            if is_cuda_device(self._device):
                 self._stack.enter_context(_recorded_history(self._device))
         return self
 
@@ -73,7 +74,7 @@ class Profiling:
         """
         with ExitStack() as stack:
             if self._config.profiling.enable_memory_snapshot:
-                snapshot = self._cuda_snapshot if self._device.type == "cuda" else self._cpu_timeline
+                snapshot = self._cuda_snapshot if is_cuda_device(self._device) else self._cpu_timeline
                 stack.enter_context(snapshot(step, name, model, optimizer))
             stack.enter_context(self._trace(step, name))
             yield
@@ -90,7 +91,7 @@ class Profiling:
             yield
             return
         config = self._config.profiling
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self._device.type == "cuda")
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (is_cuda_device(self._device))
         with profile(activities=activities, record_shapes=True) as profiler:
             yield
         if -step % config.profile_freq < config.profiler_active:

@@ -15,7 +15,7 @@ from quaver.data import TokenData, load_data
 from quaver.runs.checkpoint_folder import read_record
 from quaver.runs.run_folder import RunFolder, provenance, resumes
 from quaver.runtime.agreement import on_every_rank
-from quaver.runtime.devices import resolve_device
+from quaver.runtime.devices import is_cuda_device, resolve_device
 from quaver.runtime.ranks import Ranks
 from quaver.settings import TrainConfig, require
 from quaver.settings.parallel_dims import ParallelDims, resolve
@@ -80,7 +80,7 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
     config, dims = resolve(config, rank=ranks.rank, world_size=ranks.world_size)
     device = ranks.device(resolve_device(config.training.device))
     require(
-        device.type == "cuda" or config.checkpoint.async_mode != "async_with_pinned_mem",
+        is_cuda_device(device) or config.checkpoint.async_mode != "async_with_pinned_mem",
         "checkpoint.async_mode",
         "disabled or async on a device that is not CUDA",
         config.checkpoint.async_mode,

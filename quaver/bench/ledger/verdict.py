@@ -12,7 +12,7 @@ from quaver.bench.ledger.times import milliseconds_by_category
 from quaver.bench.shapes import model_of
 from quaver.memory.compiling.gpu_code import GPUS
 from quaver.roofline.device_specs import DeviceSpec, device_spec
-from quaver.runtime.devices import MissingDeviceError
+from quaver.runtime.devices import MissingDeviceError, cuda_device, has_cuda
 
 MODEL, SEQUENCES, SEQ_LEN = "llama-8b", 2, 8192
 
@@ -44,9 +44,9 @@ def spec_of_this_gpu(recipe: str) -> DeviceSpec:
         MissingDeviceError: there is none.
         NotImplementedError: no ledger is for it, or it does not multiply the recipe.
     """
-    if not torch.cuda.is_available():
+    if not has_cuda():
         raise MissingDeviceError("--ledger: this machine has no GPU; `quaver bench ledger --gpu NAME` counts for any")
-    spec = device_spec(torch.device("cuda", 0))
+    spec = device_spec(cuda_device(0))
     if spec is None or spec.name not in GPUS:
         name = torch.cuda.get_device_name(0)
         raise NotImplementedError(f"--ledger: expected a GPU that is one of {', '.join(GPUS)}, got {name}")

@@ -1,10 +1,8 @@
 """The device that predictions are for: a CPU, or an NVIDIA GPU with float8 matmuls that this machine lacks.
 
-A torch build without CUDA cannot differentiate fake CUDA tensors. So fake tensors stay on the CPU and report a GPU to
-Python code (`is_cpu`, `is_cuda`): quaver's casts then write the layouts of the hardware's matmuls, and every kind of
-scales that some hardware multiplies is multiplied natively. The functional tensors that AOTAutograd wraps around them
-do as well: it runs what Dynamo does not look into, such as `AllGatherInput`, with these. torch has no hook for the
-replacements in `as_on_a_gpu`.
+A torch build without CUDA cannot differentiate fake CUDA tensors. So fake tensors stay on the CPU and take a GPU's
+code (`standing_for_gpu`): quaver's casts then write the layouts of the hardware's matmuls, and every kind of scales
+that some hardware multiplies is multiplied natively.
 
 Decisions in torch's C++ stay those for a CPU, except for RMSNorm: attention is the CPU's flash attention, which saves
 what the GPU's kernels save, FlashAttention-2 and cuDNN, but for two numbers of RNG state.
@@ -23,9 +21,10 @@ from torch import Tensor
 
 import quaver.linear.gemm
 from quaver.linear.gemm import GemmBackend, ScaleKind
-from quaver.torch_private.tracing import FakeTensor, FunctionalTensor
+from quaver.runtime.devices import standing_for_gpu
 
 DEVICES = ("cpu", "cuda")
+_CAPABILITY = (9, 0)
 
 _target = "cpu"
 
@@ -56,9 +55,7 @@ def is_for_a_gpu() -> bool:
 def as_on_a_gpu() -> Iterator[None]:
     """Inside the block quaver treats fake tensors as those of a GPU that multiplies the scales of every recipe."""
     with ExitStack() as stack:
-        for kind in (FakeTensor, FunctionalTensor):
-            stack.enter_context(patch.object(kind, "is_cpu", property(lambda _: False)))
-            stack.enter_context(patch.object(kind, "is_cuda", property(lambda _: True)))
+        stack.enter_context(standing_for_gpu(_CAPABILITY))
         stack.enter_context(patch.object(quaver.linear.gemm, "backend_for", _backend_for))
         stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))

@@ -24,7 +24,7 @@ from quaver.memory.predict import Prediction, record_step
 from quaver.memory.runs.predict import COMPARED, RunMemory, training_step
 from quaver.recorder.allocator import Usage, measure_usage
 from quaver.recorder.recorder import CATEGORIES
-from quaver.runtime.devices import resolve_device
+from quaver.runtime.devices import is_cuda_device, resolve_device
 from quaver.runtime.ranks import Ranks
 from quaver.settings import TrainConfig, require
 from quaver.settings.parallel_dims import ParallelDims, resolve
@@ -91,7 +91,7 @@ def measure_memory(config: TrainConfig, ranks: int = 1) -> MeasuredMemory:
     resolved, layout = resolve(config, rank=0, world_size=ranks)
     if ranks == 1:
         return _measure(resolved, layout, Ranks(), device)
-    if device.type == "cuda":
+    if is_cuda_device(device):
         raise NotImplementedError(
             f"expected one rank on a GPU, or --training.device cpu, got {ranks} ranks; for several GPUs start the run "
             "itself with torchrun and profiling.enable_memory_snapshot"
@@ -158,7 +158,7 @@ def _measure(config: TrainConfig, layout: ParallelDims, ranks: Ranks, device: to
         parameters,
         micro_batches,
         recorded,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        device=torch.cuda.get_device_name(device) if is_cuda_device(device) else "cpu",
         allocator_peak_bytes=resident + usage.peak_bytes,
         allocator_tensor_peak_bytes=None if tensors is None else resident + tensors,
     )
