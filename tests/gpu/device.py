@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 import torch
 
 from quaver.runtime.devices import standing_for_gpu
+from tests.virtual_gpu.runtime import host_reads_refused
 
 VIRTUAL = os.environ.get("QUAVER_VIRTUAL_GPU", "")
 DEVICE = "cpu" if VIRTUAL else "cuda"
@@ -46,13 +46,5 @@ def waiting_refused() -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         return
-
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("a number of the device is read on the host")
-
-    with contextlib.ExitStack() as stack:
-        library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
-        for operator in ("_local_scalar_dense", "nonzero", "equal"):
-            library.impl(operator, refuse, "CPU", allow_override=True)
-        stack.enter_context(mock.patch.object(torch.Tensor, "tolist", refuse))
+    with host_reads_refused():
         yield

@@ -7,7 +7,8 @@ Triton must interpret: TRITON_INTERPRET=1 before triton is imported. A matmul th
 it takes is exact, with one rounding. Both are replaced in the dispatcher, so eager and compiled code, operations and
 backwards reach them. `Card.calls` counts them.
 
-Not modelled: streams, events and memory of the device, the order of its sums, and what torch's own operators do there.
+`runtime.py` models what the package calls of torch.cuda; it calls no streams and no events. Not modelled: the device's
+memory, the order of its sums, and what torch's own operators do there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from quaver.linear import gemm
 from quaver.runtime.devices import standing_for_gpu
-from tests.virtual_gpu import grouped_matmuls, matmuls
+from tests.virtual_gpu import grouped_matmuls, matmuls, runtime
 
 CAPABILITIES = {"a100": (8, 0), "l40s": (8, 9), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0), "rtx5090": (12, 0)}
 """Compute capabilities (developer.nvidia.com/cuda-gpus)."""
@@ -50,5 +51,6 @@ def virtual_gpu(name: str = "h100") -> Iterator[Card]:
         for operator, model in {**matmuls.MODELS, **grouped_matmuls.MODELS}.items():
             library.impl(operator, functools.partial(model, card), "CPU", allow_override=True)
         stack.enter_context(mock.patch.dict(gemm._native_failures, clear=True))
+        stack.enter_context(runtime.cuda_functions(card))
         stack.enter_context(standing_for_gpu(card.capability))
         yield card

@@ -1,0 +1,91 @@
+"""Models of what the package calls of torch.cuda: the card's name and properties, generators, and peaks of memory.
+
+Peaks are those of the process, for CPU tensors lie among all that it holds: they are positive and never fall. The
+allocator's own counts and its history are not modelled, and raise as in a PyTorch without CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from quaver.roofline.device_specs import find_device_spec
+from quaver.runtime.devices import standing_for_capture
+
+if TYPE_CHECKING:
+    from tests.virtual_gpu import Card
+
+NAMES = {
+    "a100": "NVIDIA A100-SXM4-80GB",
+    "l40s": "NVIDIA L40S",
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+    "b200": "NVIDIA B200",
+    "rtx5090": "NVIDIA GeForce RTX 5090",
+}
+"""As the driver reports them."""
+
+
+@contextlib.contextmanager
+def cuda_functions(card: Card, gpus: int = 1) -> Iterator[None]:
+    """Inside the block these functions of torch.cuda answer for `card`, of which there are `gpus`."""
+    spec = find_device_spec(NAMES[card.name])
+    properties = SimpleNamespace(
+        name=NAMES[card.name], total_memory=int(1e9 * (spec.memory_gb if spec else 32)), L2_cache_size=50 << 20
+    )
+
+    def set_device(device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index or 0
+        if not 0 <= index < gpus:
+            raise RuntimeError(f"CUDA error: invalid device ordinal {index}")
+
+    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    models = {
+        "get_device_name": lambda device=None: properties.name,
+        "get_device_properties": lambda device=None: properties,
+        "device_count": lambda: gpus,
+        "set_device": set_device,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "memory_stats": lambda device=None: _memory_stats(),
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": set_rng_state,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, model in models.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, model))
+        yield
+
+
+def _memory_stats() -> dict[str, int]:
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0}
+
+
+@contextlib.contextmanager
+def host_reads_refused() -> Iterator[None]:
+    """Inside the block what reads a number of the device on the host raises RuntimeError."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("a number of the device is read on the host")
+
+    with contextlib.ExitStack() as stack:
+        library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        for operator in ("_local_scalar_dense", "nonzero", "equal"):
+            library.impl(operator, refuse, "CPU", allow_override=True)
+        stack.enter_context(mock.patch.object(torch.Tensor, "tolist", refuse))
+        yield
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Inside the block a CUDA graph counts as captured: what it cannot repeat raises. It is not replayed."""
+    with standing_for_capture(), host_reads_refused():
+        yield
