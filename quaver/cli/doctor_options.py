@@ -1,11 +1,14 @@
-"""The options of `quaver doctor`: `--json --no-compile --ledger RECIPE`, or `--model RUN|FOLDER` (doctor_model.py)."""
+"""The options of `quaver doctor`: `--json --no-compile --ledger RECIPE`, `--model RUN|FOLDER` (doctor_model.py), or
+`--gpu NAME [--model RUN|FOLDER] [--recipe NAME]` (doctor_gpu.py)."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Ge, Le
 
+from quaver.bench.doctor_gpu import GPUS
 from quaver.bench.working import working
+from quaver.cli.doctor_gpu import find_on_gpu, print_on_gpu
 from quaver.cli.doctor_machine import print_machine
 from quaver.cli.doctor_model import print_survey, survey_model
 from quaver.cli.errors import bad_input
@@ -24,8 +27,16 @@ class Doctor(Settings):
     ledger: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
         None, "A recipe: say what it gains on this GPU by `quaver bench ledger`, and what another would. Takes minutes."
     )
+    gpu: Annotated[str, OneOf(GPUS, has_aliases=True)] | None = setting(
+        None, "A GPU that need not be here: say what it multiplies natively, by which kernel, instead of trying."
+    )
+    recipe: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
+        None, "With --gpu and --model, the recipe to convert its linears with; the run's by default, else tensorwise."
+    )
     model: str | None = setting(
-        None, "A run or a Hugging Face folder: survey its linears instead, and choose a recipe for each."
+        None,
+        "A run or a Hugging Face folder: survey its linears instead, and choose a recipe for each. With --gpu, list "
+        "them, by their shapes alone.",
     )
     data: str | None = setting(
         None, "Text for the batch, as data.path; the run's by default, else the sources of Python's library."
@@ -40,18 +51,24 @@ class Doctor(Settings):
 
     def check(self) -> None:
         """Refuse options that nothing would read."""
-        if self.model is None:
-            self.require_default(
-                "data", "budget_db", "out", "sequences", "seq_len", "hardware", unless="--model is given"
-            )
+        surveys = ("data", "budget_db", "out", "sequences", "seq_len", "hardware")
+        if self.gpu is not None:
+            self.require_default(*surveys, "compile", "ledger", unless="--gpu is not given")
+        elif self.model is None:
+            self.require_default(*surveys, unless="--model is given")
         else:
             self.require_default("compile", "ledger", unless="--model is not given")
+        if self.gpu is None or self.model is None:
+            self.require_default("recipe", unless="--gpu and --model are given")
 
 
 def run(argv: list[str]) -> int:
     """Print what this machine can do; 0 if every recipe runs on every device, 1 if one does not."""
     with bad_input():
         options = parse_options(Doctor, argv, prog="quaver doctor")
+        if options.gpu is not None:
+            print_on_gpu(find_on_gpu(options.gpu, options.model, options.recipe), as_json=options.json)
+            return 0
         if options.model is not None:
             with working("surveying the model"):
                 found = survey_model(options.model, options)

@@ -98,9 +98,14 @@ def grouped_backend_of_casts(
     left: CastConfig, right: CastConfig, device: torch.device, *, emulate: bool
 ) -> GemmBackend:
     """The backend on `device` of a grouped matmul whose operands are cast so."""
+    fits = fits_grouped_matmul(left, right) and _has_native(device, emulate)
+    return GemmBackend.NATIVE if fits else GemmBackend.EXACT
+
+
+def fits_grouped_matmul(left: CastConfig, right: CastConfig) -> bool:
+    """Whether torch's grouped matmul in float8 takes operands that are cast so, on the GPUs that have it."""
     fits = kind_of_casts(left, right) in (ScaleKind.TENSORWISE, ScaleKind.ROWWISE)
-    fits = fits and left.target_dtype is right.target_dtype is E4M3.dtype
-    return GemmBackend.NATIVE if fits and _has_native(device, emulate) else GemmBackend.EXACT
+    return fits and left.target_dtype is right.target_dtype is E4M3.dtype
 
 
 def grouped_backends_of(config: Float8LinearConfig, device: torch.device) -> str:

@@ -14,7 +14,7 @@ from quaver.conversion.convert import FilterDecision, convert_to_float8_training
 from quaver.export.bundle import copied_files
 from quaver.export.files import StoredTensors, read_config
 from quaver.export.layouts import quantization_of
-from quaver.runtime.names import owners_of_parameters
+from quaver.runtime.names import tied_modules
 
 DEFAULT_FILTER = ("lm_head",)
 """Linears whose full names contain one of these stay in high precision."""
@@ -67,20 +67,24 @@ def huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[str] 
             f"{str(folder)!r} is quantized already; expected a model in high precision: use quaver import first"
         )
     weights = StoredTensors(folder)
-    made_of, model_config = _class_of(folder, config)
-    with torch.device("meta"):
-        model = made_of._from_config(model_config)
-    tied = {
-        name.rpartition(".")[0] for names in owners_of_parameters(model).values() if len(names) > 1 for name in names
-    }
-    convert_to_float8_training(model, config=recipe, module_filter_fn=skip_names(filter_fqns, tied))
+    model = skeleton_of(folder, config)
+    convert_to_float8_training(model, config=recipe, module_filter_fn=skip_names(filter_fqns, tied_modules(model)))
 
     def high_precision_model() -> nn.Module:
+        made_of, _ = _class_of(folder, config)
         loaded: nn.Module = made_of.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
         return loaded
 
     about = {"source": "a Hugging Face folder", "step": None}
     return Source(model, weights, config, high_precision_model, about, copied_files(folder))
+
+
+def skeleton_of(folder: Path, config: Mapping[str, Any]) -> nn.Module:
+    """The model of a Hugging Face folder on the meta device, by its config alone. Raises as `huggingface_source`."""
+    made_of, model_config = _class_of(folder, config)
+    with torch.device("meta"):
+        model: nn.Module = made_of._from_config(model_config)
+    return model
 
 
 def _class_of(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:

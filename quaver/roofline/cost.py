@@ -51,6 +51,9 @@ class Casts(NamedTuple):
 
 
 NO_CASTS = Casts(0, 0)
+_SCALED_GROUPS_ON = (90, 100)
+"""The compute capabilities with torch's grouped matmuls of float8: `_scaled_grouped_mm_cuda`, GroupedBlas.cpp."""
+
 _WIDENING = Casts(3, 1)
 
 
@@ -178,10 +181,18 @@ def _divided(casts: Casts, sharers: int) -> Casts:
 
 def unmultiplied_kinds(spec: DeviceSpec, recipe: Float8LinearRecipeName | str) -> set[ScaleKind | None]:
     """The kinds of scales of a recipe's float8 matmuls that `spec` does not multiply; None for those of no hardware."""
-    kinds = _kinds_of(Float8LinearRecipeName(recipe))
+    return {kind for kind in _kinds_of(Float8LinearRecipeName(recipe)) if kind is None or obstacle_to(spec, kind)}
+
+
+def obstacle_to(spec: DeviceSpec, kind: ScaleKind) -> str | None:
+    """Why `spec` does not multiply float8 with scales of a kind; None where it does."""
     if spec.float8_tflops is None:
-        return set(kinds)
-    return {kind for kind in kinds if kind is None or kind.block_length not in (0, spec.block_length)}
+        return f"{spec.name} does not multiply float8"
+    if kind is ScaleKind.GROUPS and spec.compute_capability not in _SCALED_GROUPS_ON:
+        return f"no grouped matmul of {spec.name} takes scales"
+    if kind.block_length not in (0, spec.block_length):
+        return f"no matmul of {spec.name} takes {kind.value} scales"
+    return None
 
 
 @functools.cache

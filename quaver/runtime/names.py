@@ -35,6 +35,12 @@ def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
     return owners
 
 
+def tied_modules(model: nn.Module) -> set[str]:
+    """The names of the modules that share a parameter with another."""
+    tied = (names for names in owners_of_parameters(model).values() if len(names) > 1)
+    return {name.rpartition(".")[0] for names in tied for name in names}
+
+
 def owners_of_weights(model: nn.Module) -> dict[int, list[str]]:
     """The names of the modules that hold each parameter called `weight`, by the parameter's id."""
     return {

@@ -18,11 +18,10 @@ import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from unittest import mock
 
 import torch
 
-from quaver.linear import gemm
+from quaver.linear.gemm import assuming_native
 from quaver.runtime.devices import standing_for_gpu
 from tests.virtual_gpu import grouped_matmuls, matmuls, runtime
 
@@ -50,7 +49,7 @@ def virtual_gpu(name: str = "h100") -> Iterator[Card]:
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         for operator, model in {**matmuls.MODELS, **grouped_matmuls.MODELS}.items():
             library.impl(operator, functools.partial(model, card), "CPU", allow_override=True)
-        stack.enter_context(mock.patch.dict(gemm._native_failures, clear=True))
+        stack.enter_context(assuming_native({}))
         stack.enter_context(runtime.cuda_functions(card))
         stack.enter_context(standing_for_gpu(card.capability))
         yield card

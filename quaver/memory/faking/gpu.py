@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import quaver.linear.gemm
-from quaver.linear.gemm import GemmBackend, ScaleKind
+from quaver.linear.gemm import ScaleKind, assuming_native
 from quaver.runtime.devices import standing_for_gpu
 
 DEVICES = ("cpu", "cuda")
@@ -56,7 +55,7 @@ def as_on_a_gpu() -> Iterator[None]:
     """Inside the block quaver treats fake tensors as those of a GPU that multiplies the scales of every recipe."""
     with ExitStack() as stack:
         stack.enter_context(standing_for_gpu(_CAPABILITY))
-        stack.enter_context(patch.object(quaver.linear.gemm, "backend_for", _backend_for))
+        stack.enter_context(assuming_native(dict.fromkeys(ScaleKind)))
         stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         # compiled code calls this overload; torch has a fake of the other only
@@ -66,12 +65,6 @@ def as_on_a_gpu() -> Iterator[None]:
 
 def _scaled_mm_out(*operands: Any, out: Tensor, **options: Any) -> Tensor:
     return out
-
-
-def _backend_for(
-    device: torch.device, kind: ScaleKind | None, *, emulate: bool = False, works: object = None
-) -> GemmBackend:
-    return GemmBackend.EXACT if emulate or kind is None else GemmBackend.NATIVE
 
 
 def _rms_norm(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from quaver.kernels import triton_blocks, triton_cast
+from quaver.kernels import triton_cast
 from quaver.recipes import scaling
 from tests.reference import assert_same_bits
 
@@ -122,11 +122,13 @@ def patch_the_language_once() -> None:
     Kernels of the process must be interpreted.
     """
     import triton
+    import triton.language as tl
     from triton.runtime import interpreter
 
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):  # 3.6 also takes what it patched back elsewhere
         return
-    interpreter._patch_lang(triton_blocks.widen.fn)
+    # device functions of Triton's own and of Inductor call tl.core by its name
+    interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda function: types.SimpleNamespace(restore=lambda: None)
 
 

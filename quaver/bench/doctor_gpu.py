@@ -1,0 +1,164 @@
+"""What a GPU that need not be here multiplies natively: each matmul of each recipe, and the linears of a model.
+
+By the specification of the GPU, in place of what a probe finds on one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from quaver.conversion.report import conversion_report
+from quaver.experts.gemm import fits_grouped_matmul
+from quaver.experts.gpu_gemm import GROUPED_ON
+from quaver.kernels.native_blocks import ALIGNMENT
+from quaver.linear.gemm import (
+    ScaleKind,
+    casts_of_matmuls,
+    kind_of_casts,
+)
+from quaver.recipes.cast_config import CastConfig
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.linear_casts import MATMULS
+from quaver.roofline.cost import obstacle_to
+from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
+
+GPUS = tuple(spec.name for spec in DEVICE_SPECS if spec.compute_capability)
+"""Those whose kernels are known here: NVIDIA's."""
+
+
+@dataclass(frozen=True)
+class MatmulOnGpu:
+    """How a GPU runs one matmul of a linear, or of an expert.
+
+    Attributes:
+        matmul: output, grad_input or grad_weight.
+        backend: "native", "exact" or "high precision".
+        how: the kernel, or why none is native.
+    """
+
+    matmul: str
+    backend: str
+    how: str
+
+
+@dataclass(frozen=True)
+class RecipeOnGpu:
+    """A recipe's matmuls on a GPU: of a linear, and of experts."""
+
+    recipe: str
+    linear: list[MatmulOnGpu]
+    experts: list[MatmulOnGpu]
+
+
+@dataclass(frozen=True)
+class LayersOnGpu:
+    """Layers that differ in the number of their block alone.
+
+    Attributes:
+        name: with * for the number.
+        converted: whether the conversion takes them.
+        note: why not; or the dims that are padded at each matmul.
+    """
+
+    name: str
+    count: int
+    in_features: int
+    out_features: int
+    converted: bool
+    note: str
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """What `quaver doctor --gpu` finds."""
+
+    gpu: str
+    capability: str
+    casts: str
+    recipes: list[RecipeOnGpu]
+    recipe: str
+    """The one of `layers`."""
+    layers: list[LayersOnGpu] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def on_gpu(spec: DeviceSpec, model: nn.Module | None = None, recipe: str = "tensorwise") -> OnGpu:
+    """Say what the GPU runs natively. `model`, which may be on the meta device, was converted with `recipe`.
+
+    Raises:
+        ValueError: the GPU is not of GPUS.
+    """
+    if spec.compute_capability is None:
+        raise ValueError(f"expected an NVIDIA GPU, {', '.join(GPUS)}, got {spec.name}")
+    recipes = [_recipe(each.value, spec) for each in Float8LinearRecipeName]
+    layers = None if model is None else _layers(model, recipe, spec)
+    return OnGpu(spec.name, f"sm_{spec.compute_capability}", _casts(spec), recipes, recipe, layers)
+
+
+def _casts(spec: DeviceSpec) -> str:
+    if (spec.compute_capability or 0) >= 90:
+        return "Triton's kernels in eager code, one or two a cast; Inductor's in compiled code"
+    return "PyTorch's operators in eager code, in several passes: Triton converts to float8 from sm_90 on"
+
+
+def _recipe(recipe: str, spec: DeviceSpec) -> RecipeOnGpu:
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    pairs = {name: (config.casts.of(*left), config.casts.of(*right)) for name, (left, right) in MATMULS.items()}
+    linear = [_of_linear(name, *pair, spec) for name, pair in pairs.items()]
+    powers_of_2 = config.round_scales_to_power_of_2
+    return RecipeOnGpu(recipe, linear, [_of_experts(name, *pair, spec, powers_of_2) for name, pair in pairs.items()])
+
+
+def _of_linear(matmul: str, left: CastConfig, right: CastConfig, spec: DeviceSpec) -> MatmulOnGpu:
+    if left.is_disabled or right.is_disabled:
+        return MatmulOnGpu(matmul, "high precision", "torch.mm")
+    kind = kind_of_casts(left, right)
+    obstacle = "no hardware multiplies such scales" if kind is None else obstacle_to(spec, kind)
+    if kind is None or obstacle is not None:
+        return MatmulOnGpu(matmul, "exact", f"codes widened to bfloat16: {obstacle}")
+    name = "torch.nn.functional.scaled_mm" if kind.block_length else "torch._scaled_mm"
+    return MatmulOnGpu(matmul, "native", f"{name}, {kind.value} scales")
+
+
+def _of_experts(
+    matmul: str, left: CastConfig, right: CastConfig, spec: DeviceSpec, scales_are_powers_of_2: bool
+) -> MatmulOnGpu:
+    grouped = (spec.compute_capability or 0) // 10 in GROUPED_ON
+    alone = "experts one by one, after a wait for the sizes of their groups"
+    if left.is_disabled or right.is_disabled:
+        return MatmulOnGpu(matmul, "high precision", "torch._grouped_mm" if grouped else alone)
+    if fits_grouped_matmul(left, right) and obstacle_to(spec, ScaleKind.GROUPS) is None:
+        return MatmulOnGpu(matmul, "native", "torch._scaled_grouped_mm")
+    if scales_are_powers_of_2 and grouped:
+        return MatmulOnGpu(matmul, "exact", "codes widened to bfloat16: torch._grouped_mm")
+    return MatmulOnGpu(matmul, "exact", alone)
+
+
+def _layers(model: nn.Module, recipe: str, spec: DeviceSpec) -> list[LayersOnGpu]:
+    pairs = casts_of_matmuls(Float8LinearConfig.from_recipe_name(recipe))
+    kinds = {kind for pair in pairs if (kind := kind_of_casts(*pair)) and obstacle_to(spec, kind) is None}
+    multiple = max((max(ALIGNMENT, kind.block_length) for kind in kinds), default=1)
+    report = conversion_report(model)
+    found: dict[tuple[Any, ...], int] = {}
+    for layer in report.layers:
+        note = _padding(layer.in_features, layer.out_features, multiple) if layer.converted else layer.reason
+        key = (re.sub(r"\.\d+(?=\.|$)", ".*", layer.name), layer.in_features, layer.out_features, layer.converted, note)
+        found[key] = found.get(key, 0) + 1
+    return [LayersOnGpu(name, count, *rest) for (name, *rest), count in found.items()]
+
+
+def _padding(in_features: int, out_features: int, multiple: int) -> str:
+    """The dims of a weight that native matmuls complete to a multiple, which copies the codes each time."""
+    padded = [
+        f"{name} {size:,} to {-(-size // multiple) * multiple:,}"
+        for name, size in (("in", in_features), ("out", out_features))
+        if size % multiple
+    ]
+    return f"its codes are copied at each matmul, padded: {', '.join(padded)}" if padded else ""
