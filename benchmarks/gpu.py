@@ -5,9 +5,10 @@
     second    for another time: experts, optimizer, stored activations, CUDA graphs, FSDP2, a run of 1B, quaver bench
 
 `make gpu` is quiet and tests. Needs a GPU and no network; `--dry` runs the quiet parts and those of `second` that are
-of benchmarks/gpu_parts at small sizes on a CPU. Results go to $OUT, else to benchmarks/results. Each part has a time
-limit and writes its file when it ends. A part that runs longer is interrupted and keeps the rows that it has. Parts
-that fail or run longer are named at the end; the others still run. After wrong gradients nothing is timed.
+of benchmarks/gpu_parts at small sizes on a CPU. Everything goes to gpu.json, and what parts print to gpu.log, in $OUT,
+else in benchmarks/results; both are written anew whenever a part ends. Each part has a time limit. A part that runs
+longer is interrupted and keeps the rows that it has. Parts that fail or run longer are named at the end; the others
+still run. After wrong gradients nothing is timed.
 """
 
 import json
@@ -19,7 +20,7 @@ import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -34,25 +35,31 @@ DRY_SECONDS = 600
 
 @dataclass(frozen=True)
 class Part:
-    """One command of Python modules and arguments, and the seconds it is given."""
+    """One command of Python modules and arguments, and the seconds it is given.
+
+    Attributes:
+        output: where it writes its result as JSON, if it does; None for a part that prints it.
+    """
 
     name: str
     words: list[str]
     seconds: int
+    output: Path | None = None
 
 
-def parts(results: Path, *, dry: bool = False) -> dict[str, list[Part]]:
-    """All parts by group, in the order in which they run."""
+def parts(folder: Path, *, dry: bool = False) -> dict[str, list[Part]]:
+    """All parts by group, in the order in which they run; their own files are in `folder`."""
 
     def own(name: str, seconds: int) -> Part:
-        words = ["-m", "benchmarks.gpu_parts", name, "--output", str(results / f"gpu_{name}.json")]
+        output = folder / f"{name}.json"
+        words = ["-m", "benchmarks.gpu_parts", name, "--output", str(output)]
         if dry:
-            return Part(name, [*words, "--dry"], DRY_SECONDS)
-        return Part(name, [*words, "--seconds", str(seconds - 2 * GRACE_S)], seconds)
+            return Part(name, [*words, "--dry"], DRY_SECONDS, output)
+        return Part(name, [*words, "--seconds", str(seconds - 2 * GRACE_S)], seconds, output)
 
     def verb(name: str, seconds: int, *words: str) -> Part:
-        output = str(results / f"gpu_{name}.json")
-        return Part(name, ["-m", "quaver.cli", *words, "--device", "cuda", "--output", output], seconds)
+        output = folder / f"{name}.json"
+        return Part(name, ["-m", "quaver.cli", *words, "--device", "cuda", "--output", str(output)], seconds, output)
 
     tokens = ("--tokens", "16384")
     recipes = ("--recipes", "tensorwise", "rowwise", "delayed")
@@ -61,11 +68,12 @@ def parts(results: Path, *, dry: bool = False) -> dict[str, list[Part]]:
         "quiet": [
             Part("doctor", ["-m", "quaver.cli", "doctor", "--json"], 30),
             own("rates", 25),
-            own("gradients", 120),
+            own("gradients", 130),
             own("kernels", 60),
-            own("blocks", 160),
-            own("eager", 75),
-            own("matmuls", 55),
+            own("blocks", 165),
+            own("attention", 20),
+            own("eager", 60),
+            own("matmuls", 50),
         ],
         "tests": [Part("tests", tests, 330)],
         "second": [
@@ -74,7 +82,7 @@ def parts(results: Path, *, dry: bool = False) -> dict[str, list[Part]]:
             own("stored", 120),
             own("graphs", 150),
             own("fsdp", 90),
-            Part("train_1b", ["-m", "quaver.cli", *_TRAIN_1B, "--job.dump_folder", str(results / "runs")], 420),
+            Part("train_1b", ["-m", "quaver.cli", *_TRAIN_1B, "--job.dump_folder", str(folder / "runs")], 420),
             verb("linear", 75, "bench", "linear", "--shapes", "llama-8b", *tokens, "--rounds", "10"),
             verb("host", 25, "bench", "host", *recipes, "--rounds", "10"),
             verb("train", 40, "bench", "train", *_LARGER_MODEL, *recipes, "--rounds", "10"),
@@ -119,9 +127,8 @@ def main(words: list[str]) -> int:
     if not dry and not torch.cuda.is_available():
         print(f"make gpu needs a GPU, and torch {torch.__version__} sees none on this machine", file=sys.stderr)
         return 2
-    folder = ROOT / ("build/gpu_dry" if dry else "benchmarks/results")
-    results = Path(os.environ.get("OUT", folder)).resolve()
-    groups = parts(results, dry=dry)
+    results = Path(os.environ.get("OUT", ROOT / ("build/gpu_dry" if dry else "benchmarks/results"))).resolve()
+    groups = parts(ROOT / "build" / "gpu_parts", dry=dry)
     by_name = {part.name: [part] for group in groups.values() for part in group} | {
         name: group for name, group in groups.items() if name not in [part.name for part in group]
     }
@@ -131,36 +138,62 @@ def main(words: list[str]) -> int:
         return 2
     wanted = {part.name for name in names or DEFAULT for part in by_name.get(name, [])}
     todo = [part for group in groups.values() for part in group if part.name in wanted]
-    results.mkdir(parents=True, exist_ok=True)
     print(f"{len(todo)} parts, at most {sum(part.seconds for part in todo)} s: {', '.join(part.name for part in todo)}")
     outcomes = run_all(todo, results)
     failed = {name: outcome for name, outcome in outcomes.items() if outcome["failure"]}
     took = sum(outcome["seconds"] for outcome in outcomes.values())
-    (results / "gpu.json").write_text(json.dumps({"parts": outcomes}, indent=2) + "\n")
     verdict = ", ".join(f"{name} ({outcome['failure']})" for name, outcome in failed.items())
     print(f"{took:.0f} s, results in {results}; " + (f"FAILED: {verdict}" if failed else "all parts passed"))
     return bool(failed)
 
 
-def run_all(todo: list[Part], results: Path) -> dict[str, dict]:
-    """Run every part until its deadline, the sum of the seconds up to it; returns seconds and failure ("") by name."""
+def run_all(todo: list[Part], results: Path) -> dict[str, dict[str, Any]]:
+    """Run every part until its deadline, the sum of the seconds up to it.
+
+    Returns by name its seconds, its failure ("" for none) and its result, as gpu.json in `results` has them.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell ignores for commands with &
-    outcomes: dict[str, dict] = {}
+    results.mkdir(parents=True, exist_ok=True)
+    outcomes: dict[str, dict[str, Any]] = {}
     deadline, is_wrong = time.monotonic(), False
-    for part in todo:
-        deadline += part.seconds
-        start = time.monotonic()
-        if is_wrong and part.name not in DEFAULT:
-            outcomes[part.name] = {"seconds": 0.0, "failure": f"not run: {TIMED_AFTER} are wrong"}
-            continue
-        log_path = results / f"gpu_{part.name}.log"
-        print(f"== {part.name}, {deadline - start:.0f} s: python {' '.join(part.words)}", flush=True)
-        with log_path.open("w") as log:
+    with (results / "gpu.log").open("w+") as log:
+        for part in todo:
+            deadline += part.seconds
+            start = time.monotonic()
+            if is_wrong and part.name not in DEFAULT:
+                outcomes[part.name] = {"seconds": 0.0, "failure": f"not run: {TIMED_AFTER} are wrong"}
+                continue
+            for stream in (sys.stdout, log):
+                print(
+                    f"== {part.name}, {deadline - start:.0f} s: python {' '.join(part.words)}", file=stream, flush=True
+                )
+            if part.output is not None:
+                part.output.parent.mkdir(parents=True, exist_ok=True)
+                part.output.unlink(missing_ok=True)
+            before = log.tell()
             failure = run(part.words, deadline - start, log)
-        is_wrong = is_wrong or (part.name == TIMED_AFTER and failure == f"exit code {WRONG}")
-        outcomes[part.name] = {"seconds": round(time.monotonic() - start, 1), "failure": failure}
-        print(log_path.read_text(errors="replace")[-LAST_CHARACTERS:], flush=True)
+            said = _said_since(Path(log.name), before)
+            is_wrong = is_wrong or (part.name == TIMED_AFTER and failure == f"exit code {WRONG}")
+            outcomes[part.name] = {"seconds": round(time.monotonic() - start, 1), "failure": failure}
+            outcomes[part.name]["result"] = _result(part, said)
+            (results / "gpu.json").write_text(json.dumps({"parts": outcomes}, indent=1) + "\n")
+            print(said[-LAST_CHARACTERS:], flush=True)
+            log.seek(0, os.SEEK_END)
     return outcomes
+
+
+def _said_since(path: Path, position: int) -> str:
+    with path.open(errors="replace") as log:
+        log.seek(position)
+        return log.read()
+
+
+def _result(part: Part, said: str) -> Any:
+    """What the part wrote, or what it printed if that is JSON; None for neither."""
+    try:
+        return json.loads(said if part.output is None else part.output.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def run(words: list[str], limit_s: float, log: TextIO) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import WRONG
+from benchmarks.gpu_parts.attention import attention
 from benchmarks.gpu_parts.blocks import compiled_blocks, eager_blocks
 from benchmarks.gpu_parts.gradients import gradients
 from benchmarks.gpu_parts.kernels import kernels
@@ -23,6 +24,7 @@ PARTS: dict[str, Callable[[Lab], Iterator[Row]]] = {
     "blocks": compiled_blocks,
     "eager": eager_blocks,
     "matmuls": matmuls,
+    "attention": attention,
     "experts": experts,
     "optimizers": optimizers,
     "stored": stored,

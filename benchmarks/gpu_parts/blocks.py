@@ -1,6 +1,7 @@
 """One block's forward and backward, all contestants in one process and in turns; then a profile of each by kernel.
 
-Compiled, the question is what the kernels take. Eager, the time of a captured CUDA graph is that of the device alone,
+Compiled, the question is what the kernels take, one step at a time and in one second of steps back to back, when the
+card is as hot and as slow as in training. Eager, the time of a captured CUDA graph is that of the device alone,
 and what is above it is the host.
 """
 
@@ -49,12 +50,14 @@ def _blocks(lab: Lab, *, compiled: bool) -> Iterator[Row]:
             yield row
             if "error" in row:
                 steps.pop(name, None)
-    found = lab.time(dict(steps), rounds=ROUNDS)
+    found = lab.time(dict(steps), rounds=ROUNDS, with_host=not compiled)
     first = next(iter(found.values()), None)
     for name, each in found.items():
         assert first is not None
         ratio = each.median_us / first.median_us
         yield {"what": f"{name}, time", "timing": timing(each), "over_bfloat16": ratio}
+    for name, step in steps.items() if compiled else ():
+        yield {"what": f"{name}, back to back", "ms": 1e3 * lab.back_to_back(step), "state_after": lab.state()}
     if not compiled:
         of_graphs = [({"what": f"{name}, CUDA graph"}, partial(_graph, lab, step)) for name, step in steps.items()]
         yield from failures_as_rows(of_graphs)

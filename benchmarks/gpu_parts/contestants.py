@@ -79,7 +79,8 @@ def step_of(
 ) -> Step:
     """The block of a contestant; all have the same weights. `change` sees it before it is compiled."""
     torch.manual_seed(0)
-    subject = Subject(lab.model, lab.seq_len).to(lab.device)
+    with lab.device:
+        subject = Subject(lab.model, lab.seq_len).to(lab.device)  # its rotary tables are made on the CPU
     for parameter in subject.parameters():
         parameter.data = parameter.data.bfloat16()
     library, _, recipe = name.partition(" ")

@@ -1,4 +1,4 @@
-"""Whether compiled code is right: the gradients of each compiled block beside those of eager code and of bfloat16.
+"""Whether compiled code is right: gradients of compiled blocks and experts beside those of eager code and of bfloat16.
 
 Compiled code keeps float32 inside a fused chain, where eager code rounds to bfloat16, so some codes differ by a step.
 A wrong layout, scale or kernel leaves no signal. `LEAST_DB` is between the two: noise of a fifth of the signal.
@@ -11,12 +11,16 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_parts.contestants import BFLOAT16, QUAVER, inputs_of, of_lab, step_of
 from benchmarks.gpu_parts.lab import Lab, Row, failures_as_rows
+from benchmarks.gpu_parts.second import grouped_step
+from quaver import float8_grouped_mm
 
 LEAST_DB = 14.0
+RECIPES_OF_EXPERTS = ("rowwise", "tensorwise", "blockwise")
 
 
 def gradients(lab: Lab) -> Iterator[Row]:
@@ -25,14 +29,24 @@ def gradients(lab: Lab) -> Iterator[Row]:
     exact = _gradients(lab, BFLOAT16, inputs, compiled=False)
     names = of_lab(lab, QUAVER)
     yield from failures_as_rows(({"what": name}, partial(_row, lab, name, inputs, exact)) for name in names)
+    exact = _of_experts(lab, None, compiled=False)
+    yield from failures_as_rows(
+        ({"what": f"experts, {recipe}"}, partial(_row_of_experts, lab, recipe, exact)) for recipe in RECIPES_OF_EXPERTS
+    )
 
 
 def _row(lab: Lab, name: str, inputs: tuple[Tensor, Tensor], exact: list[Tensor]) -> Iterator[Row]:
-    eager = _gradients(lab, name, inputs, compiled=False)
-    compiled = _gradients(lab, name, inputs, compiled=True)
+    yield _verdict(exact, *(_gradients(lab, name, inputs, compiled=compiled) for compiled in (False, True)))
+
+
+def _row_of_experts(lab: Lab, recipe: str, exact: list[Tensor]) -> Iterator[Row]:
+    yield _verdict(exact, *(_of_experts(lab, recipe, compiled=compiled) for compiled in (False, True)))
+
+
+def _verdict(exact: list[Tensor], eager: list[Tensor], compiled: list[Tensor]) -> Row:
     of_eager, of_bfloat16 = lowest_db(eager, compiled), lowest_db(exact, compiled)
     wrong = not min(of_eager, of_bfloat16) >= LEAST_DB  # NaN is wrong
-    yield {"beside_eager_db": of_eager, "beside_bfloat16_db": of_bfloat16, "is_wrong": wrong}
+    return {"beside_eager_db": of_eager, "beside_bfloat16_db": of_bfloat16, "is_wrong": wrong}
 
 
 def _gradients(lab: Lab, name: str, inputs: tuple[Tensor, Tensor], *, compiled: bool) -> list[Tensor]:
@@ -40,6 +54,18 @@ def _gradients(lab: Lab, name: str, inputs: tuple[Tensor, Tensor], *, compiled: 
     step = step_of(lab, name, inputs, compiled=compiled)
     step.settle()
     return step.gradients()
+
+
+def _of_experts(lab: Lab, recipe: str | None, *, compiled: bool) -> list[Tensor]:
+    """The gradients of ragged experts of the model's width; in bfloat16 without a recipe."""
+    torch.compiler.reset()
+    multiply = F.grouped_mm if recipe is None else partial(float8_grouped_mm, config=recipe)
+    if compiled:
+        multiply = torch.compile(multiply, fullgraph=True, **({"backend": "aot_eager"} if lab.dry else {}))
+    dim, hidden = lab.model.dim, lab.model.hidden_dim
+    step, tensors = grouped_step(lab, dim, hidden, lambda a, b_t, ends: multiply(a, b_t, offs=ends))
+    step()
+    return [each.grad.float().clone() for each in tensors if each.grad is not None]
 
 
 def lowest_db(expected: list[Tensor], found: list[Tensor]) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
+from quaver.experts.cast import group_amax
 from quaver.kernels.cast import cast_with_scale, column_major
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import Float8LinearConfig
@@ -17,6 +18,7 @@ from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale, amax
 
 E4M3 = torch.float8_e4m3fn
+EXPERTS = 8
 DIRECTIONS = {"both": (True, True), "row": (True, False), "column": (False, True)}
 RECIPES = ("tensorwise", "rowwise", "delayed", "blockwise", "mxfp8")
 
@@ -78,6 +80,11 @@ def _casts(hp: Tensor) -> dict[str, Kernel]:
             reads = 1 if casts.row.is_persistent or (casts.row.block_size and name != "both") else 2
             bytes_each = 2 * reads + row + column
             made[f"{recipe}, {name}"] = (partial(quantizer, hp, row=row, column=column), bytes_each)
+    for recipe in ("blockwise", "mxfp8"):
+        casts = Float8LinearConfig.from_recipe_name(recipe).casts.weight
+        made[f"{recipe}, square blocks"] = (partial(Quantizer(casts, hp.dtype, None), hp, row=True, column=True), 3)
+    groups = torch.arange(hp.shape[0], device=hp.device) * EXPERTS // hp.shape[0]
+    made[f"amax of columns in {EXPERTS} groups of rows"] = (partial(group_amax, hp, groups, EXPERTS), 2)
     made["known scale, both"] = (lambda: cast_with_scale(hp, E4M3, one, one), 4)
     made["known scale, column"] = (lambda: cast_with_scale(hp, E4M3, None, one), 3)
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -15,7 +16,16 @@ from torch import Tensor
 from benchmarks.record import provenance, versions
 from quaver.bench.harness import Timing, last_level_cache_bytes
 from quaver.bench.shapes import model_of
+from quaver.runtime.devices import synchronize
 from quaver.settings import Model
+
+STATE = (
+    *("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_event_reasons.active"),
+    *("clocks_event_reasons.sw_power_cap", "clocks_event_reasons.hw_thermal_slowdown"),
+)
+"""What nvidia-smi is asked."""
+CYCLES_PER_S = 2e9
+"""Of an H100 or H200 at its highest clock, 1.98 GHz: a slower clock spins longer."""
 
 Row = dict[str, Any]
 Call = Callable[[], object]
@@ -55,15 +65,24 @@ class Lab:
         """bfloat16, Gaussian: a GPU's clock depends on the data, and zeros are faster than what training has."""
         return torch.randn(*sizes, device=self.device, dtype=torch.bfloat16)
 
-    def time(self, contestants: dict[str, Call], rounds: int = 15, warmup: int = 3) -> dict[str, Timing]:
-        """Time single calls between CUDA events, in turns, each after the cache was overwritten.
+    def time(
+        self, contestants: dict[str, Call], rounds: int = 15, warmup: int = 3, *, with_host: bool = False
+    ) -> dict[str, Timing]:
+        """Time single calls between CUDA events, in turns, each after the cache was overwritten and read.
 
-        Overwriting it also keeps the device busy while the host queues the call, so that a call of a few kernels is
-        timed without its launches, and one whose host is slower than the device with them.
+        A kernel that spins keeps the device busy while the host queues the call, which takes the host longer than the
+        kernels of a cast take. The read leaves no line in the cache that the call would have to write back.
+
+        Args:
+            with_host: no kernel spins: a call whose host is slower than the device is timed with it.
         """
-        for function in contestants.values():
+        hosts: dict[str, float] = {}
+        for name, function in contestants.items():
             for _ in range(1 if self.dry else warmup):
+                synchronize(self.device)
+                start = time.perf_counter()
                 function()
+                hosts[name] = 0.0 if with_host else time.perf_counter() - start
         samples: dict[str, list[float]] = {name: [] for name in contestants}
         names, cache = list(contestants), 4 * (last_level_cache_bytes(self.device) or 1 << 24)
         flush = torch.empty(1 << 16 if self.dry else cache, dtype=torch.uint8, device=self.device)
@@ -71,8 +90,20 @@ class Lab:
             first = turn % len(names) if names else 0
             for name in names[first:] + names[:first]:
                 flush.zero_()
+                flush.view(torch.int32).amax()
+                self._spin(hosts[name])
                 samples[name].append(self._sample(contestants[name]))
         return {name: Timing.of(seconds) for name, seconds in samples.items()}
+
+    def _spin(self, host_s: float) -> None:
+        """Keep the device busy for one and a half times as long as the host needs, at most for 20 ms."""
+        if host_s and not self.dry:
+            torch.cuda._sleep(int(min(1.5 * host_s, 0.02) * CYCLES_PER_S))
+
+    def back_to_back(self, function: Call, seconds: float = 1.0) -> float:
+        """Seconds of one call, of as many in a row as fill `seconds`: with the clock of a card that is busy."""
+        calls = 1 if self.dry else max(1, round(seconds / self._sample(function)))
+        return self._sample(lambda: [function() for _ in range(calls)]) / calls
 
     def _sample(self, function: Call) -> float:
         if self.dry:
@@ -85,6 +116,20 @@ class Lab:
         end.record()
         torch.cuda.synchronize()
         return begin.elapsed_time(end) / 1e3
+
+    def state(self) -> Row:
+        """The card's clocks (MHz), power (W), temperature (degrees Celsius) and reasons of throttling, as it reports.
+
+        Empty on a CPU; an "error" where nvidia-smi does not answer.
+        """
+        if self.dry:
+            return {}
+        command = ["nvidia-smi", f"--query-gpu={','.join(STATE)}", "--format=csv,noheader,nounits", "--id=0"]
+        try:
+            said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+        except (OSError, subprocess.SubprocessError) as error:
+            return {"error": f"{type(error).__name__}: {error}"[:200]}
+        return dict(zip(STATE, (each.strip() for each in said.split(",")), strict=False))
 
 
 def timing(found: Timing) -> Row:
@@ -101,6 +146,7 @@ def record(rows: Iterable[Row], lab: Lab, path: Path, part: str) -> list[Row]:
     found: list[Row] = []
     more = versions("triton", "torchao")
     about = {"part": part, "dry": lab.dry, "environment": provenance("gpu_parts", lab.device.type, **more)}
+    about["state_before"] = lab.state()
 
     def save(complete: bool) -> None:
         seconds = round(time.monotonic() - lab.started, 1)
@@ -111,6 +157,7 @@ def record(rows: Iterable[Row], lab: Lab, path: Path, part: str) -> list[Row]:
         found.append(row)
         print(said(row), flush=True)
         save(False)
+    about["state_after"] = lab.state()
     save(True)
     return found
 
@@ -120,7 +167,10 @@ def said(row: Row) -> str:
     shown: list[str] = []
     for name, value in row.items():
         if isinstance(value, dict) and "median_us" in value:
-            shown.append(f"{value['median_us']:,.1f} us ({value['p10_us']:,.1f} .. {value['p90_us']:,.1f})")
+            shown.append(
+                f"{value['median_us']:,.1f} us ({value['p10_us']:,.1f} .. {value['p90_us']:,.1f}, "
+                f"least {value['min_us']:,.1f})"
+            )
         elif isinstance(value, float):
             shown.append(f"{name} {value:.4g}")
         elif not isinstance(value, list | dict):

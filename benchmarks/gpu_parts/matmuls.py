@@ -60,6 +60,11 @@ def _of_shape(lab: Lab, m: int, k: int, n: int) -> Iterator[Row]:
         calls[f"tensorwise, {of_sums}"] = tensorwise
         calls[f"rowwise, {of_sums}"] = partial(multiply, a_dequant_scale=scales[0], b_dequant_scale=scales[1])
         calls[f"tensorwise, {of_sums}, scales afterwards"] = partial(_scaled_after, tensorwise, *scales)
+    of_a, of_rows = (torch.ones(size, -(-k // 128), device=lab.device) for size in (m, n))
+    of_squares = torch.ones(-(-k // 128), -(-n // 128), device=lab.device)
+    multiply = partial(float8_mm, *codes, out_dtype=torch.bfloat16, a_dequant_scale=of_a, scales_are_powers_of_2=True)
+    calls["1 x 128 by 128 x 128"] = partial(multiply, b_dequant_scale=of_squares)
+    calls["1 x 128 by 1 x 128"] = partial(multiply, b_dequant_scale=of_rows.t())
     for name, each in lab.time(calls, rounds=10).items():
         yield {"what": name, "timing": timing(each), "tflops": 2e-6 * m * k * n / each.median_us}
 

@@ -34,7 +34,7 @@ def experts(lab: Lab) -> Iterator[Row]:
     multiply["torchao rowwise"] = _torchao_grouped
     for k, n in ((dim, hidden), (hidden, dim)):
         size = f"{lab.tokens} x {k} x {n}"
-        steps = {name: _grouped_step(lab, k, n, each) for name, each in multiply.items()}
+        steps = {name: grouped_step(lab, k, n, each)[0] for name, each in multiply.items()}
         yield from failures_as_rows(
             ({"what": name, "size": size}, partial(_timed, lab, step)) for name, step in steps.items()
         )
@@ -43,7 +43,8 @@ def experts(lab: Lab) -> Iterator[Row]:
 Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _grouped_step(lab: Lab, k: int, n: int, multiply: Multiply) -> Call:
+def grouped_step(lab: Lab, k: int, n: int, multiply: Multiply) -> tuple[Call, list[Tensor]]:
+    """Forward and backward of a grouped matmul of ragged experts, and the tensors that get gradients."""
     torch.manual_seed(0)
     a, direction = lab.randn(lab.tokens, k).requires_grad_(), lab.randn(lab.tokens, n)
     weight = nn.Parameter(lab.randn(EXPERTS, n, k))
@@ -54,7 +55,7 @@ def _grouped_step(lab: Lab, k: int, n: int, multiply: Multiply) -> Call:
         a.grad = weight.grad = None
         multiply(a, weight.transpose(1, 2), ends).backward(direction)
 
-    return step
+    return step, [a, weight]
 
 
 def _torchao_grouped(a: Tensor, b_t: Tensor, offs: Tensor) -> Tensor:
@@ -133,7 +134,8 @@ def fsdp(lab: Lab) -> Iterator[Row]:
 def _shard(lab: Lab, name: str, gathers: bool, blocks: int) -> Call:
     torch.manual_seed(0)
     mesh = init_device_mesh(lab.device.type, (1,))
-    subjects = nn.Sequential(*(Subject(lab.model, lab.seq_len) for _ in range(blocks))).to(lab.device)
+    with lab.device:
+        subjects = nn.Sequential(*(Subject(lab.model, lab.seq_len) for _ in range(blocks))).to(lab.device)
     recipe = name.partition(" ")[2]
     if recipe:
         config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gathers)

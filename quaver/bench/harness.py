@@ -25,18 +25,20 @@ _MOST_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: the median of the samples and their 10th and 90th percentile."""
+    """Microseconds of one call: the median of the samples, their 10th and 90th percentile, and the least."""
 
     median_us: float
     p10_us: float
     p90_us: float
     samples: int
+    min_us: float
 
     @staticmethod
     def of(seconds: list[float]) -> Timing:
         ordered = sorted(1e6 * s for s in seconds)
         last = len(ordered) - 1
-        return Timing(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered))
+        percentiles = ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+        return Timing(statistics.median(ordered), *percentiles, len(ordered), ordered[0])
 
 
 def time_alternating(

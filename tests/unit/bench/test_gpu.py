@@ -42,10 +42,11 @@ def test_parts_and_groups_are_chosen_by_name(tmp_path, monkeypatch, capsys):
     assert [words[2] for words in ran] == ["rates", "kernels", "-q"]  # in the order of the plan, tests last
     assert "FAILED: rates (exit code 1), kernels (exit code 1), tests (exit code 1)" in capsys.readouterr().out
     assert set(json.loads((tmp_path / "gpu.json").read_text())["parts"]) == {"rates", "kernels", "tests"}
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["gpu.json", "gpu.log"]
     assert gpu.main([]) == 1
     printed = capsys.readouterr().out
     assert printed.startswith(
-        "8 parts, at most 855 s: doctor, rates, gradients, kernels, blocks, eager, matmuls, tests"
+        "9 parts, at most 870 s: doctor, rates, gradients, kernels, blocks, attention, eager, matmuls, tests"
     )
 
 
@@ -100,7 +101,7 @@ def test_wrong_gradients_stop_the_timings_and_nothing_else(tmp_path, monkeypatch
     assert outcomes["blocks"]["failure"] == "not run: gradients are wrong"
     ran.clear()
     gpu.run_all(groups["quiet"][3:], tmp_path)
-    assert ran == ["kernels", "blocks", "eager", "matmuls"]
+    assert ran == ["kernels", "blocks", "attention", "eager", "matmuls"]
 
 
 def rows_of(part, tmp_path):
@@ -115,7 +116,7 @@ def rows_of(part, tmp_path):
 def test_the_cheap_parts_run_dry(tmp_path):
     assert [row["what"] for row in rows_of("rates", tmp_path)][1:4] == ["copy, first", *BOTH]
     rows = rows_of("matmuls", tmp_path)
-    assert len(rows) == 8 * 7 + 2
+    assert len(rows) == 8 * 9 + 2
     assert [row["equal_to_the_rule"] for row in rows[-2:]] == [1.0, 1.0]
     assert rows[-1]["card_db"] > rows[-2]["card_db"]
 
@@ -124,7 +125,9 @@ BOTH = ("matmul bfloat16, first", "matmul float8, first")
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("part", ["kernels", "gradients", "blocks", "eager", "optimizers", "stored", "graphs", "fsdp"])
+@pytest.mark.parametrize(
+    "part", ["kernels", "gradients", "blocks", "attention", "eager", "optimizers", "stored", "graphs", "fsdp"]
+)
 def test_the_other_parts_run_dry(part, tmp_path):
     rows = rows_of(part, tmp_path)
     assert all(row.get("timing", {"median_us": 1})["median_us"] > 0 for row in rows)
@@ -222,7 +225,7 @@ def test_a_part_that_fails_or_takes_too_long_is_named_and_the_others_run(tmp_pat
     monkeypatch.setattr(gpu, "GRACE_S", 6)  # a busy machine takes seconds to start and to interrupt Python
     saves_at_interrupt = "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('saved')"
     todo = [
-        gpu.Part("good", ["-c", "print('fine')"], 9),
+        gpu.Part("good", ["-c", "print('{\"value\": 1}')"], 9),
         gpu.Part("bad", ["-c", "raise SystemExit(3)"], 0),
         gpu.Part("slow", ["-c", saves_at_interrupt], 0),
         gpu.Part("last", ["-c", "print('still here')"], 10),
@@ -236,8 +239,9 @@ def test_a_part_that_fails_or_takes_too_long_is_named_and_the_others_run(tmp_pat
     assert time.monotonic() - start < 60
     assert [outcome["failure"] for outcome in outcomes.values()][:2] == ["", "exit code 3"]
     assert outcomes["slow"]["failure"].startswith("stopped after ")
-    assert "saved" in (tmp_path / "gpu_slow.log").read_text()
+    assert "saved" in (tmp_path / "gpu.log").read_text()
     assert outcomes["last"]["failure"] == ""
+    assert json.loads((tmp_path / "gpu.json").read_text())["parts"]["good"]["result"] == {"value": 1}
     assert "still here" in capsys.readouterr().out
     json.dumps(outcomes)
 

@@ -1,0 +1,50 @@
+"""Attention by each kernel that torch has for it: which one is faster decides the largest part that is not float8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
+
+
+def attention(lab: Lab) -> Iterator[Row]:
+    """Forward, and forward with backward, causal, of the model's heads: flash, cuDNN, and torch's own choice."""
+    model = lab.model
+    sizes = lab.tokens // lab.seq_len, model.n_heads, lab.seq_len, model.head_dim
+    query, key, value = (lab.randn(*sizes).requires_grad_() for _ in range(3))
+    direction = lab.randn(*sizes)
+    second = SDPBackend.MATH if lab.dry else SDPBackend.CUDNN_ATTENTION
+    backends = {"flash": [SDPBackend.FLASH_ATTENTION], second.name.lower(): [second], "torch's choice": []}
+    yield from failures_as_rows(
+        ({"what": name}, partial(_of_backend, lab, (query, key, value), direction, backend))
+        for name, backend in backends.items()
+    )
+
+
+def _of_backend(
+    lab: Lab, operands: tuple[Tensor, Tensor, Tensor], direction: Tensor, backend: list[SDPBackend]
+) -> Iterator[Row]:
+    def forward() -> Tensor:
+        if not backend:
+            return F.scaled_dot_product_attention(*operands, is_causal=True)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*operands, is_causal=True)
+
+    def both() -> None:
+        for each in operands:
+            each.grad = None
+        forward().backward(direction)
+
+    calls: dict[str, Call] = {"forward": forward, "forward and backward": both}
+    batch, heads, length, width = operands[0].shape
+    products = 2 * batch * heads * length * length * width  # of both matmuls, half of which the mask leaves out
+    for name, each in lab.time(calls, rounds=10).items():
+        flops = (
+            products if name == "forward" else 3.5 * products
+        )  # the backward has five matmuls, for it recomputes one
+        yield {"calls": name, "timing": timing(each), "tflops": 1e-6 * flops / each.median_us}
