@@ -31,7 +31,7 @@ REASONS = {
     "torchtitan-202412 8B 8gpu FSDP1 CP8": "as CP4",
     "torchtitan-202412 405B 512gpu FSDP1 TP8 PP8 CP8": "as 8B with CP8",
     "torchtitan-202506 llama3.1-8b 64gpu FSDP8 TP8 rowwise": "row-wise matmuls 128 to 1,792 features wide, of which no "
-    "rate is known; torchtitan's gathers in bfloat16 and casts on each rank are in the prediction",
+    "rate is known; torchtitan's gathers in bfloat16, casts on each rank and passes that scale are in the prediction",
 }
 """By the beginning of their names: rows that are off by more than OFF."""
 CHECKPOINTING = {"none": "none", "selective op": "op", "selective 2": "full", "full": "full"}
@@ -73,6 +73,7 @@ def run_of(row: Published) -> Run:
         exchanged_share=NODE_LIMITED if row.pp_schedule == "DualPipe" else 1.0,
         compiled=row.compiled or not row.name.startswith(("aws", "torchtitan")),
         casts_gathered=row.recipe == "rowwise",
+        rescales_rows=True,  # all row-wise ones are torchao's
         attention="cudnn" if megatron or row.gpu.startswith("B200") else "flash",
     )
     if row.sharding == "zero1":

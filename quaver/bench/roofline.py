@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from quaver.bench.roofline_layers import ModelLayers
+from quaver.linear.gemm import ScaleKind
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearCost, LinearTime, linear_cost
-from quaver.roofline.device_specs import DeviceSpec, require_device_spec
+from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, require_device_spec
 from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE
+from quaver.roofline.scaled_matmul import share_of_scales
 
 LINEAR_SHARES = (0.6, 0.7, 0.8, 0.9)
 """Shares of a step's time for which Amdahl's law is written out."""
@@ -102,6 +104,7 @@ class Roofline:
         """Settings, constants and whole models."""
         constants = {
             "matmul_shares": {name: shares._asdict() for name, shares in MATMUL_SHARES.items()},
+            "rowwise_shares": {spec.name: share_of_scales(ScaleKind.ROWWISE, spec) for spec in DEVICE_SPECS},
             "memory_share": MEMORY_SHARE,
             "kernel_launch_s": KERNEL_LAUNCH_S,
         }

@@ -38,7 +38,7 @@ CARDS = {
     ),
     "H100-DGX": Card(_SPECS["H100"], 0.909, "dgxc-25.04 llama3.1-8b 8 H100 BF16 TP1 PP1 CP2"),
     "H200": Card(_SPECS["H200"], 0.813, "trainy-202506 8B 32 H200 tensorwise"),
-    "H800": Card(replace(_SPECS["H100"], link_gb_per_s=200.0), 0.783, "deepseek-v3 pretraining"),
+    "H800": Card(replace(_SPECS["H100"], link_gb_per_s=200.0), 0.794, "deepseek-v3 pretraining"),
 }
 """H100-500W: HBM2e and a limit of 500 W (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md). B200-limited: "power
 limited", the limit is not stated (torchao). H100-DGX: NVIDIA's own runs with Megatron and TransformerEngine. A device

@@ -6,20 +6,19 @@ kernel's launch. So a block on one rank takes what `quaver bench ledger` models 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import fields, replace
 from math import ceil
 from typing import NamedTuple
 
-from quaver.linear.gemm import ScaleKind, kind_of_casts
 from quaver.plan.cluster import Cluster
 from quaver.plan.run import EXPERTS, HEAD, Run
-from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
-from quaver.recipes.linear_casts import MATMULS
+from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.attention import attention_seconds
 from quaver.roofline.block import BlockShape, Both, seconds_between_matmuls
-from quaver.roofline.cost import LinearTime, linear_cost
+from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearTime, linear_cost
+from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.matmul import MEMORY_SHARE
+from quaver.roofline.scaled_matmul import cutlass_rowwise_share
 
 READERS = {"q_proj": 3, "k_proj": 3, "v_proj": 3, "gate_proj": 2, "up_proj": 2}
 """Linears that share their input and its casts."""
@@ -36,18 +35,9 @@ them for the gradient."""
 CAST_FORWARD = 0.625
 """Share of the bytes of a weight's casts that the forward moves: 5 of 8 for one dynamic tensor-wise layout, then one
 more."""
-ROWWISE_SHARE = 0.8
-"""Rate of a float8 matmul with a scale for each row, over that of one with a scale for each operand. Its kernel is
-CUTLASS's and adds up exactly. Fitted to torchao's Llama 3 8B on 8 H100s: rowwise has 0.88 of tensorwise's tokens/s
-(torchao/float8/README.md, March 2025); no rate by shape was found."""
-BLOCKS_SHARE = 0.95
-"""Rate of a float8 matmul with scales of 1 x 128, likewise: DeepGEMM's best against cuBLAS's with one scale, on H800s
-and H100s at 4,096 tokens: 1,168 of 1,197 TFLOP/s (7168 x 2048), 1,265 of 1,364 (4096 x 7168), 1,009 of 1,180 (2112 x
-7168)."""
-MX_SHARE = 0.9
-"""Rate of a float8 matmul with scales of 1 x 32, likewise, which B200s multiply: fitted to torchao's Llama 3 8B on 8
-B200s, where mxfp8 has 0.96 of tensorwise's tokens/s (torchao/float8/README.md, August 2025)."""
-_SHARES = {ScaleKind.ROWWISE: ROWWISE_SHARE, ScaleKind.BLOCKS_OF_128: BLOCKS_SHARE, ScaleKind.BLOCKS_OF_32: MX_SHARE}
+RESCALED_BYTES = 4
+"""Bytes that torchao moves for each element of a row-wise linear's gradients: it multiplies with one scale for each
+operand, and a pass that reads and writes bfloat16 scales the result (torchao/float8/float8_ops.py)."""
 EAGER_BYTES = 3.0
 """Times the bytes of compiled code between matmuls that eager code moves. Counted for a Llama 3 8B block, for each
 token: a norm reads and writes 30 D bytes in bfloat16 and float32, RoPE 20 (Q + K), SwiGLU 10 H, the residual 6 D twice:
@@ -140,6 +130,7 @@ def linear_time(run: Run, name: str, inputs: int, outputs: int, cluster: Cluster
     spec, split = cluster.spec, run.tensor if name != "gate" else 1
     is_split_by_input = name in ("o_proj", "down_proj")
     inputs, outputs = (inputs // split, outputs) if is_split_by_input else (inputs, max(1, outputs // split))
+    rescales = run.rescales_rows and run.recipe is Float8LinearRecipeName.ROWWISE
 
     def cost(tokens: int) -> LinearTime:
         found = linear_cost(
@@ -151,7 +142,10 @@ def linear_time(run: Run, name: str, inputs: int, outputs: int, cluster: Cluster
             microbatches=run.micro_batches if run.casts_weights_once else None,
             input_readers=READERS.get(name, 1),
             by_shape=True,
+            shares={"output": cutlass_rowwise_share(spec)} if rescales else None,
         )
+        if rescales and share:
+            return _as_in_torchao(found.float8, (tokens, inputs, outputs), spec)
         return found.float8 if share else found.bfloat16
 
     time = cost(run.tokens)
@@ -160,7 +154,7 @@ def linear_time(run: Run, name: str, inputs: int, outputs: int, cluster: Cluster
         time = replace(time, output_s=split * part.output_s, grad_input_s=split * part.grad_input_s)
     if run.recipe is None or not share:
         return time
-    time, bytes_per_s = _at_its_rate(time, run.recipe), spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
+    bytes_per_s = spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
     if run.float8_gather:  # the shard was cast; a layout is left for grad_input
         time = replace(time, weight_casts_s=2 * inputs * outputs / bytes_per_s if run.has_one_cast else 0.0)
     if split > 1 and not is_split_by_input and not run.casts_gathered:
@@ -176,21 +170,16 @@ def _mean(one: LinearTime, other: LinearTime, share: float) -> LinearTime:
     return LinearTime(**{name: share * getattr(one, name) + (1 - share) * getattr(other, name) for name in names})
 
 
-def _at_its_rate(time: LinearTime, recipe: Float8LinearRecipeName) -> LinearTime:
-    """The time with matmuls of other than one scale for each operand at their lower rate."""
-    if time.widening_s:
-        return time
-    slower = {f"{name}_s": getattr(time, f"{name}_s") / share for name, share in shares_of_matmuls(recipe).items()}
-    return replace(time, **slower)
-
-
-@functools.cache
-def shares_of_matmuls(recipe: Float8LinearRecipeName) -> dict[str, float]:
-    """By name, as in MATMULS, the shares of the rate of those that are slower than with one scale for each operand."""
-    casts = Float8LinearConfig.from_recipe_name(recipe).casts
-    pairs = {name: (casts.of(*left), casts.of(*right)) for name, (left, right) in MATMULS.items()}
-    kinds = {name: None if pair[0].is_disabled else kind_of_casts(*pair) for name, pair in pairs.items()}
-    return {name: _SHARES[kind] for name, kind in kinds.items() if kind in _SHARES}
+def _as_in_torchao(time: LinearTime, sizes: tuple[int, int, int], spec: DeviceSpec) -> LinearTime:
+    """With the passes that scale both gradients of a row-wise linear of (tokens, inputs, outputs)."""
+    tokens, inputs, outputs = sizes
+    element_s = RESCALED_BYTES / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
+    return replace(
+        time,
+        grad_input_s=time.grad_input_s + tokens * inputs * element_s,
+        grad_weight_s=time.grad_weight_s + inputs * outputs * element_s,
+        launches_s=time.launches_s + 2 * KERNEL_LAUNCH_S,
+    )
 
 
 def expert_times(run: Run, cluster: Cluster) -> Both:

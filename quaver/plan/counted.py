@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from quaver.bench.ledger.entries import Entry, entries_of, matrices
+from quaver.bench.ledger.entries import Entry, entries_of, matrices, scale_kind
 from quaver.bench.ledger.subjects import check_triton
 from quaver.bench.ledger.times import attention_s, seconds_of
 from quaver.memory.compiling.gpu_code import GPUS, record_compiled
@@ -22,11 +22,12 @@ from quaver.memory.faking.fakes import Fakes
 from quaver.memory.faking.gpu import as_on_a_gpu
 from quaver.memory.runs.predict import training_step, with_depth
 from quaver.plan.cluster import Cluster
-from quaver.plan.compute import BlockTimes, linear_time, shares_of_matmuls, weights_of_block
+from quaver.plan.compute import BlockTimes, linear_time, weights_of_block
 from quaver.plan.run import Run
 from quaver.plan.step import Costs
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.matmul import matmul_seconds
+from quaver.roofline.scaled_matmul import share_of_scales
 from quaver.runtime.ranks import Ranks
 from quaver.settings import ActivationCheckpoint, TrainConfig
 from quaver.settings.parallel_dims import resolve
@@ -64,7 +65,7 @@ def counted_costs(config: TrainConfig, ranks: int, run: Run, cluster: Cluster) -
         raise NotImplementedError(f"expected blocks that are alike, got {parts[0]} in float8 in some of them only")
     entries = block_entries(config, ranks, cluster.spec)
     forward, backward = (
-        sum(entry_s(each, run, cluster) for each in entries if each.is_backward is is_backward)
+        sum(entry_s(each, cluster) for each in entries if each.is_backward is is_backward)
         for is_backward in (False, True)
     )
     if run.casts_weights_once and not run.float8_gather:  # outside of the block, for all micro-batches
@@ -109,17 +110,17 @@ def block_graphs(config: TrainConfig, ranks: int, spec: DeviceSpec) -> list[Comp
             return record_compiled(step, GPUS[spec.name])
 
 
-def entry_s(entry: Entry, run: Run, cluster: Cluster) -> float:
+def entry_s(entry: Entry, cluster: Cluster) -> float:
     """The modelled time of one launch: matmuls by their shape, attention by its kernel, at the rates of a long run."""
-    return seconds_of(entry, cluster.spec, multiplied_s=_multiplied_s(entry, run, cluster) if entry.flops else 0.0)
+    return seconds_of(entry, cluster.spec, multiplied_s=_multiplied_s(entry, cluster) if entry.flops else 0.0)
 
 
-def _multiplied_s(entry: Entry, run: Run, cluster: Cluster) -> float:
+def _multiplied_s(entry: Entry, cluster: Cluster) -> float:
     spec = cluster.spec
     if entry.category == "attention":
         return attention_s(entry, spec) / cluster.sustained
     in_float8 = entry.category == "float8 matmul"
     columns, contracted = entry.launch.writes[0].size[-1], matrices(entry)[0].size[-1]
     rows = entry.flops // (2 * columns * contracted)
-    share = min(shares_of_matmuls(run.recipe).values(), default=1.0) if in_float8 and run.recipe is not None else 1.0
-    return matmul_seconds(rows, contracted, columns, in_float8, spec) / share / cluster.sustained
+    share = share_of_scales(scale_kind(entry), spec) if in_float8 else 1.0
+    return matmul_seconds(rows, contracted, columns, in_float8, spec, share_of_scales=share) / cluster.sustained

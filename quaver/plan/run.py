@@ -84,6 +84,9 @@ class Run:
     """False: what is between matmuls runs as eager code."""
     attention: str | None = None
     """The kernel of attention, "flash" or "cudnn"; None for the one that torch takes (roofline/attention.py)."""
+    rescales_rows: bool = False
+    """Row-wise linears are torchao's: CUTLASS multiplies the forward, cuBLAS the gradients with one scale for each
+    operand, and a pass of its own scales them."""
     shards_states: bool = False
     """The shard group shards the optimizer's states only (ZeRO-1): weights are gathered and gradients reduced once in
     a step."""

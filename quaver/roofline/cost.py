@@ -18,25 +18,27 @@ These are floors: what kernels must move that keep no tensor on the chip between
 layouts at once. Backward casts the weight again (one layout, then one more), unless its float8 codes are saved.
 
 A GPU that does not multiply float8 with a recipe's scales widens the codes to bfloat16 (1 byte read and 2 written for
-each operand of each matmul) and multiplies those. A native matmul of blocks counts at the rate of one with a scale for
-each tensor: none was measured, and a promotion of partial sums for each block makes it slower.
+each operand of each matmul) and multiplies those. Native matmuls have the rate of their scales
+(quaver/roofline/scaled_matmul.py).
 
 Left out: what a cast fuses with (a compiler can save its read); the host, whose time counts where it is slower than the
-GPU; L2 cache; power limits that long runs meet; row-wise scaling inside the
-matmul; communication; the state of delayed scaling (once a step for the whole model); biases; padding to 16.
+GPU; L2 cache; power limits that long runs meet; communication; the state of delayed scaling (once a step for the whole
+model); biases; padding to 16.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quaver.linear.gemm import ScaleKind, casts_of_matmuls, kind_of_casts
+from quaver.linear.gemm import ScaleKind
 from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS, OperandCasts
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.matmul import MEMORY_SHARE, matmul_seconds
+from quaver.roofline.scaled_matmul import kinds_of_matmuls, shares_of_matmuls
 
 KERNEL_LAUNCH_S = 4e-6
 """From one kernel's start to the next one's, if it does nothing. torchao's roofline has 2 us, the time on an H100 of a
@@ -100,6 +102,7 @@ def linear_cost(
     microbatches: int | None = None,
     input_readers: int = 1,
     by_shape: bool = False,
+    shares: Mapping[str, float] | None = None,
 ) -> LinearCost:
     """Predict a bias-free linear of M = `tokens`, K = `in_features`, N = `out_features` on `spec`.
 
@@ -111,6 +114,8 @@ def linear_cost(
         input_readers: how many linears share this one's input and its casts (3 for q, k and v), and their cost.
         by_shape: small and ragged matmuls are slower (quaver/roofline/matmul.py); else all have the best rate, and a
             larger linear never gains less.
+        shares: by name, as in MATMULS, what float8 matmuls have of the rate with one scale for each operand; 1 for
+            those left out. None for the shares of torch's kernels (quaver/roofline/scaled_matmul.py).
     Raises:
         ValueError: an unknown recipe, or a number below 1.
     """
@@ -121,18 +126,12 @@ def linear_cost(
         if number < 1:
             raise ValueError(f"{name}: expected 1 or more, got {number}")
     casts = recipe_casts(recipe, microbatches=microbatches, input_readers=input_readers)
+    shares = shares_of_matmuls(recipe, spec) if shares is None else shares
+    shape, in_float8 = (tokens, in_features, out_features), _float8_matmuls(recipe)
+    native = not unmultiplied_kinds(spec, recipe)
     return LinearCost(
-        _linear_time(
-            (tokens, in_features, out_features), (NO_CASTS,) * 3, (False,) * 3, spec, native=False, by_shape=by_shape
-        ),
-        _linear_time(
-            (tokens, in_features, out_features),
-            casts,
-            _float8_matmuls(recipe),
-            spec,
-            native=not unmultiplied_kinds(spec, recipe),
-            by_shape=by_shape,
-        ),
+        _linear_time(shape, (NO_CASTS,) * 3, (False,) * 3, {}, spec, native=False, by_shape=by_shape),
+        _linear_time(shape, casts, in_float8, shares, spec, native=native, by_shape=by_shape),
     )
 
 
@@ -181,7 +180,8 @@ def _divided(casts: Casts, sharers: int) -> Casts:
 
 def unmultiplied_kinds(spec: DeviceSpec, recipe: Float8LinearRecipeName | str) -> set[ScaleKind | None]:
     """The kinds of scales of a recipe's float8 matmuls that `spec` does not multiply; None for those of no hardware."""
-    return {kind for kind in _kinds_of(Float8LinearRecipeName(recipe)) if kind is None or obstacle_to(spec, kind)}
+    kinds = set(kinds_of_matmuls(Float8LinearRecipeName(recipe)).values())
+    return {kind for kind in kinds if kind is None or obstacle_to(spec, kind)}
 
 
 def obstacle_to(spec: DeviceSpec, kind: ScaleKind) -> str | None:
@@ -196,12 +196,6 @@ def obstacle_to(spec: DeviceSpec, kind: ScaleKind) -> str | None:
 
 
 @functools.cache
-def _kinds_of(recipe: Float8LinearRecipeName) -> frozenset[ScaleKind | None]:
-    pairs = casts_of_matmuls(Float8LinearConfig.from_recipe_name(recipe))
-    return frozenset(kind_of_casts(*pair) for pair in pairs)
-
-
-@functools.cache
 def _float8_matmuls(recipe: Float8LinearRecipeName) -> tuple[bool, bool, bool]:
     """Which of output, grad_input and grad_weight are float8 matmuls; both operands of a matmul are, or neither is."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
@@ -213,6 +207,7 @@ def _linear_time(
     shape: tuple[int, int, int],
     casts: tuple[Casts, ...],
     in_float8: tuple[bool, ...],
+    shares: Mapping[str, float],
     spec: DeviceSpec,
     *,
     native: bool,
@@ -220,14 +215,15 @@ def _linear_time(
 ) -> LinearTime:
     """`casts` of input, weight and grad_output; `in_float8` of output, grad_input and grad_weight.
 
-    `native`: whether the float8 matmuls are the hardware's.
+    `shares`: as of `linear_cost`. `native`: whether the float8 matmuls are the hardware's.
     """
     m, k, n = shape
     elements = (m * k, k * n, m * n)
     bytes_per_s = spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
+    shapes = zip(((m, k, n), (m, n, k), (n, m, k)), MATMULS, in_float8, strict=True)
     matmuls = [
-        matmul_seconds(rows, contracted, columns, float8 and native, spec, by_shape=by_shape)
-        for (rows, contracted, columns), float8 in zip(((m, k, n), (m, n, k), (n, m, k)), in_float8, strict=True)
+        matmul_seconds(*sizes, float8 and native, spec, by_shape=by_shape, share_of_scales=shares.get(name, 1.0))
+        for sizes, name, float8 in shapes
     ]
     cast_times = [cast.bytes_per_element * e / bytes_per_s for cast, e in zip(casts, elements, strict=True)]
     # output reads input and weight, grad_input grad_output and weight, grad_weight grad_output and input.

@@ -72,19 +72,32 @@ def share_of_shape(rows: int, contracted: int, columns: int, float8: bool, multi
     return min(1.0, filled * contracted / (contracted + HALF_SPEED[float8]) / BEST_SHAPE)
 
 
+def best_tflops(float8: bool, spec: DeviceSpec) -> float:
+    """The rate of the best matmuls; bfloat16's where the device does not multiply float8."""
+    shares = MATMUL_SHARES.get(spec.name, OTHER_SHARES)
+    if float8 and spec.float8_tflops is not None:
+        return spec.float8_tflops * shares.float8
+    return spec.bfloat16_tflops * shares.bfloat16
+
+
 def matmul_seconds(
-    rows: int, contracted: int, columns: int, float8: bool, spec: DeviceSpec, *, by_shape: bool = True
+    rows: int,
+    contracted: int,
+    columns: int,
+    float8: bool,
+    spec: DeviceSpec,
+    *,
+    by_shape: bool = True,
+    share_of_scales: float = 1.0,
 ) -> float:
     """One matmul [rows, contracted] x [contracted, columns] with a bfloat16 result, without its launch.
 
     Args:
         by_shape: at the rate of its shape; else at the best rate.
+        share_of_scales: of that rate, by the scales of float8 operands (scaled_matmul.py).
     """
-    shares = MATMUL_SHARES.get(spec.name, OTHER_SHARES)
-    tflops = spec.bfloat16_tflops * shares.bfloat16
     float8 = float8 and spec.float8_tflops is not None
-    if float8:
-        tflops = (spec.float8_tflops or 0.0) * shares.float8
+    tflops = best_tflops(float8, spec) * (share_of_scales if float8 else 1.0)
     if by_shape:
         tflops *= share_of_shape(rows, contracted, columns, float8, spec.multiprocessors)
     read = (rows + columns) * contracted * (1 if float8 else 2)

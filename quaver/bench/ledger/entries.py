@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 
 import torch
 
 from quaver.bench.ledger.kernels import float64_operations, times_read
+from quaver.linear.gemm import ScaleKind
 from quaver.memory.compiling.launches import Access, CompiledGraph, Launch
 from quaver.roofline.attention import CUDNN, FLASH
 from quaver.roofline.block import ATTENTION_MATMULS
@@ -138,6 +139,18 @@ def matrices(entry: Entry) -> tuple[Access, Access]:
     """The two operands of a matmul, without scales of one number."""
     matrices = [access for access in entry.launch.reads if len(access.size) >= 2 and access.elements > 1]
     return matrices[0], matrices[1]
+
+
+def scale_kind(entry: Entry) -> ScaleKind:
+    """How the scales of a float8 matmul lie: those of its first operand, which stand behind the second."""
+    a, b = matrices(entry)
+    scale = entry.launch.reads[entry.launch.reads.index(b) + 1]
+    if scale.elements == 1:
+        return ScaleKind.TENSORWISE
+    blocks = scale.size[1] if len(scale.size) == 2 else 1
+    if blocks == 1:
+        return ScaleKind.ROWWISE
+    return ScaleKind.BLOCKS_OF_128 if blocks <= ceil(a.size[-1] / 128) else ScaleKind.BLOCKS_OF_32
 
 
 def _matmul(entry: Entry) -> list[Entry]:

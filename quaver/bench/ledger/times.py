@@ -10,12 +10,14 @@ last wave.
 
 from __future__ import annotations
 
-from quaver.bench.ledger.entries import CATEGORIES, Entry, query_and_key
+from quaver.bench.ledger.entries import CATEGORIES, Entry, query_and_key, scale_kind
 from quaver.bench.ledger.ledger import Ledger
+from quaver.linear.gemm import ScaleKind
 from quaver.roofline.attention import CUDNN, FLASH, kernel_of, rates_of
 from quaver.roofline.cost import KERNEL_LAUNCH_S
 from quaver.roofline.device_specs import DeviceSpec
-from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE
+from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE, best_tflops
+from quaver.roofline.scaled_matmul import share_of_scales
 
 STRIDED_COPY_S = 7.4e-12
 """Time of one element in aten's strided copy of bytes: 1.98 ms for 32768 x 8192 on an H100, where a compiled copy takes
@@ -52,10 +54,9 @@ def _tflops(entry: Entry, spec: DeviceSpec) -> float:
     if entry.category == "attention":
         query, _ = query_and_key(entry)
         return rates_of(spec, CUDNN if CUDNN in entry.name else FLASH)[entry.is_backward].tflops(query.size[2])
-    shares = MATMUL_SHARES[spec.name]
-    if entry.category == "float8 matmul" and spec.float8_tflops is not None:
-        return spec.float8_tflops * shares.float8
-    return spec.bfloat16_tflops * shares.bfloat16
+    if entry.category != "float8 matmul":
+        return best_tflops(False, spec)
+    return best_tflops(True, spec) * share_of_scales(scale_kind(entry), spec)
 
 
 def constants(spec: DeviceSpec) -> dict[str, str]:
@@ -63,11 +64,14 @@ def constants(spec: DeviceSpec) -> dict[str, str]:
     shares = MATMUL_SHARES[spec.name]
     measured = "Bekman, Machine Learning Engineering, Maximum Achievable Matmul FLOPS"
     kernel = kernel_of(spec.compute_capability)
+    kinds = (ScaleKind.ROWWISE, ScaleKind.BLOCKS_OF_128 if spec.block_length == 128 else ScaleKind.BLOCKS_OF_32)
+    scaled = ", ".join(f"{kind.value} {share_of_scales(kind, spec):.2f}" for kind in kinds)
     rates = [f"{rate.best:g} x T / (T + {rate.half:g})" for rate in rates_of(spec)]
     return {
         "bandwidth": f"{spec.memory_gb_per_s:g} GB/s (data sheet) x {MEMORY_SHARE:g} (quaver/roofline/cost.py)",
         "bfloat16 matmuls": f"{spec.bfloat16_tflops:g} TFLOP/s (data sheet) x {shares.bfloat16:.2f} ({measured})",
         "float8 matmuls": f"{spec.float8_tflops:g} TFLOP/s (data sheet) x {shares.float8:.2f} ({measured})",
+        "scales of rows and blocks": f"{scaled} of that (quaver/roofline/scaled_matmul.py)",
         "attention": f"{kernel}, at its length: {', '.join(rates)} TFLOP/s (quaver/roofline/attention.py)",
         "launch": f"{1e6 * KERNEL_LAUNCH_S:g} us (quaver/roofline/cost.py)",
         "aten's strided copy": f"{1e12 * STRIDED_COPY_S:g} ps an element (pytorch/pytorch#113560)",

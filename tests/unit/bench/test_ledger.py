@@ -15,9 +15,12 @@ from quaver.bench.ledger.subjects import Work, count
 from quaver.bench.ledger.table import findings
 from quaver.bench.ledger.times import milliseconds_by_category
 from quaver.cli import main
+from quaver.linear.gemm import ScaleKind
 from quaver.memory.compiling.launches import Access, CompiledGraph, Launch
 from quaver.roofline.cost import KERNEL_LAUNCH_S, linear_cost
 from quaver.roofline.device_specs import find_device_spec
+from quaver.roofline.matmul import matmul_seconds
+from quaver.roofline.scaled_matmul import share_of_scales
 from quaver.settings import Model
 
 BLOCK = Model(dim=256, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=768)
@@ -195,6 +198,24 @@ def test_matmuls_of_blocks_and_experts_copy_what_does_not_lie_along_the_contract
         assert (made.copies, made.strided_copies) == (copies, 0)
         blocks = [access((M, 6), (6, 1), torch.float32)] * 2
         assert not ledger_of("quaver.grouped_mm", [*operands, *blocks, OF_GROUPS], written, is_backward).copies
+
+
+@pytest.mark.parametrize(
+    ("operator", "scale", "kind"),
+    [
+        ("aten._scaled_mm", access((1, 1), (1, 1), torch.float32), ScaleKind.TENSORWISE),
+        ("aten._scaled_mm", OF_TOKENS, ScaleKind.ROWWISE),
+        ("quaver.native_block_mm", access((M, 6), (6, 1), torch.float32), ScaleKind.BLOCKS_OF_128),
+        ("quaver.native_block_mm", access((M, 24), (24, 1), torch.float32), ScaleKind.BLOCKS_OF_32),
+    ],
+)
+def test_a_matmul_has_the_rate_of_its_scales(operator, scale, kind):
+    """As the formulas of linears and the planner have it."""
+    spec, b = find_device_spec("H200"), access((N, M), (1, N))
+    result = access((M, M), (M, 1), torch.bfloat16)
+    made = milliseconds_by_category(ledger_of(operator, [ROWS, b, scale, scale], result), spec)["float8 matmul"]
+    expected = matmul_seconds(M, N, M, True, spec, by_shape=False, share_of_scales=share_of_scales(kind, spec))
+    assert made == pytest.approx(1e3 * (expected + KERNEL_LAUNCH_S), rel=1e-2)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.record import ROOT
 from quaver.plan.cluster import Cluster
-from quaver.plan.compute import ROWWISE_SHARE, block_times, head_times
+from quaver.plan.compute import block_times, head_times
 from quaver.plan.run import HEAD, SEVEN, Run, run_of
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.attention import attention_seconds, kernel_of
@@ -24,8 +24,7 @@ RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise"
 
 @pytest.mark.parametrize("recipe", ["bfloat16", *RECIPES])
 def test_one_rank_equals_the_ledger(recipe, monkeypatch):
-    """At the ledger's rates: the best one for each matmul, whatever its shape and scales."""
-    monkeypatch.setattr("quaver.plan.compute.shares_of_matmuls", lambda recipe: {})
+    """At the ledger's rates: the best one for each matmul, whatever its shape."""
     monkeypatch.setattr("quaver.roofline.matmul.share_of_shape", lambda *_: 1.0)
     name, run = "bfloat16", RUN
     if recipe != "bfloat16":
@@ -92,7 +91,8 @@ def test_slower_settings_take_longer():
     assert sum(block_times(split, cluster)) < sum(block_times(replace(split, async_tensor=True), cluster))
     assert sum(block_times(split, cluster)) < sum(block_times(replace(split, casts_gathered=True), cluster))
     assert sum(head_times(split, cluster)) < sum(head_times(tensorwise, cluster)) / 7
-    assert 0 < ROWWISE_SHARE < 1
+    assert sum(block_times(rowwise, cluster)) < sum(block_times(replace(rowwise, rescales_rows=True), cluster))
+    assert base == sum(block_times(replace(tensorwise, rescales_rows=True), cluster))
 
 
 def test_torch_takes_cudnn_on_hopper_and_blackwell_of_data_centers():

@@ -50,7 +50,6 @@ def test_one_rank_equals_the_ledger(precision, monkeypatch):
     assert sum(expected[name] - found[name] for name in fused) == halves
 
     monkeypatch.setattr(counted, "block_entries", lambda *_: entries)
-    monkeypatch.setattr(counted, "shares_of_matmuls", lambda recipe: {})
     monkeypatch.setattr("quaver.roofline.matmul.share_of_shape", lambda *_: 1.0)
     run, cluster = replace(run_of(*resolve(config, rank=0, world_size=2)), shard=1), Cluster(H200)
     costs = counted_costs(config, 2, run, cluster)

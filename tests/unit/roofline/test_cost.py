@@ -4,9 +4,11 @@ from dataclasses import astuple, replace
 
 import pytest
 
+from quaver.linear.gemm import ScaleKind
 from quaver.roofline.cost import KERNEL_LAUNCH_S, linear_cost, recipe_casts
 from quaver.roofline.device_specs import DEVICE_SPECS, find_device_spec
 from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE
+from quaver.roofline.scaled_matmul import share_of_scales
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 
 H100 = find_device_spec("NVIDIA H100 80GB HBM3")
@@ -26,8 +28,8 @@ def speedup(recipe, **options):
 def test_recipes_rank_by_what_they_read_and_multiply():
     """`delayed` reads once; `rowwise_with_gw_hp` has only two float8 matmuls. The others move nearly the same bytes."""
     assert speedup("delayed") > speedup("delayed_with_dynamic_weight") > speedup("tensorwise")
-    assert speedup("tensorwise") == pytest.approx(speedup("rowwise"), rel=0.02)
-    assert speedup("tensorwise") > speedup("rowwise_with_gw_hp") > 1
+    assert speedup("tensorwise") > speedup("rowwise") > speedup("rowwise_with_gw_hp") > 1
+    assert speedup("tensorwise") == pytest.approx(speedup("rowwise", shares={}), rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,27 @@ def test_the_parts_by_hand():
     bfloat16_casts = (cost.bfloat16.input_casts_s, cost.bfloat16.weight_casts_s, cost.bfloat16.widening_s)
     assert bfloat16_casts == (0, 0, 0)
     assert cost.float8.total_s == pytest.approx(sum(astuple(cost.float8)))
+    rowwise, half = (linear_cost(m, k, n, "rowwise", round_numbers, shares=each) for each in (None, {"output": 0.5}))
+    assert rowwise.float8.output_s == pytest.approx(1.07 * cost.float8.output_s)
+    assert astuple(half.float8)[:2] == pytest.approx((2 * cost.float8.output_s, cost.float8.grad_input_s))
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "share"),
+    [
+        ("H200", ScaleKind.TENSORWISE, 1),
+        ("H100", ScaleKind.ROWWISE, 1 / 1.07),
+        ("L40S", ScaleKind.ROWWISE, 0.8),
+        ("B200", ScaleKind.ROWWISE, 0.6),
+        ("MI300X", ScaleKind.ROWWISE, 1 / 1.07),
+        ("H100", ScaleKind.BLOCKS_OF_128, 0.95),
+        ("B200", ScaleKind.BLOCKS_OF_32, 0.9),
+        ("H100", None, 1),
+    ],
+)
+def test_the_rate_by_scales(device, kind, share):
+    """Row-wise by cuBLAS on compute capability 9.x, by CUTLASS on others of NVIDIA's."""
+    assert share_of_scales(kind, find_device_spec(device)) == share
 
 
 def test_a_matmul_of_few_tokens_is_limited_by_memory():
