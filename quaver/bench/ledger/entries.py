@@ -9,9 +9,9 @@ Category, by what is written:
     float8 matmul, bfloat16 matmul, attention
     small       vectors and scales
 
-Bytes are those that the launch moves in memory. Inductor's counts are its best case; two are corrected. A loop over the
-rows of a tile of columns reads its input once for each loop, where the L2 cache does not hold it. And operations of
-quaver's own move more than their arguments: they are in OPERATIONS.
+Bytes are those that the launch moves in memory. Inductor's counts are its best case; two are corrected. A kernel
+whose tiles are larger than the L2 cache reads a buffer once for each loop that loads it; loads that the cache serves
+count apart. And operations of quaver's own move more than their arguments: they are in OPERATIONS.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from math import ceil, prod
 
 import torch
 
-from quaver.bench.ledger.kernels import float64_operations, times_read
+from quaver.bench.ledger.kernels import float64_operations, is_along_rows, loads_in_loops
 from quaver.linear.gemm import ScaleKind
 from quaver.memory.compiling.launches import Access, CompiledGraph, Launch
 from quaver.roofline.attention import CUDNN, FLASH
@@ -44,6 +44,7 @@ class Entry:
 
     Attributes:
         again_bytes: in `read_bytes`, of second reads.
+        cached_bytes: loaded again, from a cache: not in `read_bytes`.
         strided_elements: of codes that aten's strided copy of bytes moves.
         float64_operations: values that are computed in float64.
     """
@@ -57,6 +58,7 @@ class Entry:
     read_bytes: int
     written_bytes: int
     again_bytes: int
+    cached_bytes: int
     flops: int
     strided_elements: int
     float64_operations: int
@@ -83,7 +85,7 @@ def _accessed(launches: Sequence[Launch]) -> list[Access]:
 
 
 def _entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int) -> list[Entry]:
-    again = _again(launch, l2_bytes)
+    again, cached = _loaded_again(launch, l2_bytes)
     category = _category(launch, small)
     entry = Entry(
         category=category,
@@ -95,6 +97,7 @@ def _entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int) -> 
         read_bytes=sum(access.moved_bytes for access in launch.reads) + again,
         written_bytes=sum(access.moved_bytes for access in launch.writes),
         again_bytes=again,
+        cached_bytes=cached,
         flops=0,
         strided_elements=launch.writes[0].elements if category == "copies" and _is_atens(launch) else 0,
         float64_operations=sum(float64_operations(kernel.source) for kernel in launch.kernels),
@@ -122,14 +125,23 @@ def _is_atens(launch: Launch) -> bool:
     return launch.operator.startswith("aten.") and codes.stride != launch.writes[0].stride
 
 
-def _again(launch: Launch, l2_bytes: int) -> int:
-    again = 0
+def _loaded_again(launch: Launch, l2_bytes: int) -> tuple[int, int]:
+    """The bytes that loops load again: from memory, and from a cache.
+
+    The first loop that loads a buffer reads it, unless the kernel has stored it before.
+    """
+    again = cached = 0
     for kernel in launch.kernels:
-        loops = times_read(kernel.source)
-        for access in launch.reads:
-            times = loops.get(kernel.pointers.get(access.name, ""), 1)
-            again += (times - 1) * access.moved_bytes if access.moved_bytes > l2_bytes else 0
-    return again
+        loops = loads_in_loops(kernel.source)
+        first = {kernel.pointers.get(each.name) for each in launch.reads}
+        for access in (*launch.reads, *launch.writes):  # what is computed in place has the pointer of what was read
+            pointer = kernel.pointers.get(access.name, "")
+            moved = max(0, loops.pop(pointer, 0) - (pointer in first)) * access.moved_bytes
+            if is_along_rows(kernel.source) or access.moved_bytes <= l2_bytes:
+                cached += moved
+            else:
+                again += moved
+    return again, cached
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Reads the source of a Triton kernel of Inductor's: loops that read a buffer again, and float64."""
+"""Reads the source of a Triton kernel of Inductor's: loops that load a buffer again, and float64."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from math import prod
 
 _LOOP = "for r0_offset"
@@ -12,19 +13,20 @@ _ASSIGNMENT = re.compile(r"^\s*(_?tmp\w*|[xyz]\w*|r[01]_\w+) = (.*)$", re.M)
 _WORD = re.compile(r"\b(?:_?tmp\w*|[xyz]\d+|[xyz]index|r[01]_\w+)\b")
 
 
-def times_read(source: str) -> dict[str, int]:
-    """How many loops of a kernel load from each pointer, where they are loops over rows of a tile of columns.
+def loads_in_loops(source: str) -> Counter[str]:
+    """How many loops of a kernel load from each pointer.
 
-    A loop along a row reads again what its block has just read, and finds it in the cache.
+    Triton keeps no tensor in registers from one loop to the next: machine code loads again, also what it has stored.
     """
-    if "ReductionHint.INNER" in source or source.count(_LOOP) < 2:
-        return {}
-    loops = source.split(_LOOP)[1:]
-    found: dict[str, int] = {}
-    for loop in loops:
-        for pointer in set(_LOAD.findall(loop)):
-            found[pointer] = found.get(pointer, 0) + 1
-    return found
+    return Counter(pointer for loop in source.split(_LOOP)[1:] for pointer in set(_LOAD.findall(loop)))
+
+
+def is_along_rows(source: str) -> bool:
+    """Whether blocks of a kernel are a row or two, which a cache serves from one loop to the next.
+
+    Others are tiles of 8 to 256 rows or columns: those of all multiprocessors together are larger than the L2 cache.
+    """
+    return "ReductionHint.INNER" in source
 
 
 def float64_operations(source: str) -> int:

@@ -143,6 +143,7 @@ class Ledger:
             **self.counts(),
             "overhead_bytes": self.overhead_bytes,
             "read_again_bytes": sum(entry.again_bytes for entry in self.entries),
+            "cached_bytes": sum(entry.cached_bytes for entry in self.entries),
             "float32_bytes": self.float32_bytes,
             "categories": categories,
             "quantization_reads": dict(self.quantization_reads.most_common()),

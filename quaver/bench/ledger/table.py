@@ -42,6 +42,7 @@ def kernel_rows(ledger: Ledger, spec: DeviceSpec) -> Iterator[list[str]]:
     """One row an entry, the slowest first."""
     for entry in sorted(ledger.entries, key=lambda entry: -seconds_of(entry, spec)):
         again = f" + {entry.again_bytes / 1e6:,.0f} again" if entry.again_bytes else ""
+        again += f"\n{entry.cached_bytes / 1e6:,.0f} cached" if entry.cached_bytes >= 1e5 else ""
         fused = entry.fuses[:_LONGEST] + (("...",) if len(entry.fuses) > _LONGEST else ())
         yield [
             entry.category,

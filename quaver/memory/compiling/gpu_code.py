@@ -109,14 +109,12 @@ def _recording(gpu: GpuProperties) -> Iterator[list[CompiledGraph]]:
 
     def define_kernel(scheduling: Any, source: str, schedule: Any, kernel: Any) -> str:
         name = define(scheduling, source, schedule, kernel)
-        inputs = {buffer: str(pointer) for buffer, pointer in kernel.args.input_buffers.items()}
+        buffers = {**kernel.args.input_buffers, **kernel.args.output_buffers}
+        pointers = {buffer: str(pointer) for buffer, pointer in buffers.items()}
         in_place = kernel.args.inplace_buffers.items()  # of those that were removed a marker is left
-        inputs |= {buffer: str(each.inner_name) for buffer, each in in_place if hasattr(each, "inner_name")}
-        kernels.append(
-            TritonKernel(
-                name, source.replace(str(Placeholder.KERNEL_NAME), name), inputs, id(V.graph.scheduler.current_node)
-            )
-        )
+        pointers |= {buffer: str(each.inner_name) for buffer, each in in_place if hasattr(each, "inner_name")}
+        source = source.replace(str(Placeholder.KERNEL_NAME), name)
+        kernels.append(TritonKernel(name, source, pointers, id(V.graph.scheduler.current_node)))
         return name
 
     def record(graph: Any, wrapper_code: Any) -> ModuleType:

@@ -49,7 +49,7 @@ class Access:
 
 @dataclass(frozen=True)
 class TritonKernel:
-    """A kernel that Inductor wrote: its source, and the pointer under which it reads each buffer."""
+    """A kernel that Inductor wrote: its source, and the pointer under which it reads or writes each buffer."""
 
     name: str
     source: str
@@ -128,7 +128,7 @@ def _kernel_launch(node: Any, kernels: Sequence[TritonKernel], conversions: Mapp
     return Launch(
         operator="",
         kernels=tuple(kernel for kernel in kernels if kernel.scheduled == id(node)),
-        # what a kernel reads of its own results is in registers
+        # what a kernel loads of its own results is in a cache: quaver/bench/ledger counts it apart
         reads=tuple(_accesses({name: moved for name, moved in reads.items() if name not in writes})),
         writes=tuple(_accesses(written)),
         fuses=tuple(dict.fromkeys(_name(origin) for origin in origins)),

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -9,14 +10,14 @@ import pytest
 import torch
 
 from quaver.bench.ledger.entries import entries_of
-from quaver.bench.ledger.kernels import float64_operations, times_read
+from quaver.bench.ledger.kernels import float64_operations
 from quaver.bench.ledger.ledger import Ledger
 from quaver.bench.ledger.subjects import Work, count
 from quaver.bench.ledger.table import findings
 from quaver.bench.ledger.times import milliseconds_by_category
 from quaver.cli import main
 from quaver.linear.gemm import ScaleKind
-from quaver.memory.compiling.launches import Access, CompiledGraph, Launch
+from quaver.memory.compiling.launches import Access, CompiledGraph, Launch, TritonKernel
 from quaver.roofline.cost import KERNEL_LAUNCH_S, linear_cost
 from quaver.roofline.device_specs import find_device_spec
 from quaver.roofline.matmul import matmul_seconds
@@ -108,8 +109,17 @@ TWO_LOOPS = """
 
 
 def test_columns_are_read_again_in_a_second_loop():
-    assert times_read(TWO_LOOPS) == {"in_ptr0": 2, "in_ptr1": 1}
-    assert times_read(f"reduction_hint=ReductionHint.INNER\n{TWO_LOOPS}") == {}
+    """Along a row a cache has what was read, and what was stored."""
+    kernel = TWO_LOOPS.replace("tl.load(in_ptr1 + (r0_1)", "tl.load(out_ptr0 + (r0_1)")
+    tile = Access("tile", (M, N), (N, 1), torch.bfloat16, 2 * M * N)
+    stored = replace(tile, name="stored")
+    pointers = {"tile": "in_ptr0", "stored": "out_ptr0"}
+    for hint, expected in (("OUTER", (4 * M * N, 0)), ("INNER", (0, 4 * M * N))):
+        source = f"reduction_hint=ReductionHint.{hint}\n{kernel}"
+        launch = Launch("", (TritonKernel("two_loops", source, pointers, 0),), (tile,), (stored,), (), "", {}, True)
+        (entry,) = entries_of([CompiledGraph(False, (launch,), (), "")], l2_bytes=0)
+        assert (entry.again_bytes, entry.cached_bytes) == expected
+        assert entry.moved_bytes == 4 * M * N + entry.again_bytes
 
 
 def test_float64_is_counted_once_a_column_or_once_an_element():
