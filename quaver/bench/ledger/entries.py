@@ -22,7 +22,9 @@ from math import ceil, prod
 
 import torch
 
+from quaver.bench.ledger.inside import Called, called_inside
 from quaver.bench.ledger.kernels import float64_operations, is_along_rows, loads_in_loops
+from quaver.kernels.native_blocks import _native_block_mm
 from quaver.linear.gemm import ScaleKind
 from quaver.memory.compiling.launches import Access, CompiledGraph, Launch
 from quaver.roofline.attention import CUDNN, FLASH
@@ -160,7 +162,7 @@ def scale_kind(entry: Entry) -> ScaleKind:
     if scale.elements == 1:
         return ScaleKind.TENSORWISE
     blocks = scale.size[1] if len(scale.size) == 2 else 1
-    if blocks == 1:
+    if blocks == 1 and not entry.launch.operator.startswith("quaver.native_block_mm"):
         return ScaleKind.ROWWISE
     return ScaleKind.BLOCKS_OF_128 if blocks <= ceil(a.size[-1] / 128) else ScaleKind.BLOCKS_OF_32
 
@@ -214,10 +216,29 @@ def _expert_matmul(entry: Entry) -> list[Entry]:
 
 
 def _block_matmul(entry: Entry) -> list[Entry]:
-    """A matmul with scales of blocks, and before it a copy of each operand that is not contiguous along K."""
-    a, b = matrices(entry)
-    copied = [operand for operand, lies in ((a, is_contiguous(a)), (b, is_contiguous(b, transposed=True))) if not lies]
-    return [*(replace(_copy(entry, operand), name=f"{entry.name}: copy") for operand in copied), *_matmul(entry)]
+    """A matmul with scales of blocks, and before it copies and pads of codes and scales."""
+    calls = called_inside(_native_block_mm, entry.launch.reads, scale_kind(entry).block_length)
+    return [made for call in calls for made in _inside(entry, call)]
+
+
+def _inside(entry: Entry, call: Called) -> list[Entry]:
+    if "scaled_mm" in call.name:
+        return _matmul(entry)
+    is_of_codes = call.reads[0].element_size() == 1
+    is_ours = call.name.startswith("quaver.") and any(
+        each.is_contiguous() for each in (call.reads[0], call.reads[0].mT)
+    )
+    keeps_layout = call.reads[0].stride() == call.writes[0].stride() or "pad" in call.name
+    made = replace(
+        entry,
+        category="copies" if is_of_codes else "small",
+        name=f"{entry.name}: {call.name}",
+        launches=call.kernels,
+        read_bytes=call.read_bytes,
+        written_bytes=call.written_bytes,
+        strided_elements=call.reads[0].numel() if is_of_codes and not (is_ours or keeps_layout) else 0,
+    )
+    return [made]
 
 
 def _copy(entry: Entry, codes: Access) -> Entry:
@@ -254,12 +275,6 @@ def _amaxes_of_groups(entry: Entry) -> list[Entry]:
     return [replace(entry, category="small" if entry.category == "small" else "amax", launches=2)]
 
 
-def _cast_from_two_reads(entry: Entry) -> list[Entry]:
-    """An operand is read for its amaxes and for its codes."""
-    operand = entry.launch.reads[0].moved_bytes
-    return [replace(entry, read_bytes=entry.read_bytes + operand, launches=3)]
-
-
 def query_and_key(entry: Entry) -> tuple[Access, Access]:
     """The first operands of attention; before them its backward reads a gradient."""
     reads = entry.launch.reads[entry.is_backward :]
@@ -281,7 +296,6 @@ OPERATIONS: dict[str, Operation] = {
     "quaver.exact_float8_mm": _matmul,
     "quaver.column_major": _copy_of_codes,
     "quaver.cast_with_persistent_scale": _persistent_cast,
-    "quaver.cast_rowwise": _cast_from_two_reads,
     "quaver.group_amax": _amaxes_of_groups,
     "quaver.grouped_mm": _expert_matmul,
     "aten._scaled_mm": _matmul,

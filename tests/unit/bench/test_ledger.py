@@ -16,6 +16,7 @@ from quaver.bench.ledger.subjects import Work, count
 from quaver.bench.ledger.table import findings
 from quaver.bench.ledger.times import milliseconds_by_category
 from quaver.cli import main
+from quaver.kernels import triton_amax, triton_cast, triton_copy
 from quaver.linear.gemm import ScaleKind
 from quaver.memory.compiling.launches import Access, CompiledGraph, Launch, TritonKernel
 from quaver.roofline.cost import KERNEL_LAUNCH_S, linear_cost
@@ -23,6 +24,8 @@ from quaver.roofline.device_specs import find_device_spec
 from quaver.roofline.matmul import matmul_seconds
 from quaver.roofline.scaled_matmul import share_of_scales
 from quaver.settings import Model
+from tests.unit.kernels.test_dispatch import counting_launches
+from tests.unit.kernels.triton_kernels import interpreting_process
 
 BLOCK = Model(dim=256, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=768)
 EXPERTS = Model(dim=256, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=256, n_experts=8, top_k=2, n_shared_experts=1)
@@ -145,6 +148,33 @@ def test_a_recipe_that_the_gpu_does_not_multiply(recipe, gpu):
         count(WORK["linear"], f"quaver {recipe}", gpu)
 
 
+def launches_in_triton():
+    """By operation, the kernels of one call: Triton's, and PyTorch's fills."""
+    hp, group = torch.ones(32, 48), torch.arange(32) // 16
+    calls = {
+        "quaver.cast_with_persistent_scale": lambda: triton_cast.cast_with_persistent_scale(
+            hp, torch.float8_e4m3fn, True, True, False, torch.tensor(2.0)
+        ),
+        "quaver.group_amax": lambda: triton_amax.group_amax(hp, group, 2),
+        "quaver.column_major": lambda: triton_copy.column_major(hp.to(torch.float8_e4m3fn)),
+    }
+    found = {}
+    for name, call in calls.items():
+        with counting_launches() as kernels, torch.profiler.profile() as profile:
+            assert call() is not None
+        fills = sum(event.count for event in profile.key_averages() if event.key == "aten::zero_")
+        found[name] = kernels.total() + fills
+    return found
+
+
+@pytest.mark.nightly
+def test_operations_in_triton_launch_what_the_ledger_counts():
+    with interpreting_process() as call:
+        launched = call(launches_in_triton)
+    reads = [access((32, 48), (48, 1), torch.bfloat16)]
+    assert launched == {name: ledger_of(name, reads, ROWS).launches for name in launched}
+
+
 # ---- the model of time -----------------------------------------------------------------------------------------------
 
 
@@ -188,7 +218,8 @@ def test_a_copy_runs_at_bandwidth_unless_it_is_atens(operator, codes, is_strided
 
 
 def test_matmuls_of_blocks_and_experts_copy_what_does_not_lie_along_the_contracted_dim():
-    scales, result = [access((M, 6), (6, 1), torch.float32)] * 2, access((M, M), (M, 1), torch.bfloat16)
+    scales = [access(size, (size[1], 1), torch.float32) for size in ((M, 6), (6, M))]
+    result = access((M, M), (M, 1), torch.bfloat16)
     for operands, copies, strided in (
         ((ROWS, access((N, M), (1, N))), 0, 0),
         ((COLUMNS, access((N, M), (M, 1))), 2, 0),
@@ -196,6 +227,13 @@ def test_matmuls_of_blocks_and_experts_copy_what_does_not_lie_along_the_contract
     ):
         made = ledger_of("quaver.native_block_mm", [*operands, *scales], result)
         assert (made.copies, made.strided_copies) == (copies, strided)
+        assert made.launches == copies + 2  # rows' scales are transposed
+        assert made.bytes_of("copies") == copies * 2 * M * N
+    ragged = access((1000, 700), (700, 1)), access((700, 250), (250, 1))
+    of_ragged = [access(size, (size[1], 1), torch.float32) for size in ((1000, 6), (6, 250))]
+    made = ledger_of("quaver.native_block_mm", [*ragged, *of_ragged], access((1000, 250), (250, 1), torch.bfloat16))
+    assert (made.copies, made.strided_copies) == (3, 0)  # pads of both, and b along K
+    assert made.launches == 12  # a pad is two kernels
     weights, tokens = access((8 * K, N), (N, 1)), access((M, K), (K, 1))
     scale = [OF_TOKENS, OF_TOKENS, OF_GROUPS]
     for operands, result, is_backward, copies in (
@@ -213,17 +251,18 @@ def test_matmuls_of_blocks_and_experts_copy_what_does_not_lie_along_the_contract
 @pytest.mark.parametrize(
     ("operator", "scale", "kind"),
     [
-        ("aten._scaled_mm", access((1, 1), (1, 1), torch.float32), ScaleKind.TENSORWISE),
-        ("aten._scaled_mm", OF_TOKENS, ScaleKind.ROWWISE),
-        ("quaver.native_block_mm", access((M, 6), (6, 1), torch.float32), ScaleKind.BLOCKS_OF_128),
-        ("quaver.native_block_mm", access((M, 24), (24, 1), torch.float32), ScaleKind.BLOCKS_OF_32),
+        ("aten._scaled_mm", (1, 1), ScaleKind.TENSORWISE),
+        ("aten._scaled_mm", (M, 1), ScaleKind.ROWWISE),
+        ("quaver.native_block_mm", (M, 6), ScaleKind.BLOCKS_OF_128),
+        ("quaver.native_block_mm", (M, 24), ScaleKind.BLOCKS_OF_32),
     ],
 )
 def test_a_matmul_has_the_rate_of_its_scales(operator, scale, kind):
     """As the formulas of linears and the planner have it."""
     spec, b = find_device_spec("H200"), access((N, M), (1, N))
     result = access((M, M), (M, 1), torch.bfloat16)
-    made = milliseconds_by_category(ledger_of(operator, [ROWS, b, scale, scale], result), spec)["float8 matmul"]
+    scales = [access(size, (size[1], 1), torch.float32) for size in (scale, scale[::-1])]
+    made = milliseconds_by_category(ledger_of(operator, [ROWS, b, *scales], result), spec)["float8 matmul"]
     expected = matmul_seconds(M, N, M, True, spec, by_shape=False, share_of_scales=share_of_scales(kind, spec))
     assert made == pytest.approx(1e3 * (expected + KERNEL_LAUNCH_S), rel=1e-2)
 
