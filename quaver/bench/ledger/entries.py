@@ -49,6 +49,7 @@ class Entry:
         cached_bytes: loaded again, from a cache: not in `read_bytes`.
         strided_elements: of codes that aten's strided copy of bytes moves.
         float64_operations: values that are computed in float64.
+        issued: instructions of all warps of its Triton kernels; 0 before `with_machine_code` (machine_code.py).
     """
 
     category: str
@@ -65,6 +66,7 @@ class Entry:
     strided_elements: int
     float64_operations: int
     launch: Launch
+    issued: int = 0
 
     @property
     def moved_bytes(self) -> int:

@@ -12,7 +12,13 @@ import torch
 from rich.table import Table
 
 from quaver.bench.ledger.ledger import Ledger
-from quaver.bench.ledger.machine_code import MACHINE_COLUMNS, machine_rows
+from quaver.bench.ledger.machine_code import (
+    MACHINE_COLUMNS,
+    Codes,
+    machine_codes,
+    machine_rows,
+    with_machine_code,
+)
 from quaver.bench.ledger.picture import draw
 from quaver.bench.ledger.subjects import (
     BFLOAT16,
@@ -60,7 +66,9 @@ class LedgerOptions(Settings):
     seq_len: AtLeast1 = setting(8192, "Tokens of a sequence; with a TOML file its seq_len by default.")
     autocast: bool = setting(False, "Parameters and residual stream in float32 under autocast, not all in bfloat16.")
     kernels: bool = setting(False, "Print and save every kernel, with its source line and what it fuses.")
-    machine_code: bool = setting(False, "Print registers, spills and instructions of each Triton kernel.")
+    machine_code: bool = setting(
+        False, "Compile each Triton kernel: print registers, spills and instructions, and count the time to issue them."
+    )
     output: str = setting("benchmarks/results/ledger.json", "File of the JSON; the picture stands beside it.")
 
     @property
@@ -107,11 +115,16 @@ def run(argv: list[str]) -> int:
         work, output = options.work(), Path(options.output)
         writable(output)
         spec = require_device_spec(options.device, "--gpu")
-    ledgers = []
+    ledgers, codes = [], Codes()
     with working("compiling") as tell:
         for name in options.contestants():
             tell(f"compiling {name} for {options.device}")
-            ledgers.append(count(work, name, options.device))
+            ledger = count(work, name, options.device)
+            if options.machine_code:
+                tell(f"compiling kernels of {name} to machine code")
+                codes |= machine_codes(ledger, GPUS[options.device].capability, codes)
+                ledger = with_machine_code(ledger, codes)
+            ledgers.append(ledger)
         tell(f"drawing {output.with_suffix('.png')}")
         output.parent.mkdir(parents=True, exist_ok=True)
         draw(ledgers, spec, output.with_suffix(".png"))
@@ -125,7 +138,7 @@ def run(argv: list[str]) -> int:
         "ledgers": [_json_of(each, spec, kernels=options.kernels) for each in ledgers],
     }
     output.write_text(json.dumps(found, indent=1) + "\n")
-    show(_views(options, ledgers, spec, work))
+    show(_views(options, ledgers, codes, spec, work))
     print(f"saved {output}, {output.with_suffix('.png')}")
     return 0
 
@@ -138,7 +151,9 @@ def _json_of(ledger: Ledger, spec: DeviceSpec, *, kernels: bool) -> dict[str, An
     return {**ledger.to_json(kernels=kernels), "milliseconds": milliseconds_by_category(ledger, spec)}
 
 
-def _views(options: LedgerOptions, ledgers: list[Ledger], spec: DeviceSpec, work: Work) -> Iterator[str | Table]:
+def _views(
+    options: LedgerOptions, ledgers: list[Ledger], codes: Codes, spec: DeviceSpec, work: Work
+) -> Iterator[str | Table]:
     what = "autocast" if options.autocast else "bfloat16 parameters"
     title = f"{options.part} of {options.model}, {work.sequences} x {work.seq_len} tokens, {what}, on {spec.name}"
     yield make_table(title, COLUMNS, rows=rows_of(ledgers, spec), right=COLUMNS[1:], wrapped=COLUMNS[:1])
@@ -150,7 +165,7 @@ def _views(options: LedgerOptions, ledgers: list[Ledger], spec: DeviceSpec, work
             yield make_table(ledger.name, KERNEL_COLUMNS, rows=rows, right=("us", "MB"), wrapped=KERNEL_COLUMNS[4:])
     if options.machine_code:
         for ledger in ledgers:
-            rows = machine_rows(ledger, GPUS[options.device].capability)
+            rows = machine_rows(ledger, codes)
             yield make_table(
                 ledger.name, MACHINE_COLUMNS, rows=rows, right=MACHINE_COLUMNS[1:], wrapped=MACHINE_COLUMNS[:1]
             )

@@ -57,6 +57,8 @@ class GpuProperties:
     multi_processor_count: int
     L2_cache_size: int
     total_memory: int
+    clock_hz: float
+    """Of the data sheet's bfloat16 rate: FLOP/s / (multiprocessors * 4096 FLOPs a cycle; 8192 on Blackwell)."""
     regs_per_multiprocessor: int = 65536
     max_threads_per_multi_processor: int = 2048
     max_threads_per_block: int = 1024
@@ -70,9 +72,9 @@ class GpuProperties:
 
 
 GPUS = {
-    "H100": GpuProperties("NVIDIA H100 80GB HBM3", 9, 0, 132, 50 * 2**20, 80 * 2**30),
-    "H200": GpuProperties("NVIDIA H200", 9, 0, 132, 50 * 2**20, 141 * 2**30),
-    "B200": GpuProperties("NVIDIA B200", 10, 0, 148, 126 * 2**20, 180 * 2**30),
+    "H100": GpuProperties("NVIDIA H100 80GB HBM3", 9, 0, 132, 50 * 2**20, 80 * 2**30, 1.83e9),
+    "H200": GpuProperties("NVIDIA H200", 9, 0, 132, 50 * 2**20, 141 * 2**30, 1.83e9),
+    "B200": GpuProperties("NVIDIA B200", 10, 0, 148, 126 * 2**20, 180 * 2**30, 1.86e9),
 }
 
 

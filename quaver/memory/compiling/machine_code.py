@@ -1,7 +1,10 @@
 """The machine code of Inductor's Triton kernels for a GPU that this machine lacks, by the tools in triton's wheel.
 
-triton.compile needs no GPU: ptxas is in its wheel, and nvdisasm and cuobjdump beside it. Of the configs that Inductor
-would time, the first is compiled.
+triton.compile needs no GPU: ptxas is in its wheel, and nvdisasm and cuobjdump beside it.
+
+[Note: config] Inductor times a kernel's configs on the GPU and keeps the fastest. Without one, the config is chosen
+that moves the least in sectors of 32 bytes and, of those, issues the least instructions; a config that spills more than
+Inductor accepts (spill_threshold) is left out, as Inductor leaves it out.
 """
 
 from __future__ import annotations
@@ -10,13 +13,17 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch._inductor.runtime import triton_helpers
+
+from quaver.memory.compiling.kernel_layout import KernelLayout
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
 _LABEL = re.compile(r"\s*(\.L_x_\d+):")
@@ -40,6 +47,7 @@ class MachineCode:
         spilled_bytes: of local memory, of a thread.
         instructions: of a thread, by name, each counted once however often it runs.
         loaded_bytes: that a thread loads from global memory, each load counted once.
+        issued: instructions that the warps of one launch issue, loops as often as they turn.
     """
 
     config: dict[str, int]
@@ -49,6 +57,7 @@ class MachineCode:
     instructions: Counter[str]
     loops: tuple[Loop, ...]
     loaded_bytes: int
+    issued: int
 
     @property
     def float64_instructions(self) -> int:
@@ -67,38 +76,68 @@ class MachineCode:
 
 
 def compile_kernel(source: str, name: str, capability: int) -> MachineCode:
-    """Compile one kernel of Inductor's source for an NVIDIA GPU of a compute capability, such as 90.
+    """Compile a kernel of Inductor's for an NVIDIA GPU of a compute capability, such as 90; see [Note: config].
 
     Raises:
         ImportError: triton is not installed.
         RuntimeError: its wheel has no tools.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    with tempfile.TemporaryDirectory() as folder, patch.object(triton_helpers, "set_driver_to_gpu", lambda: None):
-        file = Path(folder, "kernel.py")  # Triton reads the source again
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
+        stack.enter_context(patch.object(torch.cuda, "is_available", lambda: True))  # configs of NVIDIA's GPUs
+        file = folder / "kernel.py"  # Triton reads the source again
         file.write_text(source)
         module = ModuleType("quaver.memory.kernel")
         module.__file__ = str(file)
         exec(compile(source, str(file), "exec"), vars(module))
         tuner = getattr(module, name)
-        config = tuner.configs[0]
-        meta = tuner._create_compile_meta(config)
-        made = triton.compile(
-            ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]),
-            target=GPUTarget("cuda", capability, 32),
-            options=tuner._create_compile_options(config, meta),
-        )
-        binary = Path(folder, "kernel.cubin")
-        binary.write_bytes(made.asm["cubin"])
-        tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-        text = _output(tools / "nvdisasm", "-c", binary)
-        usage = _output(tools / "cuobjdump", "-res-usage", binary)
+        layout = KernelLayout.of(source, tuner.triton_meta["signature"])
+        moved = [layout.sector_bytes(config.kwargs) for config in tuner.configs]
+        best = [config for config, each in zip(tuner.configs, moved, strict=True) if each <= 1.01 * min(moved)]
+        made = [_compiled(tuner, config, capability, layout, folder) for config in best]
+    spilled = 4 * int(tuner.inductor_meta.get("spill_threshold", 16))
+    accepted = [each for each in made if each.spilled_bytes <= spilled] or made
+    return min(accepted, key=lambda each: each.issued)
+
+
+def _compiled(tuner: Any, config: Any, capability: int, layout: KernelLayout, folder: Path) -> MachineCode:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    meta = tuner._create_compile_meta(config)
+    made = triton.compile(
+        ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0]),
+        target=GPUTarget("cuda", capability, 32),
+        options=tuner._create_compile_options(config, meta),
+    )
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(made.asm["cubin"])
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    usage = _output(tools / "cuobjdump", "-res-usage", binary)
     registers, stack = (int(_found(rf"{word}:(\d+)", usage)) for word in ("REG", "STACK"))
-    sizes = {**config.kwargs, "warps": config.num_warps}
-    return MachineCode(sizes, registers, stack, made.metadata.shared, *_read(text))
+    instructions, loops, loaded = _read(_output(tools / "nvdisasm", "-c", binary))
+    warps = config.num_warps
+    issued = _issued(instructions.total(), loops, loaded, layout, config.kwargs, warps)
+    sizes = {**config.kwargs, "warps": warps}
+    return MachineCode(sizes, registers, stack, made.metadata.shared, instructions, loops, loaded, issued)
+
+
+def _issued(
+    total: int, loops: tuple[Loop, ...], loaded: int, layout: KernelLayout, sizes: dict[str, int], warps: int
+) -> int:
+    """Instructions of all warps of a launch.
+
+    The compiler unrolls loops, in part or whole: what is left of them turns as often as their loads need to load what
+    the loops of the source load.
+    """
+    of_loops = [loop for loop in loops if loop.loaded_bytes]
+    in_loops = sum(loop.loaded_bytes for loop in of_loops)
+    wanted = layout.loaded_by_program(sizes) / (32 * warps)
+    turns = max(1.0, (wanted - (loaded - in_loops)) / in_loops) if in_loops else 1.0
+    of_thread = total + (turns - 1) * sum(loop.instructions for loop in of_loops)
+    return round(layout.programs(sizes) * warps * of_thread)
 
 
 def _output(tool: Path, *arguments: Any) -> str:
@@ -124,7 +163,7 @@ def _read(text: str) -> tuple[Counter[str], tuple[Loop, ...], int]:
     for line in text.splitlines():
         if label := _LABEL.match(line):
             labels[label[1]] = len(names)
-        elif found := _INSTRUCTION.search(line):
+        elif (found := _INSTRUCTION.search(line)) and found[1] != "NOP":
             names.append(found[1])
             target = re.search(r"\.L_x_\d+", found[2]) if found[1].startswith("BRA") else None
             start = labels.get(target[0], len(names)) if target else len(names)

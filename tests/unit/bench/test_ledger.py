@@ -12,13 +12,16 @@ import torch
 from quaver.bench.ledger.entries import entries_of
 from quaver.bench.ledger.kernels import float64_operations
 from quaver.bench.ledger.ledger import Ledger
+from quaver.bench.ledger.machine_code import machine_codes, with_machine_code
 from quaver.bench.ledger.subjects import Work, count
 from quaver.bench.ledger.table import findings
-from quaver.bench.ledger.times import milliseconds_by_category
+from quaver.bench.ledger.times import milliseconds_by_category, seconds_of
 from quaver.cli import main
 from quaver.kernels import triton_amax, triton_cast, triton_copy
 from quaver.linear.gemm import ScaleKind
+from quaver.memory.compiling.kernel_layout import KernelLayout
 from quaver.memory.compiling.launches import Access, CompiledGraph, Launch, TritonKernel
+from quaver.memory.compiling.machine_code import Loop, _issued
 from quaver.roofline.cost import KERNEL_LAUNCH_S, linear_cost
 from quaver.roofline.device_specs import find_device_spec
 from quaver.roofline.matmul import matmul_seconds
@@ -265,6 +268,54 @@ def test_a_matmul_has_the_rate_of_its_scales(operator, scale, kind):
     made = milliseconds_by_category(ledger_of(operator, [ROWS, b, *scales], result), spec)["float8 matmul"]
     expected = matmul_seconds(M, N, M, True, spec, by_shape=False, share_of_scales=share_of_scales(kind, spec))
     assert made == pytest.approx(1e3 * (expected + KERNEL_LAUNCH_S), rel=1e-2)
+
+
+TRANSPOSED = """
+    ynumel = 4096
+    xnumel = 1024
+    tmp0 = tl.load(in_ptr0 + (x1 + 1024*y0), xmask)
+    tl.store(out_ptr0 + (y0 + 4096*x1), tmp1, xmask)
+"""
+
+
+def test_how_programs_share_a_tensor_by_hand():
+    """A config with narrow tiles moves whole sectors for a part of each; loops turn as often as their loads need."""
+    layout = KernelLayout.of(TRANSPOSED, {"in_ptr0": "*bf16", "out_ptr0": "*fp8e4nv"})
+    square, flat = {"XBLOCK": 64, "YBLOCK": 64}, {"XBLOCK": 1024, "YBLOCK": 1}
+    assert [layout.sector_bytes(each) for each in (square, flat)] == [2 + 1, 2 + 32]
+    assert [layout.programs(each) for each in (square, flat)] == [16 * 64, 4096]
+    assert layout.loaded_by_program(square) == 64 * 64 * 2
+    columns = KernelLayout.of(TWO_LOOPS, {"in_ptr0": "*bf16", "in_ptr1": "*fp32"})
+    tile = {"XBLOCK": 64, "R0_BLOCK": 8}
+    assert columns.programs(tile) == 64
+    assert columns.loaded_by_program(tile) == (2 + 2 + 4) * 64 * 16384
+    wanted = columns.loaded_by_program(tile) // 128  # of a thread
+    assert _issued(100, (), wanted, columns, tile, warps=4) == 64 * 4 * 100
+    unrolled = Loop(40, wanted // 16)
+    assert _issued(100, (unrolled,), wanted // 16, columns, tile, warps=4) == 64 * 4 * (100 + 15 * 40)
+
+
+def test_no_time_is_below_what_bytes_and_instructions_take():
+    """A kernel's time is the larger of both, and a tensor core's rate is not exceeded."""
+    spec = find_device_spec("H200")
+    for entry in ledger("linear", "quaver tensorwise").entries:
+        moved = entry.moved_bytes / (spec.memory_gb_per_s * 1e9)
+        issued = replace(entry, issued=10**9)
+        assert seconds_of(entry, spec) > moved
+        assert seconds_of(entry, spec) > entry.flops / (1e12 * (spec.float8_tflops or 0))
+        assert seconds_of(issued, spec) == max(
+            seconds_of(entry, spec), 1e9 / (4 * 132 * 1.83e9) + entry.launches * KERNEL_LAUNCH_S
+        )
+
+
+@pytest.mark.nightly
+def test_machine_code_is_of_the_config_that_would_be_chosen():
+    """Every large kernel has instructions, and none spills more than Inductor accepts."""
+    made = ledger("linear", "quaver tensorwise")
+    codes = machine_codes(made, 90, {})
+    priced = with_machine_code(made, codes)
+    assert all(entry.issued for entry in priced.entries if entry.launch.kernels and entry.category != "small")
+    assert all(code.spilled_bytes <= 64 for code in codes.values())
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,82 @@
+"""How the programs of a Triton kernel of Inductor's share its tensors, read from its source, for one config."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+_SIZE = re.compile(r"^\s*(xnumel|ynumel|r0_numel) = (\d+)", re.M)
+_ACCESS = re.compile(r"^( *).*tl\.(load|store)\((\w+) \+ (\(.*)$", re.M)
+_UNIT = re.compile(r"(?:^\(|\+ )(x|y|r0_)(?:\d+|index)?(?= \+|\)|,)")
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "i32": 4, "i64": 8}
+_SECTOR = 32
+
+
+class TileAccess(NamedTuple):
+    """A load or store of a tile: bytes of an element, the axes of its index, and the axis along which it is dense."""
+
+    is_load: bool
+    element_bytes: int
+    axes: frozenset[str]
+    dense: str
+
+
+@dataclass(frozen=True)
+class KernelLayout:
+    """The axes' sizes by their first letters, x, y and r, and the accesses of tiles."""
+
+    sizes: dict[str, int]
+    accesses: tuple[TileAccess, ...]
+
+    @classmethod
+    def of(cls, source: str, signature: dict[str, str]) -> KernelLayout:
+        """Read a kernel's source.
+
+        Args:
+            signature: Triton's, such as "*bf16", by argument.
+        """
+        sizes = {name[0]: int(size) for name, size in _SIZE.findall(source)}
+        accesses = []
+        for _, kind, pointer, index in _ACCESS.findall(source):
+            index = index.split(", ")[0]
+            axes = frozenset(axis for axis in sizes if re.search(rf"\b{axis}(?:0_)?\d", index))
+            unit = _UNIT.search(index)
+            width = _BYTES.get(signature.get(pointer, "").lstrip("*"), 1)
+            accesses.append(TileAccess(kind == "load", width, axes, unit[1][0] if unit else ""))
+        return cls(sizes, tuple(accesses))
+
+    def block(self, axis: str, config: dict[str, int]) -> int:
+        """The extent of a program's tile along an axis; whole where no config says."""
+        return config.get({"x": "XBLOCK", "y": "YBLOCK", "r": "R0_BLOCK"}[axis], self.sizes.get(axis, 1))
+
+    def programs(self, config: dict[str, int]) -> int:
+        """How many programs are launched."""
+        rows = config.get("RSPLIT_SIZE") or self.block("x", config)
+        programs = ceil(self.sizes["x"] / rows)
+        return programs * ceil(self.sizes["y"] / self.block("y", config)) if "y" in self.sizes else programs
+
+    def sector_bytes(self, config: dict[str, int]) -> float:
+        """The bytes that move for an element of the tile, in whole sectors of 32 bytes."""
+        moved = 0.0
+        for access in self.accesses:
+            if len(access.axes) == len(self.sizes):
+                run = access.element_bytes * self.block(access.dense, config) if access.dense else access.element_bytes
+                moved += access.element_bytes * max(1.0, _SECTOR / run)
+        return moved
+
+    def loaded_by_program(self, config: dict[str, int]) -> float:
+        """The bytes that all loads of one program load, loops included."""
+        extents = {axis: self.block(axis, config) for axis in self.sizes}
+        if "r" in extents:  # loops go over all of it
+            extents["r"] = ceil(self.sizes["r"] / extents["r"]) * extents["r"]
+        extents["x"] = config.get("RSPLIT_SIZE") or extents["x"]
+        elements = 1
+        for extent in extents.values():
+            elements *= extent
+        widths = (access.element_bytes for access in self.accesses if access.is_load and self._in_loop(access))
+        return float(elements * sum(widths))
+
+    def _in_loop(self, access: TileAccess) -> bool:
+        return "r" in access.axes or "r" not in self.sizes
