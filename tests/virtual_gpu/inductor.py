@@ -1,0 +1,201 @@
+"""Runs the Triton code that Inductor writes for a GPU: kernels in the interpreter, the wrapper on CPU tensors.
+
+    with virtual_gpu("h100") as card, inductor(card) as launches:
+        torch.compile(block)(input).sum().backward()
+
+Inductor lowers each graph for the GPU, as quaver's ledger has it do, with its fusions, layouts, splits of reductions
+and grids. Of a kernel's configs the first runs. Allocations are filled with NaN, so that memory which is read before it
+was written shows. Not run: attention (the CPU's kernel), ptxas, and whatever needs the device's own arithmetic;
+libdevice's functions are NumPy's, and FMAs round twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import linecache
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime import triton_helpers, triton_heuristics
+from triton.runtime import interpreter
+
+from quaver.memory.compiling import gpu_code
+from quaver.memory.compiling.inductor import settings_without_caches
+
+if TYPE_CHECKING:
+    from tests.virtual_gpu import Card
+
+_TORCH = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+}
+_INTEGERS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+_SIGNED = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+MOST_PROGRAMS = 2**31 - 1, 65535, 65535
+"""Of a grid, in x, y and z (CUDA C++ Programming Guide, compute capabilities)."""
+
+
+@contextlib.contextmanager
+def inductor(card: Card) -> Iterator[Counter[str]]:
+    """Inside the block, within `virtual_gpu`, torch.compile compiles for `card` and runs what Inductor wrote.
+
+    Yields how often each Triton kernel was launched, by its name.
+    """
+    launches: Counter[str] = Counter()
+    attention = F.scaled_dot_product_attention
+    gpu = gpu_code.GPUS[card.name.upper()]
+    torch.compiler.reset()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(settings_without_caches())
+        stack.enter_context(gpu_code._as_gpu(gpu))
+        replace = lambda owner, name, value: stack.enter_context(mock.patch.object(owner, name, value))  # noqa: E731
+        replace(F, "scaled_dot_product_attention", attention)
+        replace(GraphLowering, "_compile_to_module_lines", functools.partialmethod(_module, launches))
+        replace(triton_heuristics, "cached_autotune", _interpreted)
+        replace(triton_helpers, "set_driver_to_gpu", lambda: None)
+        replace(triton_helpers, "libdevice", Libdevice())
+        replace(interpreter, "_convert_float", _convert_float)
+        try:
+            yield launches
+        finally:
+            torch.compiler.reset()
+
+
+_REPLACED = {
+    "from torch._C import _cuda_getCurrentRawStream as get_raw_stream": "get_raw_stream = lambda index: 0",
+    "torch._C._dynamo.guards._empty_strided_cuda": "_empty_strided",
+    "torch.cuda._DeviceGuard(0)": "_nullcontext()",
+    "device(type='cuda', index=0)": "device(type='cpu')",
+    "async_compile = AsyncCompile()": "async_compile = _Kernels()",
+}
+"""What Inductor's wrapper calls of the device."""
+
+_numbers = itertools.count()
+
+
+def _module(graph: GraphLowering, launches: Counter[str], wrapper_code: Any) -> ModuleType:
+    source = wrapper_code.value
+    for found, replacement in _REPLACED.items():
+        source = source.replace(found, replacement)
+    module = ModuleType(f"inductor_on_a_virtual_gpu_{next(_numbers)}")
+    module.__file__ = f"<{module.__name__}>"
+    names = {"_empty_strided": _empty_strided, "_nullcontext": contextlib.nullcontext}
+    vars(module).update(graph.constants, _Kernels=functools.partial(Kernels, launches), **names)
+    exec(_compiled(source, module.__file__), vars(module))
+    return module
+
+
+def _compiled(source: str, name: str) -> Any:
+    """Code whose source `inspect` finds, as the interpreter does."""
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    return compile(source, name, "exec")
+
+
+def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    made = torch.empty_strided(size, stride, dtype=dtype)
+    made.untyped_storage().fill_(255)  # NaN in each floating-point format
+    return made
+
+
+class Kernels:
+    """Stands for Inductor's AsyncCompile."""
+
+    def __init__(self, launches: Counter[str]) -> None:
+        self._launches = launches
+
+    def triton(self, name: str, source: str, device_str: str) -> Interpreted:
+        namespace: dict[str, Any] = {}
+        file = f"<{name}_{next(_numbers)}>"
+        namespace["__file__"] = file
+        exec(_compiled(source, file), namespace)
+        kernel: Interpreted = namespace[name]
+        kernel.launches, kernel.name = self._launches, name
+        return kernel
+
+    def wait(self, scope: dict[str, Any]) -> None:
+        pass
+
+
+class Interpreted:
+    """A kernel of Inductor with the first of its configs."""
+
+    launches: Counter[str]
+    name: str
+
+    def __init__(self, function: Any, config: Any, inductor_meta: dict[str, Any]) -> None:
+        self._function, self._config = function, config
+        self._grid = triton_heuristics.GridExpr.from_meta(inductor_meta, config)
+
+    def run(self, *args: Any, stream: int) -> None:
+        """Launch it, as the wrapper does."""
+        self.launches[self.name] += 1
+        names = self._function.arg_names
+        sizes = {name: value for name, value in zip(names, args, strict=False) if isinstance(value, int)}
+        grid = self._grid.eval_slow({**sizes, **self._config.kwargs})
+        if any(programs > most for programs, most in zip(grid, MOST_PROGRAMS, strict=True)):
+            raise RuntimeError(f"CUDA error: invalid configuration argument: a grid of {grid}")
+        self._function[grid](*args, **self._config.kwargs)
+
+
+def _interpreted(
+    size_hints: Any, configs: list[Any], triton_meta: Any, heuristic_type: Any, *args: Any, **options: Any
+) -> Callable[[Any], Interpreted]:
+    def decorate(function: Any) -> Interpreted:
+        config = configs[0]
+        kwargs = {name: value for name, value in config.kwargs.items() if name in function.arg_names}
+        return Interpreted(function, triton.Config(kwargs, num_warps=config.num_warps), options["inductor_meta"])
+
+    return decorate
+
+
+class Libdevice:
+    """libdevice's functions by NumPy, with one rounding of the result."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        function = _NAMED.get(name) or getattr(np, name)
+
+        def call(*args: Any) -> Any:
+            wide = [each.handle.data.astype(np.float64) for each in args]
+            with np.errstate(all="ignore"):
+                made = np.asarray(function(*wide))
+            result = args[0]
+            dtype = np.bool_ if made.dtype == np.bool_ else result.handle.data.dtype
+            kind = tl.int1 if made.dtype == np.bool_ else result.dtype
+            handle = interpreter.TensorHandle(made.astype(dtype), kind)
+            return tl.tensor(handle, tl.block_type(kind, list(made.shape)) if made.shape else kind)
+
+        return call
+
+
+_NAMED: dict[str, Callable[..., Any]] = {
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "pow": np.power,
+    "floor": np.floor,
+    "erf": np.vectorize(lambda x: float(torch.erf(torch.tensor(x, dtype=torch.float64)))),
+}
+
+
+def _convert_float(input: np.ndarray, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> np.ndarray:
+    """The interpreter's conversion of bits, rounded to the nearest even number; its own loses the carry."""
+    bits = np.ascontiguousarray(input).view(np.dtype(f"int{input_dtype.primitive_bitwidth}"))
+    numbers = torch.from_numpy(bits.copy()).view(_TORCH[input_dtype.name])
+    converted = numbers.to(_TORCH[output_dtype.name])
+    made = converted.contiguous().view(_SIGNED[output_dtype.primitive_bitwidth]).numpy()
+    return made.view(_INTEGERS[output_dtype.primitive_bitwidth]).reshape(input.shape)
