@@ -141,7 +141,7 @@ PAGES: Pages = {
             Command("bench nothing", "unknown benchmark 'nothing'; choose from linear"),
             Command("bench linear --shapes x", "shape 'x': expected a size"),
             Command("memory nowhere.toml", "config file 'nowhere.toml' does not exist; give"),
-            Command("doctor --recipe x", "unknown flag: '--recipe'"),
+            Command("doctor --recipes x", "unknown flag: '--recipes'"),
             Command("completion x", "unexpected argument 'x'; see quaver completion --help"),
         ],
     },

@@ -201,7 +201,7 @@ def ledger_views():
     graphs = (CompiledGraph(False, (launch,) * 20, (), ""),)
     ledgers = [Ledger(f"torchao {LONGEST}", "H200", entries_of(graphs, 0), graphs)]
     options = ledger.LedgerOptions(kernels=True)
-    return ledger._views(options, ledgers, find_device_spec("H200"), options.work())
+    return ledger._views(options, ledgers, ledger.Codes(), find_device_spec("H200"), options.work())
 
 
 def all_of_a_roofline():
