@@ -22,6 +22,7 @@ from torch import Tensor
 from quaver.experts.groups import Form, GroupedOperand, group_of_rows, scale_rows
 from quaver.kernels.cast import row_major
 from quaver.kernels.native_blocks import ALIGNMENT
+from quaver.kernels.operands import present
 from quaver.kernels.widen import widen
 from quaver.recipes.cast_config import ALL
 from quaver.recipes.formats import E4M3
@@ -69,16 +70,13 @@ def _ends_of_b(ends: Tensor, form: Form) -> Tensor | None:
 
 
 def _factor(operand: GroupedOperand, ends: Tensor | None, groups: int) -> _Factor:
-    data, scale, block_rows = operand
-    rows, columns = data.shape
-    if scale is None:
-        return _Factor(None, None)
+    (rows, columns), scale = operand.data.shape, present(operand.dequant_scale)
     if scale.dim() == 1:
-        group = group_of_rows(ends, groups, rows, data.device)[0]
+        group = group_of_rows(ends, groups, rows, scale.device)[0]
         return _Factor(F.pad(scale, (0, 1))[group], scale[:, None].expand(groups, columns))
-    if block_rows == 1 and scale.shape[1] == 1:
+    if operand.block_rows == 1 and scale.shape[1] == 1:
         return _Factor(scale.view(-1), None)
-    return _Factor(None, scale if block_rows == ALL and scale.shape == (groups, columns) else None)
+    return _Factor(None, scale if operand.block_rows == ALL and scale.shape == (groups, columns) else None)
 
 
 def _widened(operand: GroupedOperand, ends: Tensor | None, groups: int) -> Tensor:
