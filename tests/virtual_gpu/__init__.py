@@ -21,12 +21,24 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quaver.linear.gemm import assuming_native
+from quaver.kernels import triton_blocks
+from quaver.linear import gemm
+from quaver.linear.gemm import ScaleKind, assuming_native
 from quaver.runtime.devices import standing_for_gpu
+from quaver.runtime.slow_paths import slow_paths
 from tests.virtual_gpu import grouped_matmuls, matmuls, runtime
 
 CAPABILITIES = {"a100": (8, 0), "l40s": (8, 9), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0), "rtx5090": (12, 0)}
 """Compute capabilities (developer.nvidia.com/cuda-gpus)."""
+KINDS = {
+    "l40s": {ScaleKind.TENSORWISE, ScaleKind.ROWWISE},
+    **dict.fromkeys(
+        ("h100", "h200"), {ScaleKind.TENSORWISE, ScaleKind.ROWWISE, ScaleKind.GROUPS, ScaleKind.BLOCKS_OF_128}
+    ),
+    "b200": {ScaleKind.TENSORWISE, ScaleKind.ROWWISE, ScaleKind.GROUPS, ScaleKind.BLOCKS_OF_32},
+    "rtx5090": {ScaleKind.TENSORWISE},
+}
+"""The kinds of scales that a card multiplies natively."""
 
 
 @dataclass
@@ -41,7 +53,11 @@ class Card:
 
 @contextlib.contextmanager
 def virtual_gpu(name: str = "h100") -> Iterator[Card]:
-    """Inside the block CPU tensors stand for those of a GPU, one of CAPABILITIES."""
+    """Inside the block CPU tensors stand for those of a GPU, one of CAPABILITIES.
+
+    Raises AssertionError at the exit where results may be right, and slow: a probe found otherwise than KINDS, or casts
+    of a card that runs kernels ran in PyTorch.
+    """
     if name not in CAPABILITIES:
         raise ValueError(f"expected one of {', '.join(CAPABILITIES)}, got {name!r}")
     card = Card(name, CAPABILITIES[name])
@@ -53,3 +69,7 @@ def virtual_gpu(name: str = "h100") -> Iterator[Card]:
         stack.enter_context(runtime.cuda_functions(card))
         stack.enter_context(standing_for_gpu(card.capability))
         yield card
+        for (_, kind), failure in gemm._native_failures.items():
+            assert (failure is None) == (kind in KINDS.get(name, ())), f"{name}, {kind.value}: {failure}"
+        slow = [] if card.capability < triton_blocks.FIRST_CAPABILITY else slow_paths()
+        assert not [each for each in slow if each.startswith("float8 casts on")], slow
