@@ -1,5 +1,6 @@
 """float8_grouped_mm: every expert is the float8 linear of its tokens, to the bit, on every path."""
 
+import contextlib
 import functools
 import itertools
 from dataclasses import replace
@@ -312,6 +313,10 @@ def test_the_probe_of_the_hardware(scaled_grouped_mm, monkeypatch):
     right = gpu_gemm.scaled_grouped_mm
     monkeypatch.setattr(gpu_gemm, "scaled_grouped_mm", lambda *args, **options: right(*args, **options) * 1.1)
     assert "wrong result" in gemm.probe_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS)
+    for error, raises in ((RuntimeError("CUDA out of memory"), True), (RuntimeError("needs sm_90\nat line 1"), False)):
+        monkeypatch.setattr(gemm.gpu_gemm, "scaled", mock.Mock(side_effect=error))
+        with pytest.raises(RuntimeError, match="out of memory") if raises else contextlib.nullcontext():
+            assert gemm.probe_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS) == "needs sm_90"
 
 
 def test_scales_that_vary_along_the_contracted_dim_are_not_the_hardwares():
@@ -360,3 +365,10 @@ def test_bad_input(change, message):
     a, b_t, ends = operands()
     with pytest.raises(ValueError, match=message):
         float8_grouped_mm(**{"a": a, "b_t": b_t, "offs": ends, "config": "rowwise"} | change)
+
+
+def test_ranges_are_padded_no_further_than_to_multiples_of_16():
+    to, ends, rows = gpu_gemm._padded_rows(torch.tensor([1, 1, 18, 35], dtype=torch.int32), 37)
+    assert ends.tolist() == [16, 16, 48, 80]
+    assert rows == 112  # the most that four groups of 37 rows can take
+    assert to.tolist() == [0, *range(16, 33), *range(48, 65), rows, rows]

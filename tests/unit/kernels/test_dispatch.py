@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
@@ -71,7 +72,10 @@ TAKEN = {
 
 @np.errstate(all="ignore")
 def run_table(capability, dtypes=DTYPES):
-    """(operation, dtype, layout) of every case that launched a kernel; asserts the reference's results in each."""
+    """(operation, dtype, layout) of every case that launched a kernel.
+
+    Asserts in each the reference's results, and that those of fake tensors lie alike.
+    """
     launched = set()
     for (name, call), dtype, (layout, laid_out) in itertools.product(OPERATIONS.items(), dtypes, LAYOUTS.items()):
         matrix = laid_out(varied(17, 48, torch.float32).to(dtype))
@@ -90,17 +94,24 @@ def run_table(capability, dtypes=DTYPES):
         for got, reference in zip(_tensors(made), _tensors(expected), strict=True):
             assert got.stride() == reference.stride(), (name, dtype, layout)
             assert_same_bits(got, reference)
+        if matrix.dim() == 2:
+            with standing_for_gpu(capability), FakeTensorMode() as mode:
+                faked = call(mode.from_tensor(matrix))
+            assert list(map(_laid, _tensors(faked))) == list(map(_laid, _tensors(made))), (name, dtype, layout)
     return launched
 
 
 @contextlib.contextmanager
 def counting_launches():
-    """How often each kernel is launched inside the block, by its name."""
+    """How often each kernel is launched in the block, by its name; tiles are as [Note: transposing a tile] says."""
     names = Counter()
 
-    def launch(kernel, *args, **constants):
+    def launch(kernel, matrix, tile, *args, **constants):
         names[kernel.fn.__name__] += 1
-        return triton_blocks.launch(kernel, *args, **constants)
+        of_load = 1 if tile[:2] == (64, 32) else 16 // matrix.itemsize
+        if tile.rows_of_thread > 1:
+            assert tile.rows * tile.columns == 32 * tile.warps * of_load * tile.rows_of_thread, (names, tile)
+        return triton_blocks.launch(kernel, matrix, tile, *args, **constants)
 
     with contextlib.ExitStack() as stack:
         for module in (triton_amax, triton_cast, triton_cast_blocks, triton_copy):
@@ -117,6 +128,10 @@ def _result(call, matrix):
         return type(error).__name__
 
 
+def _laid(tensor):
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
 def _tensors(made):
     if isinstance(made, torch.Tensor):
         return [made]
@@ -125,8 +140,8 @@ def _tensors(made):
 
 def run_grouped_matmuls():
     """The relative errors of torch's grouped matmul of matrices in high precision, by form and layout of weights."""
-    ends = torch.tensor([20, 20, 37], dtype=torch.int32)
-    tokens, gradients, weights = torch.randn(40, 24), torch.randn(40, 16), torch.randn(3, 16, 24)
+    ends = torch.tensor([1, 1, 18, 35], dtype=torch.int32)  # each group takes the most padding
+    tokens, gradients, weights = torch.randn(37, 24), torch.randn(37, 16), torch.randn(4, 16, 24)
     errors = {}
     for form, transposed in itertools.product(Form, (False, True)):
         stored = weights.transpose(1, 2).contiguous() if transposed else weights
@@ -136,7 +151,7 @@ def run_grouped_matmuls():
             pair = (GroupedOperand(each.bfloat16()) for each in (left, right))
             made = gpu_gemm.widened(*pair, ends, form, transposed).float()
         expected = torch.zeros_like(made)
-        for group, (start, stop) in enumerate(((0, 20), (20, 20), (20, 37))):
+        for group, (start, stop) in enumerate(((0, 1), (1, 1), (1, 18), (18, 35))):
             if form is Form.GRAD_WEIGHT:
                 product = gradients[start:stop].t() @ tokens[start:stop]
                 expected[group] = product.t() if transposed else product

@@ -358,6 +358,17 @@ def test_complete_blocks_are_not_padded(is_square, monkeypatch):
         native_block_mm(*block_operands(128, 512, 256, 128, is_square), 128)
 
 
+def test_padded_codes_lie_as_they_lay():
+    stored = torch.randn(17, 40).to(E4M3)
+    for codes in (stored, stored.t()):
+        padded = gemm.pad_codes(codes, 3, 5)
+        assert padded.shape == (codes.shape[0] + 3, codes.shape[1] + 5)
+        assert padded.is_contiguous() == codes.is_contiguous()
+        assert padded.t().is_contiguous() == codes.t().is_contiguous()
+        assert padded[: codes.shape[0], : codes.shape[1]].float().equal(codes.float())
+        assert padded.float().count_nonzero() == codes.float().count_nonzero()
+
+
 @pytest.mark.skipif(
     not hasattr(torch._meta_registrations, "_check_scaled_mm_sizes_v2"),
     reason="PyTorch 2.15 checks them on the device alone",
