@@ -1,0 +1,317 @@
+"""The code of the package that only a GPU takes, read from its source: what a CPU's answers leave out.
+
+A condition is evaluated with what `quaver/runtime/devices.py` answers about a CPU (`CPU_SAYS`); whatever is unknown
+stays open. Code is a GPU's where a condition with a known value keeps a CPU out of it: branches, what follows an early
+return, operands of `and` and `or`, arms of a conditional expression. So are the bodies of functions that no other code
+names, and of the modules in `MODULES`. A function that returns one known value on every path of a CPU has that value in
+the conditions of its callers.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+CPU_SAYS = {"is_cpu": True, "is_cuda": False, "is_cuda_device": False, "has_cuda": False, "is_capturing": False}
+"""What functions of devices.py answer where there is no GPU."""
+MODULES = ("kernels/triton_*.py", "kernels/native_blocks.py", "experts/gpu_gemm.py")
+"""Whose functions run on a GPU alone."""
+AS_VALUES = ("_native_works",)
+"""Functions that are handed to one that calls them on a GPU alone."""
+NOT_READ = "runtime/devices.py", "torch_private/"
+"""Files that ask no question about a tensor: the answers, and names of torch."""
+LAB = {
+    "bench/": "times a GPU and asks what it is",
+    "memory/": "measures by CUDA's allocator",
+    "plan/": "asks what the GPU here is",
+    "recorder/": "measures by CUDA's allocator",
+    "roofline/": "asks what the GPU here is",
+    "runs/": "stores random states of a device",
+    "runtime/ranks.py": "NCCL, and a device for each rank",
+    "trainer/": "the allocator's peaks, history and snapshots, and the profiler of a device",
+}
+"""What asks a device about itself. These lines are listed apart: a virtual GPU has no memory and no clock."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What an expression is on a CPU."""
+
+    value: Any
+    of_device: bool = False
+    """Whether it follows from what a CPU says."""
+
+
+UNKNOWN = Known("unknown")
+
+
+@dataclass
+class Source:
+    """One file of the package."""
+
+    path: Path
+    text: str
+    gpu: list[ast.AST] = field(default_factory=list)
+    """The outermost statements and expressions that only a GPU takes."""
+    deciding: list[tuple[ast.expr, int]] = field(default_factory=list)
+    """Conditions whose value a CPU knows, and the first line that each leaves out."""
+
+    @property
+    def is_lab(self) -> bool:
+        """Whether the file is one of LAB."""
+        return self.path.relative_to(ROOT / "quaver").as_posix().startswith(tuple(LAB))
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    def lines(self) -> set[int]:
+        """The lines of statements and expressions that only a GPU takes, as a tracer reports them."""
+        found = {node.lineno for node in self.gpu if isinstance(node, ast.expr)}
+        inside = (each for node in self.gpu for each in ast.walk(node) if isinstance(each, ast.stmt))
+        return found | {each.lineno for each in inside if not _is_docstring(each)}
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+class _Reader:
+    """Finds in functions what a CPU leaves out, and what they return on one."""
+
+    def __init__(self, source: Source, answers: dict[str, Known]) -> None:
+        self.source, self.answers = source, answers
+        self.returns: list[list[Known]] = []
+        self.returned: dict[str, list[Known]] = defaultdict(list)
+        """What each function returns on a CPU; several have one name."""
+
+    def function(self, node: ast.FunctionDef) -> Known:
+        """What the function returns on a CPU, UNKNOWN where it depends."""
+        self.returns.append([])
+        before = len(self.source.gpu)
+        if not self.block(node.body, {}):
+            self.returns[-1].append(Known(None))
+        value = _one_of(self.returns.pop())
+        return Known(value.value, True) if value is not UNKNOWN and len(self.source.gpu) > before else value
+
+    def block(self, statements: list[ast.stmt], known: dict[str, Known]) -> bool:
+        """Reads statements; whether a CPU never gets behind them."""
+        for index, statement in enumerate(statements):
+            if self.statement(statement, known):
+                if left := statements[index + 1 :]:
+                    self.source.gpu.extend(left)
+                    if isinstance(statement, ast.If) and self.value(statement.test, known).of_device:
+                        self.source.deciding.append((statement.test, left[0].lineno))
+                return True
+        return False
+
+    def statement(self, node: ast.stmt, known: dict[str, Known]) -> bool:
+        """Reads one statement; whether a CPU never gets behind it."""
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            known.pop(node.name, None)
+            for decorator in node.decorator_list:
+                self.expression(decorator, known)
+            if isinstance(node, ast.ClassDef):
+                self.block(node.body, {})
+            else:
+                self.returned[node.name].append(self.function(node))
+            return False
+        if isinstance(node, ast.If):
+            return self.condition(node, known)
+        if isinstance(node, (ast.For, ast.While)):
+            self.forget(node, known)
+            self.expression(node.iter if isinstance(node, ast.For) else node.test, known)
+            self.block(node.body, dict(known))
+            self.block(node.orelse, dict(known))
+            return False
+        if isinstance(node, (ast.With, ast.Try)):
+            for item in getattr(node, "items", []):
+                self.expression(item.context_expr, known)
+            ends = self.block(node.body, known)
+            for handler in getattr(node, "handlers", []):
+                ends = self.block(handler.body, dict(known)) and ends
+            self.forget(node, known)
+            self.block(getattr(node, "orelse", []) + getattr(node, "finalbody", []), known)
+            return ends
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.expression(child, known)
+        if isinstance(node, ast.Return) and self.returns:
+            self.returns[-1].append(Known(None) if node.value is None else self.value(node.value, known))
+        self.forget(node, known)
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            known[node.targets[0].id] = self.value(node.value, known)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            known[node.target.id] = self.value(node.value, known)
+        return isinstance(node, (ast.Return, ast.Raise, ast.Continue, ast.Break))
+
+    def condition(self, node: ast.If, known: dict[str, Known]) -> bool:
+        self.expression(node.test, known)
+        test = self.value(node.test, known)
+        if not test.of_device:
+            branches = dict(known), dict(known)
+            ends = [self.block(each, of) for each, of in zip((node.body, node.orelse), branches, strict=True)]
+            self.forget(node, known)
+            return all(ends)
+        taken, other = (node.body, node.orelse) if test.value else (node.orelse, node.body)
+        if other:
+            self.source.gpu.extend(other)
+            self.source.deciding.append((node.test, other[0].lineno))
+        return self.block(taken, known)
+
+    def expression(self, node: ast.expr, known: dict[str, Known]) -> None:
+        """Finds the operands that a CPU does not evaluate."""
+        if isinstance(node, ast.IfExp):
+            self.expression(node.test, known)
+            test = self.value(node.test, known)
+            if test.of_device:
+                other = node.orelse if test.value else node.body
+                self.source.gpu.append(other)
+                self.source.deciding.append((node.test, other.lineno))
+                self.expression(node.body if test.value else node.orelse, known)
+                return
+            self.expression(node.body, known)
+            self.expression(node.orelse, known)
+            return
+        if isinstance(node, ast.BoolOp):
+            stops_at = isinstance(node.op, ast.Or)
+            for index, operand in enumerate(node.values):
+                self.expression(operand, known)
+                value = self.value(operand, known)
+                if value.of_device and bool(value.value) is stops_at and index + 1 < len(node.values):
+                    left = node.values[index + 1 :]
+                    self.source.gpu.extend(left)
+                    self.source.deciding.append((operand, left[0].lineno))
+                    return
+            return
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.expression(child, known)
+
+    def forget(self, node: ast.AST, known: dict[str, Known]) -> None:
+        for each in ast.walk(node):
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                known.pop(each.id, None)
+
+    def value(self, node: ast.expr, known: dict[str, Known]) -> Known:
+        """The value of an expression on a CPU."""
+        if isinstance(node, ast.Constant):
+            return Known(node.value)
+        if isinstance(node, ast.Name):
+            return known.get(node.id, UNKNOWN)
+        if isinstance(node, ast.NamedExpr):
+            return self.value(node.value, known)
+        if isinstance(node, ast.Attribute):
+            if node.attr in ("is_cpu", "is_cuda"):
+                return Known(CPU_SAYS[node.attr], True)
+            if node.attr == "type" and ast.unparse(node.value).endswith("device"):
+                return Known("cpu", True)
+            return Known(ast.unparse(node)) if node.attr.isupper() else UNKNOWN  # a member of an enum
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in CPU_SAYS or ast.unparse(node.func) == "torch.cuda.is_available":
+                return Known(CPU_SAYS.get(name, False), True)
+            return self.answers.get(name, UNKNOWN)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            operand = self.value(node.operand, known)
+            return operand if operand is UNKNOWN else Known(not operand.value, operand.of_device)
+        if isinstance(node, ast.BoolOp):  # `x or True` is true, whatever x is
+            values = [self.value(each, known) for each in node.values]
+            ends_with = isinstance(node.op, ast.Or)
+            ends = [each for each in values if each is not UNKNOWN and bool(each.value) is ends_with]
+            return ends[0] if ends else UNKNOWN if UNKNOWN in values else values[-1]
+        if isinstance(node, ast.IfExp):
+            test, arms = self.value(node.test, known), [self.value(each, known) for each in (node.body, node.orelse)]
+            return _one_of(arms) if test is UNKNOWN else _of(arms[0 if test.value else 1], test)
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            pair = self.value(node.left, known), self.value(node.comparators[0], known)
+            if (
+                pair[1].value != "meta"
+                and UNKNOWN not in pair
+                and isinstance(node.ops[0], (ast.Is, ast.Eq, ast.IsNot, ast.NotEq))
+            ):
+                equal = pair[0].value == pair[1].value
+                return Known(equal is isinstance(node.ops[0], (ast.Is, ast.Eq)), any(each.of_device for each in pair))
+        return UNKNOWN
+
+
+def _of(known: Known, condition: Known) -> Known:
+    return known if known is UNKNOWN else Known(known.value, known.of_device or condition.of_device)
+
+
+def _one_of(values: list[Known]) -> Known:
+    """The value that all of them have, else UNKNOWN."""
+    if UNKNOWN in values or len({(type(each.value), each.value) for each in values}) != 1:
+        return UNKNOWN
+    return Known(values[0].value, any(each.of_device for each in values))
+
+
+def read_package(root: Path = ROOT / "quaver") -> dict[str, Source]:
+    """Every file of the package, by its path below `root`, with the code that only a GPU takes."""
+    sources = {}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if not name.startswith(NOT_READ):
+            sources[name] = Source(path, path.read_text(encoding="utf-8"))
+    answers: dict[str, Known] = {}
+    while True:
+        returned = defaultdict(list)
+        for source in sources.values():
+            source.gpu, source.deciding = [], []
+            reader = _Reader(source, answers)
+            reader.block(source.tree.body, {})
+            for function, values in reader.returned.items():
+                returned[function].extend(values)
+        found = {name: value for name, values in returned.items() if (value := _one_of(values)).of_device}
+        if found == answers:
+            break
+        answers = found
+    for name, source in sources.items():
+        if any(Path(name).match(pattern) for pattern in MODULES):
+            source.gpu = [statement for function in functions_of(source.tree) for statement in function.body]
+    _add_functions(sources)
+    return sources
+
+
+def functions_of(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+    """The outermost functions and methods."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield node
+        elif isinstance(node, (ast.ClassDef, ast.If, ast.Try, ast.With)):
+            yield from functions_of(node)
+
+
+def _add_functions(sources: dict[str, Source]) -> None:
+    """Adds the bodies of functions that only a GPU's code names, until there are no more."""
+    named: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for file, source in sources.items():
+        for node in ast.walk(source.tree):
+            for name in _names(node):
+                named[file if name.startswith("_") else "", name].append(id(node))
+    while True:
+        inside = {id(each) for source in sources.values() for node in source.gpu for each in ast.walk(node)}
+        added = False
+        for file, source in sources.items():
+            for function in functions_of(source.tree):
+                uses = named[file if function.name.startswith("_") else "", function.name]
+                is_gpu = function.name in AS_VALUES or (uses and inside.issuperset(uses))
+                if is_gpu and id(function.body[-1]) not in inside:
+                    source.gpu.extend(function.body)
+                    added = True
+        if not added:
+            return
+
+
+def _names(node: ast.AST) -> list[str]:
+    """The names that a node may call by; a string may be one."""
+    if isinstance(node, ast.Constant):
+        return [node.value] if isinstance(node.value, str) and node.value.isidentifier() else []
+    return [node.id] if isinstance(node, ast.Name) else [node.attr] if isinstance(node, ast.Attribute) else []

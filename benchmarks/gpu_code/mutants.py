@@ -1,0 +1,364 @@
+"""Random mutants of the code that only a GPU takes: does a test on the virtual GPU fail for each?
+
+    python -m benchmarks.gpu_code.coverage MAP.json
+    python -m benchmarks.gpu_code.mutants MAP.json --count 150 --seed 1       # half an hour of CPU
+    python -m benchmarks.gpu_code.mutants MAP.json --only 1f03a2,9c77e0 --whole     # these, by all of their tests
+
+A mutant is one change of one expression: a comparison, an operator or a constant is another, a condition is negated,
+two arguments are exchanged, a call is left out. Its tests are those that run its line, the shortest cases first, until
+one fails, as many as take `--seconds` of CPU. They run in a fork of a process that has imported a copy of the package,
+with the code of the mutant in place of that of its functions. A seed orders mutants by a hash of what they change, so
+that changes elsewhere leave the choice as it is. Printed are the key, the place and the change of each, and the test
+that failed. Exit code 1 where more than 5% survive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import copy
+import gc
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_code.coverage import COMPILED, prepare, run_pytest
+from benchmarks.gpu_code.lines import ROOT, Source, read_package
+
+OTHER_OPERATOR = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.Pow: ast.Mult,
+}
+CARD = "h100"
+CARDS = "", CARD
+"""Whose tests one process can run."""
+TEXTS = ("say_once", "RuntimeError", "ValueError")
+"""Calls whose arguments are for a reader."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one file."""
+
+    file: str
+    line: int
+    statement: int
+    """The line that a map has for it."""
+    before: str
+    after: str
+    text: str
+    """The file with the change."""
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.before} -> {self.after}"
+
+
+def mutants_of(file: str, source: Source, seed: int) -> Iterator[Mutant]:
+    """Every mutant of the code of a file that only a GPU takes, and of the conditions that lead to it."""
+    seen, count = set(), Counter[str]()
+    lines = source.text.splitlines()
+    for condition, _ in source.deciding:
+        condition.is_condition = True  # type: ignore[attr-defined]
+    for root, line in [*((root, root.lineno) for root in source.gpu), *source.deciding]:
+        for node, of_line in _expressions(root, line):
+            for mutated in _changes(node):
+                before, after = ast.unparse(node), "pass" if mutated is None else ast.unparse(mutated)
+                place = node.lineno, node.col_offset, node.end_lineno, node.end_col_offset, after
+                if before == after or place in seen:
+                    continue
+                seen.add(place)
+                parts = _around(source.text, node)
+                new = after if isinstance(mutated, (ast.Call, ast.Name, ast.Constant, type(None))) else f"({after})"
+                what = f"{seed} {file} {lines[node.lineno - 1].strip()} {before} {after}"
+                count[what] += 1
+                key = hashlib.sha256(f"{what} {count[what]}".encode()).hexdigest()[:6]
+                yield Mutant(file, node.lineno, of_line, before, after, parts[0] + new + parts[1], key)
+
+
+def _around(text: str, node: ast.expr) -> tuple[str, str]:
+    lines = text.encode().splitlines(keepends=True)
+    first, last = lines[node.lineno - 1], lines[(node.end_lineno or 0) - 1]
+    before = b"".join(lines[: node.lineno - 1]) + first[: node.col_offset]
+    after = last[node.end_col_offset :] + b"".join(lines[node.end_lineno or 0 :])
+    return before.decode(), after.decode()
+
+
+def _expressions(root: ast.AST, line: int) -> Iterator[tuple[Any, int]]:
+    """The expressions of code that computes, no annotation, decorator or message; and the line of their statement."""
+    if isinstance(root, ast.expr):
+        yield root, line
+    if isinstance(root, ast.JoinedStr) or (isinstance(root, ast.Call) and _name(root) in TEXTS):
+        return
+    for field, value in ast.iter_fields(root):
+        if field in ("annotation", "returns", "decorator_list"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                if isinstance(root, (ast.If, ast.While, ast.IfExp)) and field == "test":
+                    child.is_condition = True  # type: ignore[attr-defined]
+                if isinstance(root, ast.Expr):
+                    child.is_statement = True  # type: ignore[attr-defined]
+                yield from _expressions(child, child.lineno if isinstance(child, ast.stmt) else line)
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _changes(node: Any) -> Iterator[ast.expr | None]:
+    """What may stand in the place of an expression; None for nothing."""
+    if getattr(node, "is_condition", False):
+        yield ast.UnaryOp(ast.Not(), node)
+    if isinstance(node, ast.Compare):
+        for index, operator in enumerate(node.ops):
+            changed = copy.deepcopy(node)
+            changed.ops[index] = OTHER_OPERATOR[type(operator)]()
+            yield changed
+    elif isinstance(node, (ast.BinOp, ast.BoolOp)) and type(node.op) in OTHER_OPERATOR:
+        changed = copy.deepcopy(node)
+        changed.op = OTHER_OPERATOR[type(node.op)]()
+        yield changed
+    elif isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant):
+        yield node.operand
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        yield ast.Constant(node.value + 1 if isinstance(node.value, int) else node.value * 2 or 1.0)
+    elif isinstance(node, ast.Call):
+        yield from _calls(node)
+
+
+def _calls(node: ast.Call) -> Iterator[ast.expr | None]:
+    if getattr(node, "is_statement", False):
+        yield None
+        return
+    plain = [index for index, arg in enumerate(node.args) if not isinstance(arg, ast.Starred)]
+    for first, second in zip(plain, plain[1:], strict=False):
+        if second == first + 1 and ast.dump(node.args[first]) != ast.dump(node.args[second]):
+            changed = copy.deepcopy(node)
+            changed.args[first], changed.args[second] = changed.args[second], changed.args[first]
+            yield changed
+    if isinstance(node.func, ast.Attribute) and not ast.unparse(node.func.value).startswith(
+        ("tl", "torch", "F", "math")
+    ):
+        yield node.func.value
+    elif node.args and not isinstance(node.args[0], ast.Starred):
+        yield node.args[0]
+
+
+class Runner:
+    """Runs tests in forks of this process, which has imported the package and the tests, from a copy of both."""
+
+    def __init__(self, folder: Path, files: list[str]) -> None:
+        self.folder = folder
+        for name in ("quaver", "tests", "benchmarks"):
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("results"))
+        shutil.copy2(ROOT / "pyproject.toml", folder)
+        os.chdir(folder)
+        sys.path.insert(0, str(folder))
+        sys.dont_write_bytecode = True
+        with contextlib.redirect_stdout(io.StringIO()):
+            run_pytest([*files, "--collect-only", "-q", "-q"])
+        import torch
+
+        torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(1))  # imports what is imported late
+        torch.compiler.reset()
+
+    def run(self, mutant: Mutant | None, card: str, tests: list[str], seconds: float) -> str:
+        """The test that fails, "" where none does; of a mutant that cannot be imported, or takes too long, that."""
+        path = self.folder / "quaver" / mutant.file if mutant else None
+        output = self.folder / "output"
+        if path is not None:
+            shutil.copy2(path, self.folder / "original")
+            path.write_text(mutant.text, encoding="utf-8")
+        if card == COMPILED:
+            child = self._process(card, tests, output).pid
+        elif not (child := os.fork()):
+            self._child(mutant, tests, output)
+        try:
+            status = _wait(child, seconds)
+        finally:
+            if path is not None:
+                shutil.copy2(self.folder / "original", path)
+        if status is None:
+            return f"more than {seconds:.0f} s"
+        if status == 0:
+            return ""
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+.*)", output.read_text(errors="replace"), re.MULTILINE)
+        return failed.group(1)[:200] if failed else f"exit code {status}"
+
+    def _process(self, card: str, tests: list[str], output: Path) -> subprocess.Popen[bytes]:
+        """A new process, where Triton is to be imported otherwise."""
+        code = f"from benchmarks.gpu_code.coverage import *; prepare({card!r}); sys.exit(run_pytest(sys.argv[1:]))"
+        command = [sys.executable, "-c", code, *tests, "-x", "-q", "-rfE"]
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        with output.open("wb") as to:
+            return subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdout=to, stderr=to, start_new_session=True
+            )
+
+    def _child(self, mutant: Mutant | None, tests: list[str], output: Path) -> None:
+        code = 70
+        try:
+            os.setsid()
+            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            if mutant is not None and not _exchange_code(self.folder / "quaver" / mutant.file):
+                return
+            code = run_pytest([*tests, "-x", "-q", "-rfE", "--rootdir", str(self.folder)])
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+
+
+def _exchange_code(path: Path) -> bool:
+    """Has functions of a file run its code as it is now, with the same lines; whether one is another.
+
+    Kernels need no more than the file: Triton's interpreter reads a function when it first runs it.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+
+    InterpretedFunction.rewritten_fn.clear()
+    codes, exchanged = {}, 0
+    left = [compile(path.read_text(encoding="utf-8"), str(path), "exec")]
+    while left:
+        code = left.pop()
+        codes[code.co_qualname, code.co_firstlineno] = code
+        left += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    for function in gc.get_objects():
+        if type(function) is types.FunctionType and function.__code__.co_filename == str(path):  # no proxy
+            new = codes.get((function.__code__.co_qualname, function.__code__.co_firstlineno))
+            if new is not None and new != function.__code__:
+                function.__code__ = new
+                exchanged += 1
+    return exchanged > 0
+
+
+def _wait(child: int, seconds: float) -> int | None:
+    """The exit code, None where the child has used its seconds of CPU (or ten times as many of time)."""
+    began = time.monotonic()
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+        used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        if used > seconds or time.monotonic() - began > 10 * seconds:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return None
+        time.sleep(0.05)
+
+
+def chosen(tests: dict[str, dict[str, Any]], mutant: Mutant, seconds: float) -> list[tuple[str, list[str]]]:
+    """The tests of a mutant by card, as many as fit: the shortest case for each first parameter, then others."""
+    of_line = sorted(
+        (test["seconds"], card, name)
+        for card in (*CARDS, COMPILED)
+        for name, test in tests.get(card, {}).items()
+        if test["outcome"] == "passed" and mutant.statement in test["lines"].get(mutant.file, ())
+    )
+    first, others, seen = [], [], set()
+    for test in of_line:
+        (others if (function := test[2].partition("-")[0]) in seen else first).append(test)
+        seen.add(function)
+    by_card: dict[str, list[str]] = {}
+    left = seconds
+    for took, card, name in first + others:
+        if took <= left or not by_card:
+            left -= took
+            by_card.setdefault(COMPILED if card == COMPILED else CARD, []).append(name)
+    return sorted(by_card.items(), reverse=True)
+
+
+def judge(runner: Runner, tests: dict[str, dict[str, Any]], mutant: Mutant, seconds: float) -> str:
+    """What killed a mutant, "" where nothing did."""
+    for card, names in chosen(tests, mutant, seconds):
+        if killed := runner.run(mutant, card, names, 4 * seconds + 60):
+            return f"{card} {killed}".strip()
+    return ""
+
+
+def main() -> int:
+    """Parse, make mutants, judge them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("map", type=Path)
+    parser.add_argument("--count", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--only", type=lambda text: set(text.split(",")))
+    parser.add_argument("--whole", action="store_true", help="all tests of each line")
+    parser.add_argument("--list", action="store_true", help="print the mutants and end")
+    args = parser.parse_args()
+    tests = json.loads(args.map.read_text(encoding="utf-8"))
+    ran = {
+        (file, line)
+        for of_card in tests.values()
+        for test in of_card.values()
+        for file, lines in test["lines"].items()
+        for line in lines
+    }
+    sources = {file: source for file, source in read_package().items() if not source.is_lab}
+    everything = [each for file, source in sources.items() for each in mutants_of(file, source, args.seed)]
+    possible = sorted((each for each in everything if (each.file, each.statement) in ran), key=lambda each: each.key)
+    taken = [each for each in possible[: args.count] if args.only is None or each.key in args.only]
+    print(f"{len(everything)} mutants, {len(possible)} of lines that tests run; {len(taken)} of them, seed {args.seed}")
+    if args.list:
+        print(*(f"{mutant.key} {mutant}" for mutant in taken), sep="\n")
+        return 0
+    prepare(CARD)
+    files = sorted({name.partition("::")[0] for card in CARDS for name in tests.get(card, ()) if "::" in name})
+    left = []
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Runner(Path(folder), files)
+        for mutant in taken:
+            began = time.monotonic()
+            killed = judge(runner, tests, mutant, 1e9 if args.whole else args.seconds)
+            if not killed:
+                left.append(mutant)
+            print(f"{mutant.key} {mutant}\n       {time.monotonic() - began:.0f} s {killed or 'SURVIVED'}", flush=True)
+    print(f"{len(taken) - len(left)} of {len(taken)} killed; survivors:")
+    print(*(f"{mutant.key} {mutant}" for mutant in left), sep="\n")
+    return int(len(left) > 0.05 * len(taken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
