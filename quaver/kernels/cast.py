@@ -3,11 +3,12 @@
                                   scales from                       CPU            GPU       compiled for a GPU
     cast_tensorwise               the amax of the matrix            C extension    Triton    PyTorch (*)
     cast_rowwise                  the amaxes of rows, of columns    C extension    Triton    PyTorch (*)
-    cast_blockwise                the amaxes of blocks              C extension    Triton    PyTorch
+    cast_blockwise                the amaxes of blocks              C extension    Triton    PyTorch (*)
     cast_with_scale               the caller                        C extension    Triton    PyTorch
     cast_with_persistent_scale    an earlier step                   C extension    Triton    the operation
 
 (*) Of a matrix that is in memory, for both directions at once, the operation (`CASTS_OF_STORED`, docs/design/0018).
+    So are square blocks for either direction, because they are a weight's.
 
 A matrix hp [R, C] is the operand of two matmuls (linear/quantize.py): `row` asks for what the matmul along its rows
 reads, `column` for what the one along its columns reads. What the C extension or Triton does not take (other dtypes,
@@ -18,7 +19,8 @@ one scale; on a CPU they are one object. `CASTS` has these casts by granularity;
 (docs/extending.md).
 
 Layouts. A GPU multiplies float8 only along the contiguous dim: there, row codes are contiguous and column codes have
-strides (1, R). A CPU takes any layout: there, codes are contiguous.
+strides (1, R). Scales of blocks lie as the matmul reads them, too (`has_scales_by_columns`). A CPU takes any layout:
+there, codes and scales are contiguous.
 
 A cast with a persistent scale is one operation on every device: only a kernel can find out on the device that it has to
 read the matrix twice. For when casts are operations see operation.py.
@@ -33,7 +35,16 @@ import torch
 from torch import Tensor
 
 from quaver.kernels import cpu
-from quaver.kernels.operands import Operand, Operands, asked_for, of_blocks, of_one_scale, present, unflattened
+from quaver.kernels.operands import (
+    Operand,
+    Operands,
+    asked_for,
+    empty_block_scales,
+    has_scales_by_columns,
+    of_blocks,
+    of_one_scale,
+    unflattened,
+)
 from quaver.kernels.operation import library, operation, returning_operands, triton_kernels
 from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
@@ -115,9 +126,12 @@ def computed_once(scales: scaling.Scales) -> scaling.Scales:
     """
     if not torch.compiler.is_dynamo_compiling():
         return scales
-    shape = scales.quant.shape
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return scaling.Scales(*[each.contiguous().as_strided(shape, strides) for each in scales])
+    return scaling.Scales(*map(_viewed_by_strides, scales))
+
+
+def _viewed_by_strides(scale: Tensor) -> Tensor:
+    strides = [math.prod(scale.shape[dim + 1 :]) for dim in range(scale.dim())]
+    return scale.contiguous().as_strided(scale.shape, strides)
 
 
 def _cast_blockwise(
@@ -134,27 +148,24 @@ def _cast_blockwise(
 
     Row blocks have `length` columns and scales [ceil(R / dot_products), ceil(C / length)], column blocks `length` rows
     and scales [ceil(R / length), ceil(C / dot_products)]. Square blocks are one. `mode`: "" or a ScaleCalculationMode.
+    A dequant_scale lies as `has_scales_by_columns` says.
     """
     cpu.check_memory(hp)
 
     def cast(block_size: tuple[int, int]) -> Operand:
         amax = scaling.block_amax(hp, block_size)
-        quant, dequant = computed_once(scaling.scales_of(amax, float8_dtype, power_of_2, mode))
+        by_columns = not is_cpu(hp) and has_scales_by_columns(block_size, row)
+        quant, dequant = scaling.scales_of(amax, float8_dtype, power_of_2, mode)
+        dequant = dequant.t().contiguous() if by_columns else dequant
+        quant, dequant = computed_once(scaling.Scales(quant, dequant))
+        dequant = dequant.t() if by_columns else dequant
         return Operand(scaling.cast_blocks(hp, quant, float8_dtype, block_size, True), dequant, quant)
 
     made = of_blocks(cast, row, column, dot_products, length)
     if is_cpu(hp) or made.column is None:
         return made
     codes, *scales = made.column
-    if made.row is made.column and torch.compiler.is_dynamo_compiling():
-        quant = apart(present(made.column.quant_scale), codes)
-        return Operands(made.row, Operand(column_codes_of_blocks(hp, float8_dtype, quant, length), *scales))
     return Operands(made.row, Operand(_transposed(codes), *scales))
-
-
-def column_codes_of_blocks(hp: Tensor, float8_dtype: torch.dtype, quant_scale: Tensor, length: int) -> Tensor:
-    """The column codes of a matrix whose square blocks have known quant_scales, for compiled code."""
-    return _transposed(scaling.cast_blocks(hp, quant_scale, float8_dtype, (length, length), True))
 
 
 def _cpu_blockwise(
@@ -178,9 +189,9 @@ def _fake_blockwise(
     """Shapes only: the reference asks where blocks are cut, which would bind a dynamic shape."""
 
     def cast(block_size: tuple[int, int]) -> Operand:
-        counts = scaling.block_counts(hp.shape[0], hp.shape[1], block_size)
-        scales = (hp.new_empty(counts, dtype=torch.float32) for _ in range(2))
-        return Operand(hp.new_empty(hp.shape, dtype=float8_dtype), *scales)
+        by_columns = not is_cpu(hp) and has_scales_by_columns(block_size, row)
+        quant, dequant = empty_block_scales(hp, block_size, by_columns)
+        return Operand(hp.new_empty(hp.shape, dtype=float8_dtype), dequant, quant)
 
     made = of_blocks(cast, row, column, dot_products, length)
     if is_cpu(hp) or made.column is None:

@@ -50,17 +50,18 @@ def _native_block_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_sc
     """
     (m, k), n = a.shape, b.shape[1]
     is_square = b_dequant_scale.shape[1] != b.shape[1]
-    columns = -n % (length if is_square else ALIGNMENT)
-    a = row_major(pad_codes(a, -m % ALIGNMENT, -k % length))
-    a_dequant_scale = _completed(a_dequant_scale, -m % ALIGNMENT, 0)
+    rows, columns = -m % ALIGNMENT, -n % (length if is_square else ALIGNMENT)
+    a = row_major(pad_codes(a, rows, -k % length))
     b = row_major(pad_codes(b, -k % length, columns).t()).t()
-    b_scale = b_dequant_scale if is_square else _completed(b_dequant_scale, 0, columns)
     if length == 128:
-        scales = _apart(a_dequant_scale), _apart(_scales_of_columns(b_scale, is_square))
+        # Of square blocks the operator takes [blocks of K, a multiple of 4, ..], of others a row for each column of b.
+        more = -b_dequant_scale.shape[0] % 4 if is_square else columns
+        b_scale = b_dequant_scale if is_square else b_dequant_scale.t()
+        scales = _column_major(a_dequant_scale, rows), _column_major(b_scale, more)
         recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128 if is_square else ScalingType.BlockWise1x128
         swizzle = SwizzleType.NO_SWIZZLE
     else:
-        of_columns = b_scale.repeat_interleave(length, 1) if is_square else b_scale
+        of_columns = b_dequant_scale.repeat_interleave(length, 1) if is_square else b_dequant_scale
         scales = _tiles(a_dequant_scale), _tiles(of_columns.t())
         recipes = ScalingType.BlockWise1x32, ScalingType.BlockWise1x32
         swizzle = SwizzleType.SWIZZLE_32_4_4
@@ -68,28 +69,18 @@ def _native_block_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_sc
     return out if out.shape == (m, n) else out[:m, :n].clone(memory_format=torch.contiguous_format)
 
 
-def _scales_of_columns(scale: Tensor, is_square: bool) -> Tensor:
-    """b's scales [blocks of K, ..] as the operator takes them: of square blocks so, with blocks of K a multiple of 4;
-    else one row for each column of b."""
-    return _completed(scale, -scale.shape[0] % 4, 0) if is_square else scale.t()
-
-
-def _completed(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """Append scales of 1. A pad of nothing would be a copy."""
-    return F.pad(scale, (0, columns, 0, rows), value=1.0) if rows or columns else scale
-
-
-def _apart(scale: Tensor) -> Tensor:
-    """Column-major."""
-    return scale.t().contiguous().t()
+def _column_major(scale: Tensor, rows: int) -> Tensor:
+    """With `rows` of 1 appended. Casts lay scales out so (`has_scales_by_columns`); then nothing is copied."""
+    by_columns = scale.t()
+    return (F.pad(by_columns, (0, rows), value=1.0) if rows else by_columns.contiguous()).t()
 
 
 def _tiles(scale: Tensor) -> Tensor:
     """float32 powers of two [rows, blocks] -> E8M0 in tiles, flat."""
-    rows, blocks = scale.shape
-    padded = _completed(scale, -rows % _ROWS_OF_TILE, -blocks % _BLOCKS_OF_TILE)
+    rows, blocks = -scale.shape[0] % _ROWS_OF_TILE, -scale.shape[1] % _BLOCKS_OF_TILE
+    padded = F.pad(scale, (0, blocks, 0, rows), value=1.0) if rows or blocks else scale
     tiles = padded.reshape(-1, 4, 32, padded.shape[1] // _BLOCKS_OF_TILE, _BLOCKS_OF_TILE).permute(0, 3, 2, 1, 4)
-    return tiles.contiguous().view(-1).to(torch.float8_e8m0fnu)
+    return tiles.to(torch.float8_e8m0fnu, memory_format=torch.contiguous_format).view(-1)
 
 
 def pad_codes(codes: Tensor, rows: int, columns: int) -> Tensor:

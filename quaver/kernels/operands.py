@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
+
+from quaver.recipes.scaling import block_counts
 
 
 class Operand(NamedTuple):
@@ -61,6 +64,23 @@ def of_blocks(
     if dot_products == length:
         return asked_for(cast((length, length)), row, column)
     return Operands(cast((dot_products, length)) if row else None, cast((length, dot_products)) if column else None)
+
+
+def has_scales_by_columns(block_size: tuple[int, int], row: bool) -> bool:
+    """Whether a GPU's dequant_scale of blocks is column-major, as the hardware's matmul reads it.
+
+    Those of row codes in blocks of 1 x n are, and those of square blocks where no row codes are made.
+    """
+    return block_size[0] == 1 or (block_size[0] == block_size[1] and not row)
+
+
+def empty_block_scales(hp: Tensor, block_size: tuple[int, int], by_columns: bool) -> list[Tensor]:
+    """Memory for the quant_scale and the dequant_scale of the blocks of `hp` [R, C], float32."""
+    down, across = block_counts(hp.shape[0], hp.shape[1], block_size)
+    quant = hp.new_empty(down, across, dtype=torch.float32)
+    if by_columns:
+        return [quant, hp.new_empty(across, down, dtype=torch.float32).t()]
+    return [quant, torch.empty_like(quant)]
 
 
 FLAT = 6

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.kernels.operands import Operands, of_one_scale, unflattened
+from quaver.kernels.operands import Operands, empty_block_scales, has_scales_by_columns, of_one_scale, unflattened
 from quaver.kernels.triton_blocks import (
     Tile,
     accepts,
@@ -30,7 +30,7 @@ from quaver.kernels.triton_blocks import (
     to_float8,
     to_quant_scale,
 )
-from quaver.recipes.scaling import block_counts, e8m0_offset
+from quaver.recipes.scaling import e8m0_offset
 
 try:
     import triton.language as tl
@@ -81,8 +81,7 @@ def cast_blockwise(
 def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: int, mode: str) -> Operands:
     """Operands of blocks [1, length] for the row codes and [length, 1] for the column codes."""
     row_codes, column_codes = empty_codes(hp, float8_dtype, True, True)
-    counts = (block_counts(hp.shape[0], hp.shape[1], block_size) for block_size in ((1, length), (length, 1)))
-    row_scales, column_scales = ([hp.new_empty(count, dtype=torch.float32) for _ in range(2)] for count in counts)
+    row_scales, column_scales = (empty_block_scales(hp, (1, length), True), empty_block_scales(hp, (length, 1), False))
     columns = max(length, 128)
     tile = Tile(length, columns, length * columns // 1024, hp.element_size() * 2)
     blocks = Blocks(length, length, bool(mode), e8m0_offset(float8_dtype, mode))
@@ -102,13 +101,12 @@ def _cast(
 ) -> Operands:
     """Operands of blocks of one size, which one read of the matrix makes."""
     codes = empty_codes(hp, float8_dtype, row, column)
-    counts = block_counts(hp.shape[0], hp.shape[1], block_size)
-    quant, dequant = (hp.new_empty(counts, dtype=torch.float32) for _ in range(2))
+    quant, dequant = empty_block_scales(hp, block_size, has_scales_by_columns(block_size, row))
     rows, columns = (max(size, 32) for size in block_size)
     rows_of_thread = hp.element_size() * 2 if column else 1
     tile, cast = Tile(rows, columns, rows * columns // 1024, rows_of_thread), cast_to(float8_dtype, power_of_2)
     blocks = Blocks(*block_size, bool(mode), e8m0_offset(float8_dtype, mode))
-    launch(_cast_blocks, hp, tile, *codes, quant, dequant, CAST=cast, BLOCKS=blocks)
+    launch(_cast_blocks, hp, tile, *codes, quant, dequant, *dequant.stride(), CAST=cast, BLOCKS=blocks)
     return of_one_scale(*codes, quant, dequant)
 
 
@@ -119,6 +117,8 @@ def _cast_blocks(
     column_codes_ptr: tl.tensor,
     quant_ptr: tl.tensor,
     dequant_ptr: tl.tensor,
+    down_stride: tl.tensor,
+    across_stride: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
     TILE: tl.constexpr,
@@ -140,9 +140,9 @@ def _cast_blocks(
         store_column_codes(column_codes_ptr, codes, tl.program_id(0), c, rows, columns, TILE)
     i, j = tile_r * DOWN + tl.arange(0, DOWN), tile_c * ACROSS + tl.arange(0, ACROSS)
     down, across = tl.cdiv(rows, BLOCKS.rows), tl.cdiv(columns, BLOCKS.columns)
-    positions, mask = i[:, None] * across + j[None, :], inside(i, down, j, across)
-    tl.store(quant_ptr + positions, quant, mask=mask)
-    tl.store(dequant_ptr + positions, dequant, mask=mask)
+    mask = inside(i, down, j, across)
+    tl.store(quant_ptr + i[:, None] * across + j[None, :], quant, mask=mask)
+    tl.store(dequant_ptr + i[:, None] * down_stride + j[None, :] * across_stride, dequant, mask=mask)
 
 
 @jit
@@ -171,9 +171,9 @@ def _cast_rows_and_columns(
     codes = to_float8(hp * tl.reshape(element_scales, [TILE.rows, TILE.columns]), CAST)
     store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
     j, across = tile_c * ACROSS + tl.arange(0, ACROSS), tl.cdiv(columns, BLOCKS.columns)
-    positions, mask = r[:, None] * across + j[None, :], inside(r, rows, j, across)
-    tl.store(row_quant_ptr + positions, quant, mask=mask)
-    tl.store(row_dequant_ptr + positions, dequant, mask=mask)
+    mask = inside(r, rows, j, across)
+    tl.store(row_quant_ptr + r[:, None] * across + j[None, :], quant, mask=mask)
+    tl.store(row_dequant_ptr + j[None, :] * rows + r[:, None], dequant, mask=mask)
     quant, dequant = _scales_of(tl.max(bits, 0), CAST, BLOCKS)
     codes = to_float8(hp * quant[None, :], CAST)
     store_column_codes(column_codes_ptr, codes, tl.program_id(0), c, rows, columns, TILE)

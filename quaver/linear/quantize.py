@@ -28,7 +28,6 @@ Four quantizers share this interface:
 
 from __future__ import annotations
 
-import typing
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +38,6 @@ from quaver.kernels.cast import (
     CASTS_OF_STORED,
     cast_with_persistent_scale,
     cast_with_scale,
-    column_codes_of_blocks,
 )
 from quaver.kernels.operands import Operand, Operands, asked_for, of_one_scale
 from quaver.recipes.config import CastConfig
@@ -95,25 +93,22 @@ class Quantizer:
                 return asked_for(Operand(codes, dequant, quant), row, column)
             codes = cast_with_scale(hp, float8_dtype, quant if row else None, quant if column else None)
             return of_one_scale(codes[0] if row else None, codes[1] if column else None, quant, dequant)
-        if cast.is_blockwise and scales is not None:
-            column_codes = column_codes_of_blocks(hp, float8_dtype, scales.quant, typing.cast(Any, cast.block_size)[0])
-            return of_one_scale(None, column_codes, *scales)
         if cast.is_persistent and self.scale is not None:
             return cast_with_persistent_scale(hp, self.scale, float8_dtype, row, column, power_of_2)
-        return CASTS[cast.scaling_granularity](hp, float8_dtype, row, column, power_of_2, *cast.block_options)
+        is_weight = cast.is_blockwise and not cast.has_two_casts  # square blocks are of weights, which lie in memory
+        casts = CASTS_OF_STORED if is_weight and torch.compiler.is_dynamo_compiling() and not is_cpu(hp) else CASTS
+        return casts[cast.scaling_granularity](hp, float8_dtype, row, column, power_of_2, *cast.block_options)
 
     def scales_for(self, cast: CastConfig, operands: Operands) -> Scales | None:
         """The scales of a matrix that was quantized, for a `cast` of it with one scale, without another read.
 
         None for another cast, and where they do not follow. After a row-wise cast it is the smallest quant_scale: a
-        scale falls with its amax, rounding included, and is NaN where an amax is. In code compiled for a GPU also those
-        of square blocks; elsewhere one kernel finds them and casts.
+        scale falls with its amax, rounding included, and is NaN where an amax is. Not for blocks: one kernel finds
+        their scales and casts.
         """
         operand = operands.row or operands.column
         if operand is None or operand.quant_scale is None or operand.dequant_scale is None:
             return None
-        if cast.is_blockwise and not cast.has_two_casts and torch.compiler.is_dynamo_compiling():
-            return None if is_cpu(operand.data) else Scales(operand.quant_scale, operand.dequant_scale)
         if not cast.is_tensorwise:
             return None
         if operand.quant_scale.dim() == 0:
@@ -125,7 +120,7 @@ class Quantizer:
 
 
 class StoredQuantizer(Quantizer):
-    """Quantizes a matrix that lies in memory, as a gradient does, by one operation for both of its matmuls.
+    """Quantizes a gradient, which lies in memory, by one operation for both of its matmuls.
 
     That is for code compiled for a GPU, where Inductor would read the matrix once for each layout. What Inductor merges
     with the producer of a matrix, as a norm with the cast of its result, is not for it.

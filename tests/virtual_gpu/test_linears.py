@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.profiler import profile
 
 pytest.importorskip("triton")
 
@@ -121,6 +122,40 @@ def test_experts_have_the_results_of_a_cpu(interpreter, recipe, name, transposed
     made, expected, _, slow = interpreter(on_card, name, _experts, recipe, transposed, backend)
     assert_results(made, expected, 40)
     assert any("waits for the sizes" in each for each in slow) == (name == "a100" or recipe == "tensorwise")
+
+
+def _copies(recipe, backend, length):
+    """The native matmuls of a linear, and how often they copy something before the vendor's runs."""
+    torch.compiler.reset()
+    function = compiled(lambda input, weight: float8_linear(input, weight, config=recipe), backend)
+    tensors = torch.randn(length, 4 * length).bfloat16(), torch.randn(4 * length, 4 * length).bfloat16()
+    with virtual_gpu("h100") as card:
+        results(function, *tensors)
+        card.calls.clear()
+        with profile() as recorded:
+            results(function, *tensors)
+    torch.compiler.reset()
+    copies = [each for each in recorded.events() if each.name in ("aten::copy_", "aten::constant_pad_nd")]
+    around = [set(names_around(each)) for each in copies]
+    ours = [each for each in around if {"quaver::gemm", "quaver::native_block_mm"} & each and not VENDORS & each]
+    return sum(card.calls.values()), len(ours)
+
+
+VENDORS = {"aten::_scaled_mm", "aten::_scaled_mm_v2"}
+
+
+def names_around(event):
+    while event.cpu_parent is not None:
+        event = event.cpu_parent
+        yield event.name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend", "length"),
+    [("tensorwise", None, 16), ("rowwise", None, 16), ("blockwise", None, 128), ("blockwise", "aot_eager", 128)],
+)
+def test_matmuls_read_codes_and_scales_as_the_casts_wrote_them(interpreter, recipe, backend, length):
+    assert interpreter(_copies, recipe, backend, length) == (3, 0)
 
 
 def _sample(recipe):

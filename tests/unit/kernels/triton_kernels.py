@@ -97,13 +97,19 @@ def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False,
 
 @np.errstate(all="ignore")
 def assert_block_casts(hp, float8_dtype, block_size, power_of_2, mode, wanted=(BOTH,)):
-    """The cast in blocks has the oracle's bits along rows and along columns."""
+    """The cast in blocks has the oracle's bits along rows and along columns.
+
+    The dequant_scale of row codes along 1 x n, and of column codes alone in square blocks, is column-major.
+    """
     assert triton_cast.takes(hp, float8_dtype)
     for rows, columns in wanted:
         made = []
         for size in (block_size, block_size[::-1]):
             options = {"power_of_2": power_of_2, "block_size": size, "mode": mode}
-            made.append(scaling.dynamic_cast_blocks(hp.cpu(), float8_dtype, **options))
+            codes, quant, dequant = scaling.dynamic_cast_blocks(hp.cpu(), float8_dtype, **options)
+            if size[0] == 1 or (size[0] == size[1] and not rows):
+                dequant = torch.empty(dequant.shape[::-1]).t().copy_(dequant)
+            made.append((codes, quant, dequant))
         operands = triton_cast.cast_blockwise(hp, float8_dtype, rows, columns, power_of_2, *block_size, mode)
         assert_operands(operands, *made, rows, columns)
 
