@@ -55,7 +55,7 @@ def materialize(tensor: Tensor, waiting: Tensor) -> None:
 
     Args:
         tensor: any tensor.
-        waiting: a small tensor, as for `add_dependency`.
+        waiting: as for `add_dependency`, or a result of a matmul, which lies in memory anyway.
     """
     if not is_cpu(tensor):
         add_dependency(waiting, tensor)

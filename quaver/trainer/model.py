@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.linear.function import compute_dtype
+from quaver.runtime.compile_hints import materialize
 from quaver.settings import Model
 from quaver.settings.model import RopeScaling
 from quaver.trainer.functional import embedding, plain_rms_norm, rms_norm, swiglu
@@ -173,7 +174,11 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the residual stream [B, T, D] after this block; for `mask` see Attention."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, mask)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        output = self.mlp(self.post_attention_layernorm(hidden))
+        if torch.compiler.is_compiling():
+            # Else each of five readers adds both terms again. Behind the norm, so that a backward may recompute that.
+            materialize(hidden.detach(), output.detach())
+        return hidden + output
 
 
 class Embedding(nn.Embedding):

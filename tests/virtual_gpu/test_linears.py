@@ -9,7 +9,10 @@ from torch.profiler import profile
 pytest.importorskip("triton")
 
 from quaver import convert_to_float8_training, float8_grouped_mm, float8_linear, monitor
+from quaver.bench.modules import Subject
 from quaver.runtime.slow_paths import clear_slow_paths, slow_paths
+from quaver.settings import Model
+from quaver.trainer.float8 import fuse_producers
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.steps import train
 from tests.thinned import at_night
@@ -50,6 +53,16 @@ def _experts(recipe, transposed, backend):
     return results(function, tokens, weights)
 
 
+def _block(recipe):
+    torch.manual_seed(0)
+    subject = Subject(Model(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=96), 32)
+    if recipe:
+        convert_to_float8_training(subject, config=recipe)
+        fuse_producers(subject)
+    made = results(compiled(subject, "aot_eager"), torch.randn(1, 32, 64))
+    return [*made, *(each.grad for each in subject.parameters())]
+
+
 def compiled(function, backend):
     return torch.compile(function, fullgraph=True, backend=backend) if backend else function
 
@@ -73,6 +86,12 @@ def assert_results(made, expected, floor):
         assert got.shape == reference.shape
         assert got.isfinite().all()
         assert sqnr_db(reference.float(), got.float()) > floor
+
+
+@pytest.mark.parametrize(("recipe", "floor"), [(None, 80), ("blockwise", 25)])
+def test_a_compiled_block_has_the_gradients_of_a_cpu(interpreter, recipe, floor):
+    made, expected, *_ = interpreter(on_card, "h100", _block, recipe)
+    assert_results(made, expected, floor)
 
 
 NATIVE = {

@@ -172,8 +172,8 @@ def _dtype(buffer: Any) -> torch.dtype | None:
 
 
 def _accesses(moved: Mapping[str, int]) -> Iterator[Access]:
-    for name, bytes_ in moved.items():
-        buffer = V.graph.try_get_buffer(name)
+    for name, bytes_ in moved.items():  # what `wait_for` seems to have written has another name
+        buffer = V.graph.try_get_buffer(V.graph.scheduler.mutation_real_name.get(name, name))
         if buffer is not None and _dtype(buffer) is not None:
             yield _access(buffer, int(bytes_))
 
