@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,11 @@ BACKEND = "aot_eager" if VIRTUAL else "inductor"
 def needs_silicon(reason: str) -> pytest.MarkDecorator:
     """Skip a test on the virtual GPU, which does not model what it is about."""
     return pytest.mark.skipif(bool(VIRTUAL), reason=f"only a GPU can say: {reason}")
+
+
+def smaller(size: Any, interpreted: Any) -> Any:
+    """A size, or one that suits the interpreter and has the same masks and edges."""
+    return interpreted if VIRTUAL else size
 
 
 def host() -> contextlib.AbstractContextManager[None]:
@@ -48,3 +54,39 @@ def waiting_refused() -> Iterator[None]:
         return
     with host_reads_refused():
         yield
+
+
+@contextlib.contextmanager
+def side_stream() -> Iterator[None]:
+    """Inside the block a stream of its own, as before a graph is captured; a virtual GPU has one."""
+    if VIRTUAL:
+        yield
+        return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream().wait_stream(side)
+
+
+class Graph:
+    """A CUDA graph of a function that returns tensors; on a virtual GPU calls of it, which read no number on the host.
+
+    What the function computes first must have run before, as what it compiles or tries out.
+    """
+
+    def __init__(self, function: Callable[[], list[torch.Tensor | None]]) -> None:
+        self.function, self.graph = function, None if VIRTUAL else torch.cuda.CUDAGraph()
+        with waiting_refused() if self.graph is None else torch.cuda.graph(self.graph):
+            self.results = function()
+
+    def replay(self) -> None:
+        """Compute the results again, in their memory."""
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        with waiting_refused():
+            again = self.function()
+        for result, new in zip(self.results, again, strict=True):
+            if result is not None:
+                result.data.copy_(new.data)

@@ -11,7 +11,7 @@ from quaver import convert_to_float8_training, freeze_to_float8, use_float8_prim
 from quaver.checkpointing import store_activations_in_float8
 from quaver.optim import Float8AdamW, Float8Muon
 from quaver.recorder.allocator import measure_usage
-from tests.gpu.device import BACKEND, DEVICE, host, host_and_gpu, needs_silicon, waiting_refused
+from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, host_and_gpu, waiting_refused
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.steps import draw, train
 from tests.unit.checkpointing.test_policy import make as make_net
@@ -75,7 +75,6 @@ def test_optimizers_follow_those_on_a_cpu(name, dtype):
         assert sqnr_db(theirs, ours) > 60
 
 
-@needs_silicon("what its allocator counts")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recipe", [None, "rowwise", "blockwise"])
 def test_activations_are_stored_in_few_bytes_and_gradients_are_near(recipe, compiled):
@@ -95,6 +94,8 @@ def test_activations_are_stored_in_few_bytes_and_gradients_are_near(recipe, comp
 
         gradients = run()
         net.zero_grad()
+        if VIRTUAL:  # its memory is the host's
+            return None, gradients
         with measure_usage(torch.device(DEVICE), may_leave=True) as measured:
             run(measured.mark)
         return measured.usage.saved_bytes, gradients
@@ -104,7 +105,7 @@ def test_activations_are_stored_in_few_bytes_and_gradients_are_near(recipe, comp
     store_activations_in_float8(net)
     stored_bytes, stored = saved_bytes_and_gradients(net)
     assert min(sqnr_db(theirs, ours) for theirs, ours in zip(exact, stored, strict=True)) > 18
-    assert stored_bytes <= 0.95 * exact_bytes
+    assert VIRTUAL or stored_bytes <= 0.95 * exact_bytes
 
 
 def linears(recipe, device):

@@ -5,7 +5,7 @@ import torch
 
 from quaver import Float8Linear, Float8LinearConfig
 from quaver.linear.gemm import reads_along_contracted
-from tests.gpu.device import DEVICE, needs_silicon
+from tests.gpu.device import DEVICE, Graph, needs_silicon, side_stream
 from tests.reference import RECIPES, sqnr_db
 
 pytestmark = pytest.mark.gpu
@@ -42,37 +42,32 @@ def test_kernels_of_a_step(recipe):
     assert not any("transpose" in name.lower() for name in kernels), kernels
 
 
-@needs_silicon("what a CUDA graph replays")
 @RECIPE
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_cuda_graph_holds_forward_and_backward(recipe, bias):
     module = make(recipe, bias)
     input = torch.randn(512, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+
+    def results():
+        module.zero_grad()
+        input.grad = None
+        return [step(module, input).detach(), input.grad, module.weight.grad]
+
+    with side_stream():
         for _ in range(3):
-            module.zero_grad()
-            input.grad = None
-            step(module, input)
-    torch.cuda.current_stream().wait_stream(side)
+            results()
     module.zero_grad()
     input.grad = None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(module, input)
+    graph = Graph(results)
     with torch.no_grad():
         input.copy_(torch.randn_like(input))
     graph.replay()
-    got = [captured.detach().clone(), input.grad.clone(), module.weight.grad.clone()]
-    module.zero_grad()
-    fresh = input.detach().clone().requires_grad_()
-    expected = [step(module, fresh).detach(), fresh.grad, module.weight.grad]
-    for ours, theirs in zip(got, expected, strict=True):
+    got = [each.clone() for each in graph.results]
+    for ours, theirs in zip(got, results(), strict=True):
         assert ours.equal(theirs)
 
 
-@needs_silicon("what a CUDA graph replays")
+@needs_silicon("what Inductor makes of its modes")
 @RECIPE
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_compilers_modes(recipe, mode):

@@ -112,13 +112,14 @@ def test_experts_for_hopper_have_eager_bits(interpreter, recipe):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("recipe", [None, *ALL])
 def test_a_block_for_hopper_has_eager_numbers(interpreter, recipe):
-    """Inductor orders some sums otherwise, in the gradients of norms and of rotary embeddings, and so moves some codes.
+    """Inductor orders sums of norms' gradients otherwise, and rounds those of rotary embeddings elsewhere.
 
-    Without float8 the output has eager bits, and a third of the elements of two gradients differ by an ulp.
+    `tensorwise` has eager bits but for the gradients of the input, of q and k, and of the first norm: 38 dB and more,
+    as without float8.
     """
     eager, compiled, launches, (calls, calls_when_compiled) = interpreter(_both, _block, recipe, "h100")
     assert launches
     assert calls == calls_when_compiled
     for one, other in zip(eager, compiled, strict=True):
         assert other.isfinite().all()
-        assert sqnr_db(one.float(), other.float()) > (45 if recipe is None else 25)
+        assert sqnr_db(one.float(), other.float()) > 35

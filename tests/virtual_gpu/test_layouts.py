@@ -7,8 +7,10 @@ pytest.importorskip("triton")
 
 from quaver import Float8LinearConfig
 from quaver.experts.gemm import grouped_backends_of
+from quaver.kernels.cast import cast_blockwise
 from quaver.linear import gemm
 from quaver.linear.gemm import float8_mm
+from tests.reference import assert_same_bits
 from tests.virtual_gpu import virtual_gpu
 
 CODES = (torch.arange(32 * 64) * 7).to(torch.uint8).view(32, 64).bitwise_and(0x77).view(torch.float8_e4m3fn)
@@ -51,6 +53,17 @@ def test_the_scales_say_who_multiplies(card, scales, powers_of_2, calls):
     assert {kind for _, kind in gpu.calls} == calls
     expected = a.double() @ b.double() * 4
     torch.testing.assert_close(out, expected.bfloat16(), rtol=2**-7, atol=0)
+
+
+def test_square_blocks_have_both_layouts_in_compiled_code():
+    hp, blocks = torch.randn(64, 96), (torch.float8_e4m3fn, True, True, True, 32, 32, "rceil")
+    cast = torch.compile(lambda hp: cast_blockwise(hp, *blocks), backend="aot_eager", fullgraph=True)
+    with virtual_gpu("h100"):
+        row, column = cast(hp)
+    for made, stored in ((row, row.data), (column, column.data.t())):
+        assert stored.is_contiguous()
+        for got, expected in zip(made, cast_blockwise(hp, *blocks).row, strict=True):
+            assert_same_bits(got, expected)
 
 
 @pytest.mark.parametrize(("card", "backends"), [("h100", "native"), ("a100", "exact")])
