@@ -277,6 +277,12 @@ def _amaxes_of_groups(entry: Entry) -> list[Entry]:
     return [replace(entry, category="small" if entry.category == "small" else "amax", launches=2)]
 
 
+def _cast_from_two_reads(entry: Entry) -> list[Entry]:
+    """An operand is read for its amaxes and for its codes."""
+    operand = entry.launch.reads[0].moved_bytes
+    return [replace(entry, read_bytes=entry.read_bytes + operand, launches=3)]
+
+
 def query_and_key(entry: Entry) -> tuple[Access, Access]:
     """The first operands of attention; before them its backward reads a gradient."""
     reads = entry.launch.reads[entry.is_backward :]
@@ -298,6 +304,7 @@ OPERATIONS: dict[str, Operation] = {
     "quaver.exact_float8_mm": _matmul,
     "quaver.column_major": _copy_of_codes,
     "quaver.cast_with_persistent_scale": _persistent_cast,
+    "quaver.cast_rowwise": _cast_from_two_reads,
     "quaver.group_amax": _amaxes_of_groups,
     "quaver.grouped_mm": _expert_matmul,
     "aten._scaled_mm": _matmul,

@@ -158,6 +158,10 @@ def launches_in_triton():
         "quaver.cast_with_persistent_scale": lambda: triton_cast.cast_with_persistent_scale(
             hp, torch.float8_e4m3fn, True, True, False, torch.tensor(2.0)
         ),
+        "quaver.cast_rowwise": lambda: triton_cast.cast_rowwise(hp, torch.float8_e4m3fn, True, True, False),
+        "quaver.cast_blockwise": lambda: triton_cast.cast_blockwise(
+            hp, torch.float8_e4m3fn, True, True, False, 128, 128, ""
+        ),
         "quaver.group_amax": lambda: triton_amax.group_amax(hp, group, 2),
         "quaver.column_major": lambda: triton_copy.column_major(hp.to(torch.float8_e4m3fn)),
     }
