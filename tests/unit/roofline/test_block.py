@@ -49,8 +49,10 @@ def test_bytes_by_hand():
 def test_bytes_are_near_those_of_compiled_code(recipe):
     counted = LEDGERS[f"quaver {recipe}" if recipe else "bfloat16"]["overhead_bytes"]
     modelled = TOKENS * sum(bytes_between_matmuls(SHAPE)) + (cast_bytes(recipe) if recipe else 0)
-    # blockwise: casts that wait for the amax of a block read twice, and no floor has that
-    assert modelled == pytest.approx(counted, rel=0.3 if recipe == "blockwise" else 0.13)
+    # blockwise: casts that wait for the amax of a block read twice, and no floor has that; with gradients of weights in
+    # high precision Inductor merges nearly each cast with what makes its operand, which the formula reads once more
+    unlike = {"blockwise": 0.3, "rowwise_with_gw_hp": 0.2}
+    assert modelled == pytest.approx(counted, rel=unlike.get(recipe, 0.13))
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES, "blockwise"])
