@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quaver.runtime.devices import is_cpu
+from quaver.torch_private.dtensor import is_dtensor
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype 
         out_dtype: the dtype of the result; None for that of `hidden`.
     """
     out_dtype = out_dtype or hidden.dtype
-    if torch.compiler.is_compiling() or not is_cpu(hidden):  # CUDA's kernel saves only its input
+    if torch.compiler.is_compiling() or not _is_cpu(hidden):  # CUDA's kernel saves only its input
         return plain_rms_norm(hidden, weight, eps).to(out_dtype)
     return typing.cast(Tensor, _RMSNorm.apply(hidden, weight, eps, out_dtype))
 
@@ -60,9 +61,14 @@ def plain_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """Return the rows `tokens` (int64, any shape) of `weight` [V, D]; the gradient is summed in float32 or wider."""
-    if weight.dtype.itemsize >= torch.float32.itemsize or not is_cpu(weight):
+    if weight.dtype.itemsize >= torch.float32.itemsize or not _is_cpu(weight):
         return F.embedding(tokens, weight)
     return typing.cast(Tensor, _Embedding.apply(tokens, weight))
+
+
+def _is_cpu(tensor: Tensor) -> bool:
+    """`is_cpu`, but for a DTensor its own device's: predictions have no stand-in for a GPU's operators of DTensors."""
+    return tensor.is_cpu if is_dtensor(tensor) else is_cpu(tensor)
 
 
 class _Embedding(torch.autograd.Function):

@@ -21,6 +21,7 @@ from quaver.numerics.record import Record
 from quaver.numerics.statistics import finish, observe_matrix
 from quaver.numerics.survey_sums import survey_sums
 from quaver.optim import CombinedOptimizer
+from quaver.runtime.devices import standing_for_capture, standing_for_gpu
 from tests import steps as steps_of
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.thinned import at_night
@@ -422,8 +423,7 @@ def test_a_model_without_float8_and_a_second_monitor_are_refused():
 
 
 def test_a_sample_in_a_cuda_graph_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    slots, sampling = SimpleNamespace(is_cuda=True), SimpleNamespace(on=True)
-    monkeypatch.setattr(observe, "_running", lambda number: sampling)
-    with pytest.raises(RuntimeError, match="a CUDA graph cannot repeat: compile without mode='reduce-overhead'"):
-        observe._observed(lambda *_: None)(slots, 0, torch.tensor(0))
+    monkeypatch.setattr(observe, "_running", lambda number: SimpleNamespace(on=True))
+    said = "a CUDA graph cannot repeat: compile without mode='reduce-overhead'"
+    with standing_for_gpu((9, 0)), standing_for_capture(), pytest.raises(RuntimeError, match=said):
+        observe._observed(lambda *_: None)(torch.zeros(1, 1), 0, torch.tensor(0))
