@@ -162,6 +162,7 @@ def run_all(todo: list[Part], results: Path) -> dict[str, dict[str, Any]]:
             start = time.monotonic()
             if is_wrong and part.name not in DEFAULT:
                 outcomes[part.name] = {"seconds": 0.0, "failure": f"not run: {TIMED_AFTER} are wrong"}
+                _save(outcomes, results)
                 continue
             for stream in (sys.stdout, log):
                 print(
@@ -176,10 +177,14 @@ def run_all(todo: list[Part], results: Path) -> dict[str, dict[str, Any]]:
             is_wrong = is_wrong or (part.name == TIMED_AFTER and failure == f"exit code {WRONG}")
             outcomes[part.name] = {"seconds": round(time.monotonic() - start, 1), "failure": failure}
             outcomes[part.name]["result"] = _result(part, said)
-            (results / "gpu.json").write_text(json.dumps({"parts": outcomes}, indent=1) + "\n")
+            _save(outcomes, results)
             print(said[-LAST_CHARACTERS:], flush=True)
             log.seek(0, os.SEEK_END)
     return outcomes
+
+
+def _save(outcomes: dict[str, dict[str, Any]], results: Path) -> None:
+    (results / "gpu.json").write_text(json.dumps({"parts": outcomes}, indent=1) + "\n")
 
 
 def _said_since(path: Path, position: int) -> str:

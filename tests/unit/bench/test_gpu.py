@@ -99,6 +99,8 @@ def test_wrong_gradients_stop_the_timings_and_nothing_else(tmp_path, monkeypatch
     outcomes = gpu.run_all([*groups["quiet"], *groups["tests"]], tmp_path)
     assert ran == ["doctor", "rates", "gradients", "-q"]
     assert outcomes["blocks"]["failure"] == "not run: gradients are wrong"
+    gpu.run_all(groups["quiet"], tmp_path)
+    assert list(json.loads((tmp_path / "gpu.json").read_text())["parts"]) == [part.name for part in groups["quiet"]]
     ran.clear()
     gpu.run_all(groups["quiet"][3:], tmp_path)
     assert ran == ["kernels", "blocks", "attention", "eager", "matmuls"]
