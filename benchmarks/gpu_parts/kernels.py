@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
+from benchmarks.gpu_parts.second import EXPERTS
 from quaver.experts.cast import group_amax
 from quaver.kernels.cast import cast_with_scale, column_major
 from quaver.linear.quantize import Quantizer
@@ -18,7 +19,6 @@ from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale, amax
 
 E4M3 = torch.float8_e4m3fn
-EXPERTS = 8
 DIRECTIONS = {"both": (True, True), "row": (True, False), "column": (False, True)}
 RECIPES = ("tensorwise", "rowwise", "delayed", "blockwise", "mxfp8")
 

@@ -1,11 +1,11 @@
-"""What a GPU that need not be here multiplies natively: each matmul of each recipe, and the linears of a model.
+"""Says what a GPU that need not be here multiplies natively: each matmul of each recipe, and the linears of a model.
 
-By the specification of the GPU, in place of what a probe finds on one.
+The specification of the GPU answers in place of a probe.
 """
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,19 +15,17 @@ from quaver.conversion.report import conversion_report
 from quaver.experts.gemm import fits_grouped_matmul
 from quaver.experts.gpu_gemm import GROUPED_ON
 from quaver.kernels.native_blocks import ALIGNMENT
-from quaver.linear.gemm import (
-    ScaleKind,
-    casts_of_matmuls,
-    kind_of_casts,
-)
+from quaver.linear.gemm import ScaleKind, kind_of_casts
 from quaver.recipes.cast_config import CastConfig
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.cost import obstacle_to
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
+from quaver.roofline.scaled_matmul import kinds_of_matmuls
+from quaver.runtime.names import without_numbers
 
-GPUS = tuple(spec.name for spec in DEVICE_SPECS if spec.compute_capability)
-"""Those whose kernels are known here: NVIDIA's."""
+NVIDIA_GPUS = tuple(spec.name for spec in DEVICE_SPECS if spec.compute_capability)
+"""The names of the GPUs whose kernels are known here."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class LayersOnGpu:
 
 @dataclass(frozen=True)
 class OnGpu:
-    """What `quaver doctor --gpu` finds."""
+    """The findings of `quaver doctor --gpu`."""
 
     gpu: str
     capability: str
@@ -93,17 +91,19 @@ def on_gpu(spec: DeviceSpec, model: nn.Module | None = None, recipe: str = "tens
     """Say what the GPU runs natively. `model`, which may be on the meta device, was converted with `recipe`.
 
     Raises:
-        ValueError: the GPU is not of GPUS.
+        ValueError: the GPU is not one of NVIDIA_GPUS.
     """
     if spec.compute_capability is None:
-        raise ValueError(f"expected an NVIDIA GPU, {', '.join(GPUS)}, got {spec.name}")
+        raise ValueError(f"expected an NVIDIA GPU, {', '.join(NVIDIA_GPUS)}, got {spec.name}")
     recipes = [_recipe(each.value, spec) for each in Float8LinearRecipeName]
     layers = None if model is None else _layers(model, recipe, spec)
     return OnGpu(spec.name, f"sm_{spec.compute_capability}", _casts(spec), recipes, recipe, layers)
 
 
 def _casts(spec: DeviceSpec) -> str:
-    if (spec.compute_capability or 0) >= 90:
+    from quaver.kernels.triton_blocks import FIRST_CAPABILITY  # imports triton
+
+    if divmod(spec.compute_capability or 0, 10) >= FIRST_CAPABILITY:
         return "Triton's kernels in eager code, one or two a cast; Inductor's in compiled code"
     return "PyTorch's operators in eager code, in several passes: Triton converts to float8 from sm_90 on"
 
@@ -142,15 +142,13 @@ def _of_experts(
 
 
 def _layers(model: nn.Module, recipe: str, spec: DeviceSpec) -> list[LayersOnGpu]:
-    pairs = casts_of_matmuls(Float8LinearConfig.from_recipe_name(recipe))
-    kinds = {kind for pair in pairs if (kind := kind_of_casts(*pair)) and obstacle_to(spec, kind) is None}
-    multiple = max((max(ALIGNMENT, kind.block_length) for kind in kinds), default=1)
-    report = conversion_report(model)
-    found: dict[tuple[Any, ...], int] = {}
-    for layer in report.layers:
+    kinds = kinds_of_matmuls(Float8LinearRecipeName(recipe)).values()
+    native = [kind for kind in kinds if kind is not None and obstacle_to(spec, kind) is None]
+    multiple = max((max(ALIGNMENT, kind.block_length) for kind in native), default=1)
+    found: Counter[tuple[Any, ...]] = Counter()
+    for layer in conversion_report(model).layers:
         note = _padding(layer.in_features, layer.out_features, multiple) if layer.converted else layer.reason
-        key = (re.sub(r"\.\d+(?=\.|$)", ".*", layer.name), layer.in_features, layer.out_features, layer.converted, note)
-        found[key] = found.get(key, 0) + 1
+        found[without_numbers(layer.name), layer.in_features, layer.out_features, layer.converted, note] += 1
     return [LayersOnGpu(name, count, *rest) for (name, *rest), count in found.items()]
 
 

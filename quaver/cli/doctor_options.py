@@ -6,7 +6,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from quaver.bench.doctor_gpu import GPUS
+from quaver.bench.doctor_gpu import NVIDIA_GPUS
 from quaver.bench.working import working
 from quaver.cli.doctor_gpu import find_on_gpu, print_on_gpu
 from quaver.cli.doctor_machine import print_machine
@@ -27,7 +27,7 @@ class Doctor(Settings):
     ledger: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
         None, "A recipe: say what it gains on this GPU by `quaver bench ledger`, and what another would. Takes minutes."
     )
-    gpu: Annotated[str, OneOf(GPUS, has_aliases=True)] | None = setting(
+    gpu: Annotated[str, OneOf(NVIDIA_GPUS, has_aliases=True)] | None = setting(
         None, "A GPU that need not be here: say what it multiplies natively, by which kernel, instead of trying."
     )
     recipe: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(

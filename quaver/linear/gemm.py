@@ -306,7 +306,7 @@ def probe_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
         values = multiply_scale_(a.double(), a_scale.double()), multiply_scale_(b.double(), b_scale.double())
         expected = torch.mm(*values)
         try:
-            scales = a_scale.to(device, copy=True), b_scale.to(device, copy=True)  # aligned, as memory of its own is
+            scales = a_scale.to(device), b_scale.to(device)
             out = _native_mm(a.to(device), b.to(device), *scales, None, torch.bfloat16, False)
             wrong = (out.float().cpu() - expected).abs().max() > expected.abs().max() * 2**-7
         except (RuntimeError, ValueError, NotImplementedError) as error:

@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
 from quaver.recorder.recorder import CATEGORIES, Allocation, Recorder
+from quaver.runtime.names import without_numbers
 
 SCHEMA = 3
 
-_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 State = dict[Allocation, tuple[int, int]]
 """Live allocations: bytes, and how many times autograd has saved each."""
@@ -199,7 +198,7 @@ def merged_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _without_numbers(name: str, value: Any) -> Any:
     if name in ("module", "of", "saved_in"):
-        return _LAYER_NUMBER.sub("*", value)
+        return without_numbers(value)
     if name == "first_use" and value is not None:
-        return {**value, "module": _LAYER_NUMBER.sub("*", value["module"])}
+        return {**value, "module": without_numbers(value["module"])}
     return value

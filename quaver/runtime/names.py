@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 
 _WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def plain_name(name: str) -> str:
@@ -48,6 +49,11 @@ def owners_of_weights(model: nn.Module) -> dict[int, list[str]]:
         for key, names in owners_of_parameters(model).items()
         if (holders := [name.rpartition(".")[0] for name in names if name.rpartition(".")[2] == "weight"])
     }
+
+
+def without_numbers(name: str) -> str:
+    """A module's name with "*" for each number of a layer, but for one that the name begins with."""
+    return _LAYER_NUMBER.sub("*", name)
 
 
 def listed(names: Sequence[str], separator: str = ", ") -> str:

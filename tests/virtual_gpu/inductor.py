@@ -24,7 +24,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers, triton_heuristics
@@ -44,8 +43,6 @@ _TORCH = {
     "fp8e4nv": torch.float8_e4m3fn,
     "fp8e5": torch.float8_e5m2,
 }
-_INTEGERS = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-_SIGNED = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 MOST_PROGRAMS = 2**31 - 1, 65535, 65535
 """Of a grid, in x, y and z (CUDA C++ Programming Guide, compute capabilities)."""
 
@@ -137,7 +134,7 @@ class Interpreted:
     launches: Counter[str]
     name: str
 
-    def __init__(self, function: Any, config: Any, inductor_meta: dict[str, Any]) -> None:
+    def __init__(self, function: Any, config: dict[str, int], inductor_meta: dict[str, Any]) -> None:
         self._function, self._config = function, config
         self._grid = triton_heuristics.GridExpr.from_meta(inductor_meta, config)
 
@@ -146,19 +143,18 @@ class Interpreted:
         self.launches[self.name] += 1
         names = self._function.arg_names
         sizes = {name: value for name, value in zip(names, args, strict=False) if isinstance(value, int)}
-        grid = self._grid.eval_slow({**sizes, **self._config.kwargs})
+        grid = self._grid.eval_slow({**sizes, **self._config})
         if any(programs > most for programs, most in zip(grid, MOST_PROGRAMS, strict=True)):
             raise RuntimeError(f"CUDA error: invalid configuration argument: a grid of {grid}")
-        self._function[grid](*args, **self._config.kwargs)
+        self._function[grid](*args, **self._config)
 
 
 def _interpreted(
     size_hints: Any, configs: list[Any], triton_meta: Any, heuristic_type: Any, *args: Any, **options: Any
 ) -> Callable[[Any], Interpreted]:
     def decorate(function: Any) -> Interpreted:
-        config = configs[0]
-        kwargs = {name: value for name, value in config.kwargs.items() if name in function.arg_names}
-        return Interpreted(function, triton.Config(kwargs, num_warps=config.num_warps), options["inductor_meta"])
+        config = {name: value for name, value in configs[0].kwargs.items() if name in function.arg_names}
+        return Interpreted(function, config, options["inductor_meta"])
 
     return decorate
 
@@ -194,8 +190,8 @@ _NAMED: dict[str, Callable[..., Any]] = {
 
 def _convert_float(input: np.ndarray, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> np.ndarray:
     """The interpreter's conversion of bits, rounded to the nearest even number; its own loses the carry."""
-    bits = np.ascontiguousarray(input).view(np.dtype(f"int{input_dtype.primitive_bitwidth}"))
+    bits = np.ascontiguousarray(input).view(f"int{input_dtype.primitive_bitwidth}")
     numbers = torch.from_numpy(bits.copy()).view(_TORCH[input_dtype.name])
     converted = numbers.to(_TORCH[output_dtype.name])
-    made = converted.contiguous().view(_SIGNED[output_dtype.primitive_bitwidth]).numpy()
-    return made.view(_INTEGERS[output_dtype.primitive_bitwidth]).reshape(input.shape)
+    integer = f"int{output_dtype.primitive_bitwidth}"
+    return converted.view(getattr(torch, integer)).numpy().view(f"u{integer}").reshape(input.shape)

@@ -15,17 +15,10 @@ from quaver.settings import Model
 from quaver.trainer.float8 import fuse_producers
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.thinned import at_night
-from tests.unit.kernels.triton_kernels import interpreting_process
 from tests.virtual_gpu import virtual_gpu
 
 ALL = (*RECIPES, "delayed", *BLOCK_RECIPES)
 BLOCK = Model(dim=128, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=192)
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    with interpreting_process() as call:
-        yield call
 
 
 def _linear(recipe):

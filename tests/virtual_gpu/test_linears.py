@@ -16,16 +16,9 @@ from quaver.trainer.float8 import fuse_producers
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.steps import train
 from tests.thinned import at_night
-from tests.unit.kernels.triton_kernels import interpreting_process
 from tests.virtual_gpu import virtual_gpu
 
 ALL = (*RECIPES, *BLOCK_RECIPES)
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    with interpreting_process() as call:
-        yield call
 
 
 def results(function, *tensors):

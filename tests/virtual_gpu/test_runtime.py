@@ -13,7 +13,6 @@ from quaver.runs.json_lines import read_metrics
 from quaver.runtime.devices import standing_for_capture
 from tests.reference import BLOCK_RECIPES, RECIPES
 from tests.thinned import at_night
-from tests.unit.kernels.triton_kernels import interpreting_process
 from tests.virtual_gpu import virtual_gpu
 from tests.virtual_gpu.runtime import capturing
 
@@ -23,12 +22,6 @@ SMALL = [
     *("--validation.freq=1000", "--validation.steps=1", "--lr_scheduler.warmup_steps=2", "--metrics.log_freq=1"),
     "--lr_scheduler.schedule=constant",
 ]
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    with interpreting_process() as call:
-        yield call
 
 
 def _step(module, input):

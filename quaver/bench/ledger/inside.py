@@ -29,12 +29,12 @@ class Called(NamedTuple):
 
     @property
     def read_bytes(self) -> int:
-        """Of all of its arguments."""
+        """The bytes of all arguments."""
         return sum(each.numel() * each.element_size() for each in self.reads)
 
     @property
     def written_bytes(self) -> int:
-        """Of all of its results."""
+        """The bytes of all results."""
         return sum(each.numel() * each.element_size() for each in self.writes)
 
 

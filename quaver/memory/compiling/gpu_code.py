@@ -58,7 +58,7 @@ class GpuProperties:
     L2_cache_size: int
     total_memory: int
     clock_hz: float
-    """Of the data sheet's bfloat16 rate: FLOP/s / (multiprocessors * 4096 FLOPs a cycle; 8192 on Blackwell)."""
+    """The clock of the data sheet's bfloat16 FLOP/s, at 4096 FLOPs a cycle of a multiprocessor, 8192 on Blackwell."""
     regs_per_multiprocessor: int = 65536
     max_threads_per_multi_processor: int = 2048
     max_threads_per_block: int = 1024
