@@ -1,4 +1,4 @@
-"""Speeds of devices: peaks of data sheets, or the rate of large matmuls measured here.
+"""Speeds of devices: peaks of data sheets, or the rate of matmuls measured here.
 
 Data sheets, dense rates without sparsity: NVIDIA A100 (SXM of 80 and of 40 GB, PCIe of 80 GB), L40S, H100 (SXM5, PCIe,
 NVL), H200 SXM, B200 (HGX, per GPU), GB200 (half of a superchip); AMD Instinct MI300X. Multiprocessors, and links
@@ -10,7 +10,6 @@ nvidia-smi reports, in 10^9 bytes, such as 189,471 MiB for a GB200 and 95,830 Mi
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from dataclasses import dataclass
 
@@ -120,7 +119,7 @@ class PeakFlops:
 
 @functools.cache
 def peak_flops(device: torch.device) -> PeakFlops:
-    """The peaks of `device`: those of its data sheet; of an unknown one, what large matmuls reach here.
+    """The peaks of `device`: its data sheet's; of an unknown one, the rate of the fastest matmul of a linear here.
 
     A measured rate is no peak: `source` says "unknown device", and shares of it say how near the model comes to a
     plain matmul here.
@@ -129,21 +128,26 @@ def peak_flops(device: torch.device) -> PeakFlops:
     if spec is not None:
         float8 = spec.float8_tflops * 1e12 if spec.float8_tflops else None
         return PeakFlops(spec.bfloat16_tflops * 1e12, f"data sheet of {spec.name}, bfloat16 dense", float8)
-    size = 1024
-    source = f"unknown device; measured: {size} x {size} x {size}, {torch.get_num_threads()} threads"
-    bfloat16, float32 = (
-        2 * size**3 / _median_matmul_s(device, size, dtype) for dtype in (torch.bfloat16, torch.float32)
-    )
+    source = f"unknown device; measured: the fastest matmul of a linear, {torch.get_num_threads()} threads"
+    bfloat16, float32 = (_fastest_matmul(device, dtype) for dtype in (torch.bfloat16, torch.float32))
     return PeakFlops(bfloat16, source, float32_flops_per_s=float32)
 
 
-def _median_matmul_s(device: torch.device, size: int, dtype: torch.dtype) -> float:
-    # A generator of its own: a run that resumes measures after its random number states are loaded.
-    a = torch.randn(size, size, dtype=dtype, device=device, generator=torch.Generator(device))
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        torch.mm(a, a)
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
+def _fastest_matmul(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest of a linear's matmuls: forward and grad_weight, of a size for caches and one for GPUs.
+
+    grad_input is left out. It multiplies two row-major matrices, and a CPU without bfloat16 instructions takes 10 times
+    as long for it.
+    """
+    best = 0.0
+    for size in (256, 1024):
+        # A generator of its own: a run that resumes measures after its random number states are loaded.
+        a = torch.randn(size, size, dtype=dtype, device=device, generator=torch.Generator(device))
+        for left, right in ((a, a.t()), (a.t(), a)):
+            for _ in range(4):
+                synchronize(device)
+                start = time.perf_counter()
+                torch.mm(left, right)
+                synchronize(device)
+                best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
