@@ -6,7 +6,7 @@ config.py puts the casts of the three operands together. Import these names from
 from __future__ import annotations
 
 import enum
-from dataclasses import InitVar, dataclass, field, fields, is_dataclass
+from dataclasses import InitVar, dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -137,11 +137,6 @@ class CastConfig:
     """Whether rows and columns have scales of their own, so that each direction takes its own cast."""
     block_options: tuple[int | str, ...] = field(init=False, repr=False, compare=False)
     """The arguments that only a cast of blocks takes, `e8m0_mode` last; () for other granularities."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # An older quaver pickled other attributes: what follows from the fields is computed again.
-        given = {each.name: state[each.name] for each in fields(self) if each.init and each.name in state}
-        CastConfig.__init__(self, **given)
 
     def __post_init__(self, static_scale: float | torch.Tensor | None) -> None:
         check_type(self, "scaling_type", ScalingType)

@@ -10,7 +10,6 @@ import enum
 import math
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field, fields, replace
-from typing import Any
 
 import torch
 
@@ -182,16 +181,6 @@ class Float8LinearConfig:
     """The options of the three matmuls."""
     has_persistent_scales: bool = field(init=False, repr=False, compare=False)
     """Whether any operand has a scale that is known before the operand is: delayed or static."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # An older quaver pickled other attributes: what follows from the fields is computed again.
-        derived = state.get("_derived", ())  # by name; quaver 1.0 had the casts themselves
-
-        def is_given(name: str) -> bool:
-            return name in state and name not in derived and not any(state[name] is each for each in derived)
-
-        names = (each.name for each in fields(Float8LinearConfig) if each.init)
-        Float8LinearConfig.__init__(self, **{name: state[name] for name in names if is_given(name)})
 
     def __post_init__(self, force_recompute_fp8_weight_in_bwd: bool | None) -> None:
         for option in fields(self):

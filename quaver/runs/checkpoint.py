@@ -39,9 +39,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from quaver.conversion.delayed import Float8ScalingState
 from quaver.optim import load_states_of
-from quaver.runs.checkpoint_folder import FORMAT, CheckpointFolder, Progress, check_checkpoint, read_record
+from quaver.runs.checkpoint_folder import FORMAT, CheckpointFolder, Progress, read_record
 from quaver.runs.errors import CheckpointError
-from quaver.runs.manifest import FileDigest, digests_of_rank
+from quaver.runs.manifest import FileDigest, check_manifest, digests_of_rank
 from quaver.runs.safe_dcp import CheckpointPlanner, CheckpointReader
 from quaver.runtime.agreement import on_every_rank, on_first_rank
 from quaver.runtime.devices import is_cuda_device
@@ -313,7 +313,7 @@ def _verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, A
         try:
             record.update(read_record(path))
             if verifies:
-                check_checkpoint(path, record, ranks.rank, ranks.world_size)
+                check_manifest(path, ranks.rank, ranks.world_size)
         except (OSError, ValueError) as error:
             raise CheckpointError(str(error)) from error
 

@@ -15,7 +15,6 @@ A rename within one folder is atomic: a crash at any moment leaves the complete 
 import json
 import re
 import shutil
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
@@ -25,7 +24,7 @@ from pydantic import ConfigDict, StringConstraints, TypeAdapter
 from typing_extensions import TypedDict
 
 from quaver.export.folders import rename, sync_all
-from quaver.runs.manifest import CHOOSE, MANIFEST, FileDigest, check_manifest, write_manifest
+from quaver.runs.manifest import CHOOSE, FileDigest, write_manifest
 from quaver.settings.fields import AtLeast1, NotNegative, OneOf
 from quaver.settings.json_file import STRICT, read_json
 from quaver.settings.training import OPTIMIZERS
@@ -81,7 +80,6 @@ class _Record(TypedDict):
     config: _Config
     data: NotRequired[_Data]
     huggingface: NotRequired[dict[str, Any]]
-    has_manifest: NotRequired[bool]
 
 
 _RECORD, _STEPS = TypeAdapter(_Record), TypeAdapter(list[NotNegative])
@@ -180,7 +178,7 @@ class CheckpointFolder:
 
 def write_record(checkpoint: Path, record: dict[str, Any], digests: dict[str, FileDigest] | None = None) -> None:
     """Write checkpoint.json and then the manifest, the last files of a checkpoint; see `write_manifest`."""
-    text = json.dumps({**record, "has_manifest": True}, indent=2, allow_nan=False)
+    text = json.dumps(record, indent=2, allow_nan=False)
     (checkpoint / RECORD).write_text(text + "\n", encoding="utf-8")
     write_manifest(checkpoint, digests or {})
 
@@ -203,15 +201,3 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     if "huggingface" not in record and not ("data" in record and "training" in record["config"]):
         raise ValueError(f"{str(path)!r} is damaged: data or config.training is missing; {CHOOSE}")
     return record
-
-
-def check_checkpoint(checkpoint: Path, record: dict[str, Any], rank: int = 0, world_size: int = 1) -> None:
-    """Compare the files of a checkpoint with its manifest, as `check_manifest` does and with its errors.
-
-    One that an earlier version of quaver wrote has none, which a line on stderr says.
-    """
-    if record.get("has_manifest") or (checkpoint / MANIFEST).exists():
-        check_manifest(checkpoint, rank, world_size)
-    elif rank == 0:
-        line = f"{str(checkpoint)!r} has no {MANIFEST}: its files are not verified"
-        print(f"quaver: {line}", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ so a bad value has one message wherever it came from.
 """
 
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,6 @@ from quaver.settings.fields import Settings, expanded, hints_of, is_section, nea
 from quaver.settings.flags import split_flags
 
 Sections = dict[str, dict[str, Any]]
-
-REMOVED: dict[str, tuple[object, ...]] = {
-    "metrics.plot_float8_scales": (False,),
-    "float8.delayed_dynamic_window": ([],),
-    "float8.enable_amax_init": (True, False),
-    "float8.enable_pre_and_post_forward": (True, False),
-}
-"""Settings of earlier versions, which files of older runs have, and the values that had no effect."""
 
 
 def load_config(path: Path | None, flags: Sections | None = None) -> TrainConfig:
@@ -53,24 +45,9 @@ def read_toml(path: Path) -> Sections:
         _check_known(section, hints_of(TrainConfig), f"section in {path}")
         if not isinstance(values, dict):
             raise ValueError(f"{section} in {path} must be a section, got {values!r}; write [{section}]")
-        for key, value in list(values.items()):
-            if _is_removed(section, key, value):
-                del values[key]
-            else:
-                _check_known(f"{section}.{key}", _setting_names(), f"key in {path}")
+        for key in values:
+            _check_known(f"{section}.{key}", _setting_names(), f"key in {path}")
     return sections
-
-
-def without_removed(sections: Mapping[str, Mapping[str, Any]]) -> Sections:
-    """The settings in the record of a checkpoint, without those that only an earlier version had."""
-    return {
-        section: {key: value for key, value in values.items() if not _is_removed(section, key, value)}
-        for section, values in sections.items()
-    }
-
-
-def _is_removed(section: str, key: str, value: object) -> bool:
-    return value in REMOVED.get(f"{section}.{key}", ())
 
 
 def build_config(sections: Sections) -> TrainConfig:

@@ -13,7 +13,7 @@ from quaver.data import Batch, load_data
 from quaver.export.files import read_config
 from quaver.export.source import ROUTERS, huggingface_source
 from quaver.settings import Data, Model, TrainConfig
-from quaver.settings.config_file import build_config, without_removed
+from quaver.settings.config_file import build_config
 from quaver.trainer.huggingface.config import model_from_hf
 from quaver.trainer.huggingface.convert import checkpoint_of, open_checkpoint
 from quaver.trainer.huggingface.float8 import run_source
@@ -60,7 +60,7 @@ def open_surveyed(path: Path, *, data: str | None, sequences: int, seq_len: int 
 
 def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int | None) -> Surveyed:
     found = open_checkpoint(checkpoint, None)
-    sections = without_removed(found.record["config"])
+    sections = found.record["config"]
     if "training" not in sections:
         raise ValueError(f"{str(checkpoint)!r} is a converted model without a run; give its Hugging Face folder")
     config = build_config(sections)

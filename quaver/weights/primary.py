@@ -56,10 +56,7 @@ from quaver.torch_private.versions import version_of
 aten = torch.ops.aten
 
 _ROUNDINGS = "stochastic_roundings"
-"""The entry of the first param group that counts the steps, from a random start; see [Note: bfloat16 masters].
-
-Checkpoints of earlier versions, whose count starts at 0, go on from theirs.
-"""
+"""The entry of the first param group that counts the steps, from a random start; see [Note: bfloat16 masters]."""
 
 
 _UNCOUNTED = itertools.count(-2, -1)

@@ -31,10 +31,10 @@ from quaver.runs.checkpoint_folder import (
     RECORD,
     CheckpointFolder,
     Progress,
-    check_checkpoint,
     read_record,
     write_record,
 )
+from quaver.runs.manifest import check_manifest
 from quaver.runs.run_folder import CONFIG, provenance
 from quaver.runs.safe_dcp import CheckpointReader
 from quaver.runtime.names import listed
@@ -175,7 +175,7 @@ def _check_shapes(stored: Mapping[str, list[int]], expected: Mapping[str, Tensor
 def open_checkpoint(checkpoint: Path, name: str | None) -> Export:
     """Read the record of a checkpoint and the list of its tensors, and check that they are those of its config."""
     record = read_record(checkpoint)
-    check_checkpoint(checkpoint, record)
+    check_manifest(checkpoint)
     names = record["models"]
     if name is not None and name not in names:
         raise ValueError(f"--model must be one of {', '.join(names)}, the models of {str(checkpoint)!r}, got {name!r}")

@@ -19,7 +19,6 @@ from quaver.runs.checkpoint import load_state, read_metadata
 from quaver.runs.safe_dcp import CheckpointReader
 from quaver.runtime.names import listed
 from quaver.settings import Float8, Parallelism, Training
-from quaver.settings.config_file import without_removed
 from quaver.settings.fields import Settings
 from quaver.trainer.float8 import convert_chosen
 from quaver.trainer.huggingface.config import hf_config
@@ -83,7 +82,7 @@ def run_source(
 
 def _section(found: Export, kind: type[S]) -> S:
     """A section of the run's settings; the defaults for a converted checkpoint, which has no run."""
-    settings = without_removed(found.record["config"]).get(kind.section, {})
+    settings = found.record["config"].get(kind.section, {})
     unknown = sorted(settings.keys() - {each.name for each in fields(kind)})
     if unknown:
         raise ValueError(f"this version does not know the {kind.section} settings of the checkpoint: {listed(unknown)}")

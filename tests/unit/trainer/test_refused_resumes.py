@@ -184,15 +184,6 @@ def test_refused_resumes_leave_a_run_that_resumes_to_the_bit(saved_run, run, ref
     assert [[each.get(key) for key in keys] for each in got] == [[each.get(key) for key in keys] for each in expected]
 
 
-def test_an_old_checkpoint_without_a_manifest_loads_with_a_line(run, capsys):
-    record(lambda found: found.pop("has_manifest"))(run)
-    (run / STEP / MANIFEST).unlink()
-    capsys.readouterr()
-    assert main(["train", "--resume", str(run), MORE]) == 0
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"'{run / STEP}' has no manifest.json: its files are not verified" in line
-
-
 def test_verify_off_loads_what_the_manifest_refuses_and_a_lock_that_is_a_fifo_holds_nothing(run, refused):
     (run / STEP / "delayed" / "notes.txt").write_text("x")
     assert "notes.txt' is not in manifest.json" in refused("train", "--resume", run, MORE)
