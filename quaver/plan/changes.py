@@ -186,9 +186,8 @@ def _less_precise(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
     """Changes that round between the matmuls or in the optimizer, the least first."""
     if "bfloat16" == config.training.mixed_precision_param != config.training.residual_stream_dtype:
         yield "residual stream: bfloat16", _set("training", residual_dtype="bfloat16")
-    name = config.optimizer.name
-    if not name.startswith("Float8"):
-        yield "optimizer states: float8", _set("optimizer", name=f"Float8{name}")
+    if not config.optimizer.has_float8_states:
+        yield "optimizer states: float8", _set("optimizer", name=f"Float8{config.optimizer.name}")
     yield "saved activations: float8", _set("activation_checkpoint", store_in_float8=True)
 
 

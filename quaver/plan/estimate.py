@@ -155,13 +155,13 @@ class _Estimate:
     @property
     def states(self) -> int:
         """Bytes of the optimizer's states: float8 codes with a scale for 128 of them, or moments like the parameter."""
-        name, blocks = self.config.optimizer.name, set(self.block)
+        optimizer, blocks = self.config.optimizer, set(self.block)
 
         def of(weight: _Weight) -> int:
-            elements, is_muons = weight.sharded(self.layout), name.endswith("Muon") and weight in blocks
+            elements, is_muons = weight.sharded(self.layout), optimizer.is_muon and weight in blocks
             is_muons = is_muons and len(weight.shape) == 2
             moments, step = (1, 0) if is_muons else (2, _FLOAT32)
-            if not name.startswith("Float8"):
+            if not optimizer.has_float8_states:
                 return moments * elements * self.parameter_bytes + step
             is_small = len(weight.shape) < 2 or prod(weight.shape) < SMALL
             in_float32 = is_small or weight is self.outside[1]  # the embedding

@@ -46,7 +46,7 @@ class Candidate:
         checkpoint = self.config.activation_checkpoint
         every = selected_every(checkpoint.selective_ac_option)
         words = [checkpoint.mode if checkpoint.mode != "selective" else "op" if every is None else f"1/{every}"]
-        words += ["opt"] if self.config.optimizer.name.startswith("Float8") else []
+        words += ["opt"] if self.config.optimizer.has_float8_states else []
         return "+".join([*words, *(["act"] if checkpoint.store_in_float8 else [])])
 
     @property

@@ -156,10 +156,20 @@ class Optimizer(Settings, section="optimizer"):
 
     def check(self) -> None:
         """Refuse a choice of AdamW's kernels, or of Muon's momentum, for another optimizer."""
-        if self.name.startswith("Float8"):
+        if self.has_float8_states:
             self.require_default("implementation", unless="optimizer.name is AdamW or Muon")
-        if not self.name.endswith("Muon"):
+        if not self.is_muon:
             self.require_default("momentum", unless="optimizer.name is Muon or Float8Muon")
+
+    @property
+    def has_float8_states(self) -> bool:
+        """Whether its states are float8 codes with scales."""
+        return self.name in ("Float8AdamW", "Float8Muon")
+
+    @property
+    def is_muon(self) -> bool:
+        """Whether matrices of blocks take Muon's step."""
+        return self.name in ("Muon", "Float8Muon")
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,11 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimize
     and experts, whose weights are 3-D.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not config.name.endswith("Muon"):
+    if not config.is_muon:
         return _adamw(parameters, model, config)
     hidden = {parameter for layer in model.get_submodule("model.layers").children() for parameter in layer.parameters()}
     matrices = [parameter for parameter in parameters if parameter in hidden and parameter.dim() == 2]
-    muon: Any = Float8Muon if config.name == "Float8Muon" else torch.optim.Muon
+    muon: Any = Float8Muon if config.has_float8_states else torch.optim.Muon
     options = {"weight_decay": config.weight_decay, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
     taken = set(matrices)
     others = [parameter for parameter in parameters if parameter not in taken]
@@ -51,14 +51,14 @@ def _adamw(parameters: list[nn.Parameter], model: nn.Module, config: Optimizer) 
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
-    if config.name.startswith("Float8"):
+    if config.has_float8_states:
         embeddings = embeddings_of(model)
         held = [p for p in groups[0]["params"] if p in embeddings]
         groups[0]["params"] = [p for p in groups[0]["params"] if p not in embeddings]
         groups.append({"params": held, "weight_decay": config.weight_decay, **FLOAT32_MOMENTS})
     # DCP loads a group without parameters without its options, unless it is the last (torch 2.13).
     groups = [group for group in groups if group["params"]]
-    if config.name.startswith("Float8"):
+    if config.has_float8_states:
         float8 = Float8AdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
         float8.name_parameters(model)
         return float8
