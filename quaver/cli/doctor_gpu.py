@@ -39,6 +39,8 @@ def find_on_gpu(gpu: str, model: str | None, recipe: str | None) -> OnGpu:
 
 def _skeleton(path: Path) -> tuple[nn.Module, str, tuple[str, ...]]:
     """The model on the meta device, its recipe, and the parts of names that its filter skips."""
+    if path.name == HUGGINGFACE_CONFIG:
+        path = path.parent
     if (path / HUGGINGFACE_CONFIG).is_file():
         return skeleton_of(path, read_config(path)), "tensorwise", DEFAULT_FILTER
     file = path / CONFIG if path.is_dir() else path

@@ -98,10 +98,17 @@ def _class_of(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
     try:
         import transformers
         from transformers.models.auto import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError as error:
         raise ValueError("a Hugging Face folder needs transformers: pip install transformers") from error
 
-    model_config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    kind = config.get("model_type")
+    if "auto_map" in config and kind not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{str(folder)!r} brings the code of its model (auto_map in config.json), which is not run; expected a "
+            f"model_type of transformers, got {kind!r}"
+        )
+    model_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     architectures = config.get("architectures")
     for name in architectures if isinstance(architectures, list) else []:
         found = getattr(transformers, str(name), None)

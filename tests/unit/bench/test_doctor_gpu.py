@@ -61,8 +61,19 @@ def test_a_model_needs_its_config_alone(tmp_path, capsys):
     assert "out 192 to 256" in layers["model.layers.*.mlp.experts.gate_up_proj"]["note"]
     assert not layers["lm_head"]["converted"]
     assert not layers["model.layers.*.mlp.gate.weight"]["converted"]
-    assert main(["doctor", "--gpu=h100", f"--model={tmp_path}", "--recipe=blockwise"]) == 0
+    file = tmp_path / "config.json"
+    assert main(["doctor", "--gpu=h100", f"--model={file}", "--recipe=blockwise"]) == 0
     assert "in blockwise, linears native" in capsys.readouterr().out
+
+
+def test_code_that_a_model_brings_is_not_run_and_nobody_is_asked(tmp_path, refused):
+    pytest.importorskip("transformers")
+    (tmp_path / "configuration_x.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    brings = {"model_type": "x", "auto_map": {"AutoConfig": "configuration_x.X"}}
+    (tmp_path / "config.json").write_text(json.dumps(brings))
+    line = refused("doctor", "--gpu=h100", f"--model={tmp_path}")
+    assert "auto_map in config.json), which is not run; expected a model_type of transformers, got 'x'" in line
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_run_has_its_recipe(capsys):
