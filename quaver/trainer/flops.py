@@ -17,7 +17,10 @@ from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.device_specs import PeakFlops
 from quaver.settings import Model
 from quaver.trainer.mixture import Experts
-from quaver.trainer.model import Llama, training_flops_per_token
+from quaver.trainer.model import Llama, attention_flops_per_token, training_flops_per_token
+
+MASKED = "masked"
+"""Beside precisions: the half of attention's FLOPs that a causal kernel skips."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,11 @@ def flops_per_token_by_precision(
 ) -> dict[str, int]:
     """Return the FLOPs of forward and backward per token, by the precision that computes them.
 
-    Attention counts as `hp_dtype`. The sum is `training_flops_per_token`. `model` must not be sharded yet.
+    Attention counts as `hp_dtype`, and half of it as `MASKED`. The sum is `training_flops_per_token`. `model` must not
+    be sharded yet.
     """
-    flops = {hp_dtype: training_flops_per_token(config, seq_len)}
+    masked = attention_flops_per_token(config, seq_len) // 2
+    flops = {MASKED: masked, hp_dtype: training_flops_per_token(config, seq_len) - masked}
     for linear in linear_precisions(model, hp_dtype, device):
         for precision in linear.runs_in.values():
             if precision != hp_dtype:
@@ -111,14 +116,15 @@ def utilization(flops_per_token: dict[str, int], tokens_per_s: float, peak: Peak
     """Return how well one device is used, in three measures.
 
     `tflops`: model TFLOP/s. `mfu`: their share of the bfloat16 peak in every precision, so that precisions compare.
-    `mfu_by_precision`: the share with each matmul at the peak of its own precision; None if such a peak is unknown.
+    Both count all of attention, as usual. `mfu_by_precision`: the share with each matmul at the peak of its own
+    precision, without what is `MASKED`, so that no run is above 1; None if such a peak is unknown.
 
     Args:
-        flops_per_token: forward and backward FLOPs, by precision.
+        flops_per_token: forward and backward FLOPs, by precision, and `MASKED`.
         tokens_per_s: tokens per second of this device.
     """
     flops_per_s = sum(flops_per_token.values()) * tokens_per_s
-    seconds_per_token = peak.seconds(flops_per_token)
+    seconds_per_token = peak.seconds({each: flops for each, flops in flops_per_token.items() if each != MASKED})
     return {
         "tflops": flops_per_s / 1e12,
         "mfu": flops_per_s / peak.flops_per_s,

@@ -256,7 +256,7 @@ def training_flops_per_token(config: Model, seq_len: int) -> int:
 
     Of E experts it is multiplied with top_k.
 
-    Attention counts as 12 * n_layers * dim * seq_len, as usual, although a causal kernel may skip half of it.
+    All of attention counts, as usual, although a causal kernel may skip half of it.
     """
     kv_dim = config.n_kv_heads * config.head_dim
     attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
@@ -264,4 +264,9 @@ def training_flops_per_token(config: Model, seq_len: int) -> int:
     router = config.dim * config.n_experts
     linear_weights = config.n_layers * (attention + networks * 3 * config.dim * config.hidden_dim + router)
     linear_weights += config.dim * config.vocab_size
-    return 6 * linear_weights + 12 * config.n_layers * config.dim * seq_len
+    return 6 * linear_weights + attention_flops_per_token(config, seq_len)
+
+
+def attention_flops_per_token(config: Model, seq_len: int) -> int:
+    """Return the FLOPs of attention's matmuls, forward and backward, for one token, with what a causal mask hides."""
+    return 12 * config.n_layers * config.dim * seq_len

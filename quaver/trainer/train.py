@@ -30,7 +30,7 @@ from quaver.settings.parallel_dims import ParallelDims
 from quaver.trainer.alarms import RunAlarms, fall_back
 from quaver.trainer.display import Display, print_results, say, training_display
 from quaver.trainer.float8_scales import saturation_summary, scales_record
-from quaver.trainer.flops import utilization
+from quaver.trainer.flops import MASKED, utilization
 from quaver.trainer.initialize import allocate, initialize
 from quaver.trainer.memory import device_memory, reset_device_peaks
 from quaver.trainer.metrics import Logger, is_spike, open_loggers, remember, summarize
@@ -440,7 +440,7 @@ def _step_record(run: Run, model: TrainedModel, step: int, result: StepResult) -
     tokens_per_s = run.config.training.step_tokens / result.seconds
     flops = run.flops_per_token[model.name]
     if model.precision != model.name:  # float8.last_steps_high_precision
-        flops = {model.precision: sum(flops.values())}
+        flops = {model.precision: sum(flops.values()) - flops[MASKED], MASKED: flops[MASKED]}
     return {
         "step": step,
         "run": model.name,

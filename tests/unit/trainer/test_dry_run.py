@@ -12,7 +12,7 @@ from quaver.settings import Float8
 from quaver.settings.config_file import load_config
 from quaver.settings.training import OPTIMIZERS
 from quaver.trainer.dry_run import dry_run
-from quaver.trainer.flops import flops_per_token_by_precision, linear_precisions
+from quaver.trainer.flops import MASKED, flops_per_token_by_precision, linear_precisions
 from quaver.trainer.memory import storage_bytes
 from quaver.trainer.run_setup import make_models
 from quaver.trainer.train import prepare, train
@@ -63,7 +63,8 @@ def test_flops_by_the_precision_that_they_run_in(monkeypatch, recipe, float8_mat
     config = replace(load_config(CONFIGS[-1].with_name("llama3_debug.toml")), float8=Float8(recipe_name=recipe))
     models = make_models(config, torch.device("cpu"))
     (by_precision,) = models.flops_per_token.values()
-    assert by_precision == {"bfloat16": sum(by_precision.values())}
+    masked = 6 * config.model.n_layers * config.model.dim * config.training.seq_len
+    assert by_precision == {MASKED: masked, "bfloat16": sum(by_precision.values()) - masked}
     model = models.by_name[recipe]
     device = torch.device("cpu")
     monkeypatch.setattr("quaver.trainer.flops.has_bfloat16_units", lambda kind: False)
@@ -73,7 +74,7 @@ def test_flops_by_the_precision_that_they_run_in(monkeypatch, recipe, float8_mat
     assert sum(native.values()) == sum(by_precision.values())
     weights = sum(each.flops_per_token for each in linear_precisions(model, "bfloat16", device)[:-1])
     assert native["float8"] == float8_matmuls * weights
-    assert older == {"bfloat16": native["bfloat16"], "float32": native["float8"]}
+    assert older == {MASKED: masked, "bfloat16": native["bfloat16"], "float32": native["float8"]}
 
 
 def test_the_verb(capsys, tmp_path):

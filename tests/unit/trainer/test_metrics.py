@@ -20,7 +20,7 @@ from quaver.runs.json_lines import JsonLines, read_metrics, rewound_metrics
 from quaver.runs.run_folder import git_revision, provenance
 from quaver.settings import Metrics, TrainConfig
 from quaver.settings.docs import configuration_page
-from quaver.trainer.flops import utilization
+from quaver.trainer.flops import MASKED, utilization
 from quaver.trainer.memory import device_memory, measure_peak, memory_words, storage_bytes
 from quaver.trainer.metrics import SPIKE_MIN_STEPS, SPIKE_WINDOW, check_loggers, is_spike, median_step_seconds, remember
 from quaver.trainer.train import prepare, train
@@ -82,6 +82,9 @@ def test_utilization_against_both_peaks_by_hand():
     unknown = utilization({"float8": 100, "bfloat16": 100}, 1e6, PeakFlops(1e9, ""))
     assert unknown["mfu_by_precision"] is None
     assert utilization({"float32": 200}, 1e6, PeakFlops(1e9, "", 2e9))["mfu_by_precision"] is None
+    long = utilization({"bfloat16": 120, MASKED: 80}, 1e7, PeakFlops(1.2e9, ""))
+    assert long["mfu_by_precision"] == pytest.approx(1.0)
+    assert long["mfu"] == pytest.approx(200 / 120)  # as usual
     measured = PeakFlops(1e9, "", float32_flops_per_s=4e9)  # a CPU without bfloat16 instructions
     used = utilization({"float32": 300, "bfloat16": 100}, 1e6, measured)
     assert used["mfu_by_precision"] == pytest.approx(0.075 + 0.1)
