@@ -3,9 +3,9 @@
     with virtual_gpu("h100"):
         float8_linear(input, weight, config="rowwise")    # Triton's kernels, layouts and native matmuls of an H100
 
-Triton must interpret: TRITON_INTERPRET=1 before triton is imported. A matmul that the device refuses raises; one that
-it takes is exact, with one rounding. Both are replaced in the dispatcher, so eager and compiled code, operations and
-backwards reach them. `Card.calls` counts them.
+With TRITON_INTERPRET=1 before triton is imported casts are Triton's kernels, else PyTorch's in a GPU's layouts. A
+matmul that the device refuses raises; one that it takes is exact, with one rounding. Both are replaced in the
+dispatcher, so eager and compiled code, operations and backwards reach them. `Card.calls` counts them.
 
 `runtime.py` models what the package calls of torch.cuda; it calls no streams and no events. Not modelled: the device's
 memory, the order of its sums, and what torch's own operators do there.

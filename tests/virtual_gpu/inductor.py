@@ -29,6 +29,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers, triton_heuristics
 from triton.runtime import interpreter
 
+from quaver.kernels import triton_blocks
 from quaver.memory.compiling import gpu_code
 from quaver.memory.compiling.inductor import settings_without_caches
 
@@ -52,7 +53,15 @@ def inductor(card: Card) -> Iterator[Counter[str]]:
     """Inside the block, within `virtual_gpu`, torch.compile compiles for `card` and runs what Inductor wrote.
 
     Yields how often each Triton kernel was launched, by its name.
+
+    Raises:
+        RuntimeError: Triton does not interpret.
+        ValueError: a card for which Inductor's code is not known (`gpu_code.GPUS`).
     """
+    if not triton_blocks.INTERPRETED:
+        raise RuntimeError("expected Triton to interpret: set TRITON_INTERPRET=1 before the first import of triton")
+    if card.name.upper() not in gpu_code.GPUS:
+        raise ValueError(f"expected one of {', '.join(gpu_code.GPUS).lower()}, got {card.name!r}")
     launches: Counter[str] = Counter()
     attention = F.scaled_dot_product_attention
     gpu = gpu_code.GPUS[card.name.upper()]

@@ -84,6 +84,20 @@ def assert_same(both):
         assert torch.equal(one, other)
 
 
+def _refused_card():
+    from tests.virtual_gpu.inductor import inductor
+
+    with virtual_gpu("a100") as card, pytest.raises(ValueError, match="expected") as error, inductor(card):
+        pass
+    return str(error.value)
+
+
+def test_a_card_without_inductors_code_and_a_missing_interpreter_are_refused(interpreter):
+    assert interpreter(_refused_card) == "expected one of h100, h200, b200, got 'a100'"
+    with pytest.raises(RuntimeError, match="set TRITON_INTERPRET=1 before the first import of triton"):
+        _refused_card()
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", *at_night((each,) for each in (*RECIPES[1:], *BLOCK_RECIPES))])
 def test_a_linear_for_hopper_has_eager_bits(interpreter, recipe):
     assert_same(interpreter(_both, _linear, recipe, "h100"))
