@@ -76,6 +76,7 @@ def inductor(card: Card) -> Iterator[Counter[str]]:
         replace(triton_helpers, "set_driver_to_gpu", lambda: None)
         replace(triton_helpers, "libdevice", Libdevice())
         replace(interpreter, "_convert_float", _convert_float)
+        replace(interpreter, "_patch_lang_tensor", functools.partial(_patch_tensor, interpreter._patch_lang_tensor))
         try:
             yield launches
         finally:
@@ -195,6 +196,12 @@ _NAMED: dict[str, Callable[..., Any]] = {
     "floor": np.floor,
     "erf": np.vectorize(lambda x: float(torch.erf(torch.tensor(x, dtype=torch.float64)))),
 }
+
+
+def _patch_tensor(patch: Callable[..., None], tensor: Any, scope: Any) -> None:
+    """The interpreter's patches, with bounds of loops that NumPy 2.4 reads: Triton 3.6 gives arrays of one dim."""
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def _convert_float(input: np.ndarray, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> np.ndarray:

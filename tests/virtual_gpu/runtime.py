@@ -37,7 +37,11 @@ def cuda_functions(card: Card, gpus: int = 1) -> Iterator[None]:
     """Inside the block these functions of torch.cuda answer for `card`, of which there are `gpus`."""
     spec = find_device_spec(NAMES[card.name])
     properties = SimpleNamespace(
-        name=NAMES[card.name], total_memory=int(1e9 * (spec.memory_gb if spec else 32)), L2_cache_size=50 << 20
+        name=NAMES[card.name],
+        major=card.capability[0],
+        minor=card.capability[1],
+        total_memory=int(1e9 * (spec.memory_gb if spec else 32)),
+        L2_cache_size=50 << 20,
     )
 
     def set_device(device: Any) -> None:
@@ -52,6 +56,7 @@ def cuda_functions(card: Card, gpus: int = 1) -> Iterator[None]:
         "get_device_name": lambda device=None: properties.name,
         "get_device_properties": lambda device=None: properties,
         "device_count": lambda: gpus,
+        "is_current_stream_capturing": lambda: False,
         "set_device": set_device,
         "reset_peak_memory_stats": lambda device=None: None,
         "memory_stats": lambda device=None: _memory_stats(),
@@ -61,6 +66,8 @@ def cuda_functions(card: Card, gpus: int = 1) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, model in models.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, model))
+        # A PyTorch for CUDA would ask the driver for streams once device_count is not 0.
+        stack.enter_context(mock.patch.object(torch.accelerator, "is_available", return_value=False))
         yield
 
 
