@@ -122,6 +122,8 @@ class Tile(NamedTuple):
     warps: int
     rows_of_thread: int = 1
     """rows * columns / (threads * elements of a load): see [Note: transposing a tile]."""
+    column_codes_of_store: int = 16
+    """8 for a square of hp: Triton would give the loads of hp the layout of stores of 16, of the same shape."""
 
 
 def launch(kernel: Any, hp: Tensor, tile: Tile, *args: Tensor | int | None, **constants: Any) -> None:
@@ -196,12 +198,15 @@ def magnitude_bits(hp: tl.tensor) -> tl.tensor:
 
 
 @jit
-def largest_magnitude_bits(hp: tl.tensor) -> tl.tensor:
-    """The largest of `magnitude_bits(widen(hp))`, found before hp is widened."""
+def largest_magnitude_bits(hp: tl.tensor, axis: tl.constexpr = None) -> tl.tensor:
+    """The largest of `magnitude_bits(widen(hp))`, of all or along an axis, found before hp is widened.
+
+    `tl.max` would widen integers of 16 bits, of which a GPU compares two at once.
+    """
     if hp.dtype.primitive_bitwidth == 32:
-        bits = tl.max(magnitude_bits(hp))
+        bits = tl.max(magnitude_bits(hp), axis)
     else:
-        largest = tl.max(hp.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int16)
+        largest = tl.reduce(hp.to(tl.int16, bitcast=True) & 0x7FFF, axis, tl.standard._elementwise_max)
         bits = magnitude_bits(widen(largest.to(hp.dtype, bitcast=True)))
     return bits
 
@@ -235,6 +240,18 @@ def to_quant_scale(amax: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
         return tl.where(bits < 0x7F800000, quant, tl.where(bits == 0x7F800000, 0.0, amax))
     quant = tl.div_rn(CAST.max, amax)
     return tl.where(quant > CAST.largest_quant_scale, CAST.largest_quant_scale, quant)
+
+
+@jit
+def to_dequant_scale(quant: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
+    """`quaver.recipes.scaling.to_dequant_scale` of what `to_quant_scale` made.
+
+    A power of two, or 0 for inf, or NaN, has its inverse by an integer subtraction.
+    """
+    if CAST.power_of_2:
+        inverse = ((254 << 23) - quant.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        return tl.where(quant > 0, inverse, tl.where(quant == 0, float("inf"), quant))
+    return tl.div_rn(1.0, quant)
 
 
 @jit
@@ -326,7 +343,8 @@ def store_column_codes(
     STRIPES: tl.constexpr = TILE.rows // TILE.rows_of_thread
     stripes = tl.permute(tl.reshape(codes, [TILE.rows_of_thread, STRIPES, TILE.columns]), [2, 1, 0])
     transposed = tl.reshape(stripes, [TILE.columns, TILE.rows])
-    r = (tile // tl.cdiv(columns, TILE.columns)).to(tl.int64) * TILE.rows + tl.arange(0, TILE.rows)
+    order = tl.max_contiguous(tl.arange(0, TILE.rows), TILE.column_codes_of_store)
+    r = (tile // tl.cdiv(columns, TILE.columns)).to(tl.int64) * TILE.rows + order
     tl.store(codes_ptr + c[:, None] * rows + r[None, :], transposed, mask=inside(c, columns, r, rows))
 
 

@@ -9,9 +9,9 @@
     cast_rowwise                  row, column amaxes     3, 1 read    5, 2 reads     6, 2 reads
     cast_with_scale               given                  3, 1 read    3, 1 read      4, 1 read
     cast_with_persistent_scale    given where known      3, 1 read    3, 1 read      4, 1 read
-    cast_blockwise (*)            block amaxes           3, 1 read    3, 1 read      6, 2 reads
+    cast_blockwise (*)            block amaxes           3, 1 read    3, 1 read      4, 1 read
 
-(*) In triton_cast_blocks.py; square blocks move 4 bytes for both, in 1 read.
+(*) In triton_cast_blocks.py; 1 x n in odd sizes moves 6 bytes for both, in 2 reads.
 
 A persistent scale that is not known yet costs one more read, and so do rows of more than WIDEST_ROW columns. The first
 of two reads is an amax pass (triton_amax.py). Three kernels cast: `_cast_tensorwise` with one scale, dynamic or

@@ -4,6 +4,9 @@ One program casts one tile of whole blocks: a block, or blocks up to 32 rows and
 blocks along columns at once, a square of both. Elements outside the matrix are read as 0 and not written. Column codes
 have strides (1, R). Of column codes a tile has one block along its rows, so that the order in which it holds them does
 not matter (triton_blocks.py).
+
+Both directions of 1 x n are two casts, which read the matrix twice, where R or C is no multiple of 16 or the matrix
+does not start at one of 16 bytes: a tile of both with narrow accesses needs more registers than a thread has.
 """
 
 from __future__ import annotations
@@ -17,18 +20,23 @@ from quaver.kernels.operands import Operands, empty_block_scales, has_scales_by_
 from quaver.kernels.triton_blocks import (
     Tile,
     accepts,
+    as_if_new,
     cast_to,
     empty_codes,
     inside,
     jit,
+    largest_magnitude_bits,
     launch,
+    load_bits,
     load_tile,
     magnitude_bits,
     store_column_codes,
     store_row_codes,
     takes,
+    to_dequant_scale,
     to_float8,
     to_quant_scale,
+    widen,
 )
 from quaver.recipes.scaling import e8m0_offset
 
@@ -70,7 +78,7 @@ def cast_blockwise(
 
     if dot_products == length:
         return cast((length, length), row, column)
-    if row and column and dot_products == 1:
+    if row and column and dot_products == 1 and hp.data_ptr() % 16 == 0 and casts_both_at_once(*hp.shape):
         return _cast_both(hp, float8_dtype, power_of_2, length, mode)
     return Operands(
         cast((dot_products, length), True, False).row if row else None,
@@ -78,15 +86,30 @@ def cast_blockwise(
     )
 
 
+def casts_both_at_once(rows: int, columns: int) -> bool:
+    """Whether one kernel casts an aligned matrix in blocks of 1 x n along its rows and along its columns."""
+    return rows % 16 == columns % 16 == 0
+
+
+def _tile(rows: int, columns: int, warps: int, rows_of_thread: int) -> Tile:
+    return Tile(rows, columns, warps, rows_of_thread, column_codes_of_store=8 if rows == columns else 16)
+
+
 def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: int, mode: str) -> Operands:
-    """Operands of blocks [1, length] for the row codes and [length, 1] for the column codes."""
+    """Operands of blocks [1, length] for the row codes and [length, 1] for the column codes.
+
+    A thread has 64 elements. With 128 registers two programs of 256 threads share a multiprocessor, so that one
+    computes while the other waits for memory. Of programs of 64 threads enough do without a limit.
+    """
     row_codes, column_codes = empty_codes(hp, float8_dtype, True, True)
     row_scales, column_scales = (empty_block_scales(hp, (1, length), True), empty_block_scales(hp, (length, 1), False))
     columns = max(length, 128)
-    tile = Tile(length, columns, length * columns // 1024, hp.element_size() * 2)
+    tile = _tile(length, columns, length * columns // 2048, hp.element_size() * 4)
+    cast = cast_to(float8_dtype, power_of_2)
     blocks = Blocks(length, length, bool(mode), e8m0_offset(float8_dtype, mode))
     results = row_codes, *row_scales, column_codes, *column_scales
-    launch(_cast_rows_and_columns, hp, tile, *results, CAST=cast_to(float8_dtype, power_of_2), BLOCKS=blocks)
+    registers = 128 if tile.warps == 8 else None
+    launch(_cast_rows_and_columns, hp, tile, *results, CAST=cast, BLOCKS=blocks, maxnreg=registers)
     return unflattened(results, True, True)
 
 
@@ -104,7 +127,7 @@ def _cast(
     quant, dequant = empty_block_scales(hp, block_size, has_scales_by_columns(block_size, row))
     rows, columns = (max(size, 32) for size in block_size)
     rows_of_thread = hp.element_size() * 2 if column else 1
-    tile, cast = Tile(rows, columns, rows * columns // 1024, rows_of_thread), cast_to(float8_dtype, power_of_2)
+    tile, cast = _tile(rows, columns, rows * columns // 1024, rows_of_thread), cast_to(float8_dtype, power_of_2)
     blocks = Blocks(*block_size, bool(mode), e8m0_offset(float8_dtype, mode))
     launch(_cast_blocks, hp, tile, *codes, quant, dequant, *dequant.stride(), CAST=cast, BLOCKS=blocks)
     return of_one_scale(*codes, quant, dequant)
@@ -160,25 +183,30 @@ def _cast_rows_and_columns(
     CAST: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Cast a tile of one block along its rows in both directions: `BLOCKS` has the length of blocks twice."""
+    """Cast a tile of one block along its rows in both directions: `BLOCKS` has the length of blocks twice.
+
+    A thread holds the tile in the dtype of hp, and widens it for each direction: see `as_if_new`.
+    """
     ACROSS: tl.constexpr = TILE.columns // BLOCKS.columns
     tiles_across = tl.cdiv(columns, TILE.columns)
     tile_r, tile_c = (tl.program_id(0) // tiles_across).to(tl.int64), (tl.program_id(0) % tiles_across).to(tl.int64)
-    hp, r, c = load_tile(hp_ptr, tl.program_id(0), rows, columns, TILE)
-    bits = magnitude_bits(hp)
-    quant, dequant = _scales_of(tl.max(tl.reshape(bits, [TILE.rows, ACROSS, BLOCKS.columns]), 2), CAST, BLOCKS)
-    element_scales = tl.broadcast_to(quant[:, :, None], [TILE.rows, ACROSS, BLOCKS.columns])
-    codes = to_float8(hp * tl.reshape(element_scales, [TILE.rows, TILE.columns]), CAST)
-    store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
+    hp, r, c = load_bits(hp_ptr, tl.program_id(0), rows, columns, TILE)
+    bits = largest_magnitude_bits(tl.reshape(hp, [TILE.rows, ACROSS, BLOCKS.columns]), 2)
+    quant, dequant = _scales_of(bits, CAST, BLOCKS)
     j, across = tile_c * ACROSS + tl.arange(0, ACROSS), tl.cdiv(columns, BLOCKS.columns)
     mask = inside(r, rows, j, across)
     tl.store(row_quant_ptr + r[:, None] * across + j[None, :], quant, mask=mask)
     tl.store(row_dequant_ptr + j[None, :] * rows + r[:, None], dequant, mask=mask)
-    quant, dequant = _scales_of(tl.max(bits, 0), CAST, BLOCKS)
-    codes = to_float8(hp * quant[None, :], CAST)
-    store_column_codes(column_codes_ptr, codes, tl.program_id(0), c, rows, columns, TILE)
+    element_scales = tl.broadcast_to(quant[:, :, None], [TILE.rows, ACROSS, BLOCKS.columns])
+    hp = as_if_new(hp)
+    codes = to_float8(widen(hp) * tl.reshape(element_scales, [TILE.rows, TILE.columns]), CAST)
+    store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
+    hp = as_if_new(hp)
+    quant, dequant = _scales_of(largest_magnitude_bits(hp, 0), CAST, BLOCKS)
     tl.store(column_quant_ptr + tile_r * columns + c, quant, mask=c < columns)
     tl.store(column_dequant_ptr + tile_r * columns + c, dequant, mask=c < columns)
+    codes = to_float8(widen(as_if_new(hp)) * quant[None, :], CAST)
+    store_column_codes(column_codes_ptr, codes, tl.program_id(0), c, rows, columns, TILE)
 
 
 @jit
@@ -192,5 +220,5 @@ def _scales_of(bits: tl.tensor, CAST: tl.constexpr, BLOCKS: tl.constexpr) -> tup
         dequant = tl.maximum(exponent, 1 << 22).to(tl.float32, bitcast=True) + nan_or_0
     else:
         quant = tl.where(bits == 0, 1.0, to_quant_scale(amax, CAST))
-        dequant = tl.div_rn(1.0, quant)
+        dequant = to_dequant_scale(quant, CAST)
     return quant, dequant

@@ -25,6 +25,8 @@ import torch
 from quaver.bench.ledger.inside import Called, called_inside
 from quaver.bench.ledger.kernels import float64_operations, is_along_rows, loads_in_loops
 from quaver.kernels.native_blocks import _native_block_mm
+from quaver.kernels.operands import FLAT
+from quaver.kernels.triton_cast_blocks import casts_both_at_once
 from quaver.linear.gemm import ScaleKind
 from quaver.memory.compiling.launches import Access, CompiledGraph, Launch
 from quaver.roofline.attention import CUDNN, FLASH
@@ -283,6 +285,14 @@ def _cast_from_two_reads(entry: Entry) -> list[Entry]:
     return [replace(entry, read_bytes=entry.read_bytes + operand, launches=3)]
 
 
+def _cast_of_blocks(entry: Entry) -> list[Entry]:
+    """One kernel; of blocks of 1 x n in both directions two, if the sizes are odd, and each reads the operand."""
+    operand, has_two_scales = entry.launch.reads[0], sum(each.elements > 0 for each in entry.launch.writes) == FLAT
+    if has_two_scales and not casts_both_at_once(*operand.size):
+        return [replace(entry, read_bytes=entry.read_bytes + operand.moved_bytes, launches=2)]
+    return [entry]
+
+
 def query_and_key(entry: Entry) -> tuple[Access, Access]:
     """The first operands of attention; before them its backward reads a gradient."""
     reads = entry.launch.reads[entry.is_backward :]
@@ -305,6 +315,7 @@ OPERATIONS: dict[str, Operation] = {
     "quaver.column_major": _copy_of_codes,
     "quaver.cast_with_persistent_scale": _persistent_cast,
     "quaver.cast_rowwise": _cast_from_two_reads,
+    "quaver.cast_blockwise": _cast_of_blocks,
     "quaver.group_amax": _amaxes_of_groups,
     "quaver.grouped_mm": _expert_matmul,
     "aten._scaled_mm": _matmul,

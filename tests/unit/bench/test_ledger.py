@@ -182,6 +182,16 @@ def test_operations_in_triton_launch_what_the_ledger_counts():
     assert launched == {name: ledger_of(name, reads, ROWS).launches for name in launched}
 
 
+@pytest.mark.parametrize(("rows", "results", "reads", "launches"), [(M, 6, 1, 1), (M - 1, 6, 2, 2), (M - 1, 4, 1, 1)])
+def test_odd_sizes_are_cast_in_blocks_twice(rows, results, reads, launches):
+    """Where each direction has scales of its own: six results, four of square blocks."""
+    operand = access((rows, N), (N, 1), torch.bfloat16)
+    writes = (*[access((rows, N), (N, 1))] * results, *[access((0,), (1,))] * (6 - results))
+    launch = Launch("quaver.cast_blockwise", (), (operand,), writes, (), "", {}, False)
+    (entry,) = entries_of([CompiledGraph(False, (launch,), (), "")], l2_bytes=0)
+    assert (entry.read_bytes, entry.launches) == (reads * operand.moved_bytes, launches)
+
+
 # ---- the model of time -----------------------------------------------------------------------------------------------
 
 

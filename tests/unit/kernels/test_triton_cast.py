@@ -67,12 +67,14 @@ def _blocks(hp_dtype, float8_dtype, power_of_2, mode):
     """Ragged shapes, a block of zeros, and every magnitude of an amax; then unusual amaxes, with NaN and inf."""
     scales = {"power_of_2": power_of_2, "mode": mode}
     for block_size in BLOCK_SIZES:
-        assert_block_casts(varied(130, 140, hp_dtype), float8_dtype, block_size, **scales)
+        assert_block_casts(varied(144, 144, hp_dtype), float8_dtype, block_size, **scales)
+    assert_block_casts(varied(130, 140, hp_dtype), float8_dtype, (128, 128), **scales)
+    assert_block_casts(varied(130, 48, hp_dtype), float8_dtype, (1, 128), **scales)
     assert_block_casts(varied(70, 45, hp_dtype), float8_dtype, (1, 32), **scales, wanted=[ROWS, COLUMNS])
     assert_block_casts(varied(1, 1, hp_dtype), float8_dtype, (32, 32), **scales, wanted=[ROWS, COLUMNS])
     assert_block_casts(every_value(hp_dtype).view(256, 256), float8_dtype, (1, 128), **scales, wanted=[ROWS])
     for values in UNUSUAL:
-        assert_block_casts(torch.tensor(values).repeat(2, 1).to(hp_dtype), float8_dtype, (1, 32), **scales)
+        assert_block_casts(torch.tensor(values).repeat(16, 8).to(hp_dtype), float8_dtype, (1, 32), **scales)
 
 
 @np.errstate(all="ignore")
