@@ -141,7 +141,7 @@ def contestants_of(kind: CastKind, source: Tensor, with_torchao: bool) -> dict[t
     scale = None
     if kind.cast.is_persistent:  # as delayed scaling would have it after a step
         quant_scale = FORMATS[float8_dtype].max / amax(source).float()
-        scale = PersistentScale(quant_scale, torch.zeros(2, device=source.device), torch.tensor(True))
+        scale = PersistentScale(quant_scale, torch.zeros(2, device=source.device), torch.tensor(True), True)
 
     def ours(hp: Tensor) -> tuple[Tensor, ...]:
         made = Quantizer(config.casts.input, hp.dtype, scale)(hp, row=1 in dims, column=0 in dims)

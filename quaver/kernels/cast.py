@@ -5,7 +5,7 @@
     cast_rowwise                  the amaxes of rows, of columns    C extension    Triton    PyTorch (*)
     cast_blockwise                the amaxes of blocks              C extension    Triton    PyTorch (*)
     cast_with_scale               the caller                        C extension    Triton    PyTorch
-    cast_with_persistent_scale    an earlier step                   C extension    Triton    the operation
+    cast_with_persistent_scale    an earlier step                   C extension    Triton    PyTorch (*)
 
 (*) Of a matrix that is in memory, for both directions at once, the operation (`CASTS_OF_STORED`, docs/design/0018).
     So are square blocks for either direction, because they are a weight's.
@@ -22,8 +22,9 @@ Layouts. A GPU multiplies float8 only along the contiguous dim: there, row codes
 strides (1, R). Scales of blocks lie as the matmul reads them, too (`has_scales_by_columns`). A CPU takes any layout:
 there, codes and scales are contiguous.
 
-A cast with a persistent scale is one operation on every device: only a kernel can find out on the device that it has to
-read the matrix twice. For when casts are operations see operation.py.
+A kernel that casts with a persistent scale finds out on the device whether it has to read the matrix twice. Code
+compiled for a GPU reads it twice until the host knows that the scale is known ([Note: known scales] in
+linear/scale_state.py). For when casts are operations see operation.py.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from quaver.kernels.operands import (
 from quaver.kernels.operation import library, operation, returning_operands, triton_kernels
 from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
-from quaver.recipes.formats import HP_DTYPES
+from quaver.recipes.formats import FORMATS, HP_DTYPES
 from quaver.recipes.scaling import PersistentScale
 from quaver.runtime.compile_hints import apart
 from quaver.runtime.devices import is_cpu
@@ -398,22 +399,32 @@ _persistent = operation(
     cpu=_cpu_with_persistent_scale,
     fake=_fake_with_persistent_scale,
     gpu="cast_with_persistent_scale",
-    in_graphs=True,
 )
 
 
 @phase(CAST)
 def cast_with_persistent_scale(
-    hp: Tensor, scale: PersistentScale, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool
+    hp: Tensor,
+    scale: PersistentScale,
+    float8_dtype: torch.dtype,
+    row: bool,
+    column: bool,
+    power_of_2: bool,
+    is_stored: bool = False,
 ) -> Operands:
     """Quantize with a persistent scale, or with that of the matrix's amax while it is not initialized.
 
     Updates `scale.amax_buffer` with the amax and the number of saturated elements by a maximum, so repeating the cast
     changes nothing. The scales of the operands are those that were used, float32 ().
+
+    Args:
+        is_stored: that hp is in memory, for compiled code (`CASTS_OF_STORED`).
     """
     amax_buffer = scale.amax_buffer
     if hp.is_meta:  # the scales of a model on the meta device stay where they are
         return _cast_tensorwise(hp, float8_dtype, row, column, power_of_2)
+    if torch.compiler.is_dynamo_compiling() and not is_cpu(hp):
+        return _traced_with_persistent_scale(hp, scale, float8_dtype, row, column, power_of_2, is_stored)
     if is_cpu(hp) and amax_buffer is not None and not torch.compiler.is_dynamo_compiling():
         made = cpu.cast_and_observe(hp, scale.quant_scale, float8_dtype, power_of_2, amax_buffer)
         if made is not None:  # C updated the buffer
@@ -425,6 +436,67 @@ def cast_with_persistent_scale(
     if is_cpu(hp):
         return asked_for(Operand(row_codes, dequant, quant), row, column)
     return of_one_scale(row_codes if row else None, column_codes if column else None, quant, dequant)
+
+
+def _traced_with_persistent_scale(
+    hp: Tensor,
+    scale: PersistentScale,
+    float8_dtype: torch.dtype,
+    row: bool,
+    column: bool,
+    power_of_2: bool,
+    is_stored: bool,
+) -> Operands:
+    """`cast_with_persistent_scale` for code compiled for a GPU.
+
+    A cast with a known scale does not wait for the amax. The scales of the operands do: Inductor then computes them
+    where it updates the buffer, and a `scale` that is known by mistake makes every result inf or NaN.
+    """
+    cpu.check_memory(hp, scale.quant_scale)
+    given = scale.quant_scale
+    largest, saturated = _observe(hp, given if scale.is_known else given.clamp(min=0), float8_dtype)
+    if scale.amax_buffer is not None:
+        elements = scale.elements or scale.amax_buffer.unbind()
+        for element, observed in zip(elements, (largest, saturated), strict=True):
+            element.copy_(torch.maximum(element, observed.detach()))
+    if scale.is_known:
+        own = largest - largest
+    else:
+        own = scaling.amax_to_quant_scale(largest, float8_dtype, power_of_2=power_of_2)
+    used = torch.where(given > 0, given, own)
+    quant, dequant = computed_once(scaling.Scales(used, scaling.to_dequant_scale(used)))
+    known = given if scale.is_known else quant
+    if is_stored and row and column:
+        row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, known, known)
+        return of_one_scale(row_codes, column_codes, quant, dequant)
+    row_codes = _row_codes(hp, known, float8_dtype) if row else None
+    column_codes = None
+    if column:
+        column_codes = _column_codes(hp, known if row_codes is None else apart(quant, row_codes), float8_dtype)
+    return of_one_scale(row_codes, column_codes, quant, dequant)
+
+
+_ROWS_AT_ONCE = 4
+
+
+def _observe(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The amax of a matrix, and how many elements saturate under a quant_scale; both float32 ().
+
+    Each row by itself first, so that Inductor merges this with the kernel that computes the matrix. One kernel reduces
+    both of all rows, because the counts read the amaxes: where the largest does not saturate, none does. Inductor would
+    divide it for more than 8,192 values, so each reads a few rows.
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, as compilers do
+
+    above = FORMATS[float8_dtype].saturates_above
+    amaxes = scaling.amax(hp, 1).float()
+    counts = (scaling.multiply(hp, quant_scale).abs() > above).sum(1, keepdim=True, dtype=torch.float32)
+    counts = torch.where(amaxes * quant_scale <= above, 0.0, counts)
+    rows = hp.shape[0]
+    if statically_known_true(rows % _ROWS_AT_ONCE == 0):
+        by_rows = (rows // _ROWS_AT_ONCE, _ROWS_AT_ONCE)
+        amaxes, counts = scaling.amax(amaxes.view(by_rows), 1), counts.view(by_rows).sum(1)
+    return scaling.amax(amaxes), counts.sum()
 
 
 def record(scale: PersistentScale, observed: Tensor) -> None:

@@ -133,8 +133,11 @@ class StoredQuantizer(Quantizer):
         by_operation = CASTS_OF_STORED.get(cast.scaling_granularity)
         if by_operation is None or not (row and column and torch.compiler.is_dynamo_compiling()) or is_cpu(hp):
             return super().cast(cast, hp, row, column, scales)
-        if cast.is_disabled or (cast.is_persistent and self.scale is not None):
+        if cast.is_disabled:
             return super().cast(cast, hp, row, column, scales)
+        if cast.is_persistent and self.scale is not None:
+            dtype, power_of_2 = cast.float8_dtype, self.casts.power_of_2
+            return cast_with_persistent_scale(hp, self.scale, dtype, row, column, power_of_2, True)
         return by_operation(hp, cast.float8_dtype, row, column, self.casts.power_of_2, *cast.block_options)
 
 

@@ -13,7 +13,14 @@ ranks, appends it to the history and computes the next scales (`DelayedScalingCo
 rank cast in this step stays as it is.
 
 [Note: cold start] While a slot's scale is unknown, each cast uses the scale of its own amax. The cast decides on the
-device, so nothing is recompiled.
+device.
+
+[Note: known scales] Code compiled for a GPU casts in the kernels that compute a matrix once a scale is known, and reads
+the matrix a second time before. It guards on `PersistentScale.is_known`, so it is compiled once more when that changes.
+The host sets this where slots are loaded, and after a sync in eager code, where it asks the device after the 1st, 2nd,
+4th, 8th, ... sync with an unknown scale: a slot that is never cast costs few waits, and holds up no other. Ranks know
+the same, because scales are equal on every rank after a sync; their collectives do not depend on it. docs/design/0022
+has what can change that the flag does not see.
 
 [Note: who records] Casts record amaxes for a forward that records gradients, whatever the mode of its module: its
 backward uses the scales, so they have to follow, also in a layer that is in eval mode while others train. A weight that
@@ -49,6 +56,8 @@ from quaver.recipes.config import CastConfig, DelayedScalingConfig, Float8Linear
 from quaver.recipes.formats import FORMATS
 from quaver.recipes.scaling import PersistentScale, PersistentScales
 from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
+from quaver.runtime.devices import is_capturing
+from quaver.torch_private.tracing import FakeTensor
 
 OPERANDS = ("input", "weight", "grad_output")
 
@@ -66,6 +75,8 @@ class ScaleState:
         quant_scale, amax_buffer, history: float32 [T], [T, 2], [T, H], on the device of the linears.
         last_step: float32 [T, 3], quant_scale and amax_buffer over all ranks as the last sync found them, for reports.
         is_initialized: bool [T] on the CPU, a copy of quant_scale > 0. Read only where ranks decide on the host.
+        known: whether each of the T scales is known; see [Note: known scales].
+        syncs_with_unknown: eager syncs with an unknown scale since slots were loaded.
         uncalibrated: whether a static scale has not been measured.
         calibrating: whether static scales are being measured.
         forwards_since_sync: training forwards of all its linears; see [Note: a forgotten sync].
@@ -91,12 +102,14 @@ class ScaleState:
         self.has_delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in casts)
         self.is_delayed = torch.tensor([cast.scaling_type is ScalingType.DELAYED for cast in casts], device=device)
         self.is_initialized = torch.zeros(slots, dtype=torch.bool, device="cpu")
+        self.known = [False] * slots
+        self.syncs_with_unknown = 0
+        self._start()
         self.calibrating = False
         self.host_decides = False
         self.forwards_since_sync = 0
         self.was_loaded()
         self.last_step = torch.cat([self.quant_scale.unsqueeze(1), self.amax_buffer], 1)
-        self._start()
 
     def _start(self) -> None:
         self.views: list[LinearScales] = []
@@ -119,7 +132,13 @@ class ScaleState:
             return None
         if (slot, record) not in self._persistent:
             buffer = self.amax_buffer[slot] if record else None
-            self._persistent[slot, record] = PersistentScale(self.quant_scale[slot], buffer, self.is_initialized[slot])
+            self._persistent[slot, record] = PersistentScale(
+                self.quant_scale[slot],
+                buffer,
+                self.is_initialized[slot],
+                self.known[slot],
+                None if buffer is None else tuple(buffer[i] for i in range(2)),
+            )
         return self._persistent[slot, record]
 
     @torch.inference_mode(False)
@@ -128,6 +147,10 @@ class ScaleState:
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and name != "is_initialized":
                 setattr(self, name, value.to(device))
+        self._renew_views()
+
+    @torch.inference_mode(False)
+    def _renew_views(self) -> None:
         self._persistent.clear()
         for views in self.views:
             views.refresh()
@@ -135,7 +158,7 @@ class ScaleState:
     def sync(self, group: ProcessGroup | None) -> None:
         """Compute the next scales of the delayed slots: a fixed number of kernels, and one all-reduce with a group.
 
-        Traceable without graph breaks: it reads no tensor on the host, except where `host_decides` in eager code.
+        Traceable without graph breaks: compiled code reads no tensor on the host, except where `host_decides`.
         """
         config = self.delayed_config
         observed = self.observed_on(group)
@@ -151,10 +174,20 @@ class ScaleState:
         self.last_step.copy_(torch.cat([self.quant_scale.unsqueeze(1), observed], 1))
         self.quant_scale.copy_(torch.where(usable, scale, self.quant_scale))
         self.reset_amax_buffer()
-        # Waits for the device. With an outdated copy, ranks would exchange amaxes for a scale that is known.
-        if self.host_decides and (torch.compiler.is_compiling() or not self.is_initialized.all()):
-            self.refresh_is_initialized()
+        if not torch.compiler.is_compiling():
+            self._ask_for_known()
+        elif self.host_decides:
+            self.is_initialized.copy_(self.quant_scale > 0)
         self.forwards_since_sync = 0
+
+    def _ask_for_known(self) -> None:
+        """Learn which scales a sync made known, if some were not. Waits for the device."""
+        if all(self.known):
+            return
+        self.syncs_with_unknown += 1
+        # With an outdated copy, ranks that decide on the host would exchange amaxes for a scale that is known.
+        if self.host_decides or (self.syncs_with_unknown.bit_count() == 1 and not is_capturing()):
+            self.refresh_is_initialized()
 
     def observed_on(self, group: ProcessGroup | None) -> Tensor:
         """`amax_buffer` with the maxima over the ranks of `group`: NaN where one rank has a NaN."""
@@ -165,6 +198,11 @@ class ScaleState:
 
     def refresh_is_initialized(self) -> None:
         self.is_initialized.copy_(self.quant_scale > 0)
+        is_fake = isinstance(self.is_initialized, FakeTensor)  # a prediction, of a step whose scales are known
+        known = [True] * len(self.known) if is_fake else self.is_initialized.tolist()
+        if known != self.known:
+            self.known = known
+            self._renew_views()
 
     def count_forward(self) -> None:
         """Count a forward of one linear that records gradients, and warn at `_FORWARDS_WITHOUT_SYNC` of each."""
@@ -182,6 +220,7 @@ class ScaleState:
         missing = self.quant_scale[self.calibrated_slots] <= 0
         self.uncalibrated = missing.numel() > 0 and bool(missing.any())  # fake tensors have no value to ask for
         self.reset_amax_buffer()
+        self.syncs_with_unknown = 0
         self.refresh_is_initialized()
 
 

@@ -253,9 +253,9 @@ class _Estimate:
     def _saved_without_checkpoint(self) -> int:
         """All that a block saves.
 
-        Compiled float8 saves no input of a linear that it can cast again from what else is saved. Eager code and scales
-        from an earlier step save codes, and so do inputs that tensor parallel ranks gather; a gradient of weights in
-        high precision saves the input.
+        Compiled float8 saves no input of a linear that it can cast again from what else is saved. Eager code saves
+        codes, and so do inputs that tensor parallel ranks gather; a gradient of weights in high precision saves the
+        input.
         Norms, attention and feed-forwards may store what they save as codes; linears store nothing.
         """
         (queries, keys, attention), dim, tp = self._attention(), self.model.dim, self.layout.tensor
@@ -300,7 +300,7 @@ class _Estimate:
             return 0
         if self.recipe.casts.input.column.is_disabled:
             return _LOW
-        saves = self.recipe.has_persistent_scales or tp > 1 or not self.config.training.compile
+        saves = tp > 1 or not self.config.training.compile
         return int(saves)
 
     def _temporaries(self) -> int:

@@ -90,6 +90,10 @@ class PersistentScale(NamedTuple):
     -1 before the first. None where nothing is recorded."""
     is_initialized: Tensor
     """bool () on the CPU: whether quant_scale is above 0, for decisions that the host must take."""
+    is_known: bool = False
+    """Whether the host has read that quant_scale is above 0; compiled code guards on it."""
+    elements: tuple[Tensor, ...] | None = None
+    """The two elements of amax_buffer, as tensors () of their own: compiled code updates these in fewer kernels."""
 
 
 class PersistentScales(NamedTuple):
@@ -241,8 +245,20 @@ def cast_to_float8(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *
     Returns:
         float8, hp's shape, and hp's strides where those are dense.
     """
+    return _saturate_(multiply(hp, quant_scale, is_of_amax=is_of_amax), float8_dtype)
+
+
+def multiply(hp: Tensor, quant_scale: Tensor, *, is_of_amax: bool = False) -> Tensor:
+    """The float32 product that `cast_to_float8` saturates; see there for the arguments. NaN for an infinite hp."""
     scaled = hp * quant_scale if hp.dtype is torch.float32 else hp.float().mul_(quant_scale)
-    return _saturate_(scaled if is_of_amax else scaled.masked_fill_(hp.isinf(), torch.nan), float8_dtype)
+    return scaled if is_of_amax else _nan_for_inf_(scaled, hp)
+
+
+def _nan_for_inf_(scaled: Tensor, hp: Tensor) -> Tensor:
+    """`scaled`, and NaN where `hp` is infinite."""
+    if torch.compiler.is_dynamo_compiling():  # a compiler merges no equal operations that have a NaN as an argument
+        return scaled - (hp - hp).abs()
+    return scaled.masked_fill_(hp.isinf(), torch.nan)
 
 
 def _saturate_(scaled: Tensor, float8_dtype: torch.dtype) -> Tensor:
@@ -273,7 +289,7 @@ def cast_with_persistent_scale(
     largest_seen = amax(hp).float()
     own = amax_to_quant_scale(largest_seen, float8_dtype, power_of_2=power_of_2)
     quant = torch.where(quant_scale > 0, quant_scale, own)
-    scaled = (hp.float() * quant).masked_fill_(hp.isinf(), torch.nan)
+    scaled = multiply(hp, quant)
     saturated = (scaled.abs() > fmt.saturates_above).sum(dtype=torch.float32)
     return _saturate_(scaled, float8_dtype), quant, to_dequant_scale(quant), torch.stack([largest_seen, saturated])
 
@@ -351,7 +367,7 @@ def cast_blocks(
     """`cast_to_float8` of a matrix [R, C], contiguous. `quant_scale` has one element a block."""
     scaled = hp.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     _multiply_blocks_(scaled, quant_scale, block_size)
-    return _saturate_(scaled if is_of_amax else scaled.masked_fill_(hp.isinf(), torch.nan), float8_dtype)
+    return _saturate_(scaled if is_of_amax else _nan_for_inf_(scaled, hp), float8_dtype)
 
 
 def e8m0_offset(float8_dtype: torch.dtype, mode: str) -> int:

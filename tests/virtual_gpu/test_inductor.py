@@ -9,8 +9,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from quaver import convert_to_float8_training, float8_grouped_mm, float8_linear
+from torch import nn
+
+from quaver import (
+    convert_to_float8_training,
+    float8_grouped_mm,
+    float8_linear,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
 from quaver.bench.modules import Subject
+from quaver.conversion.delayed import named_slots
 from quaver.settings import Model
 from quaver.trainer.float8 import fuse_producers
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
@@ -28,6 +37,11 @@ def _linear(recipe):
         [weight],
         lambda input: float8_linear(torch.nn.functional.silu(input), weight, config=recipe),
     )
+
+
+def _delayed(recipe):
+    model = nn.Sequential(nn.SiLU(), nn.Linear(64, 48, bias=False)).bfloat16()
+    return torch.randn(32, 64).bfloat16(), list(model.parameters()), convert_to_float8_training(model, config=recipe)
 
 
 def _experts(recipe):
@@ -49,8 +63,11 @@ def _block(recipe):
     return torch.randn(2, 64, 128).bfloat16(), list(subject.parameters()), subject
 
 
-def _both(make, recipe, card_name):
-    """What a subject computes eagerly and compiled, its gradients, its launches and the vendor's matmuls."""
+def _both(make, recipe, card_name, knows_scales=True):
+    """What a subject computes eagerly and compiled, its gradients, its launches and the vendor's matmuls.
+
+    With persistent scales also what casts observed.
+    """
     from tests.virtual_gpu.inductor import inductor  # imports the interpreter
 
     def run(function):
@@ -61,17 +78,26 @@ def _both(make, recipe, card_name):
         output.backward(torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype))
         return [output.detach(), leaf.grad, *(each.grad for each in parameters)]
 
+    def run_and_observe(function):
+        scaling.forget_observed()
+        return [*run(function), *(state.amax_buffer.clone() for state in states)]
+
     torch.manual_seed(0)
     with virtual_gpu(card_name) as card, np.errstate(all="ignore"):
         input, parameters, function = make(recipe)
         for each in parameters:
             each.requires_grad_()
-        run(function)  # probes; delayed scales are of the first step afterwards
+        model = function if isinstance(function, nn.Module) else nn.Module()
+        scaling = float8_scaling_state(model)
+        states = {id(state): state for _, state, _ in named_slots(model)}.values()
+        run(function)  # probes
+        if knows_scales:
+            sync_float8_amax_and_scale_history(model)
         card.calls.clear()
-        eager, calls = run(function), dict(card.calls)
+        eager, calls = run_and_observe(function), dict(card.calls)
         card.calls.clear()
         with inductor(card) as launches, torch._inductor.config.patch(emulate_precision_casts=True):
-            compiled = run(torch.compile(function, fullgraph=True))
+            compiled = run_and_observe(torch.compile(function, fullgraph=True))
     return eager, compiled, dict(launches), (calls, dict(card.calls))
 
 
@@ -101,6 +127,14 @@ def test_a_card_without_inductors_code_and_a_missing_interpreter_are_refused(int
 @pytest.mark.parametrize("recipe", ["tensorwise", *at_night((each,) for each in (*RECIPES[1:], *BLOCK_RECIPES))])
 def test_a_linear_for_hopper_has_eager_bits(interpreter, recipe):
     assert_same(interpreter(_both, _linear, recipe, "h100"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("recipe", "knows_scales"), [("delayed", True), ("delayed", False), ("delayed_with_dynamic_weight", True)]
+)
+def test_a_linear_with_persistent_scales_has_eager_bits(interpreter, recipe, knows_scales):
+    assert_same(interpreter(_both, _delayed, recipe, "h100", knows_scales))
 
 
 @pytest.mark.nightly

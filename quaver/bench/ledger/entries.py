@@ -268,12 +268,6 @@ def _copy_of_codes(entry: Entry) -> list[Entry]:
     return [_copy(entry, entry.launch.reads[0])]
 
 
-def _persistent_cast(entry: Entry) -> list[Entry]:
-    """The operand is read once and its codes are written; the amax returns at once because the scale is known. A third
-    launch fills what it observes with zeros."""
-    return [replace(entry, category="casts" if entry.category != "small" else "small", launches=3)]
-
-
 def _amaxes_of_groups(entry: Entry) -> list[Entry]:
     """One launch fills the amaxes with zeros."""
     return [replace(entry, category="small" if entry.category == "small" else "amax", launches=2)]
@@ -313,7 +307,6 @@ OPERATIONS: dict[str, Operation] = {
     "quaver.native_block_mm": _block_matmul,
     "quaver.exact_float8_mm": _matmul,
     "quaver.column_major": _copy_of_codes,
-    "quaver.cast_with_persistent_scale": _persistent_cast,
     "quaver.cast_rowwise": _cast_from_two_reads,
     "quaver.cast_blockwise": _cast_of_blocks,
     "quaver.group_amax": _amaxes_of_groups,

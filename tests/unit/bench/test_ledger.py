@@ -155,9 +155,6 @@ def launches_in_triton():
     """By operation, the kernels of one call: Triton's, and PyTorch's fills."""
     hp, group = torch.ones(32, 48), torch.arange(32) // 16
     calls = {
-        "quaver.cast_with_persistent_scale": lambda: triton_cast.cast_with_persistent_scale(
-            hp, torch.float8_e4m3fn, True, True, False, torch.tensor(2.0)
-        ),
         "quaver.cast_rowwise": lambda: triton_cast.cast_rowwise(hp, torch.float8_e4m3fn, True, True, False),
         "quaver.cast_blockwise": lambda: triton_cast.cast_blockwise(
             hp, torch.float8_e4m3fn, True, True, False, 128, 128, ""

@@ -1,5 +1,6 @@
 """The cast with a kept scale: every path against its oracle written out in float64, and one read of the data."""
 
+import functools
 import itertools
 import math
 
@@ -12,6 +13,7 @@ from quaver.kernels.cast import cast_with_persistent_scale
 from quaver.recipes import scaling
 from quaver.recipes.formats import FORMATS
 from quaver.recipes.scaling import PersistentScale
+from quaver.runtime.devices import standing_for_gpu
 from tests.reference import MAX, every_value, reference_amax, reference_scales
 from tests.steps import assert_same
 
@@ -42,14 +44,29 @@ def by_the_extension(hp, quant_scale, float8_dtype, power_of_2):
     return (*cpu.cast_and_observe(hp, quant_scale, float8_dtype, power_of_2, seen), seen)
 
 
-def compiled(hp, quant_scale, float8_dtype, power_of_2):
+@functools.cache
+def compiled_cast(float8_dtype, power_of_2, is_known, on_gpu):
     def cast(hp, quant_scale, seen):
-        scale = PersistentScale(quant_scale, seen, torch.tensor(True))
+        scale = PersistentScale(quant_scale, seen, torch.tensor(True), is_known)
         codes, dequant, quant = cast_with_persistent_scale(hp, scale, float8_dtype, True, False, power_of_2).row
         return codes, quant, dequant
 
+    return torch.compile(cast, fullgraph=True, backend="aot_eager")
+
+
+def compiled(hp, quant_scale, float8_dtype, power_of_2, is_known=False, on_gpu=False):
     seen = torch.full((2,), -1.0)
-    return (*torch.compile(cast, fullgraph=True, backend="aot_eager")(hp, quant_scale, seen), seen)
+    with torch._dynamo.config.patch(recompile_limit=100):
+        return (*compiled_cast(float8_dtype, power_of_2, is_known, on_gpu)(hp, quant_scale, seen), seen)
+
+
+def compiled_for_a_gpu(hp, quant_scale, float8_dtype, power_of_2):
+    """Where the scale is known, both graphs: the host knows it, or does not yet."""
+    with standing_for_gpu((9, 0)):
+        results = compiled(hp, quant_scale, float8_dtype, power_of_2, on_gpu=True)
+        if quant_scale > 0:
+            assert_same(compiled(hp, quant_scale, float8_dtype, power_of_2, is_known=True, on_gpu=True), results)
+    return results
 
 
 PATHS = [
@@ -57,9 +74,10 @@ PATHS = [
     pytest.param(by_the_extension, marks=pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension is off")),
     compiled,
 ]
+FOR_A_GPU = pytest.param(compiled_for_a_gpu, marks=pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, compiled_for_a_gpu])
 @pytest.mark.parametrize("hp_dtype", HP_DTYPES, ids=str)
 @pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=str)
 def test_every_value_with_known_scales(path, hp_dtype, float8_dtype):
@@ -68,7 +86,7 @@ def test_every_value_with_known_scales(path, hp_dtype, float8_dtype):
         assert_same(path(hp, torch.tensor(scale), float8_dtype, False), oracle(hp, scale, float8_dtype, False))
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, FOR_A_GPU])
 @pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=str)
 def test_an_unknown_scale_is_the_tensors_own(path, float8_dtype):
     """As the dynamic cast to the bit where everything is finite; 0, negative and NaN scales all stand for unknown."""
@@ -89,7 +107,7 @@ def test_an_unknown_scale_is_the_tensors_own(path, float8_dtype):
         assert got[3][1] == 0  # nothing saturates under a scale of its own
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, compiled_for_a_gpu])
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 @pytest.mark.parametrize("scale", [0.0, 2.0])
 def test_what_is_not_finite_reaches_the_codes_and_the_amax(path, bad, scale):
@@ -129,7 +147,7 @@ def test_threads_change_nothing():
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, FOR_A_GPU])
 def test_what_was_seen_is_a_maximum_in_which_nan_stays(path):
     def observe(*tensors):
         observed = torch.tensor([-1.0, 0.0])

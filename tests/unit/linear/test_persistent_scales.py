@@ -21,14 +21,24 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.compat.delayed_buffers import load_delayed_buffers
+from quaver.linear.scale_state import ScaleState
+from quaver.runtime.devices import standing_for_gpu
 from tests.foreign.test_delayed_buffers import old_checkpoint
 from tests.reference import sqnr_db
-from tests.steps import assert_same
+from tests.steps import assert_same, results_of
 from tests.thinned import thinned
 from tests.unit.conversion.test_delayed import Ffn, Net, config_of, fared, make, scale_of, states, step
 from tests.unit.linear.test_module import COPIES, references
 
 STATIC = CastConfig(scaling_type=ScalingType.STATIC)
+
+
+def knows_what_is(model):
+    """Whether flags are those of the scales; and whether all scales are known."""
+    scalings = [module.scaling for module in model.modules() if isinstance(module, Float8Linear)]
+    scales = [scale for each in scalings for views in (each.recorded, each.unrecorded) for scale in views if scale]
+    assert all(scale.is_known is bool(scale.quant_scale > 0) is bool(scale.is_initialized) for scale in scales)
+    return all(scale.is_known for scale in scales)
 
 
 @pytest.mark.parametrize("way", COPIES)
@@ -45,6 +55,7 @@ def test_a_copy_has_a_state_of_its_own_which_its_linears_share(way):
     assert len({id(s.state) for s in scalings}) == 1
     assert scalings[0].state is not model.layers[0].w1.scaling.state
     assert copied.layers[0].w1.scaling.recorded.input is copied.layers[0].w3.scaling.recorded.input
+    assert knows_what_is(copied)
     assert [t.amax > 0 for t in float8_scaling_state(copied).report()] == [True] * 16
 
 
@@ -99,6 +110,7 @@ def test_a_checkpoint_without_history_starts_cold_and_says_so(caplog):
     ]
     assert scale_of(model, "layers.0.w1.input") > 0
     assert scale_of(model, "layers.1.w2.weight") == 0
+    assert not knows_what_is(model)
     state.load_state_dict({})
     assert_same(step(model, torch.ones(8, 64)), step(dynamic, torch.ones(8, 64)))
     caplog.clear()
@@ -161,6 +173,7 @@ def test_a_tensor_that_is_used_again_is_cast_with_the_scale_of_now(change):
     step(module, input * 1.7)
     before = module(input)
     change(module, input)
+    assert knows_what_is(module) is (change is not CHANGES["reset"])
     after = module(input)
     assert torch.equal(after, module(input.clone()))
     assert not torch.equal(after, before)
@@ -171,8 +184,50 @@ def test_a_calibration_changes_the_cast_of_a_tensor_that_is_used_again():
     for factor in (1.7, 5.0):
         with calibrate_float8_static_scales(module):
             module(input).sum().backward()
+            assert not knows_what_is(module)
             module(input * factor).sum().backward()
+        assert knows_what_is(module)
         assert torch.equal(module(input), module(input.clone()))
+
+
+def test_the_host_asks_seldom_for_the_scale_of_a_slot_that_is_never_cast(monkeypatch):
+    model = convert_to_float8_training(Net(), config=config_of())
+    asked, ask = [], ScaleState.refresh_is_initialized
+    monkeypatch.setattr(ScaleState, "refresh_is_initialized", lambda state: (asked.append(len(steps)), ask(state)))
+    steps = []
+    for _ in range(10):
+        steps.append(step(model.layers[0], torch.randn(8, 64), sync=False))
+        sync_float8_amax_and_scale_history(model)
+    assert asked == [1, 2, 4, 8]
+    assert knows_what_is(model.layers[0])
+    assert not knows_what_is(model)
+    float8_scaling_state(model).load_state_dict(states(model))
+    step(model, torch.randn(8, 64))
+    assert asked[4:] == [10, 10]  # the load, and the first sync after it
+    assert knows_what_is(model)
+
+
+def test_code_for_a_gpu_is_compiled_twice_and_a_scale_that_is_known_by_mistake_is_loud():
+    model = make()
+    twin, state = copy.deepcopy(model), float8_scaling_state(model)
+    torch._dynamo.utils.counters.clear()
+    with standing_for_gpu((8, 0)):  # casts and multiplies in PyTorch
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for _ in range(2):
+            for factor in (1.0, 3.0, 2.0):
+                input = torch.randn(8, 64) * factor
+                results = results_of(model, input, grad_output=1.0, call=compiled)
+                sync_float8_amax_and_scale_history(model)
+                assert_same(results, step(twin, input))
+                assert_same(states(model), states(twin))
+            state.reset()
+            float8_scaling_state(twin).reset()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+        step(compiled, input)
+        for view in state.state_dict().values():
+            view.zero_()  # and no load that says so
+        output, *gradients = results_of(model, input, grad_output=1.0, call=compiled)
+        assert not torch.cat([each.isfinite().flatten() for each in (output, *gradients)]).any()
 
 
 @pytest.mark.parametrize(
