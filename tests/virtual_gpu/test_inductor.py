@@ -63,10 +63,10 @@ def _block(recipe):
     return torch.randn(2, 64, 128).bfloat16(), list(subject.parameters()), subject
 
 
-def _both(make, recipe, card_name, knows_scales=True):
+def _both(make, recipe, card_name, knows_scales=True, options=()):
     """What a subject computes eagerly and compiled, its gradients, its launches and the vendor's matmuls.
 
-    With persistent scales also what casts observed.
+    With persistent scales also what casts observed. `options`: Inductor's, as pairs.
     """
     from tests.virtual_gpu.inductor import inductor  # imports the interpreter
 
@@ -96,7 +96,8 @@ def _both(make, recipe, card_name, knows_scales=True):
         card.calls.clear()
         eager, calls = run_and_observe(function), dict(card.calls)
         card.calls.clear()
-        with inductor(card) as launches, torch._inductor.config.patch(emulate_precision_casts=True):
+        options = {"emulate_precision_casts": True, **dict(options)}
+        with inductor(card) as launches, torch._inductor.config.patch(options):
             compiled = run_and_observe(torch.compile(function, fullgraph=True))
     return eager, compiled, dict(launches), (calls, dict(card.calls))
 
@@ -135,6 +136,16 @@ def test_a_linear_for_hopper_has_eager_bits(interpreter, recipe):
 )
 def test_a_linear_with_persistent_scales_has_eager_bits(interpreter, recipe, knows_scales):
     assert_same(interpreter(_both, _delayed, recipe, "h100", knows_scales))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_kernels_that_inductor_joins_side_by_side_have_eager_bits(interpreter, recipe):
+    """docs/block-cost.md has the launches that the option saves."""
+    joined = interpreter(_both, _linear, recipe, "h100", True, [("combo_kernels", True)])
+    assert_same(joined)
+    apart = interpreter(_both, _linear, recipe, "h100")
+    assert sum(joined[2].values()) < sum(apart[2].values())
 
 
 @pytest.mark.nightly
