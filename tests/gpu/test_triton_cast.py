@@ -162,12 +162,13 @@ def test_a_graph_follows_the_scale_and_the_data_without_synchronizing():
         hp.normal_(0, magnitude)
         graph.replay()
         host = hp.cpu()
-        codes, *scales = scaling.dynamic_cast(host, E4M3)
+        codes, quant, dequant = scaling.dynamic_cast(host, E4M3)
         row_codes, column_codes = laid_out(codes, codes)
-        expected = [row_codes, *scales, column_codes]
-        codes, *scales = scaling.cast_with_persistent_scale(host, torch.tensor(scale), E4M3)
+        expected = [row_codes, dequant, quant, column_codes, dequant, quant]
+        codes, quant, dequant, observed = scaling.cast_with_persistent_scale(host, torch.tensor(scale), E4M3)
         row_codes, column_codes = laid_out(codes, codes)
-        expected += [row_codes, *scales[:2], column_codes, None, None, scales[2]]
+        expected += [row_codes, quant, dequant, column_codes, observed]
         of_rows, of_columns = (scaling.dynamic_cast(host, E4M3, dim, power_of_2=True) for dim in (1, 0))
-        expected += [*of_rows, laid_out(None, of_columns[0])[1], *of_columns[1:], *of_rows]
+        row, column = (of_rows[0], *of_rows[:0:-1]), (laid_out(None, of_columns[0])[1], *of_columns[:0:-1])
+        expected += [*row, *column, *row]
         assert_equal(graph.results, expected)
