@@ -108,6 +108,7 @@ def _group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
 
 
 def _fake_group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
+    scaling.check_hp(hp)
     return hp.new_empty(groups, hp.shape[1], dtype=torch.float32)
 
 
@@ -135,6 +136,7 @@ def _fake_groups(
     hp: Tensor, float8_dtype: torch.dtype, ends: Tensor | None, groups: int, row: bool, column: bool, *rest: Any
 ) -> Operands:
     """Shapes only."""
+    scaling.check_hp(hp)
     _, granularity, *options = rest
 
     def cast(block: Block) -> Operand:

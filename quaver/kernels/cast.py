@@ -49,7 +49,7 @@ from quaver.kernels.operands import (
 from quaver.kernels.operation import library, operation, returning_operands, triton_kernels
 from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
-from quaver.recipes.formats import FORMATS, HP_DTYPES
+from quaver.recipes.formats import FORMATS
 from quaver.recipes.scaling import PersistentScale
 from quaver.runtime.compile_hints import apart
 from quaver.runtime.devices import is_cpu
@@ -188,6 +188,7 @@ def _fake_blockwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, dot_products: int, length: int, __: str
 ) -> Operands:
     """Shapes only: the reference asks where blocks are cut, which would bind a dynamic shape."""
+    scaling.check_hp(hp)
 
     def cast(block_size: tuple[int, int]) -> Operand:
         by_columns = not is_cpu(hp) and has_scales_by_columns(block_size, row)
@@ -244,11 +245,13 @@ def _cpu_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool,
 
 def _fake_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool) -> Operands:
     """Shapes only: computing scales on fake tensors takes a sixth of the time of a compilation."""
+    scaling.check_hp(hp)
     quant, dequant = (hp.new_empty((), dtype=torch.float32) for _ in range(2))
     return _laid_out(torch.empty_like(hp, dtype=float8_dtype), quant, dequant, row, column)
 
 
 def _fake_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool) -> Operands:
+    scaling.check_hp(hp)
     rows, columns = hp.shape
 
     def operand(shape: tuple[int, int], is_column: bool) -> Operand:
@@ -327,8 +330,7 @@ def _cast_with_scale(
     Raises:
         ValueError: hp is not of a high-precision dtype, as a weight whose `.data` was exchanged under compiled code.
     """
-    if hp.dtype not in HP_DTYPES:
-        raise ValueError(f"expected a tensor of {', '.join(map(str, HP_DTYPES))}, got {hp.dtype}")
+    scaling.check_hp(hp)
     cpu.check_memory(hp, row_scale, column_scale)
     row_codes = column_codes = None
     if row_scale is not None:
@@ -385,6 +387,7 @@ def _cpu_with_persistent_scale(
 def _fake_with_persistent_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, quant_scale: Tensor
 ) -> tuple[Tensor | None, ...]:
+    scaling.check_hp(hp)
     codes, observed = torch.empty_like(hp, dtype=float8_dtype), hp.new_empty(2, dtype=torch.float32)
     quant, dequant = torch.empty_like(quant_scale), torch.empty_like(quant_scale)
     if is_cpu(codes):

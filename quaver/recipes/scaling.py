@@ -112,6 +112,12 @@ def runs_eagerly_on_cpu(tensor: Tensor) -> bool:
     return is_cpu(tensor) and type(tensor) in PLAIN_TYPES and not torch.compiler.is_dynamo_compiling()
 
 
+def check_hp(hp: Tensor) -> None:
+    """Raise ValueError unless `hp` is of a high-precision dtype. Fake casts ask, too, so that graphs are refused."""
+    if hp.dtype not in HP_DTYPES:
+        raise ValueError(f"expected a tensor of {', '.join(map(str, HP_DTYPES))}, got {hp.dtype}")
+
+
 def amax(hp: Tensor, dim: int | None = None) -> Tensor:
     """The largest magnitude of `hp`: over everything, or along `dim`.
 
@@ -124,8 +130,7 @@ def amax(hp: Tensor, dim: int | None = None) -> Tensor:
     Raises:
         ValueError: hp is not of a high-precision dtype.
     """
-    if hp.dtype not in HP_DTYPES:
-        raise ValueError(f"expected a tensor of {', '.join(map(str, HP_DTYPES))}, got {hp.dtype}")
+    check_hp(hp)
     if hp.numel() == 0:
         shape = () if dim is None else [1 if i == dim % hp.dim() else n for i, n in enumerate(hp.shape)]
         return hp.new_zeros(shape)
