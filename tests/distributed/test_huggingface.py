@@ -1,6 +1,5 @@
 """What two ranks saved, sharded or split by tensor parallelism, is exported by one process, to the bit."""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from quaver.cli import main
-from quaver.runs.checkpoint_folder import FORMAT
+from quaver.runs.checkpoint_folder import FORMAT, write_record
 from quaver.settings import Float8, Model, Parallelism, TrainConfig, Training
 from quaver.settings.parallel_dims import resolve
 from quaver.trainer.initialize import allocate, initialize
@@ -52,7 +51,7 @@ def test_export_of_what_two_ranks_saved(layout, tmp_path):
     assert run(2, _save, config, checkpoint / "tensorwise") == [True, True]
     record = {"format": FORMAT, "models": ["tensorwise"], "world_size": 2, "progress": {"step": 7}}
     record |= {"config": asdict(config), "data": {"eos_id": 0}}
-    (checkpoint / "checkpoint.json").write_text(json.dumps(record))
+    write_record(checkpoint, record)
 
     words = ["convert", "quaver-to-hf", str(checkpoint), str(tmp_path / "hf"), "--dtype=float32"]
     assert main([*words, "--max-shard-size=100KB"]) == 0
