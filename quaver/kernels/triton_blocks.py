@@ -343,7 +343,8 @@ def store_column_codes(
     STRIPES: tl.constexpr = TILE.rows // TILE.rows_of_thread
     stripes = tl.permute(tl.reshape(codes, [TILE.rows_of_thread, STRIPES, TILE.columns]), [2, 1, 0])
     transposed = tl.reshape(stripes, [TILE.columns, TILE.rows])
-    order = tl.max_contiguous(tl.arange(0, TILE.rows), TILE.column_codes_of_store)
+    OF_STORE: tl.constexpr = TILE.column_codes_of_store
+    order = tl.max_contiguous(tl.arange(0, TILE.rows), [OF_STORE])  # Triton 3.6 takes a list of constexprs
     r = (tile // tl.cdiv(columns, TILE.columns)).to(tl.int64) * TILE.rows + order
     tl.store(codes_ptr + c[:, None] * rows + r[None, :], transposed, mask=inside(c, columns, r, rows))
 
