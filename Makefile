@@ -60,7 +60,7 @@ nightly: $(VENV)/.dev sanitize wheel $(TORCHES:%=test-torch-%)
 	$(PYTEST) -m nightly $(ARGS)
 
 test-torch-%: $(VENV)/torch-%/constraints.txt
-	$(MAKE) test VENV=$(VENV)/torch-$* CONSTRAINTS=$< ARGS="tests/unit tests/distributed tests/foreign $(ARGS)"
+	$(MAKE) test VENV=$(VENV)/torch-$* CONSTRAINTS=$< ARGS="tests/library tests/lab $(ARGS)"
 
 .PRECIOUS: $(VENV)/torch-%/constraints.txt
 $(VENV)/torch-%/constraints.txt: constraints.txt
@@ -76,7 +76,7 @@ sanitize: $(VENV)/.dev
 		$(abspath $(BIN))/python setup.py -q build_ext --inplace
 	ls $(SANITIZED)/quaver/_cpu*.so  # the extension is optional, so a build that fails is no error
 	cd $(SANITIZED) && LD_PRELOAD=$(PRELOAD) ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=. OMP_NUM_THREADS=1 \
-		$(abspath $(BIN))/python -m pytest tests/unit/kernels $(ARGS)
+		$(abspath $(BIN))/python -m pytest tests/library/kernels $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -59,14 +59,16 @@ def parts(folder: Path, *, dry: bool = False) -> dict[str, list[Part]]:
 
     def verb(name: str, seconds: int, *words: str) -> Part:
         output = folder / f"{name}.json"
-        return Part(name, ["-m", "quaver.cli", *words, "--device", "cuda", "--output", str(output)], seconds, output)
+        return Part(
+            name, ["-m", "quaver.lab.cli", *words, "--device", "cuda", "--output", str(output)], seconds, output
+        )
 
     tokens = ("--tokens", "16384")
     recipes = ("--recipes", "tensorwise", "rowwise", "delayed")
     tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *_workers(), "tests/gpu"]
     groups = {
         "quiet": [
-            Part("doctor", ["-m", "quaver.cli", "doctor", "--json"], 30),
+            Part("doctor", ["-m", "quaver.lab.cli", "doctor", "--json"], 30),
             own("rates", 25),
             own("gradients", 130),
             own("kernels", 60),
@@ -82,7 +84,7 @@ def parts(folder: Path, *, dry: bool = False) -> dict[str, list[Part]]:
             own("stored", 120),
             own("graphs", 150),
             own("fsdp", 90),
-            Part("train_1b", ["-m", "quaver.cli", *_TRAIN_1B, "--job.dump_folder", str(folder / "runs")], 420),
+            Part("train_1b", ["-m", "quaver.lab.cli", *_TRAIN_1B, "--job.dump_folder", str(folder / "runs")], 420),
             verb("linear", 75, "bench", "linear", "--shapes", "llama-8b", *tokens, "--rounds", "10"),
             verb("host", 25, "bench", "host", *recipes, "--rounds", "10"),
             verb("train", 40, "bench", "train", *_LARGER_MODEL, *recipes, "--rounds", "10"),

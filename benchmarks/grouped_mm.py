@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.record import ROOT, make_page, markdown, page_parser, provenance
 from quaver import float8_grouped_mm
-from quaver.bench.harness import time_alternating
+from quaver.lab.bench.harness import time_alternating
 
 RECORD = ROOT / "benchmarks" / "results" / "grouped_mm.json"
 PAGE = ROOT / "docs" / "performance.md"

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from benchmarks.record import ROOT, make_page, markdown, page_parser
-from quaver.cli import main as quaver
+from quaver.lab.cli import main as quaver
 
 PAGE = ROOT / "docs" / "block-cost.md"
 RECORD = ROOT / "benchmarks" / "results" / "ledger.json"

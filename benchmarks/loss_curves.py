@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import ROOT, markdown, page_parser, provenance, run_quaver, show
-from quaver.recorder.figure import figure_of
+from quaver.lab.recorder.figure import figure_of
 
 DOCS = ROOT / "docs" / "results.md"
 CONFIGS = {"loss_curves": "train_configs/llama3_debug.toml", "mixture_curves": "train_configs/llama3_debug_moe.toml"}

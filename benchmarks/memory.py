@@ -4,14 +4,14 @@
                                                            docs/images/memory.png
     python -m benchmarks.memory --only linear eager        the rows that all of these words describe, to the terminal
     python -m benchmarks.memory --recorded --update-docs   the page again, from the recorded rows
-    python -m benchmarks.memory --predict [--only ...]     the recorded rows as quaver.memory predicts them
+    python -m benchmarks.memory --predict [--only ...]     the recorded rows as quaver.lab.memory predicts them
 
 Rows are modules x precisions x checkpointing x ranks x eager or compiled; words for --only are theirs, such as
 "1 block", rowwise, full, "2 ranks", compiled. Runs on a CPU, or on a GPU where there is one, and starts its processes
 itself; with more ranks than GPUs, rows on several ranks are left out. Exits with 1 if a peak is above PROMISED of
 bfloat16's, or a prediction off by more than WITHIN.
 
-memory_modules.py says what is measured, quaver/recorder/allocator.py how.
+memory_modules.py says what is measured, quaver/lab/recorder/allocator.py how.
 """
 
 import itertools

@@ -25,16 +25,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from quaver import Float8LinearConfig, convert_to_float8_training
 from quaver.checkpointing import apply_activation_checkpointing
-from quaver.memory.faking.fakes import fake_tensors
-from quaver.memory.predict import Prediction, predict_step
-from quaver.recorder.allocator import Usage, measure_usage
-from quaver.settings import Model, Optimizer
-from quaver.settings.parallel_dims import ParallelDims
-from quaver.trainer.dry_run import pretended_mesh
-from quaver.trainer.float8 import fuse_producers
-from quaver.trainer.memory import storage_bytes
-from quaver.trainer.model import Attention, Block, FeedForward, rope_tables
-from quaver.trainer.optimizer import build_optimizer
+from quaver.lab.memory.faking.fakes import fake_tensors
+from quaver.lab.memory.predict import Prediction, predict_step
+from quaver.lab.recorder.allocator import Usage, measure_usage
+from quaver.lab.settings import Model, Optimizer
+from quaver.lab.settings.parallel_dims import ParallelDims
+from quaver.lab.trainer.dry_run import pretended_mesh
+from quaver.lab.trainer.float8 import fuse_producers
+from quaver.lab.trainer.memory import storage_bytes
+from quaver.lab.trainer.model import Attention, Block, FeedForward, rope_tables
+from quaver.lab.trainer.optimizer import build_optimizer
 
 PRECISIONS = (
     "bfloat16",

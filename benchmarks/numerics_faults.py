@@ -23,14 +23,14 @@ import torch
 
 from benchmarks.numerics_scenarios import FAULTS, HEALTHY, Fault, Healthy
 from benchmarks.record import ROOT, provenance, show
-from quaver.data import Batch
+from quaver.lab.data import Batch
+from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.config_file import load_config
+from quaver.lab.trainer.nonfinite import NonFiniteError
+from quaver.lab.trainer.train import Run, prepare
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.monitor import Monitor
 from quaver.numerics.record import Record, RecordWriter
-from quaver.settings import TrainConfig
-from quaver.settings.config_file import load_config
-from quaver.trainer.nonfinite import NonFiniteError
-from quaver.trainer.train import Run, prepare
 
 STORIES_PAGE = ROOT / "docs" / "diagnosing.md"
 PAGE = ROOT / "benchmarks" / "results" / "numerics.md"

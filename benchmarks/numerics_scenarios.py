@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks import numerics_inject as inject
-from quaver.data import Batch
-from quaver.trainer.trained_model import TrainedModel
+from quaver.lab.data import Batch
+from quaver.lab.trainer.trained_model import TrainedModel
 
 DOWN, Q, UP = "model.layers.1.mlp.down_proj", "model.layers.2.self_attn.q_proj", "model.layers.2.mlp.up_proj"
 LAST = "model.layers.3.mlp.down_proj"

@@ -25,13 +25,13 @@ from benchmarks.numerics_faults import STORIES_PAGE, config_of
 from benchmarks.numerics_inject import patch
 from benchmarks.numerics_scenarios import DOWN, EXPERTS, FAULTS, LAST, UP, Fault, expert_bias
 from benchmarks.record import ROOT, show
-from quaver.cli import main as quaver
+from quaver.lab.cli import main as quaver
+from quaver.lab.report.statistics import STATISTICS
+from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.trainer.alarms import RunAlarms
+from quaver.lab.trainer.train import Run, prepare, train
+from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.numerics.record import Record
-from quaver.report.statistics import STATISTICS
-from quaver.runs.json_lines import read_metrics
-from quaver.trainer.alarms import RunAlarms
-from quaver.trainer.train import Run, prepare, train
-from quaver.trainer.trained_model import TrainedModel
 
 STEPS, REMEDY_AFTER = 60, 40
 IMAGES = ROOT / "docs" / "images"

@@ -28,11 +28,11 @@ from torch import nn
 from benchmarks.loss_curves import curve
 from benchmarks.record import ROOT, markdown, provenance
 from quaver.checkpointing import store_activations_in_float8
+from quaver.lab.settings import Optimizer
+from quaver.lab.settings.config_file import load_config
+from quaver.lab.trainer.optimizer import build_optimizer
+from quaver.lab.trainer.train import prepare, train
 from quaver.optim import Float8AdamW
-from quaver.settings import Optimizer
-from quaver.settings.config_file import load_config
-from quaver.trainer.optimizer import build_optimizer
-from quaver.trainer.train import prepare, train
 
 RECORD = ROOT / "benchmarks" / "results" / "optimizer_states.json"
 REFERENCE = "AdamW"
@@ -104,13 +104,13 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         },
     )
     with (
-        mock.patch("quaver.trainer.trained_model.build_optimizer", CONTESTANTS[name]),
+        mock.patch("quaver.lab.trainer.trained_model.build_optimizer", CONTESTANTS[name]),
         mock.patch(
-            "quaver.trainer.parallelize.store_activations_in_float8",
+            "quaver.lab.trainer.parallelize.store_activations_in_float8",
             partial(store_activations_in_float8, modules=STORED.get(name)),
         ),
         # torchao does not compile while a step is recorded.
-        mock.patch("quaver.trainer.train._is_memory_due", return_value=False),
+        mock.patch("quaver.lab.trainer.train._is_memory_due", return_value=False),
     ):
         made = prepare(config)
         status = train(made)["status"]

@@ -28,10 +28,10 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from quaver.cli import main
-from quaver.runs.json_lines import read_metrics
-from quaver.trainer.model import Block
-from tests.integration.train_on_ranks import compile_quickly, train_on_ranks
+from quaver.lab.cli import main
+from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.trainer.model import Block
+from tests.lab.integration.train_on_ranks import compile_quickly, train_on_ranks
 
 BASE = [
     *("--model.dim=128", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=128"),

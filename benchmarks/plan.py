@@ -12,7 +12,7 @@ from argparse import Namespace
 
 from benchmarks import plan_memory, plan_published, plan_scaling
 from benchmarks.record import make_page, page_parser
-from quaver.plan.calibration import CARDS
+from quaver.lab.plan.calibration import CARDS
 
 
 def main() -> None:

@@ -21,21 +21,21 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 
-from quaver.memory.runs.predict import training_step as trained_step
-from quaver.plan.cluster import Cluster
-from quaver.plan.compute import BlockTimes
-from quaver.plan.run import run_of
-from quaver.plan.simulate import simulate
-from quaver.plan.step import Costs, block_groups, training_step
+from quaver.lab.memory.runs.predict import training_step as trained_step
+from quaver.lab.plan.cluster import Cluster
+from quaver.lab.plan.compute import BlockTimes
+from quaver.lab.plan.run import run_of
+from quaver.lab.plan.simulate import simulate
+from quaver.lab.plan.step import Costs, block_groups, training_step
+from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig, Training
+from quaver.lab.settings.parallel_dims import resolve
+from quaver.lab.trainer.initialize import allocate, initialize
+from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.run_setup import make_models
+from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.roofline.block import Both
 from quaver.roofline.device_specs import find_device_spec
 from quaver.runtime.ranks import Ranks
-from quaver.settings import Float8, Model, Parallelism, TrainConfig, Training
-from quaver.settings.parallel_dims import resolve
-from quaver.trainer.initialize import allocate, initialize
-from quaver.trainer.parallelize import parallelize
-from quaver.trainer.run_setup import make_models
-from quaver.trainer.trained_model import TrainedModel
 
 CPU = torch.device("cpu")
 STEPS, WARM_UP = 9, 3

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.published import Published, published
 from benchmarks.record import ROOT, markdown
-from quaver.plan.memory import peak_of
-from quaver.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig, Training
-from quaver.trainer import parallelize, trained_model
+from quaver.lab.plan.memory import peak_of
+from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig, Training
+from quaver.lab.trainer import parallelize, trained_model
 
 PAGE = ROOT / "docs" / "plan.md"
 RECORD = ROOT / "benchmarks" / "results" / "plan_memory.json"

@@ -8,12 +8,12 @@ from typing import Any
 
 from benchmarks.published import Published, published
 from benchmarks.record import ROOT, markdown
-from quaver.plan.calibration import CARDS, Card
-from quaver.plan.cluster import Cluster
-from quaver.plan.pipeline import pipeline_step
-from quaver.plan.run import Run
-from quaver.plan.simulate import simulate
-from quaver.plan.step import training_step
+from quaver.lab.plan.calibration import CARDS, Card
+from quaver.lab.plan.cluster import Cluster
+from quaver.lab.plan.pipeline import pipeline_step
+from quaver.lab.plan.run import Run
+from quaver.lab.plan.simulate import simulate
+from quaver.lab.plan.step import training_step
 from quaver.recipes.config import Float8LinearRecipeName
 
 PAGE = ROOT / "docs" / "plan.md"

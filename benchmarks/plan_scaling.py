@@ -14,17 +14,17 @@ import matplotlib.pyplot as plt
 
 from benchmarks.published import TRAIN_CONFIGS
 from benchmarks.record import ROOT, markdown
-from quaver.plan.changes import with_precision
-from quaver.plan.cluster import Cluster
-from quaver.plan.estimate import estimated_peak
-from quaver.plan.layouts import Degrees
-from quaver.plan.quick import seconds_of_few
-from quaver.plan.run import Run
-from quaver.plan.step import Costs
+from quaver.lab.plan.changes import with_precision
+from quaver.lab.plan.cluster import Cluster
+from quaver.lab.plan.estimate import estimated_peak
+from quaver.lab.plan.layouts import Degrees
+from quaver.lab.plan.quick import seconds_of_few
+from quaver.lab.plan.run import Run
+from quaver.lab.plan.step import Costs
+from quaver.lab.settings import ActivationCheckpoint, TrainConfig
+from quaver.lab.settings.config_file import load_config
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.device_specs import DEVICE_SPECS
-from quaver.settings import ActivationCheckpoint, TrainConfig
-from quaver.settings.config_file import load_config
 
 PAGE = ROOT / "docs" / "scale.md"
 RECORD = ROOT / "benchmarks" / "results" / "plan_scaling.json"

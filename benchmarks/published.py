@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from quaver.lab.settings import Model
+from quaver.lab.settings.config_file import load_config
 from quaver.recipes.config import Float8LinearRecipeName
-from quaver.settings import Model
-from quaver.settings.config_file import load_config
 
 FILE = Path(__file__).with_name("published_runs.toml")
 TRAIN_CONFIGS = Path(__file__).parents[1] / "train_configs"
@@ -39,7 +39,7 @@ class Published:
     model: str
     """The key of `models`."""
     gpu: Literal["A100", "B200", "B200-limited", "H100", "H100-500W", "H100-DGX", "H200", "H800"]
-    """A card of quaver/plan/calibration.py."""
+    """A card of quaver/lab/plan/calibration.py."""
     gpus: int
     local_batch: int
     """Sequences of one micro-batch of a data-parallel rank."""

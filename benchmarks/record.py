@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from quaver.bench.results import environment
+from quaver.lab.bench.results import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,7 +48,7 @@ def _on_rank(
 
 def run_quaver(words: list[str]) -> int:
     """Run `quaver` with these words in the repository root, and return its exit code."""
-    command = [sys.executable, "-m", "quaver.cli", *words]
+    command = [sys.executable, "-m", "quaver.lab.cli", *words]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 

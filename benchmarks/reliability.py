@@ -31,17 +31,17 @@ from unittest import mock
 
 import torch
 
-import quaver.trainer.train  # noqa: F401 - imported once, before the forks
-from quaver.cli import main
+import quaver.lab.trainer.train  # noqa: F401 - imported once, before the forks
+from quaver.lab.cli import main
+from quaver.lab.runs.checkpoint import Checkpointer
+from quaver.lab.runs.checkpoint_folder import CheckpointFolder
+from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.manifest import MANIFEST, check_manifest
+from quaver.lab.settings import Checkpoint, Model, TrainConfig
+from quaver.lab.settings.fields import OneOf
+from quaver.lab.trainer.huggingface.weights import meta_state
 from quaver.roofline.device_specs import peak_flops
-from quaver.runs.checkpoint import Checkpointer
-from quaver.runs.checkpoint_folder import CheckpointFolder
-from quaver.runs.json_lines import read_metrics
-from quaver.runs.manifest import MANIFEST, check_manifest
 from quaver.runtime.ranks import Ranks
-from quaver.settings import Checkpoint, Model, TrainConfig
-from quaver.settings.fields import OneOf
-from quaver.trainer.huggingface.weights import meta_state
 
 WORDS = [
     *("--model.dim=32", "--model.n_layers=1", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=48"),
@@ -52,16 +52,16 @@ WORDS = [
 ]
 
 PHASES = (
-    "quaver.runs.checkpoint_folder.CheckpointFolder.begin",
+    "quaver.lab.runs.checkpoint_folder.CheckpointFolder.begin",
     "torch.distributed.checkpoint.filesystem.FileSystemWriter.write_data",
     "torch.distributed.checkpoint.filesystem._write_item",
     "torch.distributed.checkpoint.filesystem.FileSystemWriter.finish",
-    "quaver.runs.checkpoint._read_back",
-    "quaver.runs.checkpoint_folder.write_manifest",
-    "quaver.runs.checkpoint_folder.sync_all",
-    "quaver.runs.checkpoint_folder.rename",
-    "quaver.runs.checkpoint_folder.CheckpointFolder.prune",
-    "quaver.runs.checkpoint_folder.shutil.rmtree",
+    "quaver.lab.runs.checkpoint._read_back",
+    "quaver.lab.runs.checkpoint_folder.write_manifest",
+    "quaver.lab.runs.checkpoint_folder.sync_all",
+    "quaver.lab.runs.checkpoint_folder.rename",
+    "quaver.lab.runs.checkpoint_folder.CheckpointFolder.prune",
+    "quaver.lab.runs.checkpoint_folder.shutil.rmtree",
 )
 """The steps of a save in their order; a process is killed when it calls one of them."""
 
@@ -320,7 +320,7 @@ def two_ranks(runs: Runs, tries: int, chance: random.Random) -> str:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     newest = 0
     for number in range(tries):
-        command = [*launcher, "-m", "quaver.cli", "train", *runs.words("ranks", "--training.steps=1000000")]
+        command = [*launcher, "-m", "quaver.lab.cli", "train", *runs.words("ranks", "--training.steps=1000000")]
         metrics, size = runs.path("ranks") / "metrics.jsonl", len(_content(runs.path("ranks") / "metrics.jsonl"))
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while len(_content(metrics)) <= size:
@@ -338,7 +338,7 @@ def two_ranks(runs: Runs, tries: int, chance: random.Random) -> str:
             time.sleep(0.05)
         newest = runs.check_checkpoints("ranks", newest)
     for name in ("ranks", "whole"):
-        command = [*launcher, "-m", "quaver.cli", "train", *runs.words(name, f"--training.steps={newest + 3}")]
+        command = [*launcher, "-m", "quaver.lab.cli", "train", *runs.words(name, f"--training.steps={newest + 3}")]
         require(subprocess.run(command, capture_output=True).returncode == 0, f"the last run of {name} failed")
     require(runs.numbers("ranks") == runs.numbers("whole"), "a resumed run has other losses than one that is whole")
     return (
@@ -367,7 +367,7 @@ def manifest_costs(saves: int) -> Iterator[str]:
             for step in range(3 * saves):
                 with ExitStack() as stack:
                     for name, value in _LEFT_OUT[step % 3].items():
-                        stack.enter_context(mock.patch(f"quaver.trainer.{name}", value))
+                        stack.enter_context(mock.patch(f"quaver.lab.trainer.{name}", value))
                     begin = time.perf_counter()
                     saver._write(step + 1, {"model": state}, {"format": 1})
                     seconds[step % 3].append(time.perf_counter() - begin)

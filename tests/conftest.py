@@ -70,7 +70,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run `quaver WORDS`, which must end with exit code 2 and one line on stderr, and return that line."""
 
     def refused(*words: object) -> str:
-        from quaver.cli import main  # importing it takes seconds
+        from quaver.lab.cli import main  # importing it takes seconds
 
         capsys.readouterr()
         try:

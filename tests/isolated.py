@@ -25,7 +25,7 @@ PRELOAD = [
     "torch._inductor.compile_fx",
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
-    "quaver.cli.train",
+    "quaver.lab.cli.train",
     "tests.preloaded",
     "matplotlib.style",
     "matplotlib.backends.backend_agg",
@@ -38,7 +38,8 @@ PRELOAD = [
 ]
 """What the server from which these processes and the ranks of the distributed tests are forked imports once.
 
-The last six take seconds each, which every rank of a test in tests/foreign would pay. What is missing is skipped.
+The last six take seconds each, which every rank of a test in tests/library/foreign would pay. What is missing is
+skipped.
 """
 
 
@@ -152,6 +153,6 @@ def _run(surroundings: tuple, function: Callable, args: tuple) -> None:
 
 
 def _main(words: list[str]) -> int:
-    from quaver.cli import main
+    from quaver.lab.cli import main
 
     return main(words)

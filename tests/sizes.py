@@ -1,8 +1,9 @@
-"""The lines of each folder of the package, and of the tests: `make sizes`."""
+"""The lines of each folder of the library, of the lab, and of the tests: `make sizes`."""
 
 from collections import Counter
 from pathlib import Path
 
+REPOSITORY = Path(__file__).parents[1]
 SOURCES = {".py", ".c", ".h"}
 
 
@@ -16,16 +17,23 @@ def lines_by_folder(root: Path) -> Counter[str]:
     return counted
 
 
+def lines_of_halves() -> tuple[Counter[str], Counter[str]]:
+    """Lines of the library and of the lab, by folder."""
+    library, lab = lines_by_folder(REPOSITORY / "quaver"), lines_by_folder(REPOSITORY / "quaver" / "lab")
+    del library["lab"]
+    return library, lab
+
+
 def main() -> None:
     """Print the tables."""
-    repository = Path(__file__).parents[1]
-    package, tests = lines_by_folder(repository / "quaver"), lines_by_folder(repository / "tests")
-    for title, counted in (("quaver", package), ("tests", tests)):
+    library, lab = lines_of_halves()
+    tests = lines_by_folder(REPOSITORY / "tests")
+    for title, counted in (("quaver", library), ("quaver/lab", lab), ("tests", tests)):
         print(f"| lines | `{title}/` |\n|---|---|")
         for folder, count in counted.most_common():
             print(f"| {count:,} | `{folder or '.'}` |")
         print(f"| {counted.total():,} | all |\n")
-    print(f"{tests.total() / package.total():.3f} lines of tests for a line of the package")
+    print(f"{tests.total() / (library + lab).total():.3f} lines of tests for a line of the package")
 
 
 if __name__ == "__main__":

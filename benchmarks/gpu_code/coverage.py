@@ -30,17 +30,20 @@ from benchmarks.gpu_code.lines import ROOT, read_package
 COMPILED = "compiled"
 RUNS = {
     COMPILED: [
-        *("tests/unit/kernels/test_triton_cast_compiled.py", "tests/unit/linear/test_gemm.py"),
-        *("tests/unit/runtime/test_slow_paths.py", "tests/unit/bench/test_doctor.py", "-m", "not nightly"),
-        "tests/unit/optim/test_options.py::test_a_step_in_a_cuda_graph_is_refused",
-        "tests/unit/numerics/test_monitor.py::test_a_sample_in_a_cuda_graph_is_refused",
+        *("tests/library/kernels/test_triton_cast_compiled.py", "tests/library/linear/test_gemm.py"),
+        *("tests/library/runtime/test_slow_paths.py", "tests/lab/bench/test_doctor.py", "-m", "not nightly"),
+        "tests/library/optim/test_options.py::test_a_step_in_a_cuda_graph_is_refused",
+        "tests/library/numerics/test_monitor.py::test_a_sample_in_a_cuda_graph_is_refused",
     ],
-    "": [f"tests/unit/kernels/test_{name}.py" for name in ("dispatch", "triton_cast")] + ["tests/virtual_gpu"],
+    "": [
+        *(f"tests/library/kernels/test_{name}.py" for name in ("dispatch", "triton_cast")),
+        "tests/library/virtual_gpu",
+    ],
     "h100": ["tests/gpu"],
     "b200": ["tests/gpu"],
 }
 """Tests by the card that QUAVER_VIRTUAL_GPU names; those of COMPILED compile kernels, and run none."""
-OTHERS = "tests/virtual_gpu/test_tests_for_a_gpu.py", "tests/virtual_gpu/test_contracts.py"
+OTHERS = "tests/library/virtual_gpu/test_tests_for_a_gpu.py", "tests/library/virtual_gpu/test_contracts.py"
 """The first runs tests/gpu, the second no line of the package."""
 
 
@@ -62,7 +65,7 @@ def run_pytest(words: list[str], *plugins: object) -> int:
     """Run tests in this process, in which interpreters of tests are no processes of their own."""
     import pytest
 
-    from tests.unit.kernels import triton_kernels
+    from tests.library.kernels import triton_kernels
 
     if os.environ.get("TRITON_INTERPRET"):
         triton_kernels.process = in_this_process

@@ -28,14 +28,14 @@ AS_VALUES = ("_native_works",)
 NOT_READ = "runtime/devices.py", "torch_private/"
 """Files that ask no question about a tensor: the answers, and names of torch."""
 LAB = {
-    "bench/": "times a GPU and asks what it is",
-    "memory/": "measures by CUDA's allocator",
-    "plan/": "asks what the GPU here is",
-    "recorder/": "measures by CUDA's allocator",
+    "lab/bench/": "times a GPU and asks what it is",
+    "lab/memory/": "measures by CUDA's allocator",
+    "lab/plan/": "asks what the GPU here is",
+    "lab/recorder/": "measures by CUDA's allocator",
     "roofline/": "asks what the GPU here is",
-    "runs/": "stores random states of a device",
+    "lab/runs/": "stores random states of a device",
     "runtime/ranks.py": "NCCL, and a device for each rank",
-    "trainer/": "the allocator's peaks, history and snapshots, and the profiler of a device",
+    "lab/trainer/": "the allocator's peaks, history and snapshots, and the profiler of a device",
 }
 """What asks a device about itself. These lines are listed apart: a virtual GPU has no memory and no clock."""
 

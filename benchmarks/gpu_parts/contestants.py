@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_parts.lab import Lab
-from quaver.bench.modules import Subject
-from quaver.bench.peer import convert_with_torchao
 from quaver.conversion.convert import convert_to_float8_training
 from quaver.conversion.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.lab.bench.modules import Subject
+from quaver.lab.bench.peer import convert_with_torchao
+from quaver.lab.trainer.float8 import fuse_producers
 from quaver.recipes.config import Float8LinearConfig
-from quaver.trainer.float8 import fuse_producers
 
 BFLOAT16 = "bfloat16"
 QUAVER = tuple(f"quaver {recipe}" for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise"))

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import provenance, versions
-from quaver.bench.harness import Timing, last_level_cache_bytes
-from quaver.bench.shapes import model_of
+from quaver.lab.bench.harness import Timing, last_level_cache_bytes
+from quaver.lab.bench.shapes import model_of
+from quaver.lab.settings import Model
 from quaver.runtime.devices import synchronize
-from quaver.settings import Model
 
 STATE = (
     *("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_event_reasons.active"),

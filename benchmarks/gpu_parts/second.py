@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from benchmarks.gpu_parts.contestants import BFLOAT16, inputs_of, step_of
 from benchmarks.gpu_parts.lab import Call, Lab, Row, failures_as_rows, timing
 from quaver import convert_to_float8_training, float8_grouped_mm
-from quaver.bench.modules import Subject
 from quaver.checkpointing import store_activations_in_float8
+from quaver.lab.bench.modules import Subject
 from quaver.optim import Float8AdamW
 from quaver.recipes.config import Float8LinearConfig
 

@@ -27,7 +27,7 @@ When the scale is known is the scaling type: dynamic (from the tensor itself), d
 steps, so that the tensor is read once), static (given), or disabled: this matmul runs in high precision.
 
 `Float8Linear` computes the same: codes and scales bit for bit, sums in float32 in the order of the device's own matmul
-(tests/unit/recipes/test_reference.py). What it adds is speed and memory: kernels that make both directions from one
+(tests/library/recipes/test_reference.py). What it adds is speed and memory: kernels that make both directions from one
 read, saved codes, casts that several linears share, meshes.
 """
 

@@ -14,7 +14,7 @@ feed-forward, all others in bfloat16. A kernel reads and writes each tensor once
 
 As compiled code does it; eager code moves more. Compiled casts read what a norm or SwiGLU computes without storing it,
 and find amaxes in its kernel; against that, they compute it again. `quaver bench ledger` counts both, and
-tests/unit/roofline/test_block.py holds these bytes and those of casts within 13% of its counts (rowwise_with_gw_hp:
+tests/library/roofline/test_block.py holds these bytes and those of casts within 13% of its counts (rowwise_with_gw_hp:
 20%, blockwise: 30%).
 """
 

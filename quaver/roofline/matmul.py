@@ -48,7 +48,7 @@ layouts transposed, which reaches less: how much less is an assumption."""
 
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 192, 0.95), (192, 128, 0.95), (128, 128, 0.85), (64, 128, 0.7))
 """Rows and columns of a tile, and its rate: a small one reads more for each multiplication. Sizes of CUTLASS's Hopper
-kernels; the rates are assumed, and bfloat16 rates of an sm_90 by shape were compared (tests/unit/roofline)."""
+kernels; the rates are assumed, and bfloat16 rates of an sm_90 by shape were compared (tests/library/roofline)."""
 
 HALF_SPEED = {False: 250, True: 400}
 """The contracted dim at which a matmul in bfloat16 (False) or float8 (True) has half of the rate of a long one. Fitted:

@@ -21,11 +21,11 @@
 | `hardware` | instructions of the CPU, the float8 matmul of GPUs |
 
 Each file begins with its names, what they are for, and when they can go; "no replacement" means that torch 2.14 has no
-public one. tests/unit/test_torch_private.py fails where a name disappears or changes, and where a private name stands
-elsewhere. Names that a linear asks at each call are PyTorch's own C functions, because a wrapper would cost a call.
+public one. tests/library/test_torch_private.py fails where a name disappears or changes, and where a private name
+stands elsewhere. Names that a linear asks at each call are PyTorch's own C functions: a wrapper would cost a call.
 
 Used directly: `TorchDispatchMode`, `is_traceable_wrapper_subclass` and `tree_*` of torch.utils._python_dispatch and
 _pytree, and operators of torch.ops.aten whose names begin with an underscore. Two places stay their own:
-quaver/runtime/phases.py reads a flag of the profiler, which a call would make slower, and quaver/memory/faking and
+quaver/runtime/phases.py reads a flag of the profiler, which a call would make slower, and quaver/lab/memory/faking and
 compiling replace parts of fake tensors and of Inductor.
 """

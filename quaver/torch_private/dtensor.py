@@ -10,7 +10,7 @@
 
 [Note: import time] torch.distributed.tensor, torch.distributed.fsdp and torch._dynamo take together longer to import
 than torch, which does not import them. `import quaver` and the conversion of a model must not either
-(tests/unit/test_import.py). A class that nothing has imported has no instances, so a check need not import it.
+(tests/library/test_import.py). A class that nothing has imported has no instances, so a check need not import it.
 """
 
 from __future__ import annotations

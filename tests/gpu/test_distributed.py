@@ -18,8 +18,8 @@ from quaver.distributed import (
     PrepareFloat8ModuleInput,
     precompute_float8_dynamic_scale_for_fsdp,
 )
-from tests.distributed.models import config_of
 from tests.gpu.device import BACKEND, DEVICE, VIRTUAL
+from tests.library.distributed.models import config_of
 from tests.reference import RECIPES
 
 pytestmark = pytest.mark.gpu

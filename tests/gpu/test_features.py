@@ -9,13 +9,13 @@ from torch import nn
 import quaver
 from quaver import convert_to_float8_training, freeze_to_float8, use_float8_primary_weights
 from quaver.checkpointing import store_activations_in_float8
+from quaver.lab.recorder.allocator import measure_usage
 from quaver.optim import Float8AdamW, Float8Muon
-from quaver.recorder.allocator import measure_usage
 from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host, host_and_gpu, waiting_refused
+from tests.library.checkpointing.test_policy import make as make_net
+from tests.library.experts.test_grouped_mm import ENDS, operands, step
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.steps import draw, train
-from tests.unit.checkpointing.test_policy import make as make_net
-from tests.unit.experts.test_grouped_mm import ENDS, operands, step
 
 pytestmark = pytest.mark.gpu
 ALL = (*RECIPES, *BLOCK_RECIPES)

@@ -6,9 +6,9 @@ import pickle
 import pytest
 import torch
 
-from quaver.cli import main
-from quaver.runs.json_lines import read_metrics
-from quaver.trainer.memory import measure_peak
+from quaver.lab.cli import main
+from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.trainer.memory import measure_peak
 from tests.gpu.device import DEVICE, needs_silicon
 
 pytestmark = [pytest.mark.gpu, needs_silicon("what its allocator and its profiler record")]

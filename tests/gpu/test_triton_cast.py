@@ -14,8 +14,7 @@ from quaver.kernels.cast import column_major
 from quaver.recipes import scaling
 from quaver.recipes.config import BLOCK_SIZES
 from tests.gpu.device import DEVICE, Graph, needs_silicon, smaller, waiting_refused
-from tests.reference import every_value
-from tests.unit.kernels.triton_kernels import (
+from tests.library.kernels.triton_kernels import (
     BOTH,
     E4M3,
     FLOAT8,
@@ -28,6 +27,7 @@ from tests.unit.kernels.triton_kernels import (
     laid_out,
     varied,
 )
+from tests.reference import every_value
 
 pytestmark = pytest.mark.gpu
 NAN, INF = math.nan, math.inf

@@ -1,0 +1,1 @@
+"""The lab: what trains with the library, measures, predicts and plans. The library imports nothing of it."""

@@ -1,0 +1,131 @@
+"""A transformer block in training: time, tokens per second and memory of a step, per recipe against bfloat16.
+
+A step is forward, backward and fused AdamW of one block as `quaver train` builds it (modules.py). Each step casts the
+weights and updates delayed scales. All precisions of a mode are in memory at once and take turns. Memory is that of one
+more step after the timed ones (quaver/lab/recorder/allocator.py): on a CPU every allocation and release, exactly; on a
+GPU the allocator's own peak. docs/benchmarks.md defines the columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain, product
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from quaver.lab.bench.harness import time_alternating
+from quaver.lab.bench.modules import Step, make_steps
+from quaver.lab.bench.options import BenchOptions, Modes, Recipes
+from quaver.lab.bench.results import BFLOAT16, Result, Row, contestant_rows
+from quaver.lab.bench.shapes import MODEL_NAMES, model_of, scaled_name
+from quaver.lab.recorder.allocator import measure_usage
+from quaver.lab.settings import Model
+from quaver.lab.settings.fields import AtLeast1, OneOf, setting
+from quaver.lab.trainer.memory import storage_bytes
+from quaver.runtime.devices import is_cuda_device
+
+_RESIDENT_BYTES = 16
+"""The bytes of a parameter, its gradient and AdamW's two moments, in float32."""
+
+
+@dataclass(frozen=True)
+class Block(Modes, Recipes, BenchOptions):
+    """Forward, backward and AdamW of one transformer block, per recipe."""
+
+    model: Annotated[str, OneOf(tuple(MODEL_NAMES))] = setting("debug", "The model of the block.")
+    divisor: AtLeast1 = setting(1, "Divide widths and heads by this.")
+    tokens: AtLeast1 = setting(2048, "Tokens in one step.")
+    seq_len: AtLeast1 | None = setting(None, "Tokens of a sequence; by default one sequence of --tokens.")
+    rounds: AtLeast1 = 10
+
+    case_fields = ("mode",)
+    tables = (
+        ("precision", "median", "spread", "tokens_per_s", "time_over_bfloat16"),
+        ("precision", "resident_bytes", "peak_bytes", "tensor_peak_bytes", "kept_bytes", "peak_over_bfloat16"),
+    )
+
+    def check(self) -> None:
+        """Refuse a divisor that does not divide the heads, and tokens that are no whole number of sequences."""
+        super().check()
+        model_of(self.model, divisor=self.divisor)
+        if self.tokens % self.batch[1]:
+            raise ValueError(f"--tokens: expected a multiple of --seq-len {self.seq_len}, got {self.tokens}")
+
+    @property
+    def shape(self) -> Model:
+        """The model, with one block."""
+        return model_of(self.model, divisor=self.divisor)
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """The number of sequences in a step, and their length."""
+        seq_len = self.seq_len or self.tokens
+        return self.tokens // seq_len, seq_len
+
+    def prepare(self) -> None:
+        """Refuse more blocks than a GPU holds, before the first is built.
+
+        Raises:
+            ValueError: their parameters, gradients and moments alone take more than its memory; or as in the base.
+        """
+        super().prepare()
+        if not is_cuda_device(self.torch_device):
+            return
+        model, count = self.shape, 1 + len(self.recipe_names)
+        attention = 2 * model.dim * (model.n_heads + model.n_kv_heads) * model.head_dim
+        needed = count * _RESIDENT_BYTES * (attention + 3 * model.dim * model.hidden_dim)
+        available = torch.cuda.get_device_properties(self.torch_device).total_memory
+        if needed > available:
+            raise ValueError(
+                f"{count} blocks with their gradients and optimizers take {needed / 2**30:.0f} GiB, and this GPU has "
+                f"{available / 2**30:.0f}; name fewer --recipes, or give a --divisor"
+            )
+
+    def measure(self) -> Result:
+        """Return a row for each mode and precision."""
+        name, sequences, seq_len = scaled_name(self.model, self.divisor), *self.batch
+        sizes = {each: getattr(self.shape, each) for each in ("dim", "n_heads", "n_kv_heads", "hidden_dim")}
+        batch = {"sequences": sequences, "seq_len": seq_len, "tokens": self.tokens}
+        cases = product([name], [f"{self.tokens} tokens"], self.modes)
+        about = {"model": {"name": name, **sizes}, "batch": batch}
+        return self.run_cases(cases, lambda _name, _tokens, mode: self._rows_of(mode), **about)
+
+    def _rows_of(self, mode: str) -> list[Row]:
+        precisions = [BFLOAT16, *(f"quaver {recipe}" for recipe in self.recipe_names)]
+        compiled = mode == "compiled"
+        steps = make_steps(self.shape, *self.batch, precisions, self.torch_device, compiled=compiled)
+        timings = time_alternating(steps, self.torch_device, rounds=self.rounds)
+        memory = {precision: _measure_memory(step, self.torch_device) for precision, step in steps.items()}
+        rows = []
+        for precision, row in contestant_rows(timings).items():
+            ours = memory[precision]
+            per_s = self.tokens / (1e-6 * timings[precision].median_us)
+            ratio = ours["peak_bytes"] / memory[BFLOAT16]["peak_bytes"]
+            rows.append({"mode": mode, **row, "tokens_per_s": per_s, **ours, "peak_over_bfloat16": ratio})
+        return rows
+
+    def note(self, result: Result) -> str:
+        shape, tokens = result["model"], result["batch"]
+        return (
+            f"block of {shape['name']}: width {shape['dim']}, {shape['n_heads']} heads ({shape['n_kv_heads']} for keys "
+            f"and values), feed-forward {shape['hidden_dim']}; {tokens['sequences']} x {tokens['seq_len']} tokens; "
+            "memory in MiB"
+        )
+
+
+def _measure_memory(step: Step, device: torch.device) -> Row:
+    with measure_usage(device) as measured:
+        step(measured.mark)
+    states = chain.from_iterable(state.values() for state in step.optimizer.state.values())
+    moments = (each for each in states if isinstance(each, Tensor))
+    resident = storage_bytes(chain(step.subject.parameters(), step.subject.buffers(), moments))
+    usage = measured.usage
+    tensor_peak = usage.tensor_peak_bytes
+    return {
+        "resident_bytes": resident,
+        "peak_bytes": resident + usage.peak_bytes,
+        "tensor_peak_bytes": None if tensor_peak is None else resident + tensor_peak,
+        "kept_bytes": usage.saved_bytes,
+    }

@@ -1,0 +1,189 @@
+"""Casts to float8: time, and bytes per second, against compiled PyTorch, torchao, and a copy of the same matrix.
+
+The contestants cast one operand of a linear: `quaver.linear.quantize.Quantizer`, eager and compiled; the same
+arithmetic in plain PyTorch (`quaver.recipes.scaling`), compiled; torchao's dynamic casts, if installed.
+
+`floor` is the least bytes per element: passes over the source times its bytes, and 1 for each layout of the codes. A
+dynamic scale of a matrix, or of rows and of columns, needs one pass for the amaxes and one for the codes; the scale of
+a row needs one pass, because a row stays on the chip; a persistent scale needs one. Hardware float8 matmuls want each
+operand contiguous along its contracted dim, so codes are written in two layouts; a CPU's matmuls take any layout, so
+one set of codes serves both matmuls where there is one scale. Rates are of the floor, not of the traffic beyond it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from quaver.lab.bench.harness import Rotation, time_alternating
+from quaver.lab.bench.options import OperandOptions, Shapes
+from quaver.lab.bench.peer import torchao_cast
+from quaver.lab.bench.results import Result, Row
+from quaver.lab.bench.shapes import Shape
+from quaver.lab.settings.fields import OneOf, setting
+from quaver.linear.gemm import laid_out_for_columns, laid_out_for_rows, reads_along_contracted
+from quaver.linear.quantize import Quantizer
+from quaver.recipes.config import CastConfig, Float8LinearConfig
+from quaver.recipes.formats import FORMATS
+from quaver.recipes.scaling import PersistentScale, amax, cast_with_persistent_scale, dynamic_cast
+
+CastFunction = Callable[[Tensor], tuple[Tensor, ...]]
+"""From a matrix [rows, columns] to its float8 codes, the scales, and anything else that the cast returns."""
+
+COPY = "copy"
+"""The contestant that moves the same matrix without a cast."""
+
+
+@dataclass(frozen=True)
+class CastKind:
+    """One way to cast an operand: as the input of `recipe`, for the matmuls that contract `dims`."""
+
+    recipe: str
+    dims: tuple[int, ...]
+    passes: int
+    """Over the source, at least."""
+
+    @property
+    def config(self) -> Float8LinearConfig:
+        return Float8LinearConfig.from_recipe_name(self.recipe)
+
+    @property
+    def cast(self) -> CastConfig:
+        return self.config.casts.input.row
+
+    @property
+    def scale_dims(self) -> tuple[int | None, ...]:
+        """The dims along which rows share a scale; None for a scale of the tensor."""
+        return self.dims if self.cast.is_rowwise else (None,)
+
+    def floor(self, itemsize: int, device: torch.device) -> int:
+        """Bytes per element."""
+        is_native = reads_along_contracted(device)
+        return self.passes * itemsize + (len(self.dims) if is_native or self.cast.is_rowwise else 1)
+
+
+KINDS = {
+    "tensorwise": CastKind("tensorwise", (1, 0), 2),
+    "delayed": CastKind("delayed", (1, 0), 1),
+    "rowwise": CastKind("rowwise", (1,), 1),
+    "rowwise_both": CastKind("rowwise", (1, 0), 2),
+}
+"""By name: casts for both matmuls, except `rowwise`, which is for one."""
+
+
+@dataclass(frozen=True)
+class Cast(Shapes, OperandOptions):
+    """Casts of one matrix, the input of a linear, to float8: quaver's, compiled PyTorch's, torchao's; and a copy."""
+
+    shapes: str = setting(
+        "1024,2048x4096",
+        "Sizes (1024), rows x columns (512x4096) or models (llama-8b, llama-70b), with commas between.",
+    )
+    casts: tuple[Annotated[str, OneOf(tuple(KINDS))], ...] = setting(tuple(KINDS), "Kinds of casts.")
+
+    are_matrices = True
+    case_fields = ("matrix", "cast")
+    tables = (
+        (
+            *("library", "mode", "median", "spread", "floor_bytes_per_element", "gb_per_s", "share_of_copy"),
+            "same_codes",
+        ),
+    )
+
+    def measure(self) -> Result:
+        """Return a row for each matrix, kind of cast and contestant.
+
+        `same_codes` says whether a contestant's float8 codes are those of `quaver.recipes.scaling`, bit for bit.
+        """
+        return self.run_cases(product(self.parse_shapes(), self.casts), self._rows_of, dtype=str(self.torch_dtype))
+
+    def _rows_of(self, matrix: Shape, name: str) -> list[Row]:
+        device, dtype = self.torch_device, self.torch_dtype
+        kind, source = KINDS[name], torch.randn(matrix.sizes, device=device, dtype=dtype)
+        inputs, target = Rotation(source.clone, source.nbytes, device), torch.empty_like(source)
+        casts = contestants_of(kind, source, self.with_torchao)
+        with torch.no_grad():
+            expected = _codes(casts["PyTorch", "eager"](source))
+            same = {contestant: _same(_codes(cast(source)), expected) for contestant, cast in casts.items()}
+            del casts["PyTorch", "eager"]  # the reference is compared, and not timed
+            calls: dict[tuple[str, str], Callable[[], object]] = {(COPY, ""): lambda: target.copy_(inputs.next())}
+            calls |= {contestant: partial(_cast_next, cast, inputs) for contestant, cast in casts.items()}
+            timings = time_alternating(calls, device, rounds=self.rounds)
+        rows: list[Row] = []
+        for (library, mode), timing in timings.items():
+            floor = 2 * dtype.itemsize if library == COPY else kind.floor(dtype.itemsize, device)
+            rate = floor * source.numel() / (1e3 * timing.median_us)
+            of_copy = rate / rows[0]["gb_per_s"] if rows else 1.0
+            row: Row = {"matrix": str(matrix), "cast": name, "library": library, "mode": mode, "timing": asdict(timing)}
+            row |= {"floor_bytes_per_element": floor, "gb_per_s": rate, "share_of_copy": of_copy}
+            row |= {"same_codes": same.get((library, mode)), "input_copies": len(inputs)}
+            rows.append(row)
+        return rows
+
+    def note(self, result: Result) -> str:
+        return f"dtype {result['dtype']}; floor: bytes per element; GB/s are of these"
+
+
+def _cast_next(cast: CastFunction, inputs: Rotation[Tensor]) -> object:
+    return cast(inputs.next())
+
+
+def contestants_of(kind: CastKind, source: Tensor, with_torchao: bool) -> dict[tuple[str, str], CastFunction]:
+    """The casts by library and mode; the persistent scale, where `kind` has one, fits `source`."""
+    config, dims, float8_dtype = kind.config, kind.dims, kind.cast.float8_dtype
+    power_of_2 = config.round_scales_to_power_of_2
+    scale = None
+    if kind.cast.is_persistent:  # as delayed scaling would have it after a step
+        quant_scale = FORMATS[float8_dtype].max / amax(source).float()
+        scale = PersistentScale(quant_scale, torch.zeros(2, device=source.device), torch.tensor(True), True)
+
+    def ours(hp: Tensor) -> tuple[Tensor, ...]:
+        made = Quantizer(config.casts.input, hp.dtype, scale)(hp, row=1 in dims, column=0 in dims)
+        return tuple(part for operand in made if operand is not None for part in operand[:2] if part is not None)
+
+    def plain(hp: Tensor, dim: int | None) -> tuple[Tensor, ...]:
+        if scale is not None:
+            return cast_with_persistent_scale(hp, scale.quant_scale, float8_dtype, power_of_2=power_of_2)
+        codes, _, dequant = dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
+        return codes, dequant
+
+    eager = {"quaver": ours, "PyTorch": _in_layouts(kind, plain)}
+    if with_torchao and scale is None:
+        peers = {dim: torchao_cast(float8_dtype, dim, power_of_2=power_of_2) for dim in kind.scale_dims}
+        eager["torchao"] = _in_layouts(kind, lambda hp, dim: (peers[dim](hp),))
+    functions: dict[tuple[str, str], CastFunction] = {}
+    for library, cast in eager.items():
+        functions[library, "eager"] = cast
+        functions[library, "compiled"] = torch.compile(cast, fullgraph=True, dynamic=False)
+    return functions
+
+
+def _in_layouts(kind: CastKind, cast_along: Callable[[Tensor, int | None], tuple[Tensor, ...]]) -> CastFunction:
+    """A cast with a scale per row, or of the tensor (None), whose codes are laid out for each matmul."""
+    scale_dims, dims = kind.scale_dims, kind.dims
+
+    def cast(hp: Tensor) -> tuple[Tensor, ...]:
+        made = [cast_along(hp, dim) for dim in scale_dims]
+        codes = [each[0] for each in made] * (len(dims) // len(made))
+        layouts = [
+            laid_out_for_rows(each) if dim == 1 else laid_out_for_columns(each)
+            for each, dim in zip(codes, dims, strict=True)
+        ]
+        return (*layouts, *(scale for each in made for scale in each[1:]))
+
+    return cast
+
+
+def _codes(results: Sequence[Tensor]) -> list[Tensor]:
+    return [each for each in results if each.dtype in FORMATS]
+
+
+def _same(codes: list[Tensor], expected: list[Tensor]) -> bool:
+    pairs = zip(codes, expected, strict=True)
+    return all(torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)) for ours, theirs in pairs)

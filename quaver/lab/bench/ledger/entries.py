@@ -1,0 +1,325 @@
+"""The launches of compiled code as entries: category, bytes, FLOPs.
+
+Category, by what is written:
+
+    casts       float8 codes, with or without an amax or a norm in the same kernel
+    amax        nothing but reductions of what quantization needs
+    copies      codes that were codes, in another layout
+    hp          anything else in high precision: norms, SwiGLU, RoPE, the residual, gradients of them
+    float8 matmul, bfloat16 matmul, attention
+    small       vectors and scales
+
+Bytes are those that the launch moves in memory. Inductor's counts are its best case; two are corrected. A kernel
+whose tiles are larger than the L2 cache reads a buffer once for each loop that loads it; loads that the cache serves
+count apart. And operations of quaver's own move more than their arguments: they are in OPERATIONS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, prod
+
+import torch
+
+from quaver.kernels.native_blocks import _native_block_mm
+from quaver.kernels.operands import FLAT
+from quaver.kernels.triton_cast_blocks import casts_both_at_once
+from quaver.lab.bench.ledger.inside import Called, called_inside
+from quaver.lab.bench.ledger.kernels import float64_operations, is_along_rows, loads_in_loops
+from quaver.lab.memory.compiling.launches import Access, CompiledGraph, Launch
+from quaver.linear.gemm import ScaleKind
+from quaver.roofline.attention import CUDNN, FLASH
+from quaver.roofline.block import ATTENTION_MATMULS
+
+CATEGORIES = ("amax", "casts", "copies", "hp", "float8 matmul", "bfloat16 matmul", "attention", "small")
+OVERHEAD = ("amax", "casts", "copies", "hp")
+"""Categories of launches that move tensors and are neither matmuls nor attention."""
+
+_SMALL = 100
+"""A launch is small if its tensors have less than a hundredth of the elements of the largest tensor."""
+
+_REDUCTIONS = frozenset({"amax", "max", "abs"})
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The work of one launch, or of an operator with the kernels that it launches.
+
+    Attributes:
+        again_bytes: in `read_bytes`, of second reads.
+        cached_bytes: loaded again, from a cache: not in `read_bytes`.
+        strided_elements: of codes that aten's strided copy of bytes moves.
+        float64_operations: values that are computed in float64.
+        issued: instructions of all warps of its Triton kernels; 0 before `with_machine_code` (machine_code.py).
+    """
+
+    category: str
+    is_backward: bool
+    name: str
+    place: str
+    fuses: tuple[str, ...]
+    launches: int
+    read_bytes: int
+    written_bytes: int
+    again_bytes: int
+    cached_bytes: int
+    flops: int
+    strided_elements: int
+    float64_operations: int
+    launch: Launch
+    issued: int = 0
+
+    @property
+    def moved_bytes(self) -> int:
+        """Read and written."""
+        return self.read_bytes + self.written_bytes
+
+
+def entries_of(graphs: Sequence[CompiledGraph], l2_bytes: int) -> tuple[Entry, ...]:
+    """The launches of all graphs in order, for a GPU with an L2 cache of so many bytes."""
+    largest = max(access.elements for graph in graphs for access in _accessed(graph.launches))
+    found = []
+    for graph in graphs:
+        for launch in graph.launches:
+            found += _entries(launch, graph.is_backward, largest / _SMALL, l2_bytes)
+    return tuple(found)
+
+
+def _accessed(launches: Sequence[Launch]) -> list[Access]:
+    return [access for launch in launches for access in (*launch.reads, *launch.writes)]
+
+
+def _entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int) -> list[Entry]:
+    again, cached = _loaded_again(launch, l2_bytes)
+    category = _category(launch, small)
+    entry = Entry(
+        category=category,
+        is_backward=is_backward,
+        name=launch.operator or " + ".join(kernel.name for kernel in launch.kernels),
+        place=launch.place,
+        fuses=launch.fuses,
+        launches=max(1, len(launch.kernels)),
+        read_bytes=sum(access.moved_bytes for access in launch.reads) + again,
+        written_bytes=sum(access.moved_bytes for access in launch.writes),
+        again_bytes=again,
+        cached_bytes=cached,
+        flops=0,
+        strided_elements=launch.writes[0].elements if category == "copies" and _is_atens(launch) else 0,
+        float64_operations=sum(float64_operations(kernel.source) for kernel in launch.kernels),
+        launch=launch,
+    )
+    operation = next((found for name, found in OPERATIONS.items() if launch.operator.startswith(name)), None)
+    return [entry] if operation is None else operation(entry)
+
+
+def _category(launch: Launch, small: float) -> str:
+    large = [access for access in (*launch.reads, *launch.writes) if access.elements > small]
+    if not large:
+        return "small"
+    written = [access for access in launch.writes if access.elements > small]
+    if any(access.is_float8 for access in written):
+        read = [access for access in launch.reads if access.elements > small]
+        return "copies" if read and all(access.is_float8 for access in (*read, *written)) else "casts"
+    is_amax = launch.is_reduction and not written and _REDUCTIONS.intersection(launch.fuses)
+    return "amax" if is_amax else "hp"
+
+
+def _is_atens(launch: Launch) -> bool:
+    """Whether aten copies codes across strides: it is no kernel of Inductor's, and the layout changes."""
+    codes = next(access for access in launch.reads if access.is_float8)
+    return launch.operator.startswith("aten.") and codes.stride != launch.writes[0].stride
+
+
+def _loaded_again(launch: Launch, l2_bytes: int) -> tuple[int, int]:
+    """The bytes that loops load again: from memory, and from a cache.
+
+    The first loop that loads a buffer reads it, unless the kernel has stored it before.
+    """
+    again = cached = 0
+    for kernel in launch.kernels:
+        loops = loads_in_loops(kernel.source)
+        first = {kernel.pointers.get(each.name) for each in launch.reads}
+        for access in (*launch.reads, *launch.writes):  # what is computed in place has the pointer of what was read
+            pointer = kernel.pointers.get(access.name, "")
+            moved = max(0, loops.pop(pointer, 0) - (pointer in first)) * access.moved_bytes
+            if is_along_rows(kernel.source) or access.moved_bytes <= l2_bytes:
+                cached += moved
+            else:
+                again += moved
+    return again, cached
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+def matrices(entry: Entry) -> tuple[Access, Access]:
+    """The two operands of a matmul, without scales of one number."""
+    matrices = [access for access in entry.launch.reads if len(access.size) >= 2 and access.elements > 1]
+    return matrices[0], matrices[1]
+
+
+def scale_kind(entry: Entry) -> ScaleKind:
+    """How the scales of a float8 matmul lie: those of its first operand, which stand behind the second."""
+    a, b = matrices(entry)
+    scale = entry.launch.reads[entry.launch.reads.index(b) + 1]
+    if scale.elements == 1:
+        return ScaleKind.TENSORWISE
+    blocks = scale.size[1] if len(scale.size) == 2 else 1
+    if blocks == 1 and not entry.launch.operator.startswith("quaver.native_block_mm"):
+        return ScaleKind.ROWWISE
+    return ScaleKind.BLOCKS_OF_128 if blocks <= ceil(a.size[-1] / 128) else ScaleKind.BLOCKS_OF_32
+
+
+def _matmul(entry: Entry) -> list[Entry]:
+    """[.., m, k] @ [.., k, n]: what its operands and its result hold."""
+    a, b = matrices(entry)
+    category = "float8 matmul" if a.is_float8 else "bfloat16 matmul"
+    return [replace(entry, category=category, flops=2 * prod(a.size) * b.size[-1])]
+
+
+def _grouped_matmul(entry: Entry) -> list[Entry]:
+    """Each row of tokens [T, K] is multiplied with one expert, of [E, K, N] or [E * N, K]; or T is contracted."""
+    a, b = matrices(entry)
+    result = entry.launch.writes[0]
+    rows = a.size[0] if len(result.size) == 2 else 1
+    contracted = a.size[-1] if len(result.size) == 2 else max(a.size)
+    flops = 2 * contracted * (rows * result.size[-1] if len(result.size) == 2 else prod(result.size[-2:]))
+    return [replace(entry, category="float8 matmul" if a.is_float8 else "bfloat16 matmul", flops=flops)]
+
+
+def _expert_matmul(entry: Entry) -> list[Entry]:
+    """quaver's, and before it the copies of e4m3 codes that do not lie along the contracted dim (experts/gpu_gemm.py).
+
+    quaver's kernel makes them. Tokens that are contracted are moved between zeros first. A square weight is
+    contracted along its columns in the forward and along its rows in the backward. Codes with scales of blocks are
+    widened instead.
+    """
+    a, b, *scales, ends = entry.launch.reads
+    result = entry.launch.writes[0]
+    along_blocks = any(
+        len(scale.size) == 2 and scale.size[1] > 1 and scale.size[0] != ends.elements for scale in scales
+    )
+    if along_blocks or not a.dtype is b.dtype is torch.float8_e4m3fn:
+        return _grouped_matmul(entry)
+    contracts_tokens = len(result.size) == 3
+    is_along = b.size[-1] == a.size[-1] and not (entry.is_backward and b.size[-1] == result.size[-1])
+    copied = (a, b) if contracts_tokens else () if is_along else (b,)
+    copies = [
+        replace(
+            entry,
+            category="copies",
+            name=f"{entry.name}: copy",
+            launches=3 if contracts_tokens else 1,
+            read_bytes=operand.elements * (2 if contracts_tokens else 1),
+            written_bytes=operand.elements * (3 if contracts_tokens else 1),
+        )
+        for operand in copied
+    ]
+    return [*copies, *_grouped_matmul(entry)]
+
+
+def _block_matmul(entry: Entry) -> list[Entry]:
+    """A matmul with scales of blocks, and before it copies and pads of codes and scales."""
+    calls = called_inside(_native_block_mm, entry.launch.reads, scale_kind(entry).block_length)
+    return [made for call in calls for made in _inside(entry, call)]
+
+
+def _inside(entry: Entry, call: Called) -> list[Entry]:
+    if "scaled_mm" in call.name:
+        return _matmul(entry)
+    is_of_codes = call.reads[0].element_size() == 1
+    is_ours = call.name.startswith("quaver.") and any(
+        each.is_contiguous() for each in (call.reads[0], call.reads[0].mT)
+    )
+    keeps_layout = call.reads[0].stride() == call.writes[0].stride() or "pad" in call.name
+    made = replace(
+        entry,
+        category="copies" if is_of_codes else "small",
+        name=f"{entry.name}: {call.name}",
+        launches=call.kernels,
+        read_bytes=call.read_bytes,
+        written_bytes=call.written_bytes,
+        strided_elements=call.reads[0].numel() if is_of_codes and not (is_ours or keeps_layout) else 0,
+    )
+    return [made]
+
+
+def _copy(entry: Entry, codes: Access) -> Entry:
+    """Codes, read once and written once into the other layout.
+
+    quaver's kernel copies those that are contiguous one way or the other (quaver/kernels/triton_copy.py), aten others.
+    """
+    is_ours = is_contiguous(codes) or is_contiguous(codes, transposed=True)
+    moved = codes.elements * codes.dtype.itemsize
+    strided = 0 if is_ours else codes.elements
+    return replace(entry, category="copies", read_bytes=moved, written_bytes=moved, strided_elements=strided)
+
+
+def is_contiguous(access: Access, *, transposed: bool = False) -> bool:
+    """Whether a matrix lies row by row without gaps, or its transpose does."""
+    size, stride = ((lengths[::-1] if transposed else lengths) for lengths in (access.size, access.stride))
+    dense = (prod(size[dim + 1 :]) for dim in range(len(size)))
+    return all(extent == 1 or got == wanted for extent, got, wanted in zip(size, stride, dense, strict=True))
+
+
+def _copy_of_codes(entry: Entry) -> list[Entry]:
+    """The first argument is copied; a gradient behind it, which only orders the copy, is not read."""
+    return [_copy(entry, entry.launch.reads[0])]
+
+
+def _amaxes_of_groups(entry: Entry) -> list[Entry]:
+    """One launch fills the amaxes with zeros."""
+    return [replace(entry, category="small" if entry.category == "small" else "amax", launches=2)]
+
+
+def _cast_from_two_reads(entry: Entry) -> list[Entry]:
+    """An operand is read for its amaxes and for its codes."""
+    operand = entry.launch.reads[0].moved_bytes
+    return [replace(entry, read_bytes=entry.read_bytes + operand, launches=3)]
+
+
+def _cast_of_blocks(entry: Entry) -> list[Entry]:
+    """One kernel; of blocks of 1 x n in both directions two, if the sizes are odd, and each reads the operand."""
+    operand, has_two_scales = entry.launch.reads[0], sum(each.elements > 0 for each in entry.launch.writes) == FLAT
+    if has_two_scales and not casts_both_at_once(*operand.size):
+        return [replace(entry, read_bytes=entry.read_bytes + operand.moved_bytes, launches=2)]
+    return [entry]
+
+
+def query_and_key(entry: Entry) -> tuple[Access, Access]:
+    """The first operands of attention; before them its backward reads a gradient."""
+    reads = entry.launch.reads[entry.is_backward :]
+    return reads[0], reads[1]
+
+
+def _attention(entry: Entry) -> list[Entry]:
+    """Causal: half of the scores."""
+    query, key = query_and_key(entry)
+    sequences, heads, queries, size = query.size
+    flops = ATTENTION_MATMULS[entry.is_backward] * 2 * sequences * heads * queries * key.size[2] * size // 2
+    return [replace(entry, category="attention", flops=flops)]
+
+
+Operation = Callable[[Entry], list[Entry]]
+
+OPERATIONS: dict[str, Operation] = {
+    "quaver.native_block_mm": _block_matmul,
+    "quaver.exact_float8_mm": _matmul,
+    "quaver.column_major": _copy_of_codes,
+    "quaver.cast_rowwise": _cast_from_two_reads,
+    "quaver.cast_blockwise": _cast_of_blocks,
+    "quaver.group_amax": _amaxes_of_groups,
+    "quaver.grouped_mm": _expert_matmul,
+    "aten._scaled_mm": _matmul,
+    "aten._scaled_grouped_mm": _grouped_matmul,
+    "aten._grouped_mm": _grouped_matmul,
+    "aten.mm": _matmul,
+    "aten.bmm": _matmul,
+    "aten.addmm": _matmul,
+    "mm": _matmul,
+    "bmm": _matmul,
+    "addmm": _matmul,
+    **{f"aten._scaled_dot_product_{kernel}_attention": _attention for kernel in (FLASH, CUDNN)},
+}
+"""By the beginning of an operator's name: what it moves and multiplies beyond its arguments and results."""

@@ -1,0 +1,68 @@
+"""Registers, spills and instructions of the Triton kernels of a ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from quaver.lab.bench.ledger.ledger import Ledger
+from quaver.lab.memory.compiling.machine_code import MachineCode, compile_kernel
+
+MACHINE_COLUMNS = (
+    "kernel and its config",
+    "registers",
+    "spilled\nbytes",
+    "instructions\nan element",
+    "issued\nmillions",
+    "float64",
+)
+Codes = dict[str, MachineCode]
+"""By the source of a kernel."""
+
+
+def machine_codes(ledger: Ledger, capability: int, known: Codes) -> Codes:
+    """The machine code of the large Triton kernels of a ledger, for a compute capability such as 90; seconds for each.
+
+    Args:
+        known: kernels of other ledgers, which are not compiled again.
+    Raises:
+        ImportError, RuntimeError: triton or its tools are not installed.
+    """
+    found: Codes = {}
+    for entry in ledger.entries:
+        for kernel in entry.launch.kernels:
+            if entry.category != "small" and kernel.source not in found:
+                code = known.get(kernel.source) or compile_kernel(kernel.source, kernel.name, capability)
+                found[kernel.source] = code
+    return found
+
+
+def with_machine_code(ledger: Ledger, codes: Codes) -> Ledger:
+    """The ledger with the instructions that its kernels issue, which its times then count."""
+    issued = [
+        sum(codes[kernel.source].issued for kernel in entry.launch.kernels if kernel.source in codes)
+        for entry in ledger.entries
+    ]
+    entries = (replace(entry, issued=each) for entry, each in zip(ledger.entries, issued, strict=True))
+    return replace(ledger, entries=tuple(entries))
+
+
+def machine_rows(ledger: Ledger, codes: Codes) -> Iterator[list[str]]:
+    """One row a Triton kernel; a kernel that several launches run has one."""
+    seen = set()
+    for entry in ledger.entries:
+        largest = max((each.elements for each in entry.launch.reads), default=0)
+        element_bytes = sum(each.dtype.itemsize for each in entry.launch.reads if each.elements * 100 > largest)
+        for kernel in entry.launch.kernels:
+            if kernel.source not in seen and kernel.source in codes:
+                seen.add(kernel.source)
+                code = codes[kernel.source]
+                config = " ".join(f"{name}={value}" for name, value in code.config.items())
+                yield [
+                    f"{kernel.name}\n{config}",
+                    str(code.registers),
+                    str(code.spilled_bytes),
+                    f"{code.instructions_per_element(element_bytes):.1f}",
+                    f"{code.issued / 1e6:,.1f}",
+                    str(code.float64_instructions),
+                ]

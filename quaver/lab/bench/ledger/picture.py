@@ -1,0 +1,51 @@
+"""Draws ledgers as stacked bars: modelled milliseconds, and bytes outside of matmuls and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.style
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from quaver.lab.bench.ledger.entries import CATEGORIES, OVERHEAD
+from quaver.lab.bench.ledger.ledger import Ledger
+from quaver.lab.bench.ledger.times import milliseconds_by_category
+from quaver.roofline.device_specs import DeviceSpec
+
+_COLORS = dict(zip(CATEGORIES, matplotlib.colormaps["tab10"].colors, strict=False))  # type: ignore[attr-defined]
+
+
+def draw(ledgers: Sequence[Ledger], spec: DeviceSpec, image: Path) -> None:
+    """Write a PNG: the same bytes for the same ledgers and versions."""
+    with matplotlib.style.context(["default", {"font.size": 9}]):
+        make_figure(ledgers, spec).savefig(image, dpi=100, metadata={"Software": None})
+
+
+def make_figure(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Figure:
+    """Two panels with one bar for each ledger."""
+    figure = Figure(figsize=(9.5, 1.8 + 0.32 * len(ledgers)), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(f"{spec.name}: one compiled forward and backward. Bytes are counted, milliseconds are modelled.")
+    left, right = figure.subplots(1, 2, sharey=True)
+    times = [milliseconds_by_category(ledger, spec) for ledger in ledgers]
+    _stack(left, ledgers, {name: [each[name] for each in times] for name in reversed(CATEGORIES)})
+    left.set_xlabel("ms, modelled")
+    gigabytes = {name: [ledger.bytes_of(name) / 1e9 for ledger in ledgers] for name in reversed(OVERHEAD)}
+    _stack(right, ledgers, gigabytes)
+    right.set_xlabel("GB outside of matmuls and attention")
+    left.invert_yaxis()
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def _stack(axis: Any, ledgers: Sequence[Ledger], sizes: dict[str, list[float]]) -> None:
+    names = [ledger.name for ledger in ledgers]
+    start = [0.0] * len(names)
+    for category, values in sizes.items():
+        axis.barh(names, values, left=start, color=_COLORS[category], label=category, height=0.7)
+        start = [each + value for each, value in zip(start, values, strict=True)]

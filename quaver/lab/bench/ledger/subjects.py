@@ -1,0 +1,132 @@
+"""A block, a linear or a block of experts, compiled for a GPU in one precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+
+from quaver.conversion.convert import convert_to_float8_training
+from quaver.lab.bench.ledger.entries import entries_of
+from quaver.lab.bench.ledger.ledger import Ledger
+from quaver.lab.bench.modules import Subject
+from quaver.lab.bench.peer import convert_with_torchao, is_peer_recipe
+from quaver.lab.memory.compiling.gpu_code import GPUS, record_compiled
+from quaver.lab.memory.faking.fakes import Fakes
+from quaver.lab.memory.faking.gpu import as_on_a_gpu
+from quaver.lab.settings import Model
+from quaver.lab.trainer.float8 import fuse_producers
+from quaver.linear.gemm import ScaleKind
+from quaver.recipes.config import Float8LinearConfig
+from quaver.roofline.cost import unmultiplied_kinds
+from quaver.roofline.device_specs import require_device_spec
+
+BFLOAT16 = "bfloat16"
+PARTS = ("block", "linear")
+COUNTED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
+"""Recipes that are counted where none is named."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The subject to compile: its shapes, dtypes, and part of the block.
+
+    Attributes:
+        model: the block's shapes; with experts, its feed-forward is a mixture.
+        autocast: parameters and the residual stream in float32, matmuls in bfloat16; else all in bfloat16.
+        part: a whole block, or its first feed-forward linear alone.
+    """
+
+    model: Model
+    sequences: int
+    seq_len: int
+    autocast: bool = False
+    part: str = "block"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of parameters and of the residual stream."""
+        return torch.float32 if self.autocast else torch.bfloat16
+
+
+def check_recipe(recipe: str, gpu: str) -> None:
+    """Refuse a recipe whose float8 matmuls a GPU does not have.
+
+    Raises:
+        ValueError: an unknown recipe.
+        NotImplementedError: no matmul of the GPU takes the recipe's scales.
+    """
+    if missing := _not_multiplied(recipe, gpu):
+        names = " and ".join(sorted("such" if kind is None else kind.value for kind in missing))
+        raise NotImplementedError(
+            f"recipe {recipe}: no float8 matmul of {gpu} takes {names} scales; there operands are widened, 3 bytes "
+            "an element, and multiplied at bfloat16's rate, which is slower than bfloat16; name another recipe or GPU"
+        )
+
+
+def is_multiplied(recipe: str, gpu: str) -> bool:
+    """Whether `check_recipe` accepts a recipe."""
+    return not _not_multiplied(recipe, gpu)
+
+
+def _not_multiplied(recipe: str, gpu: str) -> set[ScaleKind | None]:
+    return unmultiplied_kinds(require_device_spec(gpu, "gpu"), recipe)
+
+
+def check_triton() -> None:
+    """Raise ValueError without triton."""
+    if find_spec("triton") is None:
+        raise ValueError("triton is not installed, and Inductor writes a GPU's kernels in it: pip install triton")
+
+
+def count(work: Work, name: str, gpu: str) -> Ledger:
+    """Compile the forward and the backward for a GPU, and count what they launch.
+
+    Args:
+        name: "bfloat16", "quaver RECIPE" or "torchao RECIPE".
+        gpu: of GPUS.
+    Raises:
+        ValueError, NotImplementedError: an unknown recipe, or one that the GPU does not multiply.
+        ImportError: torchao is not installed.
+    """
+    library, _, recipe = name.partition(" ")
+    if recipe:
+        check_recipe(recipe, gpu)
+    if library == "torchao" and not is_peer_recipe(recipe):
+        raise NotImplementedError(f"expected a recipe that torchao has, got {recipe}")
+    with as_on_a_gpu(), Fakes():
+        subject = _subject(work)
+        for parameter in subject.parameters():
+            parameter.data = parameter.data.to(work.dtype)
+        if library == "quaver":
+            convert_to_float8_training(subject, config=Float8LinearConfig.from_recipe_name(recipe))
+            fuse_producers(subject)
+        elif library == "torchao":
+            convert_with_torchao(subject, recipe, device=torch.device("cuda"))
+        hidden = torch.randn(work.sequences, work.seq_len, work.model.dim, dtype=work.dtype, requires_grad=True)
+        subject.compile(fullgraph=True)
+
+        def call() -> None:
+            with torch.autocast("cpu", torch.bfloat16, enabled=work.autocast):
+                subject(hidden)
+
+        graphs = record_compiled(call, GPUS[gpu])
+    return Ledger(name, gpu, entries_of(graphs, GPUS[gpu].L2_cache_size), tuple(graphs))
+
+
+class _Linear(nn.Module):
+    """One linear; it has no norm, so its input's gradient is another linear's."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(model.dim, model.hidden_dim, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output: Tensor = self.up_proj(hidden)
+        return output
+
+
+def _subject(work: Work) -> nn.Module:
+    return _Linear(work.model) if work.part == "linear" else Subject(work.model, work.seq_len)

@@ -1,0 +1,74 @@
+"""Ledgers as rows of text: one precision a row, or one kernel a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from quaver.lab.bench.ledger.entries import OVERHEAD
+from quaver.lab.bench.ledger.ledger import Ledger
+from quaver.lab.bench.ledger.times import milliseconds_by_category, seconds_of
+from quaver.roofline.device_specs import DeviceSpec
+
+COLUMNS = (
+    "precision",
+    "laun-\nches",
+    "amax\nGB",
+    "casts\nGB",
+    "copies\nGB",
+    "hp\nGB",
+    "sum\nGB",
+    "saved\nMB",
+    "model\nms",
+    "speed",
+)
+KERNEL_COLUMNS = ("category", "pass", "us", "MB", "kernel and its line", "fuses")
+_LONGEST = 8
+
+
+def rows_of(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Iterator[list[str]]:
+    """One row a precision, the first of which is the one that speeds are of."""
+    base = sum(milliseconds_by_category(ledgers[0], spec).values())
+    for ledger in ledgers:
+        total = sum(milliseconds_by_category(ledger, spec).values())
+        cells = [ledger.name.removeprefix("quaver "), str(ledger.launches)]
+        cells += [_gigabytes(ledger.bytes_of(category)) for category in OVERHEAD]
+        if ledger.copies:
+            cells[2 + OVERHEAD.index("copies")] += f" ({ledger.copies})"
+        cells += [_gigabytes(ledger.overhead_bytes), f"{ledger.saved_bytes / 1e6:,.0f}", f"{total:.1f}"]
+        yield [*cells, f"{base / total:.2f}"]
+
+
+def kernel_rows(ledger: Ledger, spec: DeviceSpec) -> Iterator[list[str]]:
+    """One row an entry, the slowest first."""
+    for entry in sorted(ledger.entries, key=lambda entry: -seconds_of(entry, spec)):
+        again = f" + {entry.again_bytes / 1e6:,.0f} again" if entry.again_bytes else ""
+        again += f"\n{entry.cached_bytes / 1e6:,.0f} cached" if entry.cached_bytes >= 1e5 else ""
+        fused = entry.fuses[:_LONGEST] + (("...",) if len(entry.fuses) > _LONGEST else ())
+        yield [
+            entry.category,
+            "backward" if entry.is_backward else "forward",
+            f"{1e6 * seconds_of(entry, spec):,.1f}",
+            f"{(entry.moved_bytes - entry.again_bytes) / 1e6:,.1f}{again}",
+            f"{entry.name}\n{entry.place}",
+            " ".join(fused),
+        ]
+
+
+def findings(ledger: Ledger) -> Iterator[str]:
+    """Sentences on what a recipe reads, stores and computes more often than it needs."""
+    reads = ledger.quantization_reads
+    if reads:
+        times = sorted(reads.values())
+        yield f"{ledger.name}: reads {len(reads)} tensors to quantize them, {times[0]} to {times[-1]} times each"
+    if ledger.strided_copies:
+        yield f"{ledger.name}: copies codes by aten's strided copy of bytes {ledger.strided_copies} times"
+    if ledger.surplus_stores:
+        yield f"{ledger.name}: stores codes {ledger.surplus_stores} times in a layout that is stored already"
+    if ledger.float64_per_element >= 1:
+        yield f"{ledger.name}: computes up to {ledger.float64_per_element:.1f} float64 operations an element"
+    if ledger.float32_bytes > ledger.overhead_bytes / 100:
+        yield f"{ledger.name}: writes {_gigabytes(ledger.float32_bytes)} GB of float32 intermediates"
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f}" if count >= 5e7 else f"{count / 1e9:.3f}" if count else ""

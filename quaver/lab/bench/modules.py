@@ -1,0 +1,96 @@
+"""A transformer block in one precision, and its training step, as in `quaver train`.
+
+Parameters are float32, the computation bfloat16 through autocast, the optimizer fused AdamW. Each step scales a
+resident tensor to make the block's input, and multiplies its output by another one to give the output a gradient;
+autograd saves nothing for either. So the input is a new tensor in each step, as in a network, and everything alive
+between forward and backward is what the block saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from quaver.conversion.convert import convert_to_float8_training
+from quaver.conversion.delayed import float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.lab.bench.harness import Rotation
+from quaver.lab.settings import Model, Optimizer
+from quaver.lab.trainer.float8 import fuse_producers
+from quaver.lab.trainer.model import Block, rope_tables
+from quaver.lab.trainer.optimizer import build_optimizer
+from quaver.recipes.config import Float8LinearConfig
+
+_SMALL_LR = 1e-6  # the loss has no minimum, so a larger one would let the weights grow
+
+
+class Subject(nn.Module):
+    """One block with its rotary tables. `forward` takes the residual stream [B, T, D]."""
+
+    def __init__(self, model: Model, seq_len: int) -> None:
+        super().__init__()
+        self.block = Block(model)
+        cos, sin = rope_tables(seq_len, model.head_dim, model.rope_theta, torch.device("cpu"))
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.block(hidden, self.cos, self.sin)
+
+
+class Step:
+    """The optimizer step of a subject; each call is one."""
+
+    def __init__(self, subject: Subject, sources: Rotation[Tensor], direction: Tensor) -> None:
+        """`sources`: inputs [B, T, D] that require gradients; `direction`: the gradient of the output, in its shape."""
+        self.subject, self.sources, self.direction = subject, sources, direction
+        self.optimizer = build_optimizer(subject, Optimizer(lr=_SMALL_LR))
+        self._has_persistent_scales = bool(float8_scaling_state(subject))
+
+    def __call__(self, forward_is_done: Callable[[], object] = lambda: None) -> None:
+        """Forward, `forward_is_done()`, backward, optimizer step, and gradients set to None."""
+        source = self.sources.next()
+        with torch.autocast(source.device.type, torch.bfloat16):
+            loss = (self.subject(source * 1.5) * self.direction).sum()
+        forward_is_done()
+        loss.backward()
+        source.grad = None
+        if self._has_persistent_scales:
+            sync_float8_amax_and_scale_history(self.subject)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def make_steps(
+    model: Model, sequences: int, seq_len: int, precisions: list[str], device: torch.device, *, compiled: bool
+) -> dict[str, Step]:
+    """The steps of a block in each precision, "bfloat16" or "quaver RECIPE", on the same inputs.
+
+    The inputs [B, T, D] are float32, as the residual stream is. The gradient of the output is as small as a mean over
+    tokens makes it.
+    """
+    tokens = sequences * seq_len
+
+    def random() -> Tensor:
+        return torch.randn(sequences, seq_len, model.dim, device=device)
+
+    sources = Rotation(lambda: random().requires_grad_(), 4 * tokens * model.dim, device)
+    direction = random() / tokens
+    return {
+        precision: Step(build_subject(model, precision, seq_len, device, compiled=compiled), sources, direction)
+        for precision in precisions
+    }
+
+
+def build_subject(model: Model, precision: str, seq_len: int, device: torch.device, *, compiled: bool) -> Subject:
+    """A block in a precision; all precisions have the same weights."""
+    torch.manual_seed(0)
+    subject = Subject(model, seq_len).to(device)
+    library, _, recipe = precision.partition(" ")
+    if library == "quaver":
+        convert_to_float8_training(subject, config=Float8LinearConfig.from_recipe_name(recipe))
+        fuse_producers(subject)
+    if compiled:
+        subject.compile(fullgraph=True)
+    return subject

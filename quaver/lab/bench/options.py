@@ -1,0 +1,184 @@
+"""The options that benchmarks share.
+
+The dataclass of a benchmark inherits from these, has the name of its verb, and measures in its method `measure`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import torch
+from annotated_types import Ge, Le
+
+from quaver.lab.bench.results import Result, Row, environment, writable
+from quaver.lab.bench.shapes import Shape, parse_shapes
+from quaver.lab.bench.working import working
+from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, setting
+from quaver.lab.settings.float8 import RECIPES
+from quaver.lab.settings.training import DEVICES
+from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.formats import HP_DTYPES
+from quaver.runtime.devices import resolve_device
+
+MODES = ("eager", "compiled")
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in HP_DTYPES}
+
+
+@dataclass(frozen=True)
+class BenchOptions(Settings):
+    """Where a benchmark runs, how often, and where its result goes."""
+
+    device: Annotated[str, OneOf(DEVICES)] = setting("auto", "Where it runs; auto: a GPU if there is one.")
+    threads: Annotated[int, Ge(0), Le(10_000)] = setting(0, "CPU threads; 0 for torch's default.")
+    output: str = setting("", "File of the JSON; benchmarks/results/VERB.json by default.")
+    rounds: AtLeast1 = setting(20, "Samples of each contestant.")
+
+    case_fields: ClassVar[tuple[str, ...]] = ()
+    """Rows that are equal in these fields are printed together, under their values."""
+    tables: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """The fields of a row that each printed table shows."""
+
+    @property
+    def benchmark(self) -> str:
+        """The verb."""
+        return type(self).__name__.lower()
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device. Raises MissingDeviceError if this machine has none."""
+        return resolve_device(self.device)
+
+    @property
+    def result_file(self) -> Path:
+        """The file of the JSON."""
+        return Path(self.output or f"benchmarks/results/{self.benchmark}.json")
+
+    @property
+    def with_torchao(self) -> bool:
+        """Whether torchao is timed too."""
+        return False
+
+    def prepare(self) -> None:
+        """Set the number of CPU threads, after checking the device and the output.
+
+        Raises:
+            ValueError: the output cannot be written.
+            MissingDeviceError: this machine has no such device.
+        """
+        resolve_device(self.device)
+        writable(self.result_file)
+        if self.threads:
+            torch.set_num_threads(self.threads)
+
+    def run_cases(self, cases: Iterable[tuple[Any, ...]], rows_of: Callable[..., list[Row]], **about: Any) -> Result:
+        """Measure each case with `rows_of(*case)`; returns `result` of the rows of all.
+
+        Ctrl-C ends the benchmark with the rows of the finished cases, or the program if none is finished.
+        """
+        rows: list[Row] = []
+        is_complete = True
+        try:
+            with working("preparing") as tell:
+                for case in cases:
+                    tell(", ".join(map(str, case)))
+                    torch.compiler.reset()
+                    rows += rows_of(*case)
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            is_complete = False
+        return self.result(rows, is_complete, **about)
+
+    def result(self, rows: list[Row], is_complete: bool, **about: Any) -> Result:
+        """{"benchmark", "environment", "complete", `about`, "rows"}, ready for JSON."""
+        surroundings = environment(self.torch_device) | ({"torchao": version("torchao")} if self.with_torchao else {})
+        head = {"benchmark": self.benchmark, "environment": surroundings, "complete": is_complete}
+        return head | about | {"rows": rows}
+
+    def note(self, result: Result) -> str:
+        """The line below the printed table."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class OperandOptions(BenchOptions):
+    """Options of benchmarks of one matrix or linear, which compare with torchao."""
+
+    torchao: Annotated[str, OneOf(("auto", "yes", "no"))] = setting(
+        "auto", "Compare with torchao.float8; auto: if it is installed."
+    )
+    dtype: Annotated[str, OneOf(tuple(_DTYPES))] = setting("bfloat16", "Dtype of the operands before quantization.")
+
+    def check(self) -> None:
+        """Refuse to compare with torchao if it is not installed."""
+        super().check()
+        if self.torchao == "yes" and find_spec("torchao") is None:
+            raise ValueError("--torchao yes: torchao is not installed; pip install 'quaver[bench]'")
+
+    @property
+    def with_torchao(self) -> bool:
+        """Whether torchao is timed too."""
+        return self.torchao != "no" and find_spec("torchao") is not None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype."""
+        return _DTYPES[self.dtype]
+
+    def note(self, result: Result) -> str:
+        return f"dtype {result['dtype']}"
+
+
+@dataclass(frozen=True)
+class Shapes(Settings):
+    """Which linears are timed."""
+
+    shapes: str = setting(
+        "1024", "Linears: sizes (1024), M x K x N (512x1024x4096) or models (llama-8b, llama-70b), with commas between."
+    )
+    tokens: AtLeast1 = setting(2048, "M of a model's linears.")
+    divisor: AtLeast1 = setting(1, "Divide K and N of a model's linears by this.")
+
+    are_matrices: ClassVar[bool] = False
+    """Whether the shapes are those of one operand."""
+
+    def check(self) -> None:
+        """Refuse text that is not a shape, and what only a model has where there is none."""
+        super().check()
+        if not any(shape.layer for shape in self.parse_shapes()):
+            self.require_default("tokens", "divisor", unless="--shapes names a model")
+
+    def parse_shapes(self) -> list[Shape]:
+        """The shapes. Raises ValueError for other text."""
+        return parse_shapes(self.shapes, tokens=self.tokens, divisor=self.divisor, matrices=self.are_matrices)
+
+
+@dataclass(frozen=True)
+class Recipes(Settings):
+    """Which recipes are timed."""
+
+    recipes: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = setting((), "Recipes; all by default.")
+
+    def check(self) -> None:
+        """Refuse an unknown recipe."""
+        super().check()
+        for name in self.recipes:
+            Float8LinearConfig.from_recipe_name(name)
+
+    @property
+    def recipe_names(self) -> list[str]:
+        """Each recipe once."""
+        return list(dict.fromkeys(self.recipes or RECIPES))
+
+
+@dataclass(frozen=True)
+class Modes(Settings):
+    """Whether the contestants are compiled."""
+
+    modes: tuple[Annotated[str, OneOf(MODES)], ...] = setting(MODES, "Eager, compiled, or both.")

@@ -1,0 +1,173 @@
+"""The result of a benchmark: rows, the machine and the versions that they hold for, columns to print."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import date
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quaver.kernels.exact_mm import has_bfloat16_units
+from quaver.lab.bench.harness import Timing
+from quaver.lab.runs.run_folder import git_revision
+from quaver.runtime.devices import is_cuda_device
+from quaver.torch_private.hardware import has_amx_tiles
+
+BFLOAT16 = "bfloat16"
+"""The contestant that all ratios are to."""
+
+Row = dict[str, Any]
+
+Result = dict[str, Any]
+"""See `options.BenchOptions.result`."""
+
+
+def contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:
+    """By contestant ("bfloat16", "quaver RECIPE"): library, recipe, timing and the ratio of medians to bfloat16's."""
+    rows = {}
+    for name, timing in timings.items():
+        library, _, recipe = name.partition(" ")
+        ratio = timing.median_us / timings[BFLOAT16].median_us
+        rows[name] = {"library": library, "recipe": recipe, "timing": asdict(timing), "time_over_bfloat16": ratio}
+    return rows
+
+
+def title_of(result: dict[str, Any]) -> str:
+    """The machine, versions and commit of a result, as the title of its table."""
+    about = result["environment"]
+    return f"{about['device']}, {about['threads']} threads, torch {about['torch']}, {about['commit']}"
+
+
+_COLUMNS = {
+    "spread": ("p10 .. p90", ""),
+    "time_over_bfloat16": ("/\nbfloat16", ".2f"),
+    "time_over_high_precision": ("/ high\nprecision", ".2f"),
+    "torchao_time_over_this": ("torchao\n/ this", ".2f"),
+    "tokens_per_s": ("tokens/s", ",.0f"),
+    "tflops_per_s": ("TFLOP/s", ".3g"),
+    "share_of_peak": ("of\npeak", ".0%"),
+    "floor_bytes_per_element": ("floor", "g"),
+    "gb_per_s": ("GB/s", ".2f"),
+    "share_of_copy": ("of copy", ".0%"),
+    "same_codes": ("codes", ""),
+    "contestant": ("operands", ""),
+    "resident_bytes": ("resident", ",.1f"),
+    "peak_bytes": ("peak", ",.1f"),
+    "tensor_peak_bytes": ("tensors", ",.1f"),
+    "kept_bytes": ("saved", ",.1f"),
+    "peak_over_bfloat16": ("peak /\nbfloat16", ".2f"),
+    "peak_over_high_precision": ("peak / high\nprecision", ".2f"),
+}
+"""The title and the format of a field; any other is printed as it is, under its own name."""
+_UNKNOWN = {
+    "torchao_time_over_this": "",
+    "same_codes": "",
+    "share_of_peak": "",
+    "operations": "not counted",
+    "kernels": "not counted",
+}
+"""The text of None; elsewhere "unknown"."""
+
+
+def cases_of(rows: list[Row], fields: Sequence[str]) -> Iterator[tuple[str, list[Row]]]:
+    """Yield rows that are equal in these fields, and before them the values of the fields."""
+    for values, found in groupby(rows, key=lambda row: [str(_printable(row)[field]) for field in fields]):
+        yield ", ".join(values), list(found)
+
+
+def table_of(rows: list[Row], fields: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """The titles and the cells of a table of these fields of rows, or of those that `_printable` adds."""
+    columns = {field: _COLUMNS.get(field, (field, "")) for field in fields}
+    cells = []
+    for row in map(_printable, rows):
+        values = ((row[field], form, _UNKNOWN.get(field, "unknown")) for field, (_, form) in columns.items())
+        cells.append([unknown if value is None else format(value, form) for value, form, unknown in values])
+    return [title for title, _ in columns.values()], cells
+
+
+def _printable(row: Row) -> Row:
+    """The row with bytes in MiB, and with the median, the spread, the precision and the sizes as text."""
+    unit_us, unit = (1.0, "us") if row["timing"]["median_us"] < 1e4 else (1e3, "ms")
+    median, low, high = (_number(row["timing"][name] / unit_us) for name in ("median_us", "p10_us", "p90_us"))
+    more: Row = {"median": f"{median} {unit}", "spread": f"{low} .. {high}"}
+    library, recipe = row.get("library"), row.get("recipe")
+    more["precision"] = row.get("precision") or (recipe if library == "quaver" else f"{library} {recipe or ''}".strip())
+    more["M x K x N"] = " x ".join(str(row[size]) for size in "mkn" if size in row)
+    more["same_codes"] = {"True": "same", "False": "others"}.get(str(row.get("same_codes")))
+    more |= {name: size / 2**20 for name, size in row.items() if name.endswith("_bytes") and size is not None}
+    return row | more
+
+
+def _number(value: float) -> str:
+    return f"{value:,.1f}" if value < 1e3 else f"{value:,.0f}"
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """The provenance of a result: hardware, versions, commit, command, date."""
+    is_cuda = is_cuda_device(device)
+    return {
+        "device": torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **({"cuda": torch.version.cuda, "hip": torch.version.hip} if is_cuda else {}),
+        "commit": _commit(),
+        "command": "quaver " + shlex.join(sys.argv[1:]),
+        "date": date.today().isoformat(),
+    }
+
+
+def _cpu_name() -> str:
+    features = torch.backends.cpu.get_cpu_capability()
+    units = " with AMX" if has_amx_tiles() else ""
+    if not has_bfloat16_units(torch.device("cpu")):
+        units = " without bfloat16 instructions"
+    return f"{platform.machine()} CPU, {features}{units}"
+
+
+def _commit() -> str:
+    """The commit of quaver's checkout, with "+" where files differ from it."""
+    revision = git_revision(Path(__file__).parent)
+    return "unknown" if revision is None else revision["commit"][:7] + ("+" if revision["is_modified"] else "")
+
+
+def writable(path: Path, option: str = "--output") -> Path:
+    """Return `path` after checking that it can be written, so that a measurement is not lost at its end.
+
+    The check leaves no file or folder: words that are refused after it have written nothing.
+
+    Args:
+        option: the setting that gave the path, for the error.
+    Raises:
+        ValueError: it cannot be written.
+    """
+    if path.is_dir():
+        raise ValueError(f"{option}: expected a file to write, got the folder {path}")
+    existed, missing = path.exists(), [folder for folder in path.parents if not folder.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"{option}: cannot write {path}: {error.strerror}") from error
+    finally:
+        with suppress(OSError):  # nothing was made, or another process writes there
+            for folder in missing:  # the innermost first
+                folder.rmdir()
+    return path
+
+
+def save(result: dict[str, Any], path: Path) -> None:
+    """Write a result as JSON, in a folder that is made if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,0 +1,175 @@
+"""The roofline of float8 linears (quaver/roofline/cost.py) for whole models, devices and recipes.
+
+    predict(settings).write(folder)      roofline.csv: a row per layer; roofline.json: settings, constants, models
+
+A model's linears take the sum of their times; `Total.step_speedup` is Amdahl's law for the share of a bfloat16 step
+that they take, which a profile measures and a roofline cannot.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from quaver.lab.bench.roofline_layers import ModelLayers
+from quaver.linear.gemm import ScaleKind
+from quaver.recipes.config import Float8LinearRecipeName
+from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearCost, LinearTime, linear_cost
+from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, require_device_spec
+from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE
+from quaver.roofline.scaled_matmul import share_of_scales
+
+LINEAR_SHARES = (0.6, 0.7, 0.8, 0.9)
+"""Shares of a step's time for which Amdahl's law is written out."""
+
+_PARTS = tuple(part.name.removesuffix("_s") for part in fields(LinearTime))
+_BFLOAT16_PARTS = ("output", "grad_input", "grad_weight", "launches")
+"""The others are zero."""
+
+
+@dataclass(frozen=True)
+class RooflineSettings:
+    """The predictions to make. `tokens` is the M of the models' layers; `microbatches` is that of `linear_cost`."""
+
+    devices: tuple[DeviceSpec, ...]
+    recipes: tuple[str, ...]
+    tokens: int
+    models: tuple[ModelLayers, ...]
+    microbatches: int | None = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The layers of one shape of a model on one device with one recipe, each with an input of its own."""
+
+    model: str
+    layer: str
+    m: int
+    k: int
+    n: int
+    device: str
+    recipe: str
+    cost: LinearCost
+
+
+@dataclass(frozen=True)
+class Total:
+    """All linears of a model, forward and backward; those that stay out of float8 take bfloat16's time in both.
+
+    `alone_s` casts the input of every linear; in `shared_s` linears that read one input share its casts.
+    """
+
+    model: str
+    device: str
+    recipe: str
+    bfloat16_s: float
+    alone_s: float
+    shared_s: float
+
+    @property
+    def speedup(self) -> float:
+        """The speedup of the linears alone, inputs shared."""
+        return self.bfloat16_s / self.shared_s
+
+    def step_speedup(self, linear_share: float) -> float:
+        """The speedup of a step in which linears take `linear_share` of bfloat16's time; the rest does not change."""
+        return 1 / (1 - linear_share + linear_share / self.speedup)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """All predictions."""
+
+    settings: RooflineSettings
+    layers: tuple[Prediction, ...]
+    totals: tuple[Total, ...]
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write roofline.csv and roofline.json, and return them."""
+        table, summary = folder / "roofline.csv", folder / "roofline.json"
+        rows = [_csv_row(layer) for layer in self.layers]
+        with table.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        summary.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+        return [table, summary]
+
+    def to_json(self) -> dict[str, Any]:
+        """Settings, constants and whole models."""
+        constants = {
+            "matmul_shares": {name: shares._asdict() for name, shares in MATMUL_SHARES.items()},
+            "rowwise_shares": {spec.name: share_of_scales(ScaleKind.ROWWISE, spec) for spec in DEVICE_SPECS},
+            "memory_share": MEMORY_SHARE,
+            "kernel_launch_s": KERNEL_LAUNCH_S,
+        }
+        totals = []
+        for each in self.totals:
+            steps = {str(share): each.step_speedup(share) for share in LINEAR_SHARES}
+            totals.append({**asdict(each), "speedup": each.speedup, "step_speedup": steps})
+        return {"settings": asdict(self.settings), "constants": constants, "totals": totals}
+
+
+def specs_of(names: Sequence[str]) -> tuple[DeviceSpec, ...]:
+    """The devices of these names, without repetition. Raises ValueError for an unknown one, listing the choices."""
+    return tuple(dict.fromkeys(require_device_spec(name, "--device") for name in names))
+
+
+def recipes_of(names: Sequence[str]) -> tuple[str, ...]:
+    """The recipes of these names, aliases resolved, without repetition. Raises ValueError for an unknown one."""
+    return tuple(dict.fromkeys(Float8LinearRecipeName(name).value for name in names))
+
+
+def predict(settings: RooflineSettings) -> Roofline:
+    """Predict the models' layers and their sums."""
+    m, microbatches = settings.tokens, settings.microbatches
+    layers: list[Prediction] = []
+    totals = []
+    for spec, recipe, model in product(settings.devices, settings.recipes, settings.models):
+        for name, (k, n) in merged_names(model).items():
+            cost = linear_cost(m, k, n, recipe, spec, microbatches=microbatches)
+            layers.append(Prediction(model.name, name, m, k, n, spec.name, recipe, cost))
+        totals.append(_total(model, recipe, spec, m, microbatches))
+    return Roofline(settings, tuple(layers), tuple(totals))
+
+
+def merged_names(model: ModelLayers) -> dict[str, tuple[int, int]]:
+    """K and N of the float8 layers; layers of one shape are one entry: {"q,o": (4096, 4096), ...}."""
+    names: dict[tuple[int, int], dict[str, None]] = {}
+    for layer in model.layers:
+        if layer.in_float8:
+            names.setdefault((layer.k, layer.n), {})[layer.name.removesuffix("_proj")] = None
+    return {",".join(of_shape): shape for shape, of_shape in names.items()}
+
+
+def _total(model: ModelLayers, recipe: str, spec: DeviceSpec, tokens: int, microbatches: int | None) -> Total:
+    bfloat16 = alone = shared = 0.0
+    for layer in model.layers:
+        by_itself, sharing = (
+            linear_cost(tokens, layer.k, layer.n, recipe, spec, microbatches=microbatches, input_readers=readers)
+            for readers in (1, layer.input_readers)
+        )
+        plain_s = layer.count * by_itself.bfloat16.total_s
+        bfloat16 += plain_s
+        alone += layer.count * by_itself.float8.total_s if layer.in_float8 else plain_s
+        shared += layer.count * sharing.float8.total_s if layer.in_float8 else plain_s
+    return Total(model.name, spec.name, recipe, bfloat16, alone, shared)
+
+
+def _csv_row(layer: Prediction) -> dict[str, Any]:
+    """Times in microseconds; the parts of each precision follow the sums."""
+    cost = layer.cost
+    row: dict[str, Any] = {name: getattr(layer, name) for name in ("m", "k", "n", "device", "recipe")}
+    row |= {"bf16_us": _us(cost.bfloat16.total_s), "fp8_us": _us(cost.float8.total_s), "speedup": f"{cost.speedup:.4f}"}
+    row |= {f"bf16_{part}_us": _us(getattr(cost.bfloat16, f"{part}_s")) for part in _BFLOAT16_PARTS}
+    row |= {f"fp8_{part}_us": _us(getattr(cost.float8, f"{part}_s")) for part in _PARTS}
+    return row | {"model": layer.model, "layer": layer.layer}
+
+
+def _us(seconds: float) -> str:
+    return f"{1e6 * seconds:.2f}"

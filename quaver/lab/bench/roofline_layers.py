@@ -1,0 +1,93 @@
+"""The linears of a model for the roofline: their shapes and counts, which are in float8, which share an input."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from quaver.conversion.report import LayerReport
+from quaver.lab.bench.shapes import MODELS
+from quaver.lab.settings import Float8, Model
+from quaver.lab.settings.config_file import load_config
+from quaver.lab.trainer.float8 import convert_model
+from quaver.lab.trainer.model import Llama, training_flops_per_token
+from quaver.recipes.config import SHARED_INPUTS
+
+_SEQ_LEN = 8192
+_ROWWISE_PARALLEL = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """`count` linears of `k` inputs and `n` outputs on one GPU; `input_readers` of them share an input's casts."""
+
+    name: str
+    k: int
+    n: int
+    count: int
+    in_float8: bool
+    input_readers: int
+
+
+@dataclass(frozen=True)
+class ModelLayers:
+    """All linears of a model, and their share of its training FLOPs; the rest is attention."""
+
+    name: str
+    layers: tuple[Layer, ...]
+    linear_flops_share: float
+
+
+def layers_of_model(name: str) -> ModelLayers:
+    """The linears of one of MODELS, all in float8 but the output projection.
+
+    Raises:
+        ValueError: an unknown name, with the choices.
+    """
+    if name not in MODELS:
+        raise ValueError(
+            f"--model {name}: expected one of {', '.join(MODELS)}; --config reads any Llama from a TOML file"
+        )
+    return _layers(name, MODELS[name], Float8(), seq_len=_SEQ_LEN)
+
+
+def layers_of_config(path: Path) -> ModelLayers:
+    """The linears of the model that `quaver train` would build from a TOML file, on one rank.
+
+    The filters of the file's [float8] section choose the float8 linears. The file's recipe is ignored, and so is the
+    automatic filter, whose estimate is this prediction. Tensor parallelism splits the linears as in the run.
+
+    Raises:
+        ValueError, OSError: a missing or invalid file.
+    """
+    config = load_config(path)
+    split = config.parallelism.tensor_parallel_degree
+    return _layers(path.stem, config.model, config.float8, seq_len=config.training.seq_len, split=split)
+
+
+def _layers(name: str, shape: Model, float8: Float8, *, seq_len: int, split: int = 1) -> ModelLayers:
+    with torch.device("meta"):
+        model = Llama(shape)
+    filters = {each: getattr(float8, each) for each in ("filter_fqns", "skip_first_layers", "skip_last_layers")}
+    linears = convert_model(model, Float8(**filters), tokens=seq_len, device=torch.device("cpu")).layers
+    readers = Counter(_input_of(linear) for linear in linears)
+    counts = Counter(_layer(linear, readers[_input_of(linear)], split) for linear in linears)
+    layers = tuple(replace(layer, count=count) for layer, count in counts.items())
+    flops = sum(linear.flops_per_token for linear in linears)
+    return ModelLayers(name, layers, flops / training_flops_per_token(shape, seq_len))
+
+
+def _layer(linear: LayerReport, readers: int, split: int) -> Layer:
+    leaf = linear.name.rpartition(".")[2]
+    k, n = linear.in_features, linear.out_features
+    k, n = (k // split, n) if leaf in _ROWWISE_PARALLEL else (k, n // split)
+    return Layer(leaf, k, n, 0, linear.converted, readers)
+
+
+def _input_of(linear: LayerReport) -> tuple[str, object]:
+    """A key for the tensor that a linear reads: equal for siblings that share it."""
+    parent, _, leaf = linear.name.rpartition(".")
+    return parent, next((names for names in SHARED_INPUTS if leaf in names), leaf)

@@ -1,0 +1,79 @@
+"""Draws the roofline as maps of speedup over tokens and layer size, with a line where float8 begins to pay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib.patheffects
+import matplotlib.style
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import BoundaryNorm
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from quaver.lab.bench.roofline import Roofline
+from quaver.roofline.cost import linear_cost
+from quaver.roofline.device_specs import DeviceSpec
+
+TOKENS, SIZES = (2**9, 2**17), (2**9, 2**15)
+"""The ends of the axes: M, and K = N."""
+PIXELS = 61
+"""Predictions along each axis."""
+LEVELS = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0)
+"""Speedups at the edges of the colours."""
+COLORS = matplotlib.colormaps["PuOr"]
+"""Purple where float8 gains, orange where it loses: distinct in every kind of colour vision."""
+_OUTLINE = [matplotlib.patheffects.withStroke(linewidth=2.2, foreground="white")]
+
+
+def draw_map(roofline: Roofline, spec: DeviceSpec, image: Path) -> None:
+    """Write a PNG of the predictions for `spec`: the same bytes for the same predictions and versions."""
+    with matplotlib.style.context(["default", {"font.size": 9, "axes.titlesize": 10}]):
+        make_figure(roofline, spec).savefig(image, dpi=110, metadata={"Software": None})
+
+
+def make_figure(roofline: Roofline, spec: DeviceSpec) -> Figure:
+    """One panel for each recipe."""
+    recipes, shared = roofline.settings.recipes, roofline.settings.microbatches
+    figure = Figure(figsize=(1.8 + 3.6 * len(recipes), 4.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    weights = "in forward and backward" if shared is None else f"once in {shared} microbatches"
+    widened = "" if spec.float8_tflops is not None else "; float8 is widened and multiplied in bfloat16"
+    figure.suptitle(
+        f"{spec.name}: predicted speedup of a float8 linear over bfloat16, forward and backward{widened}\n"
+        f"from data sheets and published matmul rates, not measured; weights cast {weights}",
+        fontsize=11,
+    )
+    axes = figure.subplots(1, len(recipes), squeeze=False)[0]
+    for axis, recipe in zip(axes, recipes, strict=True):
+        mesh = _draw_speedups(axis, recipe, spec, shared)
+        axis.set_title(recipe, fontweight="bold")
+    bar = figure.colorbar(mesh, ax=list(axes), ticks=LEVELS, shrink=0.8, aspect=30, pad=0.02)
+    bar.ax.set_title("speedup", fontsize=9)
+    bar.ax.set_yticklabels([f"{level:g}x" for level in LEVELS])
+    border = Line2D([], [], color="black", linewidth=2.2, label="float8 as fast as bfloat16")
+    figure.legend(handles=[border], loc="outside lower center", frameon=False)
+    return figure
+
+
+def _draw_speedups(axis: Any, recipe: str, spec: DeviceSpec, microbatches: int | None) -> Any:
+    sizes, tokens = ([round(each) for each in np.geomspace(*ends, PIXELS)] for ends in (SIZES, TOKENS))
+    speedups = np.array(
+        [[linear_cost(m, k, k, recipe, spec, microbatches=microbatches).speedup for k in sizes] for m in tokens]
+    )
+    norm = BoundaryNorm(LEVELS, COLORS.N, extend="both")
+    mesh = axis.contourf(sizes, tokens, speedups, levels=LEVELS, cmap=COLORS, norm=norm, extend="both")
+    others = [level for level in LEVELS if level != 1]
+    lines = axis.contour(sizes, tokens, speedups, levels=others, colors="0.25", linewidths=0.5)
+    border = axis.contour(sizes, tokens, speedups, levels=[1.0], colors="black", linewidths=2.2)
+    labels = [*axis.clabel(lines, fmt="%gx", fontsize=7, inline_spacing=2)]
+    for label in [*labels, *axis.clabel(border, fmt="1x", fontsize=9, inline_spacing=2)]:
+        label.set_path_effects(_OUTLINE)
+    axis.set(xlabel="K = N (features; 1k = 1024)", ylabel="M (tokens)", box_aspect=1)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log", base=2)
+    for each in (axis.xaxis, axis.yaxis):
+        each.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}")
+    return mesh

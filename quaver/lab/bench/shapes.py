@@ -1,0 +1,94 @@
+"""Llama 3's shapes, and the parsing of the shapes that a user types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quaver.lab.settings import Model
+
+MODELS = {
+    "llama-8b": Model(vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336),
+    "llama-70b": Model(vocab_size=128256, dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672),
+}
+"""Llama 3, as published."""
+
+MODEL_NAMES = ("debug", *MODELS)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a linear, M tokens x K inputs x N outputs, or of a matrix, rows x columns."""
+
+    sizes: tuple[int, ...]
+    layer: str = ""
+    """The layer of a model that has them."""
+
+    def __str__(self) -> str:
+        return " x ".join(map(str, self.sizes)) + (f" ({self.layer})" if self.layer else "")
+
+
+def model_of(name: str, *, divisor: int = 1) -> Model:
+    """A one-block model; `divisor` divides width, heads and feed-forward, and the size of a head stays.
+
+    Raises:
+        ValueError: the number of heads is not a multiple of the divisor.
+    """
+    model = replace(MODELS.get(name, Model()), n_layers=1)
+    if model.n_heads % divisor or model.hidden_dim % divisor:
+        raise ValueError(f"--divisor: expected a divisor of {name}'s {model.n_heads} heads, got {divisor}")
+    return replace(
+        model,
+        dim=model.dim // divisor,
+        n_heads=model.n_heads // divisor,
+        n_kv_heads=max(1, model.n_kv_heads // divisor),
+        hidden_dim=model.hidden_dim // divisor,
+    )
+
+
+def parse_shapes(text: str, *, tokens: int, divisor: int = 1, matrices: bool = False) -> list[Shape]:
+    """Read "1024" (a cube), "512x1024x4096" (M x K x N), "llama-8b" (its linears), or several separated by commas.
+
+    Args:
+        tokens: M of the linears of a model.
+        divisor: divides K and N of a model's linears, to fit a small machine.
+        matrices: read "1024" (a square), "512x4096" (rows x columns), "llama-8b" (the inputs of its linears).
+    Raises:
+        ValueError: anything else, with the choices; or a divisor above a width of the model.
+    """
+    what, form, count = "shape", "M x K x N such as 512x1024x4096", 3
+    if matrices:
+        what, form, count = "matrix", "rows x columns such as 512x4096", 2
+    parsed: list[Shape] = []
+    for word in (each.strip().lower() for each in text.split(",")):
+        numbers = word.split("x")
+        if word in MODELS:
+            for layer, widths in _linears(word).items():
+                sizes = (_divided(word, width, divisor) for width in widths[: count - 1])
+                shape = Shape((tokens, *sizes), f"{scaled_name(word, divisor)} {'input' if matrices else layer}")
+                if shape not in parsed:  # inputs of one width
+                    parsed.append(shape)
+        elif len(numbers) in (1, count) and all(number.isdecimal() and int(number) for number in numbers):
+            parsed.append(Shape(tuple(map(int, (numbers * count)[:count]))))
+        else:
+            models = ", ".join(MODELS)
+            raise ValueError(f"{what} {word!r}: expected a size such as 1024, {form}, or one of {models}")
+    return parsed
+
+
+def _linears(name: str) -> dict[str, tuple[int, int]]:
+    """K and N of the linears of a block; linears of one shape are one entry."""
+    shape = MODELS[name]
+    kv_dim = shape.n_kv_heads * shape.head_dim
+    layers = {"q,o": (shape.dim, shape.dim), "k,v": (shape.dim, kv_dim)}
+    return layers | {"gate,up": (shape.dim, shape.hidden_dim), "down": (shape.hidden_dim, shape.dim)}
+
+
+def scaled_name(name: str, divisor: int) -> str:
+    """The name of a model, with the divisor of its widths."""
+    return f"{name}/{divisor}" if divisor > 1 else name
+
+
+def _divided(name: str, width: int, divisor: int) -> int:
+    if divisor > width:
+        raise ValueError(f"--divisor: expected at most {width}, a width of {name}, got {divisor}")
+    return width // divisor

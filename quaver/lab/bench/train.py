@@ -1,0 +1,152 @@
+"""Steps of `quaver train` per recipe: step time, tokens per second and peak memory, on any of its configs.
+
+Every precision is a model of the trainer, from the same weights, on the same batches, with the trainer's own step:
+clipping, optimizer and weight casts included. All models are in memory at once and take turns step by step; each round
+starts with the next model. The trainer's clock times the steps and waits for the device; the first steps, in which code
+is compiled and memory is measured (quaver/lab/trainer/memory.py), are not timed. Nothing is validated, logged or saved.
+The run is long enough that no timed step is one of `float8.last_steps_high_precision`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from quaver.lab.bench.harness import Timing
+from quaver.lab.bench.options import BenchOptions, Recipes
+from quaver.lab.bench.results import Result, Row
+from quaver.lab.bench.working import working
+from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.fields import NotNegative, setting
+from quaver.lab.settings.parallel_dims import ParallelDims
+from quaver.lab.trainer.initialize import allocate, initialize
+from quaver.lab.trainer.model import Llama
+from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.process import determinism
+from quaver.lab.trainer.run_setup import RunSetup, make_models, set_up_run
+from quaver.lab.trainer.train import MEMORY_STEP
+from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.runtime.ranks import Ranks
+from quaver.torch_private.compiler import recompile_limit
+
+_MOST_COMPILED_VARIANTS = 64
+"""Limit on torch.compile's variants of one block: every precision is one, and by default torch gives up after 8."""
+
+Planned = tuple[TrainConfig, dict[str, Llama]]
+Subject = tuple[RunSetup, list[Planned]]
+
+
+@dataclass(frozen=True)
+class Train(Recipes, BenchOptions):
+    """Steps of quaver train in high precision and in each recipe. The flags of quaver train are accepted too; the
+    default config is train_configs/llama3_debug.toml.
+    """
+
+    warmup: NotNegative = setting(3, "Steps before the timed ones (--rounds).")
+
+    tables = (
+        ("precision", "median", "spread", "tokens_per_s", "time_over_high_precision"),
+        ("precision", "peak_bytes", "peak_over_high_precision"),
+    )
+
+    def check(self) -> None:
+        """Refuse a warm-up in which memory is not measured."""
+        super().check()
+        if self.warmup < MEMORY_STEP:
+            raise ValueError(f"--warmup: expected {MEMORY_STEP} or more, got {self.warmup}: memory is measured in it")
+
+    def set_up(self, config: TrainConfig) -> Subject:
+        """Check that every recipe can train with `config`, and read the data.
+
+        Returns:
+            The plan of the first recipe; for each recipe its settings and its models by name, without storage.
+        Raises:
+            ValueError, NotImplementedError, OSError, MissingDeviceError: as `quaver train` does.
+        """
+        configs = [self._config_of(config, recipe) for recipe in self.recipe_names]
+        configs[0] = replace(configs[0], job=replace(config.job, compare=True))
+        plan = set_up_run(configs[0], Ranks())
+        others = [(each, make_models(each, plan.device).by_name) for each in configs[1:]]
+        return plan, [(plan.config, plan.models.by_name), *others]
+
+    def _config_of(self, config: TrainConfig, recipe: str) -> TrainConfig:
+        float8 = replace(config.float8, enable_float8_linear=True, recipe_name=recipe)
+        steps = self.warmup + self.rounds + float8.last_steps_high_precision
+        training = replace(config.training, steps=max(steps, config.training.steps))
+        return replace(config, float8=float8, training=training, job=replace(config.job, compare=False))
+
+    def measure_steps(self, subject: Subject) -> Result:
+        """Train; return a row for each precision, with ratios to the high-precision dtype.
+
+        Raises:
+            NonFiniteError: as `quaver train` does.
+        """
+        plan, planned = subject
+        config, tokens = plan.config, plan.config.training.step_tokens
+        recompiles = recompile_limit(_MOST_COMPILED_VARIANTS)
+        with recompiles, determinism(config.training.deterministic), working("making the models") as tell:
+            models = _models_of(plan, planned)
+            steps = self.warmup + self.rounds
+            seconds: dict[str, list[float]] = {model.name: [] for model in models}
+            is_complete = True
+            try:
+                for step, model, took in _train(models, plan, steps):
+                    tell(f"step {step} of {steps}, {model.name}")
+                    if step > self.warmup:
+                        seconds[model.name].append(took)
+            except KeyboardInterrupt:
+                if not all(seconds.values()):
+                    raise
+                is_complete = False
+        timings = {name: Timing.of(times) for name, times in seconds.items()}
+        rows = [_row(model, timings, models[0], tokens) for model in models]
+        parameters = sum(parameter.numel() for parameter in models[0].model.parameters())
+        about = {"parameters": parameters, "step_tokens": tokens, "config": asdict(config)}
+        return replace(self, device=plan.device.type).result(rows, is_complete, **about)
+
+    def note(self, result: Result) -> str:
+        sources = "; ".join(dict.fromkeys(row["peak_source"] for row in result["rows"]))
+        eager = "".join(f"; {row['precision']}: {row['eager']}" for row in result["rows"] if row["eager"])
+        return f"{result['parameters']:,} parameters, {result['step_tokens']:,} tokens a step; MiB: {sources}{eager}"
+
+
+def _models_of(plan: RunSetup, planned: list[Planned]) -> list[TrainedModel]:
+    """The models with storage, the high-precision one first."""
+    models = []
+    for config, by_name in planned:
+        for name, model in by_name.items():
+            parallelize(model, config, None)
+            allocate(model, plan.device)
+            initialize(model, config.training.seed)
+            models.append(TrainedModel(name, model, config, plan.device))
+    return sorted(models, key=lambda model: model.name != plan.config.training.mixed_precision_param)
+
+
+def _train(models: list[TrainedModel], plan: RunSetup, steps: int) -> Iterator[tuple[int, TrainedModel, float]]:
+    """Yield each step of each model, and its seconds."""
+    training = plan.config.training
+    for step in range(1, steps + 1):
+        batches = plan.data.step_batches(training, (step - 1) * training.step_batch_size, ParallelDims())
+        batches = [batch.to(plan.device) for batch in batches]
+        first = step % len(models)
+        for model in (*models[first:], *models[:first]):
+            yield step, model, model.train_step(step, batches, measure_memory=step == MEMORY_STEP).seconds
+
+
+def _row(model: TrainedModel, timings: dict[str, Timing], plain: TrainedModel, tokens: int) -> Row:
+    """The ratio of peaks is None unless both are exact."""
+    timing, peak, baseline = timings[model.name], model.peak, plain.peak
+    ratio = None
+    if peak.exact and baseline.exact and peak.peak_bytes and baseline.peak_bytes:
+        ratio = peak.peak_bytes / baseline.peak_bytes
+    return {
+        "precision": model.name,
+        "timing": asdict(timing),
+        "tokens_per_s": tokens / (1e-6 * timing.median_us),
+        "time_over_high_precision": timing.median_us / timings[plain.name].median_us,
+        "eager": model.note_on_compile,
+        "peak_bytes": peak.peak_bytes,
+        "peak_is_exact": peak.exact,
+        "peak_source": peak.source,
+        "peak_over_high_precision": ratio,
+    }

@@ -1,0 +1,83 @@
+"""The `quaver` command: one file per verb, imported on use."""
+
+import importlib
+import io
+import os
+import sys
+from importlib.metadata import version
+
+from quaver.export.folders import NO_ROOM
+from quaver.lab.bench.working import working
+from quaver.lab.cli.dispatch import find_verb
+from quaver.lab.cli.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NOT_WRITTEN, print_error
+
+VERBS = {
+    "train": "train a Llama in float8, alone or with its bfloat16 baseline",
+    "doctor": "try each recipe on each device of this machine",
+    "bench": "time float8 against bfloat16: casts, matmuls, blocks, training",
+    "report": "show runs on a page: curves, numerics of each layer, alarms",
+    "memory": "predict a step's memory, and the tensors alive at its peak",
+    "plan": "find the layout and recipe of a run on a cluster of GPUs",
+    "prepare-data": "tokenize the text of a run ahead of it, and count the tokens",
+    "convert": "convert weights from and to Hugging Face's Llama",
+    "export": "write float8 weights for transformers, vLLM and SGLang",
+    "import": "dequantize float8 weights into a folder to train from",
+    "completion": "print a script that completes these words in bash and zsh",
+}
+
+_FILES = {"import": "import_weights"}
+"""The files of verbs that are not named as the verb."""
+
+TRAIN_EXTRA = ("filelock", "matplotlib", "pydantic", "rich", "safetensors", "tomli_w", "xxhash")
+"""The modules of the extra `quaver[train]` in pyproject.toml."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `quaver VERB ...` and return its exit code: 0 done, 2 bad input, 130 Ctrl-C; verbs add others.
+
+    Args:
+        argv: words after the program's name; those of the process when None.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    if sys.stdout is None:  # closed by the shell, as a daemon's may be
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch 2.13's profiler prints lines of its own
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be Unicode
+    if words[:1] == ["--version"]:
+        print(f"quaver {version('quaver')}")
+        return 0
+    usage = "quaver VERB [options]      quaver VERB --help      quaver --version"
+    try:
+        verb = find_verb(VERBS, words, kind="command", usage=usage)
+        if isinstance(verb, int):
+            return verb
+        with working("starting"):
+            module = importlib.import_module(f"{__name__}.{_FILES.get(verb, verb.replace('-', '_'))}")
+        return module.run(words[1:])
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in TRAIN_EXTRA:
+            raise
+        print_error(f"quaver {words[0]} needs {package}, which is not installed: pip install 'quaver[train]'")
+        return EXIT_BAD_INPUT
+    except SystemExit as stopped:  # a verb's --help
+        if stopped.code:
+            raise
+        return 0
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        print_error(f"this machine lacks the memory ({error}); make the model or the batch smaller")
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("quaver: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of the pipe has ended, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        print_error(f"cannot write the result: {error.strerror}")
+        return EXIT_NOT_WRITTEN

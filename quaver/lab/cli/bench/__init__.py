@@ -1,0 +1,82 @@
+"""`quaver bench VERB`: parses the options of a benchmark, runs it, saves its result and prints a table."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+
+from rich.table import Table
+
+from quaver.lab.bench.options import BenchOptions
+from quaver.lab.bench.results import Result, cases_of, save, table_of, title_of
+from quaver.lab.cli.console import make_table, show
+from quaver.lab.cli.dispatch import find_verb
+from quaver.lab.cli.errors import EXIT_INTERRUPTED, EXIT_NONFINITE, bad_input, print_error
+from quaver.lab.settings.config_file import load_config, parse_arguments
+from quaver.lab.settings.flags import parse_options, split_options
+from quaver.lab.trainer.nonfinite import NonFiniteError
+
+VERBS = {
+    "linear": "one linear, forward and backward",
+    "roofline": "what float8 linears would gain on other GPUs, predicted",
+    "cast": "casts to float8: bytes per second and per element, against a copy",
+    "gemm": "the three matmuls of a linear: FLOP/s, float8 against bfloat16",
+    "ledger": "what one compiled block does on a GPU, counted without one",
+    "block": "a transformer block in training: time and memory of a step",
+    "train": "steps of quaver train: time and memory per recipe",
+    "host": "what a tiny linear costs the host: time, operations, kernels",
+}
+
+DEFAULT_CONFIG = Path("train_configs/llama3_debug.toml")
+"""The config of `quaver bench train` by default."""
+
+
+def run(argv: list[str]) -> int:
+    """Run the benchmark that `argv` begins with, save its result, and print it as a table with a note below.
+
+    Returns:
+        0 when done, 2 for bad input, 3 for a non-finite loss, 130 after Ctrl-C.
+    """
+    usage = "quaver bench VERB [options]      quaver bench VERB --help"
+    verb = find_verb(VERBS, argv, kind="benchmark", usage=usage)
+    if isinstance(verb, int):
+        return verb
+    if verb in ("roofline", "ledger"):
+        return importlib.import_module(f"{__name__}.{verb}").run(argv[1:])
+    with bad_input():
+        options, measure = _prepared(verb, argv[1:])
+    try:
+        result = measure()
+    except NonFiniteError as error:
+        print_error(error)
+        return EXIT_NONFINITE
+    save(result, options.result_file)
+    show(_views(options, result))
+    return 0 if result["complete"] else EXIT_INTERRUPTED
+
+
+def _views(options: BenchOptions, result: Result) -> Iterator[str | Table]:
+    yield title_of(result)
+    for case, of_case in cases_of(result["rows"], options.case_fields):
+        for title, fields in zip_longest((case,), options.tables):
+            names, rows = table_of(of_case, fields)
+            yield make_table(title, names, rows=rows, wrapped=names[:1])
+    yield options.note(result)
+    yield f"saved {options.result_file}" + ("" if result["complete"] else ": interrupted, not complete")
+
+
+def _prepared(verb: str, words: list[str]) -> tuple[BenchOptions, Callable[[], Result]]:
+    """The options of a benchmark, and the call that measures."""
+    kind = getattr(importlib.import_module(f"quaver.lab.bench.{verb}"), verb.capitalize())
+    if verb != "train":
+        options = parse_options(kind, words, prog=f"quaver bench {verb}")
+        options.prepare()
+        return options, options.measure
+    options, run_words = split_options(kind, words, prog="quaver bench train [CONFIG.toml]")
+    path, flags = parse_arguments(run_words, kind)
+    if options.device != "auto":
+        flags.setdefault("training", {})["device"] = options.device
+    config = load_config(path or DEFAULT_CONFIG, flags)
+    options.prepare()
+    return options, partial(options.measure_steps, options.set_up(config))

@@ -1,0 +1,176 @@
+"""`quaver bench ledger [options]`: what one compiled block does on a GPU, counted without one."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from rich.table import Table
+
+from quaver.lab.bench.ledger.ledger import Ledger
+from quaver.lab.bench.ledger.machine_code import (
+    MACHINE_COLUMNS,
+    Codes,
+    machine_codes,
+    machine_rows,
+    with_machine_code,
+)
+from quaver.lab.bench.ledger.picture import draw
+from quaver.lab.bench.ledger.subjects import (
+    BFLOAT16,
+    COUNTED,
+    PARTS,
+    Work,
+    check_recipe,
+    check_triton,
+    count,
+    is_multiplied,
+)
+from quaver.lab.bench.ledger.table import COLUMNS, KERNEL_COLUMNS, findings, kernel_rows, rows_of
+from quaver.lab.bench.ledger.times import constants, milliseconds_by_category
+from quaver.lab.bench.peer import is_peer_recipe
+from quaver.lab.bench.results import environment, writable
+from quaver.lab.bench.shapes import MODEL_NAMES, model_of
+from quaver.lab.bench.working import working
+from quaver.lab.cli.console import make_table, show
+from quaver.lab.cli.errors import bad_input
+from quaver.lab.memory.compiling.gpu_code import GPUS
+from quaver.lab.settings.config_file import load_config
+from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, setting
+from quaver.lab.settings.flags import parse_options
+from quaver.lab.settings.float8 import RECIPES
+from quaver.recipes.config import Float8LinearRecipeName
+from quaver.roofline.device_specs import DeviceSpec, require_device_spec
+
+_PEERS = ("none", "torchao")
+
+
+@dataclass(frozen=True)
+class LedgerOptions(Settings):
+    """Count what one compiled block launches, reads and writes on a GPU, forward and backward. Needs no GPU."""
+
+    model: str = setting("llama-8b", f"A model, {', '.join(MODEL_NAMES)}, or a TOML file of quaver train.")
+    recipe: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = setting(
+        (), f"Recipes, beside bfloat16; by default those of {', '.join(COUNTED)} that the GPU multiplies."
+    )
+    gpu: Annotated[str, OneOf(tuple(name.lower() for name in GPUS), has_aliases=True)] = setting(
+        "h200", "The GPU that the code is for."
+    )
+    peer: Annotated[str, OneOf(_PEERS)] = setting("none", "Another library beside it, in the recipes that it has.")
+    part: Annotated[str, OneOf(PARTS)] = setting("block", "The whole block, or its up_proj alone.")
+    sequences: AtLeast1 = setting(2, "Sequences; with a TOML file its local_batch_size by default.")
+    seq_len: AtLeast1 = setting(8192, "Tokens of a sequence; with a TOML file its seq_len by default.")
+    autocast: bool = setting(False, "Parameters and residual stream in float32 under autocast, not all in bfloat16.")
+    kernels: bool = setting(False, "Print and save every kernel, with its source line and what it fuses.")
+    machine_code: bool = setting(
+        False, "Compile each Triton kernel: print registers, spills and instructions, and count the time to issue them."
+    )
+    output: str = setting("benchmarks/results/ledger.json", "File of the JSON; the picture stands beside it.")
+
+    @property
+    def device(self) -> str:
+        """The GPU's name, of GPUS."""
+        return next((name for name in GPUS if name.lower() == self.gpu.lower()), "")
+
+    def check(self) -> None:
+        """Refuse an unknown GPU or recipe, one that the GPU does not multiply, and a peer that is not installed."""
+        super().check()
+        self.require(bool(self.device), "gpu", f"one of {', '.join(name.lower() for name in GPUS)}")
+        for recipe in self.recipe:
+            check_recipe(Float8LinearRecipeName(recipe).value, self.device)
+        self.require(self.peer == "none" or find_spec("torchao") is not None, "peer", "a library that is installed")
+        check_triton()
+
+    def work(self) -> Work:
+        """The subject to compile. Raises ValueError or OSError for an unknown model or a TOML file that is none."""
+        options = {"autocast": self.autocast, "part": self.part}
+        if self.model in MODEL_NAMES:
+            return Work(model_of(self.model), self.sequences, self.seq_len, **options)  # type: ignore[arg-type]
+        if not self.model.endswith(".toml"):
+            self.require(False, "model", f"one of {', '.join(MODEL_NAMES)}, or a TOML file")
+        config = load_config(Path(self.model))
+        defaults = type(self).__dataclass_fields__
+        training = {"sequences": config.training.local_batch_size, "seq_len": config.training.seq_len}
+        given = {name: getattr(self, name) for name in training}
+        sizes = {name: training[name] if value == defaults[name].default else value for name, value in given.items()}
+        return Work(config.model, **sizes, **options)  # type: ignore[arg-type]
+
+    def contestants(self) -> list[str]:
+        """bfloat16, quaver's recipes, then the peer's."""
+        named = [Float8LinearRecipeName(each).value for each in self.recipe]
+        recipes = named or [each for each in COUNTED if is_multiplied(each, self.device)]
+        recipes = list(dict.fromkeys(recipes))
+        peers = [f"{self.peer} {each}" for each in recipes if self.peer != "none" and is_peer_recipe(each)]
+        return [BFLOAT16, *(f"quaver {each}" for each in recipes), *peers]
+
+
+def run(argv: list[str]) -> int:
+    """Count as `argv` says, print the tables, save JSON and picture; 0 when done, 2 for bad input."""
+    with bad_input():
+        options = parse_options(LedgerOptions, argv, prog="quaver bench ledger")
+        work, output = options.work(), Path(options.output)
+        writable(output)
+        spec = require_device_spec(options.device, "--gpu")
+    ledgers, codes = [], Codes()
+    with working("compiling") as tell:
+        for name in options.contestants():
+            tell(f"compiling {name} for {options.device}")
+            ledger = count(work, name, options.device)
+            if options.machine_code:
+                tell(f"compiling kernels of {name} to machine code")
+                codes |= machine_codes(ledger, GPUS[options.device].capability, codes)
+                ledger = with_machine_code(ledger, codes)
+            ledgers.append(ledger)
+        tell(f"drawing {output.with_suffix('.png')}")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        draw(ledgers, spec, output.with_suffix(".png"))
+    rows = list(rows_of(ledgers, spec))
+    found = {
+        "environment": environment(torch.device("cpu"))
+        | ({"torchao": version("torchao")} if options.peer != "none" else {}),
+        "options": {name: value for name, value in asdict(options).items() if name != "output"},
+        "constants": constants(spec),
+        "table": [dict(zip(map(_in_one_line, COLUMNS), row, strict=True)) for row in rows],
+        "ledgers": [_json_of(each, spec, kernels=options.kernels) for each in ledgers],
+    }
+    output.write_text(json.dumps(found, indent=1) + "\n")
+    show(_views(options, ledgers, codes, spec, work))
+    print(f"saved {output}, {output.with_suffix('.png')}")
+    return 0
+
+
+def _in_one_line(title: str) -> str:
+    return title.replace("-\n", "").replace("\n", " ")
+
+
+def _json_of(ledger: Ledger, spec: DeviceSpec, *, kernels: bool) -> dict[str, Any]:
+    return {**ledger.to_json(kernels=kernels), "milliseconds": milliseconds_by_category(ledger, spec)}
+
+
+def _views(
+    options: LedgerOptions, ledgers: list[Ledger], codes: Codes, spec: DeviceSpec, work: Work
+) -> Iterator[str | Table]:
+    what = "autocast" if options.autocast else "bfloat16 parameters"
+    title = f"{options.part} of {options.model}, {work.sequences} x {work.seq_len} tokens, {what}, on {spec.name}"
+    yield make_table(title, COLUMNS, rows=rows_of(ledgers, spec), right=COLUMNS[1:], wrapped=COLUMNS[:1])
+    for ledger in ledgers:
+        yield from findings(ledger)
+    if options.kernels:
+        for ledger in ledgers:
+            rows = kernel_rows(ledger, spec)
+            yield make_table(ledger.name, KERNEL_COLUMNS, rows=rows, right=("us", "MB"), wrapped=KERNEL_COLUMNS[4:])
+    if options.machine_code:
+        for ledger in ledgers:
+            rows = machine_rows(ledger, codes)
+            yield make_table(
+                ledger.name, MACHINE_COLUMNS, rows=rows, right=MACHINE_COLUMNS[1:], wrapped=MACHINE_COLUMNS[:1]
+            )
+    yield (
+        "Counted: launches, bytes, copies (in brackets), saved bytes, from the code that Inductor compiles. "
+        "hp: norms, SwiGLU, RoPE, residual. Modelled: ms, and speed against the first row. "
+        + "; ".join(f"{name} {text}" for name, text in constants(spec).items())
+    )

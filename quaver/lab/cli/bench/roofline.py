@@ -1,0 +1,110 @@
+"""`quaver bench roofline [options]`: what float8 linears would gain, predicted for GPUs that this machine lacks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+from rich.table import Table
+
+from quaver.lab.bench.roofline import (
+    LINEAR_SHARES,
+    Roofline,
+    RooflineSettings,
+    predict,
+    recipes_of,
+    specs_of,
+)
+from quaver.lab.bench.roofline_layers import layers_of_config, layers_of_model
+from quaver.lab.bench.roofline_map import draw_map
+from quaver.lab.bench.shapes import MODELS
+from quaver.lab.bench.working import working
+from quaver.lab.cli.console import make_table, show
+from quaver.lab.cli.errors import bad_input
+from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf, Settings, setting
+from quaver.lab.settings.flags import parse_options
+from quaver.lab.settings.float8 import RECIPES
+from quaver.roofline.device_specs import DEVICE_SPECS
+
+_Device = Annotated[str, OneOf(tuple(spec.name for spec in DEVICE_SPECS), has_aliases=True)]
+
+
+@dataclass(frozen=True)
+class RooflineOptions(Settings):
+    """Predict the speedup of a float8 linear over bfloat16, forward and backward, from data sheets. Needs no GPU."""
+
+    device: tuple[_Device, ...] = setting(("H200",), "GPUs to predict for.")
+    recipes: tuple[Annotated[str, OneOf(RECIPES, has_aliases=True)], ...] = setting(
+        ("tensorwise", "rowwise", "delayed"), "Recipes to predict."
+    )
+    tokens: AtLeast1 = setting(16384, "M of the models' layers: tokens on one GPU.")
+    model: tuple[Annotated[str, OneOf(tuple(MODELS), has_aliases=True)], ...] = setting(
+        (), "Models; all by default, or none with --config."
+    )
+    config: tuple[str, ...] = setting((), "TOML files of quaver train; their models are predicted.")
+    microbatches: NotNegative = setting(
+        0, "Micro-batches that share the casts of a weight (cast_weights_once); 0: forward and backward cast it each."
+    )
+    pictures: tuple[_Device, ...] | None = setting(
+        None, "Devices to draw; all of --device by default, no word for none."
+    )
+    output: str = setting("benchmarks/results/roofline", "Folder of the CSV, the JSON and the pictures.")
+
+    def settings(self) -> RooflineSettings:
+        """Resolve the names. Raises ValueError for an unknown name, or two models of one name."""
+        models = [layers_of_model(name) for name in self.model or ([] if self.config else MODELS)]
+        models += [layers_of_config(Path(path)) for path in self.config]
+        names = [model.name for model in models]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(
+                f"two models are called {twice}; expected each --model once, and --config files of other names"
+            )
+        devices, recipes = specs_of(self.device), recipes_of(self.recipes)
+        return RooflineSettings(devices, recipes, self.tokens, tuple(models), self.microbatches or None)
+
+
+def run(argv: list[str]) -> int:
+    """Predict as `argv` says, print the tables, save CSV, JSON and pictures; 0 when done, 2 for bad input."""
+    with bad_input():
+        options = parse_options(RooflineOptions, argv, prog="quaver bench roofline")
+        settings, output = options.settings(), Path(options.output)
+        pictured = settings.devices if options.pictures is None else specs_of(options.pictures)
+        missing = [spec.name for spec in pictured if spec not in settings.devices]
+        if missing:
+            raise ValueError(f"--pictures {', '.join(missing)}: expected devices that are in --device")
+        output.mkdir(parents=True, exist_ok=True)
+        with working("predicting"):
+            roofline = predict(settings)
+        files = roofline.write(output)
+    for spec in pictured:
+        files.append(output / f"roofline_{spec.name.lower()}.png")
+        with working(f"drawing {files[-1]}"):
+            draw_map(roofline, spec, files[-1])
+    show(_views(roofline))
+    print(f"saved {', '.join(map(str, files))}")
+    return 0
+
+
+def _views(roofline: Roofline) -> Iterator[str | Table]:
+    """Yield two tables for each device and model: its linears one by one, and all of them."""
+    settings = roofline.settings
+    for spec, model in product(settings.devices, settings.models):
+        place = (spec.name, model.name)
+        layers = [each for each in roofline.layers if (each.device, each.model) == place]
+        names = dict.fromkeys(f"{each.layer}\n{each.k:,}\n{each.n:,}" for each in layers)
+        by_recipe: dict[str, list[str]] = {}
+        for each in layers:
+            by_recipe.setdefault(each.recipe, []).append(f"{each.cost.speedup:.2f}")
+        title = f"{model.name} on {spec.name}, {settings.tokens:,} tokens: speedup of a linear"
+        rows = ((recipe, *cells) for recipe, cells in by_recipe.items())
+        yield make_table(title, ("linear\nK\nN", *names), rows=rows, right=names)
+        totals = [each for each in roofline.totals if (each.device, each.model) == place]
+        speedups = [(total.speedup, *map(total.step_speedup, LINEAR_SHARES)) for total in totals]
+        columns = ("recipe", "linears", *(f"{share:.0%}" for share in LINEAR_SHARES))
+        title = f"{model.name} on {spec.name}: speedup of all linears, {1e3 * totals[0].bfloat16_s:,.0f} ms in bfloat16"
+        rows = ((total.recipe, *map("{:.2f}".format, each)) for total, each in zip(totals, speedups, strict=True))
+        yield make_table(title, columns, rows=rows, right=columns[1:])
+    yield "60% to 90%: of a step in which the linears take this share of bfloat16's time, by Amdahl's law."
+    yield "Predictions from data sheets, and no measurements: docs/performance.md says what they leave out."

@@ -1,0 +1,77 @@
+"""`quaver convert hf-to-quaver` and `quaver convert quaver-to-hf`: weights from and to Hugging Face's Llama."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from quaver.lab.bench.working import working
+from quaver.lab.cli.dispatch import find_verb
+from quaver.lab.cli.errors import bad_input
+from quaver.lab.recorder.byte_sizes import parse_bytes
+from quaver.lab.settings.fields import OneOf, Settings, argument, expanded, setting
+from quaver.lab.settings.flags import parse_options
+from quaver.lab.trainer.huggingface.convert import export_hf, import_hf
+from quaver.lab.trainer.huggingface.weights import file_state
+
+DTYPES = ("float32", "bfloat16")
+WAYS = {
+    "hf-to-quaver": "a Hugging Face folder becomes a checkpoint to train from",
+    "quaver-to-hf": "a checkpoint becomes a folder for from_pretrained",
+}
+
+
+@dataclass(frozen=True)
+class Import(Settings):
+    """Convert a Hugging Face folder into a checkpoint for --checkpoint.initial_load_path."""
+
+    hf_folder: str = argument("a folder with config.json and *.safetensors")
+    out: str = argument("the new folder")
+    dtype: Annotated[str, OneOf(DTYPES)] = setting("float32", "Dtype of the stored weights.")
+
+
+@dataclass(frozen=True)
+class Export(Settings):
+    """Convert a checkpoint into a folder that transformers' from_pretrained loads."""
+
+    checkpoint: str = argument("a run of quaver train, a step-... folder of it, or the output of hf-to-quaver")
+    out: str = argument("the new folder")
+    model: str | None = setting(None, "Which model of a run, such as tensorwise or bfloat16; the first by default.")
+    dtype: Annotated[str, OneOf(DTYPES)] = setting("bfloat16", "Dtype of the weights.")
+    max_shard_size: str = setting("5GB", "Largest size of a file.")
+    tokenizer: str | None = setting(None, "Folder to copy tokenizer files from.")
+
+
+def run(argv: list[str]) -> int:
+    """Convert as `argv` says; 0 when done, 2 for bad input, 4 where the result cannot be written."""
+    usage = "quaver convert WAY [options] FROM OUT      quaver convert WAY --help"
+    way = find_verb(WAYS, argv, kind="conversion", usage=usage)
+    if isinstance(way, int):
+        return way
+    with bad_input():
+        (_import if way == "hf-to-quaver" else _export)(argv[1:])
+    return 0
+
+
+def _import(argv: list[str]) -> None:
+    options = parse_options(Import, argv, prog="quaver convert hf-to-quaver HF_FOLDER OUT")
+    out = expanded(options.out)
+    with working(f"writing {out}"):
+        model = import_hf(expanded(options.hf_folder), out, options.dtype)
+    parameters = sum(tensor.numel() for tensor in file_state(model).values())
+    print(f"{out}: {parameters:,} parameters in {options.dtype}")
+    print(f"train with: quaver train {out / 'model.toml'} --checkpoint.initial_load_path {out}")
+
+
+def _export(argv: list[str]) -> None:
+    options = parse_options(Export, argv, prog="quaver convert quaver-to-hf CHECKPOINT OUT")
+    out = expanded(options.out)
+    with working(f"writing {out}"):
+        found = export_hf(
+            expanded(options.checkpoint),
+            out,
+            name=options.model,
+            dtype=options.dtype,
+            max_shard_bytes=parse_bytes(options.max_shard_size, "--max-shard-size"),
+            tokenizer=expanded(options.tokenizer) if options.tokenizer else None,
+        )
+    step = found.record["progress"]["step"]
+    print(f"{out}: the model {found.weights.name} of step {step:,} in {options.dtype}")

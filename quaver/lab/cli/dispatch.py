@@ -1,0 +1,28 @@
+"""Finds the verb among the words of a command line; lists the verbs, or names the nearest one."""
+
+import difflib
+
+from quaver.lab.cli.errors import EXIT_BAD_INPUT, print_error
+
+
+def find_verb(verbs: dict[str, str], words: list[str], *, kind: str, usage: str) -> str | int:
+    """Return the verb that `words` begin with; or, after printing the help or an error, an exit code.
+
+    Args:
+        verbs: a summary of each verb.
+        words: the verb and its own arguments.
+        kind: what an error calls a verb, such as "command".
+        usage: the first line of the help.
+    """
+    verb = words[0] if words else "--help"
+    if verb in ("-h", "--help"):
+        print(f"usage: {usage}\n")
+        for name, summary in verbs.items():
+            print(f"  {name:<12} {summary}")
+        return 0 if words else EXIT_BAD_INPUT
+    if verb in verbs:
+        return verb
+    nearest = difflib.get_close_matches(verb, verbs, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose from {', '.join(verbs)}"
+    print_error(f"unknown {kind} {verb!r}; {hint}")
+    return EXIT_BAD_INPUT

@@ -1,0 +1,97 @@
+"""`quaver doctor --gpu NAME [--model CONFIG|RUN|HF-FOLDER] [--recipe NAME]`: what a GPU that is not here runs natively.
+
+Nothing is run and no weight is read: a model is made on the meta device, from its config.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from torch import nn
+
+from quaver.conversion.convert import convert_to_float8_training
+from quaver.export.files import CONFIG as HUGGINGFACE_CONFIG
+from quaver.export.files import read_config
+from quaver.export.source import DEFAULT_FILTER, skeleton_of, skip_names
+from quaver.lab.bench.doctor_gpu import LayersOnGpu, MatmulOnGpu, OnGpu, on_gpu
+from quaver.lab.cli.console import make_table, show
+from quaver.lab.runs.run_folder import CONFIG
+from quaver.lab.settings.config_file import load_config
+from quaver.lab.settings.fields import expanded
+from quaver.lab.trainer.model import Llama
+from quaver.recipes.config import Float8LinearRecipeName
+from quaver.roofline.device_specs import require_device_spec
+from quaver.runtime.names import tied_modules
+
+
+def find_on_gpu(gpu: str, model: str | None, recipe: str | None) -> OnGpu:
+    """Ask for a GPU and maybe a model. Raises OSError, ValueError and NotImplementedError for bad input."""
+    spec = require_device_spec(gpu, "--gpu")
+    if model is None:
+        return on_gpu(spec)
+    made, own_recipe, filter_fqns = _skeleton(expanded(model))
+    chosen = Float8LinearRecipeName(recipe or own_recipe).value
+    convert_to_float8_training(made, config=chosen, module_filter_fn=skip_names(filter_fqns, tied_modules(made)))
+    return on_gpu(spec, made, chosen)
+
+
+def _skeleton(path: Path) -> tuple[nn.Module, str, tuple[str, ...]]:
+    """The model on the meta device, its recipe, and the parts of names that its filter skips."""
+    if path.name == HUGGINGFACE_CONFIG:
+        path = path.parent
+    if (path / HUGGINGFACE_CONFIG).is_file():
+        return skeleton_of(path, read_config(path)), "tensorwise", DEFAULT_FILTER
+    file = path / CONFIG if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"--model must be a run's config, a run or a Hugging Face folder, got {str(path)!r}, which has no "
+            f"{HUGGINGFACE_CONFIG} and no {CONFIG}"
+        )
+    config = load_config(file)
+    with torch.device("meta"):
+        return Llama(config.model), config.float8.recipe_name, tuple(config.float8.filter_fqns)
+
+
+def print_on_gpu(found: OnGpu, *, as_json: bool) -> None:
+    """Print the tables, or all as JSON."""
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        show(_views(found))
+
+
+def _views(found: OnGpu) -> Iterator[str | Table]:
+    yield f"{found.gpu}, {found.capability}, by its specification: nothing was run\ncasts: {found.casts}"
+    rows = [(each.recipe, _backends(each.linear), _backends(each.experts)) for each in found.recipes]
+    yield make_table(None, ("recipe", "linears", "experts"), rows=rows, wrapped=("linears", "experts"))
+    matmuls = [each for recipe in found.recipes for each in (*recipe.linear, *recipe.experts)]
+    for backend in ("native", "high precision", "exact"):
+        kernels = dict.fromkeys(each.how for each in matmuls if each.backend == backend)
+        yield from (f"{backend}: {kernel}" for kernel in kernels)
+    if found.layers is not None:
+        columns = ("layers", "count", "in", "out", "float8", "note")
+        backends = next(_backends(each.linear) for each in found.recipes if each.recipe == found.recipe)
+        yield make_table(
+            f"in {found.recipe}, linears {backends}",
+            columns,
+            rows=map(_row, found.layers),
+            wrapped=("layers", "note"),
+            right=columns[1:4],
+        )
+
+
+def _backends(matmuls: list[MatmulOnGpu]) -> str:
+    """ "native" where all are, else "native output and grad_input, exact grad_weight"."""
+    by_backend: dict[str, list[str]] = {}
+    for each in matmuls:
+        by_backend.setdefault(each.backend, []).append(each.matmul)
+    if len(by_backend) == 1:
+        return next(iter(by_backend))
+    return ", ".join(f"{backend} {' and '.join(names)}" for backend, names in by_backend.items())
+
+
+def _row(layers: LayersOnGpu) -> tuple[str, ...]:
+    sizes = (f"{size:,}" for size in (layers.count, layers.in_features, layers.out_features))
+    return layers.name, *sizes, "yes" if layers.converted else "no", layers.note

@@ -1,0 +1,175 @@
+"""`quaver doctor --model RUN|HF-FOLDER [--data TEXT] [--budget-db 25] [--out recipes.toml] [--hardware h100]`.
+
+One batch forward and backward in high precision; beside it each operand of each linear is cast as each recipe would.
+The table has the worst linears first, and the recipe that keeps the budget with most float8. `--out` writes these
+recipes as a config: a whole one for `quaver train` where quaver trains the model, and for `LayerRecipes.read`.
+`--hardware` runs the batch once more, and has a second table: what that GPU's sums would lose in each matmul.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import tomli_w
+from rich.table import Table
+
+from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
+from quaver.experts.module import is_experts
+from quaver.lab.cli.console import make_table, show
+from quaver.lab.cli.doctor_sums import sums_as_dict, views_of_sums
+from quaver.lab.settings.fields import expanded
+from quaver.lab.trainer.float8 import linear_config
+from quaver.lab.trainer.surveyed import Surveyed, open_surveyed
+from quaver.numerics.accumulation import accumulation_of
+from quaver.numerics.extras import RECIPES
+from quaver.numerics.survey import SurveyedLinear, float8_share, recipes_under, survey
+from quaver.numerics.survey_sums import MatmulSums, survey_sums
+from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.scaling import without_inf
+
+SHOWN = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+"""The recipes with a column of the table; --json has all."""
+
+
+class Options(Protocol):
+    """The options of the verb that this file reads."""
+
+    @property
+    def data(self) -> str | None: ...
+    @property
+    def budget_db(self) -> float: ...
+    @property
+    def out(self) -> str | None: ...
+    @property
+    def sequences(self) -> int: ...
+    @property
+    def seq_len(self) -> int | None: ...
+    @property
+    def hardware(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The findings of `quaver doctor` on a model."""
+
+    surveyed: list[SurveyedLinear]
+    """The worst under the first recipe first."""
+    recipes: LayerRecipes
+    first: str
+    """The run's own recipe, or tensorwise."""
+    budget_db: float
+    float8_share: float
+    skipped: list[str]
+    not_surveyed: list[str]
+    """The layers of experts, which have the recipe of the model."""
+    data: str
+    out: Path | None
+    hardware: str | None
+    sums: list[MatmulSums]
+    """With `hardware`, those that its sums cost most first."""
+
+    def recipe_of(self, name: str) -> str:
+        """The recipe of a linear, or "skipped"."""
+        return "skipped" if name in self.skipped else self.recipes.of(name)
+
+
+def survey_model(path: str, options: Options) -> Survey:
+    """Survey a model, and write its recipes. Raises OSError, ValueError and NotImplementedError for bad input."""
+    out = None if options.out is None else expanded(options.out)
+    if out is not None and out.exists():
+        raise FileExistsError(f"--out must be a new file, got {str(out)!r}, which exists")
+    opened = open_surveyed(expanded(path), data=options.data, sequences=options.sequences, seq_len=options.seq_len)
+    own = opened.config.float8.recipe_name
+    first = own if own in RECIPES else "tensorwise"
+    surveyed = survey(opened.model, opened.forward_backward)
+    recipes = recipes_under(options.budget_db, surveyed, opened.is_skipped, first)
+    if out is not None:
+        out.write_text(_toml(opened, recipes, options.budget_db), encoding="utf-8")
+    surveyed.sort(key=lambda each: each.worst(first)[1])
+    share = float8_share(recipes, surveyed, opened.is_skipped)
+    skipped = [each.name for each in surveyed if opened.is_skipped(each.name)]
+    experts = [name for name, module in opened.model.named_modules() if is_experts(module)]
+    hardware = options.hardware
+    sums = [] if hardware is None else _sums(opened, recipes, hardware)
+    about = opened.data, out, hardware
+    return Survey(surveyed, recipes, first, options.budget_db, share, skipped, experts, *about, sums)
+
+
+def _sums(opened: Surveyed, recipes: LayerRecipes, hardware: str) -> list[MatmulSums]:
+    """Survey the sums of the linears as the recipes would cast them, with the run's settings."""
+
+    def config_of(name: str) -> Float8LinearConfig | None:
+        recipe = HIGH_PRECISION if opened.is_skipped(name) else recipes.of(name)
+        return None if recipe == HIGH_PRECISION else linear_config(opened.config.float8, recipe)
+
+    return survey_sums(opened.model, opened.forward_backward, config_of, accumulation_of(hardware))
+
+
+def _toml(opened: Surveyed, recipes: LayerRecipes, budget_db: float) -> str:
+    chosen = {"enable_float8_linear": True, "recipe_name": recipes.recipe, "layer_recipes": recipes.entries}
+    float8 = replace(opened.config.float8, **chosen)  # type: ignore[arg-type]
+    about = f"# Written by quaver doctor --model: at least {budget_db:g} dB for each operand of each linear.\n"
+    if opened.can_train:
+        return about + tomli_w.dumps(asdict(replace(opened.config, float8=float8)))
+    return about + tomli_w.dumps({"float8": asdict(float8)})
+
+
+def print_survey(found: Survey, *, as_json: bool) -> None:
+    """Print the table, or all numbers as JSON."""
+    if as_json:
+        print(json.dumps(_as_dict(found), indent=2, allow_nan=False))
+        return
+    show(_views(found))
+
+
+def _views(found: Survey) -> Iterator[str | Table]:
+    yield f"one batch: {found.data}; decibels of the worst operand, and which that is"
+    columns = ("linear\n  its worst operand; recipe", *SHOWN)
+    rows = [_row(found, each) for each in found.surveyed]
+    yield make_table(None, columns, rows=rows, wrapped=columns[:1], right=SHOWN)
+    yield (
+        f"at least {found.budget_db:g} dB: {found.recipes.recipe}, and {len(found.recipes.layers)} linears otherwise; "
+        f"{found.float8_share:.1%} of the linears' FLOPs in float8"
+    )
+    if found.not_surveyed:
+        yield (
+            f"not surveyed: {len(found.not_surveyed)} layers of experts, which get {found.recipes.recipe}: "
+            f"{', '.join(found.not_surveyed)}"
+        )
+    if found.hardware is not None:
+        yield from views_of_sums(found.sums, found.hardware)
+    if found.out is not None:
+        yield f"written: {found.out}"
+
+
+def _row(found: Survey, linear: SurveyedLinear) -> tuple[str, ...]:
+    operand, _ = linear.worst(found.first)
+    figures = (f"{linear.worst(recipe)[1]:.1f}" for recipe in SHOWN)
+    return f"{linear.name}\n  {operand}; {found.recipe_of(linear.name)}", *figures
+
+
+def _as_dict(found: Survey) -> dict[str, Any]:
+    total = sum(each.products for each in found.surveyed)
+    return {
+        "data": found.data,
+        "budget_db": found.budget_db,
+        "recipe": found.recipes.recipe,
+        "float8_share": found.float8_share,
+        "not_surveyed": found.not_surveyed,
+        "linears": [
+            {
+                "name": each.name,
+                "recipe": found.recipe_of(each.name),
+                "flops_share": each.products / total,
+                "db": {recipe: without_inf(of_recipe) for recipe, of_recipe in each.db.items()},
+            }
+            for each in found.surveyed
+        ],
+        **(
+            {}
+            if found.hardware is None
+            else {"hardware": found.hardware, "sums": [sums_as_dict(each) for each in found.sums]}
+        ),
+    }

@@ -1,0 +1,82 @@
+"""The options of `quaver doctor`: `--json --no-compile --ledger RECIPE`, `--model RUN|FOLDER` (doctor_model.py), or
+`--gpu NAME [--model RUN|FOLDER] [--recipe NAME]` (doctor_gpu.py)."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
+from quaver.lab.bench.doctor_gpu import NVIDIA_GPUS
+from quaver.lab.bench.working import working
+from quaver.lab.cli.doctor_gpu import find_on_gpu, print_on_gpu
+from quaver.lab.cli.doctor_machine import print_machine
+from quaver.lab.cli.doctor_model import print_survey, survey_model
+from quaver.lab.cli.errors import bad_input
+from quaver.lab.settings.fields import FiniteNotNegative, OneOf, Settings, setting
+from quaver.lab.settings.flags import parse_options
+from quaver.lab.settings.float8 import RECIPES
+from quaver.numerics.accumulation import HARDWARE
+
+
+@dataclass(frozen=True)
+class Doctor(Settings):
+    """Try each float8 recipe on each device of this machine, and say what works."""
+
+    json: bool = setting(False, "Print JSON.")
+    compile: bool = setting(True, "Try torch.compile, which takes seconds; --no-compile leaves it out.")
+    ledger: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
+        None, "A recipe: say what it gains on this GPU by `quaver bench ledger`, and what another would. Takes minutes."
+    )
+    gpu: Annotated[str, OneOf(NVIDIA_GPUS, has_aliases=True)] | None = setting(
+        None, "A GPU that need not be here: say what it multiplies natively, by which kernel, instead of trying."
+    )
+    recipe: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
+        None, "With --gpu and --model, the recipe to convert its linears with; the run's by default, else tensorwise."
+    )
+    model: str | None = setting(
+        None,
+        "A run or a Hugging Face folder: survey its linears instead, and choose a recipe for each. With --gpu, list "
+        "them, by their shapes alone.",
+    )
+    data: str | None = setting(
+        None, "Text for the batch, as data.path; the run's by default, else the sources of Python's library."
+    )
+    budget_db: FiniteNotNegative = setting(25.0, "Decibels that each operand of each linear must keep.")
+    out: str | None = setting(None, "Where to write the recipes, as TOML.")
+    sequences: Annotated[int, Ge(1), Le(10**6)] = setting(2, "Sequences of the batch.")
+    seq_len: Annotated[int, Ge(1), Le(10**7)] | None = setting(None, "Their length; the run's by default, else 256.")
+    hardware: Annotated[str, OneOf(tuple(HARDWARE))] | None = setting(
+        None, "A GPU: say also what its sums lose in each matmul, beside the casts."
+    )
+
+    def check(self) -> None:
+        """Refuse options that nothing would read."""
+        surveys = ("data", "budget_db", "out", "sequences", "seq_len", "hardware")
+        if self.gpu is not None:
+            self.require_default(*surveys, "compile", "ledger", unless="--gpu is not given")
+        elif self.model is None:
+            self.require_default(*surveys, unless="--model is given")
+        else:
+            self.require_default("compile", "ledger", unless="--model is not given")
+        if self.gpu is None or self.model is None:
+            self.require_default("recipe", unless="--gpu and --model are given")
+
+
+def run(argv: list[str]) -> int:
+    """Print what this machine can do; 0 if every recipe runs on every device, 1 if one does not."""
+    with bad_input():
+        options = parse_options(Doctor, argv, prog="quaver doctor")
+        if options.gpu is not None:
+            print_on_gpu(find_on_gpu(options.gpu, options.model, options.recipe), as_json=options.json)
+            return 0
+        if options.model is not None:
+            with working("surveying the model"):
+                found = survey_model(options.model, options)
+            print_survey(found, as_json=options.json)
+            return 0
+    verdict = None
+    if options.ledger is not None:
+        from quaver.lab.cli.doctor_ledger import verdict_for_this_gpu  # imports the compiler
+
+        verdict = verdict_for_this_gpu(options.ledger)
+    return print_machine(as_json=options.json, try_compile=options.compile, ledger=verdict)

@@ -1,0 +1,83 @@
+"""`quaver train ... --dry-run [--ranks N]`: the plan of a run, which is not trained."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from quaver.lab.bench.working import working
+from quaver.lab.cli.console import make_table, show
+from quaver.lab.cli.errors import bad_input
+from quaver.lab.settings.config_file import load_config, parse_arguments
+from quaver.lab.settings.fields import MostRanks, Settings, setting
+from quaver.lab.trainer.dry_run import DryRun, dry_run
+
+
+@dataclass(frozen=True)
+class DryRunOptions(Settings):
+    """Options of `quaver train --dry-run`."""
+
+    dry_run: bool = setting(False, "Print the plan of the run, and train and write nothing.")
+    ranks: MostRanks = setting(1, "With --dry-run: processes of the run.")
+
+
+def print_dry_run(words: list[str], ranks: int) -> int:
+    """Print what `quaver train` with `words` would be on `ranks` processes; 0, or 2 for bad input."""
+    with bad_input(), working("planning the run"):
+        result = dry_run(load_config(*parse_arguments(words, DryRunOptions)), ranks)
+    show(_views(result))
+    return 0
+
+
+def _views(run: DryRun) -> Iterator[str | Table]:
+    config, training = run.config, run.config.training
+    about = {
+        "model": f"{run.parameters:,} parameters in {training.dtype}, computed in {training.mixed_precision_param}",
+        "step": f"{training.step_batch_size} sequences of {training.seq_len:,} = {training.step_tokens:,} tokens",
+        "run": f"{training.steps:,} steps, {run.tokens:,} tokens, {run.tokens * run.flops_per_token:.3g} FLOPs",
+        "FLOPs": f"{run.flops_per_token:,} per token, forward and backward",
+        "data": f"{config.data.path}: {len(run.source.files):,} files, {run.source.total_bytes:,} bytes; not read",
+        "tokenizer": run.tokenizer,
+        "ranks": str(run.layout),
+    }
+    yield from (f"{name:<13}{text}" for name, text in about.items())
+    yield _held_table(run)
+    yield from _linear_views(run)
+    if run.report:
+        yield run.report.summary()
+        reasons = sorted({layer.reason for layer in run.report.skipped})
+        if reasons:
+            yield f"not in float8: {'; '.join(reasons)}"
+    yield "nothing was trained or written; remove --dry-run to train"
+
+
+def _held_table(run: DryRun) -> Table:
+    held = run.held
+    sizes = {
+        f"parameters, {run.config.training.dtype}": held.parameters,
+        "gradients": held.gradients,
+        f"{run.config.optimizer.name}'s moments": held.optimizer,
+        "sum": held.total,
+    }
+    rows = [(name, f"{size:,}", f"{size / 2**30:.2f}") for name, size in sizes.items()]
+    title, numbers = (
+        "What each rank holds, without gathered weights and activations",
+        ("bytes", "GiB"),
+    )
+    return make_table(title, ("", *numbers), rows=rows, right=numbers)
+
+
+def _linear_views(run: DryRun) -> Iterator[str | Table]:
+    """Yield a table of the linears, then the operands of their matmuls, which it refers to by number."""
+    rows = []
+    schemes: dict[tuple[str, ...], int] = {}
+    for linear, count in run.linears:
+        shape = f"{linear.in_features:,} -> {linear.out_features:,}"
+        operands = (f"{matmul:<13}{each.replace('dynamic ', '')}" for matmul, each in linear.operands.items())
+        number = schemes.setdefault(tuple(operands), len(schemes) + 1)
+        rows.append((linear.name, str(count), shape, f"({number})"))
+    title = "Effective quantization of each matmul (scaled dynamically unless it says how)"
+    columns = ("linear", "number", "in -> out", "matmuls")
+    yield make_table(title, columns, rows=rows, wrapped=columns[:1], right=columns[1:2])
+    for scheme, number in schemes.items():
+        yield from (f"{name:<5}{each}" for name, each in zip((f"({number})", "", ""), scheme, strict=True))

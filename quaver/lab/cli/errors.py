@@ -1,0 +1,41 @@
+"""Bad input becomes one line on stderr and exit code 2, and a result that cannot be written exit code 4."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from quaver.export.folders import NotWrittenError
+from quaver.lab.runs.errors import CheckpointError
+from quaver.runtime.devices import MissingDeviceError
+
+EXIT_BAD_INPUT = 2
+EXIT_NONFINITE = 3
+EXIT_NOT_WRITTEN = 4
+EXIT_ALARM = 5
+EXIT_INTERRUPTED = 130
+
+BAD_INPUT = (ValueError, NotImplementedError, OSError, MissingDeviceError)
+"""Exceptions of parsing and validation for bad input. Wrap only that part of a verb: elsewhere they are bugs."""
+
+
+def print_error(message: object) -> None:
+    """Print `message` as one line on stderr, unless stderr is closed; the exit code stays the same.
+
+    A name in it may come from a stranger's file: control characters, which terminals obey, are escaped.
+    """
+    line = " ".join(str(message).split())
+    line = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)
+    with suppress(OSError):
+        print(f"quaver: error: {line}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def bad_input() -> Iterator[None]:
+    """Turn bad input inside the block into one line on stderr and SystemExit(2); a full disk into 4."""
+    try:
+        yield
+    except BrokenPipeError:  # the reader of --help has closed the pipe
+        raise
+    except (*BAD_INPUT, CheckpointError) as error:
+        print_error(error)
+        raise SystemExit(EXIT_NOT_WRITTEN if isinstance(error, NotWrittenError) else EXIT_BAD_INPUT) from error

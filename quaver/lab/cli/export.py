@@ -1,0 +1,134 @@
+"""`quaver export SOURCE TARGET`: float8 weights for serving, from a run, a checkpoint or a Hugging Face folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from annotated_types import Ge, Le
+
+from quaver.export import Float8Weights, save_float8, set_kv_scales
+from quaver.export.bundle import tokenizer_files
+from quaver.export.files import CONFIG
+from quaver.export.folders import check_new
+from quaver.export.formats import COMFYUI, COMPRESSED_TENSORS, FORMATS
+from quaver.export.load import Float8Checkpoint
+from quaver.export.source import DEFAULT_FILTER, Source, huggingface_source
+from quaver.lab.bench.working import working
+from quaver.lab.cli.errors import bad_input
+from quaver.lab.recorder.byte_sizes import parse_bytes
+from quaver.lab.settings.fields import OneOf, Settings, argument, expanded, setting
+from quaver.lab.settings.flags import parse_options
+from quaver.lab.settings.float8 import RECIPES
+from quaver.lab.trainer.huggingface.convert import checkpoint_of
+from quaver.lab.trainer.huggingface.float8 import run_source
+
+
+@dataclass(frozen=True)
+class Export(Settings):
+    """Write the float8 weights of a model, with the codes and scales of its training forward, as a folder that
+    transformers, vLLM and SGLang load, or as a file that ComfyUI loads.
+    """
+
+    source: str = argument("a run of quaver train, a step-... folder of it, or a Hugging Face folder")
+    target: str = argument("the new folder; in the format comfyui the new .safetensors file")
+    recipe: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
+        None, "Whose codes to write; that of the run by default. A Hugging Face folder needs one."
+    )
+    format: Annotated[str, OneOf(FORMATS)] = setting(
+        COMPRESSED_TENSORS,
+        "compressed-tensors keeps the codes of training; the others quantize again what was trained with other blocks "
+        "than theirs, of 128 x 128, of 32 elements of a row in MXFP8, or in comfyui one scale or MXFP8.",
+    )
+    model: str | None = setting(None, "Which model of a run, such as tensorwise or bfloat16; the first by default.")
+    dtype: Annotated[str, OneOf(("float32", "bfloat16"))] = setting(
+        "bfloat16", "Dtype of the weights that stay in high precision."
+    )
+    filter_fqns: tuple[str, ...] = setting(
+        DEFAULT_FILTER,
+        "Linears whose full name contains one of these stay in high precision. Not for a float8 run, which chose them.",
+    )
+    own_scales: bool = setting(
+        False,
+        "Keep the training scale of each of q, k, v and gate, up where scales are per tensor; vLLM then quantizes "
+        "these weights again.",
+    )
+    measure_tokens: Annotated[int, Ge(0), Le(10**7)] = setting(
+        0, "Measure the change of the logits on so many random tokens; the model is then whole in memory."
+    )
+    max_shard_size: str = setting("5GB", "Largest size of a file.")
+    kv_scales: str | None = setting(
+        None, "A float8 folder of this model, whose scales of a float8 KV cache are written; by default none are."
+    )
+    tokenizer: str | None = setting(
+        None, "Folder whose tokenizer files are copied; of a Hugging Face folder, its own by default."
+    )
+
+
+def run(argv: list[str]) -> int:
+    """Export as `argv` says; 0 when done, 2 for bad input, 4 where the result cannot be written."""
+    with bad_input():
+        options = parse_options(Export, argv, prog="quaver export SOURCE TARGET")
+        target = expanded(options.target)
+        if options.format == COMFYUI:
+            of_folder = ("tokenizer", "measure_tokens", "max_shard_size", "kv_scales")
+            options.require_default(*of_folder, unless="--format is that of a folder")
+        check_new(target)
+        with working("reading the model") as tell:
+            source = _source(options)
+            tell(f"writing {target}")
+            written = _save(options, source, target)
+    plan = written.plan
+    print(f"{target}: {plan.count} float8 weights of the recipe {plan.recipe} in the format {options.format}")
+    if not written.requantized:
+        print("codes and scales are those of the training forward, to the bit")
+    else:
+        worst = max(written.requantized.values(), key=lambda each: each.training_db - each.stored_db)
+        where = "quaver_export in the header of the file" if plan.format.is_file else "README.md in the folder"
+        print(
+            f"{len(written.requantized)} weights have other codes than in training; the largest loss is from "
+            f"{worst.training_db:.2f} to {worst.stored_db:.2f} dB SQNR (see {where})"
+        )
+    return 0
+
+
+def _source(options: Export) -> Source:
+    path = expanded(options.source)
+    checkpoint = checkpoint_of(path)
+    if checkpoint is not None:
+        return run_source(checkpoint, name=options.model, recipe=options.recipe, filter_fqns=options.filter_fqns)
+    options.require_default("model", unless="SOURCE is a run or a checkpoint")
+    if not (path / CONFIG).is_file():
+        raise FileNotFoundError(
+            f"SOURCE must be a run, a step-... folder of it, or a Hugging Face folder, got {str(path)!r}, which has "
+            f"neither config.toml nor {CONFIG}"
+        )
+    if options.recipe is None:
+        raise ValueError(
+            f"--recipe must be one of {', '.join(RECIPES)} for a Hugging Face folder; {str(path)!r} is one"
+        )
+    return huggingface_source(path, recipe=options.recipe, filter_fqns=options.filter_fqns)
+
+
+def _save(options: Export, source: Source, target: Path) -> Float8Weights:
+    if options.kv_scales is not None:
+        scales = Float8Checkpoint(expanded(options.kv_scales), torch.float32).kv_scales
+        if not scales:
+            raise ValueError(f"--kv-scales must be a folder with scales of a KV cache, got {options.kv_scales!r}")
+        set_kv_scales(source.model, scales)
+    files = source.files if options.tokenizer is None else tokenizer_files(expanded(options.tokenizer))
+    return save_float8(
+        source.model,
+        target,
+        config=source.config,
+        format=options.format,
+        weights=source.weights,
+        dtype=getattr(torch, options.dtype),
+        forward_dtype=source.forward_dtype,
+        share_fused_scales=not options.own_scales,
+        max_shard_bytes=parse_bytes(options.max_shard_size, "--max-shard-size"),
+        about=source.about,
+        files=[] if options.format == COMFYUI else files,
+        high_precision_model=source.high_precision_model if options.measure_tokens else None,
+        measure_tokens=options.measure_tokens,
+    )

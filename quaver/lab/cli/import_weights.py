@@ -1,0 +1,38 @@
+"""`quaver import SOURCE TARGET`: a float8 checkpoint becomes one in high precision, to train from."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+
+from quaver.export import import_float8
+from quaver.lab.bench.working import working
+from quaver.lab.cli.errors import bad_input
+from quaver.lab.recorder.byte_sizes import parse_bytes
+from quaver.lab.settings.fields import OneOf, Settings, argument, expanded, setting
+from quaver.lab.settings.flags import parse_options
+
+
+@dataclass(frozen=True)
+class Import(Settings):
+    """Dequantize a float8 checkpoint, in a layout that docs/export.md lists, into a folder or a file to train from."""
+
+    source: str = argument("a folder with config.json and *.safetensors, or a .safetensors file such as ComfyUI's")
+    target: str = argument("the new folder; the new file of a file")
+    dtype: Annotated[str, OneOf(("float32", "bfloat16", "float16"))] = setting(
+        "bfloat16",
+        "Dtype of the weights; codes times power-of-two scales are exact in bfloat16, others only in float32.",
+    )
+    max_shard_size: str = setting("5GB", "Largest size of a file in a folder.")
+
+
+def run(argv: list[str]) -> int:
+    """Import as `argv` says; 0 when done, 2 for bad input, 4 where the result cannot be written."""
+    with bad_input():
+        options = parse_options(Import, argv, prog="quaver import SOURCE TARGET")
+        target, limit = expanded(options.target), parse_bytes(options.max_shard_size, "--max-shard-size")
+        dtype = getattr(torch, options.dtype)
+        with working(f"writing {target}"):
+            count = import_float8(expanded(options.source), target, dtype=dtype, max_shard_bytes=limit)
+    print(f"{target}: {count} float8 weights dequantized to {options.dtype}")
+    return 0

@@ -1,0 +1,190 @@
+"""`quaver memory [CONFIG.toml] [options] [--section.field value ...]`."""
+
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from quaver.lab.bench.results import save, writable
+from quaver.lab.bench.working import working
+from quaver.lab.cli.console import show
+from quaver.lab.cli.errors import bad_input
+from quaver.lab.cli.memory.views import (
+    advice_summary,
+    advice_table,
+    comparison_views,
+    links_views,
+    prediction_views,
+    side_by_side_table,
+)
+from quaver.lab.memory.faking.gpu import predicting_for
+from quaver.lab.memory.reports.compare import compare
+from quaver.lab.memory.reports.html import write_html
+from quaver.lab.memory.runs.links import predict_links
+from quaver.lab.memory.runs.measure import measure_memory, side_by_side
+from quaver.lab.memory.runs.predict import RunMemory, predict_memory
+from quaver.lab.plan.advise import advise
+from quaver.lab.plan.estimate import estimated_peak
+from quaver.lab.recorder.byte_sizes import parse_bytes
+from quaver.lab.recorder.draw import draw_timeline
+from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.config_file import load_config, parse_arguments
+from quaver.lab.settings.fields import MostRanks, NotNegative, OneOf, Settings, setting
+from quaver.lab.settings.flags import split_options
+from quaver.roofline.device_specs import require_device_spec
+from quaver.runtime.devices import resolve_device
+
+
+@dataclass(frozen=True)
+class Options(Settings):
+    """Predict the memory of a run's training step on one rank, and say what is alive at its peak. The step runs with
+    fake tensors: no GPU, no data and no memory are needed. The flags of quaver train are accepted too.
+    """
+
+    ranks: MostRanks = setting(1, "Processes of the run; the first one is predicted.")
+    device: Annotated[str, OneOf(("cuda", "cpu"))] | None = setting(
+        None, "Device of the run: an NVIDIA GPU that multiplies float8 (cuda, the default) or a CPU."
+    )
+    vs: str | None = setting(
+        None, 'Compare with another run: "--float8.recipe_name rowwise", or "OTHER.toml --a.b c", as one word.'
+    )
+    advise: bool = setting(False, "Predict the peak and the recomputation of other settings.")
+    fit: str | None = setting(None, "Find the fastest setting whose peak is at most this, such as 80GiB.")
+    time_on: str | None = setting(None, "GPU whose step time --advise and --fit model, such as H100 or B200.")
+    quick: bool = setting(
+        False, "Estimate the peak in closed form, within 10%, instead of predicting it: with --advise and --fit, too."
+    )
+    measure: bool = setting(False, "Run real steps on this machine, and print them next to the prediction.")
+    links: bool = setting(
+        False,
+        "Print what the ranks send each other in a step instead: collectives and bytes by link. Also the checkpoint's.",
+    )
+    checkpoint_bandwidth: str | None = setting(
+        None, "With --links: bytes per second to the file system of checkpoints, such as 50GB."
+    )
+    top: NotNegative = setting(12, "Rows of the largest tensors, and of differences, to print.")
+    output: str = setting("runs/memory.json", "File of the JSON.")
+    html: str | None = setting(None, "File of a page: timeline, breakdown of the peak, tensors saved for backward.")
+    png: str | None = setting(None, "File of a picture of the timeline.")
+
+    def check(self) -> None:
+        """Refuse options that exclude each other, and files that cannot be written."""
+        if self.measure and self.device:
+            raise ValueError("--measure measures on training.device, and predicts for it: expected no --device with it")
+        if self.time_on is not None and not (self.advise or self.fit):
+            raise ValueError("--time-on models the time of what --advise or --fit tries: expected one of them")
+        if self.png is not None and not self.png.endswith(".png"):
+            raise ValueError(f"--png must be a file whose name ends with .png, got {self.png!r}")
+        if self.time_on is not None:
+            require_device_spec(self.time_on, "--time-on")
+        shown = ("vs", "measure", "html", "png", "links", "device")
+        if self.quick and (given := [name for name in shown if getattr(self, name)]):
+            raise ValueError(f"--quick estimates the peak on a GPU alone: expected no --{given[0]} with it")
+        alone = ("vs", "advise", "fit", "measure", "html", "png")
+        if self.links and (given := [name for name in alone if getattr(self, name)]):
+            raise ValueError(f"--links predicts no memory: expected no --{given[0]} with it")
+        if self.checkpoint_bandwidth is not None and not self.links:
+            raise ValueError("--checkpoint-bandwidth times what --links prints: expected --links with it")
+        files = {flag: path for flag in ("output", "html", "png") if (path := getattr(self, flag)) is not None}
+        for flag, path in files.items():
+            writable(Path(path), f"--{flag}")
+            if list(files.values()).count(path) > 1 and path != os.devnull:
+                raise ValueError(f"--{flag} must be a file that no other option names, got {path!r}")
+
+
+def run(argv: list[str]) -> int:
+    """Print and write the predicted memory of a training step; 0, or 2 for bad input."""
+    with bad_input():
+        options, words = split_options(Options, argv, prog="quaver memory [CONFIG.toml]")
+        config = load_config(*parse_arguments(words, Options))
+        trained_on = resolve_device(config.training.device).type if options.measure else "cuda"
+        device = options.device or trained_on
+        if options.links:
+            return _print_links(options, config, device)
+        if options.quick:
+            return _print_estimate(options, config)
+        memory, found = _predict(options, words, config, device)
+    views = [*prediction_views(memory, device, options.top)]
+    if "comparison" in found:
+        views += comparison_views(found["comparison"], memory.prediction, found["other"].prediction, options.top)
+    if "advice" in found:
+        views += [advice_table(found["advice"]), *advice_summary(found["advice"])]
+    if "measured" in found:
+        views.append(side_by_side_table(side_by_side(memory, found["measured"])))
+    show(views)
+    config_file = next((word for word in words if not word.startswith("--")), "defaults")
+    title = f"{Path(config_file).stem} in {memory.name}, {options.ranks} rank{'s' * (options.ranks > 1)}"
+    for file in _write(memory, found, options, title):
+        print(f"saved {file}")
+    return 0
+
+
+def _print_links(options: Options, config: TrainConfig, device: str) -> int:
+    bandwidth = options.checkpoint_bandwidth
+    per_s = None if bandwidth is None else parse_bytes(bandwidth, "--checkpoint-bandwidth")
+    with predicting_for(device), working("counting the collectives of a step"):
+        links = predict_links(config, options.ranks)
+    show(links_views(links, per_s))
+    save(links.to_dict(), Path(options.output))
+    print(f"saved {options.output}")
+    return 0
+
+
+def _print_estimate(options: Options, config: TrainConfig) -> int:
+    estimate, advice = estimated_peak(config, options.ranks), None
+    if options.advise or options.fit is not None:
+        fit_bytes = None if options.fit is None else parse_bytes(options.fit, "--fit")
+        with predicting_for("cuda"), working("estimating") as tell:
+            advice = advise(
+                config, options.ranks, fit_bytes=fit_bytes, device=options.time_on, quick=True, progress=tell
+            )
+    show([f"about {estimate / 2**30:.1f} GiB at the peak of one of {options.ranks} ranks, estimated within 10%"])
+    if advice is not None:
+        show([advice_table(advice), *advice_summary(advice)])
+    found = {"estimated_peak_bytes": estimate} | ({} if advice is None else {"advice": advice.to_dict()})
+    save(found, Path(options.output))
+    print(f"saved {options.output}")
+    return 0
+
+
+def _predict(options: Options, words: list[str], config: TrainConfig, device: str) -> tuple[RunMemory, dict[str, Any]]:
+    """The prediction; and by its name in the JSON what else was asked for: other and comparison, advice, measured."""
+    fit_bytes = None if options.fit is None else parse_bytes(options.fit, "--fit")
+    other_words = shlex.split(options.vs or "")
+    if options.vs is not None:  # flags over the first run's words, or all words of the other run
+        is_over = not other_words or other_words[0].startswith("--")
+        other_config = load_config(*parse_arguments([*words, *other_words] if is_over else other_words))
+    found: dict[str, Any] = {}
+    with predicting_for(device), working("predicting a step") as tell:
+        memory = predict_memory(config, options.ranks)
+        if options.vs is not None:
+            tell("predicting a step of the other run")
+            other = predict_memory(other_config, options.ranks)
+            labels = {"label_a": "as given", "label_b": " ".join(other_words)}
+            found |= {"other": other, "comparison": compare(memory.prediction, other.prediction, **labels)}
+        if options.advise or fit_bytes is not None:
+            found["advice"] = advise(config, options.ranks, fit_bytes=fit_bytes, device=options.time_on, progress=tell)
+    if options.measure:
+        with working("training to measure"):
+            found["measured"] = measure_memory(config, options.ranks)
+    return memory, found
+
+
+def _write(memory: RunMemory, found: dict[str, Any], options: Options, title: str) -> list[Path]:
+    """Write what was asked for, and return the files."""
+    more = {name: part.to_dict() for name, part in found.items()}
+    files = [Path(options.output)]
+    save(memory.to_dict() | more, files[0])
+    if options.html is not None:
+        pages = {name: _whole(found[name]) for name in ("other", "measured") if name in found}
+        files.append(Path(options.html))
+        write_html(files[-1], title=title, prediction=_whole(memory), **(more | pages))
+    if options.png is not None:
+        files.append(Path(options.png))
+        draw_timeline(memory.prediction.report, files[-1], title=title)
+    return files
+
+
+def _whole(memory: RunMemory) -> dict[str, Any]:
+    return {**memory.to_dict(), **memory.prediction.to_dict(timeline=True)}

@@ -1,0 +1,211 @@
+"""Output of `quaver memory`: the prediction, and its comparison, advice and measurement where they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.table import Table
+
+from quaver.lab.cli.console import make_table
+from quaver.lab.memory import CATEGORIES
+from quaver.lab.memory.predict import Prediction
+from quaver.lab.memory.reports.compare import Comparison, Difference
+from quaver.lab.memory.reports.pitfalls import inner_operator, si
+from quaver.lab.memory.runs.links import Links
+from quaver.lab.memory.runs.predict import RunMemory
+from quaver.lab.plan.advise import Advice, Row
+from quaver.lab.recorder.byte_sizes import unit_of
+from quaver.lab.recorder.report import merged_layers
+
+_DEVICES = {"cuda": "an NVIDIA GPU that multiplies float8", "cpu": "a CPU"}
+
+
+def prediction_views(memory: RunMemory, device: str, top: int) -> Iterator[str | Table]:
+    """Yield where and when the peak is, a table of categories, and one of the `top` largest tensors."""
+    training, prediction = memory.config.training, memory.prediction
+    batch = f"{memory.micro_batches} micro-batches of {training.local_batch_size} sequences of {training.seq_len:,}"
+    moment = (
+        f"{prediction.phase_of_peak} of {prediction.module_of_peak or 'no module'}, "
+        f"by {prediction.operator_of_peak or 'nothing'}"
+    )
+    about = [
+        ("model", f"{memory.parameters:,} parameters in {training.dtype}, trained in {memory.name}"),
+        ("ranks", f"{memory.layout}; what follows is of one"),
+        ("device", _DEVICES[device]),
+        ("step", f"{batch} tokens"),
+        ("peak", f"{_long_size(prediction.peak_bytes)}, in the {moment}"),
+        ("between", f"{_long_size(prediction.resident_bytes)} stay between steps"),
+        ("saved", f"{_long_size(prediction.saved_by_forward_bytes)} are saved by the first forward for its backward"),
+        *(("note", note) for note in (*memory.notes, *prediction.notes)),
+    ]
+    yield from (_line(name, text) for name, text in about)
+    yield _category_table(prediction)
+    if top:
+        yield _tensor_table(prediction, top)
+
+
+def links_views(links: Links, checkpoint_bytes_per_s: int | None) -> Iterator[str | Table]:
+    """Yield a table of the collectives of a step by link, its sums, and the size and seconds of a checkpoint.
+
+    The sizes are rounded; the JSON has bytes.
+    """
+    yield _line("model", f"{links.parameters:,} parameters, trained in {links.name}")
+    yield _line("ranks", f"{links.layout}; what follows is of one, in a step of {links.micro_batches} micro-batches")
+    columns, numbers = ("link", "ranks\n/ stride", "collective", "dtype"), ("number", "tensors", "sent")
+    rows: list[tuple[str, ...]] = []
+    for each in links.traffic:
+        place = (each.link, f"{each.ranks} / {each.stride}", each.kind, each.dtype)
+        rows.append((*place, f"{each.number:,}", _size(each.tensor_bytes), _size(each.sent_bytes)))
+    for link, (number, sent_bytes) in links.sums.items():
+        rows.append((link, "", "all", "", f"{number:,}", "", _size(sent_bytes)))
+    yield make_table("Collectives of one rank in a step", (*columns, *numbers), rows=rows, right=numbers)
+    size = _long_size(links.checkpoint_bytes)
+    if checkpoint_bytes_per_s is not None:
+        size += f", {links.checkpoint_bytes / checkpoint_bytes_per_s:.3g} s at {checkpoint_bytes_per_s:,} bytes/s"
+    yield _line("checkpoint", f"{size}, of all ranks")
+
+
+def _line(name: str, text: str) -> str:
+    return f"{name:<11}{text}"
+
+
+def _category_table(prediction: Prediction) -> Table:
+    sizes = {**prediction.by_category, "sum": prediction.peak_bytes}
+    rows = [(_words(name), *_peak_numbers(prediction, size)) for name, size in sizes.items()]
+    numbers = _peak_columns(prediction)
+    return make_table("Alive at the peak", ("what", *numbers), rows=rows, right=numbers)
+
+
+def _tensor_table(prediction: Prediction, top: int) -> Table:
+    rows = []
+    for row in merged_layers(prediction.at_peak)[:top]:
+        tensors = f"{row['count']} x {row['dtype']} {row['shape']}" if row["dtype"] else str(row["count"])
+        made_by = (
+            f"{inner_operator(row['operator'])} in the {row['phase']}" if row["operator"] else "from before the step"
+        )
+        places = [place for place in (row["module"], row["source"]) if place]
+        what = f"{_words(row['category'])}: {tensors}, {made_by}" + "".join(f"\n  {place}" for place in places)
+        rows.append((*_peak_numbers(prediction, row["bytes"])[1:], what))
+    title, numbers = f"The largest {top} of it; * is the number of a layer", _peak_columns(prediction)[1:]
+    return make_table(title, (*numbers, "what, and where"), rows=rows, right=numbers, wrapped=("what, and where",))
+
+
+def _peak_columns(prediction: Prediction) -> tuple[str, str, str]:
+    return "bytes", unit_of(prediction.peak_bytes)[1], "share"
+
+
+def _peak_numbers(prediction: Prediction, size_bytes: int) -> tuple[str, str, str]:
+    whole = prediction.peak_bytes
+    return f"{size_bytes:,}", f"{size_bytes / unit_of(whole)[0]:.3f}", f"{size_bytes / whole:.1%}"
+
+
+def comparison_views(
+    comparison: Comparison, prediction: Prediction, other: Prediction, top: int
+) -> Iterator[str | Table]:
+    """Yield the categories at both peaks, then the lines of `comparison_lines`."""
+    here, there = prediction.by_category, other.by_category
+    sizes = {name: (here.get(name, 0), there.get(name, 0)) for name in CATEGORIES if name in here or name in there}
+    sizes["sum"] = prediction.peak_bytes, other.peak_bytes
+    sizes["saved for backward"] = prediction.saved_by_forward_bytes, other.saved_by_forward_bytes
+    rows = [
+        (_words(name), f"{ours:,}", f"{theirs:,}", f"{theirs - ours:+,}", f"{theirs / ours:.3f}" if ours else "")
+        for name, (ours, theirs) in sizes.items()
+    ]
+    numbers = ("bytes", "bytes there", "difference", "ratio")
+    yield make_table("Compared with the other run, at the peaks", ("what", *numbers), rows=rows, right=numbers)
+    yield from comparison_lines(comparison, top)
+
+
+def comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]:
+    """Yield the lines of both runs, and at most `top` rows of what each saves and has alive."""
+    c = comparison
+    runs = (
+        ("first", c.label_a, c.peak_a, c.peak_at_a, c.saved_a),
+        ("other", c.label_b, c.peak_b, c.peak_at_b, c.saved_b),
+    )
+    for name, label, peak, where, saved in runs:
+        yield _line(name, label)
+        yield _line("", f"peak {si(peak)} ({peak:,} bytes), in the {where}")
+        yield _line("", f"saved {si(saved)} ({saved:,} bytes), by the first forward for its backward")
+    yield _line("more", f"peak {c.peak_b - c.peak_a:+,} bytes, saved {c.saved_b - c.saved_a:+,} bytes")
+    yield from ("", *_differences("Differences in what is saved for backward", c.at("saved"), top))
+    yield from ("", *_differences("Differences in what is alive at the peaks", c.at("peak"), top))
+
+
+def _differences(title: str, rows: tuple[Difference, ...], top: int) -> Iterator[str]:
+    if not rows:
+        yield f"{title}: nothing"
+        return
+    yield f"{title}:"
+    yield from (f"    {row.sentence}" for row in rows[:top])
+    left = rows[top:]
+    if left:
+        yield f"    and {len(left)} more rows, {sum(row.difference_bytes for row in left):+,} bytes in all"
+
+
+def advice_table(advice: Advice) -> Table:
+    """The settings that were tried and are possible, in that order; the best one is marked by a star."""
+    asks_fit = advice.fit_bytes is not None
+    rows = []
+    for index, row in enumerate(advice.rows):
+        if row.peak_bytes is not None:
+            fits = [{True: "yes", False: "no", None: ""}[row.fits]] if asks_fit else []
+            rows.append(("*" if index == advice.best else "", row.change, *_advice_numbers(row), *fits))
+    columns = ("", "setting", "peak", "difference", "computed\nagain", "step", *(["fits"] if asks_fit else []))
+    title = "What changing a setting would do to the peak"
+    return make_table(title, columns, rows=rows, wrapped=("setting",), right=columns[2:6])
+
+
+def _advice_numbers(row: Row) -> tuple[str, str, str, str]:
+    peak = "" if row.peak_bytes is None else _size(row.peak_bytes)
+    more = row.difference_bytes
+    difference = f"{'+' if more > 0 else '-'}{_size(abs(more))}" if more else ""
+    cost = row.cost
+    again = "" if cost is None or cost.recomputed_flops is None else f"{cost.recomputed_flops / cost.step_flops:.1%}"
+    step = "" if cost is None or cost.modelled_s is None else f"{cost.modelled_s:.3g} s"
+    return peak, difference, again, step
+
+
+def advice_summary(advice: Advice) -> list[str]:
+    """The flags of the best setting, or of the nearest one; then why others are not possible, and the notes."""
+
+    def setting(index: int) -> str:
+        row = advice.rows[index]
+        peak = "" if row.peak_bytes is None else f", {_size(row.peak_bytes)}"
+        return f"{row.change}{peak}" + (f": {row.words}" if row.words else "")
+
+    lines = []
+    if advice.fit_bytes is not None:
+        size = _size(advice.fit_bytes)
+        if advice.best is not None:
+            lines.append(f"fastest that fits {size}: {setting(advice.best)}")
+        elif advice.nearest is not None:
+            lines.append(f"nothing that was tried fits {size}; nearest: {setting(advice.nearest)}")
+    lines += [f"{row.change}: {row.note}" for row in advice.rows if row.note]
+    notes = advice.notes if advice.device is None else [*advice.notes, f"times are modelled for {advice.device}"]
+    return lines + notes
+
+
+def side_by_side_table(compared: list[dict[str, Any]]) -> Table:
+    """The rows of `quaver.lab.memory.runs.measure.side_by_side`; what was not measured stays empty."""
+    rows = []
+    for row in compared:
+        measured, ratio = row["measured_bytes"], row["ratio"]
+        words = ("" if measured is None else f"{measured:,}", "" if ratio is None else f"{ratio:.4f}")
+        rows.append((row["what"], f"{row['predicted_bytes']:,}", *words))
+    numbers = ("predicted bytes", "measured bytes", "ratio")
+    return make_table("Predicted and measured, at the peak", ("what", *numbers), rows=rows, right=numbers)
+
+
+def _words(category: str) -> str:
+    return category.replace("_", " ")
+
+
+def _size(size_bytes: int) -> str:
+    unit_bytes, unit = unit_of(size_bytes)
+    return f"{size_bytes / unit_bytes:.4g} {unit}"
+
+
+def _long_size(size_bytes: int) -> str:
+    return f"{size_bytes:,} bytes = {_size(size_bytes)}"

@@ -1,0 +1,360 @@
+"""`quaver plan CONFIG.toml --gpus N --gpu NAME [options] [--section.field value ...]`."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from quaver.lab.bench.results import save, writable
+from quaver.lab.bench.working import working
+from quaver.lab.cli.console import make_table, show
+from quaver.lab.cli.errors import bad_input
+from quaver.lab.plan.calibration import sustained_in_words
+from quaver.lab.plan.changes import BFLOAT16
+from quaver.lab.plan.cluster import Cluster
+from quaver.lab.plan.counted import check_counts_for, counted_costs
+from quaver.lab.plan.device_file import read_device_spec
+from quaver.lab.plan.layouts import Layouts, layouts_of, precisions_of
+from quaver.lab.plan.limits import limits_in_words, links_of
+from quaver.lab.plan.peak import share_of_peak
+from quaver.lab.plan.picture import draw_step
+from quaver.lab.plan.search import Found, Row, search, simulated
+from quaver.lab.plan.step import Costs
+from quaver.lab.plan.unmodelled import unmodelled
+from quaver.lab.plan.write import check_target, write_run
+from quaver.lab.recorder.byte_sizes import parse_bytes
+from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.config_file import load_config, parse_arguments
+from quaver.lab.settings.fields import AtLeast1, MostRanks, Settings, setting
+from quaver.lab.settings.flags import split_options
+from quaver.recipes.config import Float8LinearRecipeName
+from quaver.roofline.cost import unmultiplied_kinds
+from quaver.roofline.device_specs import DEVICE_NAMES, DeviceSpec, require_device_spec
+
+USABLE = 0.94
+"""Share of a GPU's memory that a run may use at its peak: CUDA's and NCCL's own buffers and gaps between blocks take 5
+GB of 80 (torchtitan's runs of Llama 3 8B reserve up to 0.95 of theirs)."""
+
+_NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*([Gg]bps|Gb/s|Gbit/s|GBps|GB/s)")
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([kmb]?)(?:\s*tokens)?", re.IGNORECASE)
+_THOUSANDS = {"": 1, "k": 1000, "m": 1000**2, "b": 1000**3}
+
+
+@dataclass(frozen=True)
+class PlanOptions(Settings):
+    """Find the layouts and recipes with which a run is fastest on a cluster, and what limits them. Memory is predicted,
+    the time of a step is simulated. Needs no GPU. The flags of quaver train are accepted too.
+    """
+
+    gpus: MostRanks = setting(8, "GPUs of the run.")
+    gpu: str = setting("h100", f"Their kind: {DEVICE_NAMES.lower()}.")
+    spec: str | None = setting(None, "TOML file with the numbers of another GPU; see docs/plan.md.")
+    nodes_of: AtLeast1 = setting(8, "GPUs of a node, which its links connect.")
+    network: str = setting(
+        "400gbps", "Rate of the network between nodes, for each GPU: 400gbps or 400Gb/s are bits, 50GB/s bytes."
+    )
+    storage: float = setting(1.0, "GB/s that each node writes to the folder of checkpoints while all of them do.")
+    global_batch: str | None = setting(
+        None, 'Tokens of a step, such as "4M tokens" (the nearest that divides); the configured batch by default.'
+    )
+    recipes: tuple[str, ...] = setting((), "Recipes to try besides the configured run; bfloat16 is one.")
+    memory: str | None = setting(
+        None, f"Bytes that a peak may have, such as 75GiB; {USABLE:.0%} of the GPU's by default."
+    )
+    store_less: bool = setting(
+        False, "Also try a bfloat16 residual stream, float8 optimizer states and saved activations: other numbers."
+    )
+    top: AtLeast1 = setting(3, "Fastest layouts to predict and print.")
+    quick: bool = setting(False, "Estimate memory in closed form, within 10%, instead of predicting it: seconds.")
+    explain: AtLeast1 | None = setting(None, "Row to explain: its links and limits, and a picture of its step.")
+    png: str = setting("runs/plan.png", "File of the picture, with --explain.")
+    ledger: bool = setting(
+        False, "Compile the block of the explained row for the GPU, count its kernels, and simulate their times."
+    )
+    write: str | None = setting(None, "TOML file to write the run of a row to; launch files stand beside it.")
+    row: AtLeast1 = setting(1, "Row to write, with --write.")
+    output: str = setting("runs/plan.json", "File of the JSON.")
+
+    def check(self) -> None:
+        """Refuse numbers without their units, and files that cannot be written."""
+        super().check()
+        rates = "a rate above 0 with its unit: 400gbps or 400Gb/s for bits, 50GB/s for bytes"
+        self.require(self.network_gbps > 0, "network", rates)
+        self.require(0 < self.storage < math.inf, "storage", "a rate above 0")
+        for name in self.recipes:
+            if name != BFLOAT16:
+                Float8LinearRecipeName(name)
+        writable(Path(self.output), "--output")
+        if self.explain is not None:
+            self.require(self.png.endswith(".png"), "png", "a file whose name ends with .png")
+            writable(Path(self.png), "--png")
+        else:
+            self.require_default("png", "ledger", unless="--explain names a row")
+        if self.write is None:
+            self.require_default("row", unless="--write names a file")
+        else:
+            self.require(self.write.endswith(".toml"), "write", "a file whose name ends with .toml")
+            writable(Path(self.write), "--write")
+
+    @property
+    def network_gbps(self) -> float:
+        """The rate of the network for each GPU, in bits."""
+        found = _NETWORK.fullmatch(self.network.strip())
+        return float(found[1]) * (8 if found[2].startswith("GB") else 1) if found else 0.0
+
+    @property
+    def device(self) -> DeviceSpec:
+        """The numbers of the GPU. Raises ValueError, OSError."""
+        if self.spec is not None:
+            return read_device_spec(Path(self.spec))
+        try:
+            return require_device_spec(self.gpu, "--gpu")
+        except ValueError as error:
+            raise ValueError(f"{error}; or give --spec a file of its numbers") from None
+
+    @property
+    def asked_tokens(self) -> int:
+        """The tokens of `global_batch`; 0 if it is none."""
+        found = _TOKENS.fullmatch((self.global_batch or "").strip())
+        return int(float(found[1]) * _THOUSANDS[found[2].lower()]) if found else 0
+
+    def step_sequences(self, config: TrainConfig) -> int | None:
+        """Sequences of a step over all ranks; None for one micro-batch of each data-parallel rank."""
+        if self.global_batch is None:
+            size = config.training.global_batch_size
+            return None if size == -1 else size
+        tokens = self.asked_tokens
+        expected = f'tokens such as "4M", at least those of a sequence, {config.training.seq_len}'
+        self.require(tokens >= config.training.seq_len, "global_batch", expected)
+        sequences = tokens // config.training.seq_len
+        if sequences < self.gpus:
+            return 1 << (sequences.bit_length() - 1)
+        unit = self.gpus * config.training.local_batch_size  # what the configured run can have, if it is that much
+        unit = unit if unit <= sequences else self.gpus
+        return round(sequences / unit) * unit
+
+    def precisions(self, spec: DeviceSpec) -> list[str]:
+        """bfloat16 and the recipes to try. Raises ValueError for one that the GPU does not multiply."""
+        if not self.recipes:
+            return precisions_of(spec.block_length, spec.float8_tflops is not None)
+        names = [name if name == BFLOAT16 else Float8LinearRecipeName(name).value for name in self.recipes]
+        for name in names:
+            if name != BFLOAT16 and unmultiplied_kinds(spec, name):
+                raise ValueError(f"--recipes {name}: {spec.name} does not multiply float8 with such scales")
+        return list(dict.fromkeys((BFLOAT16, *names)))
+
+
+def run(argv: list[str]) -> int:
+    """Print the fastest layouts; 0, or 2 for bad input."""
+    with bad_input():
+        options, words = split_options(PlanOptions, argv, prog="quaver plan [CONFIG.toml]")
+        config = load_config(*parse_arguments(words, PlanOptions))
+        spec = options.device
+        cluster = Cluster.of(spec, options.nodes_of, options.network_gbps, options.storage)
+        if options.ledger:
+            check_counts_for(spec)
+        memory = parse_bytes(options.memory, "--memory") if options.memory else int(USABLE * spec.memory_gb * 1e9)
+        layouts = layouts_of(
+            config,
+            options.gpus,
+            nodes_of=options.nodes_of,
+            precisions=options.precisions(spec),
+            step_sequences=options.step_sequences(config),
+            stores=options.store_less,
+        )
+        if options.write is not None:
+            check_target(config, options.gpus, options.nodes_of, Path(options.write))
+        with working("planning") as tell:
+            found = search(layouts, cluster, memory, top=options.top, quick=options.quick, progress=tell)
+        if not found.rows:
+            raise ValueError(_nothing_fits(found, spec, memory))
+        for option, number in (("--explain", options.explain), ("--row", options.row if options.write else None)):
+            if number is not None and number > len(found.rows):
+                raise ValueError(f"{option}: expected a row of 1 to {len(found.rows)}, got {number}")
+    limits = [limits_in_words(row, cluster) for row in found.rows]
+    show(_views(options, found, limits, cluster, memory))
+    show(_batches(options, config, layouts, found))
+    show(f"not simulated: {sentence}" for sentence in unmodelled(config))
+    _write(options, found, limits, cluster)
+    return 0
+
+
+def _nothing_fits(found: Found, spec: DeviceSpec, memory: int) -> str:
+    if found.nearest is None:
+        reasons = "; ".join(found.not_predicted) or "no reason"
+        return f"no layout was predicted to fit: {reasons}"
+    candidate, needed = found.nearest
+    return (
+        f"no layout fits into {memory / 2**30:.1f} GiB of an {spec.name}: the nearest, {candidate.precision} on "
+        f"{candidate.words}, needs about {needed / 2**30:.1f} GiB, {(needed - memory) / 2**30:.1f} more; add GPUs with "
+        "--gpus, or try --store-less"
+    )
+
+
+NUMBERS = ("GiB", "step\ntok", "step\ns", "tok/s\n/GPU", "MFU\n%", "wait\n%")
+
+
+def _views(
+    options: PlanOptions, found: Found, limits: list[list[str]], cluster: Cluster, memory: int
+) -> Iterator[str | Table]:
+    first = found.rows[0]
+    yield (
+        f"{options.gpus} x {cluster.spec.name}, {options.nodes_of} to a node, {options.network_gbps:g} Gb/s each; "
+        f"{first.run.seq_len:,} tokens a sequence; {found.tried:,} layouts compared, "
+        f"{sum(found.refusals.values()):,} refused by the trainer"
+    )
+    rows = [_cells(number, row, cluster) for number, row in enumerate(found.rows, 1)]
+    columns = ("", "precision", "FSDP\nxHSDP", "TP\nxEP", "gather", "batch", "AC", *NUMBERS)
+    title = f"Fastest layouts whose peak fits into {memory / 2**30:.1f} GiB"
+    yield make_table(title, columns, rows=rows, right=NUMBERS, wrapped=("precision",))
+    yield (
+        "Gather: the dtype in which weights of blocks are gathered; x2: for the forward, and again for the backward. "
+        "Batch: sequences of a micro-batch x micro-batches. AC 1/2: every second block is checkpointed. "
+        "MFU: the share of the data sheet's FLOP/s, each matmul at the peak of its precision, attention as its causal "
+        "half. "
+        "Wait: for collectives and checkpoints. * as configured."
+    )
+    best = next((row for row in found.rows if row.candidate.precision == BFLOAT16), None)
+    if best is not None and best is not first:
+        gain = first.tokens_per_s / best.tokens_per_s
+        unequal = "" if best.run.step_tokens == first.run.step_tokens else ", whose step has other tokens"
+        yield f"{first.candidate.precision} has {gain:.2f} times the tokens/s of the best layout in bfloat16{unequal}"
+    elif best is None:
+        yield "no layout in bfloat16 was found to fit"
+    yield f"row 1: {'; '.join(limits[0])}"
+    for reason, number in found.not_predicted.items():
+        yield f"memory not predicted for {number}: {reason}"
+    if found.is_cut:
+        yield "the search ended after the memory of so many layouts: others may fit, too"
+    if options.explain is not None:
+        yield from _explained(found.rows[options.explain - 1], limits[options.explain - 1], options, cluster)
+    if options.quick:
+        yield "memory is estimated within 10%: a layout near the limit may not fit; without --quick it is predicted"
+    yield f"{sustained_in_words(cluster.spec)}; times are simulated, not measured: docs/plan.md has published runs"
+
+
+def _batches(options: PlanOptions, config: TrainConfig, layouts: Layouts, found: Found) -> Iterator[str]:
+    """Yields the tokens of a step where they differ from the request, and why the configured layout is no row."""
+    run = found.rows[0].run
+    steps = {row.run.step_tokens for row in found.rows}
+    if len(steps) > 1:
+        yield ("the config has no global batch, so steps have different tokens; --global-batch compares equal ones")
+    elif options.global_batch is not None and steps != {options.asked_tokens}:
+        yield (
+            f"--global-batch {options.global_batch}: a step has {run.step_tokens:,} tokens, "
+            f"{run.step_tokens // run.seq_len:,} sequences of {run.seq_len:,}, the nearest that divide"
+        )
+    if layouts.configured_refusal:
+        yield f"the configured layout is no row: {layouts.configured_refusal}"
+
+
+def _cells(number: int, row: Row, cluster: Cluster) -> tuple[str, ...]:
+    waits = 1 - row.timeline.busy_s("compute") / row.timeline.seconds
+    layout = row.candidate.layout
+    return (
+        f"{number}{'*' if row.candidate.is_configured else ''}",
+        row.candidate.precision,
+        _product(layout.shard, layout.replicate),
+        _product(layout.tensor, layout.expert),
+        row.candidate.gathered_words,
+        f"{row.run.local_batch}x{row.run.micro_batches}",
+        row.candidate.saved_words,
+        f"{row.peak.bytes / 2**30:.1f}",
+        _thousands(row.run.step_tokens),
+        f"{row.seconds:.3g}",
+        f"{row.tokens_per_s:,.0f}",
+        f"{100 * share_of_peak(row.run, row.seconds, cluster.spec):.0f}",
+        f"{100 * waits:.0f}",
+    )
+
+
+def _thousands(tokens: int) -> str:
+    return f"{tokens / 1e6:.3g}M" if tokens >= 999_500 else f"{tokens / 1e3:.3g}k"
+
+
+def _product(degree: int, other: int) -> str:
+    return f"{degree}x{other}" if other > 1 else str(degree)
+
+
+def _explained(row: Row, limits: list[str], options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:
+    yield f"row {options.explain}: {row.candidate.precision}, {row.candidate.words}"
+    yield from (f"  {sentence}" for sentence in limits)
+    numbers = ("sent GB", "busy s", "hidden s", "waited for s")
+    links = [
+        (
+            link.name,
+            f"{link.sent_bytes / 1e9:.2f}",
+            *(f"{s:.3f}" for s in (link.busy_s, link.busy_s - link.exposed_s, link.exposed_s)),
+        )
+        for link in links_of(row.timeline)
+    ]
+    if links:
+        yield make_table("Links in a step", ("link", *numbers), rows=links, right=numbers)
+    kinds: dict[str, float] = {}
+    for span in row.timeline.spans:
+        kinds[span.task.kind] = kinds.get(span.task.kind, 0.0) + span.end_s - span.start_s
+    parts = [(name.replace("_", "-"), f"{s:.3f}", f"{s / row.timeline.seconds:.1%}") for name, s in kinds.items() if s]
+    yield make_table("Seconds of a step", ("what", "s", "of the step"), rows=parts, right=("s", "of the step"))
+    if options.ledger:
+        yield _counted(row, cluster)
+
+
+def _counted(row: Row, cluster: Cluster) -> str:
+    """The times of a row's block and step by the kernels that are counted, beside those by formulas."""
+    try:
+        with working("compiling the block of the row"):
+            costs = counted_costs(row.candidate.config, row.run.ranks, row.run, cluster)
+    except NotImplementedError as error:
+        return f"the kernels of its block are not counted: {error}"
+    seconds, _ = simulated(row.run, cluster, costs)
+    both = zip(("forward", "backward"), costs.block, Costs.of(row.run, cluster).block, strict=False)
+    blocks = [f"{name} {1e3 * counted:.2f} ms ({1e3 * modelled:.2f})" for name, counted, modelled in both]
+    tokens_per_s = row.run.step_tokens / seconds / row.run.ranks
+    return (
+        f"by the kernels that its compiled block launches, and by formulas in brackets: {', '.join(blocks)}, a step "
+        f"{seconds:.3g} s ({row.seconds:.3g}), {tokens_per_s:,.0f} tokens/s per GPU ({row.tokens_per_s:,.0f})"
+    )
+
+
+def _write(options: PlanOptions, found: Found, limits: list[list[str]], cluster: Cluster) -> None:
+    files = [Path(options.output)]
+    rows = [_json_of(row, words, cluster) for row, words in zip(found.rows, limits, strict=True)]
+    save({"options": asdict(options), "rows": rows}, files[0])
+    if options.explain is not None:
+        row = found.rows[options.explain - 1]
+        files.append(Path(options.png))
+        files[-1].parent.mkdir(parents=True, exist_ok=True)
+        draw_step(row.timeline, files[-1], title=f"{row.candidate.precision}, {row.candidate.words}")
+    if options.write is not None:
+        row = found.rows[options.row - 1]
+        comment = (
+            f"{row.candidate.precision} on {options.gpus} x {cluster.spec.name}: {row.candidate.words}.\n"
+            f"Predicted peak {row.peak.bytes / 2**30:.1f} GiB; simulated {row.tokens_per_s:,.0f} tokens/s per GPU."
+        )
+        with bad_input():
+            files += write_run(
+                row.candidate.config, options.gpus, options.nodes_of, Path(options.write), comment=comment
+            )
+    for file in files:
+        print(f"saved {file}")
+
+
+def _json_of(row: Row, limits: list[str], cluster: Cluster) -> dict[str, Any]:
+    return {
+        "precision": row.candidate.precision,
+        "mesh": row.candidate.layout.mesh,
+        "expert_parallel": row.candidate.layout.expert,
+        "peak_bytes": row.peak.bytes,
+        "step_seconds": row.seconds,
+        "tokens_per_second_per_gpu": row.tokens_per_s,
+        "step_tokens": row.run.step_tokens,
+        "mfu": share_of_peak(row.run, row.seconds, cluster.spec),
+        "links": [asdict(link) for link in links_of(row.timeline)],
+        "limits": limits,
+        "is_configured": row.candidate.is_configured,
+        "config": asdict(row.candidate.config),
+    }

@@ -1,0 +1,40 @@
+"""`quaver prepare-data [CONFIG.toml] [--section.field value ...]`: tokenizes the text ahead of a run."""
+
+from dataclasses import dataclass, field
+
+from quaver.lab.cli.errors import bad_input
+from quaver.lab.data import load_data
+from quaver.lab.settings import Data
+from quaver.lab.settings.config_file import load_config, parse_arguments
+from quaver.lab.settings.fields import Settings
+from quaver.lab.settings.flags import exit_after_help
+from quaver.lab.trainer.display import ShownProgress
+
+
+@dataclass(frozen=True)
+class PrepareData(Settings):
+    """Tokenize the text of a run into data.cache_folder, where `quaver train` with the same [data] section finds it.
+    Cached tokens are checked against their digests, and made again if they are damaged. The other flags of `quaver
+    train` are accepted too.
+    """
+
+    data: Data = field(default_factory=Data)
+
+
+def run(argv: list[str]) -> int:
+    """Make or check the tokens as `argv` says and print their number; 0 when done, 2 for bad input."""
+    exit_after_help(PrepareData, argv, prog="quaver prepare-data [CONFIG.toml]")
+    with bad_input():
+        config_path, flags = parse_arguments(argv)
+        data = load_data(load_config(config_path, flags), ShownProgress(), check=True)
+    origin = data.origin
+    print(f"source       {origin['path']}: {origin['files']:,} files, {origin['other_files']:,} others not read")
+    print(f"tokenizer    {origin['tokenizer']}: {origin['vocab_size']:,} tokens, {origin['eos_id']} ends a document")
+    for split in ("train", "validation"):
+        print(f"{split:<12} {origin[f'{split}_documents']:,} documents, {origin[f'{split}_tokens']:,} tokens")
+    print(f"left out     {origin['empty']:,} empty, {origin['corrupt']:,} corrupt")
+    for place in origin["corrupt_places"]:
+        print(f"  {place}")
+    print(f"sha256       {origin['sha256']}")
+    print(f"cached in    {origin['cache']}")
+    return 0

@@ -1,0 +1,88 @@
+"""`quaver report RUN [RUN2 ...] [--html FILE] [--png FILE]`."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from quaver.lab.bench.results import writable
+from quaver.lab.bench.working import working
+from quaver.lab.cli.console import make_table, show
+from quaver.lab.cli.errors import EXIT_NOT_WRITTEN, bad_input, print_error
+from quaver.lab.report.facts import facts_of, headline
+from quaver.lab.report.page import write_report
+from quaver.lab.report.picture import draw_report
+from quaver.lab.report.run import RunData, read_runs
+from quaver.lab.settings.fields import NotNegative, Settings, argument, expanded, setting
+from quaver.lab.settings.flags import parse_options
+
+_PAGE = "report.html"
+
+
+@dataclass(frozen=True)
+class Options(Settings):
+    """Show what happened in a run, whether its float8 numerics are healthy, and if not, which layer and since when:
+    as a page that needs no network, and in a few lines here. Several runs stand side by side.
+    """
+
+    runs: tuple[str, ...] = argument("folders of quaver train, or numerics.jsonl files of quaver.monitor")
+    html: str | None = setting(None, "File of the page; report.html in the folder of the first run by default.")
+    png: str | None = setting(None, "File of a picture, for where there is no browser.")
+    top: NotNegative = setting(10, "Alarms to print of each run.")
+
+    def check(self) -> None:
+        """Refuse a picture of another kind, and one run twice."""
+        if self.png is not None and not self.png.endswith(".png"):
+            raise ValueError(f"--png must be a file whose name ends with .png, got {self.png!r}")
+        twice = [run for run in self.runs if self.runs.count(run) > 1]
+        if twice:
+            raise ValueError(f"expected different runs, got {twice[0]!r} twice")
+
+
+def run(argv: list[str]) -> int:
+    """Print and write the report of runs; 0, 2 for bad input, 4 where a file cannot be written."""
+    with bad_input():
+        options = parse_options(Options, argv, prog="quaver report RUN [RUN2 ...]")
+        paths = [expanded(each) for each in options.runs]
+        with working("reading runs"):
+            runs = read_runs(paths)
+        first = paths[0] if paths[0].is_dir() else paths[0].parent
+        page = writable(first / _PAGE if options.html is None else expanded(options.html), "--html")
+        image = None if options.png is None else writable(expanded(options.png), "--png")
+    show(_views(runs, options.top))
+    files = {page: write_report} | ({} if image is None else {image: draw_report})
+    for file, write in files.items():
+        try:
+            with working(f"writing {file}"):
+                write(file, runs)
+        except OSError as error:
+            print_error(f"cannot write {file}: {error.strerror or error}")
+            return EXIT_NOT_WRITTEN
+        print(f"saved {file}")
+    return 0
+
+
+def _views(runs: Sequence[RunData], top: int) -> Iterator[str | Table]:
+    """Whether each run is healthy, numbers by run, and alarms."""
+    for each in runs:
+        yield f"{each.label}: {headline(each)}"
+        yield from (f"{each.label}: {note}" for note in each.notes)
+    facts = [dict(facts_of(each)) for each in runs]
+    names = dict.fromkeys(name for found in facts for name in found)
+    labels = [each.label for each in runs]
+    rows = ([name, *(found.get(name, "") for found in facts)] for name in names)
+    yield make_table(None, ("", *labels), rows=rows, wrapped=labels)
+    for each in runs:
+        if each.alarms and top:
+            yield _alarm_table(each, top)
+
+
+def _alarm_table(found: RunData, top: int) -> Table:
+    rows = []
+    for alarm in found.alarms[:top]:
+        until = "" if alarm["until"] is None else f" to {alarm['until']:,}"
+        rows.append((f"{alarm['since']:,}{until}", alarm["rule"], alarm["message"], "\n".join(alarm["remedies"])))
+    more = f", the first {top:,}" if len(found.alarms) > top else ""
+    title = f"{len(found.alarms):,} alarm{'s' * (len(found.alarms) > 1)} of {found.label}{more}"
+    columns = ("since step", "rule", "what", "what would help")
+    return make_table(title, columns, rows=rows, wrapped=columns[2:])

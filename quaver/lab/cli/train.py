@@ -1,0 +1,98 @@
+"""`quaver train [CONFIG.toml] [--section.field value ...]`, in one process or in each that torchrun starts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from quaver.lab.cli.dry_run import DryRunOptions, print_dry_run
+from quaver.lab.cli.errors import (
+    BAD_INPUT,
+    EXIT_ALARM,
+    EXIT_BAD_INPUT,
+    EXIT_INTERRUPTED,
+    EXIT_NONFINITE,
+    EXIT_NOT_WRITTEN,
+    bad_input,
+    print_error,
+)
+from quaver.lab.runs.errors import CheckpointError, OutputError
+from quaver.lab.settings.config_file import TrainFlags, load_config, parse_arguments
+from quaver.lab.settings.flags import exit_after_help, split_options
+from quaver.lab.trainer.nonfinite import NonFiniteError
+from quaver.lab.trainer.run_setup import RunSetup, open_folder, set_up_run
+from quaver.lab.trainer.train import build, train
+from quaver.runtime.ranks import Ranks, read_ranks
+
+
+@dataclass(frozen=True)
+class Train(DryRunOptions, TrainFlags):
+    """Train a Llama in float8. Flags win over CONFIG.toml."""
+
+
+def run(argv: list[str]) -> int:
+    """Train as `argv` says; 0 when finished, 2 for bad input, 3 for a non-finite loss, 4 if a checkpoint or another
+    file cannot be written, 5 where an alarm stopped the run, 130 after Ctrl-C or SIGTERM.
+
+    All ranks return the same code, and only the first one prints.
+    """
+    with bad_input():
+        ranks = read_ranks()
+    if "--help" in argv or "-h" in argv:
+        if ranks.is_first:
+            exit_after_help(Train, argv, prog="quaver train [CONFIG.toml]")
+        return 0
+    with _agreed_input(ranks):
+        options, words = split_options(DryRunOptions, argv, prog="quaver train")
+        if options.ranks != 1 and not options.dry_run:
+            raise ValueError("--ranks is for --dry-run; start a run on many processes with torchrun")
+    if options.dry_run:
+        return print_dry_run(words, options.ranks)
+    with _agreed_input(ranks) as told:
+        config_path, flags = parse_arguments(words, Train)
+        plan = set_up_run(load_config(config_path, flags), ranks)
+        told.append(plan.fingerprint)
+    try:
+        with _agreed_input(ranks):
+            open_folder(plan)
+        with ranks.process_group(plan.device, plan.config.comm.train_timeout_seconds):
+            return _train(plan)
+    except KeyboardInterrupt:
+        if ranks.is_first:
+            raise
+        return EXIT_INTERRUPTED
+    finally:
+        plan.release()
+
+
+@contextmanager
+def _agreed_input(ranks: Ranks) -> Iterator[list[str]]:
+    """Leave the block once every rank has; if the input was bad on one, with SystemExit(2) on all and one line.
+
+    The ranks compare the strings that the block appends to the list.
+    """
+    told: list[str] = []
+    error = None
+    try:
+        yield told
+    except BAD_INPUT as found:
+        error = found
+    verdict = ranks.agree(str(error or ""), "".join(told))
+    if verdict:
+        if ranks.is_first:
+            print_error(verdict)
+        raise SystemExit(EXIT_BAD_INPUT) from error
+
+
+def _train(plan: RunSetup) -> int:
+    exit_code = EXIT_BAD_INPUT  # of a checkpoint that cannot be resumed
+    try:
+        run = build(plan)
+        exit_code = EXIT_NOT_WRITTEN
+        summary = train(run)
+    except (NonFiniteError, CheckpointError, OutputError) as error:
+        if plan.ranks.is_first:
+            print_error(error)
+        if isinstance(error, NonFiniteError):
+            return EXIT_NONFINITE
+        return EXIT_NOT_WRITTEN if isinstance(error, OutputError) else exit_code
+    return {"interrupted": EXIT_INTERRUPTED, "alarm": EXIT_ALARM}.get(summary["status"], 0)

@@ -1,0 +1,148 @@
+"""The token cache: the tokens of a source and a tokenizer are made once, by one process, while others wait."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from quaver.lab.data.progress import Advance, CacheProgress
+from quaver.lab.data.source import Source
+from quaver.lab.data.token_files import ENTRY, FORMAT, DamagedEntryError, Entry, check_content, open_entry, writing
+from quaver.lab.data.tokenizer import Tokenizer
+from quaver.lab.settings import require
+from quaver.lab.settings.fields import expanded
+
+STAMP = "checked.json"
+"""In an entry: what `_stamp` returned when its files were written or read whole."""
+
+Build = Callable[[Path, Advance], None]
+"""Writes an entry into a folder and reports the bytes of the source that it reads."""
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """The entry of one source and tokenizer, in `folder`/`key`."""
+
+    folder: Path
+    key: str
+    tokenizer: Tokenizer
+    progress: CacheProgress = field(default_factory=CacheProgress)
+
+    @property
+    def entry_folder(self) -> Path:
+        """The place of the entry."""
+        return self.folder / self.key
+
+    def get(self, build: Build, label: str, total_bytes: int, *, check: bool = False) -> Entry:
+        """Return the entry, made by `build` if it is not there; `label` is shown meanwhile.
+
+        Of several processes that ask at once, one builds. A damaged entry is made again. An entry is read whole to be
+        checked where its files are not those that this cache wrote or checked before, or with `check`; see `_stamp`. An
+        entry that is whole needs no right to write.
+
+        Raises:
+            ValueError: if the folder belongs to another user and this one may write it.
+            OSError: if the folder cannot be written or the disk is full; nothing half-written stays.
+        """
+        self._check_owner()
+        entry = self._open(check, CacheProgress())
+        if entry is not None:
+            return entry
+        lock = FileLock(self.folder / f"{self.key}.lock")
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                self._wait(lock)
+        try:
+            entry = self._open(check, self.progress)
+            if entry is None:
+                with self.progress.reading(label, total_bytes) as advance:
+                    self._make(build, advance)
+                entry = open_entry(self.entry_folder)
+        finally:
+            lock.release()
+        return entry
+
+    def _open(self, check: bool, progress: CacheProgress) -> Entry | None:
+        try:
+            entry = open_entry(self.entry_folder)
+            for name in ("vocab_size", "eos_id"):
+                if entry.about[name] != getattr(self.tokenizer, name):
+                    raise DamagedEntryError(f"{ENTRY} has the {name} of another tokenizer")
+            if check or not self._is_checked():
+                check_content(self.entry_folder, entry, self.tokenizer.vocab_size)
+                with suppress(OSError):  # a folder that is read-only is checked each time
+                    self._write_stamp()
+        except FileNotFoundError:
+            return None
+        except DamagedEntryError as error:
+            progress.say(f"the tokens in {self.entry_folder} are damaged ({error}); making them again")
+            return None
+        return entry
+
+    def _check_owner(self) -> None:
+        """Refuse a folder into which another user can write tokens under the name that this run computes."""
+        if os.name != "posix" or os.getuid() == 0 or not self.folder.exists():
+            return
+        belongs = self.folder.stat().st_uid in (os.getuid(), 0)
+        what = "a folder that belongs to you, or that you cannot write"
+        require(belongs or not os.access(self.folder, os.W_OK), "data.cache_folder", what, str(self.folder))
+
+    def _stamp(self) -> str:
+        """Sizes, times and numbers of the files: every write changes a ctime, which programs cannot set back."""
+        status = {path.name: path.stat() for path in sorted(self.entry_folder.iterdir()) if path.name != STAMP}
+        found = {name: [each.st_size, each.st_ctime_ns, each.st_ino] for name, each in status.items()}
+        return json.dumps(found)
+
+    def _is_checked(self) -> bool:
+        path = self.entry_folder / STAMP
+        return path.is_file() and path.read_bytes() == self._stamp().encode()
+
+    def _write_stamp(self) -> None:
+        (self.entry_folder / STAMP).write_text(self._stamp(), encoding="utf-8")
+
+    def _wait(self, lock: FileLock) -> None:
+        self.progress.say("waiting for another process, which makes the tokens")
+        lock.acquire()
+
+    def _make(self, build: Build, advance: Advance) -> None:
+        """Build aside, then rename: an entry is whole or absent."""
+        partial = self.folder / f"{self.key}.partial"
+        try:
+            with writing(self.folder):
+                _remove(partial)  # left by a process that was killed
+                partial.mkdir()
+            build(partial, advance)
+            with writing(self.folder):
+                _remove(self.entry_folder)
+                partial.rename(self.entry_folder)
+                self._write_stamp()
+        finally:
+            _remove(partial)
+
+
+def cache_key(source: Source, tokenizer: Tokenizer) -> str:
+    """Return the name of the entry: it changes with the files (names, sizes, times), the tokenizer, and the format."""
+    identity = json.dumps([FORMAT, source.identity, tokenizer.digest])
+    return hashlib.sha256(identity.encode()).hexdigest()[:32]
+
+
+def cache_folder(setting: str) -> Path:
+    """Return the folder of data.cache_folder; if that is empty, quaver/tokens in $XDG_CACHE_HOME or ~/.cache."""
+    if setting:
+        return expanded(setting)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "quaver" / "tokens"
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)

@@ -1,0 +1,126 @@
+"""Shared types of all sources of text: files, pieces of documents, and an account of the items that are not text."""
+
+import os
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+from quaver.lab.settings.fields import expanded
+
+TRAIN, VALIDATION = "train", "validation"
+SPLITS = (TRAIN, VALIDATION)
+
+PLACES_LISTED = 5
+"""The account lists the places of this many corrupt items and counts the others."""
+
+NUL = "\0"
+"""No text contains it, so it can end a document with the byte tokenizer."""
+
+STDLIB = "stdlib"
+
+STDLIB_SKIPPED = frozenset(
+    {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+    | {"pydoc_data", "encodings", "ensurepip"}
+)
+"""Folders of the standard library that are left out: tests, tables, tools, other packages."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of a source: its name within the source, and its size and modification time."""
+
+    name: str
+    path: Path
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, name: str, path: Path) -> "SourceFile":
+        """The file at `path` as it is now. Raises OSError if `stat` fails."""
+        found = path.stat()
+        return cls(name, path, found.st_size, found.st_mtime_ns)
+
+    @property
+    def identity(self) -> tuple[str, int, int]:
+        """Differs between versions of the file."""
+        return self.name, self.size, self.mtime_ns
+
+
+def find_files(path: str) -> list[SourceFile]:
+    """Return the files of `data.path` sorted by name. Hidden folders are left out, links to folders not followed.
+
+    Raises:
+        FileNotFoundError: if the path does not exist.
+        OSError: if a folder cannot be read.
+    """
+    is_library = path == STDLIB
+    root = Path(sysconfig.get_paths()["stdlib"]) if is_library else expanded(path)
+    if not root.exists():
+        raise FileNotFoundError(f"data.path {path!r} does not exist; give stdlib, a text file or a folder")
+    if root.is_file():
+        return [SourceFile.of(root.name, root)]
+    found = []
+    for folder, folders, names in os.walk(root, onerror=_raise):
+        folders[:] = [name for name in folders if not (name in STDLIB_SKIPPED if is_library else name.startswith("."))]
+        paths = [Path(folder, name) for name in names if not is_library or _is_library_source(name)]
+        found += [SourceFile.of(file.relative_to(root).as_posix(), file) for file in paths if file.is_file()]
+    return sorted(found, key=lambda file: file.name)
+
+
+def _is_library_source(name: str) -> bool:
+    # _sysconfigdata contains paths of the machine that built Python.
+    return name.endswith(".py") and not name.startswith("_sysconfigdata")
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+class Piece(NamedTuple):
+    """Text of one document of a split. A long document is several pieces, which are tokenized separately."""
+
+    split: str
+    text: str
+    ends_document: bool = True
+
+
+@dataclass
+class Account:
+    """Counts the items of a source that are not documents."""
+
+    refuse: bool = False
+    empty: int = 0
+    corrupt: int = 0
+    corrupt_places: list[str] = field(default_factory=list)
+
+    def add_corrupt(self, place: str, reason: str) -> None:
+        """Count the item at `place` (file, or file:line) as corrupt; with `refuse`, raise ValueError."""
+        if self.refuse:
+            raise refusal(f"{place}: {reason}")
+        self.corrupt += 1
+        if len(self.corrupt_places) < PLACES_LISTED:
+            self.corrupt_places.append(f"{place}: {reason}")
+
+    def is_text(self, place: str, value: Any) -> TypeGuard[str]:
+        """Whether `value` is a non-empty string of Unicode without NUL; if not, count it as empty or corrupt."""
+        reason = ""
+        if not isinstance(value, str):
+            reason = f"expected a string, got {type(value).__name__}"
+        elif NUL in value:
+            reason = "the text contains a 0 byte"
+        else:
+            try:
+                value.encode("utf-8")
+            except UnicodeEncodeError as error:
+                reason = f"the text is not Unicode: {error.reason}"
+        if reason:
+            self.add_corrupt(place, reason)
+        elif not value:
+            self.empty += 1
+        return not reason and bool(value)
+
+
+def refusal(what: str) -> ValueError:
+    """The error for corrupt data under data.on_corrupt = "refuse"."""
+    return ValueError(f"{what}; repair or remove it, or set data.on_corrupt to skip")

@@ -1,0 +1,130 @@
+"""From a config to tokens: finds the source and the tokenizer, makes or opens the cache entry, and checks it."""
+
+import hashlib
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from quaver.lab.data.cache import TokenCache, cache_folder, cache_key
+from quaver.lab.data.documents import SPLITS, STDLIB, Account, Piece, refusal
+from quaver.lab.data.progress import Advance, CacheProgress
+from quaver.lab.data.samples import TokenData
+from quaver.lab.data.source import Source, find_source
+from quaver.lab.data.token_files import FORMAT, Entry, split_writers, token_dtype, write_about, writing
+from quaver.lab.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from quaver.lab.settings import Data, TrainConfig
+
+ENCODE_CHARACTERS = 1 << 22
+"""Text is tokenized in batches of about this size, on several threads if the tokenizer has them."""
+
+
+def load_data(config: TrainConfig, progress: CacheProgress | None = None, *, check: bool = False) -> TokenData:
+    """Return the tokens of `config.data`, from the cache or made now. Every rank may call it; one makes them.
+
+    Args:
+        progress: shows what happens while the tokens are made; None for nothing.
+        check: read the whole cache entry and compare it with its digests.
+    Raises:
+        FileNotFoundError: if data.path or data.tokenizer does not exist.
+        OSError: if a file cannot be read or the cache not written.
+        ValueError: no text, a split not longer than one sequence, corrupt data if that is refused, a file that is not a
+            tokenizer, or a tokenizer with more tokens than the model.
+    """
+    data = config.data
+    tokenizer = load_tokenizer(data)
+    check_vocabulary(tokenizer, data, config.model)
+    source = find_source(data)
+    cache = TokenCache(
+        cache_folder(data.cache_folder), cache_key(source, tokenizer), tokenizer, progress or CacheProgress()
+    )
+
+    def build(folder: Path, advance: Advance) -> None:
+        _build(folder, source, tokenizer, data, advance)
+
+    entry = cache.get(build, f"making tokens of {data.path}", source.total_bytes, check=check)
+    if entry.about["corrupt"] and data.on_corrupt == "refuse":
+        raise refusal(entry.about["corrupt_places"][0])
+    _check_enough(entry, data, config.training.seq_len)
+    return TokenData(
+        entry.splits["train"], entry.splits["validation"], _origin(entry, source, data, cache), data.document_mask
+    )
+
+
+def _build(folder: Path, source: Source, tokenizer: Tokenizer, data: Data, advance: Advance) -> None:
+    account = Account(refuse=data.on_corrupt == "refuse")
+    dtype = token_dtype(tokenizer.vocab_size)
+    with split_writers(folder, dtype) as writers:
+        for batch in _batched(source.pieces(account, advance)):
+            encoded = tokenizer.encode([piece.text for piece in batch])
+            with writing(folder.parent):
+                for piece, tokens in zip(batch, encoded, strict=True):
+                    writers[piece.split].append(tokens)
+                    if piece.ends_document:
+                        writers[piece.split].end_document(tokenizer.eos_id)
+        with writing(folder.parent):
+            splits = {split: writer.finish() for split, writer in writers.items()}
+    about = {
+        "format": FORMAT,
+        "dtype": dtype.str,
+        "tokenizer": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "empty": account.empty,
+        "corrupt": account.corrupt,
+        "corrupt_places": account.corrupt_places,
+        "splits": splits,
+    }
+    if find_source(data).identity != source.identity:
+        raise ValueError(f"the files of data.path {data.path!r} changed while they were read; try again")
+    with writing(folder.parent):
+        write_about(folder, about)
+
+
+def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece.text) + 1
+        if characters > ENCODE_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    yield batch
+
+
+def _check_enough(entry: Entry, data: Data, seq_len: int) -> None:
+    corrupt, places = entry.about["corrupt"], entry.about["corrupt_places"]
+    skipped = f"; {corrupt} corrupt were skipped, the first at {places[0]}" if corrupt else ""
+    if not any(len(split.ends) for split in entry.splits.values()):
+        raise ValueError(f"data.path {data.path!r} holds no text; give a file or a folder with some{skipped}")
+    for name in SPLITS:
+        count = len(entry.splits[name].tokens)
+        if count <= seq_len:
+            raise ValueError(
+                f"the {name} split of data.path {data.path!r} has {count} tokens, but one sequence needs "
+                f"training.seq_len + 1 = {seq_len + 1}; give more text or a smaller training.seq_len{skipped}"
+            )
+
+
+def _origin(entry: Entry, source: Source, data: Data, cache: TokenCache) -> dict[str, Any]:
+    about = entry.about
+    origin: dict[str, Any] = {
+        "path": data.path,
+        "files": len(source.files),
+        "other_files": source.other_files,
+        **{name: about[name] for name in ("tokenizer", "vocab_size", "eos_id", "empty", "corrupt", "corrupt_places")},
+        **{f"{name}_documents": len(entry.splits[name].ends) for name in SPLITS},
+        **{f"{name}_tokens": len(entry.splits[name].tokens) for name in SPLITS},
+        "sha256": _digest(about),
+        "cache": str(cache.entry_folder),
+    }
+    if data.path == STDLIB:
+        origin["python"] = sys.version.split()[0]
+    return origin
+
+
+def _digest(about: dict[str, Any]) -> str:
+    """One sha256 for the tokens and where documents end in both splits."""
+    digests = [about["splits"][name][part]["sha256"] for name in SPLITS for part in ("tokens", "ends")]
+    return hashlib.sha256("".join([about["dtype"], *digests]).encode()).hexdigest()

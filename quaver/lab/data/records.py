@@ -1,0 +1,116 @@
+"""Files of many documents: JSONL, plain or gzipped, and Parquet. Each yields its texts in order.
+
+docs/design/0016-data.md says why not by `datasets`. pyarrow reads without threads: read ahead, the rows before a
+damaged page come or not as the threads happen to run.
+"""
+
+import gzip
+import importlib.util
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from quaver.lab.data.documents import Account, SourceFile
+from quaver.lab.data.progress import Advance
+
+JSONL = (".jsonl", ".jsonl.gz")
+PARQUET = ".parquet"
+SUFFIXES = (*JSONL, PARQUET)
+
+STRING_TYPES = ("string", "large_string", "string_view")
+"""The names of Arrow's types of text."""
+
+BATCH_ROWS = 1024
+BUFFER_BYTES = 1 << 20
+
+
+def read_records(file: SourceFile, field: str, account: Account, advance: Advance) -> Iterator[str]:
+    """Yield the texts of `file`; a file that breaks off yields what precedes the break.
+
+    Raises:
+        ValueError: for a corrupt item, if `account` refuses them.
+        OSError: if the file cannot be read.
+    """
+    read = _read_parquet if file.name.endswith(PARQUET) else _read_json_lines
+    return read(file, field, account, advance)
+
+
+def require_pyarrow() -> None:
+    """Raise ValueError if pyarrow is not installed."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ValueError("Parquet files need pyarrow, which is not installed; pip install 'quaver[data]'")
+
+
+def _read_json_lines(file: SourceFile, field: str, account: Account, advance: Advance) -> Iterator[str]:
+    done = number = 0
+    with file.path.open("rb") as raw:
+        lines: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if file.name.endswith(".gz") else raw
+        try:
+            for number, line in enumerate(lines, start=1):
+                place = f"{file.name}:{number}"
+                value = _field(line, field, place, account) if line.strip() else None
+                if value is not None and account.is_text(place, value):
+                    yield value
+                advance(raw.tell() - done)
+                done = raw.tell()
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            account.add_corrupt(f"{file.name}:{number + 1}", f"the archive is broken here ({error}), the rest is lost")
+
+
+def _field(line: bytes, field: str, place: str, account: Account) -> Any:
+    """The value of `field` in the JSON object `line`; None, counted as corrupt, if there is none."""
+    try:
+        found = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are both ValueErrors
+        account.add_corrupt(place, f"not JSON ({error})")
+        return None
+    value = found.get(field) if isinstance(found, dict) else None
+    if value is None:
+        what = f"an object without the field {field!r}" if isinstance(found, dict) else f"a {type(found).__name__}"
+        account.add_corrupt(place, f"expected an object with text in the field {field!r}, got {what}")
+    return value
+
+
+def _read_parquet(file: SourceFile, field: str, account: Account, advance: Advance) -> Iterator[str]:
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
+    row = 0
+    try:
+        with file.path.open("rb") as opened:
+            parquet = ParquetFile(opened, buffer_size=BUFFER_BYTES)
+            schema = parquet.schema_arrow
+            has_text = _has_strings(schema, field)
+            if not has_text:
+                columns = ", ".join(schema.names)
+                account.add_corrupt(file.name, f"no column of strings {field!r}; its columns are {columns}")
+            for row, scalar in enumerate(_column(parquet, field) if has_text else (), start=1):
+                place = f"{file.name}:{row}"
+                try:
+                    value = scalar.as_py()
+                except UnicodeDecodeError as error:
+                    account.add_corrupt(place, f"not UTF-8 ({error.reason})")
+                    continue
+                if account.is_text(place, value):
+                    yield value
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the latter for the name of a column
+        if getattr(error, "errno", None) is not None:  # the system's error, not pyarrow's for a page without meaning
+            raise
+        reason = str(error).partition("\n")[0]
+        account.add_corrupt(f"{file.name}:{row + 1}", f"not readable as Parquet ({reason})")
+    advance(file.size)
+
+
+def _has_strings(schema: Any, field: str) -> bool:
+    if schema.names.count(field) != 1:
+        return False
+    kind = schema.field(field).type
+    return str(kind.value_type if str(kind).startswith("dictionary") else kind) in STRING_TYPES
+
+
+def _column(parquet: Any, field: str) -> Iterator[Any]:
+    """Yield the values of a column as Arrow scalars, so that one that is not UTF-8 loses no other."""
+    for group in range(parquet.num_row_groups):
+        for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=[field], use_threads=False):
+            yield from batch.column(0)

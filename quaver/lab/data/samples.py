@@ -1,0 +1,108 @@
+"""Batches of tokens: fixed-length sequences in an endless order, split over the ranks of any layout.
+
+The documents of a split follow each other, each with its end token. Sequence i is the seq_len + 1 tokens from
+i * seq_len on: its last token is the last target, and the first token of sequence i + 1. The rest at the end of the
+split is in no sequence. An epoch takes every sequence once, in an order of its own (order.py); epoch after epoch makes
+one endless stream. A step takes the next numbers of the stream, so a run's position in its data is one count.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quaver.lab.data.order import Integers, stream_indices
+from quaver.lab.data.tokenizer import Tokens
+from quaver.lab.settings import Training, Validation
+from quaver.lab.settings.parallel_dims import ParallelDims
+
+ALONE = ParallelDims()
+"""One process, which takes every batch."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The input of one forward: `tokens` and, one place ahead, `targets`, both int64 [B, T].
+
+    `documents`, int64 [B, T], numbers the documents of each row from 0; None if attention may cross them.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    documents: Tensor | None = None
+
+    def to(self, device: torch.device) -> "Batch":
+        """Return the batch on `device`."""
+        documents = None if self.documents is None else self.documents.to(device)
+        return Batch(self.tokens.to(device), self.targets.to(device), documents)
+
+
+@dataclass(frozen=True)
+class TokenSplit:
+    """`tokens`, 1-d unsigned, and `ends`, int64: where each document ends, its end token included. Memory-mapped."""
+
+    tokens: Tokens
+    ends: Integers
+
+    def sequence_count(self, seq_len: int) -> int:
+        """Sequences of one epoch."""
+        return max(0, len(self.tokens) - 1) // seq_len
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """Two splits and their `origin`, which is JSON-able and goes into the run folder."""
+
+    train: TokenSplit
+    validation: TokenSplit
+    origin: dict[str, Any] = field(repr=False)
+    document_mask: bool = False
+
+    def step_batches(self, training: Training, consumed: int, layout: ParallelDims = ALONE) -> list[Batch]:
+        """Return this rank's micro-batches of the optimizer step that begins with sequence `consumed` of the stream.
+
+        The m-th of data-parallel rank r of n is the one that a single process would compute as number m * n + r.
+
+        Args:
+            consumed: sequences that the steps before took, over all ranks: training.step_batch_size for each.
+        """
+        count = self.train.sequence_count(training.seq_len)
+        indices = stream_indices(consumed, training.step_batch_size, count, training.seed)
+        return self._batches(self.train, indices * training.seq_len, training, layout)
+
+    def validation_batches(
+        self, training: Training, validation: Validation, layout: ParallelDims = ALONE
+    ) -> list[Batch]:
+        """Return this rank's fixed validation batches: windows spread evenly over the validation split.
+
+        Where their number does not divide by the data-parallel ranks, each takes all of them.
+        """
+        count = validation.steps * training.local_batch_size
+        starts = np.linspace(0, len(self.validation.tokens) - training.seq_len - 1, count).astype(np.int64)
+        divides = validation.steps % layout.data_parallel_degree == 0
+        return self._batches(self.validation, starts, training, layout if divides else ALONE)
+
+    def _batches(self, split: TokenSplit, starts: Integers, training: Training, layout: ParallelDims) -> list[Batch]:
+        size = training.local_batch_size
+        every = [starts[first : first + size] for first in range(0, len(starts), size)]
+        mine = every[layout.data_parallel_rank :: layout.data_parallel_degree]
+        return [_batch(split, rows.tolist(), training.seq_len, self.document_mask) for rows in mine]
+
+
+def _batch(split: TokenSplit, starts: Sequence[int], seq_len: int, with_documents: bool) -> Batch:
+    rows = np.stack([split.tokens[start : start + seq_len + 1] for start in starts]).astype(np.int64)
+    sequences = torch.from_numpy(rows)
+    documents = _documents(split, starts, seq_len) if with_documents else None
+    return Batch(sequences[:, :-1], sequences[:, 1:], None if documents is None else torch.from_numpy(documents))
+
+
+def _documents(split: TokenSplit, starts: Sequence[int], seq_len: int) -> Integers:
+    """For each window of `seq_len` tokens: how many documents have ended before each token, from 0 on."""
+    begins = np.zeros((len(starts), seq_len), dtype=np.int64)
+    for row, start in zip(begins, starts, strict=True):
+        first, last = np.searchsorted(split.ends, [start, start + seq_len - 1], side="right")
+        row[split.ends[first:last] - start] = 1
+    return begins.cumsum(axis=1)

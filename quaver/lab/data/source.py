@@ -1,0 +1,69 @@
+"""A source: the files of `data.path` and the documents in them."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quaver.lab.data import records
+from quaver.lab.data.documents import TRAIN, VALIDATION, Account, Piece, SourceFile, find_files
+from quaver.lab.data.progress import Advance
+from quaver.lab.data.text_files import VALIDATION_SHARE, read_texts
+from quaver.lab.settings import Data
+
+
+@dataclass(frozen=True)
+class Source:
+    """`files` are read; `other_files` counts those in the same folder that are not."""
+
+    path: str
+    field: str
+    files: tuple[SourceFile, ...]
+    has_records: bool
+    other_files: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the files on disk."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def identity(self) -> list[object]:
+        """JSON-able; equal for sources with the same documents, judged by names, sizes and times."""
+        return [self.has_records, self.field if self.has_records else "", [file.identity for file in self.files]]
+
+    def pieces(self, account: Account, advance: Advance) -> Iterator[Piece]:
+        """Yield the documents, files in order of their names; `account` counts the items that are not documents.
+
+        Raises:
+            ValueError: for a corrupt item, if `account` refuses them.
+            OSError: if a file cannot be read.
+        """
+        if not self.has_records:
+            yield from read_texts(self.files, account, advance)
+            return
+        for file in self.files:
+            for text in records.read_records(file, self.field, account, advance):
+                yield Piece(split_of(text), text)
+
+
+def find_source(data: Data) -> Source:
+    """Return the source that `data` names. Only the list of files is read.
+
+    Raises:
+        FileNotFoundError: if the path does not exist, OSError if a folder cannot be read.
+        ValueError: if pyarrow is missing for Parquet, or data.field is set for plain text.
+    """
+    files = find_files(data.path)
+    found = [file for file in files if file.name.endswith(records.SUFFIXES)]
+    if any(file.name.endswith(records.PARQUET) for file in found):
+        records.require_pyarrow()
+    if not found:
+        data.require_default("field", unless="data.path has JSONL or Parquet files", fix="plain text has no fields")
+    read = found or files
+    return Source(data.path, data.field, tuple(read), bool(found), len(files) - len(read))
+
+
+def split_of(text: str) -> str:
+    """The split of a document of JSONL or Parquet, from its content alone: equal documents share a split."""
+    share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+    return VALIDATION if share < VALIDATION_SHARE else TRAIN

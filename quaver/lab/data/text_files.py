@@ -1,0 +1,100 @@
+"""Plain text: each file is a document; a single file is cut in two, the second part for validation."""
+
+import codecs
+import hashlib
+from collections.abc import Iterator, Sequence
+
+from quaver.lab.data.documents import TRAIN, VALIDATION, Account, Piece, SourceFile
+from quaver.lab.data.progress import Advance
+
+VALIDATION_SHARE = 0.1
+"""Share of the files (of the bytes, for a single file) that is held out for validation."""
+
+READ_BYTES = 1 << 20
+"""Bytes of one read, and about the characters of one piece."""
+
+_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+def read_texts(files: Sequence[SourceFile], account: Account, advance: Advance) -> Iterator[Piece]:
+    """Yield the documents of text files in order of their names.
+
+    A tenth of the files is held out: those with the least sha256 of their names, among the files that are text. So
+    every file is read twice; `advance` counts the second time.
+    """
+    texts = [file for file in files if _is_text(file, account)]
+    if len(texts) == 1:
+        (file,) = texts
+        cut = _character_start(file, file.size - int(file.size * VALIDATION_SHARE))
+        yield from _pieces(TRAIN, file, 0, cut, advance)
+        yield from _pieces(VALIDATION, file, cut, file.size, advance)
+        return
+    by_hash = sorted((file.name for file in texts), key=lambda name: hashlib.sha256(name.encode()).digest())
+    held_out = set(by_hash[: max(1, round(len(texts) * VALIDATION_SHARE))])
+    for file in texts:
+        yield from _pieces(VALIDATION if file.name in held_out else TRAIN, file, 0, file.size, advance)
+
+
+def _is_text(file: SourceFile, account: Account) -> bool:
+    if file.size == 0:
+        account.empty += 1
+        return False
+    decoder = _decoder()
+    try:
+        for chunk in _chunks(file, 0, file.size):
+            if b"\0" in chunk:
+                account.add_corrupt(file.name, "a 0 byte, so not text")
+                return False
+            decoder.decode(chunk)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        account.add_corrupt(file.name, f"not UTF-8 ({error.reason})")
+        return False
+    return True
+
+
+def _character_start(file: SourceFile, position: int) -> int:
+    """The last byte at or before `position` that begins a UTF-8 character, or the end of the file."""
+    while position < file.size and next(iter(_chunks(file, position, position + 1)))[0] & 0xC0 == 0x80:
+        position -= 1
+    return position
+
+
+def _chunks(file: SourceFile, start: int, end: int) -> Iterator[bytes]:
+    with file.path.open("rb") as opened:
+        opened.seek(start)
+        while chunk := opened.read(min(READ_BYTES, end - start)):
+            start += len(chunk)
+            yield chunk
+    if start < end:
+        raise OSError(f"{str(file.path)!r} became shorter while it was read; begin again when nothing writes it")
+
+
+def _pieces(split: str, file: SourceFile, start: int, end: int, advance: Advance) -> Iterator[Piece]:
+    """Yield the text of bytes `start` to `end` as one document, in pieces that end where tokens end: see `_seam`."""
+    if start == end:
+        return
+    decoder, rest = _decoder(), ""
+    for chunk in _chunks(file, start, end):
+        advance(len(chunk))
+        rest += decoder.decode(chunk)
+        if len(rest) > READ_BYTES:
+            seam = _seam(rest)
+            yield Piece(split, rest[:seam], ends_document=False)
+            rest = rest[seam:]
+    yield Piece(split, rest + decoder.decode(b"", final=True))
+
+
+def _seam(text: str) -> int:
+    """Where to cut a long text: after the last line break between two characters that are not space.
+
+    The split patterns of GPT-2, Llama 3 and similar tokenizers never join characters across such a place and look no
+    further ahead, so the tokens are those of the uncut text. Without such a place, the line break may follow space, as
+    between paragraphs (exact with Llama 3's pattern); without that, the text is cut at its end.
+    """
+    for may_follow_space in (False, True):
+        end = len(text) - 1
+        while (end := text.rfind("\n", 1, end)) > 0:
+            if not text[end + 1].isspace() and (may_follow_space or not text[end - 1].isspace()):
+                return end + 1
+    return len(text)

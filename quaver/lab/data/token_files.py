@@ -1,0 +1,201 @@
+"""The files of one cache entry: how they are written, opened without being read, and checked.
+
+An entry is a folder:
+
+    train.tokens, validation.tokens    the tokens, little-endian, in the smallest of 1, 2 or 4 bytes that holds them
+    train.ends, validation.ends        int64: where each document ends, its end token included
+    entry.json                         counts, sha256 of each file, what was left out; written last
+
+A sequence may span documents, so a memory map of one flat array reads it in one slice (docs/design/0016-data.md).
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
+from quaver.lab.data.documents import SPLITS
+from quaver.lab.data.samples import TokenSplit
+from quaver.lab.data.tokenizer import Tokens
+from quaver.lab.settings.fields import NotNegative
+from quaver.lab.settings.json_file import STRICT, read_json
+
+FORMAT = 1
+"""Version of this layout and of how sources become tokens: raise it when either changes."""
+
+ENTRY = "entry.json"
+PARTS = ("tokens", "ends")
+ENDS_DTYPE = np.dtype("<i8")
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Report an OSError inside the block as one of writing the cache in `folder`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise type(error)(
+            f"cannot write tokens to {str(folder)!r}: {reason}; give another data.cache_folder"
+        ) from error
+
+
+def token_dtype(vocab_size: int) -> "np.dtype[Any]":
+    """The smallest unsigned dtype for tokens below `vocab_size`."""
+    return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
+
+
+class SplitWriter:
+    """Writes the two files of a split from front to end, and computes their sha256."""
+
+    def __init__(self, tokens: IO[bytes], ends: IO[bytes], dtype: "np.dtype[Any]") -> None:
+        self._files, self._dtypes = (tokens, ends), (dtype, ENDS_DTYPE)
+        self._items, self._digests = [0, 0], (hashlib.sha256(), hashlib.sha256())
+
+    def append(self, tokens: Tokens) -> None:
+        """Write the next tokens."""
+        self._write(0, tokens)
+
+    def end_document(self, eos_id: int) -> None:
+        """Write the end token, and where the document ends."""
+        self._write(0, [eos_id])
+        self._write(1, [self._items[0]])
+
+    def _write(self, part: int, values: Tokens | Sequence[int]) -> None:
+        content = np.asarray(values).astype(self._dtypes[part]).tobytes()
+        self._files[part].write(content)
+        self._digests[part].update(content)
+        self._items[part] += len(values)
+
+    def finish(self) -> dict[str, Any]:
+        """Flush to the disk; return the part of entry.json about this split."""
+        for opened in self._files:
+            opened.flush()
+            os.fsync(opened.fileno())
+        found = zip(PARTS, self._items, self._digests, strict=True)
+        return {part: {"items": items, "sha256": digest.hexdigest()} for part, items, digest in found}
+
+
+@contextmanager
+def split_writers(folder: Path, dtype: "np.dtype[Any]") -> Iterator[dict[str, SplitWriter]]:
+    """Open the files of every split for writing, in `folder`, which exists."""
+    stack = ExitStack()
+    try:
+        with writing(folder.parent):
+            writers = {}
+            for split in SPLITS:
+                tokens, ends = (stack.enter_context((folder / f"{split}.{part}").open("wb")) for part in PARTS)
+                writers[split] = SplitWriter(tokens, ends, dtype)
+        yield writers
+    finally:
+        with writing(folder.parent):  # closing flushes the buffers
+            stack.close()
+
+
+class _Part(TypedDict):
+    items: NotNegative
+    sha256: str
+
+
+class _Split(TypedDict):
+    tokens: _Part
+    ends: _Part
+
+
+class _Splits(TypedDict):
+    train: _Split
+    validation: _Split
+
+
+class _About(TypedDict):
+    """The content of entry.json."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    format: Literal[1]  # FORMAT
+    dtype: Literal["|u1", "<u2", "<u4"]
+    """A dtype that `token_dtype` returns, and no other: numpy follows the bytes of an object array as addresses."""
+    tokenizer: str
+    vocab_size: NotNegative
+    eos_id: NotNegative
+    empty: NotNegative
+    corrupt: NotNegative
+    corrupt_places: list[str]
+    splits: _Splits
+
+
+_ABOUT = TypeAdapter(_About)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An opened entry. Its splits are memory-mapped, so only the tokens that are used are read."""
+
+    splits: dict[str, TokenSplit]
+    about: dict[str, Any]
+
+
+class DamagedEntryError(Exception):
+    """An entry that differs from its entry.json; the message says where."""
+
+
+def write_about(folder: Path, about: dict[str, Any]) -> None:
+    """Write entry.json, the last file of an entry."""
+    with (folder / ENTRY).open("w", encoding="utf-8") as opened:
+        json.dump(about, opened, indent=2)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def open_entry(folder: Path) -> Entry:
+    """Open the entry in `folder`. Reads entry.json and the sizes of the files, not the files.
+
+    Raises:
+        FileNotFoundError: if there is no folder.
+        DamagedEntryError: if a file is missing or has another size, or entry.json is not what `write_about` wrote.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(folder)
+    try:
+        found = read_json(folder / ENTRY, _ABOUT, "")
+        about: dict[str, Any] = {**found}
+        if about["corrupt"] and not about["corrupt_places"]:
+            raise DamagedEntryError(f"{ENTRY} has corrupt items without a place")
+        dtype = np.dtype(about["dtype"])
+        splits = {}
+        for split in SPLITS:
+            expected = about["splits"][split]
+            tokens = _mapped(folder / f"{split}.tokens", dtype, expected["tokens"]["items"])
+            splits[split] = TokenSplit(tokens, _mapped(folder / f"{split}.ends", ENDS_DTYPE, expected["ends"]["items"]))
+    except (ValueError, FileNotFoundError) as error:
+        raise DamagedEntryError(str(error).rstrip("; ")) from error
+    return Entry(splits, about)
+
+
+def _mapped(path: Path, dtype: "np.dtype[Any]", items: int) -> Tokens:
+    expected, size = items * dtype.itemsize, path.stat().st_size
+    if size != expected or not path.is_file():
+        raise DamagedEntryError(f"{path.name} has {size} bytes, expected {expected}")
+    return np.memmap(path, dtype=dtype, mode="r") if items else np.empty(0, dtype)
+
+
+def check_content(folder: Path, entry: Entry, vocab_size: int) -> None:
+    """Read every file of the entry. Raises DamagedEntryError for another sha256, or for impossible numbers."""
+    for split, found in entry.splits.items():
+        for part in PARTS:
+            with (folder / f"{split}.{part}").open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            if digest != entry.about["splits"][split][part]["sha256"]:
+                raise DamagedEntryError(f"{split}.{part} is not what was written")
+        if len(found.tokens) and found.tokens.max() >= vocab_size:
+            raise DamagedEntryError(f"{split}.tokens has a token that is not below {vocab_size}")
+        bounds = np.concatenate([[0], found.ends])
+        if (np.diff(bounds) < 1).any() or bounds[-1] > len(found.tokens):
+            raise DamagedEntryError(f"{split}.ends has documents that do not follow each other")

@@ -1,0 +1,135 @@
+"""From text to tokens: the bytes of UTF-8, or a tokenizer.json through `tokenizers`."""
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quaver.lab.settings import Data, Model, require
+from quaver.lab.settings.data import BYTES
+from quaver.lab.settings.fields import expanded
+
+Tokens = np.ndarray[Any, np.dtype[Any]]
+"""1-d, unsigned."""
+
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
+"""Files in the folder of a tokenizer.json that may name its eos_token, as transformers writes them."""
+
+END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>")
+"""Names of the special token that ends a document: Llama 3, GPT-2, Llama 2, Gemma, and another variant."""
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """`encode` returns the tokens of each text. No text yields a special token, even if it spells one."""
+
+    name: str
+    vocab_size: int
+    """Every token is below."""
+    eos_id: int
+    """The token that ends a document."""
+    digest: str
+    """Equal only for tokenizers that yield the same tokens."""
+    encode: Callable[[Sequence[str]], list[Tokens]] = field(repr=False)
+
+
+def load_tokenizer(data: Data) -> Tokenizer:
+    """Return the tokenizer that `data.tokenizer` names.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: for a file that is not a tokenizer.json, a missing package, or an unknown end-of-document token.
+    """
+    if data.tokenizer == BYTES:
+        return byte_tokenizer()
+    path = _tokenizer_file(data.tokenizer)
+    if importlib.util.find_spec("tokenizers") is None:
+        raise ValueError(f"{path.name} needs tokenizers, which is not installed; pip install 'quaver[data]'")
+    return _load_json(path, path.read_bytes(), data.eos_token)
+
+
+def check_vocabulary(tokenizer: Tokenizer, data: Data, model: Model) -> None:
+    """Raise ValueError if the model has fewer tokens than the tokenizer."""
+    size = tokenizer.vocab_size
+    is_bytes = data.tokenizer == BYTES
+    why = "because text is read as bytes" if is_bytes else f"the tokens of data.tokenizer {data.tokenizer!r}"
+    require(
+        model.vocab_size >= size, "model.vocab_size", f"at least {size}, {why}", model.vocab_size, f"set it to {size}"
+    )
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The bytes of UTF-8. A 0 byte, which no text contains, ends a document, so 256 tokens are enough."""
+    return Tokenizer(BYTES, 256, 0, BYTES, lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts])
+
+
+def _tokenizer_file(name: str) -> Path:
+    path = expanded(name)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"data.tokenizer {name!r} is a folder without a tokenizer.json")
+    if not path.is_file():
+        raise FileNotFoundError(f"data.tokenizer {name!r} does not exist; give {BYTES}, a tokenizer.json or its folder")
+    if path.suffix != ".json":
+        raise ValueError(
+            f"data.tokenizer must be {BYTES}, a Hugging Face tokenizer.json or its folder, got {name!r}; "
+            "the tokenizer.json of the same model has the tokens of a tokenizer.model or tiktoken file"
+        )
+    return path
+
+
+def _load_json(path: Path, content: bytes, eos_token: str) -> Tokenizer:
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+    try:
+        inner = HuggingFaceTokenizer.from_str(content.decode("utf-8"))
+    except Exception as error:
+        raise ValueError(f"data.tokenizer {str(path)!r} is not a tokenizer of Hugging Face: {error}") from error
+    inner.no_truncation()
+    inner.no_padding()
+    inner.encode_special_tokens = True  # text that spells a special token is text
+    name = eos_token or _named_by_companion(path) or _named_by_special_tokens(inner, path)
+    eos_id = inner.token_to_id(name)
+    if eos_id is None:
+        raise ValueError(
+            f"the end-of-document token {name!r} is not a token of {str(path)!r}; set data.eos_token to one"
+        )
+
+    def encode(texts: Sequence[str]) -> list[Tokens]:
+        try:
+            encodings = inner.encode_batch_fast(list(texts), add_special_tokens=False)  # on several threads
+        except Exception as error:  # its unk_token is not in its vocabulary
+            raise ValueError(f"data.tokenizer {str(path)!r} cannot encode the text: {error}") from error
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    digest = hashlib.sha256(content + b"\0" + str(eos_id).encode()).hexdigest()
+    size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+    return Tokenizer(str(path), size, eos_id, digest, encode)
+
+
+def _named_by_companion(path: Path) -> str:
+    for file in (path.with_name(companion) for companion in COMPANIONS):
+        if file.is_file():
+            try:
+                entry = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+            except (ValueError, AttributeError) as error:
+                raise ValueError(f"{str(file)!r} is not a JSON object: {error}") from error
+            name = entry.get("content") if isinstance(entry, dict) else entry
+            if isinstance(name, str) and name:
+                return name
+    return ""
+
+
+def _named_by_special_tokens(inner: Any, path: Path) -> str:
+    special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
+    named = [name for name in END_NAMES if name in special]
+    if len(named) != 1:
+        which = f"several: {', '.join(named)}" if named else f"none of {', '.join(END_NAMES)}"
+        raise ValueError(f"{str(path)!r} does not say which token ends a document ({which}); set data.eos_token")
+    return named[0]

@@ -1,0 +1,110 @@
+"""Attributes the buffers of compiled code to modules inside it, and records what its graph saves for backward.
+
+Only code that was compiled without kernels (compiled.py) reports its buffers; compiled code of a real run does not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from quaver.lab.memory.compiling.makers import follow
+from quaver.lab.recorder.modules import ModuleTracker, visible_modules
+from quaver.lab.recorder.recorder import Allocation, Recorder
+from quaver.lab.recorder.storages import plain_parts
+
+
+class CompiledTracker(ModuleTracker):
+    """Follows compiled modules, too, by wrapping the compiled call: Dynamo would compile hooks in."""
+
+    follows_compiled_code = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._inside = ""
+        self._paths: dict[str, str] = {}
+
+    def __enter__(self) -> CompiledTracker:
+        super().__enter__()
+        paths = {id(module): path for path, module in self.model.named_modules()}
+        for name, module in visible_modules(self.model):
+            if module._compiled_call_impl is not None:
+                self._follow(name, module)
+                self._paths[name] = paths[id(module)]
+        self._modules |= {name: module for name, module in self.model.named_modules() if name}
+        return self
+
+    def attached_to(self, recorder: Recorder) -> AbstractContextManager[None]:
+        """Report the buffers of compiled code to `recorder` inside the block."""
+        return follow(CompiledRows(recorder, self))
+
+    @property
+    def current(self) -> str:
+        """The module in which code runs now, also inside compiled code; `OUTSIDE` for none."""
+        outer = super().current
+        path = self._paths.get(outer)
+        if not self._inside or path is None:
+            return outer
+        name = f"{path}.{self._inside}" if path else self._inside
+        return name if name in self._modules else outer
+
+    @contextmanager
+    def inside(self, module: str) -> Iterator[None]:
+        """Inside the block code of `module` runs; its name is relative to the compiled module."""
+        before, self._inside = self._inside, module
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    def _follow(self, name: str, module: nn.Module) -> None:
+        compiled: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.stack.append(name)
+            self._mark()
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                self.stack.pop()
+                self._mark()
+
+        self.compiled.add(name)
+        module._compiled_call_impl = call
+        self._undo.callback(setattr, module, "_compiled_call_impl", compiled)
+
+
+class CompiledRows:
+    """Reports compiled code to a recorder: the module that runs, and what the graph saves for backward."""
+
+    def __init__(self, recorder: Recorder, tracker: CompiledTracker) -> None:
+        self._recorder, self.inside = recorder, tracker.inside
+        self._saved: Counter[Allocation] = Counter()
+        self._given_back: list[list[Allocation]] = []
+
+    def saved(self, tensors: Sequence[Any]) -> None:
+        """A compiled forward returned these for its backward."""
+        self._saved.update(self._recorder.save(part) for part in _parts(tensors))
+
+    def backward_begins(self, tensors: Sequence[Any]) -> None:
+        """A compiled backward receives these, some of which a forward saved."""
+        given = []
+        for part in _parts(tensors):
+            allocation = self._recorder.allocation_of(part)
+            if allocation is not None and self._saved[allocation]:
+                self._saved[allocation] -= 1
+                given.append(allocation)
+        self._given_back.append(given)
+
+    def backward_ends(self) -> None:
+        """The compiled backward that began last dropped its arguments."""
+        for allocation in self._given_back.pop():
+            self._recorder.release(allocation)
+
+
+def _parts(tensors: Sequence[Any]) -> Iterator[Tensor]:
+    return (part for tensor in tensors if isinstance(tensor, Tensor) for part in plain_parts(tensor))

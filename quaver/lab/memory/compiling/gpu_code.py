@@ -1,0 +1,253 @@
+"""Lets Inductor write code for a GPU that this machine lacks, and records its launches instead of running it.
+
+A build of torch without CUDA cannot differentiate fake CUDA tensors: autograd asks C++ for the device's streams.
+Inductor differentiates nothing. So a model is traced and cut into forward and backward with fake CPU tensors, which
+quaver takes for a GPU's (quaver/lab/memory/faking/gpu.py), and each graph moves to the GPU when Inductor gets it. From
+there on every decision is a GPU's: fusion, layouts, splits of reductions, kernels in Triton. No kernel is compiled.
+
+The trace is a CPU's in what torch's C++ decides. Attention is pinned to the kernel that torch takes on the GPU
+(quaver/roofline/attention.py), and autocast is a CPU's: it differs from CUDA's in pow, rsqrt and sums, which quaver's
+blocks compute in float32 in either case.
+docs/design/0017 has the alternatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._inductor.scheduler
+import torch.nn.functional as F
+import torch.utils._triton
+from torch import Tensor, fx
+from torch._dynamo import device_interface
+from torch._guards import detect_fake_mode
+from torch._inductor import compile_fx
+from torch._inductor.codecache import CacheBase
+from torch._inductor.codegen.triton import TritonScheduling
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.utils import Placeholder
+from torch._inductor.virtualized import V
+from torch.fx.node import map_aggregate
+
+from quaver.lab.memory.compiling.inductor import settings_without_caches
+from quaver.lab.memory.compiling.launches import CompiledGraph, TritonKernel, graph_of
+from quaver.roofline.attention import CUDNN, kernel_of
+
+_DEVICE = torch.device("cuda", 0)
+
+
+@dataclass(frozen=True)
+class GpuProperties:
+    """Properties of a GPU that Inductor reads.
+
+    From the tables of compute capabilities in NVIDIA's CUDA C++ Programming Guide, and the data sheets of H100 SXM5,
+    H200 SXM and B200.
+    """
+
+    name: str
+    major: int
+    minor: int
+    multi_processor_count: int
+    L2_cache_size: int
+    total_memory: int
+    clock_hz: float
+    """The clock of the data sheet's bfloat16 FLOP/s, at 4096 FLOPs a cycle of a multiprocessor, 8192 on Blackwell."""
+    regs_per_multiprocessor: int = 65536
+    max_threads_per_multi_processor: int = 2048
+    max_threads_per_block: int = 1024
+    warp_size: int = 32
+    shared_memory_per_block_optin: int = 232448
+
+    @property
+    def capability(self) -> int:
+        """90 for 9.0."""
+        return 10 * self.major + self.minor
+
+
+GPUS = {
+    "H100": GpuProperties("NVIDIA H100 80GB HBM3", 9, 0, 132, 50 * 2**20, 80 * 2**30, 1.83e9),
+    "H200": GpuProperties("NVIDIA H200", 9, 0, 132, 50 * 2**20, 141 * 2**30, 1.83e9),
+    "B200": GpuProperties("NVIDIA B200", 10, 0, 148, 126 * 2**20, 180 * 2**30, 1.86e9),
+}
+
+
+class Compiled(Exception):
+    """Ends the call of code that was compiled to be recorded."""
+
+
+def record_compiled(call: Callable[[], object], gpu: GpuProperties) -> list[CompiledGraph]:
+    """Call code that compiles a forward and its backward for `gpu`; returns what they launch, the forward first.
+
+    Fake tensors must be on, under `as_on_a_gpu` (quaver/lab/memory/faking/gpu.py). Code that was compiled before is
+    compiled again at its next call ([Note: reset] in compiled.py).
+
+    Raises:
+        NotImplementedError: it compiles something else, or nothing.
+    """
+    torch.compiler.reset()
+    try:
+        with _recording(gpu) as graphs, suppress(Compiled):
+            call()
+    finally:
+        torch.compiler.reset()
+    if [graph.is_backward for graph in graphs] != [False, True]:
+        found = " and ".join("a backward" if graph.is_backward else "a forward" for graph in graphs) or "nothing"
+        raise NotImplementedError(f"expected code that compiles one forward and one backward, got {found}")
+    return graphs
+
+
+@contextmanager
+def _recording(gpu: GpuProperties) -> Iterator[list[CompiledGraph]]:
+    graphs: list[CompiledGraph] = []
+    kernels: list[TritonKernel] = []
+    define = TritonScheduling.define_kernel
+
+    def define_kernel(scheduling: Any, source: str, schedule: Any, kernel: Any) -> str:
+        name = define(scheduling, source, schedule, kernel)
+        buffers = {**kernel.args.input_buffers, **kernel.args.output_buffers}
+        pointers = {buffer: str(pointer) for buffer, pointer in buffers.items()}
+        in_place = kernel.args.inplace_buffers.items()  # of those that were removed a marker is left
+        pointers |= {buffer: str(each.inner_name) for buffer, each in in_place if hasattr(each, "inner_name")}
+        source = source.replace(str(Placeholder.KERNEL_NAME), name)
+        kernels.append(TritonKernel(name, source, pointers, id(V.graph.scheduler.current_node)))
+        return name
+
+    def record(graph: Any, wrapper_code: Any) -> ModuleType:
+        graphs.append(graph_of(graph, kernels, wrapper_code.value))
+        kernels.clear()
+        module = ModuleType("quaver.lab.memory.recorded_code")
+        module.__file__ = f"<{graph.graph_id}: recorded>"
+
+        def call(arguments: object) -> None:
+            raise Compiled
+
+        vars(module)["call"] = call
+        return module
+
+    with ExitStack() as stack:
+        stack.enter_context(settings_without_caches())
+        stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
+        stack.enter_context(_as_gpu(gpu))
+        stack.enter_context(patch.object(TritonScheduling, "define_kernel", define_kernel))
+        stack.enter_context(patch.object(GraphLowering, "_compile_to_module_lines", record))
+        yield graphs
+
+
+@contextmanager
+def _as_gpu(gpu: GpuProperties) -> Iterator[None]:
+    """Inside the block Inductor lowers every graph for `gpu`."""
+    device_interface.get_interface_for_device("cpu")  # registers the devices that torch was built for
+    compile_graph = compile_fx._InProcessFxCompile.codegen_and_compile
+
+    def compile_moved(compiler: Any, graph: fx.GraphModule, inputs: Sequence[Any], *options: Any) -> Any:
+        return compile_graph(compiler, graph, _moved(graph, inputs), *options)
+
+    with ExitStack() as stack:
+        replace = lambda owner, name, value: stack.enter_context(patch.object(owner, name, value))  # noqa: E731
+        replace(compile_fx._InProcessFxCompile, "codegen_and_compile", compile_moved)
+        stack.enter_context(patch.dict(device_interface.device_interfaces, {"cuda": _interface_of(gpu)}))
+        replace(torch._inductor.scheduler, "has_triton", lambda: True)
+        replace(torch.utils._triton, "triton_hash_with_backend", lambda: "")  # of caches, which are off
+        replace(CacheBase, "get_system", staticmethod(lambda: {"hash": ""}))
+        replace(torch.cuda, "get_device_properties", lambda device=None: gpu)
+        replace(torch.cuda, "get_device_capability", lambda device=None: (gpu.major, gpu.minor))
+        replace(torch.cuda, "current_device", lambda: 0)
+        replace(torch.cuda, "is_available", lambda: False)  # or Inductor would time matmuls and enter the device
+        replace(Tensor, "copy_", _copy_)
+        replace(
+            F,
+            "scaled_dot_product_attention",
+            _attention_by(kernel_of(gpu.capability)),
+        )
+        _forget_devices()
+        try:
+            yield
+        finally:
+            _forget_devices()
+
+
+def _forget_devices() -> None:
+    """Inductor remembers what it once asked about a device."""
+    DeviceProperties.create.cache_clear()
+    CacheBase.get_local_cache_path.cache_clear()
+
+
+def _moved(graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """Let a graph make its tensors on the GPU, and return fake inputs there."""
+    for module in graph.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _moved_device)
+    mode = detect_fake_mode(inputs)
+    return [_moved_tensor(each, mode) if isinstance(each, Tensor) else each for each in inputs]
+
+
+def _moved_device(argument: Any) -> Any:
+    return _DEVICE if isinstance(argument, torch.device) else argument
+
+
+def _moved_tensor(tensor: Tensor, mode: Any) -> Tensor:
+    with mode, torch.no_grad():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_DEVICE)
+
+
+def _copy_(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """`Tensor.copy_`, whose binding to Python asks for the device's streams before it dispatches."""
+    copied: Tensor = torch.ops.aten.copy_.default(tensor, source, non_blocking)
+    return copied
+
+
+def _attention_by(kernel: str) -> Callable[..., Tensor]:
+    """torch.nn.functional.scaled_dot_product_attention by a GPU's kernel; of a CPU's tensors C++ would choose a CPU's.
+
+    It raises NotImplementedError with a mask, whose work is not counted; flash attention does not take one.
+    """
+    aten = torch.ops.aten
+    is_cudnn = kernel == CUDNN
+    attend = aten._scaled_dot_product_cudnn_attention if is_cudnn else aten._scaled_dot_product_flash_attention
+    before = (None, True) if is_cudnn else ()  # no bias, and the log-sum-exps, which the backward reads
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if attn_mask is not None:
+            raise NotImplementedError("expected attention without a mask, whose work is not counted")
+        output: Tensor = attend(query, key, value, *before, dropout_p, is_causal, scale=scale)[0]
+        return output
+
+    return attention
+
+
+def _interface_of(gpu: GpuProperties) -> type[device_interface.DeviceInterface]:
+    """The answers of Dynamo's and Inductor's interface to devices."""
+
+    class _Worker:
+        current_device = staticmethod(lambda: 0)
+        get_device_properties = staticmethod(lambda device=None: gpu)
+
+    class _Gpu(device_interface.DeviceInterface):
+        Worker: Any = _Worker
+        is_available = staticmethod(lambda: True)
+        device_count = staticmethod(lambda: 1)
+        current_device = staticmethod(lambda: 0)
+        get_device_properties = staticmethod(lambda device=None: gpu)
+        get_compute_capability = staticmethod(lambda device=None: gpu.capability)
+        is_triton_capable = staticmethod(lambda device=None: True)
+        is_bf16_supported = staticmethod(lambda including_emulation=False: True)
+        get_raw_stream = staticmethod(lambda device_idx: 0)
+
+    return _Gpu

@@ -1,0 +1,232 @@
+"""Attributes the buffers of compiled code to operators, modules and source lines, as Inductor's graph has them.
+
+Each allocation and call in the rewritten wrapper code (wrapper_code.py) goes through a `Maker`. It reports a buffer
+under the name of the kernel that writes it, calls operators from a frame at the model's source line, and
+reports the module to followers. Fused kernels do nothing.
+"""
+
+from __future__ import annotations
+
+import builtins
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from quaver.lab.recorder.recorder import CAST_PREFIX
+from quaver.lab.recorder.storages import StorageWatch
+from quaver.runtime.phases import phase
+from quaver.torch_private.dispatch import HigherOrderOperator, OpOverload, dispatch_modes, without_dispatch_modes
+from quaver.torch_private.tracing import FakeTensorMode
+
+_LINE = re.compile(r'File "(.+)", line (\d+), in ')
+_STEPS = re.compile(r"(?:\._modules)?\[['\"]?([^\]'\"]+)['\"]?\]")
+_ROOT = re.compile(r"L\['\w+'\](?:\.__self__)?")  # the compiled module, by the name of its forward's first argument
+_NOT_THE_MODEL = ("torch.", "quaver.lab.memory.")
+"""Modules of operators of torch, and of their replacements."""
+_RNG_STATE_BYTES = torch.get_rng_state().numel()
+_CALL = (lambda function, args, kwargs: function(*args, **kwargs)).__code__
+
+
+_follower: Any = None
+
+
+@contextmanager
+def follow(rows: Any) -> Iterator[None]:
+    """Report compiled code to `rows`, a CompiledRows object (compiled_rows.py), inside the block."""
+    global _follower
+    _follower = rows
+    try:
+        yield
+    finally:
+        _follower = None
+
+
+def follower() -> Any:
+    """The CompiledRows object of the open `follow` block; None outside. Only one recording can be open."""
+    return _follower
+
+
+def kernel(*args: Any) -> None:
+    """Replaces every fused kernel."""
+
+
+class Maker:
+    """The origin of one buffer.
+
+    Attributes:
+        operator: such as "fused_abs_amax (aten.abs)": the operators fused into the kernel, and the one whose result the
+            buffer is; or a single operator, or "compiled code" if none is known.
+        module: of the operator, relative to the compiled module; empty for that itself, or if unknown.
+    """
+
+    is_view, namespace = False, "inductor"  # attributes of an operator, for `StorageWatch.operator_called`
+
+    def __init__(self, operator: str, node: fx.Node | None, readers: Mapping[str, fx.Node]) -> None:
+        """`readers`: by name of a tensor, the operator that reads it first."""
+        result_of = _operator_of(node)
+        self.operator = (
+            f"{operator} ({result_of})" if operator and result_of else operator or result_of or "compiled code"
+        )
+        self.module = module_of_node(node)
+        self._in_line = _frame_of(node)
+        self._kernel, self._readers = operator, readers
+        self._made_readers: dict[str, Maker] = {}
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call an operator, or report the call of a kernel."""
+        with _inside(self.module):
+            if function is kernel:
+                return self._in_line(_report_call, (self, args), {})
+            if isinstance(function, HigherOrderOperator):
+                return self._in_line(_call_without_rng, (function, *args), kwargs)
+            if isinstance(function, OpOverload) and str(function).startswith(CAST_PREFIX):  # as in eager code
+                return phase("quaver::cast")(lambda *args: self._in_line(function, args, kwargs))(*args)
+            return self._in_line(function, args, kwargs)
+
+    def allocate(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, reads: Mapping[str, Any]
+    ) -> Tensor:
+        """A new buffer on the CPU, which the kernel computes from `reads`."""
+        with _inside(self.module):
+            tensor: Tensor = self._in_line(_allocate, (size, stride, dtype), {})
+        for name, read in reads.items():
+            reader = self._reader(name)
+            with _inside(reader.module):
+                reader._in_line(_report_call, (reader, (read,)), {})
+        with _inside(self.module):
+            self._in_line(_report_buffer, (self, tensor, tuple(reads.values())), {})
+        return tensor
+
+    def _reader(self, name: str) -> Maker:
+        """The first reader of a tensor; cached, since all blocks run the same code."""
+        if name not in self._readers:
+            return self
+        if name not in self._made_readers:
+            self._made_readers[name] = Maker(self._kernel, self._readers[name], {})
+        return self._made_readers[name]
+
+    def __str__(self) -> str:
+        return self.operator
+
+
+def _inside(module: str) -> AbstractContextManager[None]:
+    return nullcontext() if _follower is None else _follower.inside(module)
+
+
+def _report_call(maker: Maker, args: tuple[Any, ...]) -> None:
+    with _only_fakes() as watches:
+        for watch in watches:
+            watch.operator_called(maker, _tensors(args))
+
+
+def _allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    with _only_fakes():
+        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+
+
+def _report_buffer(maker: Maker, tensor: Tensor, reads: Sequence[Any]) -> None:
+    with _only_fakes() as watches:
+        for watch in watches:
+            watch.operator_called(maker, _tensors(reads))
+            watch.meet(tensor, maker.operator)
+
+
+@contextmanager
+def _only_fakes() -> Iterator[list[StorageWatch]]:
+    """Turn off all dispatch modes but the fake tensors' inside the block; yields the StorageWatch modes among them."""
+    modes = dispatch_modes()
+    fakes = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
+    with without_dispatch_modes(), fakes or nullcontext():
+        yield [mode for mode in modes if isinstance(mode, StorageWatch)]
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
+def _call_without_rng(function: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator that Inductor wraps to save or restore the RNG state for a recomputation.
+
+    Raises:
+        NotImplementedError: another higher-order operator.
+    """
+    if function is torch.ops.higher_order.run_and_save_rng_state:
+        return torch.empty(_RNG_STATE_BYTES, dtype=torch.uint8), args[0](*args[1:], **kwargs)
+    if function is torch.ops.higher_order.run_with_rng_state:
+        return args[1](*args[2:], **kwargs)
+    raise NotImplementedError(
+        f"expected compiled code of operators, got a call of {function}; its memory can only be predicted without it"
+    )
+
+
+# ---- nodes of Inductor's graph ---------------------------------------------------------------------------------------
+
+
+def node_of(buffer: Any) -> fx.Node | None:
+    """The operator whose result a buffer is, or the last of the fused ones; None if unknown."""
+    if buffer is None:
+        return None
+    node = buffer.get_origin_node()
+    if node is None:
+        node = next((each for each in buffer.get_origins() if each.op == "call_function"), None)
+    return node
+
+
+def readers_of(graph: Any) -> dict[str, fx.Node]:
+    """By name of a tensor, the operator that reads it first; a kernel may have many operators."""
+    readers: dict[str, fx.Node] = {}
+    for scheduled in graph.scheduler.nodes:
+        for part in scheduled.get_nodes():
+            node = node_of(part.node)
+            if node is not None:
+                for read in part.read_writes.reads:
+                    readers.setdefault(read.name, node)
+    return readers
+
+
+def _operator_of(node: fx.Node | None) -> str:
+    return "" if node is None else str(node.target).removesuffix(".default")
+
+
+def module_of_node(node: fx.Node | None) -> str:
+    """The module of an operator, relative to the compiled module; empty for that itself, or if unknown."""
+    meta = {} if node is None else node.meta
+    stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    root = _ROOT.match(path)
+    return _STEPS.sub(r".\1", path[root.end() :]).strip(".") if root else ""
+
+
+def place_of(node: fx.Node | None) -> tuple[str, int]:
+    """The file and the number of the innermost source line of the model; an empty name if unknown."""
+    trace = "" if node is None else node.meta.get("stack_trace") or ""
+    for file, line in reversed(_LINE.findall(trace)):
+        if not _module_in(file).startswith(_NOT_THE_MODEL):
+            return file, int(line)
+    return "", 0
+
+
+def _frame_of(node: fx.Node | None) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+    """A function that calls another from a frame at the innermost source line of the model."""
+    file, line = place_of(node)
+    if not file:
+        return FunctionType(_CALL, {"__name__": __name__, "__builtins__": builtins})
+    code = _CALL.replace(co_filename=file, co_firstlineno=line, co_name="compiled")
+    return FunctionType(code, {"__name__": _module_in(file), "__builtins__": builtins})
+
+
+@cache
+def _module_in(file: str) -> str:
+    """The name of the Python module in a file; `__main__` if there is none."""
+    names = (name for name, module in tuple(sys.modules.items()) if getattr(module, "__file__", None) == file)
+    return next(names, "__main__")

@@ -1,0 +1,90 @@
+"""Writes a memory report as one HTML file that needs nothing but a browser: its data, and the parts in page/."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from quaver.lab.page import Parts, write_page
+from quaver.lab.recorder.draw import COLORS, MOST_COLUMNS, column_maxima
+
+_PARTS = Parts(
+    files("quaver.lab.memory.reports") / "page",
+    scripts=("words.js", "rows.js", "timeline.js", "icicle.js", "compare.js", "main.js"),
+    kind="Memory of a training step",
+    footer="1 GiB is 1,024 MiB, or 2<sup>30</sup> bytes. Rest on a number to see it in bytes.",
+)
+_NOT_SHOWN = ("report", "config", "against")
+_OF_REPORT = ("peak_event", "saved_bytes", "saved_event", "note", "exact", "spans")
+
+
+def write_html(
+    path: Path,
+    *,
+    title: str,
+    prediction: dict[str, Any],
+    other: dict[str, Any] | None = None,
+    comparison: dict[str, Any] | None = None,
+    advice: dict[str, Any] | None = None,
+    measured: dict[str, Any] | None = None,
+) -> None:
+    """Write the page of `prediction` to `path`, making its folder.
+
+    Args:
+        title: plain text.
+        prediction: `Prediction.to_dict(timeline=True)`, for a run with the keys of `RunMemory.to_dict`.
+        other: the same of another run: its timeline is drawn on the same scale, with the differences.
+        comparison: `Comparison.to_dict()` of the two.
+        advice: `Advice.to_dict()`.
+        measured: the same step in the form of `prediction`; only its sums are shown.
+    Raises:
+        ValueError: a report has no "timeline", or a number is not finite.
+        OSError: `path` cannot be written.
+    """
+    labels = comparison or {}
+    runs = [_run("prediction", prediction, labels.get("label_a", "this run"))]
+    if other is not None:
+        runs.append(_run("other", other, labels.get("label_b", "the other run")))
+    data = {
+        "title": title,
+        "colors": COLORS,
+        "runs": runs,
+        "comparison": comparison,
+        "advice": advice,
+        "measured": None if measured is None else _about(measured),
+    }
+    write_page(path, _PARTS, title=title, data=data)
+
+
+def _run(role: str, prediction: dict[str, Any], label: str) -> dict[str, Any]:
+    about = _about(prediction)
+    report = prediction["report"]
+    tables = {name: _table(report[name]) for name in ("at_peak", "saved_for_backward")}
+    return {"label": label, **about, **tables, "timeline": _timeline(role, report)}
+
+
+def _about(prediction: dict[str, Any]) -> dict[str, Any]:
+    """Everything but the tables and the run's settings."""
+    report = prediction["report"]
+    about = {name: value for name, value in prediction.items() if name not in _NOT_SHOWN}
+    return about | {name: report[name] for name in _OF_REPORT} | {"resident": report["resident_bytes"]}
+
+
+def _timeline(role: str, report: dict[str, Any]) -> dict[str, Any] | None:
+    """The columns to draw, by category; None if operators were invisible."""
+    if "timeline" not in report:
+        raise ValueError(f"{role}: expected a report with its timeline, got one without; use to_dict(timeline=True)")
+    if not report["timeline"]:
+        return None
+    names = report["columns"][2:]
+    rows = column_maxima(report["timeline"], MOST_COLUMNS, keep=[report["peak_event"]]).astype("int64")
+    series = {name: rows[:, position].tolist() for position, name in enumerate(names, 2) if rows[:, position].any()}
+    number = len(report["timeline"])
+    return {"number": number, "events": rows[:, 0].tolist(), "series": series}
+
+
+def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rows as lists, with the column names once."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return {"columns": columns, "rows": [[row.get(name) for name in columns] for row in rows]}

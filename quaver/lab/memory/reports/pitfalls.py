@@ -1,0 +1,165 @@
+"""Recognizes tensors that are saved for backward without need, from the rows of a report.
+
+A rule reads rows only: a tensor's operator and operand, shape and dtype, the mechanism that saves it, its first reader
+in backward. No rule knows a model, a recipe or a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from quaver.lab.recorder.recorder import CAST_PREFIX
+from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket
+
+Row = dict[str, Any]
+"""A row of a report's `saved_for_backward` (docs/profiling.md); unknown values are missing or None."""
+
+_REDUCTIONS = frozenset(
+    ("all", "amax", "amin", "aminmax", "any", "linalg_vector_norm", "logsumexp", "max", "mean", "min", "norm", "prod")
+    + ("std", "sum", "var")
+)
+_CONVERSIONS = frozenset(("_to_copy", "convert_element_type", "to"))
+_LONGEST = 48
+"""Letters of an operator's name; fused kernels name all their operators."""
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
+
+
+class Saved(NamedTuple):
+    """The tensors that two runs save for backward."""
+
+    own: Sequence[Row]
+    """By the run with the row in question."""
+    other: Sequence[Row]
+    """By the other run."""
+
+
+def hint_of(row: Row, saved: Saved) -> str:
+    """A hint how to avoid `row`, one of `saved.own`; empty if no rule applies."""
+    return next(filter(None, (pitfall(row, saved) for pitfall in PITFALLS)), "")
+
+
+def short_operator(operator: str | None) -> str:
+    """`abs` for "aten.abs", for "aten.abs.out" and for "quaver::amax (aten.abs)"; of a long name the beginning."""
+    inner = inner_operator(operator)
+    short = inner.split(".")[1] if "." in inner else inner
+    return short if len(short) <= _LONGEST else short[:_LONGEST].rpartition("_")[0] + "..."
+
+
+def inner_operator(operator: str | None) -> str:
+    """The operator without the float8 phase around it."""
+    name = operator or ""
+    return name.partition(" (")[2].removesuffix(")") or name
+
+
+def is_operator(name: str) -> bool:
+    """Whether this names an operator or a fused kernel, and not a parameter."""
+    return name.startswith("fused_") or "::" in name or isinstance(_found(name), (OpOverload, OpOverloadPacket))
+
+
+def si(size_bytes: float) -> str:
+    """Bytes with four digits and a decimal unit: 134.2 MB."""
+    unit_bytes, unit = next(each for each in _UNITS if abs(size_bytes) >= each[0] or each[0] == 1)
+    return f"{size_bytes / unit_bytes:.4g} {unit}"
+
+
+def _reduced_later(row: Row, saved: Saved) -> str:
+    """A pointwise result is saved, of which backward reads only a reduction."""
+    first_use = row.get("first_use") or {}
+    reader = short_operator(first_use.get("operator"))
+    if not _is_pointwise(row["operator"]) or reader not in _REDUCTIONS:
+        return ""
+    sizes = [size for size in row["shape"] if size > 1]
+    if len(sizes) < 2:
+        return ""
+    same = [each for each in saved.other if short_operator(each["operator"]) == reader and _is_of_same(each, row)]
+    if same:
+        return f"saving the {reader} instead, as the other run does, costs {si(sum(each['bytes'] for each in same))}"
+    # It removes at least one dim, at worst the smallest.
+    most_bytes = prod(sizes) // min(sizes) * _itemsize(row["dtype"])
+    return f"saving the {reader} instead would cost at most {si(most_bytes)}"
+
+
+def _unread(row: Row, saved: Saved) -> str:
+    """A policy saves a tensor that backward does not read, because a later result is saved as well."""
+    if row.get("saved_by") != "selective policy" or "first_use" not in row or row["first_use"] is not None:
+        return ""
+    return "no operator of the backward reads it: the policy need not save it"
+
+
+def _gathered_weight(row: Row, saved: Saved) -> str:
+    if row["category"] != "gathered_weights":
+        return ""
+    return "a gathered weight; with parallelism.fsdp_reshard_after_forward always the backward gathers it again"
+
+
+def _made_of_weight(row: Row, saved: Saved) -> str:
+    """A tensor of the size of a gathered weight, which backward gathers anyway."""
+    is_matrix = sum(size > 1 for size in row["shape"]) > 1  # unlike the scales of its rows
+    if "unsharded" not in (row.get("of") or "") or not is_matrix or not _keeps_shape(row["operator"]):
+        return ""
+    return "as many elements as the weight it is made of, which backward gathers anyway: compute it again there"
+
+
+def _copy_in_another_dtype(row: Row, saved: Saved) -> str:
+    """The float8 codes or a widened copy of a tensor that is saved, too."""
+    itemsize = _itemsize(row["dtype"])
+    sources = (each for each in saved.own if _is_source(each, row) and _itemsize(each["dtype"]) != itemsize)
+    source = next(sources, None)
+    if source is None:
+        return ""
+    is_wider = itemsize > _itemsize(source["dtype"])
+    if row["dtype"].startswith("float8") and not is_wider:
+        input_saved = f"{source['dtype']} ({si(source['bytes'])})"
+        return f"the input of the cast is saved, too, in {input_saved}: backward needs one of the two"
+    if short_operator(row["operator"]) in _CONVERSIONS and is_wider:
+        return f"a copy in {row['dtype']} of a {source['dtype']} tensor that is saved, too: convert it when it is read"
+    return ""
+
+
+PITFALLS: tuple[Callable[[Row, Saved], str], ...] = (
+    _reduced_later,
+    _unread,
+    _gathered_weight,
+    _made_of_weight,
+    _copy_in_another_dtype,
+)
+"""Each returns a hint or an empty string; the first hint counts."""
+
+
+def _is_of_same(other: Row, row: Row) -> bool:
+    """Whether `other` was computed from the operand of `row`, or from a result like `row`, by the report's columns."""
+    return other["module"] == row["module"] and other.get("of") in filter(None, (row.get("of"), row["operator"]))
+
+
+def _is_source(source: Row, row: Row) -> bool:
+    """Whether `row` was computed from `source`, by the report's columns."""
+    is_named = source["operator"] is not None and source["operator"] == row.get("of")
+    return is_named and source["module"] == row["module"] and prod(source["shape"]) == prod(row["shape"])
+
+
+def _is_pointwise(operator: str | None) -> bool:
+    found = _found(operator)
+    return torch.Tag.pointwise in getattr(getattr(found, "default", found), "tags", ())
+
+
+def _found(operator: str | None) -> Any:
+    """The operator of this name in torch, if there is one."""
+    found: Any = torch.ops
+    for part in inner_operator(operator).split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _keeps_shape(operator: str | None) -> bool:
+    """Whether the result has as many elements as the largest operand."""
+    is_cast = inner_operator(operator).startswith(CAST_PREFIX)
+    return is_cast or _is_pointwise(operator) or short_operator(operator) in _CONVERSIONS
+
+
+def _itemsize(dtype: str) -> int:
+    found = getattr(torch, dtype, None)
+    return found.itemsize if isinstance(found, torch.dtype) else 1

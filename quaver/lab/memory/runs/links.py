@@ -1,0 +1,195 @@
+"""Counts what the ranks of a run send each other in a training step, without ranks, devices or memory.
+
+As for its memory (predict.py), the trainer's own code trains a step with fake tensors, as the first of the ranks. Each
+collective that it starts is counted, by the dims of the mesh over which it goes. Compilation changes none of them: the
+step runs as eager code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from quaver.lab.memory.faking.experts import load_evenly
+from quaver.lab.memory.faking.fakes import fake_tensors
+from quaver.lab.memory.runs.predict import training_step
+from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve
+from quaver.lab.trainer.dry_run import pretended_mesh
+from quaver.lab.trainer.initialize import allocate
+from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.run_setup import make_models
+from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.linear.tensor import Float8Tensor
+from quaver.runtime.ranks import Ranks, plain_tensors
+from quaver.torch_private.collectives import group_of_name
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+_Key = tuple[tuple[int, ...], str, str]
+"""The ranks of a group, the kind and the dtype of a collective."""
+_TIMES_SENT = {"all_reduce": 2}
+"""A ring algorithm sends (n - 1) / n of a tensor from each of n ranks, and twice that to all-reduce it."""
+
+
+@dataclass(frozen=True, order=True)
+class Traffic:
+    """Equal collectives of one step."""
+
+    link: str
+    """The dims of the mesh over which they go, such as "tp"; "ep" are neighbors on "dp_shard" that split experts."""
+    kind: str
+    dtype: str
+    ranks: int
+    """Ranks of one group."""
+    stride: int
+    """Between neighbors of a group, in ranks."""
+    number: int
+    tensor_bytes: int
+    """Bytes of the tensors that a rank gathers, reduces, scatters or exchanges; all-gathered ones are whole."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that each rank sends, by a ring algorithm; in an exchange, if all ranks get as much."""
+        return _TIMES_SENT.get(self.kind, 1) * self.tensor_bytes * (self.ranks - 1) // self.ranks
+
+
+@dataclass(frozen=True)
+class Links:
+    """The collectives of one rank in a training step, and the bytes of a checkpoint of the run."""
+
+    layout: ParallelDims
+    name: str
+    """The recipe, or the high-precision dtype."""
+    parameters: int
+    micro_batches: int
+    traffic: tuple[Traffic, ...]
+    checkpoint_bytes: int
+    """Bytes of all ranks' parameters and optimizer states, each once."""
+
+    @property
+    def sums(self) -> dict[str, tuple[int, int]]:
+        """By link, how many collectives, and what each rank sends in them."""
+        sums: dict[str, tuple[int, int]] = {}
+        for traffic in self.traffic:
+            number, sent_bytes = sums.get(traffic.link, (0, 0))
+            sums[traffic.link] = number + traffic.number, sent_bytes + traffic.sent_bytes
+        return sums
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able dict."""
+        rows = [{**vars(traffic), "sent_bytes": traffic.sent_bytes} for traffic in self.traffic]
+        about = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.layout.mesh}
+        about |= {"ranks": self.layout.world_size, "micro_batches": self.micro_batches}
+        return {**about, "collectives": rows, "checkpoint_bytes": self.checkpoint_bytes}
+
+
+def predict_links(config: TrainConfig, ranks: int) -> Links:
+    """Count the collectives of the second training step of the first of `ranks` processes.
+
+    Raises:
+        ValueError, OSError, NotImplementedError: the run itself would refuse its model or its ranks.
+    """
+    config = replace(config, training=replace(config.training, compile=False))
+    config, layout = resolve(config, rank=0, world_size=ranks)
+    device = torch.device("cpu")
+    name, model = next(iter(make_models(config, device).by_name.items()))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    with pretended_mesh(layout) as mesh:
+        parallelize(model, config, mesh)
+        load_evenly(model)
+        with fake_tensors():
+            allocate(model, device)
+            trained = TrainedModel(name, model, config, device, Ranks(0, 0, ranks))
+            step, micro_batches = training_step(trained, config, layout)
+            step()  # FSDP2 and the optimizer make their state
+            with CountCollectives() as counted:
+                step()
+        traffic = counted.traffic(layout)
+        state = (leaf for values in trained.optimizer.state.values() for leaf in tree_leaves(values))
+        checkpoint_bytes = sum(map(_whole_bytes, (*model.parameters(), *state)))
+    return Links(layout, name, parameters, micro_batches, traffic, checkpoint_bytes)
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts the collectives that this rank starts while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._number: Counter[_Key] = Counter()
+        self._bytes: Counter[_Key] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(tensor_type, DTensor | Float8Tensor) for tensor_type in types):
+            return NotImplemented  # the operations on the tensors inside come here again
+        result = func(*args, **(kwargs or {}))
+        namespace, name = func.name().split("::")
+        kind = _kind(name) if "c10d" in namespace else None
+        if kind is not None:
+            written, read = (args[0], args[1:2]) if namespace == "c10d" else (result, args[0])
+            is_whole = kind in ("all_gather", "all_to_all", "all_reduce")  # an all-reduce in c10d is in place
+            tensors = _tensors(written if is_whole else read)
+            key = _ranks_of((*args, *(kwargs or {}).values())), kind, str(tensors[0].dtype).removeprefix("torch.")
+            self._number[key] += 1
+            self._bytes[key] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return result
+
+    def traffic(self, layout: ParallelDims) -> tuple[Traffic, ...]:
+        """The counted collectives, in the order of links."""
+        rows = []
+        for key, number in self._number.items():
+            ranks, kind, dtype = key
+            stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+            rows.append(Traffic(link_of(ranks, layout), kind, dtype, len(ranks), stride, number, self._bytes[key]))
+        return tuple(sorted(rows))
+
+
+def link_of(ranks: Iterable[int], layout: ParallelDims) -> str:
+    """The dims of the mesh of `layout` in which `ranks` differ."""
+    tensor, shard = layout.tensor, layout.shard
+    coordinates = [(rank // (tensor * shard), rank // tensor % shard, rank % tensor) for rank in ranks]
+    along = dict(zip(("dp_replicate", "dp_shard", "tp"), zip(*coordinates, strict=True), strict=True))
+    varying = [name for name, indices in along.items() if len(set(indices)) > 1]
+    if varying == ["dp_shard"] and len(coordinates) < shard:
+        return "ep" if coordinates[1][1] - coordinates[0][1] == 1 else "dp_shard / ep"
+    return " x ".join(varying) or "none"
+
+
+def _kind(operator: str) -> str | None:
+    plain = operator.replace("_", "")
+    return next((kind for kind in KINDS if plain.startswith(kind.replace("_", ""))), None)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _ranks_of(arguments: Iterable[Any]) -> tuple[int, ...]:
+    """The ranks of a collective's group: in c10d the first object among its arguments, else named by the last text."""
+    named = ""
+    for argument in arguments:
+        if isinstance(argument, torch.ScriptObject):
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument)))
+        if isinstance(argument, str):
+            named = argument
+    return tuple(dist.get_process_group_ranks(group_of_name(named)))
+
+
+def _whole_bytes(value: Any) -> int:
+    if isinstance(value, DTensor):
+        return value.numel() * value.element_size()
+    return (
+        sum(tensor.numel() * tensor.element_size() for tensor in plain_tensors(value))
+        if isinstance(value, Tensor)
+        else 0
+    )

@@ -1,0 +1,198 @@
+"""Measures the memory of a run's training step on this machine, in the form of a prediction.
+
+The trainer's own code makes, converts, parallelizes and trains the model. After warm-up steps one step is recorded
+tensor by tensor (`quaver.lab.recorder`). In another the allocator is read (quaver/lab/recorder/allocator.py), which
+also counts operators' scratch, and is the only one to see the inside of compiled code and the buffers of gloo.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
+
+from quaver.lab.data import Batch
+from quaver.lab.memory.predict import Prediction, record_step
+from quaver.lab.memory.runs.predict import COMPARED, RunMemory, training_step
+from quaver.lab.recorder.allocator import Usage, measure_usage
+from quaver.lab.recorder.recorder import CATEGORIES
+from quaver.lab.settings import TrainConfig, require
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve
+from quaver.lab.trainer.initialize import allocate, initialize
+from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.profiling import persistent_scales
+from quaver.lab.trainer.run_setup import make_models
+from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.runtime.devices import is_cuda_device, resolve_device
+from quaver.runtime.ranks import Ranks
+
+WARM_UP_STEPS = 2
+"""After the first the optimizer has its state and compiled code is compiled."""
+
+MOST_RANKS = 8
+"""Processes that are started on this machine at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredMemory(RunMemory):
+    """The measured memory of a training step; `prediction` has the recording."""
+
+    device: str
+    """cpu, or the GPU's name."""
+    allocator_peak_bytes: int
+    """Bytes that stay between steps, plus the most that a step allocates on top, operators' scratch included."""
+    allocator_tensor_peak_bytes: int | None
+    """`allocator_peak_bytes` without scratch (Note: scratch, in quaver/lab/recorder/allocator.py); None on a GPU."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The recording's peak; on several ranks that of the allocator, for a recording has no buffers of gloo."""
+        allocated = self.allocator_tensor_peak_bytes
+        return self.prediction.peak_bytes if allocated is None or self.layout.world_size == 1 else allocated
+
+    @property
+    def notes(self) -> list[str]:
+        """How it was measured."""
+        notes = [f"measured on {self.device}; the first of {self.layout.world_size} ranks"]
+        if self.layout.world_size > 1:
+            notes.append("the peak is the allocator's, with buffers of gloo, of which its threads hold some for longer")
+        if not self.prediction.report["exact"]:
+            notes.append("training.compile: the peak is the allocator's, which has no categories")
+        if self.config.job.compare:
+            notes.append(COMPARED)
+        return notes
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able dict: a prediction's keys, "device" and the allocator's peaks."""
+        names = ("device", "allocator_peak_bytes", "allocator_tensor_peak_bytes")
+        return {**super().to_dict(), **{name: getattr(self, name) for name in names}}
+
+
+def measure_memory(config: TrainConfig, ranks: int = 1) -> MeasuredMemory:
+    """Train a few steps on this machine and measure one: in this process, or as the first of several with gloo.
+
+    With `job.compare` the model is the requested one. Weights, gradients and optimizer state are allocated on the
+    device of `training.device`.
+
+    Raises:
+        ValueError: the run itself would refuse its model or its ranks; more ranks than MOST_RANKS.
+        NotImplementedError: several ranks on GPUs.
+        MissingDeviceError: the device is missing.
+    """
+    device = resolve_device(config.training.device)
+    resolved, layout = resolve(config, rank=0, world_size=ranks)
+    if ranks == 1:
+        return _measure(resolved, layout, Ranks(), device)
+    if is_cuda_device(device):
+        raise NotImplementedError(
+            f"expected one rank on a GPU, or --training.device cpu, got {ranks} ranks; for several GPUs start the run "
+            "itself with torchrun and profiling.enable_memory_snapshot"
+        )
+    require(ranks <= MOST_RANKS, "--ranks", f"at most {MOST_RANKS} where a step is measured", ranks)
+    make_models(resolved, device)  # raises here what every rank would raise
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_measure_rank, (config, ranks, folder), nprocs=ranks)
+        found: MeasuredMemory = torch.load(Path(folder) / "measured", weights_only=False)
+    return found
+
+
+def _measure_rank(rank: int, config: TrainConfig, ranks: int, folder: str) -> None:
+    """The work of each started process; the first writes its measurement."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    try:
+        resolved, layout = resolve(config, rank=rank, world_size=ranks)
+        measured = _measure(resolved, layout, Ranks(rank, rank, ranks), torch.device("cpu"))
+        if rank == 0:
+            torch.save(measured, Path(folder) / "measured")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+class _MarkedModel(TrainedModel):
+    """A TrainedModel that calls `mark` once, when the backward of its first loss begins."""
+
+    mark: Callable[[], None] | None = None
+
+    def _loss(self, batch: Batch) -> Tensor:
+        loss = super()._loss(batch)
+        mark, self.mark = self.mark, None
+        if mark is not None:
+            loss.register_hook(lambda _: mark())
+        return loss
+
+
+def _measure(config: TrainConfig, layout: ParallelDims, ranks: Ranks, device: torch.device) -> MeasuredMemory:
+    name, model = next(iter(make_models(config, device).by_name.items()))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    dims = tuple(layout.mesh)
+    mesh = init_device_mesh(device.type, tuple(layout.mesh.values()), mesh_dim_names=dims) if dims else None
+    parallelize(model, config, mesh)
+    allocate(model, device)
+    initialize(model, config.training.seed)
+    trained = _MarkedModel(name, model, config, device, ranks)
+    step, micro_batches = training_step(trained, config, layout)
+    for _ in range(WARM_UP_STEPS):
+        step()
+    recorded = record_step(step, model, trained.optimizer, persistent_scales=persistent_scales(model))
+    with measure_usage(device, may_leave=True) as measured:
+        trained.mark = measured.mark
+        step()
+    usage = measured.usage
+    if not recorded.report["exact"]:
+        recorded = _with_peak_of(recorded, usage)
+    resident, tensors = recorded.resident_bytes, usage.tensor_peak_bytes
+    return MeasuredMemory(
+        config,
+        layout,
+        name,
+        parameters,
+        micro_batches,
+        recorded,
+        device=torch.cuda.get_device_name(device) if is_cuda_device(device) else "cpu",
+        allocator_peak_bytes=resident + usage.peak_bytes,
+        allocator_tensor_peak_bytes=None if tensors is None else resident + tensors,
+    )
+
+
+def _with_peak_of(recorded: Prediction, usage: Usage) -> Prediction:
+    """The recording of compiled code, which has only what stays between steps, with the allocator's peak."""
+    # The recorder first sees gradients in the optimizer's step, and takes them for older than the recording.
+    stays = {**recorded.report["resident_bytes"], "gradients": 0}
+    added = usage.peak_bytes if usage.tensor_peak_bytes is None else usage.tensor_peak_bytes
+    report = {**recorded.report, "resident_bytes": stays, "peak_bytes": sum(stays.values()) + added, "peak_event": 0}
+    return replace(recorded, report=report, saved_by_forward_bytes=usage.saved_bytes)
+
+
+def side_by_side(predicted: RunMemory, measured: MeasuredMemory) -> list[dict[str, Any]]:
+    """Predicted and measured bytes.
+
+    Returns:
+        Rows of "what" (a category at the peak, then "peak", "between steps" and "saved for backward"),
+        "predicted_bytes", "measured_bytes" and "ratio" (predicted / measured); None where nothing was measured.
+    """
+    ours, theirs = predicted.prediction, measured.prediction
+    known = theirs.by_category if theirs.report["exact"] else None
+    rows = [
+        _row(name.replace("_", " "), ours.by_category.get(name, 0), known.get(name, 0) if known is not None else None)
+        for name in CATEGORIES
+        if name in ours.by_category or name in theirs.by_category
+    ]
+    rows.append(_row("peak", ours.peak_bytes, measured.peak_bytes))
+    rows.append(_row("between steps", ours.resident_bytes, theirs.resident_bytes))
+    rows.append(_row("saved for backward", ours.saved_by_forward_bytes, theirs.saved_by_forward_bytes))
+    return rows
+
+
+def _row(what: str, predicted_bytes: int, measured_bytes: int | None) -> dict[str, Any]:
+    ratio = predicted_bytes / measured_bytes if measured_bytes else None
+    return {"what": what, "predicted_bytes": predicted_bytes, "measured_bytes": measured_bytes, "ratio": ratio}

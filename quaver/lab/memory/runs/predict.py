@@ -1,0 +1,176 @@
+"""Predicts the memory of a run's training step without data, devices or memory.
+
+The trainer's own code makes, converts, parallelizes and trains the model, with fake tensors. Of several ranks this
+process is the first, in torch's fake process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import count
+from math import prod
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.torch_version import TorchVersion
+
+from quaver.lab.data import Batch
+from quaver.lab.memory.faking.experts import EVEN_LOAD, load_evenly
+from quaver.lab.memory.faking.fakes import fake_tensors
+from quaver.lab.memory.predict import Prediction, predict_step
+from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve
+from quaver.lab.trainer.dry_run import pretended_mesh
+from quaver.lab.trainer.initialize import allocate
+from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.profiling import persistent_scales
+from quaver.lab.trainer.run_setup import make_models
+from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.runtime.ranks import Ranks
+
+SEES_GATHERS = TorchVersion(torch.__version__) >= "2.13"
+"""Whether resizes of fake storages are visible: not in torch 2.11; 2.12 was not tried."""
+
+COMPARED = "job.compare: the parameters and the optimizer state of the other model come on top"
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """The memory of a training step of the run that `config` describes."""
+
+    config: TrainConfig
+    """With its global batch size filled in."""
+    layout: ParallelDims
+    name: str
+    """The recipe, or the high-precision dtype."""
+    parameters: int
+    """The number of parameters of the whole model."""
+    micro_batches: int
+    """The number of micro-batches in one rank's step."""
+    prediction: Prediction
+    """The prediction for the first rank, whose shards are the largest where they are uneven."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Parts of the run that the prediction leaves out."""
+        notes = [COMPARED] if self.config.job.compare else []
+        if self.layout.expert > 1:
+            notes.append(EVEN_LOAD)
+        if self.config.float8.last_steps_high_precision:
+            notes.append("float8.last_steps_high_precision: those steps are not predicted")
+        return notes
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able dict."""
+        about = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.layout.mesh}
+        about |= {"ranks": self.layout.world_size, "micro_batches": self.micro_batches}
+        return {**about, "config": asdict(self.config), "notes": self.notes, **self.prediction.to_dict()}
+
+
+def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
+    """Predict the memory of a training step of the first of `ranks` processes.
+
+    With `job.compare` the step is that of the requested model, without the other model's parameters. Code that the run
+    compiles is predicted as compiled code (quaver/lab/memory/compiling/compiled.py).
+
+    Raises:
+        ValueError, OSError: the run itself would refuse its model or its ranks.
+        NotImplementedError: something cannot be predicted.
+    """
+    [memory] = predict_depths(config, ranks, [config.model.n_layers])
+    return memory
+
+
+def predict_depths(config: TrainConfig, ranks: int, depths: Sequence[int]) -> Generator[RunMemory, None, None]:
+    """Predict the run with each of these numbers of blocks, each when it is asked for; the rest of `config` stays.
+
+    Blocks that are alike are compiled once for all depths. Close the iterator if it is not exhausted: tensors are fake
+    until then.
+
+    Raises:
+        ValueError, OSError, NotImplementedError: as `predict_memory`.
+    """
+    if ranks > 1 and not SEES_GATHERS:
+        raise NotImplementedError(
+            f"memory on several ranks is predicted with torch 2.13 or newer, this is {torch.__version__}: here FSDP2's "
+            "gathers into fake tensors are invisible; predict one rank, or update torch"
+        )
+    device, made = torch.device("cpu"), []
+    _, layout = resolve(config, rank=0, world_size=ranks)
+    with pretended_mesh(layout) as mesh:
+        with _same_parts_of_meshes():
+            for depth in depths:
+                at_depth, _ = resolve(with_depth(config, depth), rank=0, world_size=ranks)
+                name, model = next(iter(make_models(at_depth, device).by_name.items()))
+                parameters = sum(parameter.numel() for parameter in model.parameters())
+                parallelize(model, at_depth, mesh)  # the mesh computes coordinates with real tensors
+                load_evenly(model)
+                made.append((at_depth, name, model, parameters))
+        with fake_tensors(compiled=config.training.compile) as fakes:
+            for at_depth, name, model, parameters in made:
+                allocate(model, device)
+                trained = TrainedModel(name, model, at_depth, device, Ranks(0, 0, ranks))
+                step, micro_batches = training_step(trained, at_depth, layout)
+                prediction = predict_step(
+                    step,
+                    model,
+                    trained.optimizer,
+                    fakes,
+                    persistent_scales=persistent_scales(model),
+                    first_step=partial(step, micro_batches=1),
+                )
+                yield RunMemory(at_depth, layout, name, parameters, micro_batches, prediction)
+
+
+def with_depth(config: TrainConfig, n_layers: int) -> TrainConfig:
+    """`config` with another number of blocks."""
+    return replace(config, model=replace(config.model, n_layers=n_layers))
+
+
+@contextmanager
+def _same_parts_of_meshes() -> Iterator[None]:
+    """Have a mesh return the same object each time that it is asked for a part, inside the block.
+
+    Code that Dynamo compiles for a tensor-parallel block guards on the identity of the mesh "tp", which each
+    `parallelize` asks for: of the next model it would be compiled again.
+    """
+    part_of, parts = DeviceMesh.__getitem__, dict[tuple[int, Any], tuple[DeviceMesh, DeviceMesh]]()
+
+    def same_part(mesh: DeviceMesh, names: Any) -> DeviceMesh:
+        key = id(mesh), names
+        if key not in parts:
+            parts[key] = mesh, part_of(mesh, names)  # held, so that no other mesh gets its id
+        return parts[key][1]
+
+    with patch.object(DeviceMesh, "__getitem__", same_part):
+        yield
+
+
+def training_step(trained: TrainedModel, config: TrainConfig, layout: ParallelDims) -> tuple[Callable[..., None], int]:
+    """A function that trains one step, and the number of its micro-batches on one rank, of which it may be given fewer.
+
+    Memory does not depend on the tokens, unless ranks split experts: routers then choose more evenly among unlike ones.
+    All are of one document.
+    """
+    training, numbers = config.training, count(1)
+
+    def tokens() -> Tensor:
+        shape = training.local_batch_size, training.seq_len
+        return (torch.arange(prod(shape), device=trained.device) % config.model.vocab_size).view(shape)
+
+    has_documents = config.data.document_mask
+    micro_batches = layout.micro_batches(training)
+    batches = [
+        Batch(tokens(), tokens(), torch.zeros_like(tokens()) if has_documents else None) for _ in range(micro_batches)
+    ]
+
+    def step(*, micro_batches: int = micro_batches) -> None:
+        trained.train_step(next(numbers), batches[:micro_batches])
+
+    return step, micro_batches

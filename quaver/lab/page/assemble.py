@@ -1,0 +1,91 @@
+"""Writes a page as one HTML file that needs nothing but a browser.
+
+Data reaches the page as JSON, which the script shows as text and never as markup. A content security policy allows this
+style and this script alone, by their hashes, so the browser refuses any other and every network request.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from base64 import b64encode
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+_PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
+_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
+"""For JSON inside a script element: no text can close the element or open a comment."""
+_SHARED = files("quaver.lab.page") / "parts"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The files of one kind of page, in a folder that also has header.html, main.html and style.css.
+
+    Attributes:
+        folder: of the files.
+        scripts: names, in the order in which they run, after elements.js and table.js.
+        kind: a few words above the title, plain text.
+        footer: HTML.
+    """
+
+    folder: Traversable
+    scripts: tuple[str, ...]
+    kind: str
+    footer: str
+
+
+def write_page(path: Path, parts: Parts, *, title: str, data: dict[str, Any]) -> None:
+    """Write a page to `path`, making its folder.
+
+    Args:
+        title: plain text.
+        data: JSON-able; the script reads it from the element "data".
+    Raises:
+        ValueError: a number of `data` is not finite.
+        OSError: `path` cannot be written.
+    """
+    text = _page(parts, title, data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def _page(parts: Parts, title: str, data: dict[str, Any]) -> str:
+    style = _read(_SHARED, "base.css") + _read(parts.folder, "style.css")
+    shared = (_read(_SHARED, name) for name in ("elements.js", "table.js"))
+    script = "".join([*shared, *(_read(parts.folder, name) for name in parts.scripts)])
+    values = {
+        "title": html.escape(title),
+        "kind": html.escape(parts.kind),
+        "header": _read(parts.folder, "header.html"),
+        "main": _read(parts.folder, "main.html"),
+        "footer": parts.footer,
+        "style": style,
+        "script": script,
+        "style_hash": _hash(style),
+        "script_hash": _hash(script),
+        "data": embedded_json(data),
+    }
+    return _PLACEHOLDER.sub(lambda found: values[found[1]], _read(_SHARED, "frame.html"))
+
+
+def embedded_json(value: Any) -> str:
+    """`value` as JSON for a script element of an HTML page.
+
+    Raises:
+        ValueError: a number is infinite or NaN.
+    """
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).translate(_ESCAPES)
+
+
+def _read(folder: Traversable, name: str) -> str:
+    return (folder / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"

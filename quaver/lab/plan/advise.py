@@ -1,0 +1,241 @@
+"""Predicts the peak of a run under other settings, and their cost in recomputed FLOPs and simulated time.
+
+    advice = advise(config, 8, fit_bytes=80 * 1024**3, device="H100")
+    advice.rows[advice.best].words
+
+Each setting is predicted whole, compiled if the run is: a deep model's blocks compile once. With `fit_bytes`,
+combinations follow, the fastest first, until one fits. Simulated times (step_cost.py) that are nearly equal count as
+equal; then the setting with fewer changes wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+
+from quaver.lab.memory.runs.predict import predict_memory
+from quaver.lab.plan.calibration import sustained_in_words
+from quaver.lab.plan.changes import Change, combinations, least_gathered, less_precise, single_changes, words_of
+from quaver.lab.plan.estimate import estimated_peak
+from quaver.lab.plan.step_cost import StepCost, step_cost
+from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.parallel_dims import resolve
+from quaver.roofline.device_specs import DeviceSpec, require_device_spec, spec_of_this_machine
+
+AS_CONFIGURED = "as configured"
+EQUALLY_FAST = 1.02
+"""Modelled times with a smaller ratio count as equal; the model is no more accurate."""
+NEARLY_FITS = 1.1
+"""Up to this ratio of its peak to `fit_bytes` a setting is tried with fewer gathered weights, too."""
+SAVES_AS_MUCH = 1.1
+"""A setting is tried with less precise storage too if the run is over by up to so many times what that saves."""
+MOST_TRIED = 60
+"""Combinations that are predicted at most."""
+TIMES = "times are simulated: what a rank computes and sends, on nodes of 8 GPUs with 400 Gb/s each (docs/plan.md)"
+
+LESS_PRECISE = (
+    "a bfloat16 residual stream, optimizer states and saved activations in float8 change a run's numbers: they are "
+    "added, in this order, where no setting that is as fast fits without"
+)
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting of the run."""
+
+    change: str
+    words: str
+    """The flags that apply it to the configured run."""
+    peak_bytes: int | None
+    """None where the trainer or the prediction refuses it; `note` has the error."""
+    difference_bytes: int | None
+    """To the configured run; negative for less."""
+    cost: StepCost | None
+    note: str
+    fits: bool | None
+    """None without `fit_bytes`, or without a peak."""
+
+    def to_dict(self) -> dict[str, object]:
+        """A JSON-able dict, with the costs instead of `cost`."""
+        costs = dict.fromkeys(each.name for each in fields(StepCost)) if self.cost is None else vars(self.cost)
+        return {name: value for name, value in vars(self).items() if name != "cost"} | costs
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The settings that were tried, the configured one first."""
+
+    rows: list[Row]
+    fit_bytes: int | None
+    best: int | None
+    """The row of the fastest setting that fits; None if none does, or without `fit_bytes`."""
+    nearest: int | None
+    """If none fits, the row with the lowest peak."""
+    device: str | None
+    """The GPU whose time is modelled."""
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, object]:
+        """A JSON-able dict."""
+        return vars(self) | {"rows": [row.to_dict() for row in self.rows]}
+
+
+def advise(
+    config: TrainConfig,
+    ranks: int = 1,
+    *,
+    fit_bytes: int | None = None,
+    device: str | None = None,
+    quick: bool = False,
+    progress: Progress | None = None,
+) -> Advice:
+    """Predict the peak of one rank's memory under other settings of a run.
+
+    Args:
+        fit_bytes: find the fastest setting whose peak is at most this.
+        device: a GPU's name, such as "H100", to model times for. By default this machine's GPU; without a known one an
+            H100 if `fit_bytes` is given, else no times.
+        quick: peaks on a GPU are estimated in closed form, within 10%.
+        progress: called with the name of each setting before its prediction.
+    Raises:
+        ValueError: an unknown device, or an error of the run itself.
+        NotImplementedError: the configured run cannot be predicted.
+    """
+    spec = _spec(device, is_needed=fit_bytes is not None)
+    search = _Search(config, ranks, fit_bytes, spec, progress or (lambda words: None), quick=quick)
+    search.try_singly()
+    best = None if fit_bytes is None else search.fastest_that_fits()
+    rows = search.rows
+    known = [index for index, row in enumerate(rows) if row.peak_bytes is not None]
+    nearest = min(known, key=lambda index: rows[index].peak_bytes or 0) if fit_bytes and best is None else None
+    return Advice(rows, fit_bytes, best, nearest, None if spec is None else spec.name, search.notes)
+
+
+class _Search:
+    """Settings tried so far; each is predicted once."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        ranks: int,
+        fit_bytes: int | None,
+        spec: DeviceSpec | None,
+        progress: Progress,
+        *,
+        quick: bool,
+    ) -> None:
+        self.rows: list[Row] = []
+        self.notes = [TIMES, LESS_PRECISE]
+        self.notes += [f"times on {spec.name}: {sustained_in_words(spec)}"] if spec is not None else []
+        self.notes += ["peaks are estimated, within 10%"] if quick else []
+        self._peak_of = estimated_peak if quick else _predicted_peak
+        self._config, self._ranks, self._fit_bytes = config, ranks, fit_bytes
+        self._spec, self._progress = spec, progress
+        resolved, self._layout = resolve(config, rank=0, world_size=ranks)
+        self._batch = resolved.training.step_batch_size
+        self._tried: dict[TrainConfig, int] = {}
+        self._less_precise_saves = 0
+        self._predict(AS_CONFIGURED, config)  # raises: without it there is nothing to compare with
+
+    def try_singly(self) -> None:
+        """Try each change alone."""
+        for change in single_changes(self._config, self._layout, self._batch):
+            self._try(change)
+        alone = [self._try(change) for change in less_precise(Change("", self._config))]
+        least = min((self.rows[index].difference_bytes or 0 for index in alone), default=0)
+        self._less_precise_saves = -min(0, least)
+
+    def fastest_that_fits(self) -> int | None:
+        """Try combinations, the fastest first; returns the row of the first that fits."""
+        changes = [Change(AS_CONFIGURED, self._config), *combinations(self._config, self._batch)]
+        by_config = {change.config: change for change in reversed(changes) if change.config is not None}
+        costs = [(change, self._cost(config)) for config, change in by_config.items()]
+        return next((index for index in self._in_order(_fastest_first(costs)) if self.rows[index].fits), None)
+
+    def _in_order(self, groups: list[list[Change]]) -> Iterator[int]:
+        """Yield the rows of changes that are equally fast; then those that nearly fit, with less precise storage."""
+        left = MOST_TRIED
+        for group in groups:
+            for change in group[:left]:
+                yield from self._tries(change)
+            for change in group[:left]:
+                over = (self.rows[self._try(change)].peak_bytes or 0) - (self._fit_bytes or 0)
+                if 0 < over <= SAVES_AS_MUCH * self._less_precise_saves:
+                    yield from map(self._try, less_precise(change))
+            left -= len(group)
+            if left < 0:
+                self.notes.append(f"only the {MOST_TRIED} fastest combinations were tried")
+                return
+
+    def _tries(self, change: Change) -> Iterator[int]:
+        """Yield the row of a change, and if it nearly fits that with fewer gathered weights."""
+        index = self._try(change)
+        yield index
+        peak_bytes, fit_bytes = self.rows[index].peak_bytes, self._fit_bytes
+        if peak_bytes is not None and fit_bytes is not None and fit_bytes < peak_bytes <= fit_bytes * NEARLY_FITS:
+            fewer = least_gathered(change, self._layout)
+            if fewer is not None:
+                yield self._try(fewer)
+
+    def _try(self, change: Change) -> int:
+        if change.config is None:
+            return self._refused(change.name, "", change.refusal)
+        if change.config in self._tried:
+            return self._tried[change.config]
+        try:
+            return self._predict(change.name, change.config)
+        except (ValueError, NotImplementedError) as error:
+            self._tried[change.config] = len(self.rows)
+            return self._refused(change.name, words_of(self._config, change.config), str(error))
+
+    def _predict(self, name: str, config: TrainConfig) -> int:
+        self._progress(name)
+        peak_bytes = self._peak_of(config, self._ranks)
+        configured = self.rows[0].peak_bytes if self.rows else peak_bytes
+        cost = self._cost(config)
+        fits = None if self._fit_bytes is None else peak_bytes <= self._fit_bytes
+        self._tried[config] = len(self.rows)
+        difference = peak_bytes - (configured or 0)
+        self.rows.append(Row(name, words_of(self._config, config), peak_bytes, difference, cost, "", fits))
+        return len(self.rows) - 1
+
+    def _refused(self, name: str, words: str, reason: str) -> int:
+        self.rows.append(Row(name, words, None, None, None, f"not possible: {reason}", None))
+        return len(self.rows) - 1
+
+    def _cost(self, config: TrainConfig) -> StepCost | None:
+        """The cost; None if the trainer refuses the setting, which its prediction then reports."""
+        try:
+            return step_cost(*resolve(config, rank=0, world_size=self._ranks), self._spec)
+        except (ValueError, NotImplementedError):
+            return None
+
+
+def _predicted_peak(config: TrainConfig, ranks: int) -> int:
+    return predict_memory(config, ranks).prediction.peak_bytes
+
+
+def _fastest_first(changes: list[tuple[Change, StepCost | None]]) -> list[list[Change]]:
+    """By modelled time, or FLOPs without a device; those nearly equal together, with fewer changes first."""
+    places = enumerate(changes)
+    known = [(cost.modelled_s or float(cost.step_flops), place) for place, (_, cost) in places if cost is not None]
+    groups: list[list[int]] = []
+    slowest = -1.0
+    for time, place in sorted(known):
+        if time > slowest:
+            groups.append([])
+            slowest = time * EQUALLY_FAST
+        groups[-1].append(place)
+    return [[changes[i][0] for i in sorted(group, key=lambda i: (_number_of(changes[i][0]), i))] for group in groups]
+
+
+def _number_of(change: Change) -> int:
+    return 0 if change.name == AS_CONFIGURED else 1 + change.name.count(";")
+
+
+def _spec(device: str | None, *, is_needed: bool) -> DeviceSpec | None:
+    if device is not None:
+        return require_device_spec(device, "device")
+    return spec_of_this_machine() or (require_device_spec("H100", "device") if is_needed else None)

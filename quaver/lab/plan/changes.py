@@ -1,0 +1,201 @@
+"""The settings of a run that change its peak memory: alone and combined, with the flags that apply them."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
+from typing import Any
+
+from quaver.lab.settings import ActivationCheckpoint, Float8, TrainConfig
+from quaver.lab.settings.parallel_dims import ParallelDims
+
+CHECKPOINTING = {
+    "activations: none checkpointed": ActivationCheckpoint(mode="none"),
+    "activations: selective, op": ActivationCheckpoint(mode="selective"),
+    "activations: selective, every 2nd block": ActivationCheckpoint(mode="selective", selective_ac_option="2"),
+    "activations: full": ActivationCheckpoint(mode="full"),
+}
+BFLOAT16 = "bfloat16"
+"""The name of a run without float8."""
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+"""Tried in addition to the high-precision dtype."""
+
+Edit = Callable[[TrainConfig], TrainConfig]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A variant of a run's config."""
+
+    name: str
+    config: TrainConfig | None
+    """None if the config refuses the change."""
+    refusal: str = ""
+
+
+def single_changes(config: TrainConfig, layout: ParallelDims, batch: int) -> list[Change]:
+    """Changes of one setting each, without those that leave `config` as it is.
+
+    Args:
+        batch: sequences of one optimizer step over all ranks, which stay the same.
+    """
+    edits = [*_checkpointing(), *_precisions(config), *_communication(config, layout), *_less_precise(config)]
+    edits += list(_batches(config, batch))[1:2]
+    changes = [_change(config, name, [edit]) for name, edit in edits]
+    return [change for change in changes if change.config != config]
+
+
+def combinations(config: TrainConfig, batch: int) -> list[Change]:
+    """All combinations of checkpointing, precision and local batch size that the config accepts.
+
+    The local batch size is halved as often as possible; `batch` as in `single_changes`.
+    """
+    found = []
+    for chosen in product(_with_present(_checkpointing()), _with_present(_precisions(config)), _batches(config, batch)):
+        names = [name for name, _ in chosen if name]
+        found.append(_change(config, "; ".join(names), [edit for _, edit in chosen]))
+    by_config = {change.config: change for change in reversed(found) if change.config is not None}
+    return list(by_config.values())[::-1]
+
+
+def less_precise(change: Change) -> Iterator[Change]:
+    """The same change with one more, then two more, then three more of the settings that store less precisely."""
+    config, edits = change.config, list[tuple[str, Edit]]()
+    if config is None:
+        return
+    for name, edit in _less_precise(config):
+        added = _change(config, name, [edit])
+        if added.config in (None, config):
+            continue
+        edits.append((name, edit))
+        names = [change.name, *(each for each, _ in edits)]
+        yield _change(config, "; ".join(name for name in names if name), [edit for _, edit in edits])
+
+
+def least_gathered(change: Change, layout: ParallelDims) -> Change | None:
+    """The same change with the fewest gathered weights; None if it has them already, or nothing is sharded."""
+    config = change.config
+    if config is None or layout.shard == 1:
+        return None
+    edits = [_set("parallelism", fsdp_reshard_after_forward="always")]
+    if config.float8.enable_float8_linear:
+        edits.append(_set("float8", enable_fsdp_float8_all_gather=True))
+    fewer = _change(config, f"{change.name}; least gathered weights", edits)
+    return None if fewer.config in (None, config) else fewer
+
+
+def words_of(config: TrainConfig, changed: TrainConfig) -> str:
+    """The flags that turn `config` into `changed`."""
+    words = []
+    before, after = asdict(config), asdict(changed)
+    for section, values in after.items():
+        for name, value in values.items():
+            if value != before[section][name]:
+                parts = value if isinstance(value, (tuple, list)) else [value]
+                words.append(f"--{section}.{name}")
+                words += (str(each).lower() if isinstance(each, bool) else str(each) for each in parts)
+    return shlex.join(words)
+
+
+def with_precision(config: TrainConfig, precision: str, *, gathers_codes: bool | None = None) -> TrainConfig:
+    """The run with all linears that the filters leave in a recipe, with dynamic scales; or none of them (BFLOAT16).
+
+    The latter is not compared with a baseline: it would be its own.
+
+    Args:
+        gathers_codes: whether FSDP2 gathers weights in float8; None leaves it as it is.
+    """
+    metrics = replace(config.metrics, float8_scales_freq=min(1, config.metrics.float8_scales_freq))
+    job = replace(config.job, compare=config.job.compare and precision != BFLOAT16)
+    return replace(config, float8=_with_precision(config.float8, precision, gathers_codes), metrics=metrics, job=job)
+
+
+@functools.cache
+def _with_precision(float8: Float8, precision: str, gathers_codes: bool | None) -> Float8:
+    if precision == BFLOAT16:
+        kept = {name: getattr(float8, name) for name in ("recipe_name", "filter_fqns", "auto_filter", "emulate")}
+        return Float8(enable_float8_linear=False, **kept)
+    dynamic = Float8()
+    settings = {each.name: getattr(dynamic, each.name) for each in fields(Float8) if each.name.startswith("delayed_")}
+    if gathers_codes is not None:
+        settings |= {
+            "enable_fsdp_float8_all_gather": gathers_codes,
+            "precompute_float8_dynamic_scale_for_fsdp": gathers_codes,
+            "cast_weights_once": float8.cast_weights_once and gathers_codes,
+        }
+    return replace(float8, **settings, enable_float8_linear=True, recipe_name=precision)
+
+
+def _change(config: TrainConfig, name: str, edits: list[Edit]) -> Change:
+    try:
+        for edit in edits:
+            config = edit(config)
+    except ValueError as error:
+        return Change(name, None, str(error))
+    return Change(name, config)
+
+
+def _set(section: str, **values: Any) -> Edit:
+    """An edit of some settings of one section."""
+
+    def edit(config: TrainConfig) -> TrainConfig:
+        changed: dict[str, Any] = {section: replace(getattr(config, section), **values)}
+        return replace(config, **changed)
+
+    return edit
+
+
+def _with_present(edits: Iterator[tuple[str, Edit]]) -> list[tuple[str, Edit]]:
+    return [("", lambda config: config), *edits]
+
+
+# ---- each setting ----------------------------------------------------------------------------------------------------
+
+
+def _checkpointing() -> Iterator[tuple[str, Edit]]:
+    for name, checkpoint in CHECKPOINTING.items():
+        yield name, _set("activation_checkpoint", **asdict(checkpoint))
+
+
+def _precisions(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
+    yield f"precision: {config.training.mixed_precision_param}", _precision(BFLOAT16)
+    for recipe in RECIPES:
+        yield f"precision: {recipe}", _precision(recipe)
+
+
+def _precision(precision: str) -> Edit:
+    return lambda config: with_precision(config, precision)
+
+
+def _communication(config: TrainConfig, layout: ParallelDims) -> Iterator[tuple[str, Edit]]:
+    if layout.shard == 1:
+        return
+    for policy in ("default", "always", "never"):
+        edit = _set("parallelism", fsdp_reshard_after_forward=policy)
+        yield f"gathered weights freed after the forward: {policy}", edit
+    if config.float8.enable_float8_linear:
+        yield "float8 all-gather: on", _set("float8", enable_fsdp_float8_all_gather=True)
+        off = _set("float8", enable_fsdp_float8_all_gather=False, precompute_float8_dynamic_scale_for_fsdp=False)
+        yield "float8 all-gather: off", off
+
+
+def _less_precise(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
+    """Changes that round between the matmuls or in the optimizer, the least first."""
+    if "bfloat16" == config.training.mixed_precision_param != config.training.residual_stream_dtype:
+        yield "residual stream: bfloat16", _set("training", residual_dtype="bfloat16")
+    if not config.optimizer.has_float8_states:
+        yield "optimizer states: float8", _set("optimizer", name=f"Float8{config.optimizer.name}")
+    yield "saved activations: float8", _set("activation_checkpoint", store_in_float8=True)
+
+
+def _batches(config: TrainConfig, batch: int) -> Iterator[tuple[str, Edit]]:
+    """The local batch size as it is, then halved again and again, with more micro-batches instead."""
+    sequences = config.training.local_batch_size
+    yield "", lambda config: config
+    while sequences % 2 == 0:
+        sequences //= 2
+        edit = _set("training", local_batch_size=sequences, global_batch_size=batch)
+        yield f"local batch size: {sequences}", edit

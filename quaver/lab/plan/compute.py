@@ -1,0 +1,238 @@
+"""The seconds that one rank computes for one micro-batch: of a block, of the output projection with the loss, and more.
+
+The model is that of quaver/roofline: matmuls at the rate of their shape, casts and all between matmuls by bytes, each
+kernel's launch. So a block on one rank takes what `quaver bench ledger` models (tests/lab/plan/test_compute.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from math import ceil
+from typing import NamedTuple
+
+from quaver.lab.plan.cluster import Cluster
+from quaver.lab.plan.run import EXPERTS, HEAD, Run
+from quaver.recipes.config import Float8LinearRecipeName
+from quaver.roofline.attention import attention_seconds
+from quaver.roofline.block import BlockShape, Both, seconds_between_matmuls
+from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearTime, linear_cost
+from quaver.roofline.device_specs import DeviceSpec
+from quaver.roofline.matmul import MEMORY_SHARE
+from quaver.roofline.scaled_matmul import cutlass_rowwise_share
+
+READERS = {"q_proj": 3, "k_proj": 3, "v_proj": 3, "gate_proj": 2, "up_proj": 2}
+"""Linears that share their input and its casts."""
+RECOMPUTED_BY_OP = ("k_proj", "o_proj", "up_proj")
+"""Linears that "selective" recomputes: one matmul in two, counted from the end, without the last."""
+LOGIT_BYTES = Both(14, 36)
+"""Bytes that the loss moves for each logit, in slices of float32 (quaver/lab/trainer/loss.py): forward reads bfloat16,
+writes float32, reads it and writes log-probabilities; backward does so again, writes their gradient, and reads both for
+that of the logits, which it writes in bfloat16."""
+SPLIT_LOGIT_BYTES = Both(20, 28)
+"""The same for each logit of a tensor parallel rank's part: forward reads bfloat16 for the maxima, and again to write
+differences in float32, takes exponentials and sums them; backward writes differences, changes them twice, and reads
+them for the gradient."""
+CAST_FORWARD = 0.625
+"""Share of the bytes of a weight's casts that the forward moves: 5 of 8 for one dynamic tensor-wise layout, then one
+more."""
+RESCALED_BYTES = 4
+"""Bytes that torchao moves for each element of a row-wise linear's gradients: it multiplies with one scale for each
+operand, and a pass that reads and writes bfloat16 scales the result (torchao/float8/float8_ops.py)."""
+EAGER_BYTES = 3.0
+"""Times the bytes of compiled code between matmuls that eager code moves. Counted for a Llama 3 8B block, for each
+token: a norm reads and writes 30 D bytes in bfloat16 and float32, RoPE 20 (Q + K), SwiGLU 10 H, the residual 6 D twice:
+540 kB forward, of 180."""
+TOKEN_ROWS = 128
+"""Rows of a tile of a grouped matmul, to which the tokens of each expert are filled up."""
+
+
+class BlockTimes(NamedTuple):
+    """Seconds of one block: forward, backward without recomputation, and what the backward recomputes."""
+
+    forward: float
+    backward: float
+    recomputed: float
+
+
+def weights_of_block(run: Run) -> dict[str, tuple[int, int]]:
+    """In- and out-features of each linear of a block, whole, without routed experts."""
+    model = run.model
+    queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
+    dim, hidden = model.dim, model.hidden_dim * (model.n_shared_experts if model.n_experts else 1)
+    sizes = {"q_proj": (dim, queries), "k_proj": (dim, keys), "v_proj": (dim, keys), "o_proj": (queries, dim)}
+    if hidden:
+        sizes |= {"gate_proj": (dim, hidden), "up_proj": (dim, hidden), "down_proj": (hidden, dim)}
+    if model.n_experts:
+        sizes |= {"gate": (dim, model.n_experts)}
+    return sizes
+
+
+def dense_parameters(run: Run) -> int:
+    """Parameters of a block that one tensor parallel rank has, without routed experts, norms included."""
+    weights = sum(inputs * outputs for inputs, outputs in weights_of_block(run).values())
+    return weights // run.tensor + 2 * run.model.dim
+
+
+def expert_parameters(run: Run) -> int:
+    """Parameters of the routed experts of a block that one expert parallel rank has."""
+    model = run.model
+    return model.n_experts * 3 * model.dim * model.hidden_dim // run.expert
+
+
+def held_parameters(run: Run) -> float:
+    """The parameters of which one rank holds the optimizer's states."""
+    model = run.model
+    tables = 1 if model.tie_word_embeddings else 2
+    dense = dense_parameters(run) * model.n_layers + tables * model.vocab_size * model.dim / run.tensor
+    experts = expert_parameters(run) * model.n_layers * run.expert
+    return (dense + experts) / (run.shard * run.context)
+
+
+def block_times(run: Run, cluster: Cluster) -> BlockTimes:
+    """The times of one block and micro-batch."""
+    linears = {name: linear_time(run, name, *sizes, cluster) for name, sizes in weights_of_block(run).items()}
+    spec, model, share = cluster.spec, run.model, run.tokens / run.tensor
+    queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
+    wide = model.hidden_dim * ((model.top_k + model.n_shared_experts) if model.n_experts else 1)
+    between = seconds_between_matmuls(BlockShape(model.dim, queries, keys, wide), share, spec, run.residual_bytes)
+    if not run.compiled:
+        between = Both(*(EAGER_BYTES * each for each in between))
+    attention = attention_seconds(queries, share, run.seq_len, spec, run.attention)
+    forward = sum(map(_forward_s, linears.values()))
+    backward = sum(time.total_s - _forward_s(time) for time in linears.values())
+    experts = expert_times(run, cluster) if model.n_experts else Both(0, 0)
+    stored = _storing_s(run, cluster) if run.stores_in_float8 else 0.0
+    recomputed = {
+        "none": 0.0,
+        "op": sum(_forward_s(time) for name, time in linears.items() if name in RECOMPUTED_BY_OP)
+        + between.forward
+        + experts.forward / 2,
+        "full": forward - _output_s(linears.get("down_proj")) + between.forward + attention.forward + experts.forward,
+    }[run.checkpointing]
+    slower = 1 / cluster.sustained
+    return BlockTimes(
+        slower * (forward + experts.forward + attention.forward) + between.forward + stored,
+        slower * (backward + experts.backward + attention.backward) + between.backward + stored,
+        slower * recomputed,
+    )
+
+
+def linear_time(run: Run, name: str, inputs: int, outputs: int, cluster: Cluster) -> LinearTime:
+    """One linear for one micro-batch, this rank's share: the mean over all blocks, in some of which it may be float8.
+
+    Under a float8 gather its weight comes as codes.
+    """
+    share = run.float8_share(name)
+    if 0 < share < 1:
+        parts = [replace(run, in_float8={name: float(is_float8)}) for is_float8 in (True, False)]
+        float8, bfloat16 = (linear_time(part, name, inputs, outputs, cluster) for part in parts)
+        return _mean(float8, bfloat16, share)
+    spec, split = cluster.spec, run.tensor if name != "gate" else 1
+    is_split_by_input = name in ("o_proj", "down_proj")
+    inputs, outputs = (inputs // split, outputs) if is_split_by_input else (inputs, max(1, outputs // split))
+    rescales = run.rescales_rows and run.recipe is Float8LinearRecipeName.ROWWISE
+
+    def cost(tokens: int) -> LinearTime:
+        found = linear_cost(
+            tokens,
+            inputs,
+            outputs,
+            run.recipe or "tensorwise",
+            spec,
+            microbatches=run.micro_batches if run.casts_weights_once else None,
+            input_readers=READERS.get(name, 1),
+            by_shape=True,
+            shares={"output": cutlass_rowwise_share(spec)} if rescales else None,
+        )
+        if rescales and share:
+            return _as_in_torchao(found.float8, (tokens, inputs, outputs), spec)
+        return found.float8 if share else found.bfloat16
+
+    time = cost(run.tokens)
+    if run.async_tensor and split > 1:  # a part for each rank's tokens, at the rate of the part's shape
+        part = cost(max(1, run.tokens // split))
+        time = replace(time, output_s=split * part.output_s, grad_input_s=split * part.grad_input_s)
+    if run.recipe is None or not share:
+        return time
+    bytes_per_s = spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
+    if run.float8_gather:  # the shard was cast; a layout is left for grad_input
+        time = replace(time, weight_casts_s=2 * inputs * outputs / bytes_per_s if run.has_one_cast else 0.0)
+    if split > 1 and not is_split_by_input and not run.casts_gathered:
+        # a rank casts its part of the sequence, and lays out what it gathers
+        laid_out_s = 2 * run.tokens * inputs / bytes_per_s / READERS.get(name, 1)
+        time = replace(time, input_casts_s=time.input_casts_s / split + laid_out_s)
+    return time
+
+
+def _mean(one: LinearTime, other: LinearTime, share: float) -> LinearTime:
+    """The mean of two times, of which the first has a share."""
+    names = (each.name for each in fields(LinearTime))
+    return LinearTime(**{name: share * getattr(one, name) + (1 - share) * getattr(other, name) for name in names})
+
+
+def _as_in_torchao(time: LinearTime, sizes: tuple[int, int, int], spec: DeviceSpec) -> LinearTime:
+    """With the passes that scale both gradients of a row-wise linear of (tokens, inputs, outputs)."""
+    tokens, inputs, outputs = sizes
+    element_s = RESCALED_BYTES / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
+    return replace(
+        time,
+        grad_input_s=time.grad_input_s + tokens * inputs * element_s,
+        grad_weight_s=time.grad_weight_s + inputs * outputs * element_s,
+        launches_s=time.launches_s + 2 * KERNEL_LAUNCH_S,
+    )
+
+
+def expert_times(run: Run, cluster: Cluster) -> Both:
+    """The grouped matmuls of this rank's experts, with tokens spread evenly, and their permutation."""
+    model, spec = run.model, cluster.spec
+    local, rows = model.n_experts // run.expert, run.tokens * model.top_k
+    filled = local * ceil(rows / local / TOKEN_ROWS) * TOKEN_ROWS
+    forward = backward = 0.0
+    for inputs, outputs in ((model.dim, 2 * model.hidden_dim), (model.hidden_dim, model.dim)):
+        cost = linear_cost(filled, inputs, outputs, run.recipe or "tensorwise", spec, by_shape=True)
+        time = _mean(cost.float8, cost.bfloat16, run.float8_share(EXPERTS))
+        time = replace(time, weight_casts_s=time.weight_casts_s * local)
+        forward += _forward_s(time)
+        backward += time.total_s - _forward_s(time)
+    permuted_s = 4 * 2 * rows * model.dim / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
+    return Both(forward + permuted_s, backward + permuted_s)
+
+
+def head_times(run: Run, cluster: Cluster) -> Both:
+    """The output projection and the loss."""
+    model = run.model
+    time = linear_time(run, HEAD, model.dim, model.vocab_size, cluster)
+    logits = run.tokens * model.vocab_size / run.tensor
+    bytes_of_each = LOGIT_BYTES if run.tensor == 1 else SPLIT_LOGIT_BYTES
+    loss = [logits * each / (cluster.spec.memory_gb_per_s * 1e9 * MEMORY_SHARE) for each in bytes_of_each]
+    forward = _forward_s(time)
+    return Both(forward / cluster.sustained + loss[0], (time.total_s - forward) / cluster.sustained + loss[1])
+
+
+def embedding_times(run: Run, cluster: Cluster) -> Both:
+    """The embedding: its rows are read and written, its gradient is zeroed and added to."""
+    model, bytes_per_s = run.model, cluster.spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
+    rows = run.tokens * model.dim * 2 * run.residual_bytes
+    whole = model.vocab_size * model.dim * 4 / run.tensor
+    return Both(rows / bytes_per_s, (rows + whole) / bytes_per_s)
+
+
+def moved_s(moved_bytes: float, cluster: Cluster) -> float:
+    """The time of a kernel that only moves bytes."""
+    return moved_bytes / (cluster.spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
+
+
+def _forward_s(time: LinearTime) -> float:
+    casts = time.input_casts_s + CAST_FORWARD * time.weight_casts_s
+    return time.output_s + casts + time.widening_s / 3 + time.launches_s / 3
+
+
+def _output_s(time: LinearTime | None) -> float:
+    return 0.0 if time is None else time.output_s
+
+
+def _storing_s(run: Run, cluster: Cluster) -> float:
+    """Casts of what is stored in float8, and back: 3 bytes an element each way."""
+    model = run.model
+    kept = 2 * model.dim + model.head_dim * (2 * model.n_heads + 2 * model.n_kv_heads) + 2 * model.hidden_dim
+    return moved_s(3 * kept * run.tokens / run.tensor, cluster)

@@ -1,0 +1,172 @@
+"""The exchanges of ranks inside one block and micro-batch, besides FSDP2: of tensor, context and expert parallelism.
+
+tests/lab/plan/test_exchanges.py holds numbers and bytes to what `quaver memory --links` counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import fmean
+from typing import NamedTuple
+
+from quaver.lab.plan.run import SEVEN, Run
+from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.linear_casts import LinearCasts, OperandCasts
+
+_GATHER_INPUTS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+_GATHER_GRADIENTS = ("o_proj",), ("down_proj",)
+"""The linears of each half of a block that read what tensor parallel ranks gather: codes if all are in float8."""
+
+_GATHERED_OF_LOGITS = 12
+"""Bytes of a token that the loss gathers from each rank (quaver/lab/trainer/loss.py)."""
+
+
+class Exchange(NamedTuple):
+    """Equal collectives of tensor, context or expert parallel ranks in one direction of a block."""
+
+    kind: str
+    tensor_bytes: float
+    """Bytes of the tensor of each collective."""
+    number: float
+    ranks: int
+    stride: int
+
+
+def exchanges_of_block(run: Run, *, backward: bool) -> list[Exchange]:
+    """The collectives of a block's forward, or of its backward with what that recomputes."""
+    return [*_tensor_parallel(run, backward), *_context_parallel(run, backward), *_expert_parallel(run, backward)]
+
+
+def exchanges_at_the_ends(run: Run) -> tuple[dict[bool, list[Exchange]], dict[bool, list[Exchange]]]:
+    """The exchanges of tensor parallel ranks at the embedding and at the output projection: forward, and backward
+    (True).
+
+    The embedding is split by words: its output is scattered by sequence, its gradient gathered, in the residual
+    stream's dtype. The projection gathers its input; of the logits the loss gathers three numbers a token and rank.
+    """
+    if run.tensor == 1:
+        return {False: [], True: []}, {False: [], True: []}
+    group, hidden = (1, run.tensor, 1), run.tokens * run.model.dim
+    stream = run.residual_bytes * hidden
+    embedding = {
+        False: [Exchange("reduce_scatter", stream, *group)],
+        True: [Exchange("all_gather", stream, *group)],
+    }
+    of_logits = _GATHERED_OF_LOGITS * run.tokens * run.tensor
+    head = {
+        False: [Exchange("all_gather", 2 * hidden, *group), Exchange("all_gather", of_logits, *group)],
+        True: [Exchange("reduce_scatter", 2 * hidden, *group)],
+    }
+    return embedding, head
+
+
+def _tensor_parallel(run: Run, backward: bool) -> Iterator[Exchange]:
+    """Sequence parallel ranks gather the inputs of a block's halves, and scatter their outputs; so with gradients.
+
+    What a checkpoint recomputes gathers again. "op" saves what was scattered.
+    """
+    if run.tensor == 1:
+        return
+    group, dim = (run.tensor, 1), run.model.dim
+    halves = 1 if not run.has_feed_forward else 2
+    again = backward and run.checkpointing != "none"
+    casts = None if run.recipe is None else Float8LinearConfig.from_recipe_name(run.recipe).casts
+    share = fmean(map(run.float8_share, SEVEN if run.has_feed_forward else SEVEN[:4]))
+    if casts is not None and not run.casts_gathered:
+        forward, backwards = _amaxes(run, casts)
+        for number, elements in [forward] * (again or not backward) + [backwards] * backward:
+            if number and share:
+                yield Exchange("all_reduce", 4 * elements / number, number * share, *group)
+    if backward and share:  # gradients of the norms' weights; bfloat16 blocks start no such collective
+        yield Exchange("all_reduce", 2 * dim, 2 * share, *group)
+    for is_gradient in [False] * (again or not backward) + [True] * backward:
+        operand = None if casts is None or run.casts_gathered else casts.grad_output if is_gradient else casts.input
+        readers = (_GATHER_GRADIENTS if is_gradient else _GATHER_INPUTS)[:halves]
+        in_codes = sum(min(map(run.float8_share, each)) for each in readers)
+        for times, kept in ((in_codes, operand), (halves - in_codes, None)):
+            for gathered in _gathered_bytes(kept, run.tokens, dim, run.tensor) if times else []:
+                yield Exchange("all_gather", gathered, times, *group)
+    scatters = halves + (1 if backward and run.checkpointing == "full" else 0)
+    yield Exchange("reduce_scatter", 2 * run.tokens * dim, scatters, *group)
+
+
+def _gathered_bytes(casts: OperandCasts | None, tokens: int, dim: int, ranks: int) -> list[float]:
+    """The bytes of the tensors that are gathered for an operand of `tokens` rows: its codes and their scales.
+
+    bfloat16 where a rank's rows are no whole blocks.
+    """
+    elements = tokens * dim
+    if casts is None or not casts.is_float8:
+        return [2 * elements]
+    if casts.row.is_blockwise:
+        length = (casts.row.sharing or (1, 1))[1]
+        if tokens // ranks % length:
+            return [2 * elements]
+        return [elements, elements, 4 * elements / length, 4 * elements / length]
+    if casts.row.is_rowwise:
+        return [elements, elements, 4 * tokens]
+    return [elements]
+
+
+def _amaxes(run: Run, casts: LinearCasts) -> tuple[tuple[int, int], tuple[int, int]]:
+    """All-reduces of amaxes, and their elements: in the forward, and in the backward.
+
+    Ranks agree on the scale of what is split between them: of a whole tensor, or of dot products along a split dim.
+    q, k, v, gate and up split their outputs, o and down their inputs; the inputs of the first and the gradients of the
+    latter are split by sequence. FSDP2 that gathers codes agrees on the scales of weights once in a step.
+    """
+    tokens, dim = run.tokens, run.model.dim
+    forward, backward = [0, 0], [0, 0]
+
+    def add(sums: list[int], number: int, elements: int) -> None:
+        sums[0] += number
+        sums[1] += number * elements
+
+    split_outputs, split_inputs = (5, 2) if run.has_feed_forward else (3, 1)
+    halves = split_inputs
+    if casts.input.row.is_tensorwise and not casts.input.row.is_persistent:
+        add(forward, halves + split_inputs, 1)
+    elif casts.input.row.is_rowwise:
+        add(forward, split_inputs, tokens)
+        if not casts.input.column.is_disabled:
+            add(forward, halves, dim)
+    if not run.float8_gather:
+        weight = casts.weight
+        if weight.row.is_rowwise:
+            add(forward, split_inputs, dim)
+        elif weight.row.is_tensorwise and not weight.row.is_persistent:
+            add(forward, split_outputs + split_inputs, 1)
+        if weight.column.is_rowwise:
+            add(backward, split_outputs, dim)
+        elif weight.column.is_tensorwise and not weight.column.is_persistent and not weight.is_one:
+            add(backward, split_outputs + split_inputs, 1)
+    gradient = casts.grad_output
+    if gradient.row.is_tensorwise and not gradient.row.is_persistent:
+        add(backward, split_outputs + split_inputs, 1)
+    elif gradient.row.is_rowwise:
+        add(backward, split_outputs, tokens)
+        if not gradient.column.is_disabled:
+            add(backward, split_inputs, dim)
+    return (forward[0], forward[1]), (backward[0], backward[1])
+
+
+def _context_parallel(run: Run, backward: bool) -> Iterator[Exchange]:
+    """Keys and values of all parts of the sequence; their gradients are scattered back."""
+    if run.context == 1:
+        return
+    keys = 2 * run.model.n_kv_heads * run.model.head_dim * run.tokens * run.context * 2 / run.tensor
+    yield Exchange("all_gather", keys, 1, run.context, run.tensor)
+    if backward:
+        yield Exchange("reduce_scatter", keys, 1, run.context, run.tensor)
+
+
+def _expert_parallel(run: Run, backward: bool) -> Iterator[Exchange]:
+    """Tokens go to the ranks of their experts and come back, after how many each gets; so do their gradients."""
+    if run.expert == 1:
+        return
+    group = run.expert, run.tensor * run.context
+    tokens = 2 * run.tokens * run.model.top_k * run.model.dim * run.exchanged_share
+    forwards = 1 if not backward or run.checkpointing != "none" else 0
+    if forwards:
+        yield Exchange("all_to_all", 8 * (run.model.n_experts + run.expert), forwards, *group)
+    yield Exchange("all_to_all", tokens, 2 * forwards + (2 if backward else 0), *group)

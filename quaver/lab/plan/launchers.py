@@ -1,0 +1,89 @@
+"""The files that start a run on a cluster: a shell on each host with torchrun, Slurm, and Kubernetes with JobSet.
+
+The templates stand in launch/. examples/launch/ has what they become for two runs.
+"""
+
+import json
+import re
+import shlex
+from importlib.resources import files
+from pathlib import Path
+
+from quaver.lab.settings import TrainConfig
+
+SUFFIXES = {".torchrun.sh": "torchrun.sh", ".slurm.sbatch": "slurm.sbatch", ".jobset.yaml": "jobset.yaml"}
+"""Endings of the launch files, with their templates."""
+
+GRACE_SECONDS = 300
+"""From SIGTERM to the end of a job, in which a run finishes its step and saves a checkpoint."""
+SAVE_SECONDS = GRACE_SECONDS - 30
+"""From SIGTERM until torchrun kills its ranks, so that its own end comes before the job's."""
+JOIN_SECONDS = 600
+"""torchrun's default for the time in which all hosts must arrive."""
+CPUS_PER_GPU = 8
+_LONGEST_NAME = 40
+"""Kubernetes adds the names of the job and of the pod, and takes 63 characters."""
+
+
+def launch_files(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path) -> dict[str, str]:
+    """Return the texts of the launch files by their endings, for the config that is at `path` when they run.
+
+    The run resumes by itself: it gets a name and checkpoint.resume = auto where `config` has none.
+
+    Raises:
+        ValueError: so many ranks do not fill hosts of `gpus_per_node` GPUs, or no command can name `path`.
+    """
+    if not str(path).isprintable():
+        raise ValueError(f"the path of a config must be printable characters, got {str(path)!r}")
+    hosts, gpus = hosts_of(ranks, gpus_per_node)
+    name = _dns_label(config.job.name or path.stem)
+    words = [path.as_posix() if path.as_posix()[0] != "-" else f"./{path.as_posix()}"]
+    words += [] if config.job.name else [f"--job.name={name}"]
+    words += ["--checkpoint.resume=auto"] if config.checkpoint.resume == "never" else []
+    values = {
+        "name": name,
+        "hosts": hosts,
+        "gpus": gpus,
+        "cpus": CPUS_PER_GPU * gpus,
+        "head": "${HEAD:-localhost:0}" if hosts == 1 else "${HEAD:?}",
+        # A host that comes back may wait for ranks that a collective still holds.
+        "join_seconds": max(JOIN_SECONDS, config.comm.train_timeout_seconds),
+        "grace_seconds": GRACE_SECONDS,
+        "save_seconds": SAVE_SECONDS,
+    }
+    return {suffix: _filled(template, words, values) for suffix, template in SUFFIXES.items()}
+
+
+def hosts_of(ranks: int, gpus_per_node: int) -> tuple[int, int]:
+    """Return how many hosts a run of `ranks` has, and how many of their GPUs it takes on each."""
+    if ranks <= gpus_per_node:
+        return 1, ranks
+    if ranks % gpus_per_node:
+        expected = f"a multiple of the {gpus_per_node} GPUs of a node, or at most as many"
+        raise ValueError(
+            f"GPUs of a run must be {expected}, got {ranks}; torchrun starts equally many ranks on each node"
+        )
+    return ranks // gpus_per_node, gpus_per_node
+
+
+def _filled(template: str, words: list[str], values: dict[str, object]) -> str:
+    text = files(__package__).joinpath("launch", template).read_text(encoding="utf-8")
+    if template.endswith(".yaml"):
+        item = re.search(r"\n *- (?=\{\{words\}\})", text)
+        written = (item[0] if item else "").join(map(_yaml, words))
+    else:
+        written = shlex.join(words)
+    values = {**values, "words": written}
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: str(values[found[1]]), text)
+
+
+def _yaml(word: str) -> str:
+    """A word of a container's command as a YAML string. Kubernetes replaces $(NAME), and reads $$ as $."""
+    word = word.replace("$", "$$")
+    return word if re.fullmatch(r"[\w./=-]+", word, re.ASCII) else json.dumps(word, ensure_ascii=False)
+
+
+def _dns_label(name: str) -> str:
+    """The name of a run as a name in Kubernetes, which also is a word for shells and Slurm."""
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return (label if label[:1].isalpha() else f"quaver-{label}")[:_LONGEST_NAME].strip("-")

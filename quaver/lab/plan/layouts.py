@@ -1,0 +1,225 @@
+"""The layouts and settings of a run that a search tries, as configs of the trainer, whose refusals count.
+
+Data parallelism (FSDP2, or HSDP with shard groups of whole nodes) x whether weights stay gathered for the backward x
+tensor parallelism inside a node x expert parallelism x local batch size x checkpointing x precision x the dtype of its
+all-gather; and what stores less precisely, where it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import NamedTuple
+
+from quaver.checkpointing.policy import selected_every
+from quaver.lab.plan.changes import BFLOAT16, CHECKPOINTING, Change, less_precise, with_precision
+from quaver.lab.plan.run import has_one_cast
+from quaver.lab.settings import ActivationCheckpoint, Parallelism, TrainConfig
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve
+from quaver.recipes.config import Float8LinearRecipeName
+
+MOST_LOCAL_BATCH = 16
+MOST_EXPERT_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run that the trainer accepts."""
+
+    config: TrainConfig
+    """With its global batch size."""
+    layout: ParallelDims
+    is_configured: bool = False
+
+    @property
+    def precision(self) -> str:
+        """The recipe, or bfloat16."""
+        float8 = self.config.float8
+        return Float8LinearRecipeName(float8.recipe_name).value if float8.enable_float8_linear else BFLOAT16
+
+    @property
+    def saved_words(self) -> str:
+        """The checkpointing of blocks, and states and activations that are stored in float8: "op", "1/2" for every
+        second block, "full+opt", "none+opt+act"."""
+        checkpoint = self.config.activation_checkpoint
+        every = selected_every(checkpoint.selective_ac_option)
+        words = [checkpoint.mode if checkpoint.mode != "selective" else "op" if every is None else f"1/{every}"]
+        words += ["opt"] if self.config.optimizer.has_float8_states else []
+        return "+".join([*words, *(["act"] if checkpoint.store_in_float8 else [])])
+
+    @property
+    def gathered_words(self) -> str:
+        """The dtype in which FSDP2 gathers the weights of blocks, and how often in a micro-batch: "fp8x2" for the
+        forward and again for the backward, "bf16x1" for both; empty without shards."""
+        if self.layout.shard == 1:
+            return ""
+        dtype = "fp8" if self.config.float8.enable_fsdp_float8_all_gather else "bf16"
+        return f"{dtype}x{1 if self.config.parallelism.fsdp_reshard_after_forward == 'never' else 2}"
+
+    @property
+    def words(self) -> str:
+        """The layout, the batch and what blocks save, in a few words."""
+        layout, training = self.layout, self.config.training
+        degrees = {"FSDP2": layout.shard, "x HSDP": layout.replicate, "x TP": layout.tensor, "EP": layout.expert}
+        where = " ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one GPU"
+        batches, sequences = layout.micro_batches(training), training.local_batch_size
+        batch = f"{batches} micro-batch{'es' * (batches > 1)} of {sequences} sequence{'s' * (sequences > 1)}"
+        gathers = f", gathers {self.gathered_words}" if self.gathered_words else ""
+        return f"{where}{gathers}, {batch}, AC {self.saved_words}"
+
+
+@dataclass
+class Layouts:
+    """The layouts that a search tries, and why the trainer refuses others."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    refusals: Counter[str] = field(default_factory=Counter)
+    configured_refusal: str = ""
+    """Why the configured layout is no candidate."""
+
+    def add(self, config: TrainConfig, ranks: int, *, is_configured: bool = False) -> None:
+        """Add a run if the trainer accepts it."""
+        try:
+            resolved, layout = resolve(config, rank=0, world_size=ranks)
+        except ValueError as error:
+            self.refuse(error, is_configured=is_configured)
+            return
+        self.candidates.append(Candidate(resolved, layout, is_configured))
+
+    def refuse(self, error: ValueError, *, is_configured: bool = False) -> None:
+        """Count a run that the trainer refuses."""
+        self.refusals[str(error)] += 1
+        if is_configured:
+            self.configured_refusal = str(error)
+
+
+def layouts_of(
+    config: TrainConfig, ranks: int, *, nodes_of: int, precisions: list[str], step_sequences: int | None, stores: bool
+) -> Layouts:
+    """All candidates, the configured run first if it can be laid out with `step_sequences`.
+
+    Args:
+        step_sequences: sequences of a step over all ranks, of every candidate; None for one micro-batch of each
+            data-parallel rank, of which layouts have different numbers.
+        stores: also try what rounds between the matmuls or in the optimizer.
+    """
+    found = Layouts()
+    size = config.training.global_batch_size if step_sequences is None else step_sequences
+    try:
+        training = replace(config.training, global_batch_size=size)
+    except ValueError as error:
+        found.refuse(error, is_configured=True)
+    else:
+        found.add(replace(config, training=training), ranks, is_configured=True)
+    for degrees, local, checkpoint, precision in product(
+        list(_degrees(config, ranks, nodes_of)),
+        _local_batches(config, step_sequences),
+        CHECKPOINTING.values(),
+        precisions,
+    ):
+        for gathering in _gatherings(degrees.shard, precision):
+            try:
+                changed = _changed(config, degrees, local, checkpoint, precision, gathering, step_sequences)
+            except ValueError as error:
+                found.refuse(error)
+                continue
+            variants = [changed, *(each.config for each in less_precise(Change("", changed)))] if stores else [changed]
+            for variant in variants:
+                if variant is not None:
+                    found.add(variant, ranks)
+    unique = {each.config: each for each in reversed(found.candidates)}
+    found.candidates = list(unique.values())[::-1]
+    return found
+
+
+def precisions_of(block_length: int | None, is_multiplied: bool) -> list[str]:
+    """bfloat16, and the recipes that a search tries on a GPU with matmuls of such blocks.
+
+    Args:
+        is_multiplied: whether the GPU multiplies float8.
+    """
+    if not is_multiplied:
+        return [BFLOAT16]
+    blocks = {128: ["blockwise"], 32: ["mxfp8"]}.get(block_length or 0, [])
+    return [BFLOAT16, "tensorwise", "rowwise", *blocks]
+
+
+class Degrees(NamedTuple):
+    """Numbers of ranks."""
+
+    replicate: int
+    shard: int
+    tensor: int
+    expert: int
+
+    def set_in(self, parallelism: Parallelism) -> Parallelism:
+        """`parallelism` with these degrees."""
+        return replace(
+            parallelism,
+            data_parallel_replicate_degree=self.replicate,
+            data_parallel_shard_degree=self.shard,
+            tensor_parallel_degree=self.tensor,
+            expert_parallel_degree=self.expert,
+        )
+
+
+class _Gathering(NamedTuple):
+    """How FSDP2 gathers the weights of a block."""
+
+    in_codes: bool
+    reshards: str
+    """A value of parallelism.fsdp_reshard_after_forward."""
+
+
+def _gatherings(shard: int, precision: str) -> list[_Gathering]:
+    """The ways that differ: "always" only frees the embedding sooner than "default"."""
+    if shard == 1:
+        return [_Gathering(False, "default")]
+    codes = [True, False] if precision != BFLOAT16 and has_one_cast(precision) else [False]
+    return [_Gathering(*each) for each in product(codes, ("default", "never"))]
+
+
+def _changed(
+    config: TrainConfig,
+    degrees: Degrees,
+    local: int,
+    checkpoint: ActivationCheckpoint,
+    precision: str,
+    gathering: _Gathering,
+    step_sequences: int | None,
+) -> TrainConfig:
+    changed = with_precision(config, precision, gathers_codes=gathering.in_codes)
+    return replace(
+        changed,
+        parallelism=replace(degrees.set_in(config.parallelism), fsdp_reshard_after_forward=gathering.reshards),
+        training=replace(
+            config.training, local_batch_size=local, global_batch_size=-1 if step_sequences is None else step_sequences
+        ),
+        activation_checkpoint=replace(checkpoint, store_in_float8=config.activation_checkpoint.store_in_float8),
+    )
+
+
+def _degrees(config: TrainConfig, ranks: int, nodes_of: int) -> Iterator[Degrees]:
+    """The degrees that use all ranks; tensor parallelism stays in a node."""
+    model, configured = config.model, config.parallelism
+    tensors = {1} if model.n_experts else {*_powers_of_2(min(nodes_of, ranks)), configured.tensor_parallel_degree}
+    for tensor in sorted(each for each in tensors if ranks % each == 0):
+        groups = ranks // tensor
+        shards = {groups, configured.data_parallel_shard_degree}
+        shards |= {each for each in _powers_of_2(groups) if each * tensor >= min(nodes_of, groups)}
+        for shard in sorted((each for each in shards if each > 0 and groups % each == 0), reverse=True):
+            experts = [each for each in _powers_of_2(min(shard, MOST_EXPERT_RANKS)) if model.n_experts]
+            for expert in experts or [1]:
+                if shard % expert == 0 and (expert == 1 or model.n_experts % expert == 0):
+                    yield Degrees(groups // shard, shard, tensor, expert)
+
+
+def _local_batches(config: TrainConfig, step_sequences: int | None) -> list[int]:
+    most = min(MOST_LOCAL_BATCH, step_sequences or MOST_LOCAL_BATCH)
+    return sorted({*_powers_of_2(most), config.training.local_batch_size})
+
+
+def _powers_of_2(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]

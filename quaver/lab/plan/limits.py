@@ -1,0 +1,74 @@
+"""The limits of a step, in numbers and in words: where its seconds go, what is hidden, and what float8 gains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quaver.lab.plan.cluster import NETWORK, NVLINK, Cluster
+from quaver.lab.plan.peak import float8_flops_per_token, flops_per_token
+from quaver.lab.plan.saving import written_s
+from quaver.lab.plan.search import Row, in_bfloat16
+from quaver.lab.plan.simulate import COMPUTE, Timeline
+
+WORDS = {
+    "all_gather": "all-gathers",
+    "reduce_scatter": "reduce-scatters in float32",
+    "all_reduce": "all-reduces",
+    "all_to_all": "exchanges of experts' tokens",
+    "checkpoint": "checkpoints",
+}
+NOTHING = 0.005
+"""A share of a step below which something counts as hidden."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """One link in a step of one rank."""
+
+    name: str
+    sent_bytes: float
+    """Bytes that the rank sends over it."""
+    busy_s: float
+    exposed_s: float
+    """How long it works while nothing is computed."""
+
+
+def links_of(timeline: Timeline) -> list[Link]:
+    """The links of a step."""
+    found = []
+    for name in timeline.streams:
+        if name in (NVLINK, NETWORK):
+            found.append(Link(name, timeline.sent_bytes(name), timeline.busy_s(name), timeline.exposed_on(name)))
+    return found
+
+
+def limits_in_words(row: Row, cluster: Cluster) -> list[str]:
+    """Sentences: what the GPU computes, what is hidden behind it, what is not, and what float8 gains."""
+    timeline, whole = row.timeline, row.timeline.seconds
+    kinds = [kind for kind in WORDS if any(span.task.kind == kind for span in timeline.spans)]
+    exposed = {kind: timeline.exposed_s(kind) / whole for kind in kinds}
+    hidden = [WORDS[kind] for kind in kinds if exposed[kind] < NOTHING and kind != "checkpoint"]
+    shown = {WORDS[kind]: share for kind, share in exposed.items() if share >= NOTHING}
+    busy = timeline.busy_s(COMPUTE) / whole
+    sentences = [f"computing takes {busy:.0%} of the step"]
+    if hidden:
+        sentences.append(f"hidden behind it: {', '.join(hidden)}")
+    for words, share in sorted(shown.items(), key=lambda each: -each[1]):
+        sentences.append(f"{words} are not: {share:.1%} of the step waits for them")
+    between_s, writing_s = row.run.steps_between_saves * row.seconds, written_s(row.run, cluster)
+    if writing_s > between_s > 0:
+        sentences.append(f"a checkpoint is written in {writing_s:,.0f} s, and one is due every {between_s:,.0f} s")
+    return [*sentences, *gain_in_words(row, cluster)]
+
+
+def gain_in_words(row: Row, cluster: Cluster) -> list[str]:
+    """The gain of float8 in this layout, and why not more; nothing for bfloat16."""
+    if row.run.recipe is None:
+        return []
+    bfloat16_s = in_bfloat16(row, cluster)
+    share = float8_flops_per_token(row.run) / flops_per_token(row.run)
+    gain = bfloat16_s / row.seconds
+    return [
+        f"{gain:.2f} times bfloat16's speed in the same layout: float8 computes {share:.0%} of the FLOPs, so with free "
+        f"casts, and nothing else than matmuls, it would be {1 / (1 - share / 2):.2f}"
+    ]

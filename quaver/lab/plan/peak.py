@@ -1,0 +1,52 @@
+"""The FLOPs of a run's matmuls, and the bound that the data sheet's peaks set: no step is faster than they allow."""
+
+from __future__ import annotations
+
+from quaver.lab.plan.compute import weights_of_block
+from quaver.lab.plan.run import EXPERTS, HEAD, Run
+from quaver.roofline.device_specs import DeviceSpec
+
+
+def flops_per_token(run: Run) -> float:
+    """FLOPs of forward and backward for one token: 6 for each weight that it is multiplied with, and attention's.
+
+    Attention counts as its causal half, which is what kernels compute; `training_flops_per_token` of the trainer counts
+    all of it, as usual, and would be above a peak for long sequences.
+    """
+    model = run.model
+    weights = sum(i * o for i, o in weights_of_block(run).values()) + model.top_k * _expert_weights(run)
+    attention = 6 * model.n_heads * model.head_dim * run.seq_len
+    return model.n_layers * (6 * weights + attention) + 6 * model.dim * model.vocab_size
+
+
+def float8_flops_per_token(run: Run) -> float:
+    """FLOPs of matmuls in float8, forward and backward."""
+    if run.recipe is None:
+        return 0
+    model = run.model
+    weights = sum(run.float8_share(name) * i * o for name, (i, o) in weights_of_block(run).items())
+    weights += run.float8_share(EXPERTS) * model.top_k * _expert_weights(run)
+    weights = weights * model.n_layers + run.float8_share(HEAD) * model.dim * model.vocab_size
+    return (4 if run.recipe.value.endswith("gw_hp") else 6) * weights
+
+
+def share_of_peak(run: Run, seconds: float, spec: DeviceSpec) -> float:
+    """The least time of a step's matmuls, each at the data sheet's peak of its own precision, over `seconds`.
+
+    Raises:
+        RuntimeError: it is above 1, so that `seconds` are wrong: nothing multiplies faster than the peak.
+    """
+    in_float8 = float8_flops_per_token(run)
+    peak8 = spec.float8_tflops or spec.bfloat16_tflops
+    least_s = (flops_per_token(run) - in_float8) / spec.bfloat16_tflops + in_float8 / peak8
+    share = 1e-12 * least_s * run.step_tokens / run.ranks / seconds
+    if share > 1:
+        raise RuntimeError(
+            f"a step of {seconds:.3g} s would be {share:.1f} times as fast as the peak of {spec.name} allows: the "
+            "simulation is wrong"
+        )
+    return share
+
+
+def _expert_weights(run: Run) -> int:
+    return 3 * run.model.dim * run.model.hidden_dim if run.model.n_experts else 0

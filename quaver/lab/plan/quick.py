@@ -1,0 +1,52 @@
+"""The seconds of a step from a few of its blocks and micro-batches: each further one adds the same time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quaver.lab.plan.cluster import Cluster
+from quaver.lab.plan.peak import share_of_peak
+from quaver.lab.plan.run import Run
+from quaver.lab.plan.simulate import simulate
+from quaver.lab.plan.step import Costs, training_step
+
+_DEPTHS = (2, 4)
+
+
+def quick_seconds(run: Run, cluster: Cluster, costs: Costs | None = None) -> float:
+    """The seconds of `simulate(training_step(run, cluster, costs))`.
+
+    Args:
+        costs: of a micro-batch; modelled by default.
+    Raises:
+        RuntimeError: it is faster than the GPU's peak allows.
+    """
+    costs = costs or Costs.of(run, cluster)
+    seconds = one = seconds_of_few(run, 1, cluster, costs)
+    if run.micro_batches > 1:
+        seconds += (run.micro_batches - 1) * (seconds_of_few(run, 2, cluster, costs) - one)
+    share_of_peak(run, seconds, cluster.spec)
+    return seconds
+
+
+def seconds_of_few(run: Run, micro_batches: int, cluster: Cluster, costs: Costs) -> float:
+    """The seconds of a step of so many micro-batches, from a few of its blocks."""
+    blocks, (shallow, deep) = run.model.n_layers, _DEPTHS
+    if blocks <= deep:
+        return _seconds(run, blocks, micro_batches, cluster, costs)
+    few, more = (_seconds(run, depth, micro_batches, cluster, costs) for depth in _DEPTHS)
+    return few + (blocks - shallow) / (deep - shallow) * (more - few)
+
+
+def least_seconds(run: Run, costs: Costs) -> float:
+    """The seconds of a step of which nothing but the compute of its micro-batches is waited for."""
+    block = costs.block
+    blocks = run.model.n_layers * (block.forward + block.backward) + run.checkpointed_blocks * block.recomputed
+    return run.micro_batches * (blocks + sum(costs.head) + sum(costs.embedding))
+
+
+def _seconds(run: Run, depth: int, micro_batches: int, cluster: Cluster, costs: Costs) -> float:
+    checkpointed = round(run.checkpointed_blocks * depth / run.model.n_layers)
+    model = replace(run.model, n_layers=depth)
+    shallow = replace(run, model=model, checkpointed_blocks=checkpointed, micro_batches=micro_batches)
+    return simulate(training_step(shallow, cluster, costs)).seconds

@@ -1,0 +1,221 @@
+"""A run as the model of its time sees it: the degrees of its layout, its shapes and its precision.
+
+The trainer's runs come from a config (`run_of`). Other fields describe runs that others published: pipeline stages,
+context parallelism, asynchronous tensor parallelism and more that the trainer does not have.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from quaver import Float8Linear
+from quaver.checkpointing.policy import selected_every
+from quaver.experts.module import Float8Experts
+from quaver.lab.settings import Float8, Model, TrainConfig
+from quaver.lab.settings.parallel_dims import ParallelDims
+from quaver.lab.trainer.float8 import convert_model
+from quaver.lab.trainer.model import Llama
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+
+HEAD = "lm_head"
+EXPERTS = "experts"
+SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_STATE_BYTES = {"AdamW": 8, "Float8AdamW": 2, "Muon": 4, "Float8Muon": 1}
+"""Bytes of the optimizer's states for each parameter, without scales; of Muon's for matrices of blocks."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The step of one rank: `micro_batches` times forward and backward, and the optimizer.
+
+    Degrees are numbers of ranks; `tensor` varies fastest, then `context`, `shard`, `replicate` and `pipeline`. Experts
+    are split over `expert` neighbors of a shard group.
+    """
+
+    model: Model
+    seq_len: int
+    local_batch: int
+    """Sequences of a micro-batch of one data-parallel rank."""
+    micro_batches: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    expert: int = 1
+    context: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    """Parts of the model that each pipeline stage holds (interleaved 1F1B)."""
+    recipe: Float8LinearRecipeName | None = None
+    """None for bfloat16."""
+    in_float8: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SEVEN, 1.0))
+    """The share of blocks in which a linear computes in float8, by its last name, and experts by "experts"; 1 for
+    "lm_head" where it does. Read with a recipe, by `float8_share`."""
+    float8_gather: bool = False
+    checkpointing: str = "none"
+    """none, op or full."""
+    checkpointed_blocks: int = 0
+    reshards: str = "default"
+    """When FSDP2 gathers weights again for the backward: default (all but the embedding's group), always, never."""
+    casts_weights_once: bool = False
+    stores_in_float8: bool = False
+    residual_bytes: int = 4
+    parameter_bytes: int = 4
+    state_bytes: int = 8
+    """Bytes of the optimizer's states for each parameter."""
+    steps_between_saves: int = 0
+    """Steps from one checkpoint of the run to the next; 0 for none."""
+    saves_in_background: bool = True
+    """The step after a checkpoint begins when its bytes are in host memory, not when they are written."""
+    async_tensor: bool = False
+    """Tensor parallel collectives overlap with the matmuls beside them."""
+    casts_gathered: bool = False
+    """Tensor parallel ranks gather bfloat16 and each casts the whole; the trainer gathers codes."""
+    async_expert: bool = False
+    """Exchanges of tokens overlap with the compute of the same half of a block, as in DeepSeek's DualPipe."""
+    exchanged_share: float = 1.0
+    """Share of the bytes that the trainer's experts exchange: DeepSeek-V3 sends codes, and each token once to a
+    node."""
+    compiled: bool = True
+    """False: what is between matmuls runs as eager code."""
+    attention: str | None = None
+    """The kernel of attention, "flash" or "cudnn"; None for the one that torch takes (roofline/attention.py)."""
+    rescales_rows: bool = False
+    """Row-wise linears are torchao's: CUTLASS multiplies the forward, cuBLAS the gradients with one scale for each
+    operand, and a pass of its own scales them."""
+    shards_states: bool = False
+    """The shard group shards the optimizer's states only (ZeRO-1): weights are gathered and gradients reduced once in
+    a step."""
+
+    @property
+    def ranks(self) -> int:
+        """The number of GPUs."""
+        return self.replicate * self.shard * self.tensor * self.context * self.pipeline
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one rank of a context group; tensor parallel ranks share them."""
+        return self.local_batch * self.seq_len // self.context
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step of all ranks."""
+        return self.local_batch * self.seq_len * self.micro_batches * self.replicate * self.shard
+
+    @property
+    def has_feed_forward(self) -> bool:
+        """Whether blocks have one that all tokens take: all but those of experts without shared ones."""
+        return not self.model.n_experts or self.model.n_shared_experts > 0
+
+    @property
+    def has_one_cast(self) -> bool:
+        """Whether one set of codes of a weight serves both of its matmuls, so that a float8 gather sends one."""
+        return self.recipe is not None and has_one_cast(self.recipe)
+
+    def float8_share(self, name: str) -> float:
+        """The share of blocks in which a linear or the experts compute in float8; of "lm_head" 0 or 1."""
+        return 0.0 if self.recipe is None else self.in_float8.get(name, 0.0)
+
+    @property
+    def precision(self) -> str:
+        """The recipe's name, or bfloat16."""
+        return "bfloat16" if self.recipe is None else self.recipe.value
+
+
+@functools.cache
+def has_one_cast(recipe: Float8LinearRecipeName | str) -> bool:
+    """Whether one set of codes of a weight serves both of its matmuls."""
+    casts = Float8LinearConfig.from_recipe_name(recipe).casts.weight
+    return casts.is_one and not casts.row.has_two_casts
+
+
+def run_of(config: TrainConfig, layout: ParallelDims) -> Run:
+    """The run that the trainer would do, from the `config` and `layout` that `resolve` returned.
+
+    Raises:
+        ValueError: the time of the run is not modelled: outside of bfloat16, or if the compiler decides what it
+            recomputes.
+    """
+    training, checkpoint, float8 = config.training, config.activation_checkpoint, config.float8
+    if training.mixed_precision_param != "bfloat16":
+        raise ValueError(
+            "training.mixed_precision_param: expected bfloat16, the time of float32 matmuls is not modelled"
+        )
+    if checkpoint.mode == "memory_budget":
+        raise ValueError(
+            "activation_checkpoint.mode: expected none, selective or full: with memory_budget "
+            "the compiler decides what it recomputes"
+        )
+    recipe = Float8LinearRecipeName(float8.recipe_name) if float8.enable_float8_linear else None
+    every = selected_every(checkpoint.selective_ac_option)
+    mode = {"none": "none", "full": "full", "selective": "op" if every is None else "full"}[checkpoint.mode]
+    return Run(
+        model=config.model,
+        seq_len=training.seq_len,
+        local_batch=training.local_batch_size,
+        micro_batches=layout.micro_batches(training),
+        replicate=layout.replicate,
+        shard=layout.shard,
+        tensor=layout.tensor,
+        expert=layout.expert,
+        recipe=recipe,
+        in_float8=float8_shares(config),
+        float8_gather=float8.enable_fsdp_float8_all_gather,
+        checkpointing=mode,
+        checkpointed_blocks=checkpointed_blocks(config),
+        reshards=config.parallelism.fsdp_reshard_after_forward,
+        casts_weights_once=float8.cast_weights_once or layout.world_size == 1,
+        stores_in_float8=checkpoint.store_in_float8,
+        steps_between_saves=config.checkpoint.interval if config.checkpoint.enable else 0,
+        saves_in_background=config.checkpoint.async_mode != "disabled",
+        residual_bytes=_itemsize(training.residual_stream_dtype),
+        parameter_bytes=_itemsize(training.dtype),
+        state_bytes=_STATE_BYTES[config.optimizer.name] * _itemsize(training.dtype) // 4 or 1,
+    )
+
+
+def checkpointed_blocks(config: TrainConfig) -> int:
+    """The number of blocks that are checkpointed."""
+    checkpoint, blocks = config.activation_checkpoint, config.model.n_layers
+    if checkpoint.mode == "selective":
+        return blocks // (selected_every(checkpoint.selective_ac_option) or 1)
+    return blocks if checkpoint.mode == "full" else 0
+
+
+def _itemsize(dtype: str) -> int:
+    size: int = getattr(torch, dtype).itemsize
+    return size
+
+
+def float8_shares(config: TrainConfig) -> Mapping[str, float]:
+    """The share of blocks in which each linear is in float8, by its last name: see `Run.in_float8`.
+
+    Raises:
+        ValueError: as `convert_model`.
+    """
+    float8, training = config.float8, config.training
+    if not float8.enable_float8_linear:
+        return {}
+    converts = replace(
+        float8,
+        enable_fsdp_float8_all_gather=False,
+        precompute_float8_dynamic_scale_for_fsdp=False,
+        cast_weights_once=False,
+    )
+    tokens = training.local_batch_size * training.seq_len if float8.auto_filter else 1
+    return _in_float8(config.model, converts, tokens)
+
+
+@functools.cache
+def _in_float8(model: Model, float8: Float8, tokens: int) -> Mapping[str, float]:
+    with torch.device("meta"):
+        llama = Llama(model)
+    convert_model(llama, float8, tokens=tokens, device=torch.device("cpu"))
+    modules = dict(llama.named_modules())
+    names = [name.rpartition(".")[2] for name, each in modules.items() if isinstance(each, Float8Linear)]
+    names += [EXPERTS for each in modules.values() if isinstance(each, Float8Experts)]
+    return {name: 1.0 if name == HEAD else count / model.n_layers for name, count in Counter(names).items()}

@@ -1,0 +1,310 @@
+"""The tasks of one training step of one rank: what it computes and sends, in FSDP2's order.
+
+    forward of block i     waits for its all-gather, copies the weights out, computes; the all-gather of block i + 1
+                           began when the weights of block i were copied out, and runs behind it
+    backward of block i    likewise, from the last block to the first; its gradients are copied in and reduce-scattered
+                           behind the backward of block i - 1, and replicas all-reduce them after
+    copying in             waits for the reduce-scatter before: FSDP2 keeps one buffer
+    tensor parallel        collectives stand between the matmuls of a block, and compute waits for them; asynchronous
+                           ones for their first part only
+    at the end             the norm of gradients, the clipping, the optimizer, the scales of weights, the share of a
+                           checkpoint
+
+(torch/distributed/fsdp/_fully_shard: _fsdp_param_group.py, _fsdp_collectives.py.)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quaver.lab.plan.cluster import Cluster
+from quaver.lab.plan.compute import (
+    BlockTimes,
+    block_times,
+    dense_parameters,
+    embedding_times,
+    expert_parameters,
+    head_times,
+    held_parameters,
+    moved_s,
+    weights_of_block,
+)
+from quaver.lab.plan.exchanges import Exchange, exchanges_at_the_ends, exchanges_of_block
+from quaver.lab.plan.run import HEAD, Run
+from quaver.lab.plan.saving import saving_s
+from quaver.lab.plan.simulate import COMPUTE, STORAGE, Step
+from quaver.roofline.block import Both
+
+GRADIENT_BYTES = 4
+"""Gradients are reduced in float32."""
+
+
+class _Group(NamedTuple):
+    """Parameters that FSDP2 gathers together, of one tensor parallel rank."""
+
+    name: str
+    parameters: int
+    gathered_bytes: float
+    shard: int
+    stride: int
+
+
+def block_groups(run: Run) -> list[_Group]:
+    """The gathers of one block: its own parameters, and split experts on their own mesh."""
+    stride, shard = run.tensor, run.shard * run.context  # FSDP2 shards over context parallel ranks too
+    dense, experts = dense_parameters(run), expert_parameters(run)
+    in_codes = 0.0
+    if run.float8_gather and run.has_one_cast:
+        weights = weights_of_block(run).items()
+        in_codes = sum(run.float8_share(name) * inputs * outputs for name, (inputs, outputs) in weights) / run.tensor
+    gathered = 2 * dense - in_codes
+    if run.expert == 1:
+        return [_Group("block", dense + experts, gathered + 2 * experts, shard, stride)]
+    return [
+        _Group("block", dense, gathered, shard, stride),
+        _Group("experts", experts, 2 * experts, shard // run.expert, stride * run.expert),
+    ]
+
+
+def block_tasks(run: Run, cluster: Cluster, seconds: float, *, backward: bool) -> Step:
+    """The tasks of one block alone, with what its ranks exchange."""
+    step = Step()
+    overlapped = overlapped_kinds(run)
+    add_block(step, "block", seconds, exchanges_of_block(run, backward=backward), cluster, overlapped)
+    return step
+
+
+def overlapped_kinds(run: Run) -> frozenset[str]:
+    """The kinds of a block's exchanges that overlap with its compute."""
+    tensor = {"all_gather", "reduce_scatter"} if run.async_tensor else set()
+    if run.casts_gathered and run.recipe is not None:  # the casts wait for the whole
+        tensor -= {"all_gather"}
+    return frozenset(tensor | ({"all_to_all"} if run.async_expert else set()))
+
+
+def add_block(
+    step: Step, name: str, seconds: float, exchanges: list[Exchange], cluster: Cluster, overlapped: frozenset[str]
+) -> None:
+    """Add the compute of a block in two halves, attention and the feed-forward, each between its exchanges.
+
+    A half waits for its amaxes and its input, and its output is scattered after it. Exchanges of `overlapped` kinds
+    run beside the half but for the first part of what comes in and the last part of what goes out, one of as many as
+    there are ranks.
+    """
+    kind = _direction(name)
+    if not exchanges:
+        step.add(name, COMPUTE, seconds, kind=kind)
+        return
+
+    def send(each: Exchange, seconds: float, after: list[int | None]) -> int:
+        once = cluster.seconds(each.kind, each.tensor_bytes, each.ranks, each.stride)
+        sent = cluster.sent_bytes(each.kind, each.tensor_bytes, each.ranks) * (seconds / once if once else 0.0)
+        link = cluster.link(each.ranks, each.stride)
+        return step.add(f"{name}: {each.kind}", link, seconds, after, each.kind, sent)
+
+    timed = [
+        (each, cluster.seconds(each.kind, each.tensor_bytes, each.ranks, each.stride) * each.number / 2)
+        for each in exchanges
+    ]
+    coming = [pair for pair in timed if pair[0].kind != "reduce_scatter"]
+    going = [pair for pair in timed if pair[0].kind == "reduce_scatter"]
+    waits: list[int | None] = []
+    for _ in range(2):
+        beside: list[int | None] = []
+        for each, took in coming:
+            first = took / each.ranks if each.kind in overlapped else took
+            waits = [send(each, first, waits)]
+            if first < took:
+                beside.append(send(each, took - first, waits))
+        begun = step.add(name, COMPUTE, seconds / 4, waits, kind)
+        for each, took in going:
+            if each.kind in overlapped:
+                send(each, took * (1 - 1 / each.ranks), [begun])
+        waits = [step.add(name, COMPUTE, seconds / 4, beside, kind)]
+        for each, took in going:
+            waits = [send(each, took / each.ranks if each.kind in overlapped else took, waits)]
+    step.add(f"{name}: end", COMPUTE, 0.0, waits, kind)
+
+
+def _direction(name: str) -> str:
+    return "backward" if "backward" in name else "forward"
+
+
+class Costs(NamedTuple):
+    """Seconds that one rank computes for one micro-batch: from the model of compute.py, a ledger or a clock."""
+
+    block: BlockTimes
+    head: Both
+    embedding: Both
+
+    @classmethod
+    def of(cls, run: Run, cluster: Cluster) -> Costs:
+        """By the model of compute.py."""
+        return cls(block_times(run, cluster), head_times(run, cluster), embedding_times(run, cluster))
+
+
+def training_step(run: Run, cluster: Cluster, costs: Costs | None = None) -> Step:
+    """The tasks of a step of the first rank; of a run without pipeline stages.
+
+    Args:
+        costs: of its micro-batches; modelled by default.
+    Raises:
+        ValueError: the run has pipeline stages; see pipeline.py.
+    """
+    if run.pipeline > 1:
+        raise ValueError(f"expected a run without pipeline stages, got {run.pipeline}")
+    builder = _Builder(run, cluster, costs or Costs.of(run, cluster))
+    for number in range(run.micro_batches):
+        builder.micro_batch(number)
+    builder.end()
+    return builder.step
+
+
+class _Builder:
+    def __init__(self, run: Run, cluster: Cluster, costs: Costs) -> None:
+        self.step = Step()
+        self._run, self._cluster, self._costs = run, cluster, costs
+        self._groups = block_groups(run)
+        self._exchanges = {back: exchanges_of_block(run, backward=back) for back in (False, True)}
+        model = run.model
+        rows = model.vocab_size * model.dim // run.tensor
+        shard = run.shard * run.context
+        self._root = _Group("embedding", rows, rows * run.residual_bytes, shard, run.tensor)
+        tied = model.tie_word_embeddings  # the projection is in the embedding's group
+        self._head = [] if tied else [_Group(HEAD, rows, 2 * rows, shard, run.tensor)]
+        self._gathers = self._reduces = True
+        self._split_embedding, self._split_head = exchanges_at_the_ends(run)
+        self._scattered: int | None = None
+        """The last reduce-scatter, for which the next copy into its buffer waits."""
+        self._copied: int | None = None
+        """The last copy of gathered weights: the next all-gather writes into the buffer that it read."""
+
+    def micro_batch(self, micro_batch: int) -> None:
+        """Forward and backward of all blocks."""
+        run, blocks = self._run, self._run.model.n_layers
+        prefix = f"micro-batch {micro_batch + 1}: " if run.micro_batches > 1 else ""
+        self._gathers = micro_batch == 0 or not run.shards_states
+        self._reduces = micro_batch == run.micro_batches - 1 or not run.shards_states
+        times, head, embedding = self._costs
+        self._gathered([self._root], f"{prefix}forward of the embedding")
+        self._compute(f"{prefix}forward of the embedding", embedding.forward, "forward")
+        self._at_the_ends(f"{prefix}forward of the embedding", self._split_embedding[False])
+        for number in range(blocks):
+            self._gathered(self._groups, f"{prefix}forward of block {number}")
+            self._block(f"{prefix}forward of block {number}", times.forward, backward=False)
+        self._gathered(self._head, f"{prefix}forward of {HEAD}")
+        self._at_the_ends(f"{prefix}forward of {HEAD}", self._split_head[False])
+        self._compute(f"{prefix}forward of {HEAD} and the loss", head.forward, "forward")
+        if run.reshards != "never":
+            if run.reshards == "always":
+                self._gathered([self._root], f"{prefix}backward of the embedding")
+            self._gathered(self._head, f"{prefix}backward of {HEAD}")
+        prefetched = self._gather_again(f"{prefix}backward of block {blocks - 1}")
+        self._compute(f"{prefix}backward of {HEAD} and the loss", head.backward, "backward")
+        self._at_the_ends(f"{prefix}backward of {HEAD}", self._split_head[True])
+        self._reduced(self._head, f"{prefix}backward of {HEAD}")
+        for number in reversed(range(blocks)):
+            name = f"{prefix}backward of block {number}"
+            self._copy_out(self._groups, name, prefetched)
+            if number:
+                prefetched = self._gather_again(f"{prefix}backward of block {number - 1}")
+            again = times.recomputed if is_checkpointed(run, number) else 0.0
+            self._block(name, times.backward + again, backward=True)
+            self._reduced(self._groups, name)
+        self._at_the_ends(f"{prefix}backward of the embedding", self._split_embedding[True])
+        self._compute(f"{prefix}backward of the embedding", embedding.backward, "backward")
+        self._reduced([self._root], f"{prefix}backward of the embedding")
+
+    def end(self) -> None:
+        """The norm of the gradients, the optimizer, and the scales of weights that are gathered as codes."""
+        run, cluster = self._run, self._cluster
+        parameters = held_parameters(run)
+        norm = self._compute("norm of gradients", moved_s(4 * parameters, cluster), "optimizer", [self._scattered])
+        if run.ranks > 1:
+            norm = self._send("all-reduce of the norm", Exchange("all_reduce", 4, 1, run.ranks, 1), [norm])
+        # Clipping reads and writes gradients; AdamW reads a parameter, its gradient and states, and writes all but one.
+        moved = 2 * run.parameter_bytes + 3 * run.parameter_bytes + 2 * run.state_bytes
+        updated = self._compute("clipping and the optimizer", moved_s(moved * parameters, cluster), "optimizer", [norm])
+        if run.steps_between_saves:
+            share = saving_s(run, cluster) / run.steps_between_saves
+            self.step.add("its share of a checkpoint", STORAGE, share, [updated], "checkpoint")
+        if run.float8_gather and run.shard > 1:
+            amax = self._compute("amaxes of weights", moved_s(run.parameter_bytes * parameters, cluster), "optimizer")
+            self._send(
+                "all-reduce of amaxes", Exchange("all_reduce", 4 * 7 * run.model.n_layers, 1, run.ranks, 1), [amax]
+            )
+
+    # ---- computing ---------------------------------------------------------------------------------------------------
+
+    def _compute(self, name: str, seconds: float, kind: str, after: list[int | None] | None = None) -> int:
+        return self.step.add(name, COMPUTE, seconds, after or [], kind)
+
+    def _send(self, name: str, each: Exchange, after: list[int | None]) -> int:
+        """Issue one collective."""
+        cluster = self._cluster
+        seconds = cluster.seconds(each.kind, each.tensor_bytes, each.ranks, each.stride)
+        sent = cluster.sent_bytes(each.kind, each.tensor_bytes, each.ranks)
+        return self.step.add(name, cluster.link(each.ranks, each.stride), seconds, after, each.kind, sent)
+
+    def _block(self, name: str, seconds: float, *, backward: bool) -> None:
+        add_block(self.step, name, seconds, self._exchanges[backward], self._cluster, overlapped_kinds(self._run))
+
+    def _at_the_ends(self, name: str, exchanges: list[Exchange]) -> None:
+        """Exchanges of the embedding or the output projection, for which compute waits."""
+        last: int | None = self.step.last_of(COMPUTE)
+        for each in exchanges:
+            last = self._send(f"{name}: {each.kind}", each, [last])
+        if exchanges:
+            self._compute(name, 0.0, _direction(name), [last])
+
+    # ---- FSDP2 -------------------------------------------------------------------------------------------------------
+
+    def _gather(self, groups: list[_Group], name: str) -> list[int | None]:
+        """All-gathers, which begin when the weights gathered before were copied out."""
+        if not self._gathers or not groups or groups[0].shard == 1:
+            return []
+        found: list[int | None] = []
+        for group in groups:
+            gather = Exchange("all_gather", group.gathered_bytes, 1, group.shard, group.stride)
+            found.append(self._send(f"{name}: all-gather", gather, [self._copied]))
+        return found
+
+    def _gather_again(self, name: str) -> list[int | None]:
+        """The gather of a block for its backward, unless its weights stayed."""
+        return [] if self._run.reshards == "never" else self._gather(self._groups, name)
+
+    def _gathered(self, groups: list[_Group], name: str) -> None:
+        self._copy_out(groups, name, self._gather(groups, name))
+
+    def _copy_out(self, groups: list[_Group], name: str, gathers: list[int | None]) -> None:
+        if not gathers:
+            return
+        seconds = moved_s(2 * sum(group.gathered_bytes for group in groups), self._cluster)
+        self._copied = self.step.add(f"{name}: copy out", COMPUTE, seconds, gathers, "copies")
+
+    def _reduced(self, groups: list[_Group], name: str) -> None:
+        """Copy gradients in, reduce-scatter them, and all-reduce them over the replicas."""
+        run, cluster = self._run, self._cluster
+        if run.shard * run.context * run.replicate == 1 or not groups:
+            return
+        parameters = sum(group.parameters for group in groups)
+        copied = self.step.add(
+            f"{name}: copy in", COMPUTE, moved_s(6 * parameters, cluster), [self._scattered], "copies"
+        )
+        if not self._reduces:  # the copy adds to what earlier micro-batches left
+            return
+        for group in groups:
+            after = copied
+            if group.shard > 1:
+                scatter = Exchange("reduce_scatter", GRADIENT_BYTES * group.parameters, 1, group.shard, group.stride)
+                self._scattered = after = self._send(f"{name}: reduce-scatter", scatter, [copied])
+            if run.replicate > 1:
+                part = GRADIENT_BYTES * group.parameters / group.shard
+                reduce = Exchange("all_reduce", part, 1, run.replicate, group.stride * group.shard)
+                self._scattered = self._send(f"{name}: all-reduce", reduce, [after])
+
+
+def is_checkpointed(run: Run, block: int) -> bool:
+    """Whether a block is one of the checkpointed ones, which are spread evenly."""
+    many, blocks = run.checkpointed_blocks, run.model.n_layers
+    return (block + 1) * many // blocks > block * many // blocks

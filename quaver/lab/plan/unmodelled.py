@@ -1,0 +1,49 @@
+"""Settings of a run that the simulated time of a step leaves out, each told in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quaver.lab.settings import TrainConfig
+
+
+def unmodelled(config: TrainConfig) -> Iterator[str]:
+    """Sentences about settings that change the time of a step, and not the simulated one."""
+    yield from _of_float8(config)
+    training, checkpoint, optimizer = config.training, config.activation_checkpoint, config.optimizer
+    if not training.compile:
+        yield "training.compile is false: times are those of compiled code"
+    if config.data.document_mask:
+        yield "data.document_mask: attention is timed as over one document"
+    if checkpoint.mode == "memory_budget":
+        yield "activation_checkpoint.mode memory_budget: the compiler chooses what to recompute; the run has no row"
+    if checkpoint.selective_ac_also_keep or checkpoint.selective_ac_never_keep:
+        yield "activation_checkpoint.selective_ac_also_keep and never_keep: timed as without; only row * has them"
+    if optimizer.is_muon:
+        yield f"optimizer.name {optimizer.name}: the matmuls of its update are not timed"
+    if optimizer.implementation not in ("auto", "fused"):
+        yield f"optimizer.implementation {optimizer.implementation}: timed as fused"
+    if config.job.compare:
+        yield "job.compare: the steps and the memory of the other model come on top"
+    if config.numerics.every:
+        yield "numerics.every: samples are not timed"
+
+
+def _of_float8(config: TrainConfig) -> Iterator[str]:
+    float8 = config.float8
+    if not float8.enable_float8_linear:
+        return
+    if any(not each.endswith("=high_precision") for each in float8.layer_recipes):
+        yield "float8.layer_recipes: these layers are timed, and first estimated, in the recipe of the run"
+    if float8.last_steps_high_precision:
+        yield "float8.last_steps_high_precision: those steps are not planned"
+    if float8.emulate:
+        yield "float8.emulate: matmuls are timed as on float8 hardware"
+    if float8.auto_filter:
+        yield "float8.auto_filter: linears are chosen as for an H100"
+    if not float8.use_fast_accum:
+        yield "float8.use_fast_accum is false: timed with it"
+    if not float8.fused_producers:
+        yield "float8.fused_producers is false: norms and SwiGLU are timed as fused"
+    if float8.grad_weight_from_codes:
+        yield "float8.grad_weight_from_codes: experts' tokens are sent in bfloat16 in the simulation"

@@ -1,0 +1,72 @@
+"""Finds the source line that called an operator, from inside a dispatch mode.
+
+The Python stack at dispatch has torch's own frames innermost, then the calling line. Frames of FSDP2's collectives and
+of a selective checkpoint are noted on the way. The search ends at autograd's engine: a node that runs in C++ has no
+Python frame.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from quaver.torch_private.fsdp import COLLECTIVES_MODULE
+
+_BACKEND = "quaver.lab.memory.faking.gloo_buffers", "copy_of"
+"""The code that allocates buffers for the simulated gloo backend."""
+
+_CHECKPOINT = "torch.utils.checkpoint"
+_ENGINE = "torch.autograd.graph", "_engine_run_backward"
+
+NOT_THE_MODELS = (
+    *("torch.", "quaver.lab.recorder.", "quaver.lab.memory.", "quaver.kernels.operation", "quaver.runtime.phases"),
+    *("quaver.torch_private.", "contextlib", "functools"),
+)
+"""Prefixes of Python modules that are not the model's code, or call what others chose."""
+
+
+class Caller(NamedTuple):
+    """The call of one operator."""
+
+    line: str
+    """As "quaver/linear/module.py:123", the file's path from its outermost package on; empty where there is none."""
+    communicates: bool
+    """Whether the result is a buffer of a collective."""
+    under_policy: bool
+    """Whether a selective checkpoint's policy was asked about it."""
+
+
+def caller() -> Caller:
+    """The call of the operator that is being dispatched."""
+    communicates = under_policy = False
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = module_of(frame)
+        if name.startswith(NOT_THE_MODELS):
+            function = frame.f_code.co_name
+            communicates = communicates or name == COLLECTIVES_MODULE or (name, function) == _BACKEND
+            under_policy = under_policy or (name == _CHECKPOINT and function == "__torch_dispatch__")
+            if (name, function) == _ENGINE:
+                break
+        elif name:  # code that torch generates at run time has no module name
+            line = f"{end_of_path(frame.f_code.co_filename, name)}:{frame.f_lineno}"
+            return Caller(line, communicates, under_policy)
+        frame = frame.f_back  # type: ignore[assignment]
+    return Caller("", communicates, under_policy)
+
+
+def module_of(frame: FrameType) -> str:
+    """The name of the Python module whose code a frame runs; "torch." for torch itself."""
+    name = frame.f_globals.get("__name__", "")
+    return "torch." if name == "torch" else str(name)
+
+
+@cache
+def end_of_path(file: str, module: str) -> str:
+    """The end of the file's path that matches its module's name; the file name of a script."""
+    path = Path(file)
+    names = len(module.split(".")) + (path.stem == "__init__")
+    return "/".join(path.parts[-names:])

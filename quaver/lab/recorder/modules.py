@@ -1,0 +1,146 @@
+"""The module in which code runs: forward, backward, and recomputation during backward.
+
+Forward hooks follow the forward. The backward needs no hooks: autograd numbers its nodes in order of creation, so the
+sequence numbers at which the forward entered and left each module say which module created the node that runs.
+
+[Note: compiled modules] Dynamo would compile hooks on a compiled module, or inside it, into its graph, which recompiles
+it. So a compiled module gets no hooks and counts as one opaque module.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from quaver.lab.recorder.storages import plain_parts
+from quaver.torch_private.autograd import current_node, next_sequence_number, sequence_number
+from quaver.torch_private.compiler import OptimizedModule
+from quaver.torch_private.memory import storage_key
+
+OUTSIDE = ""
+"""The name of no module."""
+
+_NO_NUMBER = 1 << 63
+"""AccumulateGrad nodes have larger sequence numbers; they belong to a parameter, not to a place in the forward."""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of `module` run compiled code."""
+    return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def visible_modules(model: nn.Module, name: str = OUTSIDE) -> Iterator[tuple[str, nn.Module]]:
+    """Yield `model` and its modules with their names, each once, without the insides of compiled modules.
+
+    The model itself is named by its class.
+    """
+    seen: set[nn.Module] = set()
+    pending = [(name, model)]
+    while pending:
+        path, module = pending.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield path or type(module).__name__, module
+        if not is_compiled(module):
+            children = [(f"{path}.{child}" if path else child, each) for child, each in module.named_children()]
+            pending += reversed(children)
+
+
+class ModuleTracker:
+    """Knows the module in which code runs, while it is entered.
+
+    A subclass that can follow compiled code overrides `follows_compiled_code` and `attached_to`.
+
+    Attributes:
+        stack: the modules whose forward runs, the innermost last; in backward those of a recomputation.
+        compiled: names of compiled modules that are followed.
+    """
+
+    follows_compiled_code = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.stack: list[str] = []
+        self.compiled: set[str] = set()
+        self._numbers: list[int] = []
+        self._names: list[str] = []
+        self._undo = ExitStack()
+        self._owners: dict[int, str] = {}
+        self._modules: dict[str, nn.Module] = {}
+        self._lines: dict[int, str] = {}
+
+    def __enter__(self) -> ModuleTracker:
+        for name, module in visible_modules(self.model):
+            if not is_compiled(module):
+                self._watch(name, module)
+            self._modules[name] = module
+            for parameter in module.parameters(recurse=False):
+                self._owners.setdefault(id(parameter), name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._undo.close()
+        self.stack.clear()
+
+    def attached_to(self, recorder: Any) -> AbstractContextManager[Any]:
+        """Report compiled code to `recorder` inside the block; here nothing."""
+        return nullcontext()
+
+    @property
+    def current(self) -> str:
+        """The module in which code runs now; `OUTSIDE` for none."""
+        if self.stack:
+            return self.stack[-1]
+        node = current_node()
+        return OUTSIDE if node is None else self.module_of(node)
+
+    def module_of(self, node: Any) -> str:
+        """The module whose forward created an autograd node; of AccumulateGrad, the owner of the parameter."""
+        number = sequence_number(node)
+        if number >= _NO_NUMBER:
+            return self._owners.get(id(getattr(node, "variable", None)), OUTSIDE)
+        index = bisect_right(self._numbers, number)
+        return self._names[index - 1] if index else OUTSIDE
+
+    def parameter_of(self, key: int) -> str:
+        """The name of the current module's own parameter with the storage `key`; empty for none."""
+        module = self._modules.get(self.current)
+        for name, parameter in () if module is None else module.named_parameters(recurse=False):
+            if any(storage_key(part.untyped_storage()) == key for part in plain_parts(parameter)):
+                return f"{self.current}.{name}"
+        return ""
+
+    def called_from(self, line: str) -> None:
+        """The forward called an operator from `line`, which is also the line of the node just created, if any."""
+        self._lines.setdefault(next_sequence_number() - 1, line)
+
+    def line_of_node(self) -> str:
+        """The forward's line that created the autograd node that runs; empty where it is unknown."""
+        node = current_node()
+        return "" if node is None else self._lines.get(sequence_number(node), "")
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        def enter(_: nn.Module, inputs: Any) -> None:
+            self.stack.append(name)
+            self._mark()
+
+        def leave(_: nn.Module, inputs: Any, output: Any) -> None:
+            if self.stack and self.stack[-1] == name:
+                self.stack.pop()
+                self._mark()
+
+        self._undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+        # always: a checkpoint stops its recomputation early by raising an error that it catches
+        self._undo.callback(module.register_forward_hook(leave, always_call=True).remove)
+
+    def _mark(self) -> None:
+        self._numbers.append(next_sequence_number())
+        self._names.append(self.stack[-1] if self.stack else OUTSIDE)

@@ -1,0 +1,204 @@
+"""The report of a recording: bytes by category after each event, and tables at the two highest points.
+
+`merged_layers` merges the rows of equal layers in such a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from itertools import pairwise
+from typing import Any
+
+from quaver.lab.recorder.recorder import CATEGORIES, Allocation, Recorder
+from quaver.runtime.names import without_numbers
+
+SCHEMA = 3
+
+
+State = dict[Allocation, tuple[int, int]]
+"""Live allocations: bytes, and how many times autograd has saved each."""
+
+COMPILED_GRAPH = "compiled graph"
+"""The saver of the tensors that a compiled forward returns for its backward."""
+
+NOT_FOR_BACKWARD = ("parameters", "gradients", "optimizer_state", "persistent_scales", "inputs")
+"""Categories that would be alive even if autograd did not save them."""
+
+
+def report_of(recorder: Recorder, note: str = "", compiled: Collection[str] = ()) -> dict[str, Any]:
+    """The report of a recording.
+
+    Args:
+        note: why operators were invisible, if they were; the report then has no timeline and no peak.
+        compiled: names of compiled modules, whose graphs hold what is saved in them.
+    """
+    timeline = list(_timeline(recorder))
+    totals = [sum(row[2:]) for row in timeline]
+    saved_event = _saved_peak(recorder)
+    peak_event = _first_of_largest(totals)
+    saved = [(each, now) for each, now in _state_at(recorder, saved_event).items() if _is_saved(each, now[1])]
+    rows = _ranked(_saved_row(each, *now, compiled) for each, now in saved)
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "exact": not note,
+        "note": note,
+        "peak_bytes": totals[peak_event],
+        "peak_event": peak_event,
+        "resident_bytes": dict(zip(CATEGORIES, timeline[0][2:], strict=True)),
+        "at_peak": _ranked(_row(each, *now) for each, now in _state_at(recorder, peak_event).items()),
+        "saved_bytes": sum(row["bytes"] for row in rows if row["category"] not in NOT_FOR_BACKWARD),
+        "saved_event": saved_event,
+        "saved_for_backward": rows,
+        "spans": _spans(recorder),
+        "columns": ["event", "t_us", *CATEGORIES],
+        "timeline": timeline,
+    }
+    if note:
+        report |= dict.fromkeys(("peak_bytes", "peak_event", "saved_bytes", "saved_event"))
+        report |= {"at_peak": [], "spans": [], "timeline": []}
+    return report
+
+
+def category_of(allocation: Allocation, saved: int) -> str:
+    """The category of an allocation while autograd has saved it `saved` times."""
+    if allocation.category is not None:
+        return allocation.category
+    if _is_saved(allocation, saved):
+        return "saved_activations"
+    return "communication" if allocation.communicates else "temporaries"
+
+
+def _is_saved(allocation: Allocation, saved: int) -> bool:
+    return saved > 0 or allocation.held_from_forward
+
+
+def _timeline(recorder: Recorder) -> Iterator[list[Any]]:
+    """Yield [event, t_us, bytes of each category]: event 0 is the begin, event i the state after the i-th entry."""
+    totals = dict.fromkeys(CATEGORIES, 0)
+    state: State = {}
+    for allocation, size_bytes in recorder.initial.items():
+        state[allocation] = (size_bytes, 0)
+        totals[category_of(allocation, 0)] += size_bytes
+    yield [0, 0.0, *totals.values()]
+    for event, (t_us, allocation, size_bytes, saved) in enumerate(recorder.log, 1):
+        before_bytes, before_saved = state.get(allocation, (0, 0))
+        totals[category_of(allocation, before_saved)] -= before_bytes
+        totals[category_of(allocation, saved)] += size_bytes
+        state[allocation] = (size_bytes, saved)
+        yield [event, round(t_us, 1), *totals.values()]
+
+
+def _state_at(recorder: Recorder, event: int) -> State:
+    state: State = {allocation: (size_bytes, 0) for allocation, size_bytes in recorder.initial.items()}
+    for entry in recorder.log[:event]:
+        state[entry.allocation] = (entry.size_bytes, entry.saved)
+    return {allocation: now for allocation, now in state.items() if now[0]}
+
+
+def added_bytes(recorder: Recorder, event: int) -> int:
+    """Bytes alive after an event in allocations that are younger than the recording."""
+    alive = _state_at(recorder, event)
+    return sum(size_bytes for allocation, (size_bytes, _) in alive.items() if allocation not in recorder.initial)
+
+
+def _saved_peak(recorder: Recorder) -> int:
+    """The first event at which most bytes are saved for backward."""
+    live_bytes, by_event, state = 0, [0], dict[Allocation, int]()
+    for _, allocation, size_bytes, saved in recorder.log:
+        now = size_bytes if _is_saved(allocation, saved) and allocation.category not in NOT_FOR_BACKWARD else 0
+        live_bytes += now - state.get(allocation, 0)
+        state[allocation] = now
+        by_event.append(live_bytes)
+    return _first_of_largest(by_event)
+
+
+def _first_of_largest(values: list[int]) -> int:
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def _row(allocation: Allocation, size_bytes: int, saved: int) -> dict[str, Any]:
+    return {
+        "category": category_of(allocation, saved),
+        "bytes": size_bytes,
+        "count": 1,
+        "operator": allocation.operator,
+        "of": "" if allocation.of is None else _name_of(allocation.of),
+        "module": allocation.module,
+        "phase": allocation.phase,
+        "shape": list(allocation.shape),
+        "dtype": allocation.dtype,
+        "source": allocation.line,
+    }
+
+
+def _saved_row(allocation: Allocation, size_bytes: int, saved: int, compiled: Collection[str]) -> dict[str, Any]:
+    use = allocation.first_use
+    first = None if use is None else {"operator": use.operator, "module": use.module, "source": use.line}
+    saved_by = _saved_by(allocation, saved)
+    if saved_by == "autograd" and allocation.saved_in in compiled:
+        saved_by = COMPILED_GRAPH
+    about = {"saved_in": allocation.saved_in, "saved_by": saved_by, "first_use": first}
+    return {**_row(allocation, size_bytes, saved), **about}
+
+
+def _saved_by(allocation: Allocation, saved: int) -> str:
+    """The mechanism that saved it for backward. A checkpoint saves what its recomputation reads first."""
+    if allocation.under_policy and not saved:
+        return "selective policy"
+    use = allocation.first_use
+    if allocation.category is None and use is not None and use.phase == "recompute":
+        return "checkpoint"
+    return "autograd" if saved else "other code"
+
+
+def _name_of(allocation: Allocation) -> str:
+    """An operand's name: that of the parameter, or else of the operator that allocated it."""
+    if allocation.parameter:
+        gathered = allocation.category == "gathered_weights"
+        return f"{allocation.parameter}, unsharded" if gathered else allocation.parameter
+    if allocation.operator is None:
+        return allocation.module or "an input"
+    return allocation.operator
+
+
+def _ranked(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, equal ones merged with their count and the sum of their bytes, the largest first."""
+    return _merged((repr(row), row) for row in rows)
+
+
+def _merged(keyed: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows, those with equal keys merged, the largest first; changes the rows."""
+    merged: dict[str, dict[str, Any]] = {}
+    for key, row in keyed:
+        first = merged.setdefault(key, row)
+        if first is not row:
+            first["bytes"] += row["bytes"]
+            first["count"] += row["count"]
+    return sorted(merged.values(), key=lambda row: -row["bytes"])
+
+
+def _spans(recorder: Recorder) -> list[list[Any]]:
+    """[phase, last event before it, its last event] of each phase, in order; equal for a phase without events."""
+    ends = [*recorder.spans, ("", len(recorder.log))]
+    return [[phase, begin, end] for (phase, begin), (_, end) in pairwise(ends) if end > begin or phase == "optimizer"]
+
+
+# ---- equal layers ----------------------------------------------------------------------------------------------------
+
+
+def merged_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """New rows with "*" for each number in module names, equal ones merged, the largest first.
+
+    Args:
+        rows: with "module", "bytes", "count" and other columns; bytes and counts are summed.
+    """
+    folded = [{name: _without_numbers(name, value) for name, value in row.items()} for row in rows]
+    return _merged((repr({**row, "bytes": 0, "count": 0}), row) for row in folded)
+
+
+def _without_numbers(name: str, value: Any) -> Any:
+    if name in ("module", "of", "saved_in"):
+        return without_numbers(value)
+    if name == "first_use" and value is not None:
+        return {**value, "module": without_numbers(value["module"])}
+    return value

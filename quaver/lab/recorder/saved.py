@@ -1,0 +1,39 @@
+"""Records what autograd saves for backward, through torch's saved-tensor hooks; numbers do not change.
+
+Only the innermost hooks run. Inside an activation checkpoint those are the checkpoint's own, which save nothing, so
+nothing is recorded there: a recomputed tensor is not saved by autograd.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from quaver.lab.recorder.recorder import Recorder
+from quaver.lab.recorder.storages import plain_parts
+from quaver.linear.saved_tensors import HeldTensor
+
+
+class _Saved(HeldTensor):
+    """Holds the same storage, and releases it in the record when autograd drops it."""
+
+    __slots__ = ("allocations", "recorder")
+
+    def __init__(self, tensor: Tensor, recorder: Recorder) -> None:
+        super().__init__(tensor)
+        self.recorder = recorder
+        self.allocations = [recorder.save(part) for part in plain_parts(self.tensor)]
+
+    def __del__(self) -> None:
+        for allocation in self.allocations:
+            self.recorder.release(allocation)
+
+
+def record_saved_tensors(recorder: Recorder) -> AbstractContextManager[None]:
+    """Record what autograd saves and drops, for graphs that are built inside the block."""
+    # between compiled frames torch.compile would otherwise compile the hooks
+    pack = torch.compiler.disable(lambda tensor: _Saved(tensor, recorder))
+    return saved_tensors_hooks(pack, torch.compiler.disable(_Saved.unpack))

@@ -1,0 +1,224 @@
+"""Follows the storages behind tensors: their allocation, resizes and release.
+
+Tensors share storages (views, detached tensors), so the unit of memory is a storage, and each counts once.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from quaver.lab.recorder.callers import module_of
+from quaver.torch_private.dispatch import fake_mode_is_on
+from quaver.torch_private.memory import storage_key
+from quaver.torch_private.tracing import FakeTensor
+
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+_LIFT = torch.ops.aten.lift_fresh.default
+"""The first operator on a tensor that torch.tensor created from Python numbers."""
+_BETWEEN = (__name__, "torch._compile", "torch._dynamo.eval_frame")
+"""The Python modules of frames between an operator's call and its dispatch."""
+
+
+class StorageWatch(TorchDispatchMode):
+    """Follows the storages of all tensors that operators take and return while the mode is on.
+
+    A storage is new if an operator returns it, and older than the mode if an operator takes it first. A weak reference
+    reports its release. Tensor subclasses dispatch again on their parts, which are followed. Invisible are memory that
+    a kernel allocates and frees inside one operator, buffers of a collective's backend, the few bytes of a Python
+    number that C++ wraps in a tensor, and everything inside compiled code.
+
+    Subclasses override `storage_appeared`, `storage_resized` and `storage_gone`, which identify a storage by a key.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._left_alone: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._resizes: AbstractContextManager[Any] = nullcontext()
+        self._among_fakes = False  # whether a storage on the meta device is that of a fake tensor
+        self._lock = threading.RLock()  # the last to hold a storage may be a thread of a collective's backend
+
+    def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
+        """A storage is seen for the first time.
+
+        Args:
+            tensor: a tensor with this storage; None for a storage that is being resized.
+            operator: the operator that returned it; None for a storage older than the mode.
+        """
+
+    def storage_resized(self, key: int, size_bytes: int, before_bytes: int) -> None:
+        """The size of a storage changed."""
+
+    def storage_gone(self, key: int, size_bytes: int) -> None:
+        """A storage was released."""
+
+    def operator_called(self, operator: Any, tensors: list[Tensor]) -> None:
+        """An operator is about to run on these tensors."""
+
+    def meet(self, tensor: Tensor, operator: str | None = None) -> None:
+        """Follow the storages of `tensor` from now on; `operator` returned it, None for an older tensor."""
+        for plain in plain_parts(tensor):
+            self._meet_storage(plain.untyped_storage(), plain, operator)
+
+    def forget_all(self) -> None:
+        """Stop following all storages."""
+        self._references.clear()
+        self._left_alone.clear()
+        self._sizes.clear()
+
+    def __enter__(self) -> Any:
+        self._among_fakes = fake_mode_is_on()
+        self._resizes = self._with_resizes_reported()
+        self._resizes.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._resizes.__exit__(None, None, None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(kind not in _PLAIN for kind in types):  # a subclass dispatches again on its parts
+            return NotImplemented
+        kwargs = kwargs or {}
+        given = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+        for tensor in given:
+            if not self._is_of_backend(tensor, func):
+                self.meet(tensor, str(func) if func is _LIFT else None)
+        self.operator_called(func, given)
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            self.meet(tensor, str(func))
+        for tensor in given:  # aten.resize_ and out= variants may have changed their sizes
+            self.meet(tensor)
+        return result
+
+    def _meet_storage(self, storage: UntypedStorage, tensor: Tensor | None, operator: str | None) -> None:
+        key, size_bytes = storage_key(storage), storage.nbytes()
+        if key in self._left_alone:
+            return
+        with self._lock:
+            before_bytes = self._sizes.get(key)
+            self._sizes[key] = size_bytes
+            if before_bytes is None:
+                self._references[key] = weakref.ref(storage, partial(self._is_gone, key))
+                self.storage_appeared(key, size_bytes, tensor, operator)
+            elif before_bytes != size_bytes:
+                self.storage_resized(key, size_bytes, before_bytes)
+
+    def _is_of_backend(self, tensor: Tensor, func: Any) -> bool:
+        """Whether this is a collective's buffer, allocated out of sight and first seen when it is waited for."""
+        if self._among_fakes:  # torch's fake process group allocates none
+            return False
+        key = storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided and not tensor.is_meta else None
+        if key is None or key in self._sizes or key in self._left_alone:
+            return key in self._left_alone
+        if func.namespace != "aten" or not _called_by_torch_distributed():
+            return False
+        self._left_alone[key] = weakref.ref(tensor.untyped_storage(), lambda _: self._left_alone.pop(key, None))
+        return True
+
+    def _with_resizes_reported(self) -> AbstractContextManager[Any]:
+        """Follow `UntypedStorage.resize_` inside the block; FSDP2 frees and refills weights with it.
+
+        It is no operator, so neither a dispatch mode nor any hook of torch sees it. This can go when torch dispatches
+        it. Watches nest: each calls the `resize_` that it found.
+        """
+        resize = UntypedStorage.resize_
+
+        def resize_and_report(storage: UntypedStorage, size: int) -> UntypedStorage:
+            before_bytes = storage.nbytes()
+            resize(storage, size)
+            self._was_resized(storage, before_bytes)
+            return storage
+
+        return patch.object(UntypedStorage, "resize_", resize_and_report)
+
+    def _was_resized(self, storage: UntypedStorage, before_bytes: int) -> None:
+        if storage.device.type == "meta" and not self._among_fakes:
+            return
+        key = storage_key(storage)
+        if key not in self._sizes:
+            self._sizes[key] = before_bytes
+            self._references[key] = weakref.ref(storage, partial(self._is_gone, key))
+            self.storage_appeared(key, before_bytes, None, None)
+        self._meet_storage(storage, None, None)
+
+    def _is_gone(self, key: int, _: weakref.ref[UntypedStorage]) -> None:
+        with self._lock:
+            size_bytes = self._sizes.pop(key, None)
+            if size_bytes is not None:
+                del self._references[key]
+                self.storage_gone(key, size_bytes)
+
+
+class TensorBytes(StorageWatch):
+    """Counts the bytes of the storages that operators allocate while the mode is on, and their highest sum.
+
+    A storage counts from the operator that returns it until its release, also after the mode. A storage older than the
+    mode counts only by what it grows or shrinks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._counted: dict[int, int] = {}
+
+    def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
+        self._count(key, size_bytes if operator else 0)
+
+    def storage_resized(self, key: int, size_bytes: int, before_bytes: int) -> None:
+        self._count(key, size_bytes - before_bytes)
+
+    def storage_gone(self, key: int, size_bytes: int) -> None:
+        self.live_bytes -= self._counted.pop(key)
+
+    def _count(self, key: int, more_bytes: int) -> None:
+        self._counted[key] = self._counted.get(key, 0) + more_bytes
+        self.live_bytes += more_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors with a storage inside `tensor`: itself, or those that a wrapper subclass holds.
+
+    Unlike `quaver.lab.trainer.tensors`, this does not wait for collectives: a storage exists before its values do.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):
+                yield from plain_parts(part)
+    elif tensor.layout is torch.strided and not tensor.is_meta:
+        yield tensor
+
+
+def _called_by_torch_distributed() -> bool:
+    """Whether torch.distributed called the operator that is being dispatched, as in `Work.wait`."""
+    frame = sys._getframe(1)
+    while frame is not None and module_of(frame).startswith(_BETWEEN):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and module_of(frame).startswith("torch.distributed.")
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in an operator's arguments or results, which nest in lists and tuples only."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)

@@ -1,0 +1,126 @@
+"""Records the live tensor bytes of one training step, with what each tensor is for.
+
+with record_timeline(model, optimizer) as timeline:
+    train_step()
+report = timeline.report()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from quaver.lab.recorder.modules import ModuleTracker, is_compiled, visible_modules
+from quaver.lab.recorder.recorder import Allocation, Recorder
+from quaver.lab.recorder.report import added_bytes, report_of
+from quaver.lab.recorder.saved import record_saved_tensors
+from quaver.runtime.phases import watch_phases
+
+COMPILED = "compiled code: not attributed"
+
+
+class Timeline:
+    """The recording of one step.
+
+    Attributes:
+        exact: False where compiled code ran, whose operators no dispatch mode sees. The report then has only what
+            stays between steps.
+    """
+
+    def __init__(self, recorder: Recorder, compiled: set[str], *, exact: bool) -> None:
+        self._recorder, self._compiled = recorder, compiled
+        self.exact = exact
+
+    def allocation(self, event: int) -> Allocation | None:
+        """The allocation that an event changed; None for event 0, the begin of the recording."""
+        return self._recorder.log[event - 1].allocation if event else None
+
+    def modules(self) -> tuple[str, ...]:
+        """The module of each event's allocation; empty where the timeline is."""
+        return tuple(entry.allocation.module for entry in self._recorder.log) if self.exact else ()
+
+    def added_bytes(self, event: int) -> int:
+        """Bytes alive after an event that were not alive at the begin of the recording."""
+        return added_bytes(self._recorder, event)
+
+    def report(self) -> dict[str, Any]:
+        """The recording as a JSON-able dict; docs/profiling.md describes its keys."""
+        return report_of(self._recorder, note="" if self.exact else COMPILED, compiled=self._compiled)
+
+
+@contextmanager
+def record_timeline(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    persistent_scales: Iterable[Tensor] = (),
+    tracker: ModuleTracker | None = None,
+) -> Iterator[Timeline]:
+    """Record every tensor that is alive inside the block, on the thread that runs it.
+
+    Args:
+        model: its parameters and buffers are named, and each tensor is attributed to one of its modules.
+        optimizer: its state is named, and its step is a phase.
+        persistent_scales: float8 scaling state that persists across steps.
+        tracker: for compiled code whose buffers can be followed (`quaver.lab.memory.compiling`); by default a
+            ModuleTracker.
+    Raises:
+        RuntimeError: another recording is open.
+    """
+    tracker = tracker or ModuleTracker(model)
+    exact = tracker.follows_compiled_code or not any(is_compiled(module) for _, module in visible_modules(model))
+    with ExitStack() as stack:
+        open_phases = stack.enter_context(watch_phases())
+        stack.enter_context(tracker)
+        recorder = Recorder(tracker, open_phases)
+        _name_residents(recorder, model, optimizer, persistent_scales)
+        if optimizer is not None:
+            _follow_optimizer(stack, recorder, model, optimizer)
+        if exact:  # a dispatch mode or hooks would make torch.compile fall back to eager code, or compile again
+            stack.enter_context(tracker.attached_to(recorder))
+            stack.enter_context(record_saved_tensors(recorder))
+            stack.enter_context(recorder)
+        try:
+            yield Timeline(recorder, tracker.compiled, exact=exact)
+        finally:
+            _name_gradients_and_state(recorder, model, optimizer)
+            recorder.end()
+
+
+def _name_residents(
+    recorder: Recorder, model: nn.Module, optimizer: Optimizer | None, persistent_scales: Iterable[Tensor]
+) -> None:
+    for name, module in model.named_modules():
+        own = (*module.named_parameters(name, recurse=False), *module.named_buffers(name, recurse=False))
+        for full_name, tensor in own:
+            recorder.name("parameters", [tensor], name, parameter=full_name)
+    recorder.name("persistent_scales", persistent_scales)
+    _name_gradients_and_state(recorder, model, optimizer)
+
+
+def _name_gradients_and_state(recorder: Recorder, model: nn.Module, optimizer: Optimizer | None) -> None:
+    owners: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters():
+        owners[parameter] = module = name.rpartition(".")[0]
+        if parameter.grad is not None:
+            recorder.name("gradients", [parameter.grad], module)
+    for trained, state in () if optimizer is None else optimizer.state.items():
+        tensors = [value for value in state.values() if isinstance(value, Tensor)]
+        recorder.name("optimizer_state", tensors, owners.get(trained, ""))
+
+
+def _follow_optimizer(stack: ExitStack, recorder: Recorder, model: nn.Module, optimizer: Optimizer) -> None:
+    def before(*_: Any) -> None:
+        _name_gradients_and_state(recorder, model, None)
+        recorder.in_optimizer = True
+
+    def after(*_: Any) -> None:
+        recorder.in_optimizer = False
+        _name_gradients_and_state(recorder, model, optimizer)
+
+    stack.callback(optimizer.register_step_pre_hook(before).remove)
+    stack.callback(optimizer.register_step_post_hook(after).remove)

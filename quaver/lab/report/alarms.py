@@ -1,0 +1,90 @@
+"""The alarms of a record, as a report shows them."""
+
+from __future__ import annotations
+
+from typing import Any, NotRequired
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from quaver.lab.settings.json_file import STRICT
+from quaver.numerics.record import Record
+
+
+class Alarm(TypedDict):
+    """The fields that an alarm must have."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    since: int
+    rule: str
+    layer: str | None
+    operand: str | None
+    message: str
+    remedies: NotRequired[list[dict[str, Any]] | None]
+
+
+class End(TypedDict):
+    """The end of an alarm's cause."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    step: int
+    rule: str
+    layer: str | None
+    operand: str | None
+
+
+_ALARM = TypeAdapter(Alarm)
+_END = TypeAdapter(End)
+
+
+def alarms_of(record: Record, where: str) -> list[dict[str, Any]]:
+    """The alarms in order, each with "until", the step at which its cause had ended, or None; JSON-able.
+
+    Args:
+        where: the file, as an error names it.
+    Raises:
+        ValueError: an alarm lacks a field.
+    """
+    found: list[dict[str, Any]] = []
+    for line in record.alarms:
+        try:
+            if line["kind"] == "alarm":
+                _ALARM.validate_python(line)
+                found.append(_shown(line))
+            else:
+                _end(found, _END.validate_python(line))
+        except ValidationError as error:
+            field = error.errors()[0]["loc"][0]
+            raise ValueError(
+                f"the alarm of step {line['step']} in {where} has no proper {field!r}; remove its line"
+            ) from None
+    return found
+
+
+def _end(alarms: list[dict[str, Any]], end: End) -> None:
+    for alarm in alarms:
+        if alarm["until"] is None and (alarm["rule"], alarm["layer"], alarm["operand"]) == (
+            end["rule"],
+            end["layer"],
+            end["operand"],
+        ):
+            alarm["until"] = end["step"]
+
+
+def _shown(line: dict[str, Any]) -> dict[str, Any]:
+    names = ("step", "since", "rule", "layer", "operand", "message", "rank", "action")
+    numbers = {name: _number(line.get(name)) for name in ("value", "threshold")}
+    remedies = [_remedy(each) for each in line.get("remedies") or []]
+    return {name: line.get(name) for name in names} | numbers | {"remedies": remedies, "until": None}
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "" if value is None else str(value)
+
+
+def _remedy(remedy: dict[str, Any]) -> str:
+    """Such as "rowwise: 27.1 dB, +14.0 dB" or "high precision: 0.8% of the FLOPs"."""
+    forms = {"sqnr_db": "{:.1f} dB", "gain_db": "{:+.1f} dB", "flops_share": "{:.1%} of the FLOPs"}
+    known = [(form, remedy.get(name)) for name, form in forms.items()]
+    numbers = ", ".join(form.format(value) for form, value in known if isinstance(value, int | float))
+    return ": ".join(filter(None, [str(remedy.get("recipe", "")), numbers]))

@@ -1,0 +1,186 @@
+"""The heat maps of a page: a byte per cell, the worst cells with their exact values, and histograms."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from quaver.lab.report.merge import MOST_CELLS, Grid, grid_of
+from quaver.lab.report.statistics import MISSING, NOT_A_NUMBER, STATISTICS, Codes, Statistic
+from quaver.numerics.record import Record, encode_counts
+
+WORST_CELLS = 25
+MOST_TRIALS = 500
+SQNR = STATISTICS[0].name
+MOST_HISTOGRAM_BYTES = 400_000
+"""Limit on the counts of all histograms of a page, which base64 makes 0.5 MB."""
+
+Limits = dict[str, tuple[float, float]]
+
+
+def limits_of(records: Sequence[Record]) -> Limits:
+    """One scale for all runs, by statistic; without those that no run has."""
+    found = {}
+    for statistic in STATISTICS:
+        runs = [record.statistics[statistic.name] for record in records if statistic.name in record.statistics]
+        if any((~np.isnan(run)).any() for run in runs):
+            found[statistic.name] = statistic.limits(runs)
+    return found
+
+
+def maps_of(record: Record, alarms: Sequence[dict[str, Any]], limits: Limits, share: float = 1.0) -> dict[str, Any]:
+    """The heat maps of a run, JSON-able.
+
+    Args:
+        alarms: `alarms_of` the run; their histograms are kept.
+        limits: by statistic, `limits_of` all runs of the page.
+        share: of the page's bytes.
+    """
+    shown = [statistic for statistic in STATISTICS if statistic.name in limits and statistic.name in record.statistics]
+    kinds = [(tensor["operand"], tensor["cast"]) for tensor in record.tensors]
+    grid = grid_of(len(record.steps), kinds, len(shown), int(share * MOST_CELLS))
+    steps, last = record.steps.tolist(), [end - 1 for end in grid.columns[1:]]
+    return {
+        "every": every_of(record),
+        "samples": len(steps),
+        "tensors": _tensors(record.tensors),
+        "rows": None if len(grid.rows) == len(record.tensors) else grid.rows,
+        "columns": [[steps[first] for first in grid.columns[:-1]], [steps[at] for at in last]],
+        "maps": {
+            statistic.name: _map(codes_of(record, statistic, limits[statistic.name]), grid) for statistic in shown
+        },
+        "worst": {statistic.name: worst_cells(record, statistic) for statistic in shown},
+        "whatif": _what_if(record),
+        "histograms": _histograms(record, alarms, int(share * MOST_HISTOGRAM_BYTES)),
+    }
+
+
+def _tensors(tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Names once, and rows of positions in them."""
+    names: dict[str, int] = {}
+
+    def index_of(name: str) -> int:
+        return names.setdefault(name, len(names))
+
+    rows = [
+        [index_of(tensor["layer"]), index_of(tensor["operand"]), index_of(tensor["cast"]), index_of(_form(tensor))]
+        for tensor in tensors
+    ]
+    return {"names": list(names), "rows": rows}
+
+
+def _form(tensor: dict[str, Any]) -> str:
+    """Such as float8_e4m3fn blockwise 1x128."""
+    parts = (tensor.get(name) for name in ("dtype", "granularity", "block"))
+    return " ".join(str(part) for part in parts if part not in (None, "none"))
+
+
+def every_of(record: Record) -> int:
+    """How many steps lie between two samples, at least 1."""
+    every = record.header.get("every")
+    return every if isinstance(every, int) and every > 0 else 1
+
+
+def codes_of(record: Record, statistic: Statistic, limits: tuple[float, float]) -> Codes:
+    """The bytes of a statistic, [samples, tensors].
+
+    A NaN is a value that does not apply, unless the operand has elements that are not finite.
+    """
+    values = record.statistics[statistic.name]
+    applies = ~np.isnan(values)
+    codes = statistic.codes(values, applies, limits)
+    if "nonfinite" in record.statistics:
+        is_not_finite = record.statistics["nonfinite"] > 0
+        codes[is_not_finite & applies.any(0) & (~applies | (statistic.name == "amax"))] = NOT_A_NUMBER
+    return codes
+
+
+def _map(codes: Codes, grid: Grid) -> dict[str, Any]:
+    """The rows that have a value, and their bytes one row after the other."""
+    cells = grid.merged(codes)
+    rows = np.flatnonzero((cells != MISSING).any(1))
+    return {"rows": rows.tolist(), "bytes": b64encode(np.ascontiguousarray(cells[rows]).tobytes()).decode()}
+
+
+def worst_cells(record: Record, statistic: Statistic, most: int = WORST_CELLS) -> list[list[Any]]:
+    """The worst sample of each tensor, worst first: [tensor, step, the value as text]."""
+    values = record.statistics[statistic.name]
+    badness = np.where(np.isnan(values), -np.inf, statistic.badness(values))
+    at = badness.argmax(0)
+    order = [
+        index for index in np.argsort(-badness.max(0), kind="stable").tolist() if not np.isnan(values[at[index], index])
+    ]
+    return [[index, int(record.steps[at[index]]), statistic.shown(values[at[index], index])] for index in order[:most]]
+
+
+def _what_if(record: Record) -> dict[str, Any]:
+    """SQNR in dB under other recipes: rows of [tensor, step, the run's, one per recipe], lowest first."""
+    rows = []
+    if record.whatif and SQNR in record.statistics:
+        tried = np.stack(list(record.whatif.values()))
+        has_trial = np.logical_or.reduce(~np.isnan(tried))
+        for tensor in np.flatnonzero(has_trial.any(0)).tolist():
+            sample = int(np.flatnonzero(has_trial[:, tensor])[-1])
+            values = (record.statistics[SQNR][sample, tensor], *tried[:, sample, tensor])
+            rows.append([tensor, int(record.steps[sample]), *map(_decibels, values)])
+    rows.sort(key=lambda row: np.inf if row[2] is None else row[2])
+    return {"recipes": list(record.whatif), "rows": rows[:MOST_TRIALS]}
+
+
+def _decibels(value: float) -> float | None:
+    return round(float(value), 2) if np.isfinite(value) else None
+
+
+def _histograms(record: Record, alarms: Sequence[dict[str, Any]], most_bytes: int) -> dict[str, Any]:
+    """Counts before and after the cast: of evenly spaced samples, and where an alarm began.
+
+    If the counts of the last sample alone are too many, those of the tensors with the lowest SQNR stay.
+    """
+    kept: list[list[Any]] = []
+    if record.histograms and record.tensors:
+        samples = sorted(record.histograms)
+        bins = record.histograms[samples[-1]].before.shape[1]
+        number = min(len(samples), max(1, most_bytes // (2 * bins * len(record.tensors))))
+        chosen = {samples[round(at)] for at in np.linspace(len(samples) - 1, 0, number)}
+        tensors = _worst_tensors(record, max(1, most_bytes // (2 * bins * len(chosen))))
+        wanted = {(at, tensor) for at in chosen for tensor in tensors} | _of_alarms(record, samples, alarms)
+        kept = [_counts(record, at, tensor) for at, tensor in sorted(wanted)]
+    return {"samples": len(record.histograms), "kept": [row for row in kept if row[3]]}
+
+
+def _worst_tensors(record: Record, most: int) -> list[int]:
+    if most >= len(record.tensors) or SQNR not in record.statistics:
+        return list(range(min(most, len(record.tensors))))
+    return [tensor for tensor, *_ in worst_cells(record, STATISTICS[0], most)]
+
+
+def _of_alarms(record: Record, samples: list[int], alarms: Sequence[dict[str, Any]]) -> set[tuple[int, int]]:
+    """The first histogram at or after the beginning of each alarm, of each cast of its operand."""
+    wanted = set()
+    for alarm in alarms:
+        at = next((sample for sample in samples if record.steps[sample] >= alarm["since"]), samples[-1])
+        wanted |= {
+            (at, tensor)
+            for tensor, about in enumerate(record.tensors)
+            if (about["layer"], about["operand"]) == (alarm["layer"], alarm["operand"])
+        }
+    return wanted
+
+
+def _counts(record: Record, sample: int, tensor: int) -> list[Any]:
+    """[tensor, step, exponent of the first bin, counts before, counts after] without empty bins at the ends."""
+    histogram, step = record.histograms[sample], int(record.steps[sample])
+    before, after = (np.nan_to_num(counts[tensor]) for counts in (histogram.before, histogram.after))
+    used = np.flatnonzero(before + after)
+    if not used.size:
+        return [tensor, step, 0, "", ""]
+    part = slice(int(used[0]), int(used[-1]) + 1)
+    return [
+        tensor,
+        step,
+        histogram.low + part.start,
+        *(encode_counts(counts[part].tolist()) for counts in (before, after)),
+    ]

@@ -1,0 +1,148 @@
+"""Reads what a report shows of a run: its folder, or a record of numerics alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NotRequired
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from quaver.lab.report.alarms import alarms_of
+from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.settings.json_file import STRICT, read_json
+from quaver.numerics.record import FILE_NAME, Record
+
+FILES = ("metrics.jsonl", FILE_NAME, "conversion_report.json", "provenance.jsonl")
+
+
+class Layer(TypedDict):
+    """A matmul weight of conversion_report.json."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    name: str
+    in_features: int
+    out_features: int
+    converted: bool
+    reason: str
+    matrices_per_token: NotRequired[float]
+    backend: NotRequired[str]
+
+
+class Conversion(TypedDict):
+    """conversion_report.json: `ConversionReport.to_dict()`."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    config: str
+    layers: list[Layer]
+    notes: list[str]
+    float8_flops_fraction: float
+
+
+class Start(TypedDict):
+    """A line of provenance.jsonl, written by each start of the run."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    started_at: str
+    command: list[str]
+    host: NotRequired[str]
+    quaver: NotRequired[str]
+    git: NotRequired[dict[str, Any] | None]
+    environment: NotRequired[dict[str, Any]]
+    from_step: NotRequired[int]
+    changes: NotRequired[dict[str, Any]]
+
+
+_CONVERSION, _START = TypeAdapter(Conversion), TypeAdapter(Start)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The records of a run, as far as its folder has them.
+
+    Attributes:
+        label: the name of its folder.
+        records: of metrics.jsonl.
+        numerics: None without statistics.
+        alarms: of the record; `alarms_of`.
+        conversion: None where it was not written.
+        starts: each start of the run.
+    """
+
+    label: str
+    path: Path
+    records: list[dict[str, Any]] = field(default_factory=list)
+    numerics: Record | None = None
+    alarms: list[dict[str, Any]] = field(default_factory=list)
+    conversion: Conversion | None = None
+    starts: list[Start] = field(default_factory=list)
+
+    @property
+    def notes(self) -> list[str]:
+        """Warnings about the files of the run."""
+        is_torn = self.numerics is not None and self.numerics.is_torn
+        return (
+            ["the last line of the record was incomplete, as a killed run leaves it, and is left out"]
+            if is_torn
+            else []
+        )
+
+    @property
+    def models(self) -> list[str]:
+        """The names of the models that metrics.jsonl has, the float8 model first."""
+        return list(dict.fromkeys(str(record["run"]) for record in self.records if "run" in record))
+
+
+def read_runs(paths: list[Path]) -> list[RunData]:
+    """Read runs; those whose folders have one name are labelled by their paths.
+
+    Raises:
+        OSError: a run or a file cannot be read.
+        ValueError: a path is no run, no run has statistics, or a file is damaged or of another version; one line.
+        CheckpointError: metrics.jsonl is damaged; one line.
+    """
+    names = [path.resolve().name for path in paths]
+    labels = [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
+    runs = [_read(path, label) for path, label in zip(paths, labels, strict=True)]
+    if not any(run.numerics for run in runs):
+        raise ValueError(
+            f"{str(paths[0])!r} has no statistics: expected {FILE_NAME} in it; train with --numerics.every 100"
+        )
+    return runs
+
+
+def _read(path: Path, label: str) -> RunData:
+    if not path.exists():
+        raise FileNotFoundError(f"there is no run {str(path)!r}: expected the folder of a run, or a record of numerics")
+    metrics, numerics, conversion, starts = (path / name for name in FILES)
+    if path.is_file():
+        return RunData(label, path, **_numerics(path))
+    if not metrics.is_file() and not numerics.is_file():
+        raise ValueError(f"{str(path)!r} is not the folder of a run: it has neither {metrics.name} nor {numerics.name}")
+    return RunData(
+        label,
+        path,
+        records=read_metrics(metrics) if metrics.is_file() else [],
+        conversion=read_json(conversion, _CONVERSION, "remove the file") if conversion.is_file() else None,
+        starts=_starts(starts) if starts.is_file() else [],
+        **(_numerics(numerics) if numerics.is_file() else {}),
+    )
+
+
+def _numerics(path: Path) -> dict[str, Any]:
+    record = Record.read(path)
+    return {"numerics": record, "alarms": alarms_of(record, repr(str(path)))}
+
+
+def _starts(path: Path) -> list[Start]:
+    """The lines of provenance.jsonl; a last one that has no end is left out."""
+    found = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                if line.endswith(b"\n"):
+                    found.append(_START.validate_json(line))
+            except ValidationError:
+                raise ValueError(f"line {number} of {str(path)!r} is not a start of a run; remove the line") from None
+    return found

@@ -1,0 +1,375 @@
+"""Saves and loads a run to the bit, on any number of ranks, with torch.distributed.checkpoint (DCP).
+
+Of each model: parameters, the optimizer's states, float8 scales and amax histories. Of the run: the step and the
+position in the data, from which the learning rate and the samples follow. Of each rank: the states of torch's random
+number generators, which the trainer itself does not use while it trains.
+
+[Note: background writes] `save` copies the state to host memory and returns. A thread of each rank then writes the
+copy, and the first rank renames the folder once all ranks have written. The threads communicate through their own gloo
+group, so that their collectives do not interleave with those of training. Each phase ends with an exchange of errors:
+a save fails on every rank or on none. `failed` polls it, `wait` raises it.
+"""
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from quaver.conversion.delayed import Float8ScalingState
+from quaver.lab.runs.checkpoint_folder import FORMAT, CheckpointFolder, Progress, read_record
+from quaver.lab.runs.errors import CheckpointError
+from quaver.lab.runs.manifest import FileDigest, check_manifest, digests_of_rank
+from quaver.lab.runs.safe_dcp import CheckpointPlanner, CheckpointReader
+from quaver.lab.settings import Checkpoint, TrainConfig
+from quaver.optim import load_states_of
+from quaver.runtime.agreement import on_every_rank, on_first_rank
+from quaver.runtime.devices import is_cuda_device
+from quaver.runtime.ranks import Ranks
+
+
+class SavedModel(Protocol):
+    """A model in training, as a checkpoint sees it."""
+
+    @property
+    def name(self) -> str:
+        """Its folder in a checkpoint."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def scaling(self) -> Float8ScalingState: ...
+
+    @property
+    def config(self) -> TrainConfig: ...
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    def new_optimizer(self, name: str) -> torch.optim.Optimizer:
+        """An optimizer of `model` in which another one's states can be loaded."""
+
+    def precompute_scales(self) -> None:
+        """Compute the scales of weights that were just loaded."""
+
+
+class Checkpointer:
+    """The checkpoints of one run, on one rank. Every rank calls the same methods in the same order."""
+
+    def __init__(
+        self, folder: CheckpointFolder, config: Checkpoint, ranks: Ranks, device: torch.device, about: dict[str, Any]
+    ) -> None:
+        """Make the group of the writing threads: a collective.
+
+        Args:
+            about: JSON-serializable; goes into each checkpoint's record: config, versions, conversion report.
+        """
+        self.folder, self.config, self.ranks, self.about = folder, config, ranks, about
+        self._device = device
+        ignore_single_process_warning()
+        self._group = None if ranks.is_alone else dist.new_group(backend="gloo")
+        self._pending: Future[None] | None = None
+        self._saved_step = -1
+        self._resumed_step: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has failed, as far as this rank's thread knows; never blocks."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+
+    def is_due(self, step: int) -> bool:
+        """Return whether checkpoint.interval asks for a checkpoint after step `step`."""
+        return self.config.enable and step % self.config.interval == 0
+
+    def save(self, progress: Progress, models: Sequence[SavedModel]) -> None:
+        """Save the run, unless this step is saved already or checkpoints are disabled; with async_mode in a thread.
+
+        Raises:
+            CheckpointError: on every rank, if this save, or the one before it in the background, failed.
+        """
+        if progress.step == self._saved_step or not self.config.enable:
+            return
+        self.wait()
+        state = {trained.name: _state_of(trained) for trained in models}
+        state[models[0].name]["rng"] = _rng_states(self.ranks.rank, self._device)
+        record = {
+            "format": FORMAT,
+            "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "models": list(state),
+            "world_size": self.ranks.world_size,
+            "progress": asdict(progress),
+            **self.about,
+        }
+        is_async = self.config.async_mode != "disabled"
+        self._saved_step = progress.step
+        self._pending = _in_thread(self._write, progress.step, self._stage(state) if is_async else state, record)
+        if not is_async:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last save is on the disk. Raises CheckpointError on every rank if it failed."""
+        error = self._pending.exception() if self._pending else None
+        self._pending = None
+        if error:
+            self._saved_step = -1
+            raise error
+
+    def close(self, *, waits: bool = True) -> None:
+        """End with the run. A save in progress is finished, or abandoned at a second Ctrl-C (`waits=False`)."""
+        if self._pending is not None and waits:
+            self._pending.exception()
+
+    def load(
+        self, step: int, models: Sequence[SavedModel], prepare: Callable[[Progress], None] = lambda _: None
+    ) -> Progress:
+        """Load the checkpoint of `step` into `models` and return the run's position.
+
+        Args:
+            prepare: gives the models the recipes that they had at this position; called before they are loaded.
+        Raises:
+            CheckpointError: on every rank, if it cannot be read or does not fit.
+        """
+        path = self.folder.complete(step)
+        record = _verified_record(path, self.ranks, verifies=self.config.verify)
+        progress = Progress(**record["progress"])
+        if progress.step != step:
+            found = f"checkpoint.json has progress.step {progress.step}, expected {step}"
+            raise CheckpointError(f"{str(path)!r} is damaged: {found}; choose another checkpoint")
+        names = [trained.name for trained in models]
+        if not set(names) <= set(record["models"]):
+            raise CheckpointError(
+                f"{str(path)!r} has the models {', '.join(record['models'])}, and this run trains {', '.join(names)}; "
+                "resume with the precision that was saved, or begin a new run with checkpoint.initial_load_path"
+            )
+        prepare(progress)
+        for trained in models:
+            _load_model(trained, path / trained.name, record["config"].get("optimizer", {}).get("name", "AdamW"))
+        if record["world_size"] == self.ranks.world_size:
+            _load_rng(path / record["models"][0], self.ranks.rank, self._device)
+        self._saved_step = self._resumed_step = step
+        return progress
+
+    def _stage(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of `state` in host memory: the next optimizer step changes the original."""
+        pinned = self.config.async_mode == "async_with_pinned_mem"
+        stager = DefaultStager(StagingOptions(pinned, False, False, False))  # one for each copy: it closes itself
+        staged: dict[str, Any] = stager.stage(state)  # type: ignore[assignment]
+        return staged
+
+    def _write(self, step: int, state: dict[str, Any], record: dict[str, Any]) -> None:
+        """Write and publish the checkpoint of `step`. Raises CheckpointError, on every rank. Runs in the thread."""
+        folder = self.folder
+        try:
+            self._on_first_rank(partial(folder.begin, step))
+            digests: dict[str, FileDigest] = {}
+            for name, values in state.items():
+                writer = FileSystemWriter(folder.partial(step) / name)
+                self._on_all_ranks(partial(save, values, storage_writer=writer, process_group=self._group))
+                for each in self._on_all_ranks(partial(digests_of_rank, folder.partial(step), name, self.ranks.rank)):
+                    digests |= each
+            self._on_first_rank(partial(_read_back, folder.partial(step), list(state)))
+            self._on_first_rank(partial(folder.publish, step, record, digests, discard_after=self._resumed_step))
+            self._on_first_rank(partial(folder.prune, self.config.keep_latest_k))
+        except Exception as error:
+            if self.ranks.is_first:
+                with suppress(OSError):  # the next save removes it
+                    folder.remove_partials()
+            good = folder.steps()
+            last = f"the checkpoint of step {good[-1]} is intact" if good else "there is no earlier one"
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written to {str(folder.path)!r}: {reason(error)}; {last}"
+            ) from error
+        self._resumed_step = None
+
+    def _on_first_rank(self, action: Callable[[], None]) -> None:
+        on_first_rank(partial(_with_reason, action), self._group)
+
+    def _on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
+        return on_every_rank(partial(_with_reason, action), self._group)
+
+
+def _with_reason(action: Callable[[], Any]) -> Any:
+    """What `action` returns. Raises CheckpointError for any error; DCP's own are no Exceptions."""
+    try:
+        return action()
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(reason(error)) from error
+
+
+def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
+    """Load the weights of the checkpoint at `path`: for each model those of its name, or of the first model.
+
+    Raises:
+        CheckpointError: on every rank, if they cannot be read or do not fit.
+    """
+    saved = _verified_record(path, models[0].ranks, verifies=models[0].config.checkpoint.verify)["models"]
+    for trained in models:
+        state = {"model": get_model_state_dict(trained.model)}
+        load_state(state, CheckpointReader(path / (trained.name if trained.name in saved else saved[0])))
+        set_model_state_dict(trained.model, state["model"])
+        trained.precompute_scales()
+
+
+def load_state(state: dict[str, Any], reader: FileSystemReader) -> None:
+    """Fill the tensors of `state`, on all ranks together. Raises CheckpointError on every rank if that fails."""
+    read_metadata(reader)
+    ignore_single_process_warning()
+    try:
+        load(state, storage_reader=reader, planner=CheckpointPlanner())
+    except (Exception, CheckpointException) as error:
+        raise _unreadable("load", reader, error) from error
+
+
+def read_metadata(reader: FileSystemReader) -> Metadata:
+    """Return the names, shapes and dtypes that `reader` finds. It reads them once: load() gets the same object.
+
+    Raises:
+        CheckpointError: there are none, or they are damaged.
+    """
+    try:
+        metadata = reader.read_metadata()
+    except Exception as error:  # a damaged pickle raises anything
+        raise _unreadable("read", reader, error) from error
+    reader.read_metadata = lambda: metadata  # type: ignore[method-assign, misc]
+    return metadata
+
+
+def reason(error: BaseException) -> str:
+    """Return one line: the innermost cause of `error`. DCP wraps each rank's error, and torch the system's."""
+    while True:
+        failures = error.failures if isinstance(error, CheckpointException) else {}
+        context = None if error.__suppress_context__ else error.__context__
+        cause = failures[min(failures)][0] if failures else error.__cause__ or context
+        if cause is None:
+            break
+        error = cause
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def ignore_single_process_warning() -> None:
+    """Silence DCP's warning that it saves or loads in a single process, which is intended here."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def _in_thread(write: Callable[..., None], *args: Any) -> "Future[None]":
+    """Run `write` in a thread.
+
+    Not dcp.async_save: it starts a thread per model, whose collectives would interleave in the group; it does not
+    publish; and the interpreter joins its threads, so that a second Ctrl-C would not end the process.
+    """
+    written: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            write(*args)
+            written.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it in the main thread
+            written.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return written
+
+
+def _unreadable(verb: str, reader: FileSystemReader, error: BaseException) -> CheckpointError:
+    return CheckpointError(f"cannot {verb} {str(reader.path)!r}: {reason(error)}; choose another checkpoint")
+
+
+def _verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, Any]:
+    """Return the record of the checkpoint at `path`; if it `verifies`, its files are those of the manifest.
+
+    Raises:
+        CheckpointError: on every rank.
+    """
+    record: dict[str, Any] = {}
+
+    def read() -> None:
+        try:
+            record.update(read_record(path))
+            if verifies:
+                check_manifest(path, ranks.rank, ranks.world_size)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(str(error)) from error
+
+    on_every_rank(read)
+    return record
+
+
+def _read_back(checkpoint: Path, names: Sequence[str]) -> None:
+    """Check that what was written can be read: the metadata of each model, and the lengths of its files."""
+    for name in names:
+        CheckpointReader(checkpoint / name).read_metadata()
+
+
+def _state_of(trained: SavedModel, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(trained.model),
+        "optimizer": get_optimizer_state_dict(trained.model, optimizer or trained.optimizer),
+    }
+    if trained.scaling:
+        state["float8"] = trained.scaling.state_dict()
+    return state
+
+
+def _load_model(trained: SavedModel, path: Path, saved: str) -> None:
+    """Load a model and its optimizer; another optimizer's states, `saved` is its name, are converted."""
+    optimizer = trained.optimizer
+    if saved != trained.config.optimizer.name:
+        optimizer = trained.new_optimizer(saved)
+    state, reader = _state_of(trained, optimizer), CheckpointReader(path)
+    if trained.scaling and not any(key.startswith("float8.") for key in read_metadata(reader).state_dict_metadata):
+        del state["float8"]  # a recipe with dynamic scaling saved it: the scales begin as in a new model
+    load_state(state, reader)
+    set_model_state_dict(trained.model, state["model"])
+    set_optimizer_state_dict(trained.model, optimizer, state["optimizer"])
+    if optimizer is not trained.optimizer:
+        try:
+            load_states_of(trained.optimizer, optimizer)
+        except ValueError as error:
+            raise CheckpointError(f"{str(path)!r} was saved by optimizer.name = {saved}: {error}") from error
+    if "float8" in state:
+        trained.scaling.load_state_dict(state["float8"])
+    trained.precompute_scales()
+
+
+def _rng_states(rank: int, device: torch.device) -> dict[str, Tensor]:
+    states = {f"cpu_{rank}": torch.get_rng_state()}
+    if is_cuda_device(device):
+        states[f"cuda_{rank}"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _load_rng(path: Path, rank: int, device: torch.device) -> None:
+    state, reader = {"rng": _rng_states(rank, device)}, CheckpointReader(path)
+    # A run that moves from CPU to CUDA has saved no CUDA state.
+    if {f"rng.{key}" for key in state["rng"]} <= read_metadata(reader).state_dict_metadata.keys():
+        load_state(state, reader)
+        torch.set_rng_state(state["rng"][f"cpu_{rank}"])
+        if is_cuda_device(device):
+            torch.cuda.set_rng_state(state["rng"][f"cuda_{rank}"], device)

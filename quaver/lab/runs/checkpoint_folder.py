@@ -1,0 +1,203 @@
+"""Folders that appear under their name complete or not at all: the checkpoints of a run.
+
+    step-00000100/            complete: it got this name when everything in it was on the disk
+        checkpoint.json       the step, the position in the data, the config, the versions
+        tensorwise/           a torch.distributed.checkpoint folder for each model of the run
+        manifest.json         size and xxh3_128 of every other file
+    .step-00000150.partial/   being written, being deleted, or left by a process that was killed; never read
+
+        .abandons.json        while they are removed: later steps, of a history that the run left for this one
+    .step-00000100.replaced/  counts until there is another step-00000100
+
+A rename within one folder is atomic: a crash at any moment leaves the complete checkpoints as they were.
+"""
+
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+from annotated_types import MinLen
+from pydantic import ConfigDict, StringConstraints, TypeAdapter
+from typing_extensions import TypedDict
+
+from quaver.export.folders import rename, sync_all
+from quaver.lab.runs.manifest import CHOOSE, FileDigest, write_manifest
+from quaver.lab.settings.fields import AtLeast1, NotNegative, OneOf
+from quaver.lab.settings.json_file import STRICT, read_json
+from quaver.lab.settings.training import OPTIMIZERS
+
+FORMAT = 1
+RECORD = "checkpoint.json"
+ABANDONS = ".abandons.json"
+
+
+@dataclass
+class Progress:
+    """The position of a run: its state that is neither a tensor nor a setting."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = {**STRICT, "extra": "forbid"}
+    step: NotNegative = 0
+    """Optimizer steps done."""
+    consumed_sequences: NotNegative = 0
+    """Sequences of the data consumed, over all ranks."""
+    skipped_steps: dict[str, NotNegative] = field(default_factory=dict)
+    """By model, the number of steps that were not finite and changed nothing."""
+    recent_losses: dict[str, list[float]] = field(default_factory=dict)
+    """By model, the losses that a new loss is compared with to detect a spike."""
+    fallbacks: dict[str, str] = field(default_factory=dict)
+    """By layer, the recipe that an alarm gave it."""
+
+
+class _Training(TypedDict):
+    seq_len: AtLeast1
+
+
+class _Optimizer(TypedDict):
+    name: NotRequired[Annotated[str, OneOf(OPTIMIZERS)]]
+
+
+class _Config(TypedDict):
+    model: dict[str, Any]
+    training: NotRequired[_Training]  # a converted model has none
+    optimizer: NotRequired[_Optimizer]
+
+
+class _Data(TypedDict):
+    eos_id: NotNegative
+
+
+class _Record(TypedDict):
+    """The fields of checkpoint.json that are read; the file has more."""
+
+    __pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[misc]
+    format: Literal[1]
+    models: Annotated[list[Annotated[str, StringConstraints(pattern=r"^\w+$")]], MinLen(1)]
+    world_size: AtLeast1
+    progress: Progress
+    config: _Config
+    data: NotRequired[_Data]
+    huggingface: NotRequired[dict[str, Any]]
+
+
+_RECORD, _STEPS = TypeAdapter(_Record), TypeAdapter(list[NotNegative])
+_COMPLETE = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """The checkpoints in `path`, which need not exist yet. Only one process may write."""
+
+    path: Path
+
+    def steps(self) -> list[int]:
+        """Return the steps of the complete checkpoints, in order, without those of a history that the run left."""
+        found = self._found()
+        abandoned: set[int] = set()
+        for step in found:
+            marker = self.complete(step) / ABANDONS
+            if marker.exists():
+                later: list[int] = read_json(marker, _STEPS, "remove the file")
+                abandoned.update(later)
+        return sorted(found - abandoned)
+
+    def complete(self, step: int) -> Path:
+        """Return the path of the complete checkpoint of `step`."""
+        path, replaced = self._path(step), self._replaced(step)
+        return replaced if replaced.exists() and not path.exists() else path
+
+    def partial(self, step: int) -> Path:
+        """Return the path under which the checkpoint of `step` is written."""
+        return self.path / f".step-{step:08d}.partial"
+
+    def begin(self, step: int) -> None:
+        """Make an empty folder to write the checkpoint of `step` in."""
+        self.remove_partials()
+        self.path.mkdir(exist_ok=True)  # not its parents: a run folder that was removed stays so
+        self.partial(step).mkdir()
+
+    def publish(
+        self,
+        step: int,
+        record: dict[str, Any],
+        digests: dict[str, FileDigest] | None = None,
+        *,
+        discard_after: int | None = None,
+    ) -> None:
+        """Add `record` and the manifest to the partial checkpoint of `step` and rename it to its complete name.
+
+        Args:
+            digests: those of files that need not be read again.
+            discard_after: complete checkpoints of later steps belong to a history that the run left. They no longer
+                count once this one is complete, and the next `prune` removes them.
+        """
+        later = [each for each in self.steps() if discard_after is not None and each > max(step, discard_after)]
+        if later:
+            (self.partial(step) / ABANDONS).write_text(json.dumps(later), encoding="utf-8")
+        write_record(self.partial(step), record, digests)
+        sync_all(self.partial(step))
+        path = self._path(step)
+        if path.exists():
+            path.rename(self._replaced(step))
+        rename(self.partial(step), path)
+
+    def prune(self, keep_latest_k: int = 0) -> None:
+        """Remove what no longer counts, and all complete checkpoints but the newest `keep_latest_k`; 0 keeps all."""
+        steps = self.steps()
+        self._hide(steps[:-keep_latest_k] if keep_latest_k else [])
+        self.remove_partials()
+
+    def remove_partials(self) -> None:
+        """Remove what is not a complete checkpoint, or no longer counts as one."""
+        self._hide(sorted(self._found() - set(self.steps())))
+        for marker in self.path.glob(f"step-*/{ABANDONS}"):
+            marker.unlink()
+        for replaced in self.path.glob(".step-*.replaced"):
+            path = replaced.with_name(replaced.stem[1:])
+            replaced.rename(replaced.with_suffix(".partial") if path.exists() else path)
+        for left in self.path.glob(".step-*.partial"):
+            shutil.rmtree(left)
+
+    def _found(self) -> set[int]:
+        names = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
+        return {int(found[1] or found[2]) for found in map(_COMPLETE.fullmatch, names) if found}
+
+    def _path(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}"
+
+    def _replaced(self, step: int) -> Path:
+        return self.path / f".step-{step:08d}.replaced"
+
+    def _hide(self, steps: list[int]) -> None:
+        """Make complete checkpoints partial: an interrupted removal leaves nothing that looks complete."""
+        for step in steps:
+            self.complete(step).rename(self.path / f".step-{step:08d}.removed.partial")
+
+
+def write_record(checkpoint: Path, record: dict[str, Any], digests: dict[str, FileDigest] | None = None) -> None:
+    """Write checkpoint.json and then the manifest, the last files of a checkpoint; see `write_manifest`."""
+    text = json.dumps(record, indent=2, allow_nan=False)
+    (checkpoint / RECORD).write_text(text + "\n", encoding="utf-8")
+    write_manifest(checkpoint, digests or {})
+
+
+def read_record(checkpoint: Path) -> dict[str, Any]:
+    """Return the checkpoint.json of a complete checkpoint; its "progress" has the fields of `Progress`.
+
+    Raises:
+        FileNotFoundError: `checkpoint` is not a folder with a checkpoint.json.
+        ValueError: the file is damaged, or has a format that this version does not read.
+    """
+    path = checkpoint / RECORD
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{str(checkpoint)!r} is not a checkpoint: it has no {RECORD}; give a step-... folder of a run's "
+            "checkpoints, or one that quaver convert hf-to-quaver wrote"
+        )
+    found = read_json(path, _RECORD, CHOOSE)
+    record: dict[str, Any] = {**found, "progress": asdict(found["progress"])}
+    if "huggingface" not in record and not ("data" in record and "training" in record["config"]):
+        raise ValueError(f"{str(path)!r} is damaged: data or config.training is missing; {CHOOSE}")
+    return record

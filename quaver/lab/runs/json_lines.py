@@ -1,0 +1,104 @@
+"""Files of JSON lines, one record for each step: written so that a killed run leaves whole lines, read, and rewound."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NotRequired
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from quaver.lab.runs.errors import CheckpointError, writing
+from quaver.lab.settings.fields import NotNegative
+from quaver.lab.settings.json_file import STRICT
+
+
+class JsonLines:
+    """Appends one JSON object per line, each in one flushed write, so that a killed run leaves whole lines."""
+
+    def __init__(self, path: Path) -> None:
+        with writing(path):
+            self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append `record`.
+
+        Raises:
+            OutputError: if the file cannot be written.
+            ValueError: for inf and NaN, which JSON lacks.
+        """
+        line = json.dumps(record, allow_nan=False) + "\n"
+        with writing(self._file.name):
+            self._file.write(line)
+            self._file.flush()
+
+    def write_tensors(self, step: int, scalars: dict[str, float], histograms: dict[str, Any]) -> None:
+        """Nothing: numerics.jsonl has them."""
+
+    def close(self) -> None:
+        """Close the file. After a failed `write` it still has the line, which fails again."""
+        with suppress(OSError):
+            self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of JSON lines, without an incomplete last line: the run may go on, or was killed.
+
+    Raises:
+        CheckpointError: a line is not a record.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        lines = enumerate(file, start=1)
+        return [dict(_record_of(line, path, number)) for number, line in lines if line.endswith(b"\n")]
+
+
+@contextmanager
+def rewound_metrics(paths: Sequence[Path], step: int) -> Iterator[None]:
+    """Remove the records after `step`, and an incomplete last line, from files of JSON lines, after the block.
+
+    Memory is bounded by the longest line. An error, in a file or in the block, leaves every file as it was.
+
+    Raises:
+        CheckpointError: a line is not a record.
+        OSError: a file cannot be read or written.
+    """
+    partials = {path: path.with_name(f".{path.name}.partial") for path in paths if path.exists()}
+    for path in partials:
+        if not path.is_file():  # reading a FIFO would block
+            raise CheckpointError(f"{str(path)!r} is not a file; remove it")
+    try:
+        for path, partial in partials.items():
+            with path.open("rb") as file, partial.open("wb") as rewound:
+                for number, line in enumerate(file, start=1):
+                    if line.endswith(b"\n") and _record_of(line, path, number)["step"] <= step:
+                        rewound.write(line)
+        yield
+        for path, partial in partials.items():
+            partial.replace(path)
+    finally:
+        for partial in partials.values():
+            with suppress(OSError):
+                partial.unlink()
+
+
+class _Line(TypedDict):
+    """The fields that every record of a step or a validation has; records have more."""
+
+    __pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[misc]
+    step: NotNegative
+    run: NotRequired[str]
+    loss: NotRequired[float]
+    validation_loss: NotRequired[float]
+    tokens_per_s: NotRequired[float]
+
+
+_LINE = TypeAdapter(_Line)
+
+
+def _record_of(line: bytes, path: Path, number: int) -> _Line:
+    try:
+        return _LINE.validate_json(line)
+    except ValidationError as error:
+        raise CheckpointError(f"line {number} of {str(path)!r} is not a record of a step; remove the line") from error

@@ -1,0 +1,87 @@
+"""One process writes a run folder: a lock that names its holder.
+
+It protects metrics and checkpoints from a second `--resume` of the same run. The lock is a file lock of the operating
+system, which ends with its process however that ends. A second file names the holder. A run removes it when it releases
+the lock, so a lock that is free although the file is there was held by a process that was killed.
+"""
+
+import json
+import os
+import platform
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from pydantic import TypeAdapter
+
+from quaver.lab.settings.json_file import read_json
+
+LOCK, HOLDER = ".writer.lock", ".writer.json"
+
+
+class RunLock:
+    """The right of this process to write a run folder, from `acquire` to `release` or to its end.
+
+    With several ranks the first one holds it for all of them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = FileLock(folder / LOCK, thread_local=False)
+
+    def acquire(self) -> None:
+        """Take the lock. If its last holder was killed, a line on stderr names that process.
+
+        Raises:
+            BlockingIOError: another run holds it; the message names its host and process.
+            OSError: the folder cannot be written.
+        """
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise self._is_held() from error
+        killed = self._holder()
+        if killed is not None:
+            line = f"took over the lock of {str(self._folder)!r} from a run that was killed: {_words(killed)}"
+            print(f"quaver: {line}", file=sys.stderr, flush=True)
+        holder = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        partial = self._folder / f"{HOLDER}.partial"
+        try:
+            partial.write_text(json.dumps(holder) + "\n", encoding="utf-8")
+            partial.replace(self._folder / HOLDER)
+        except OSError:
+            self._lock.release()
+            raise
+
+    def release(self) -> None:
+        """Release the lock if this process holds it."""
+        if self._lock.is_locked:
+            with suppress(OSError):  # the folder may be gone, or no longer writable
+                (self._folder / HOLDER).unlink()
+            self._lock.release()
+
+    def __del__(self) -> None:
+        self.release()
+
+    def _is_held(self) -> BlockingIOError:
+        return BlockingIOError(
+            f"another run writes the run folder {str(self._folder)!r}: {_words(self._holder())}; "
+            "wait until it ends, or stop it"
+        )
+
+    def _holder(self) -> dict[str, Any] | None:
+        """Return what the file says about the holder, {} if it is damaged, None without one."""
+        path = self._folder / HOLDER
+        try:
+            return read_json(path, TypeAdapter(dict[str, Any]), "remove the file") if path.exists() else None
+        except (OSError, ValueError):
+            return {}
+
+
+def _words(holder: dict[str, Any] | None) -> str:
+    if not holder:
+        return "its process is not known"
+    return f"process {holder.get('pid')} on host {holder.get('host')}, since {holder.get('since')}"

@@ -1,0 +1,103 @@
+"""The manifest of a checkpoint: size and hash of each of its files, which show damage before a tensor is loaded.
+
+A manifest shows accidents: flipped bits, short, missing, extra or exchanged files. Against an author who writes the
+manifest too, `safe_dcp` protects.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, StringConstraints, TypeAdapter
+from xxhash import xxh3_128
+
+from quaver.export.folders import file_threads
+from quaver.lab.settings.fields import NotNegative
+from quaver.lab.settings.json_file import STRICT, read_json
+
+MANIFEST = "manifest.json"
+CHOOSE = "choose another checkpoint"
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """The size and hash of one file in the manifest."""
+
+    bytes: NotNegative
+    xxh3_128: Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of manifest.json: the digests of all other files, by path with `/` below the checkpoint."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    format: Literal[1]
+    files: dict[str, FileDigest]
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+def digests_of_rank(folder: Path, model: str, rank: int) -> dict[str, FileDigest]:
+    """Return the digests of the files that DCP wrote for `rank`, by name below the checkpoint; they are cached yet."""
+    paths = list((folder / model).glob(f"__{rank}_*"))
+    with file_threads() as threads:
+        return dict(zip([_name(folder, path) for path in paths], threads.map(_digest, paths), strict=True))
+
+
+def write_manifest(folder: Path, known: dict[str, FileDigest]) -> None:
+    """Write the manifest of `folder`; files that have no digest in `known` are read."""
+    rest = {name: path for name, path in _files(folder).items() if name not in known}
+    with file_threads() as threads:
+        digests = {**known, **dict(zip(rest, threads.map(_digest, rest.values()), strict=True))}
+    content = asdict(Manifest(1, dict(sorted(digests.items()))))
+    (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def check_manifest(folder: Path, rank: int = 0, world_size: int = 1) -> None:
+    """Compare the files of a checkpoint with its manifest; each of several ranks reads its share of them.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file differs, is missing, or is not in the manifest; the message names it.
+    """
+    expected = read_json(folder / MANIFEST, _MANIFEST, CHOOSE).files
+    found = _files(folder)
+    for name in sorted(expected.keys() - found.keys()):
+        raise ValueError(f"{str(folder / name)!r} is missing; {CHOOSE}")
+    for name in sorted(found.keys() - expected.keys()):
+        raise ValueError(f"{str(folder / name)!r} is not in {MANIFEST}: remove the file, or {CHOOSE}")
+    for name, path in found.items():
+        size = path.stat().st_size
+        if size != expected[name].bytes:
+            raise ValueError(f"{str(path)!r} has {size} bytes, expected {expected[name].bytes}; {CHOOSE}")
+    mine = sorted(found)[rank::world_size]
+    with file_threads() as threads:
+        for name, digest in zip(mine, threads.map(_digest, [found[name] for name in mine]), strict=True):
+            if digest != expected[name]:
+                raise ValueError(f"{str(found[name])!r} is damaged: its xxh3_128 differs from {MANIFEST}; {CHOOSE}")
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Return the files below `folder` by name, but those at its top whose name begins with a dot, and the manifest."""
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{str(path)!r} must be a file or a folder of the checkpoint itself; {CHOOSE}")
+        name = _name(folder, path)
+        if path.is_file() and name != MANIFEST and not name.startswith("."):
+            found[name] = path
+    return found
+
+
+def _name(folder: Path, path: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+def _digest(path: Path) -> FileDigest:
+    with path.open("rb") as file:
+        return FileDigest(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, xxh3_128).hexdigest())

@@ -1,0 +1,317 @@
+"""The folder of a run: created once, never over an older run unless it resumes; and the provenance of the run.
+
+[Note: refusals write nothing] `RunFolder.open` checks a resume and takes the lock. `begin` makes the first change of
+the folder, after the checkpoint was loaded. So a resume that is refused leaves every file of the run as it was.
+"""
+
+import itertools
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quaver.lab.runs.checkpoint_folder import CheckpointFolder
+from quaver.lab.runs.errors import OutputError, writing
+from quaver.lab.runs.json_lines import rewound_metrics
+from quaver.lab.runs.lock import RunLock
+from quaver.lab.settings import Checkpoint, TrainConfig, require
+from quaver.lab.settings.config_file import load_config, write_config
+from quaver.lab.settings.fields import expanded
+from quaver.numerics.record import FILE_NAME as NUMERICS
+from quaver.runtime.devices import describe
+
+CONFIG = "config.toml"
+WANDB_ID = "wandb_id.txt"
+
+RUN_FILES = (
+    *(
+        CONFIG,
+        "metrics.jsonl",
+        "float8_scales.jsonl",
+        NUMERICS,
+        "provenance.jsonl",
+        "data.json",
+        "conversion_report.json",
+    ),
+    *("summary.json", "curves.png", WANDB_ID),
+)
+
+UNRELATED = ("job", "checkpoint", "metrics", "numerics", "comm", "profiling")
+"""Sections that change what a run saves and shows, but not its numbers."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of a run, made by `open`. `resume_step` is the step to resume from, None for a new run."""
+
+    path: Path
+    resume_step: int | None = None
+    changes: dict[str, list[Any]] = field(default_factory=dict)
+    """The settings that changed when the run resumed, by name: old value and new value."""
+
+    lock: RunLock | None = field(default=None, compare=False)
+    """Held by the process that may write the folder."""
+
+    @classmethod
+    def open(cls, config: TrainConfig) -> "RunFolder":
+        """Find or make dump_folder/name, as config.checkpoint.resume says, and take its lock; see `begin`.
+
+        Raises:
+            FileExistsError: the folder has files already, and the run does not resume.
+            FileNotFoundError: there is no checkpoint to resume from.
+            BlockingIOError: another process writes the run.
+            ValueError: the model or the initial weights differ from those of the run.
+            OSError: the folder cannot be created or written.
+        """
+        dump_folder = expanded(config.job.dump_folder)
+        path = dump_folder / config.job.name if config.job.name else _unused_path(dump_folder, config)
+        _resume_from(path, config)  # before anything is made
+        lock = RunLock(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        try:
+            return cls(path, *_resume_from(path, config), lock)  # again: a run may have ended in between
+        except BaseException:
+            lock.release()
+            raise
+
+    def begin(self, config: TrainConfig) -> None:
+        """Write the resolved config, and remove the records of metrics after the step that the run resumes from.
+
+        Raises:
+            CheckpointError: the metrics are damaged; nothing was written.
+            OutputError: a file cannot be written.
+        """
+        try:
+            with rewound_metrics([self.metrics, self.float8_scales, self.numerics], self.resume_step or 0):
+                write_config(_as_begun(config), self.path / CONFIG)
+        except OSError as error:
+            raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error
+
+    def check_exists(self) -> None:
+        """Raise OutputError if the folder was removed: open files would take the numbers of the run with them."""
+        if not (self.path / CONFIG).exists():
+            raise OutputError(f"the run folder {str(self.path)!r} was removed while the run trained; the run ends")
+
+    def release(self) -> None:
+        """Let other processes write the folder."""
+        if self.lock is not None:
+            self.lock.release()
+
+    def stacks(self, rank: int) -> Path:
+        """The stacks that the watchdog of a rank writes."""
+        return self.path / f"stacks-rank{rank}.txt"
+
+    def checkpoints(self, config: Checkpoint) -> CheckpointFolder:
+        """The run's checkpoints."""
+        return CheckpointFolder(self.path / config.folder)
+
+    def add_provenance(self, about: dict[str, Any]) -> None:
+        """Append a line to provenance.jsonl, which has one for each start of the run. Raises OutputError."""
+        path = self.path / "provenance.jsonl"
+        line = json.dumps({**about, "from_step": self.resume_step or 0, "changes": self.changes}) + "\n"
+        with writing(path), path.open("a", encoding="utf-8") as file:
+            file.write(line)
+
+    @property
+    def metrics(self) -> Path:
+        """JSON lines: one per step and model, and per validation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def curves(self) -> Path:
+        """The plot of the losses."""
+        return self.path / "curves.png"
+
+    @property
+    def float8_scales(self) -> Path:
+        """JSON lines: the persistent scales of each recorded step; see float8_scales.py."""
+        return self.path / "float8_scales.jsonl"
+
+    @property
+    def numerics(self) -> Path:
+        """JSON lines: statistics of the float8 matmuls of sampled steps (quaver/numerics/record.py)."""
+        return self.path / NUMERICS
+
+    @property
+    def post_mortem(self) -> Path:
+        """JSON lines: the last samples before a value that was not finite."""
+        return self.path / "numerics_post_mortem.jsonl"
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        """Write `value` to the file `name`, replacing it atomically.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        with replaced(self.path / name) as partial:
+            partial.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield the path of a file that replaces `path` after the block.
+
+    Raises:
+        OutputError: a file cannot be read or written; `path` is as it was.
+    """
+    partial = path.with_name(f".{path.name}")
+    try:
+        with writing(path):
+            yield partial
+            partial.replace(path)
+    except OutputError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _unused_path(dump_folder: Path, config: TrainConfig) -> Path:
+    precision = config.training.mixed_precision_param
+    if config.float8.enable_float8_linear:
+        precision = config.float8.recipe_name
+    compared = "-compare" if config.job.compare else ""
+    name = f"{precision}{compared}-{datetime.now():%Y%m%d-%H%M%S}"
+    candidates = (dump_folder / (name + (f"-{count}" if count > 1 else "")) for count in itertools.count(1))
+    return next(path for path in candidates if not path.exists())
+
+
+def resumes(config: TrainConfig) -> bool:
+    """Whether the run continues from a checkpoint of its own, so that it does not read its initial weights."""
+    if config.checkpoint.resume != "auto":
+        return config.checkpoint.resume == "must"
+    path = expanded(config.job.dump_folder) / config.job.name / config.checkpoint.folder
+    return bool(CheckpointFolder(path).steps())
+
+
+def _unwritable(path: Path, error: OSError) -> OSError:
+    return type(error)(
+        f"cannot write the run folder {str(path)!r}: {error.strerror or error}; give another job.dump_folder"
+    )
+
+
+def _used(path: Path, config: Checkpoint) -> str:
+    if config.resume != "never":
+        return f"the folder {str(path)!r} has files but is not a run: it has no {CONFIG}; give another job.name"
+    can_resume = (path / CONFIG).exists() and CheckpointFolder(path / config.folder).steps()
+    other = f"resume it with --resume {path}" if can_resume else "remove it"
+    return f"the run folder {str(path)!r} has files already; give another job.name or {other}"
+
+
+def _resume_from(path: Path, config: TrainConfig) -> tuple[int | None, dict[str, list[Any]]]:
+    """Return the step to resume from, None for a new run, and the settings that change. Writes nothing.
+
+    Raises what `RunFolder.open` does.
+    """
+    try:
+        # A killed process may leave partial files; their names begin with a dot.
+        names = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
+    except FileNotFoundError:
+        names = set()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    folder = path / config.checkpoint.folder
+    require(
+        config.checkpoint.folder not in RUN_FILES and (folder.is_dir() or not folder.exists()),
+        "checkpoint.folder",
+        "a folder, with a name that no other file of the run has",
+        config.checkpoint.folder,
+    )
+    step = _resume_step(path, config.checkpoint, is_run=CONFIG in names)
+    if names and (config.checkpoint.resume == "never" or CONFIG not in names):
+        raise FileExistsError(_used(path, config.checkpoint))
+    return step, _changes(path, config) if step is not None else {}
+
+
+def _resume_step(path: Path, config: Checkpoint, *, is_run: bool) -> int | None:
+    """Return the step of the checkpoint to resume from, None for a new run."""
+    if config.resume == "never":
+        return None
+    steps = CheckpointFolder(path / config.folder).steps() if is_run else []
+    if config.load_step != -1:
+        if config.load_step not in steps:
+            have = ", ".join(map(str, steps)) or "no step"
+            raise FileNotFoundError(
+                f"checkpoint.load_step must be a step that {str(path)!r} has, got {config.load_step}; it has {have}"
+            )
+        return config.load_step
+    if not steps and config.resume == "must":
+        what = "has no complete checkpoint" if is_run else "is not a run folder"
+        begin = "start the run without --resume, or with checkpoint.resume = never"
+        raise FileNotFoundError(f"{str(path)!r} {what}, so there is nothing to resume; {begin}")
+    return steps[-1] if steps else None
+
+
+def _as_begun(config: TrainConfig) -> TrainConfig:
+    """Return `config` without the settings of this resume, so that the file starts a new run like this one."""
+    return replace(config, checkpoint=replace(config.checkpoint, resume="never", load_step=-1))
+
+
+def _changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
+    before, now = asdict(load_config(path / CONFIG)), asdict(config)
+    changes = {
+        f"{section}.{name}": [before[section][name], value]
+        for section, values in now.items()
+        if section not in UNRELATED
+        for name, value in values.items()
+        if before[section][name] != value
+    }
+    for name, (old, new) in changes.items():
+        if name.startswith("model."):
+            raise ValueError(f"{name} must be {old!r}, that of the run in {str(path)!r}, got {new!r}; start a new run")
+    began, asked = (each["checkpoint"]["initial_load_path"] for each in (before, now))
+    if asked != began:
+        raise ValueError(
+            f"checkpoint.initial_load_path must be {began!r}, from which the run in {str(path)!r} began, got "
+            f"{asked!r}; its checkpoint has the weights"
+        )
+    return changes
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Return how to repeat this run: time, command, working folder, versions, the revision of the source."""
+    return {
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "working_folder": os.getcwd(),
+        "host": platform.node(),
+        "quaver": version("quaver"),
+        "git": git_revision(Path(__file__).parent),
+        "environment": describe(device),
+    }
+
+
+def git_revision(folder: Path) -> dict[str, Any] | None:
+    """Return the commit of the checkout that tracks `folder`, and whether it has changes; None without a checkout."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+
+    def ask(*words: str) -> str | None:
+        # Without the lock of the index, which a git that is killed leaves behind, as by a limit on the size of files.
+        command = [git, "--no-optional-locks", "-C", str(folder), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # An environment inside another project's checkout, such as its .venv, is not tracked by that checkout.
+    revision = ask("rev-parse", "HEAD") if ask("ls-files", ".") else None
+    if revision is None:
+        return None
+    return {"commit": revision, "is_modified": bool(ask("status", "--porcelain", "--untracked-files=no"))}

@@ -1,0 +1,59 @@
+"""[checkpoint]: when a run is saved, and what it begins from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from quaver.lab.settings.fields import (
+    AtLeast1,
+    AtMost,
+    NotNegative,
+    OneOf,
+    Settings,
+    expanded,
+    is_folder_name,
+    setting,
+)
+
+ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
+RESUME_POLICIES = ("never", "auto", "must")
+
+
+@dataclass(frozen=True)
+class Checkpoint(Settings, section="checkpoint"):
+    """Checkpoints, and the weights that a run begins with."""
+
+    enable: bool = setting(True, "Save every interval steps, after the last step, and on Ctrl-C or SIGTERM.")
+    folder: str = setting("checkpoint", "Folder of the checkpoints in the run folder.")
+    interval: AtLeast1 = setting(500, "Steps between two checkpoints.")
+    keep_latest_k: NotNegative = setting(3, "Newest checkpoints that stay on disk; 0 for all.")
+    async_mode: Annotated[str, OneOf(ASYNC_MODES)] = setting(
+        "async",
+        "Wait until a checkpoint is written (disabled) or in host memory (async; async_with_pinned_mem on CUDA).",
+    )
+    resume: Annotated[str, OneOf(RESUME_POLICIES)] = setting(
+        "never",
+        "never: refuse a run folder with files. auto: resume if there is a checkpoint (needs job.name). must: refuse "
+        "to start without.",
+    )
+    load_step: AtMost = setting(
+        -1, "The step to resume from; -1 for the newest. The next save removes newer checkpoints."
+    )
+    verify: bool = setting(True, "Compare size and xxh3_128 of every file with the manifest before loading.")
+    initial_load_path: str = setting(
+        "", "Initial weights: a step-... folder, or one from quaver convert hf-to-quaver. A resume does not read them."
+    )
+
+    def check(self) -> None:
+        """Refuse a folder that is a path, and settings that nothing would read."""
+        self.require(bool(self.folder) and is_folder_name(self.folder), "folder", "the name of one folder")
+        if not self.enable:
+            self.require_default("folder", "interval", "keep_latest_k", "async_mode", unless="checkpoint.enable")
+        if self.resume == "never":
+            self.require_default("load_step", unless="checkpoint.resume is auto or must")
+        self.require(self.load_step >= -1, "load_step", "-1 or the step of a checkpoint")
+
+    @property
+    def initial_weights(self) -> Path:
+        """`initial_load_path`, with ~ expanded."""
+        return expanded(self.initial_load_path)

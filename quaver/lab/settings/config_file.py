@@ -1,0 +1,132 @@
+"""Reads a TrainConfig from TOML and the command line, and writes the resolved one back.
+
+Both sources become one nested dict of plain values, in which the command line wins; then the dataclasses are made once,
+so a bad value has one message wherever it came from.
+"""
+
+import tomllib
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.fields import Settings, expanded, hints_of, is_section, nearest, setting
+from quaver.lab.settings.flags import split_flags
+
+Sections = dict[str, dict[str, Any]]
+
+
+def load_config(path: Path | None, flags: Sections | None = None) -> TrainConfig:
+    """Return the defaults, overridden by the TOML file at `path`, overridden by `flags`.
+
+    Raises:
+        ValueError: for a file that is not TOML, an unknown section or key, or a value that is wrong.
+        OSError: if the file cannot be read.
+    """
+    sections = {} if path is None else read_toml(path)
+    for section, values in (flags or {}).items():
+        sections[section] = {**sections.get(section, {}), **values}
+    return build_config(sections)
+
+
+def read_toml(path: Path) -> Sections:
+    """Return the sections of a TOML file, their names and keys checked, their values not yet."""
+    if not path.is_file():
+        what = "is a folder; give its config.toml" if path.is_dir() else "does not exist; give the path of a TOML file"
+        raise FileNotFoundError(f"config file {str(path)!r} {what}")
+    try:
+        sections = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors of Windows write a BOM
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"config file {str(path)!r} is not valid TOML: {error}") from error
+    for section, values in sections.items():
+        _check_known(section, hints_of(TrainConfig), f"section in {path}")
+        if not isinstance(values, dict):
+            raise ValueError(f"{section} in {path} must be a section, got {values!r}; write [{section}]")
+        for key in values:
+            _check_known(f"{section}.{key}", _setting_names(), f"key in {path}")
+    return sections
+
+
+def build_config(sections: Sections) -> TrainConfig:
+    """Return the TrainConfig of nested plain values, which the dataclasses check; missing ones are defaults."""
+    return TrainConfig(**{name: kind(**sections.get(name, {})) for name, kind in hints_of(TrainConfig).items()})
+
+
+def changed_settings(config: TrainConfig) -> Sections:
+    """By section, the settings of `config` that are not their defaults: `build_config` of them is `config` again."""
+    sections = {name: getattr(config, name) for name in hints_of(TrainConfig)}
+    changed = {
+        name: {each.name: value for each in fields(section) if (value := getattr(section, each.name)) != each.default}
+        for name, section in sections.items()
+    }
+    return {name: values for name, values in changed.items() if values}
+
+
+def write_config(config: TrainConfig, path: Path) -> None:
+    """Write every field of `config` as TOML that `quaver train` reads back to an equal config.
+
+    The rename is atomic: a run that is killed meanwhile resumes from a whole file.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(tomli_w.dumps(asdict(config)), encoding="utf-8")
+    partial.replace(path)
+
+
+@dataclass(frozen=True)
+class TrainFlags(TrainConfig):
+    """The flags of a run: its settings, and the run that it resumes."""
+
+    resume: str = setting("", "Resume the run in this folder, with its own config.")
+
+
+def parse_arguments(argv: list[str], options: type[Settings] = TrainFlags) -> tuple[Path | None, Sections]:
+    """Split `[CONFIG.toml] [--section.field value ...]` into the file and the flags as nested values.
+
+    `--resume RUN_FOLDER` is short for the config of that folder, its name, and checkpoint.resume = must. How values are
+    written is said in `split_flags`.
+
+    Args:
+        options: the command's own, which are parsed already; an unknown flag may have meant one.
+    Raises:
+        ValueError: for an unknown flag, a flag without its value, or a second file.
+    """
+    values, rest = split_flags(TrainFlags, argv)
+    known = [*_setting_names(), *(name for name, hint in hints_of(options).items() if not is_section(hint))]
+    for word in rest:
+        if word.startswith("--"):
+            _check_known(word[2:].partition("=")[0].replace("-", "_"), known, "flag")
+    for word in rest[1:] if rest and not rest[0].startswith("-") else rest:
+        raise ValueError(f"unexpected argument {word!r}; expected [CONFIG.toml] [--section.field value ...]")
+    config_path = Path(rest[0]) if rest else None
+    flags: Sections = {}
+    if "resume" in values:
+        folder = expanded(values.pop("resume")).resolve()
+        if config_path is not None:
+            raise ValueError(f"--resume takes the config of the run folder, got {str(config_path)!r} as well")
+        config_path = _config_of_run(folder)
+        flags = {"job": {"dump_folder": str(folder.parent), "name": folder.name}, "checkpoint": {"resume": "must"}}
+    for name, value in values.items():
+        section, key = name.split(".")
+        flags.setdefault(section, {})[key] = value
+    return config_path, flags
+
+
+def _config_of_run(folder: Path) -> Path:
+    path = folder / "config.toml"
+    if not path.is_file():
+        raise FileNotFoundError(f"--resume needs the folder of a run, got {str(folder)!r}, which has no config.toml")
+    return path
+
+
+def _setting_names() -> list[str]:
+    return [f"{section}.{name}" for section, kind in hints_of(TrainConfig).items() for name in hints_of(kind)]
+
+
+def _check_known(name: str, known: Collection[str], kind: str) -> None:
+    if name in known:
+        return
+    hint = nearest(name, known, otherwise="see quaver train --help")
+    raise ValueError(f"unknown {kind}: {name!r}; {hint}")

@@ -1,0 +1,50 @@
+"""[data] and [validation]: the text, how it becomes tokens, and how often a part of it measures the model."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
+from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, setting
+
+BYTES = "bytes"
+"""The tokenizer that needs no file."""
+
+
+@dataclass(frozen=True)
+class Data(Settings, section="data"):
+    """The text and its tokens; see docs/data.md."""
+
+    path: str = setting(
+        "stdlib",
+        "A .txt, .jsonl, .jsonl.gz or .parquet file, a folder of them, or stdlib: the sources of Python's library "
+        "(short: --data).",
+    )
+    field: str = setting("text", "The JSONL field or Parquet column that holds the text.")
+    on_corrupt: Annotated[str, OneOf(("skip", "refuse"))] = setting("skip", "Unreadable records: skip or refuse.")
+    tokenizer: str = setting(BYTES, "bytes (256 tokens), a Hugging Face tokenizer.json, or a folder with one.")
+    eos_token: str = setting("", "Token that ends a document; empty for the tokenizer's own.")
+    cache_folder: str = setting("", "Cache of tokens; empty for quaver/tokens in $XDG_CACHE_HOME or ~/.cache.")
+    document_mask: bool = setting(False, "Attention does not cross the end of a document.")
+
+    def check(self) -> None:
+        """Refuse empty strings, and a token that the tokenizer would not read."""
+        self.require(bool(self.path), "path", "stdlib, a file or a folder")
+        self.require(bool(self.field), "field", "the name of a field")
+        self.require(bool(self.tokenizer), "tokenizer", f"{BYTES}, a file or a folder")
+        if self.tokenizer == BYTES:
+            fix = "with bytes a 0 byte ends a document"
+            self.require_default("eos_token", unless="data.tokenizer is a file", fix=fix)
+
+
+@dataclass(frozen=True)
+class Validation(Settings, section="validation"):
+    """Always the same sequences of the validation split."""
+
+    freq: AtLeast1 = setting(50, "Steps between two validations; the last step always has one.")
+    steps: Annotated[int, Ge(1), Le(100_000)] = setting(8, "Batches of local_batch_size sequences in one validation.")
+    high_precision_too: bool = setting(
+        False,
+        "Also report validation_loss_hp, with every linear in high precision. Not with tensor parallelism or float8 "
+        "all-gather.",
+    )

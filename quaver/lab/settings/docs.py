@@ -1,0 +1,38 @@
+"""Writes docs/configuration.md from the settings: `python -m quaver.lab.settings.docs docs/configuration.md`."""
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.fields import Settings, choices_of, default_of, help_of, hints_of
+
+HEAD = """# Configuration
+
+Every setting of `quaver train`: a key of the TOML file (`[section]`, `name = value`) or a flag
+(`--section.name value`; flags win).
+"""
+
+
+def configuration_page() -> str:
+    """Return the page."""
+    return "\n".join([HEAD, *(_section(each) for each in hints_of(TrainConfig).values())])
+
+
+def _section(kind: type[Settings]) -> str:
+    texts, hints = help_of(kind), hints_of(kind)
+    meanings = {name: text + _choices(hints[name], text) for name, text in texts.items()}
+    rows = [f"`{each.name}` | `{default_of(each)}` | {meanings[each.name]}" for each in fields(kind)]
+    table = "\n".join(["setting | default | meaning", "---|---|---", *rows])
+    return f"## [{kind.section}]\n\n{' '.join((kind.__doc__ or '').split())}\n\n{table}\n"
+
+
+def _choices(hint: Any, text: str) -> str:
+    """The strings that a setting may be, unless its text names them."""
+    choices = choices_of(hint)
+    return "" if all(choice in text for choice in choices) else f" One of {', '.join(choices)}."
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(configuration_page(), encoding="utf-8")

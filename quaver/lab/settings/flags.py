@@ -1,0 +1,199 @@
+"""The flags of a command: an argparse parser whose options are the fields of its dataclass of settings.
+
+Values stay text where they are none of their type, so that a wrong one has the same error as in TOML.
+"""
+
+import itertools
+import textwrap
+from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, Field, fields
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+from quaver.lab.settings.fields import (
+    Settings,
+    base_type,
+    choices_of,
+    default_of,
+    help_of,
+    hints_of,
+    is_positional,
+    is_section,
+    item_type,
+    nearest,
+)
+
+Values = dict[str, Any]
+"""The values that flags give, by the name of the setting, `section.field` in a section."""
+
+SHORTHANDS = {"compare": "job.compare", "data": "data.path", "deterministic": "training.deterministic"}
+"""Flags of `quaver train` without their section."""
+
+_Options = TypeVar("_Options", bound=Settings)
+
+
+def parse_options(kind: type[_Options], words: list[str], *, prog: str) -> _Options:
+    """Return the options of a command as `words` give them; for --help print its help and exit.
+
+    Raises:
+        ValueError: for an unknown flag, a flag without its value, or a wrong value.
+    """
+    exit_after_help(kind, words, prog=prog)
+    see = f"see {' '.join(word for word in prog.split() if word.islower() and '{' not in word)} --help"
+    try:
+        values, rest = split_flags(kind, words)
+    except ValueError as error:
+        raise ValueError(f"{error}; {see}") from error
+    if rest and rest[0].startswith("--"):
+        flags = [f"--{each.name.replace('_', '-')}" for each in fields(kind) if not is_positional(each)]
+        flag = rest[0].partition("=")[0].replace("_", "-")
+        raise ValueError(f"unknown flag: {rest[0]!r}; {nearest(flag, flags, otherwise=see)}")
+    if rest:
+        raise ValueError(f"unexpected argument {rest[0]!r}; {see}")
+    return kind(**values)
+
+
+def split_options(kind: type[_Options], words: list[str], *, prog: str) -> tuple[_Options, list[str]]:
+    """Return the options of a command that also takes the flags of a run, and the words of the run.
+
+    For --help print the help of the command and exit.
+
+    Raises:
+        ValueError: an option has no value, or a wrong one.
+    """
+    exit_after_help(kind, words, prog=prog)
+    values, rest = split_flags(kind, words)
+    return kind(**values), rest
+
+
+def exit_after_help(kind: type, words: list[str], *, prog: str) -> None:
+    """Print the help of `kind` and exit with 0 if `words` ask for it."""
+    if "--help" in words or "-h" in words:
+        print(_Parser(kind, prog).format_help(), end="", flush=True)
+        raise SystemExit(0)
+
+
+def split_flags(kind: type, words: Iterable[str]) -> tuple[Values, list[str]]:
+    """Return the values of the flags of `kind` among `words`, and the other words in their order.
+
+    Hyphens and underscores are the same in names. A boolean is `--flag`, `--no-flag` or `--flag false`; a list takes
+    every word up to the next flag, and commas divide these, or is written as in TOML; the value of a string may be one
+    word that holds flags and spaces. Text that is no value of its type stays text, for the type check to refuse by
+    name.
+
+    Raises:
+        ValueError: a flag has no value, or an argument is missing.
+    """
+    parser = _Parser(kind)
+    found, rest = parser.parse_known_intermixed_args(list(parser.spelled(words)))
+    return vars(found), rest
+
+
+class _HelpFormatter(HelpFormatter):
+    """Breaks lines at spaces and between choices alone: a flag, a file or a verb with hyphens stays whole."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=8)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(indent + line for line in self._split_lines(text, width))
+
+    def _format_action_invocation(self, action: Action) -> str:
+        text, indent = super()._format_action_invocation(action), " " * 8
+        lines = self._split_lines(text.replace("|", "| "), self._width - len(indent))
+        return f"\n{indent}".join(lines).replace("| ", "|")
+
+
+class _Parser(ArgumentParser):
+    """The parser of the settings of `kind`; `prog` is what its help says before the options."""
+
+    def __init__(self, kind: type, prog: str = "") -> None:
+        super().__init__(
+            usage=f"{prog} [options]",
+            description=_one_line(kind.__doc__),
+            add_help=bool(prog),
+            allow_abbrev=False,
+            argument_default=SUPPRESS,
+            formatter_class=_HelpFormatter,
+        )
+        self._spellings: dict[str, str] = {}
+        self._switches: set[str] = set()
+        self._add(self.add_argument, kind, "")
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError in place of the end of the process."""
+        raise ValueError(message.removeprefix("argument "))
+
+    def spelled(self, words: Iterable[str]) -> Iterator[str]:
+        """The words with each flag in the one spelling that argparse knows, and with the value of each boolean."""
+        for word, after in itertools.pairwise([*words, ""]):
+            flag, equals, text = word.partition("=")
+            flag = self._spellings.get(flag.replace("-", "_"), flag)
+            if flag in self._switches and not equals and after.lower() not in ("true", "false"):
+                flag += "=true"
+            yield flag + equals + text
+
+    def _add(self, add: Callable[..., object], kind: type, section: str) -> None:
+        texts = help_of(kind)
+        for each in fields(kind):
+            hint, name = hints_of(kind)[each.name], section + each.name
+            if is_section(hint):
+                group = self.add_argument_group(each.name, _one_line(hint.__doc__))
+                self._add(group.add_argument, hint, f"{name}.")
+                continue
+            base, item = base_type(hint), item_type(hint)
+            text = f"{texts[each.name]} {_default_words(each)}".replace("%", "%%")
+            if is_positional(each):
+                add(name, nargs="+" if item else None, metavar=name.upper(), help=text)
+                continue
+            choices = ("true", "false") if base is bool else choices_of(hint)
+            metavar = "|".join(choices) or (item or base).__name__.upper()
+            flag = f"--{name if section else name.replace('_', '-')}"
+            options: dict[str, Any] = {"type": partial(_convert, base)}
+            if base is bool:
+                options["nargs"] = "?"
+                self._switches.add(flag)
+                for negated in (f"{section}no_{each.name}", f"no_{name}"):
+                    self._spellings[f"__{negated}"] = f"{flag}=false"
+            if item is not None:
+                options = {"action": _List, "nargs": "*"}
+            add(flag, dest=name, metavar=metavar, help=text, **options)
+            self._spellings[f"__{name}"] = flag
+            self._spellings |= {f"__{short}": flag for short, long in SHORTHANDS.items() if long == name}
+
+
+class _List(Action):
+    """Stores the words of a list of strings, and the parts of words with commas; or a list as TOML writes it.
+
+    A flag that repeats appends.
+    """
+
+    def __call__(self, parser: object, namespace: object, values: Any, option_string: object = None) -> None:
+        """Called by argparse."""
+        text = " ".join(values)
+        if text.startswith("[") and text.endswith("]"):  # a shell may have taken its quotes, and divided it
+            values = [part.strip().strip("\"'") for part in text[1:-1].split(",")]
+        given = [part for word in values for part in word.split(",") if part]
+        setattr(namespace, self.dest, getattr(namespace, self.dest, []) + given)
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _default_words(setting: "Field[Any]") -> str:
+    value = setting.default
+    return "" if value in (None, "", (), MISSING) or value is False else f"(default: {default_of(setting)})"
+
+
+def _convert(kind: type, text: str) -> Any:
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    try:
+        return kind(text)
+    except ValueError:
+        return text

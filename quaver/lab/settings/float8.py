@@ -1,0 +1,141 @@
+"""[float8]: which linears compute in float8, and how."""
+
+import functools
+from dataclasses import dataclass, fields
+from typing import Annotated
+
+from quaver.conversion.layer_recipes import LayerRecipes
+from quaver.lab.settings.fields import NotNegative, OneOf, Settings, require, setting
+from quaver.recipes.config import DelayedScalingConfig, Float8LinearConfig, Float8LinearRecipeName
+
+RECIPES = tuple(name.value for name in Float8LinearRecipeName)
+
+
+@functools.cache
+def _has_persistent_scales(recipe_name: str) -> bool:
+    """Of a recipe. A plan asks for thousands of settings. Raises ValueError for an unknown name."""
+    return Float8LinearConfig.from_recipe_name(recipe_name).has_persistent_scales
+
+
+DELAYED_RECIPES = ", ".join(filter(_has_persistent_scales, RECIPES))
+
+
+@dataclass(frozen=True)
+class Float8(Settings, section="float8"):
+    """Which linears compute in float8, and how. delayed_*: for the delayed recipes."""
+
+    enable_float8_linear: bool = setting(True, "Convert linears to float8; false trains in bfloat16.")
+    recipe_name: Annotated[str, OneOf(RECIPES, has_aliases=True)] = setting(
+        "tensorwise", "How operands are scaled; see docs/scaling.md."
+    )
+    filter_fqns: tuple[str, ...] = setting(("lm_head",), "Names, or parts, of linears that stay in high precision.")
+    layer_recipes: tuple[str, ...] = setting(
+        (), 'Layers with a recipe of their own, or high_precision: "model.layers.0.mlp.down_proj=rowwise".'
+    )
+    skip_first_layers: NotNegative = setting(0, "First blocks in high precision.")
+    skip_last_layers: NotNegative = setting(0, "Last blocks in high precision.")
+    last_steps_high_precision: NotNegative = setting(
+        0, "Final steps in high precision. Not with tensor parallelism or float8 all-gather."
+    )
+    auto_filter: bool = setting(
+        False, "Skip experts, and linears that gain nothing on this GPU (without one, an H100), by a cost model."
+    )
+    emulate: bool = setting(False, "Use the exact matmul even on float8 hardware.")
+    use_fast_accum: bool = setting(
+        True, "Let Hopper's tensor cores add up each output in few bits: see docs/numerics.md."
+    )
+    fused_producers: bool = setting(True, "RMSNorm and SwiGLU before float8 linears save only their inputs.")
+    enable_fsdp_float8_all_gather: bool = setting(False, "FSDP2 gathers weights in float8.")
+    precompute_float8_dynamic_scale_for_fsdp: bool = setting(
+        False, "Compute the scales of these weights in one collective after each optimizer step."
+    )
+    cast_weights_once: bool = setting(
+        False, "Quantize shards once per step and hold the codes meanwhile. One process always does so."
+    )
+    grad_weight_from_codes: bool = setting(
+        False,
+        "With expert parallelism send tokens as codes in training too, where gradients of weights then read rounded "
+        "tokens.",
+    )
+    delayed_history_len: int = setting(16, "Steps in the history of amaxes.")
+    delayed_scale_fn_name: str = setting("max", "Scale to the max of the history, or to the most_recent amax.")
+    delayed_margin: int = setting(0, "Powers of two left below the format's largest number.")
+    delayed_headroom: float = setting(1.0, "Factor by which a tensor may grow in a step without saturating.")
+    delayed_nonfinite_amax: str = setting(
+        "skip", "An inf or NaN is left out of the history (skip), or freezes the scale while in it (keep_scale)."
+    )
+
+    def check(self) -> None:
+        """Refuse what the recipe does not have, and what float8 would not read."""
+        _has_persistent_scales(self.recipe_name)  # raises ValueError listing the choices
+        self.require(all(self.filter_fqns), "filter_fqns", "names or parts of names")
+        self.by_layer  # noqa: B018 - raises ValueError
+        if not self.enable_float8_linear:
+            names = (
+                "layer_recipes",
+                "skip_first_layers",
+                "skip_last_layers",
+                "last_steps_high_precision",
+                "fused_producers",
+            )
+            self.require_default(*names, unless="float8.enable_float8_linear")
+        self.require(
+            self.enable_float8_linear or not self.enable_fsdp_float8_all_gather,
+            "enable_float8_linear",
+            "true with float8.enable_fsdp_float8_all_gather",
+            "weights of linears in high precision are gathered in high precision",
+        )
+        self.require(
+            self.enable_fsdp_float8_all_gather or not self.precompute_float8_dynamic_scale_for_fsdp,
+            "enable_fsdp_float8_all_gather",
+            "true with float8.precompute_float8_dynamic_scale_for_fsdp",
+            "the scales are those of weights that are gathered in float8",
+        )
+        self.require(
+            self.enable_fsdp_float8_all_gather or not self.cast_weights_once,
+            "enable_fsdp_float8_all_gather",
+            "true with float8.cast_weights_once",
+            "other shards are gathered in high precision",
+        )
+        self._check_delayed_scaling()
+
+    @property
+    def has_persistent_scales(self) -> bool:
+        """Whether the recipe reuses scales from step to step."""
+        return self.enable_float8_linear and _has_persistent_scales(self.recipe_name)
+
+    @property
+    def by_layer(self) -> LayerRecipes:
+        """The recipe of each layer. Raises ValueError."""
+        try:
+            return LayerRecipes.parse(self.recipe_name, self.layer_recipes)
+        except ValueError as error:
+            raise ValueError(f"float8.layer_recipes: {error}") from error
+
+    @property
+    def delayed_scaling_config(self) -> DelayedScalingConfig:
+        """The delayed_* settings as the library takes them.
+
+        Raises:
+            ValueError: one of them is out of range.
+        """
+        values = {each.name: getattr(self, f"delayed_{each.name}") for each in fields(DelayedScalingConfig)}
+        try:
+            return DelayedScalingConfig(**values)
+        except ValueError as error:
+            name, _, expected = str(error).partition(": expected ")
+            raise ValueError(f"float8.delayed_{name} must be {expected}") from error
+
+    def _check_delayed_scaling(self) -> None:
+        self.delayed_scaling_config  # noqa: B018 - raises ValueError
+        if self.has_persistent_scales:
+            return
+        for each in fields(self):
+            value = getattr(self, each.name)
+            require(
+                not each.name.startswith("delayed_") or value == each.default,
+                f"float8.{each.name}",
+                f"its default, {each.default!r}, without delayed scaling",
+                value,
+                f"set float8.enable_float8_linear and one of the recipes {DELAYED_RECIPES}",
+            )

@@ -1,0 +1,160 @@
+"""All sections together, and what must hold between them."""
+
+from dataclasses import dataclass, field
+
+from quaver.checkpointing.policy import selected_every
+from quaver.lab.settings.checkpoint import Checkpoint
+from quaver.lab.settings.data import Data, Validation
+from quaver.lab.settings.fields import Settings, require
+from quaver.lab.settings.float8 import DELAYED_RECIPES, Float8
+from quaver.lab.settings.model import Model
+from quaver.lab.settings.output import Job, Metrics, Numerics, Profiling
+from quaver.lab.settings.training import ActivationCheckpoint, Comm, LRScheduler, Optimizer, Parallelism, Training
+
+SPLIT = ("model.n_heads", "model.n_kv_heads", "model.hidden_dim", "model.vocab_size", "training.seq_len")
+"""Sizes that tensor parallel ranks split."""
+
+
+MOST_ELEMENTS = 10**16
+"""The largest number of elements of one activation."""
+
+
+@dataclass(frozen=True)
+class TrainConfig(Settings):
+    """A whole run of `quaver train`."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    comm: Comm = field(default_factory=Comm)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    float8: Float8 = field(default_factory=Float8)
+    data: Data = field(default_factory=Data)
+    validation: Validation = field(default_factory=Validation)
+    metrics: Metrics = field(default_factory=Metrics)
+    numerics: Numerics = field(default_factory=Numerics)
+    profiling: Profiling = field(default_factory=Profiling)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+    @classmethod
+    def name_of(cls, field: str) -> str:
+        """Return the name by which errors call a field: `section.field`, as `require` gets it."""
+        return field
+
+    def check(self) -> None:
+        """Refuse sections that do not go together."""
+        self.require(
+            self.float8.enable_float8_linear or not self.job.compare,
+            "float8.enable_float8_linear",
+            "true with job.compare",
+            "the bfloat16 baseline of a bfloat16 run would be itself",
+        )
+        has_matmuls = self.float8.enable_float8_linear or not self.numerics.every
+        self.require(has_matmuls, "numerics.every", "0 where float8.enable_float8_linear is false")
+        is_found_again = self.checkpoint.resume != "auto" or bool(self.job.name)
+        expected = "set with checkpoint.resume = auto"
+        self.require(is_found_again, "job.name", expected, "the run is found again by its name")
+        self._check_logits()
+        self._check_persistent_scales()
+        self._check_tensor_parallel()
+        self._check_expert_parallel()
+        self._check_activation_checkpoint()
+        self._check_steps()
+        self._check_high_precision()
+
+    def _check_logits(self) -> None:
+        """Refuse a batch whose largest activation has more bytes than a 64-bit integer counts."""
+        widest = max(self.model.vocab_size, self.model.hidden_dim, self.model.dim)
+        most = max(1, MOST_ELEMENTS // (self.training.seq_len * widest))
+        expected = f"at most {most} with training.seq_len = {self.training.seq_len} and a model as wide as {widest}"
+        self.require(self.training.local_batch_size <= most, "training.local_batch_size", expected)
+
+    def _check_persistent_scales(self) -> None:
+        precision = self.float8.recipe_name if self.float8.enable_float8_linear else "no float8"
+        is_read = self.float8.has_persistent_scales or self.metrics.float8_scales_freq <= 1
+        expected = f"0 or 1 where no scale is saved from step to step ({precision})"
+        fix = f"choose float8.recipe_name {DELAYED_RECIPES.replace(', ', ' or ')}"
+        self.require(is_read, "metrics.float8_scales_freq", expected, fix)
+
+    def _check_tensor_parallel(self) -> None:
+        degree = self.parallelism.tensor_parallel_degree
+        setting = f"parallelism.tensor_parallel_degree = {degree}"
+        for name in SPLIT:
+            section, size = name.split(".")
+            self.require(getattr(getattr(self, section), size) % degree == 0, name, f"a multiple of {setting}")
+        fix = "experts are split by parallelism.expert_parallel_degree"
+        self.require(degree == 1 or not self.model.n_experts, "model.n_experts", f"0 with {setting}", fix)
+        fix = "the embedding and the output projection are split differently"
+        splits_tied = degree > 1 and self.model.tie_word_embeddings
+        self.require(not splits_tied, "model.tie_word_embeddings", f"false with {setting}", fix)
+        fix = "linears that read one input gather it in one recipe"
+        is_one = degree == 1 or not self.float8.layer_recipes
+        self.require(is_one, "float8.layer_recipes", f"empty with {setting}", fix)
+
+    def _check_expert_parallel(self) -> None:
+        degree, experts = self.parallelism.expert_parallel_degree, self.model.n_experts
+        setting = f"parallelism.expert_parallel_degree = {degree}"
+        has_experts = degree == 1 or experts > 0
+        self.require(has_experts, "model.n_experts", f"above 0 with {setting}", "a dense model has no experts to split")
+        self.require(experts % degree == 0, "model.n_experts", f"a multiple of {setting}", "each rank has as many")
+        is_read = self.float8.enable_float8_linear and degree > 1
+        expected = "false without float8.enable_float8_linear and a parallelism.expert_parallel_degree above 1"
+        sends_codes = self.float8.grad_weight_from_codes
+        self.require(
+            is_read or not sends_codes, "float8.grad_weight_from_codes", expected, "no tokens are sent as codes"
+        )
+
+    def _check_steps(self) -> None:
+        """Refuse what no step of the run would reach."""
+        schedule, profiling, steps = self.lr_scheduler, self.profiling, self.training.steps
+        decay = schedule.decay_steps(steps)
+        fits = schedule.schedule != "wsd" or schedule.warmup_steps + decay <= steps
+        expected = f"at most {max(0, steps - decay)} with the {decay} steps of decay in {steps} steps"
+        self.require(fits, "lr_scheduler.warmup_steps", expected)
+        expected = f"at most training.steps = {steps}"
+        traces, snapshots = profiling.enable_profiling, profiling.enable_memory_snapshot
+        self.require(not traces or profiling.profile_freq <= steps, "profiling.profile_freq", expected)
+        is_reached = not snapshots or profiling.memory_snapshot_step <= steps
+        self.require(is_reached, "profiling.memory_snapshot_step", expected)
+
+    def _check_high_precision(self) -> None:
+        float8, layers, steps = self.float8, self.model.n_layers, self.training.steps
+        skipped = float8.skip_first_layers + float8.skip_last_layers
+        names = "float8.skip_first_layers + float8.skip_last_layers"
+        require(skipped <= layers, names, f"at most model.n_layers = {layers}", skipped)
+        tail = "float8.last_steps_high_precision"
+        self.require(float8.last_steps_high_precision < steps, tail, f"below training.steps = {steps}")
+        # Weights or inputs are needed in high precision where they are sent to a linear in float8.
+        degree = self.parallelism.tensor_parallel_degree
+        reasons = {
+            "where float8.enable_float8_linear is false": not float8.enable_float8_linear,
+            f"with parallelism.tensor_parallel_degree = {degree}, which gathers inputs in float8": degree > 1,
+            "with float8.enable_fsdp_float8_all_gather": float8.enable_fsdp_float8_all_gather,
+        }
+        for reason, holds in reasons.items():
+            self.require(not (holds and float8.last_steps_high_precision), tail, f"0 {reason}")
+            is_asked = self.validation.high_precision_too
+            self.require(not (holds and is_asked), "validation.high_precision_too", f"false {reason}")
+            falls_back = self.numerics.on_alarm == "fallback"
+            self.require(not (holds and falls_back), "numerics.on_alarm", f"log or stop {reason}")
+
+    def _check_activation_checkpoint(self) -> None:
+        checkpoint, is_compiled = self.activation_checkpoint, self.training.compile
+        expected = "true with activation_checkpoint.mode = memory_budget"
+        is_possible = checkpoint.mode != "memory_budget" or is_compiled
+        self.require(is_possible, "training.compile", expected, "the compiler decides what to save")
+        every = selected_every(checkpoint.selective_ac_option)
+        in_full = checkpoint.mode in ("full", "memory_budget") or every is not None
+        self.require(
+            not (in_full and is_compiled and self.parallelism.tensor_parallel_degree > 1),
+            "activation_checkpoint.mode",
+            "none, or selective with op, for compiled blocks that are split by tensor parallelism",
+            "torch 2.13 cannot compile another recomputation of them",
+        )
+        is_reached = every is None or every <= self.model.n_layers
+        expected = f"op or at most model.n_layers = {self.model.n_layers}"
+        fix = "no block would be checkpointed"
+        self.require(is_reached, "activation_checkpoint.selective_ac_option", expected, fix)

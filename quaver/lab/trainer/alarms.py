@@ -1,0 +1,121 @@
+"""Actions of a run on alarms: it shows them, stops with a checkpoint, or changes the recipe of a linear.
+
+The first rank has the record and raises the alarms; every rank learns what is to be done from it, after steps that were
+sampled.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quaver import conversion_report, convert_to_float8_training, convert_to_high_precision
+from quaver.conversion.delayed import float8_scaling_state
+from quaver.conversion.layer_recipes import HIGH_PRECISION
+from quaver.lab.runs.checkpoint import Checkpointer
+from quaver.lab.runs.errors import OutputError, OutputFailures, writing
+from quaver.lab.runs.run_folder import RunFolder
+from quaver.lab.settings import Float8, Numerics
+from quaver.lab.trainer.display import Display
+from quaver.lab.trainer.float8 import fuse_producers, linear_config
+from quaver.lab.trainer.mixture import Experts
+from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.numerics.alarms import Alarm, Alarms, Cleared
+from quaver.numerics.rules import REMEDIED
+from quaver.numerics.watch import AlarmSink, LineSink
+
+
+@dataclass
+class RunAlarms:
+    """The alarms of a run, on every rank; only the first one hears them."""
+
+    config: Numerics
+    display: Display
+    done: Mapping[str, str]
+    """The fallbacks of the run so far: each layer falls back once."""
+    reason: str = ""
+    """The first alarm that stops the run."""
+    fallbacks: dict[str, str] = field(default_factory=dict)
+    """Layers to change after this step, with their new recipe."""
+
+    def sink(self, sink: LineSink, folder: RunFolder, failures: OutputFailures) -> AlarmSink:
+        """A sink in front of another one that hears the alarms.
+
+        A resumed run recalls what was bad, and so changes a recipe in the step in which an uninterrupted run does. One
+        that an alarm stopped does not: it would not stop again.
+        """
+        alarms = Alarms(action=self.config.on_alarm)
+        recalls = None if self.config.on_alarm == "stop" else folder.numerics
+        files = {"post_mortem": folder.post_mortem, "recalls": recalls}
+        return _RunSink(failures, folder, sink, alarms=alarms, on_event=self._hear, **files)
+
+    def take_fallbacks(self) -> dict[str, str]:
+        """The layers to change now."""
+        taken, self.fallbacks = self.fallbacks, {}
+        return taken
+
+    def _hear(self, event: Alarm | Cleared) -> None:
+        if isinstance(event, Cleared):
+            self.display.line(f"step {event.step}: {event.message}")
+            return
+        self.display.line(f"step {event.step}: alarm: {event.message}")
+        if self.config.on_alarm == "stop" and not self.reason:
+            self.reason = event.message
+        elif self.config.on_alarm == "fallback" and event.rule in REMEDIED and event.layer not in self.done:
+            self.fallbacks[event.layer] = self.config.fallback_recipe
+
+
+class _RunSink(AlarmSink):
+    """Keeps what cannot be written: that ends the run on all ranks, and the monitor of the first one does not raise."""
+
+    def __init__(self, failures: OutputFailures, folder: RunFolder, sink: LineSink, **options: Any) -> None:
+        super().__init__(sink, **options)
+        self._failures, self._folder = failures, folder
+
+    def write(self, line: dict[str, Any]) -> None:
+        with self._failures.noting(), writing(self._folder.post_mortem):
+            try:
+                super().write(line)
+            except ValueError as error:  # a line of an earlier start is damaged
+                raise OutputError(str(error)) from error
+
+
+def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str, str]) -> None:
+    """Give linears of a model that trains other recipes; its config is that of a run that began with them.
+
+    Parameters, their gradients and the optimizer's state stay. Compiled code is compiled anew. A layer of experts is
+    changed with all of its weights. Checkpoints from now on have the new config.
+
+    Raises:
+        ValueError: a layer is not of this model, or the config allows none a recipe of its own; nothing has changed.
+    """
+    model, config, float8 = trained.model, trained.config, trained.config.float8
+    changes = {_module_of(model, name): recipe for name, recipe in layers.items()}
+    recipes = {**dict(float8.by_layer.layers), **changes}
+    entries = tuple(f"{name}={recipe}" for name, recipe in recipes.items())
+    trained.config = replace(config, float8=replace(float8, layer_recipes=entries))
+    for name, recipe in changes.items():
+        _change(model.get_submodule(name), float8, recipe)
+    if float8.fused_producers:
+        fuse_producers(model)
+    torch.compiler.reset()
+    trained.scaling = float8_scaling_state(model)
+    report = conversion_report(model).to_dict()
+    checkpoints.about = checkpoints.about | {"config": asdict(trained.config), "conversion_report": report}
+
+
+def _module_of(model: nn.Module, name: str) -> str:
+    """The linear, or the experts whose weight it is. Raises ValueError for the name of neither."""
+    modules = dict(model.named_modules())
+    for found in (name, name.rpartition(".")[0]):
+        if isinstance(modules.get(found), (nn.Linear, Experts)):
+            return found
+    raise ValueError(f"{name!r} is no linear or expert of this model")
+
+
+def _change(module: nn.Module, config: Float8, recipe: str) -> None:
+    convert_to_high_precision(module)
+    if recipe != HIGH_PRECISION:
+        convert_to_float8_training(module, config=linear_config(config, recipe))

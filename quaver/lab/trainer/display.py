@@ -1,0 +1,206 @@
+"""Output of a run: progress bars on a terminal, plain lines elsewhere, and a table at the end."""
+
+import os
+import sys
+import typing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
+
+from quaver.lab.data.progress import Advance, CacheProgress
+from quaver.lab.trainer.memory import memory_words
+
+_WIDE = 120
+"""Columns of a terminal on which a progress bar has all numbers; on fewer they would take the name's."""
+
+
+class Stdout:
+    """Standard output until it fails; then nothing is shown, and the run continues.
+
+    It fails when the reader of a pipe has ended, the terminal was closed, or the disk under a log file is full.
+    """
+
+    def __init__(self) -> None:
+        self._file = sys.stdout  # a live display replaces sys.stdout
+
+    def write(self, text: str) -> int:
+        """Write `text`."""
+        with self._silent_after_failure():
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush."""
+        with self._silent_after_failure():
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    @contextmanager
+    def _silent_after_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with suppress(OSError, ValueError):  # no file descriptor
+                # The buffer still has the text, and the interpreter flushes it at its end.
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._file.fileno())
+                os.close(null)
+            with suppress(OSError):
+                line = f"quaver: cannot write to stdout: {error.strerror}; the run continues without display"
+                print(line, file=sys.stderr, flush=True)
+
+
+def color_system() -> typing.Literal["auto"] | None:
+    """The color system for a console: the terminal's; None under NO_COLOR, where rich alone keeps bold and dim text."""
+    return None if os.environ.get("NO_COLOR") else "auto"
+
+
+def stdout_console(*, quiet: bool = False) -> Console:
+    """Return a console on standard output that outlives it."""
+    return Console(file=typing.cast(IO[str], Stdout()), quiet=quiet, color_system=color_system())
+
+
+def say(text: str) -> None:
+    """Print one line on standard output as long as that works, without wrapping or styles."""
+    stdout_console().print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+class ShownProgress(CacheProgress):
+    """Prints what the cache of tokens does; reading is a bar on a terminal, one line elsewhere."""
+
+    def say(self, text: str) -> None:
+        """Print `text`."""
+        say(text)
+
+    @contextmanager
+    def reading(self, label: str, total_bytes: int) -> Iterator[Advance]:
+        """Show progress over `total_bytes` under `label` while the block runs."""
+        console = stdout_console()
+        if not console.is_terminal:
+            say(f"{label}: {total_bytes:,} bytes")
+        columns = TextColumn("{task.description}"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn()
+        disable = not console.is_terminal
+        with Progress(*columns, console=console, disable=disable, refresh_per_second=2, transient=True) as bar:
+            task = bar.add_task(label, total=total_bytes)
+            yield lambda count: bar.advance(task, count)
+
+
+@dataclass
+class Display:
+    """Prints training steps and validations."""
+
+    console: Console
+    progress: Progress
+    tasks: dict[str, TaskID]
+    log_freq: int
+    peak_source: str
+
+    def line(self, text: str) -> None:
+        """Print one line, above the progress bars if there are any, without wrapping or styles."""
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Show the record of one training step."""
+        loss, speed = f"loss {record['loss']:.4f}", f"{record['tokens_per_s']:,.0f} tokens/s"
+        norm, used = f"grad norm {record['grad_norm']:.2f}", _used(record, self.peak_source)
+        shown = (loss, speed, norm, used) if self.console.width >= _WIDE else (loss, speed)
+        self.progress.update(self.tasks[record["run"]], completed=record["step"], numbers=" ".join(shown))
+        if record["loss_spike"]:
+            self._of(record, f"{loss} is a spike: far above the previous losses")
+        if not self.console.is_terminal and record["step"] % self.log_freq == 0:
+            tflops = f"{record['tflops']:.3g} TFLOP/s"
+            self._of(record, "  ".join((loss, norm, memory_words(record), speed, tflops, used)))
+
+    def skipped(self, step: int, run: str, why: str) -> None:
+        """Report a step that was skipped."""
+        self._of({"step": step, "run": run}, f"skipped: {why}")
+
+    def validation(self, record: dict[str, Any]) -> None:
+        """Show the record of one validation."""
+        hp = f" ({record['validation_loss_hp']:.4f} without float8)" if "validation_loss_hp" in record else ""
+        self._of(record, f"validation loss {record['validation_loss']:.4f}{hp}")
+
+    def _of(self, record: dict[str, Any], text: str) -> None:
+        self.line(f"step {record['step']:5d}  {record['run']:<18}  {text}")
+
+
+@contextmanager
+def training_display(
+    names: Sequence[str], steps: int, log_freq: int, *, peak_source: str, quiet: bool = False
+) -> Iterator[Display]:
+    """Show a progress bar per model in `names` while the block runs; nothing if `quiet`."""
+    console = stdout_console(quiet=quiet)
+    progress = Progress(
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
+        console=console,
+        disable=quiet or not console.is_terminal,
+        expand=True,
+        refresh_per_second=2,  # each refresh takes milliseconds of a core from the training
+    )
+    with progress:
+        tasks = {name: progress.add_task(name, total=steps, numbers="") for name in names}
+        yield Display(console, progress, tasks, log_freq, peak_source)
+
+
+def print_results(summary: dict[str, Any]) -> None:
+    """Print summary.json as a table: one column per model, and the comparison with the bfloat16 baseline."""
+    console = stdout_console()
+    runs, comparison = summary["runs"], summary.get("comparison")
+    rows = [
+        ("validation loss (nats)", "validation_loss", "{:.4f}", "loss_gap", "{:+.2%}"),
+        ("tokens/s", "tokens_per_s", "{:,.0f}", "tokens_per_s_ratio", "{:.2f}x"),
+        ("TFLOP/s per device", "tflops", "{:.3g}", "", ""),
+    ]
+    if _is_measured(summary["bfloat16_peak"]["source"]):
+        rows.append(("share of a measured matmul", "mfu_by_precision", "{:.1%}", "", ""))
+    else:
+        rows.append(("MFU (bfloat16 peak)", "mfu", "{:.1%}", "", ""))
+        rows.append(("MFU (peak of each matmul's precision)", "mfu_by_precision", "{:.1%}", "", ""))
+    rows.append(("peak memory (bytes)", "peak_memory_bytes", "{:,}", "peak_memory_ratio", "{:.2f}x"))
+    table = Table("", *(Column(name, justify="right") for name in runs))
+    table.title = f"{summary['status']} after {summary['steps']} steps"
+    if comparison:
+        table.add_column("compared", justify="right")
+    for label, key, style, ratio, ratio_style in rows:
+        cells = [_cell(run[key], style) for run in runs.values()]
+        if comparison:
+            cells.append(_cell(comparison[ratio], ratio_style) if ratio else "")
+        table.add_row(label, *cells)
+    console.print(table)
+    sources = {run["peak_memory_source"] for run in runs.values()}
+    console.print(f"peak memory: {'; '.join(sorted(sources))}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _is_measured(peak_source: str) -> bool:
+    return "measured" in peak_source
+
+
+def _used(record: dict[str, Any], peak_source: str) -> str:
+    """Return the MFU where a data sheet has the peak, else the share of the rates that matmuls reached here."""
+    if not _is_measured(peak_source):
+        return f"MFU {record['mfu']:.1%}"
+    share = record["mfu_by_precision"]
+    return "" if share is None else f"{share:.1%} of a measured matmul"
+
+
+def _cell(value: Any, style: str) -> str:
+    return "-" if value is None else style.format(value)

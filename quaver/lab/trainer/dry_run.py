@@ -1,0 +1,107 @@
+"""Sets up a run without data, devices or memory: models on the meta device and a fake process group.
+
+The model is made, converted and parallelized by the same code as in a run, as the first of `ranks` processes; torch's
+fake process group replaces its collectives. The bytes that each rank would hold are read off the result;
+`quaver memory` predicts those of a whole step.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from quaver.conversion.report import ConversionReport
+from quaver.lab.data.source import Source, find_source
+from quaver.lab.data.tokenizer import check_vocabulary, load_tokenizer
+from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve
+from quaver.lab.trainer.flops import LinearPrecision, grouped, linear_precisions
+from quaver.lab.trainer.model import training_flops_per_token
+from quaver.lab.trainer.optimizer import build_optimizer
+from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.run_setup import check_environment, make_models
+from quaver.optim.combined import state_bytes
+from quaver.runtime.ranks import plain_tensors
+from quaver.torch_private.fake_ranks import FakeStore
+
+
+@dataclass(frozen=True)
+class Held:
+    """The bytes that the first rank holds, which has the largest of uneven shards."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """The sum, without gathered weights, activations and temporaries."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The run that a config describes: its ranks, data, model, precisions, and the bytes that a rank holds."""
+
+    config: TrainConfig
+    """With its global batch size resolved."""
+    layout: ParallelDims
+    source: Source
+    """The files of the data."""
+    tokenizer: str
+    parameters: int
+    flops_per_token: int
+    """FLOPs of forward and backward."""
+    linears: list[tuple[LinearPrecision, int]]
+    """The effective-quantization table: groups of equal linears, with their sizes."""
+    report: ConversionReport | None
+    held: Held
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the whole run."""
+        return self.config.training.step_tokens * self.config.training.steps
+
+
+def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
+    """Check everything about a run on `ranks` processes that can be checked here, and return what it would be.
+
+    The data is found but not read; the device may be missing here.
+
+    Raises:
+        ValueError, OSError, NotImplementedError: the run would raise the same error.
+    """
+    config, layout = resolve(config, rank=0, world_size=ranks)
+    check_environment(config)
+    tokenizer, source = load_tokenizer(config.data), find_source(config.data)
+    check_vocabulary(tokenizer, config.data, config.model)
+    cpu = torch.device("cpu")
+    models = make_models(config, cpu)
+    model = next(iter(models.by_name.values()))
+    linears = grouped(linear_precisions(model, config.training.mixed_precision_param, cpu))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    with pretended_mesh(layout) as mesh:
+        parallelize(model, config, mesh)
+        plain = [each for parameter in model.parameters() for each in plain_tensors(parameter)]
+        held = sum(each.numel() * each.element_size() for each in plain)
+        optimizer = state_bytes(build_optimizer(model, config.optimizer))
+    flops = training_flops_per_token(config.model, config.training.seq_len)
+    return DryRun(
+        config, layout, source, tokenizer.name, parameters, flops, linears, models.report, Held(held, held, optimizer)
+    )
+
+
+@contextmanager
+def pretended_mesh(layout: ParallelDims) -> Iterator[DeviceMesh | None]:
+    """Yield a mesh of `layout` in which this process is the first rank and the others do not exist."""
+    if not layout.mesh:
+        yield None
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.world_size)
+    try:
+        yield init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,141 @@
+"""Converts the model as the [float8] section says, and switches its linears to high precision for a while."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from quaver import (
+    FilterDecision,
+    Float8GemmConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    auto_filter_for_recipe,
+    conversion_report,
+)
+from quaver.conversion.convert import ModuleFilter
+from quaver.conversion.layer_recipes import convert_layers
+from quaver.conversion.report import ConversionReport
+from quaver.experts.module import Float8Experts
+from quaver.lab.settings import Float8
+from quaver.lab.trainer.mixture import Experts
+from quaver.lab.trainer.model import Block, FeedForward, Llama, RMSNorm
+from quaver.runtime.devices import is_cuda_device
+
+
+def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.device) -> ConversionReport:
+    """Convert the linears of `model` in place as `config` says, and return the report.
+
+    Args:
+        tokens: the rows of the linears' inputs in one forward, for the cost model of `auto_filter`.
+        device: the device of the cost model; without a GPU, an H100.
+
+    Raises:
+        ValueError: an entry of filter_fqns matches no linear, or no linear is left to convert.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Experts))]
+    for skipped in config.filter_fqns:
+        if not any(skipped in name for name in names):
+            raise ValueError(
+                f"float8.filter_fqns entry {skipped!r} is part of no linear's name; the linears are {', '.join(names)}"
+            )
+    automatic = None
+    if config.auto_filter:
+        target = device if is_cuda_device(device) else None
+        automatic = auto_filter_for_recipe(config.recipe_name, tokens=tokens, device=target)
+
+    skipped_blocks = _skipped_blocks(model, config)
+
+    def decide(module: nn.Module, fqn: str) -> FilterDecision | bool:
+        for skipped in config.filter_fqns:
+            if skipped in fqn:
+                return FilterDecision(False, f"float8.filter_fqns has {skipped!r}")
+        if module in skipped_blocks:
+            return FilterDecision(False, skipped_blocks[module])
+        return automatic(module, fqn) if automatic else True
+
+    convert_chosen(model, config, decide)
+    report = conversion_report(model)
+    if not report.converted:
+        raise ValueError(report.why_nothing())
+    if config.fused_producers:
+        fuse_producers(model)
+    return report
+
+
+def convert_chosen(model: nn.Module, config: Float8, decide: ModuleFilter) -> None:
+    """Convert what `decide` admits to the recipe that `config` has for it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "nothing to convert")
+        config_of = partial(linear_config, config)
+        convert_layers(model, config.by_layer, config_of=config_of, module_filter_fn=decide)
+
+
+def linear_config(config: Float8, recipe: str | None = None) -> Float8LinearConfig:
+    """Return the config of the float8 linears of a run; of those with another recipe, if one is given."""
+    return replace(
+        Float8LinearConfig.from_recipe_name(recipe or config.recipe_name),
+        emulate=config.emulate,
+        gemm_config_output=Float8GemmConfig(config.use_fast_accum),
+        enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
+        delayed_scaling_config=config.delayed_scaling_config,
+    )
+
+
+def fuse_producers(model: nn.Module) -> None:
+    """Let the norms and SwiGLUs in front of float8 linears save only their inputs (functional.py)."""
+    for module in model.modules():
+        if isinstance(module, FeedForward):
+            module.feeds_float8 = isinstance(module.down_proj, Float8Linear)
+        elif isinstance(module, Experts):
+            module.feeds_float8 = isinstance(module, Float8Experts)
+        elif isinstance(module, Block):
+            attention, mlp = module.self_attn, module.mlp
+            module.input_layernorm.feeds_float8 = _are_float8(attention.q_proj, attention.k_proj, attention.v_proj)
+            if isinstance(mlp, FeedForward):  # a router reads the norm of a mixture in high precision
+                module.post_attention_layernorm.feeds_float8 = _are_float8(mlp.gate_proj, mlp.up_proj)
+
+
+def _are_float8(*readers: nn.Module) -> bool:
+    return all(isinstance(reader, Float8Linear) for reader in readers)
+
+
+@contextmanager
+def in_high_precision(model: nn.Module) -> Iterator[None]:
+    """Run the block with the float8 linears and experts of `model` in high precision, with the same weights.
+
+    Forward and backward of a step must both be inside. Persistent scales are not updated. FSDP2 must gather the weights
+    in high precision; tensor parallelism is unsupported, because it gathers inputs in float8.
+
+    The class changes, as in a conversion (class_change.py), because compiled code has guards on it.
+    `convert_to_high_precision` would lose the scales, and the class that `fully_shard` assigns.
+    """
+    classes = {module: type(module) for module in model.modules() if isinstance(module, (Float8Linear, Float8Experts))}
+    producers = (FeedForward, Experts, RMSNorm)
+    fused = [each for each in model.modules() if isinstance(each, producers) and each.feeds_float8]
+    try:
+        for converted in classes:
+            converted.__class__ = nn.Linear if isinstance(converted, Float8Linear) else Experts  # type: ignore[assignment]
+        for producer in fused:
+            producer.feeds_float8 = False
+        yield
+    finally:
+        for converted, float8_class in classes.items():
+            converted.__class__ = float8_class
+        for producer in fused:
+            producer.feeds_float8 = True
+
+
+def _skipped_blocks(model: Llama, config: Float8) -> dict[nn.Module, str]:
+    """Return the modules of the first and last blocks that stay in high precision, with the reason."""
+    blocks = list(model.blocks())
+    first, last = config.skip_first_layers, config.skip_last_layers
+    ends = {
+        f"float8.skip_last_layers = {last}": blocks[len(blocks) - last :],
+        f"float8.skip_first_layers = {first}": blocks[:first],
+    }
+    return {module: reason for reason, end in ends.items() for block in end for module in block.modules()}

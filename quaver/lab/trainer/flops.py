@@ -1,0 +1,132 @@
+"""The precision and the FLOPs of each matmul of linears and experts, and the utilization of a device."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from quaver import Float8Linear, Float8LinearConfig
+from quaver.experts.gemm import grouped_backend_of_casts
+from quaver.experts.module import Float8Experts, weights_of
+from quaver.kernels.exact_mm import has_bfloat16_units
+from quaver.lab.settings import Model
+from quaver.lab.trainer.mixture import Experts
+from quaver.lab.trainer.model import Llama, attention_flops_per_token, training_flops_per_token
+from quaver.linear.gemm import GemmBackend, backend_of_casts
+from quaver.recipes.linear_casts import MATMULS
+from quaver.roofline.device_specs import PeakFlops
+
+MASKED = "masked"
+"""Beside precisions: the half of attention's FLOPs that a causal kernel skips."""
+
+
+@dataclass(frozen=True)
+class LinearPrecision:
+    """The three matmuls of one linear, or of one weight of experts: how operands are cast, and what computes them.
+
+    `runs_in` is "float8" where the device multiplies float8, and the high-precision dtype where the matmul is in high
+    precision or multiplies float8 exactly in that dtype; "float32" where only float32 multiplies it exactly.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    operands: dict[str, str]
+    runs_in: dict[str, str]
+    matrices_per_token: int = 1
+    """The number of experts that a token takes; 1 for a linear."""
+
+    @property
+    def flops_per_token(self) -> int:
+        """The FLOPs of one matmul; a multiply-add counts as two."""
+        return 2 * self.in_features * self.out_features * self.matrices_per_token
+
+
+def linear_precisions(model: nn.Module, hp_dtype: str, device: torch.device) -> list[LinearPrecision]:
+    """Return the precisions of every linear and weight of experts of `model`, which must not be sharded yet.
+
+    Args:
+        hp_dtype: the dtype of linears that are not float8, such as "bfloat16".
+        device: the device that the model will run on.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            config = module.config if isinstance(module, Float8Linear) else None
+            matmuls = _matmuls(config, hp_dtype, device, backend_of_casts)
+            found.append(LinearPrecision(name, module.in_features, module.out_features, *matmuls))
+        elif isinstance(module, Experts):
+            config = module.float8_config if isinstance(module, Float8Experts) else None
+            matmuls = _matmuls(config, hp_dtype, device, grouped_backend_of_casts)
+            for leaf, weight in weights_of(module).items():
+                sizes = weight.shape[2], weight.shape[1]
+                found.append(LinearPrecision(f"{name}.{leaf}", *sizes, *matmuls, module.top_k))
+    return found
+
+
+def _matmuls(
+    config: Float8LinearConfig | None, hp_dtype: str, device: torch.device, backend_of: Callable[..., GemmBackend]
+) -> tuple[dict[str, str], dict[str, str]]:
+    operands, runs_in = dict.fromkeys(MATMULS, hp_dtype), dict.fromkeys(MATMULS, hp_dtype)
+    if config is None:
+        return operands, runs_in
+    for matmul, operands_read in MATMULS.items():
+        left, right = (config.casts.of(*operand) for operand in operands_read)
+        if left.is_disabled:
+            continue
+        operands[matmul] = f"{left} x {right}"
+        if backend_of(left, right, device, emulate=config.emulate) is GemmBackend.NATIVE:
+            runs_in[matmul] = "float8"
+        elif not has_bfloat16_units(device):
+            runs_in[matmul] = "float32"
+    return operands, runs_in
+
+
+def grouped(linears: Iterable[LinearPrecision]) -> list[tuple[LinearPrecision, int]]:
+    """Group linears that differ only in their layer's number; return one of each group (number -> *) and its size."""
+    groups: dict[str, list[LinearPrecision]] = defaultdict(list)
+    for linear in linears:
+        group = replace(linear, name=re.sub(r"\.\d+\.", ".*.", linear.name))
+        groups[str(group)] += [group] if str(group) in groups else [linear]
+    return [(each[-1], len(each)) for each in groups.values()]
+
+
+def flops_per_token_by_precision(
+    model: Llama, config: Model, seq_len: int, hp_dtype: str, device: torch.device
+) -> dict[str, int]:
+    """Return the FLOPs of forward and backward per token, by the precision that computes them.
+
+    Attention counts as `hp_dtype`, and half of it as `MASKED`. The sum is `training_flops_per_token`. `model` must not
+    be sharded yet.
+    """
+    masked = attention_flops_per_token(config, seq_len) // 2
+    flops = {MASKED: masked, hp_dtype: training_flops_per_token(config, seq_len) - masked}
+    for linear in linear_precisions(model, hp_dtype, device):
+        for precision in linear.runs_in.values():
+            if precision != hp_dtype:
+                flops[precision] = flops.get(precision, 0) + linear.flops_per_token
+                flops[hp_dtype] -= linear.flops_per_token
+    return flops
+
+
+def utilization(flops_per_token: dict[str, int], tokens_per_s: float, peak: PeakFlops) -> dict[str, float | None]:
+    """Return how well one device is used, in three measures.
+
+    `tflops`: model TFLOP/s. `mfu`: their share of the bfloat16 peak in every precision, so that precisions compare.
+    Both count all of attention, as usual. `mfu_by_precision`: the share with each matmul at the peak of its own
+    precision, without what is `MASKED`, so that no run is above 1; None if such a peak is unknown.
+
+    Args:
+        flops_per_token: forward and backward FLOPs, by precision, and `MASKED`.
+        tokens_per_s: tokens per second of this device.
+    """
+    flops_per_s = sum(flops_per_token.values()) * tokens_per_s
+    seconds_per_token = peak.seconds({each: flops for each, flops in flops_per_token.items() if each != MASKED})
+    return {
+        "tflops": flops_per_s / 1e12,
+        "mfu": flops_per_s / peak.flops_per_s,
+        "mfu_by_precision": None if seconds_per_token is None else seconds_per_token * tokens_per_s,
+    }

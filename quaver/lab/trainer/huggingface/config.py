@@ -1,0 +1,197 @@
+"""Converts between Hugging Face's config.json of a Llama, or of a GLM-4.5 mixture, and quaver's [model] section.
+
+A mixture is a GLM-4.5 whose rotary embeddings turn whole heads, and whose blocks all have experts.
+
+transformers 5 writes `rope_parameters` where older versions write `rope_theta` and `rope_scaling`. Both are read and
+written, so that either version makes the same model of the file. Absent keys mean what they mean to `LlamaConfig`.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from quaver.lab.settings import Model
+from quaver.runtime.names import listed
+
+DENSE, MIXTURE = ("llama", "LlamaForCausalLM"), ("glm4_moe", "Glm4MoeForCausalLM")
+"""model_type and architecture."""
+
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+}
+"""Positive integers that a config.json must have, and their names in [model]."""
+
+_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
+"""The only value of each that quaver's Llama supports."""
+
+_EXPERT_SIZES = {"moe_intermediate_size": "hidden_dim", "n_routed_experts": "n_experts", "num_experts_per_tok": "top_k"}
+"""Sizes that a mixture's config.json must have besides `_SIZES`, and their names in [model]. Its `intermediate_size` is
+the hidden dim of dense blocks, and such a model has none."""
+
+_FIXED_OF_MIXTURE = {
+    **{name: _FIXED[name] for name in ("hidden_act", "attention_bias", "attention_dropout")},
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "use_qk_norm": False,
+}
+_DEFAULTS_OF_MIXTURE = {"first_k_dense_replace": 1, "norm_topk_prob": True, "rms_norm_eps": 1e-5}
+"""Defaults of `Glm4MoeConfig` for absent keys, where `LlamaConfig` has another default."""
+
+_SCALING = {
+    "factor": "rope_scaling_factor",
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+}
+_ORIGINAL_CONTEXT = "original_max_position_embeddings"
+_PARTIAL = "partial_rotary_factor"
+_ROPE_KEYS = {"rope_type", "type", "rope_theta", _PARTIAL, _ORIGINAL_CONTEXT, *_SCALING}
+
+KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+"""Keys that do not change the model, but the way that others use it."""
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "an integer of 0 or more": lambda value: type(value) is int and value >= 0,
+    "a positive integer": lambda value: type(value) is int and value >= 1,
+    "a number": lambda value: type(value) in (int, float),
+    "true or false": lambda value: type(value) is bool,
+}
+
+
+def model_from_hf(config: dict[str, Any]) -> Model:
+    """Return the [model] settings of a config.json.
+
+    Raises:
+        NotImplementedError: quaver's Llama does not support the model.
+        ValueError: a value is missing, has a wrong type, or does not fit the others.
+    """
+    kind = _check_architecture(config)
+    names, fixed, experts = _SIZES, _FIXED, {}
+    if kind is MIXTURE:
+        config = _DEFAULTS_OF_MIXTURE | config
+        names, fixed = _SIZES | _EXPERT_SIZES, _FIXED_OF_MIXTURE
+        experts = {"n_shared_experts": _get(config, "n_shared_experts", "an integer of 0 or more", 1)}
+    for name, only in fixed.items():
+        _check_fixed(config, name, only)
+    sizes = {ours: _get(config, theirs, "a positive integer") for theirs, ours in names.items()}
+    width, heads = sizes["dim"], sizes["n_heads"]
+    if config.get("head_dim") is not None and config["head_dim"] * heads != width:
+        raise NotImplementedError(
+            f"head_dim in config.json must be hidden_size / num_attention_heads = {width} / {heads}, got "
+            f"{config['head_dim']!r}; quaver's Llama supports no other head size"
+        )
+    try:
+        return Model(
+            **sizes,
+            **experts,
+            n_kv_heads=_get(config, "num_key_value_heads", "a positive integer", heads),
+            norm_eps=float(_get(config, "rms_norm_eps", "a number", 1e-6)),
+            tie_word_embeddings=_get(config, "tie_word_embeddings", "true or false", False),
+            **_rope_settings(config, 0.5 if kind is MIXTURE else 1.0),
+        )
+    except ValueError as error:
+        raise ValueError(f"config.json does not make a model: {error}") from error
+
+
+def hf_config(model: Model, *, dtype: str, kept: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of `model`, readable by transformers 4 and 5.
+
+    Args:
+        dtype: of the weights, as torch names it.
+        kept: values of the keys in `KEPT`. Missing token ids become null: with the defaults of transformers, generation
+            would stop at tokens that have another meaning.
+    """
+    scaling = None
+    if model.rope_scaling:
+        scaling = {"rope_type": "llama3", **{theirs: getattr(model, ours) for theirs, ours in _SCALING.items()}}
+        scaling[_ORIGINAL_CONTEXT] = model.rope_original_max_position
+    model_type, architecture = MIXTURE if model.n_experts else DENSE
+    of_kind: dict[str, Any] = {**_FIXED}
+    if model.n_experts:
+        of_kind = {**_FIXED_OF_MIXTURE, **{theirs: getattr(model, ours) for theirs, ours in _EXPERT_SIZES.items()}}
+        of_kind |= {"n_shared_experts": model.n_shared_experts, "num_mtp_layers": 0, _PARTIAL: 1.0}
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        **{theirs: getattr(model, ours) for theirs, ours in _SIZES.items()},
+        "num_key_value_heads": model.n_kv_heads,
+        "head_dim": model.head_dim,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        **of_kind,
+        "rope_theta": model.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {
+            **(scaling or {"rope_type": "default"}),
+            "rope_theta": model.rope_theta,
+            **({_PARTIAL: 1.0} if model.n_experts else {}),
+        },
+        "torch_dtype": dtype,
+        **{name: kept.get(name) for name in KEPT},
+    }
+
+
+def _check_architecture(config: dict[str, Any]) -> tuple[str, str]:
+    """Return DENSE or MIXTURE."""
+    architectures, model_type = config.get("architectures"), config.get("model_type")
+    kind = next((kind for kind in (DENSE, MIXTURE) if kind[0] == model_type), None)
+    if kind is None or architectures not in (None, [kind[1]]):
+        raise NotImplementedError(
+            f"config.json must describe a {DENSE[1]} (model_type {DENSE[0]!r}) or a {MIXTURE[1]} (model_type "
+            f"{MIXTURE[0]!r}), got {architectures!r} (model_type {model_type!r}); quaver trains no other architecture"
+        )
+    if config.get("quantization_config") is not None:
+        raise NotImplementedError(
+            "config.json must have no quantization_config: quaver trains weights in float32, bfloat16 or float16; "
+            "dequantize the model first"
+        )
+    return kind
+
+
+def _check_fixed(config: dict[str, Any], name: str, only: object, absent: object = None) -> None:
+    value = config.get(name, absent)
+    if value is not None and value != only:
+        raise NotImplementedError(
+            f"{name} in config.json must be {json.dumps(only)}, got {value!r}; quaver's Llama supports no other value"
+        )
+
+
+def _rope_settings(config: dict[str, Any], absent_factor: float) -> dict[str, Any]:
+    """Return the [model] settings of the rotary embeddings; `rope_scaling` has priority, as in transformers.
+
+    `absent_factor`: what an absent partial_rotary_factor means.
+    """
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_scaling must be an object, got {rope!r}")
+    unknown = sorted(name for name, value in rope.items() if name not in _ROPE_KEYS and value is not None)
+    if unknown:
+        raise NotImplementedError(f"the rope settings in config.json must be those of Llama, got {listed(unknown)}")
+    _check_fixed(config | rope, _PARTIAL, 1.0, absent_factor)
+    theta = _get(rope if "rope_theta" in rope else config, "rope_theta", "a number", 10000.0)
+    settings = {"rope_theta": float(theta)}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise NotImplementedError(f"the rope_type in config.json must be 'default' or 'llama3', got {kind!r}")
+    if kind == "default" or _get(rope, "factor", "a number") == 1:
+        return settings
+    settings |= {ours: float(_get(rope, theirs, "a number")) for theirs, ours in _SCALING.items()}
+    context = _get(rope, _ORIGINAL_CONTEXT, "a positive integer", config.get("max_position_embeddings"))
+    return {**settings, "rope_original_max_position": context}
+
+
+def _get(config: dict[str, Any], name: str, kind: str, default: Any = None) -> Any:
+    """Return the value of `name`, checked to be of a kind in `_KINDS`; null means absent."""
+    value = config.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise ValueError(f"{name} is missing")
+    if not _KINDS[kind](value):
+        raise ValueError(f"{name} must be {kind}, got {value!r}")
+    return value

@@ -1,0 +1,228 @@
+"""Imports a Hugging Face folder as a checkpoint for `checkpoint.initial_load_path`, and exports a checkpoint.
+
+An import writes
+    OUT/checkpoint.json     as in a run's checkpoint, of step 0; its config is the [model] section alone
+    OUT/model/              a torch.distributed.checkpoint folder with the keys model.<name>
+    OUT/model.toml          the [model] section, for quaver train
+An export writes what `transformers.AutoModelForCausalLM.from_pretrained` loads. torch.distributed.checkpoint assembles
+what any number of ranks wrote.
+"""
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from quaver.export.bundle import tokenizer_files
+from quaver.export.checkpoint_names import KEPT_IN_FLOAT32
+from quaver.export.files import StoredTensors, read_config, write_model
+from quaver.export.folders import check_new, new_folder
+from quaver.lab.runs.checkpoint import read_metadata
+from quaver.lab.runs.checkpoint_folder import (
+    FORMAT,
+    RECORD,
+    CheckpointFolder,
+    Progress,
+    read_record,
+    write_record,
+)
+from quaver.lab.runs.manifest import check_manifest
+from quaver.lab.runs.run_folder import CONFIG, provenance
+from quaver.lab.runs.safe_dcp import CheckpointReader
+from quaver.lab.settings import Model
+from quaver.lab.settings.config_file import build_config, load_config
+from quaver.lab.trainer.huggingface.config import KEPT, hf_config, model_from_hf
+from quaver.lab.trainer.huggingface.weights import (
+    EMBEDDING,
+    HEAD,
+    CheckpointWeights,
+    file_state,
+    meta_state,
+    stored_state,
+    without_width,
+    write_weights,
+)
+from quaver.runtime.names import listed
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""The dtypes of weights that are imported, by their names in a safetensors file."""
+
+_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+"""Buffers that old versions of transformers saved; they follow from the config."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """One model of a checkpoint that was checked."""
+
+    weights: Path
+    model: Model
+    record: dict[str, Any]
+
+    def tensors(self) -> CheckpointWeights:
+        """Its weights by their names in Hugging Face's files."""
+        return CheckpointWeights(self.weights, self.model)
+
+
+def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
+    """Write the Hugging Face model in `folder` as the new checkpoint `out`; memory holds one tensor at a time.
+
+    Args:
+        dtype: float32 or bfloat16; of the stored weights.
+    Raises:
+        FileExistsError: `out` exists.
+        OSError: a file is missing or cannot be read, or `out` cannot be made.
+        ValueError: the files are damaged or do not fit.
+        NotImplementedError: quaver's Llama does not support the model.
+        NotWrittenError: the weights cannot be written.
+    """
+    check_new(out)
+    config = read_config(folder)
+    model = model_from_hf(config)
+    weights = StoredTensors(folder)
+    _check_tensors(weights, model, folder)
+    record = {
+        "format": FORMAT,
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "models": ["model"],
+        "world_size": 1,
+        "progress": asdict(Progress()),
+        "config": {"model": asdict(model)},
+        "provenance": provenance(torch.device("cpu")),
+        "huggingface": {"folder": str(folder.resolve()), "dtype": dtype, **_kept(config)},
+    }
+    with new_folder(out) as partial:
+        write_weights(weights, partial / "model", model, getattr(torch, dtype))
+        toml = "# Written by quaver convert hf-to-quaver.\n" + tomli_w.dumps({"model": asdict(model)})
+        (partial / "model.toml").write_text(toml, encoding="utf-8")
+        write_record(partial, record)
+    return model
+
+
+def export_hf(
+    checkpoint: Path,
+    out: Path,
+    *,
+    name: str | None = None,
+    dtype: str = "bfloat16",
+    max_shard_bytes: int = 5 * 1000**3,
+    tokenizer: Path | None = None,
+) -> Export:
+    """Write the model `name` of `checkpoint`, or its first, as the new folder `out`.
+
+    Args:
+        checkpoint: a checkpoint, or a run, whose last one is taken.
+        dtype: float32 or bfloat16; of the written weights, rounded to nearest even.
+        max_shard_bytes: a file holds at most so much, or one tensor; memory holds one file.
+        tokenizer: a folder with tokenizer files to copy.
+    Raises:
+        FileExistsError: `out` exists.
+        OSError: this is not a checkpoint, `tokenizer` has no tokenizer, or `out` cannot be made.
+        ValueError: the checkpoint has no such model, or tensors are missing or have other shapes than its config says.
+        CheckpointError: its files are damaged.
+        NotWrittenError: the weights cannot be written.
+    """
+    check_new(out)
+    copied = tokenizer_files(tokenizer) if tokenizer else []
+    found = open_checkpoint(checkpoint_of(checkpoint) or checkpoint, name)
+    config = hf_config(found.model, dtype=dtype, kept=kept_of_run(found))
+    with new_folder(out) as partial:
+        rounded = (
+            (each, tensor if each.endswith(KEPT_IN_FLOAT32) else tensor.to(getattr(torch, dtype)))
+            for each, tensor in chain(found.tensors().items(), without_width(found.model).items())
+        )
+        write_model(partial, rounded, config, copied, max_shard_bytes)
+    return found
+
+
+def _check_tensors(stored: StoredTensors, model: Model, folder: Path) -> None:
+    expected = file_state(model)
+    known = expected | {HEAD: meta_state(model)[HEAD]} | without_width(model)
+    unexpected = sorted(name for name in stored if name not in known and not _DERIVED.fullmatch(name))
+    if unexpected:
+        raise ValueError(f"{str(folder)!r} has tensors that a Llama does not have: {listed(unexpected)}")
+    if HEAD in stored:
+        expected[HEAD] = known[HEAD]
+    _check_shapes({name: stored.shape(name) for name in stored}, expected, folder)
+    for name in expected:
+        if stored.dtype(name) not in _DTYPES:
+            got = stored.dtype(name)
+            raise NotImplementedError(f"{name} must be float32, bfloat16 or float16, got {got}; dequantize the model")
+    if model.tie_word_embeddings and HEAD in stored and not torch.equal(stored[HEAD], stored[EMBEDDING]):
+        raise ValueError(
+            f"config.json says tie_word_embeddings, but {HEAD} and {EMBEDDING} differ; say false there to keep both"
+        )
+
+
+def _check_shapes(stored: Mapping[str, list[int]], expected: Mapping[str, Tensor], folder: Path) -> None:
+    wrong = [
+        f"{name} must be {list(tensor.shape)}, is {stored.get(name, 'missing')}"
+        for name, tensor in expected.items()
+        if stored.get(name) != list(tensor.shape)
+    ]
+    if wrong:
+        raise ValueError(f"{str(folder)!r} does not have the tensors that its config requires: {listed(wrong)}")
+
+
+def open_checkpoint(checkpoint: Path, name: str | None) -> Export:
+    """Read the record of a checkpoint and the list of its tensors, and check that they are those of its config."""
+    record = read_record(checkpoint)
+    check_manifest(checkpoint)
+    names = record["models"]
+    if name is not None and name not in names:
+        raise ValueError(f"--model must be one of {', '.join(names)}, the models of {str(checkpoint)!r}, got {name!r}")
+    settings = record.get("config", {}).get("model", {})
+    unknown = sorted(settings.keys() - asdict(Model()).keys())
+    if unknown:
+        raise ValueError(f"{str(checkpoint)!r} has model settings that this version does not know: {listed(unknown)}")
+    found = Export(checkpoint / (name or names[0]), build_config({"model": settings}).model, record)
+    stored = read_metadata(CheckpointReader(found.weights)).state_dict_metadata
+    shapes = {
+        name.removeprefix("model."): list(each.size)
+        for name, each in stored.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
+    _check_shapes(shapes, stored_state(found.model), found.weights)
+    return found
+
+
+def checkpoint_of(path: Path) -> Path | None:
+    """The checkpoint that `path` is, or the last one of the run that it is; None if it is neither.
+
+    Raises:
+        FileNotFoundError: the run has no complete checkpoint.
+    """
+    if (path / RECORD).is_file():
+        return path
+    if not (path / CONFIG).is_file():
+        return None
+    folder = CheckpointFolder(path / load_config(path / CONFIG).checkpoint.folder)
+    steps = folder.steps() if folder.path.is_dir() else []
+    if not steps:
+        raise FileNotFoundError(
+            f"the run {str(path)!r} has no complete checkpoint; set checkpoint.interval and resume it"
+        )
+    return folder.complete(steps[-1])
+
+
+def _kept(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: config[name] for name in KEPT if name in config}
+
+
+def kept_of_run(found: Export) -> dict[str, Any]:
+    """Return token ids and the longest context: those of the imported model, or those of the run's training."""
+    if "huggingface" in found.record:
+        return _kept(found.record["huggingface"])
+    scaling = found.model.rope_scaling
+    longest = found.record["config"]["training"]["seq_len"]
+    if scaling:
+        longest = max(longest, int(scaling.factor * scaling.original_max_position))
+    return {"eos_token_id": found.record["data"]["eos_id"], "max_position_embeddings": longest}

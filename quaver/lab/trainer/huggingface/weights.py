@@ -1,0 +1,136 @@
+"""The weights of a Llama by their names in Hugging Face's files: those of a checkpoint, and a checkpoint made of them.
+
+Names are equal in both, but those of experts: files have a matrix for each, a checkpoint one 3-D weight for all
+(quaver/export/checkpoint_names.py). quaver/export/files.py reads and writes safetensors files.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
+from quaver.export.folders import NotWrittenError
+from quaver.lab.runs.checkpoint import ignore_single_process_warning, load_state, read_metadata, reason
+from quaver.lab.runs.safe_dcp import CheckpointReader
+from quaver.lab.settings import Model
+from quaver.lab.trainer.model import Llama
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""The two that may be tied."""
+
+
+def meta_state(model: Model, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Return the model's state dict without storage; a tied weight has both its names."""
+    with torch.device("meta"):
+        return Llama(model).to(dtype).state_dict()
+
+
+def stored_state(model: Model) -> dict[str, Tensor]:
+    """Return what a checkpoint has of `meta_state`: a tied weight once, as the embedding."""
+    state = meta_state(model)
+    if model.tie_word_embeddings:
+        del state[HEAD]
+    return state
+
+
+def file_state(model: Model) -> dict[str, Tensor]:
+    """Return the tensors of Hugging Face's files without storage: those of `stored_state`, and a matrix an expert."""
+    names = _names(model)
+    return {
+        part: view
+        for name, tensor in stored_state(model).items()
+        for part, view in names.matrices(name, tensor).items()
+    }
+
+
+def without_width(model: Model) -> dict[str, Tensor]:
+    """The shared experts of no width that GLM-4.5 has where a mixture has none."""
+    if not model.n_experts or model.n_shared_experts:
+        return {}
+    prefixes = [f"model.layers.{layer}.mlp.shared_experts" for layer in range(model.n_layers)]
+    shapes = {"gate_proj": (0, model.dim), "up_proj": (0, model.dim), "down_proj": (model.dim, 0)}
+    return {f"{prefix}.{name}.weight": torch.empty(shape) for prefix in prefixes for name, shape in shapes.items()}
+
+
+def _names(model: Model) -> CheckpointNames:
+    with torch.device("meta"):
+        return checkpoint_names(Llama(model))
+
+
+class CheckpointWeights(Mapping[str, Tensor]):
+    """The weights of a model of a checkpoint, in their stored dtypes; each is read when it is asked for.
+
+    Reading raises CheckpointError if the files are damaged.
+    """
+
+    def __init__(self, folder: Path, model: Model) -> None:
+        """`folder` is that of the model in the checkpoint, whose tensors were checked."""
+        self._reader = CheckpointReader(folder)
+        stored: dict[str, Any] = read_metadata(self._reader).state_dict_metadata
+        self._like = {
+            name: tensor.to(stored[f"model.{name}"].properties.dtype) for name, tensor in stored_state(model).items()
+        }
+        self._names = _names(model)
+        self._owners = {part: name for name in self._like for part in self._names.of(name)}
+        """The checkpoint's name of the tensor that holds each of the files' tensors."""
+        self._last: tuple[str, dict[str, Tensor]] = "", {}
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor under its name in the checkpoint: of experts, all of them."""
+        tensor = torch.empty_like(self._like[name], device="cpu")
+        load_state({f"model.{name}": tensor}, self._reader)
+        return tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        owner = self._owners[name]
+        if self._last[0] != owner:  # the experts of a layer follow each other
+            self._last = owner, self._names.matrices(owner, self.whole(owner))
+        return self._last[1][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+
+def write_weights(weights: Mapping[str, Tensor], folder: Path, model: Model, dtype: torch.dtype) -> None:
+    """Write `weights` as the model of a checkpoint, rounded to nearest even; memory holds one tensor at a time.
+
+    Raises:
+        NotWrittenError: a file cannot be written.
+    """
+    ignore_single_process_warning()
+    # A file for each tensor: torch holds all tensors of a file until it is written. new_folder syncs.
+    writer = FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)
+    try:
+        save({"model": meta_state(model, dtype)}, storage_writer=writer, planner=_Copy(weights, model))
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        if not isinstance(cause, Exception):  # Ctrl-C
+            raise cause from None
+        raise NotWrittenError(f"cannot write the weights to {str(folder)!r}: {reason(error)}") from error
+
+
+class _Copy(DefaultSavePlanner):
+    """Reads each tensor when the writer asks for it, so that memory never holds the whole model."""
+
+    def __init__(self, weights: Mapping[str, Tensor], model: Model) -> None:
+        super().__init__()
+        self._weights, self._tied, self._names = weights, model.tie_word_embeddings, _names(model)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        like = self.lookup_object(write_item.index)
+        name = write_item.index.fqn.removeprefix("model.")
+        stored = EMBEDDING if self._tied and name == HEAD else name
+        if stored in self._names.stacks:
+            return self._names.stacked(stored, like.shape, like.dtype, self._weights.__getitem__)
+        return self._weights[stored].to(like.dtype)

@@ -1,0 +1,107 @@
+"""The memory of a training step: its peak per model, and what the device's allocator or the OS reports.
+
+A peak is `resident + growth`: the model's own parameters, buffers and optimizer state, plus what the step added at its
+highest point. So the two models of `--compare` do not count each other. Each rank measures its own.
+"""
+
+import os
+import resource
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quaver.lab.recorder.allocator import measure_usage
+from quaver.lab.recorder.storages import TensorBytes
+from quaver.runtime.devices import is_cuda_device
+from quaver.runtime.ranks import plain_tensors
+from quaver.torch_private.memory import storage_key
+
+
+@dataclass
+class PeakMemory:
+    """The peak bytes of a step and how they were measured; None if they were not. Only `exact` peaks compare."""
+
+    peak_bytes: int | None = None
+    exact: bool = False
+    source: str = "not measured"
+
+
+@contextmanager
+def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable: bool) -> Iterator[PeakMemory]:
+    """Measure the block, which runs one training step, and fill in the yielded PeakMemory.
+
+    Args:
+        resident: the tensors that live between steps: parameters, buffers, optimizer state.
+        device: their device.
+        countable: whether a count of tensors on CPU sees every one. It sees neither the tensors inside compiled code
+            nor those inside the operators of a DTensor; these steps are read from the log of the CPU allocator,
+            without operators' scratch, and torch.profiler must be free.
+    """
+    peak = PeakMemory()
+    resident_bytes = storage_bytes(resident)
+    if is_cuda_device(device):
+        torch.cuda.reset_peak_memory_stats(device)
+        before_bytes = torch.cuda.memory_allocated(device)
+        yield peak
+        peak.peak_bytes = resident_bytes + torch.cuda.max_memory_allocated(device) - before_bytes
+        peak.exact, peak.source = True, "torch.cuda.max_memory_allocated"
+    elif countable:
+        with TensorBytes() as counted:
+            yield peak
+        peak.peak_bytes = resident_bytes + counted.peak_bytes
+        peak.exact, peak.source = True, "tensors of one step, exact"
+    else:
+        with measure_usage(device, may_leave=True) as measured:
+            measured.mark()  # what is alive there is not read
+            yield peak
+        peak.peak_bytes = resident_bytes + (measured.usage.tensor_peak_bytes or 0)
+        peak.exact, peak.source = True, "tensors of one step, from the CPU allocator's log"
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct storages behind `tensors`; of a DTensor, those of this rank."""
+    plain = [each for tensor in tensors for each in plain_tensors(tensor)]
+    storages = {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in plain}
+    return sum(storages.values())
+
+
+def reset_device_peaks(device: torch.device) -> None:
+    """Start a new step: reset the peaks of CUDA's allocator."""
+    if is_cuda_device(device):
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def device_memory(device: torch.device) -> dict[str, Any]:
+    """Return the peaks since `reset_device_peaks`, in bytes and as shares of the device's memory, JSON-able.
+
+    CUDA: `memory_active_*` is the memory of tensors, `memory_reserved_*` that of the allocator, and `memory_retries`
+    counts the allocations that first had to empty its cache, since the process started: memory is nearly full.
+    CPU: `memory_rss_*` is the resident memory of the process, its peak since it started.
+    """
+    if is_cuda_device(device):
+        stats = torch.cuda.memory_stats(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        peaks = {kind: stats[f"{kind}_bytes.all.peak"] for kind in ("active", "reserved")}
+        return {
+            **{f"memory_{kind}_bytes": peak for kind, peak in peaks.items()},
+            **{f"memory_{kind}_share": peak / total for kind, peak in peaks.items()},
+            "memory_retries": stats["num_alloc_retries"],
+        }
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"memory_rss_bytes": peak, "memory_rss_share": peak / total}
+
+
+def memory_words(record: dict[str, Any]) -> str:
+    """Return the `device_memory` in `record` as words for the log."""
+    kinds = [kind for kind in ("active", "reserved", "rss") if f"memory_{kind}_bytes" in record]
+    return ", ".join(
+        f"{record[f'memory_{kind}_bytes'] / 2**30:.2f} GiB ({record[f'memory_{kind}_share']:.0%}) {kind}"
+        for kind in kinds
+    )

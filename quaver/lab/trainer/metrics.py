@@ -1,0 +1,259 @@
+"""The numbers of a run: metrics.jsonl, TensorBoard, Weights & Biases, loss spikes and summary.json."""
+
+import importlib
+import importlib.util
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from quaver.lab.runs.errors import OutputError, OutputFailures, writing
+from quaver.lab.runs.json_lines import JsonLines
+from quaver.lab.runs.run_folder import WANDB_ID, RunFolder
+from quaver.lab.settings import Metrics, TrainConfig
+from quaver.lab.settings.parallel_dims import ParallelDims
+from quaver.lab.trainer.flops import utilization
+from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.roofline.device_specs import PeakFlops
+from quaver.runtime.devices import describe
+
+WARMUP_STEPS = 3
+"""Steps that every median leaves out: the first one compiles and allocates, the second one measures memory."""
+
+SPIKE_WINDOW, SPIKE_MIN_STEPS = 64, 16
+"""The number of previous losses that a loss is compared with, at most and at least."""
+MAD_TO_STD = 1.4826
+"""Standard deviation / median absolute deviation of a normal distribution: 1 / (sqrt(2) * erfinv(1 / 2))."""
+MIN_RELATIVE_STD = 1e-3
+"""A lower bound of the deviation, relative to the median: differences in the last digits are not spikes."""
+
+
+Histograms = tuple[list[int], list[float]]
+"""The edges of bins, and how many values each has."""
+
+
+class _TensorBoard:
+    """Its methods raise OutputError; a thread writes, so that an error of one record may be raised by a later one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with writing(folder):
+            self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(log_dir=str(folder))
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._write_scalars(record["step"], _numbers(record))
+
+    def write_tensors(self, step: int, scalars: dict[str, float], histograms: dict[str, Histograms]) -> None:
+        self._write_scalars(step, scalars)
+        with writing(self._folder):
+            self._write_histograms(step, histograms)
+
+    def _write_scalars(self, step: int, scalars: dict[str, float]) -> None:
+        with writing(self._folder):
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, step)
+
+    def _write_histograms(self, step: int, histograms: dict[str, Histograms]) -> None:
+        for name, (edges, counts) in histograms.items():
+            middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
+            sums = [sum(count * x**power for count, x in zip(counts, middles, strict=True)) for power in (0, 1, 2)]
+            self._writer.add_histogram_raw(name, edges[0], edges[-1], *sums, edges[1:], counts, step)
+
+    def close(self) -> None:
+        with writing(self._folder):
+            self._writer.close()
+
+
+class _Wandb:
+    """Its methods raise OutputError: the service has errors of its own."""
+
+    def __init__(self, project: str, folder: Path, settings: dict[str, Any], *, resumes: bool) -> None:
+        identity = _wandb_id(folder, resumes=resumes)
+        with _reaching_wandb():
+            self._run = importlib.import_module("wandb").init(
+                project=project, dir=str(folder), name=folder.name, id=identity, resume="allow", config=settings
+            )
+
+    def write(self, record: dict[str, Any]) -> None:
+        with _reaching_wandb():
+            self._run.log({**_numbers(record), "step": record["step"]})
+
+    def write_tensors(self, step: int, scalars: dict[str, float], histograms: dict[str, Histograms]) -> None:
+        made = importlib.import_module("wandb").Histogram
+        drawn = {name: made(np_histogram=(counts, edges)) for name, (edges, counts) in histograms.items()}
+        with _reaching_wandb():
+            self._run.log({**scalars, **drawn, "step": step})
+
+    def close(self) -> None:
+        with _reaching_wandb():
+            self._run.finish()
+
+
+def _wandb_id(folder: Path, *, resumes: bool) -> str:
+    """Return the id under which a resumed run continues its curves, a new one for a run that begins.
+
+    The folder keeps it: runs in other folders may have the same name. Raises OutputError.
+    """
+    path = folder / WANDB_ID
+    with writing(path):
+        if not (resumes and path.exists()):
+            path.write_text(uuid4().hex[:16] + "\n", encoding="utf-8")
+        return path.read_text(encoding="utf-8").strip()
+
+
+@contextmanager
+def _reaching_wandb() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        raise OutputError(f"Weights & Biases: {type(error).__name__}: {first_line}") from error
+
+
+Logger = JsonLines | _TensorBoard | _Wandb
+"""A destination of the records of steps and validations."""
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, float]:
+    """Return every number of `record` except the step, keyed by `<model>/<name>`."""
+    return {
+        f"{record['run']}/{name}": value
+        for name, value in record.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
+    }
+
+
+def check_loggers(config: Metrics) -> None:
+    """Raise ValueError if the package of an enabled logger is not installed."""
+    for name in ("tensorboard", "wandb"):
+        if getattr(config, f"enable_{name}") and importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"metrics.enable_{name} must be false without the package {name}, got true; "
+                f"pip install 'quaver[{name}]'"
+            )
+
+
+@contextmanager
+def open_loggers(
+    config: Metrics, folder: RunFolder, settings: dict[str, Any], failures: OutputFailures
+) -> Iterator[list[Logger]]:
+    """Open metrics.jsonl and the loggers that `config` enables, and close them after the block.
+
+    Args:
+        settings: the resolved config, which Weights & Biases stores with the run.
+        failures: keeps the errors of closing them.
+    Raises:
+        OutputError: one cannot be opened.
+    """
+    loggers: list[Logger] = [JsonLines(folder.metrics)]
+    try:
+        if config.enable_tensorboard:
+            loggers.append(_TensorBoard(folder.path / config.save_tb_folder))
+        if config.enable_wandb:
+            resumes = folder.resume_step is not None
+            loggers.append(_Wandb(config.wandb_project, folder.path, settings, resumes=resumes))
+        yield loggers
+    finally:
+        for logger in loggers:
+            with failures.noting():
+                logger.close()
+
+
+def is_spike(loss: float, recent: Sequence[float], deviations: float) -> bool:
+    """Whether `loss` is more than `deviations` robust standard deviations above the median of `recent`.
+
+    Median and median absolute deviation are robust: a spike in the window does not hide the next one. False with fewer
+    than `SPIKE_MIN_STEPS` losses, or with `deviations` 0.
+    """
+    if not deviations or len(recent) < SPIKE_MIN_STEPS:
+        return False
+    median = statistics.median(recent)
+    std = MAD_TO_STD * statistics.median(abs(each - median) for each in recent)
+    return loss > median + deviations * max(std, MIN_RELATIVE_STD * abs(median))
+
+
+def remember(loss: float, recent: list[float]) -> None:
+    """Append `loss` to `recent` and drop all but the last `SPIKE_WINDOW` losses."""
+    recent.append(loss)
+    del recent[:-SPIKE_WINDOW]
+
+
+def median_step_seconds(step_seconds: Sequence[float]) -> float:
+    """Return the median of the times after the warm-up steps, or of all times if there are no more."""
+    return statistics.median(step_seconds[WARMUP_STEPS:] or step_seconds)
+
+
+def summarize(
+    config: TrainConfig,
+    models: Sequence[TrainedModel],
+    device: torch.device,
+    peak: PeakFlops,
+    dims: ParallelDims,
+    flops_per_token: dict[str, dict[str, int]],
+    *,
+    status: str,
+    steps: int,
+    error: str | None,
+) -> dict[str, Any]:
+    """Return the JSON-able summary of a run that completed `steps` steps and ended with `status`.
+
+    Speed is that of the median step over all ranks, MFU that of one device, and memory that of the first rank.
+    `comparison` is the first model relative to the second one, the bfloat16 baseline; memory only if both are exact.
+    """
+    runs = {model.name: _model_summary(config, model, peak, dims, flops_per_token[model.name]) for model in models}
+    summary: dict[str, Any] = {
+        "status": status,
+        "error": error,
+        "steps": steps,
+        "ranks": dims.world_size,
+        "mesh": dims.mesh,
+        "notes": list(dict.fromkeys(note for model in models for note in model.notes)),
+        "runs": runs,
+        "bfloat16_peak": {"flops_per_s": peak.flops_per_s, "source": peak.source},
+        "float8_peak_flops_per_s": peak.float8_flops_per_s,
+        "float32_peak_flops_per_s": peak.float32_flops_per_s,
+        "environment": {"quaver": version("quaver"), **describe(device)},
+    }
+    if len(models) == 2:
+        summary["comparison"] = _compare(*runs.values())
+    return summary
+
+
+def _model_summary(
+    config: TrainConfig, model: TrainedModel, peak: PeakFlops, dims: ParallelDims, flops_per_token: dict[str, int]
+) -> dict[str, Any]:
+    seconds = median_step_seconds(model.step_seconds) if model.step_seconds else None
+    tokens_per_s = config.training.step_tokens / seconds if seconds else None
+    used: dict[str, float | None] = {"tflops": None, "mfu": None, "mfu_by_precision": None}
+    if tokens_per_s:
+        used = utilization(flops_per_token, tokens_per_s / dims.world_size, peak)
+    rank = "" if dims.world_size == 1 else f", of rank {dims.rank}"
+    return {
+        "validation_loss": model.validation_loss,
+        **({"validation_loss_hp": model.validation_loss_hp} if config.validation.high_precision_too else {}),
+        "median_step_seconds": seconds,
+        "tokens_per_s": tokens_per_s,
+        **used,
+        "compiled_graphs": model.compiled_graphs if config.training.compile else None,
+        "peak_memory_bytes": model.peak.peak_bytes,
+        "peak_memory_exact": model.peak.exact,
+        "peak_memory_source": model.peak.source + rank,
+    }
+
+
+def _compare(run: dict[str, Any], baseline: dict[str, Any]) -> dict[str, float | None]:
+    def ratio(key: str) -> float | None:
+        return run[key] / baseline[key] if run[key] is not None and baseline[key] else None
+
+    loss_ratio, both_exact = ratio("validation_loss"), run["peak_memory_exact"] and baseline["peak_memory_exact"]
+    return {
+        "loss_gap": None if loss_ratio is None else loss_ratio - 1,
+        "tokens_per_s_ratio": ratio("tokens_per_s"),
+        "peak_memory_ratio": ratio("peak_memory_bytes") if both_exact else None,
+    }

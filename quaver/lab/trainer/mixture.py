@@ -1,0 +1,153 @@
+"""A mixture of experts in place of the feed-forward network, with the names and the routing of Hugging Face's GLM-4.5.
+
+A token takes the k experts with the largest score + bias, weighted by their scores, which are scaled to a sum of 1:
+
+    score = sigmoid(gate.weight @ hidden)     [E], in float32
+
+The bias replaces an auxiliary loss (DeepSeek-V3, section 2.1.2): after each step it rises by a fixed rate for experts
+with fewer tokens than the mean, and falls for those with more. It chooses experts and weighs nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quaver.experts.dispatch import Bring, Combine, Dispatch
+from quaver.experts.grouped_mm import float8_grouped_mm
+from quaver.experts.module import RoutedExperts
+from quaver.lab.settings import Model
+from quaver.lab.trainer.functional import swiglu
+from quaver.linear.function import compute_dtype
+from quaver.recipes.config import CastConfig, Float8LinearConfig, ScalingType
+from quaver.runtime.ranks import plain_tensors
+
+Kind = TypeVar("Kind", bound=nn.Module)
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token."""
+
+    e_score_correction_bias: Tensor
+    """float32 [E]."""
+    tokens_per_expert: Tensor
+    """float32 [E], since the last step of the balance. A checkpoint that recomputes a block counts its tokens again,
+    for all experts alike."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
+        for name, persistent in (("e_score_correction_bias", True), ("tokens_per_expert", False)):
+            self.register_buffer(name, torch.zeros(config.n_experts), persistent=persistent)
+
+    def reset_balance(self) -> None:
+        """Begin without a preference."""
+        self.e_score_correction_bias.zero_()
+        self.tokens_per_expert.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        super()._apply(fn, recurse)
+        for name in ("e_score_correction_bias", "tokens_per_expert"):
+            setattr(self, name, getattr(self, name).float())  # small steps and counts, which bfloat16 would lose
+        return self
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts of each token of `hidden` [T, D], int64 [T, k], and their float32 weights [T, k]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            scores = F.linear(hidden.float(), self.weight.float()).sigmoid()
+        chosen = torch.topk(scores.detach() + self.e_score_correction_bias, self.top_k, sorted=False).indices
+        weights = scores.gather(1, chosen)
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                ones = torch.ones_like(chosen, dtype=torch.float32).view(-1)
+                self.tokens_per_expert.index_add_(0, chosen.view(-1), ones)
+        return chosen, weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+
+
+_NOT_CAST = CastConfig(scaling_type=ScalingType.DISABLED)
+_HIGH_PRECISION = Float8LinearConfig(
+    cast_config_input=_NOT_CAST, cast_config_weight=_NOT_CAST, cast_config_grad_output=_NOT_CAST
+)
+
+
+class Experts(RoutedExperts):
+    """E SwiGLUs with the weights of transformers' experts."""
+
+    feeds_float8 = False
+    """Whether down_proj is float8, so that its input need not be saved in high precision."""
+    has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.num_experts, self.top_k = config.n_experts, config.top_k
+        self.gate_up_proj = nn.Parameter(torch.empty(config.n_experts, 2 * config.hidden_dim, config.dim))
+        self.down_proj = nn.Parameter(torch.empty(config.n_experts, config.dim, config.hidden_dim))
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return swiglu(gate, up) if self.feeds_float8 else F.silu(gate) * up
+
+    def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
+        dispatch, combine = between_ranks.get("dispatch"), between_ranks.get("combine")
+        dtype = compute_dtype(tokens.device.type, tokens.dtype)  # autocast leaves a grouped matmul alone
+        tokens = tokens.to(dtype)
+        tokens = tokens if dispatch is None else Bring.apply(tokens, dispatch)
+        weights = self._local(name).to(dtype).transpose(1, 2)
+        if dtype is torch.bfloat16:
+            output = F.grouped_mm(tokens, weights, offs=ends)
+        else:  # PyTorch's is traced in bfloat16 alone; this one has the same bits
+            output = float8_grouped_mm(tokens, weights, ends, config=_HIGH_PRECISION)
+        return output if combine is None else Combine.apply(output, combine)
+
+
+class Mixture(nn.Module):
+    """Routed experts, and shared ones that every token takes."""
+
+    def __init__(self, config: Model, shared_experts: nn.Module | None) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config)
+        self.shared_experts = shared_experts
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Transform each token of `hidden` [B, T, D]."""
+        tokens = hidden.flatten(0, -2)
+        routed = self.experts(tokens, *self.gate(tokens)).view_as(hidden)
+        return routed if self.shared_experts is None else routed + self.shared_experts(hidden)
+
+
+def modules_of(model: nn.Module, kind: type[Kind]) -> list[Kind]:
+    """The modules of a class, in order."""
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def take_expert_load(routers: Sequence[Router], add_ranks: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """The share of the tokens of each expert since the last call, [layers, E]; None for a model without experts.
+
+    Args:
+        add_ranks: sums a tensor over the ranks.
+    """
+    if not routers:
+        return None
+    counts = add_ranks(torch.stack([router.tokens_per_expert for router in routers]))
+    for router in routers:
+        router.tokens_per_expert.zero_()
+    return counts / counts.sum(dim=1, keepdim=True)
+
+
+@torch.no_grad()
+def balance_experts(routers: Sequence[Router], load: Tensor, rate: float) -> None:
+    """Move the biases of the routers by `rate`, up for experts with less than the mean of `load`, else down."""
+    for router, shares in zip(routers, load, strict=True):
+        router.e_score_correction_bias += rate * torch.sign(shares.mean() - shares)
+
+
+def average_expert_gradients(experts: Sequence[Experts]) -> None:
+    """Divide the gradients of experts that are split, which are sums over the ranks that split them."""
+    for each in experts:
+        if each.dispatcher is not None:
+            grads = [parameter.grad for parameter in each.parameters() if parameter.grad is not None]
+            torch._foreach_div_([plain for grad in grads for plain in plain_tensors(grad)], each.dispatcher.ranks)

@@ -1,0 +1,59 @@
+"""Where the numerics of a run go: numerics.jsonl of the run folder, TensorBoard and Weights & Biases."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from quaver.lab.runs.errors import OutputFailures, writing
+from quaver.lab.runs.run_folder import RunFolder
+from quaver.lab.trainer.metrics import Histograms, Logger
+from quaver.numerics.record import RecordWriter, decode_counts
+
+LOGGED = ("amax", "underflow", "saturated", "sqnr_db", "nonfinite")
+"""The statistics that loggers get; the file has all."""
+
+
+class NumericsLog:
+    """The sink of a run's monitor."""
+
+    def __init__(self, folder: RunFolder, loggers: Sequence[Logger], failures: OutputFailures) -> None:
+        self._writer, self._loggers, self._failures = RecordWriter(folder.numerics), loggers, failures
+        self._names: list[str] = []
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line, and log it. Raises OutputError."""
+        with writing(self._writer.path):
+            self._writer.write(line)
+        if line["kind"] == "header":
+            self._names = [name_of(tensor) for tensor in line["tensors"]]
+        elif line["kind"] == "sample":
+            scalars, histograms = dict(_scalars(line, self._names)), dict(_histograms(line, self._names))
+            for logger in self._loggers:
+                with self._failures.noting():
+                    logger.write_tensors(line["step"], scalars, histograms)
+
+    def close(self) -> None:
+        """The loggers belong to the run."""
+
+
+def name_of(tensor: dict[str, Any]) -> str:
+    """A tensor of a record as loggers call it: `layers.0.mlp.up_proj.input`, with the cast where there are two."""
+    cast = "" if tensor["cast"] in ("both", "result") else f".{tensor['cast']}"
+    return f"{tensor['layer']}.{tensor['operand']}{cast}"
+
+
+def _scalars(sample: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, float]]:
+    for statistic in LOGGED:
+        for name, value in zip(names, sample[statistic], strict=True):
+            if value is not None:
+                yield f"numerics/{statistic}/{name}", value
+
+
+def _histograms(sample: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Histograms]]:
+    histogram = sample.get("histogram")
+    if histogram is None:
+        return
+    edges = list(range(histogram["low"], histogram["low"] + histogram["bins"] + 1))
+    for side in ("before", "after"):
+        for name, counts in zip(names, histogram[side], strict=True):
+            if counts is not None:
+                yield f"numerics/log2_{side}/{name}", (edges, decode_counts(counts).tolist())

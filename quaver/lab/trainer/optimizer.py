@@ -1,0 +1,116 @@
+"""The optimizer with its parameter groups, the learning rate of each step, and gradient clipping over all ranks."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from quaver.lab.settings import LRScheduler, Optimizer
+from quaver.optim import FLOAT32_MOMENTS, CombinedOptimizer, Float8AdamW, Float8Muon, embeddings_of
+from quaver.runtime.ranks import plain_tensors
+
+REMAINING: dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+}
+"""The share of the learning rate above its floor after this share (0 to 1) of the decay's steps.
+
+sqrt is the 1-sqrt cooldown of Hägele et al. 2024, https://arxiv.org/abs/2405.18392."""
+
+
+def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer of `model`; weight decay applies to matrices, embeddings included, not to norms and biases.
+
+    With Muon it is a `CombinedOptimizer`: Muon for matrices of blocks; AdamW for embeddings, the head, norms, biases
+    and experts, whose weights are 3-D.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not config.is_muon:
+        return _adamw(parameters, model, config)
+    hidden = {parameter for layer in model.get_submodule("model.layers").children() for parameter in layer.parameters()}
+    matrices = [parameter for parameter in parameters if parameter in hidden and parameter.dim() == 2]
+    muon: Any = Float8Muon if config.has_float8_states else torch.optim.Muon
+    options = {"weight_decay": config.weight_decay, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
+    taken = set(matrices)
+    others = [parameter for parameter in parameters if parameter not in taken]
+    of_matrices = muon(matrices, lr=config.lr, **options)
+    if isinstance(of_matrices, Float8Muon):
+        of_matrices.name_parameters(model)
+    return CombinedOptimizer(of_matrices, _adamw(others, model, config))
+
+
+def _adamw(parameters: list[nn.Parameter], model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    if config.has_float8_states:
+        embeddings = embeddings_of(model)
+        held = [p for p in groups[0]["params"] if p in embeddings]
+        groups[0]["params"] = [p for p in groups[0]["params"] if p not in embeddings]
+        groups.append({"params": held, "weight_decay": config.weight_decay, **FLOAT32_MOMENTS})
+    # DCP loads a group without parameters without its options, unless it is the last (torch 2.13).
+    groups = [group for group in groups if group["params"]]
+    if config.has_float8_states:
+        float8 = Float8AdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
+        float8.name_parameters(model)
+        return float8
+    kernels: dict[str, Any] = {"fused": config.implementation in ("auto", "fused")}
+    if not kernels["fused"]:  # torch refuses both
+        kernels["foreach"] = config.implementation == "foreach"
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, **kernels)
+
+
+def learning_rate(step: int, steps: int, config: Optimizer, schedule: LRScheduler) -> float:
+    """Return the rate of `step` (1 to `steps`): linear up to lr at `warmup_steps`, then as `schedule` says."""
+    if step <= schedule.warmup_steps:
+        return config.lr * step / schedule.warmup_steps
+    stable = schedule.schedule == "wsd"
+    decay_begin = steps - schedule.decay_steps(steps) if stable else schedule.warmup_steps
+    if schedule.schedule == "constant" or step <= decay_begin:
+        return config.lr
+    progress = (step - decay_begin) / max(1, steps - decay_begin)
+    remaining = REMAINING[schedule.decay_type if stable else schedule.schedule](progress)
+    return config.lr * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * remaining)
+
+
+def sum_partial_gradients(model: nn.Module) -> None:
+    """Give each gradient the layout of its parameter; norms have partial sums where FSDP2 does not reduce them."""
+    for parameter in model.parameters():
+        grad = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+def squared_norm_share(model: nn.Module) -> Tensor:
+    """Return this rank's share of the squared norm of all gradients, a float32 scalar to be summed over the ranks.
+
+    A gradient that n ranks hold counts 1/n on each. Every parameter must be on the mesh of all ranks.
+    """
+    groups: dict[int, list[Tensor]] = defaultdict(list)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            groups[_copies(parameter.grad)] += plain_tensors(parameter.grad)
+    shares = [torch.nn.utils.get_total_norm(grads).float().square() / copies for copies, grads in groups.items()]
+    return torch.stack(shares).sum()
+
+
+def clip_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients, of norm `norm` over all ranks, to at most `max_norm`, as `clip_grad_norm_` does."""
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([plain for grad in grads for plain in plain_tensors(grad)], factor)
+
+
+def _copies(grad: Tensor) -> int:
+    """The number of ranks that hold the same part of `grad`."""
+    if not isinstance(grad, DTensor):
+        return 1
+    return prod(grad.device_mesh.size(axis) for axis, place in enumerate(grad.placements) if place.is_replicate())

@@ -1,0 +1,207 @@
+"""Applies tensor and expert parallelism, what blocks save, compilation and FSDP2 to the Llama, in this order.
+
+Tensor parallelism is Megatron's with sequence parallelism: between linears each rank holds 1/tp of the sequence;
+q, k, v, gate and up gather it and split their outputs, o and down split their inputs and scatter the sequence again.
+
+[Note: mesh of experts] Expert parallelism splits experts over neighboring ranks of a shard group, and FSDP2 shards
+those of a rank over the rest: a mesh of its own, [dp_replicate,] dp_shard / ep, ep. All other parameters are on the
+mesh of the run. FSDP2 averages the gradients of experts over its part of that mesh, where each is a sum over "ep"
+already: `average_expert_gradients` (mixture.py) divides by the rest.
+
+[Note: precision under FSDP2] Autocast defines the numerics, as on one rank: a linear reads its weight in
+`training.mixed_precision_param`. Blocks and the output projection are therefore gathered in that dtype, to which
+autocast would cast them anyway, in half the bytes of float32. The embedding and the last norm, which autocast does not
+cast, are gathered in the dtype of the residual stream, to which the model rounds what it looks up (and a norm its
+weight). Gradients are reduced in float32. That of an embedding in bfloat16 is rounded before, as a linear's is.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from quaver import Float8Linear
+from quaver.checkpointing import apply_activation_checkpointing, store_activations_in_float8
+from quaver.distributed import (
+    Float8ColwiseParallel,
+    Float8ExpertParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
+from quaver.lab.settings import TrainConfig
+from quaver.lab.trainer.mixture import Experts, modules_of
+from quaver.lab.trainer.model import Block, FeedForward, Llama
+from quaver.parallel.linear_sharding import check_can_be_sharded
+
+
+def parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh | None) -> None:
+    """Parallelize `model`, which is converted to float8 and on the meta device, over `mesh`; None for one process.
+
+    Args:
+        mesh: a mesh with dims among "dp_replicate", "dp_shard" and "tp" (see `ParallelDims.mesh`).
+    """
+    dims = () if mesh is None else mesh.mesh_dim_names or ()
+    if mesh is not None and "tp" in dims:
+        _split_linears(model, mesh["tp"])
+        _ignore_view_warning()
+    degree = config.parallelism.expert_parallel_degree
+    mesh_of_experts = _split_experts(model, config, mesh) if mesh is not None and degree > 1 else None
+    if config.activation_checkpoint.store_in_float8:
+        store_activations_in_float8(model)
+    _checkpoint_blocks(model, config)
+    if config.training.compile:
+        for block in model.blocks():
+            block.compile(fullgraph=mesh_of_experts is None)
+        if "tp" in dims:
+            model.model.embed_tokens.register_forward_hook(_finish_collective)
+    data_parallel = tuple(name for name in dims if name != "tp")
+    if mesh is not None and data_parallel:
+        _shard(model, config, mesh[data_parallel], mesh_of_experts)
+
+
+def _checkpoint_blocks(model: Llama, config: TrainConfig) -> None:
+    checkpoint = config.activation_checkpoint
+    if config.training.compile:  # the budget is the process's, and an earlier run may have set it
+        apply_activation_checkpointing([], mode="memory_budget", memory_budget=1.0)
+    apply_activation_checkpointing(
+        model.blocks(),
+        mode=checkpoint.mode,
+        selective_ac_option=checkpoint.selective_ac_option,
+        memory_budget=checkpoint.memory_budget,
+        preserve_rng_state=False,  # the model has no dropout
+        also_keep=checkpoint.selective_ac_also_keep,
+        never_keep=checkpoint.selective_ac_never_keep,
+    )
+
+
+def _split_experts(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh over whose "ep" the experts are split now; see [Note: mesh of experts]."""
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    degree = config.parallelism.expert_parallel_degree
+    sizes = {**sizes, "dp_shard": sizes["dp_shard"] // degree, "ep": degree}
+    whole = init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    style = Float8ExpertParallel(grad_weight_from_codes=config.float8.grad_weight_from_codes)
+    for experts in modules_of(model, Experts):
+        parallelize_module(experts, whole["ep"], style)
+    return whole
+
+
+def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh, mesh_of_experts: DeviceMesh | None) -> None:
+    """Shard with one FSDP2 group per block, one for the output projection, and the root for the rest.
+
+    Experts that are split have a group of their own on `mesh_of_experts`.
+    """
+    if mesh_of_experts is not None:
+        fsdp_part = mesh_of_experts[tuple(name for name in mesh_of_experts.mesh_dim_names or () if name != "ep")]
+        for experts in modules_of(model, Experts):
+            fully_shard(experts, **group_options(config, fsdp_part))
+    groups: list[nn.Module] = list(model.blocks())
+    if not config.model.tie_word_embeddings:  # a tied projection is in the embedding's group
+        groups.append(model.lm_head)
+    for group in groups:
+        fully_shard(group, **group_options(config, mesh))
+    fully_shard(model, **group_options(config, mesh, dtype=config.training.residual_stream_dtype))
+
+
+def group_options(config: TrainConfig, mesh: DeviceMesh, *, dtype: str = "") -> dict[str, Any]:
+    """Return the arguments of `fully_shard` for a group of parameters; see [Note: precision under FSDP2].
+
+    Args:
+        dtype: the dtype in which they are gathered; that of the computation if empty.
+    """
+    param_dtype = getattr(torch, dtype or config.training.mixed_precision_param)
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    reshard = {"default": None, "always": True, "never": False}[config.parallelism.fsdp_reshard_after_forward]
+    return {"mesh": mesh, "reshard_after_forward": reshard, "mp_policy": policy}
+
+
+def _finish_collective(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Forward hook of the embedding that copies `output` and so waits for the collective that computes it.
+
+    The embedding returns an AsyncCollectiveTensor. As an input of a block that torch 2.13 compiled it gets no gradient:
+    an error in backward, or under FSDP2 a silently wrong gradient. torch 2.11 is right. Remove this when the gradients
+    of `compile` and `tp` in tests/lab/integration/test_train_distributed.py agree without it.
+    """
+    return output.clone()
+
+
+def _ignore_view_warning() -> None:
+    """Silence FSDP2's warning that a module returns a view, whose hooks an in-place operation would remove.
+
+    A tensor parallel module returns the local tensor of a DTensor, which is a view; no code here writes into one.
+    Remove this when torch no longer warns about `to_local`, as 2.13 does.
+    """
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
+
+
+def _split_linears(model: Llama, mesh: DeviceMesh) -> None:
+    styles: dict[str, ParallelStyle] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "model.norm": SequenceParallel(),
+        "lm_head": _colwise(model.lm_head, input_layouts=Shard(1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, styles)
+    for block in model.blocks():
+        parallelize_module(block, mesh, _block_styles(block))
+
+
+def _block_styles(block: Block) -> dict[str, ParallelStyle]:
+    attention, mlp = block.self_attn, block.mlp
+    if not isinstance(mlp, FeedForward):
+        raise NotImplementedError("tensor parallelism does not split experts")  # the config was checked
+    # The other inputs of attention (cos, sin, and the mask or None) are replicated.
+    return {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": _gather_sequence([attention.q_proj, attention.k_proj, attention.v_proj], other_inputs=3),
+        "self_attn.q_proj": _colwise(attention.q_proj),
+        "self_attn.k_proj": _colwise(attention.k_proj),
+        "self_attn.v_proj": _colwise(attention.v_proj),
+        "self_attn.o_proj": _rowwise(attention.o_proj, output_layouts=Shard(1)),
+        "post_attention_layernorm": SequenceParallel(),
+        "mlp": _gather_sequence([mlp.gate_proj, mlp.up_proj]),
+        "mlp.gate_proj": _colwise(mlp.gate_proj),
+        "mlp.up_proj": _colwise(mlp.up_proj),
+        "mlp.down_proj": _rowwise(mlp.down_proj, output_layouts=Shard(1)),
+    }
+
+
+def check_tensor_parallel(model: Llama, degree: int) -> None:
+    """Raise ValueError for a Float8Linear whose blocks tensor parallelism over `degree` ranks would cut."""
+    for name, linear in model.named_modules():
+        if isinstance(linear, Float8Linear):
+            is_rowwise = name.endswith(("o_proj", "down_proj"))
+            try:
+                check_can_be_sharded(linear, 1 if is_rowwise else 0, degree)
+            except ValueError as error:
+                raise ValueError(f"parallelism.tensor_parallel_degree = {degree}: {name}: {error}") from error
+
+
+def _gather_sequence(readers: list[nn.Linear], other_inputs: int = 0) -> ParallelStyle:
+    """Gather a module's first input along the sequence; in float8 where all of its `readers` compute in float8."""
+    layouts: dict[str, Any] = {
+        "input_layouts": (Shard(1), *[None] * other_inputs),
+        "desired_input_layouts": (Replicate(), *[None] * other_inputs),
+    }
+    if all(isinstance(reader, Float8Linear) for reader in readers):
+        return PrepareFloat8ModuleInput(**layouts)
+    return PrepareModuleInput(**layouts)
+
+
+def _colwise(linear: nn.Linear, **layouts: Any) -> ParallelStyle:
+    return (Float8ColwiseParallel if isinstance(linear, Float8Linear) else ColwiseParallel)(**layouts)
+
+
+def _rowwise(linear: nn.Linear, **layouts: Any) -> ParallelStyle:
+    return (Float8RowwiseParallel if isinstance(linear, Float8Linear) else RowwiseParallel)(**layouts)

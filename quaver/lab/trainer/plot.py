@@ -1,0 +1,79 @@
+"""Draws curves.png from metrics.jsonl."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from quaver.lab.recorder.figure import figure_of
+from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.trainer.metrics import WARMUP_STEPS
+
+Record = dict[str, Any]
+
+COLORS = ("#d1495b", "#30638e")
+"""The float8 model, then its bfloat16 baseline."""
+
+
+def draw_curves(metrics: Path, image: Path, *, title: str) -> None:
+    """Write a PNG with the losses of every model, the gap between two, and tokens/s, as far as the run came."""
+    records = read_metrics(metrics)
+    names = list(dict.fromkeys(record["run"] for record in records if "run" in record))
+    panels = 3 if len(names) == 2 else 2
+    with figure_of(image, (4.6 * panels, 3.8), title=title) as figure:
+        axes = list(figure.subplots(1, panels))
+        _draw_losses(axes.pop(0), records, names)
+        if len(names) == 2:
+            _draw_gap(axes.pop(0), records, names)
+        _draw_speed(axes.pop(0), records, names)
+
+
+def _draw_losses(axis: Any, records: list[Record], names: list[str]) -> None:
+    for name, color, marker, width in zip(names, COLORS, "ox", (2.4, 1.0), strict=False):  # curves overlap
+        steps, losses = _series(records, name, "loss")
+        axis.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
+        axis.plot(steps, _smooth(losses), color=color, linewidth=width, label=f"{name}, train")
+        steps, losses = _series(records, name, "validation_loss")
+        axis.plot(steps, losses, marker, color=color, markersize=6, fillstyle="none", label=f"{name}, validation")
+    axis.set(title="Loss (nats per token)", xlabel="step")
+    _finish(axis)
+
+
+def _draw_gap(axis: Any, records: list[Record], names: list[str]) -> None:
+    for key, style, label in (("loss", "-", "train, smoothed"), ("validation_loss", "o", "validation")):
+        steps, losses = _series(records, names[0], key)
+        _, references = _series(records, names[1], key)
+        if key == "loss":
+            losses, references = _smooth(losses), _smooth(references)
+        gaps = [100 * (loss / reference - 1) for loss, reference in zip(losses, references, strict=False)]
+        axis.plot(steps[: len(gaps)], gaps, style, color=COLORS[0], linewidth=1.2, label=label)
+    axis.axhline(0, color="black", linewidth=0.8)
+    axis.axhspan(-0.5, 0.5, color="gray", alpha=0.15, linewidth=0, label="within 0.5 %")
+    axis.set(title=f"Loss gap of {names[0]} to {names[1]} (%)", xlabel="step")
+    _finish(axis)
+
+
+def _draw_speed(axis: Any, records: list[Record], names: list[str]) -> None:
+    for name, color in zip(names, COLORS, strict=False):
+        steps, speeds = _series(records, name, "tokens_per_s")
+        axis.plot(steps[WARMUP_STEPS:], speeds[WARMUP_STEPS:], color=color, linewidth=1, label=name)
+    axis.set(title="Tokens per second", xlabel="step")
+    axis.set_ylim(bottom=0)
+    _finish(axis)
+
+
+def _finish(axis: Any) -> None:
+    axis.grid(alpha=0.25)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(frameon=False)
+
+
+def _series(records: Iterable[Record], name: str, key: str) -> tuple[list[int], list[float]]:
+    found = [(record["step"], record[key]) for record in records if record.get("run") == name and key in record]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """Return centered moving averages, which do not lag behind."""
+    radius = min(5, len(values) // 20)
+    windows = (values[max(0, i - radius) : i + radius + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]

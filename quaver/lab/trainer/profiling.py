@@ -1,0 +1,184 @@
+"""Profiles single steps as [profiling] asks. Writes, in the run folder, for each rank and model,
+
+    profile_trace/step-000010/tensorwise-rank0.json.gz         a trace of the step, for Perfetto
+    memory_snapshot/step-000003/tensorwise-rank0.json, .png    CPU: its live tensors (quaver.lab.memory)
+    memory_snapshot/step-000003/tensorwise-rank0.pickle        CUDA: the allocator's history until its end,
+                                                               for https://pytorch.org/memory_viz
+
+docs/profiling.md describes the files. Ranks do not wait for each other here: what one cannot write is kept, and
+ends the run on all of them after the step. SIGUSR1 asks one rank for snapshots.
+"""
+
+import gzip
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
+
+from quaver import Float8Linear
+from quaver.lab.recorder.draw import draw_timeline
+from quaver.lab.recorder.timeline import record_timeline
+from quaver.lab.runs.errors import OutputFailures, writing
+from quaver.lab.settings import TrainConfig
+from quaver.lab.trainer.process import Requests, snapshot_signals
+from quaver.linear.scale_state import LinearScales
+from quaver.runtime.devices import is_cuda_device
+from quaver.torch_private.memory import dump_snapshot, record_memory_history
+
+MAX_HISTORY_ENTRIES = 100_000
+"""The newest allocations and frees in CUDA's history."""
+
+
+class Profiling:
+    """Profiles the steps that the config names, and those that SIGUSR1 asks for."""
+
+    def __init__(
+        self, config: TrainConfig, folder: Path, rank: int, device: torch.device, failures: OutputFailures
+    ) -> None:
+        """`folder` is the run folder, on every rank. What cannot be written is kept in `failures`."""
+        self._config, self._folder, self._rank, self._device = config, folder, rank, device
+        self._failures = failures
+        self._stack = ExitStack()
+        self._requests = Requests()
+        self._served: dict[str, int] = {}
+
+    def __enter__(self) -> "Profiling":
+        if self._config.profiling.enable_memory_snapshot:
+            self._requests = self._stack.enter_context(snapshot_signals())
+            if is_cuda_device(self._device):
+                self._stack.enter_context(_recorded_history(self._device))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @contextmanager
+    def step(self, step: int, name: str, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+        """Run the block, which is step `step` (from 1) of the model `name`, and profile it if it is due.
+
+        The files are written after the block. If it raises there are none, except for a snapshot when CUDA is out of
+        memory.
+        """
+        with ExitStack() as stack:
+            if self._config.profiling.enable_memory_snapshot:
+                snapshot = self._cuda_snapshot if is_cuda_device(self._device) else self._cpu_timeline
+                stack.enter_context(snapshot(step, name, model, optimizer))
+            stack.enter_context(self._trace(step, name))
+            yield
+
+    def traces(self, step: int) -> bool:
+        """Whether torch.profiler runs in the step: those that are written, and the warm-up before them."""
+        config = self._config.profiling
+        window = config.profiler_warmup + config.profiler_active
+        return config.enable_profiling and -step % config.profile_freq < window
+
+    @contextmanager
+    def _trace(self, step: int, name: str) -> Iterator[None]:
+        if not self.traces(step):
+            yield
+            return
+        config = self._config.profiling
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (is_cuda_device(self._device))
+        with profile(activities=activities, record_shapes=True) as profiler:
+            yield
+        if -step % config.profile_freq < config.profiler_active:
+            file = self._file(config.save_traces_folder, step, name, ".json.gz")
+            self._write(file, partial(_export, profiler))
+
+    @contextmanager
+    def _cuda_snapshot(self, step: int, name: str, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self._write_cuda_snapshot(step, name, "-out-of-memory.pickle")
+            raise
+        if self._is_snapshot_due(step, "all"):  # the allocator's history covers all models
+            self._write_cuda_snapshot(step, name, ".pickle")
+
+    def _write_cuda_snapshot(self, step: int, name: str, ending: str) -> None:
+        file = self._file(self._config.profiling.save_memory_snapshot_folder, step, name, ending)
+        self._write(file, lambda path: dump_snapshot(str(path)))
+
+    @contextmanager
+    def _cpu_timeline(self, step: int, name: str, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+        if not self._is_snapshot_due(step, name):
+            yield
+            return
+        with record_timeline(model, optimizer, persistent_scales=persistent_scales(model)) as timeline:
+            yield
+        about = {"run": name, "step": step, "rank": self._rank, "config": asdict(self._config)}
+        report = {**timeline.report(), **about}
+        file = self._file(self._config.profiling.save_memory_snapshot_folder, step, name, ".json")
+        title = f"{self._folder.name}: live tensors of {name}, step {step}, rank {self._rank}"
+
+        def write(path: Path) -> None:
+            path.write_text(json.dumps(report, allow_nan=False) + "\n", encoding="utf-8")
+            draw_timeline(report, path.with_suffix(".png"), title=title)
+
+        self._write(file, write)
+
+    def _is_snapshot_due(self, step: int, name: str) -> bool:
+        """Whether it is the config's step, or a SIGUSR1 came after the last snapshot of `name`."""
+        asked, served = self._requests.snapshots, self._served.get(name, 0)
+        self._served[name] = asked
+        return step == self._config.profiling.memory_snapshot_step or asked > served
+
+    def _file(self, folder: str, step: int, name: str, ending: str) -> Path:
+        return self._folder / folder / f"step-{step:06d}" / f"{name}-rank{self._rank}{ending}"
+
+    def _write(self, file: Path, write: Callable[[Path], None]) -> None:
+        """Create the folder of `file` and write it; keep an error of that."""
+        with self._failures.noting(), writing(file):
+            for folder in (file.parent.parent, file.parent):  # not the run folder: one that was removed stays so
+                folder.mkdir(exist_ok=True)
+            write(file)
+
+
+@contextmanager
+def _recorded_history(device: torch.device) -> Iterator[None]:
+    record_memory_history(max_entries=MAX_HISTORY_ENTRIES, device=device)
+    try:
+        yield
+    finally:
+        record_memory_history(enabled=None, device=device)
+
+
+def _export(profiler: profile, file: Path) -> None:
+    """Write the trace to `file`, compressed. Raises OSError, also where torch's own writer only logs that it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        if not _is_whole(trace):
+            raise OSError(f"torch.profiler wrote an incomplete trace to {folder!r}; is the disk full?")
+        with trace.open("rb") as plain, gzip.open(file, "wb") as compressed:
+            shutil.copyfileobj(plain, compressed)
+
+
+def _is_whole(trace: Path) -> bool:
+    """Whether the file of torch.profiler has its last entry, `"traceName": "..." }`."""
+    if not trace.exists():
+        return False
+    with trace.open("rb") as file:
+        file.seek(-min(trace.stat().st_size, len(str(trace)) + 64), os.SEEK_END)
+        end = file.read()
+    return b'"traceName"' in end and end.rstrip().endswith(b"}")
+
+
+def persistent_scales(model: nn.Module) -> list[Tensor]:
+    """Return every tensor of the persistent scales and histories that the linears of `model` share."""
+    scalings = [module.scaling for module in model.modules() if isinstance(module, Float8Linear)]
+    states = {id(scaling.state): scaling.state for scaling in scalings if isinstance(scaling, LinearScales)}
+    return [value for state in states.values() for value in vars(state).values() if isinstance(value, Tensor)]

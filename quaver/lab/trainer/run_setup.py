@@ -1,0 +1,175 @@
+"""Sets up a run before it trains: the checked config, parallel dims, device, data and models.
+
+Everything that can be wrong with the input is refused here, before a file is written or a process group made.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from quaver.conversion.report import ConversionReport
+from quaver.lab.data import TokenData, load_data
+from quaver.lab.runs.checkpoint_folder import read_record
+from quaver.lab.runs.run_folder import RunFolder, provenance, resumes
+from quaver.lab.settings import TrainConfig, require
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve
+from quaver.lab.trainer.display import ShownProgress
+from quaver.lab.trainer.float8 import convert_model
+from quaver.lab.trainer.flops import flops_per_token_by_precision
+from quaver.lab.trainer.metrics import check_loggers
+from quaver.lab.trainer.model import Llama
+from quaver.lab.trainer.parallelize import check_tensor_parallel
+from quaver.runtime.agreement import on_every_rank
+from quaver.runtime.devices import is_cuda_device, resolve_device
+from quaver.runtime.ranks import Ranks
+
+
+@dataclass
+class Models:
+    """The models of a run, on the meta device, by name: a recipe, or the high-precision dtype."""
+
+    by_name: dict[str, Llama]
+    """The float8 model first, then the bfloat16 baseline of `job.compare`."""
+    report: ConversionReport | None
+    """The conversion of the float8 model."""
+    flops_per_token: dict[str, dict[str, int]]
+    """By model, and by the precision that computes them."""
+
+
+@dataclass
+class RunSetup:
+    """A run with checked input: equal on every rank, except for `dims.rank`."""
+
+    config: TrainConfig
+    ranks: Ranks
+    dims: ParallelDims
+    device: torch.device
+    data: TokenData
+    models: Models
+    folder: RunFolder | None = None
+    """Set by `open_folder`, on the first rank only."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """The facts about the run that each checkpoint repeats; set by `open_folder`."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The settings and the hash of the text, which must be equal on every rank."""
+        return json.dumps([asdict(self.config), self.data.origin["sha256"]])
+
+    def release(self) -> None:
+        """Release the lock of the run folder, which the end of the process does, too."""
+        if self.folder is not None:
+            self.folder.release()
+
+
+def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
+    """Check `config`, read the data, make and convert the models. Writes nothing but the token cache.
+
+    One rank writes a missing token cache and the others wait for it; there is no other communication.
+
+    Raises:
+        ValueError: a setting does not fit.
+        OSError: a path cannot be read.
+        NotImplementedError: a known gap.
+        MissingDeviceError: the device does not exist here.
+    """
+    _check_recordable(config)
+    config, dims = resolve(config, rank=ranks.rank, world_size=ranks.world_size)
+    device = ranks.device(resolve_device(config.training.device))
+    require(
+        is_cuda_device(device) or config.checkpoint.async_mode != "async_with_pinned_mem",
+        "checkpoint.async_mode",
+        "disabled or async on a device that is not CUDA",
+        config.checkpoint.async_mode,
+        "page-locked memory is for copies from a GPU",
+    )
+    check_environment(config)
+    models = make_models(config, device)
+    data = load_data(config, ShownProgress() if ranks.is_first else None)
+    return RunSetup(config, ranks, dims, device, data, models)
+
+
+def _check_recordable(config: TrainConfig) -> None:
+    """Refuse what the JSON of a checkpoint or config.toml lacks, before the first save would fail: inf, NaN, bytes."""
+    for section, values in asdict(config).items():
+        for name, value in values.items():
+            items = value if isinstance(value, tuple) else (value,)
+            is_finite = all(not isinstance(each, float) or math.isfinite(each) for each in items)
+            require(is_finite, f"{section}.{name}", "finite", value, "each checkpoint records it as JSON")
+            is_text = all(not isinstance(each, str) or each == each.encode(errors="replace").decode() for each in items)
+            require(is_text, f"{section}.{name}", "in UTF-8", value, "config.toml records it")
+
+
+def check_environment(config: TrainConfig) -> None:
+    """Refuse a logger without its package, and initial weights that are missing where the run begins from them.
+
+    Raises:
+        ValueError: a package is missing, or the checkpoint has another format.
+        FileNotFoundError: there is no checkpoint.
+    """
+    check_loggers(config.metrics)
+    if config.checkpoint.initial_load_path and not resumes(config):
+        read_record(config.checkpoint.initial_weights)
+
+
+def make_models(config: TrainConfig, device: torch.device) -> Models:
+    """Make the models of a run on the meta device, and convert the one that trains in float8.
+
+    Raises:
+        ValueError: a filter matches nothing, or tensor parallelism cuts blocks. NotImplementedError: a known gap.
+    """
+    precision = config.training.mixed_precision_param
+    models = {precision: _meta_model(config)}
+    report = None
+    if config.float8.enable_float8_linear:
+        model = _meta_model(config)
+        tokens = config.training.local_batch_size * config.training.seq_len
+        report = convert_model(model, config.float8, tokens=tokens, device=device)
+        check_tensor_parallel(model, config.parallelism.tensor_parallel_degree)
+        models = {config.float8.recipe_name: model, **(models if config.job.compare else {})}
+    flops = {
+        name: flops_per_token_by_precision(model, config.model, config.training.seq_len, precision, device)
+        for name, model in models.items()
+    }
+    return Models(models, report, flops)
+
+
+def open_folder(setup: RunSetup) -> None:
+    """Find or make the run folder and lock it, on the first rank. Raises what `RunFolder.open` does."""
+    report = setup.models.report.to_dict() if setup.models.report else None
+    source = provenance(setup.device)
+    setup.about = {"config": asdict(setup.config), "provenance": source, "conversion_report": report}
+    setup.about["data"] = setup.data.origin
+    if setup.ranks.is_first:
+        setup.folder = RunFolder.open(setup.config)
+
+
+def begin_folder(setup: RunSetup) -> None:
+    """Write what the run folder says about this start of the run: [Note: refusals write nothing].
+
+    Every rank calls it, with a process group.
+
+    Raises:
+        CheckpointError: on every rank, if the metrics are damaged.
+        OutputError: on every rank, if a file cannot be written.
+    """
+
+    def begin() -> None:
+        if setup.folder is not None:
+            setup.folder.begin(setup.config)
+            setup.folder.add_provenance(setup.about["provenance"])
+            setup.folder.write_json("data.json", setup.data.origin)
+            if setup.about["conversion_report"]:
+                setup.folder.write_json("conversion_report.json", setup.about["conversion_report"])
+
+    on_every_rank(begin)
+
+
+def _meta_model(config: TrainConfig) -> Llama:
+    with torch.device("meta"):
+        model = Llama(config.model).to(getattr(torch, config.training.dtype))
+    model.model.residual_dtype = getattr(torch, config.training.residual_stream_dtype)
+    return model

@@ -1,0 +1,110 @@
+"""The model of a run or of a Hugging Face folder, and one batch for it, for `quaver doctor --model`."""
+
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quaver.export.files import read_config
+from quaver.export.source import ROUTERS, huggingface_source
+from quaver.lab.data import Batch, load_data
+from quaver.lab.settings import Data, Model, TrainConfig
+from quaver.lab.settings.config_file import build_config
+from quaver.lab.trainer.huggingface.config import model_from_hf
+from quaver.lab.trainer.huggingface.convert import checkpoint_of, open_checkpoint
+from quaver.lab.trainer.huggingface.float8 import run_source
+from quaver.lab.trainer.loss import next_token_loss
+from quaver.lab.trainer.model import Llama
+from quaver.lab.trainer.trained_model import autocast_of
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """A model in high precision, and how it runs."""
+
+    model: nn.Module
+    config: TrainConfig
+    """The config of the run; for a Hugging Face folder the defaults, with its model where quaver trains it."""
+    data: str
+    """Where the batch comes from, in words."""
+    forward_backward: Callable[[], None]
+    can_train: bool
+    """Whether `config` is a whole run for `quaver train`."""
+
+    def is_skipped(self, name: str) -> bool:
+        """Whether a linear stays in high precision whatever its numerics."""
+        return any(part in name for part in self.config.float8.filter_fqns) or name.rpartition(".")[2] in ROUTERS
+
+
+def open_surveyed(path: Path, *, data: str | None, sequences: int, seq_len: int | None) -> Surveyed:
+    """Open a run, one of its checkpoints, or a Hugging Face folder.
+
+    Args:
+        data: as data.path; None for the run's own, or the sources of Python's library.
+        sequences, seq_len: of the batch; a run has its own length.
+    Raises:
+        OSError, ValueError, NotImplementedError: it is neither, or is damaged, or the data does not fit.
+    """
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"--model must be a run or a Hugging Face folder, got {str(path)!r}, which is no folder"
+        )
+    checkpoint = checkpoint_of(path)
+    open_it = _open_huggingface if checkpoint is None else _open_run
+    return open_it(checkpoint or path, data, sequences, seq_len)
+
+
+def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int | None) -> Surveyed:
+    found = open_checkpoint(checkpoint, None)
+    sections = found.record["config"]
+    if "training" not in sections:
+        raise ValueError(f"{str(checkpoint)!r} is a converted model without a run; give its Hugging Face folder")
+    config = build_config(sections)
+    model = run_source(checkpoint, recipe="tensorwise").high_precision_model()
+    typing.cast(Llama, model).model.residual_dtype = getattr(torch, config.training.residual_stream_dtype)
+    return _surveyed(model, config, _with_batch(config, data, sequences, seq_len), can_train=True)
+
+
+def _open_huggingface(folder: Path, data: str | None, sequences: int, seq_len: int | None) -> Surveyed:
+    about = read_config(folder)
+    model = huggingface_source(folder, recipe="tensorwise").high_precision_model()
+    try:
+        shape, can_train = model_from_hf(about), True
+    except NotImplementedError:  # of another architecture, which transformers trains
+        shape, can_train = Model(vocab_size=int(about["vocab_size"])), False
+    config = replace(TrainConfig(), model=shape, data=Data(tokenizer=_tokenizer(folder)))
+    return _surveyed(model, config, _with_batch(config, data, sequences, seq_len), can_train=can_train)
+
+
+def _tokenizer(folder: Path) -> str:
+    return str(folder) if (folder / "tokenizer.json").is_file() else Data().tokenizer
+
+
+def _with_batch(config: TrainConfig, data: str | None, sequences: int, seq_len: int | None) -> TrainConfig:
+    training = replace(
+        config.training, local_batch_size=sequences, global_batch_size=-1, seq_len=seq_len or config.training.seq_len
+    )
+    return replace(config, training=training, data=replace(config.data, path=data or config.data.path))
+
+
+def _surveyed(model: nn.Module, config: TrainConfig, of_batch: TrainConfig, *, can_train: bool) -> Surveyed:
+    training = of_batch.training
+    (batch,) = load_data(of_batch).step_batches(training, 0)
+    model.train()
+
+    def forward_backward() -> None:
+        with autocast_of(training, torch.device("cpu")):
+            _loss(model, batch).backward()
+
+    about = f"{training.local_batch_size} sequences of {training.seq_len} tokens of {of_batch.data.path}"
+    return Surveyed(model, config, about, forward_backward, can_train)
+
+
+def _loss(model: nn.Module, batch: Batch) -> Any:
+    if isinstance(model, Llama):
+        return next_token_loss(model(batch.tokens, batch.documents), batch.targets)
+    return next_token_loss(model(input_ids=batch.tokens).logits, batch.targets)

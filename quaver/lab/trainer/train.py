@@ -1,0 +1,523 @@
+"""The training loop: set up a run, build its models, train step by step, conclude.
+
+With `job.compare` a float8 model and its bfloat16 baseline take turns, step by step and in alternating order, so that
+a slow moment of the machine affects both, and the ratio of their median step times is fair.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from quaver.conversion.report import conversion_report
+from quaver.lab.data import Batch, TokenData
+from quaver.lab.runs.checkpoint import Checkpointer, load_weights
+from quaver.lab.runs.checkpoint_folder import Progress
+from quaver.lab.runs.errors import CheckpointError, OutputError, OutputFailures
+from quaver.lab.runs.json_lines import JsonLines
+from quaver.lab.runs.run_folder import RunFolder, replaced
+from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.parallel_dims import ParallelDims
+from quaver.lab.trainer.alarms import RunAlarms, fall_back
+from quaver.lab.trainer.display import Display, print_results, say, training_display
+from quaver.lab.trainer.float8_scales import saturation_summary, scales_record
+from quaver.lab.trainer.flops import MASKED, utilization
+from quaver.lab.trainer.initialize import allocate, initialize
+from quaver.lab.trainer.memory import device_memory, reset_device_peaks
+from quaver.lab.trainer.metrics import Logger, is_spike, open_loggers, remember, summarize
+from quaver.lab.trainer.nonfinite import NonFiniteError, is_finite
+from quaver.lab.trainer.numerics import NumericsLog
+from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.plot import draw_curves
+from quaver.lab.trainer.process import Requests, Watchdog, determinism, quiet, stop_signals
+from quaver.lab.trainer.profiling import Profiling
+from quaver.lab.trainer.run_setup import RunSetup, begin_folder, open_folder, set_up_run
+from quaver.lab.trainer.trained_model import StepResult, TrainedModel
+from quaver.numerics.monitor import Monitor
+from quaver.numerics.watch import AlarmSink
+from quaver.roofline.device_specs import PeakFlops, peak_flops
+from quaver.runtime.ranks import Ranks
+
+MEMORY_STEP = 2
+"""The step of this process whose peak memory is measured: the optimizer's state exists after the first one.
+
+Where torch.profiler measures it (memory.py) and traces that step, the first later one that it does not trace.
+"""
+
+FIRST_STEP_PATIENCE = 10
+"""The watchdog's factor for the first step, which may compile."""
+
+
+VARIANTS_OF_A_BLOCK = 8
+"""In compiled code: that trains or validates, in float8 or high precision, with a monitor or without."""
+
+
+@dataclass
+class Run:
+    """The state of a run: its models (the float8 model first, then its bfloat16 baseline), data and folder."""
+
+    config: TrainConfig
+    ranks: Ranks
+    dims: ParallelDims
+    device: torch.device
+    peak: PeakFlops
+    flops_per_token: dict[str, dict[str, int]]
+    data: TokenData
+    models: list[TrainedModel]
+    folder: RunFolder | None
+    """On the first rank, which writes it."""
+    paths: RunFolder
+    """The same folder on every rank, for the files that each rank writes."""
+    checkpoints: Checkpointer
+    progress: Progress = field(default_factory=Progress)
+    began_at_step: int = 0
+
+
+def prepare(config: TrainConfig) -> Run:
+    """Return the run of a single process. Raises what `set_up_run`, `open_folder` and `build` raise."""
+    setup = set_up_run(config, Ranks())
+    open_folder(setup)
+    try:
+        return build(setup)
+    except BaseException:
+        setup.release()
+        raise
+
+
+def build(setup: RunSetup) -> Run:
+    """Parallelize the models of `setup`, give them their weights, initial or of a checkpoint, and begin the run folder.
+
+    The initial weights are the same for any number of ranks. Several ranks need the process group, and every rank must
+    call this.
+
+    Raises:
+        CheckpointError: on every rank, if a checkpoint cannot be read or does not fit; the run folder is as it was.
+        OutputError: on every rank, if the run folder cannot be written.
+    """
+    config, ranks = setup.config, setup.ranks
+    own = (str(setup.folder.path), setup.folder.resume_step) if setup.folder else None
+    path, resume_step = ranks.gather(own)[0]
+    loads_weights = resume_step is not None or bool(config.checkpoint.initial_load_path)
+    torch.manual_seed(config.training.seed)  # nothing here draws from it, but a dropout layer would
+    models = _build_models(setup, initializes=not loads_weights)
+    paths = RunFolder(Path(path), resume_step)
+    checkpoints = Checkpointer(
+        paths.checkpoints(config.checkpoint), config.checkpoint, ranks, setup.device, setup.about
+    )
+    progress = Progress()
+    if resume_step is not None:
+        progress = checkpoints.load(resume_step, models, partial(_fall_back_again, models, checkpoints))
+    elif loads_weights:
+        load_weights(config.checkpoint.initial_weights, models)
+    begin_folder(setup)
+    return Run(
+        config,
+        ranks,
+        setup.dims,
+        setup.device,
+        peak_flops(setup.device),
+        setup.models.flops_per_token,
+        setup.data,
+        models,
+        setup.folder,
+        paths,
+        checkpoints,
+        progress,
+        progress.step,
+    )
+
+
+def _fall_back_again(models: list[TrainedModel], checkpoints: Checkpointer, progress: Progress) -> None:
+    """Give the float8 model the recipes that alarms had given it when the checkpoint was saved."""
+    if not progress.fallbacks or not models[0].config.float8.enable_float8_linear:
+        return
+    try:
+        fall_back(models[0], checkpoints, progress.fallbacks)
+    except ValueError as error:
+        raise CheckpointError(f"the run fell back in {', '.join(progress.fallbacks)}: {error}") from error
+
+
+def _build_models(setup: RunSetup, *, initializes: bool) -> list[TrainedModel]:
+    mesh = None
+    if setup.dims.mesh:
+        sizes = setup.dims.mesh
+        mesh = init_device_mesh(setup.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    models = []
+    for name, model in setup.models.by_name.items():
+        parallelize(model, setup.config, mesh)
+        allocate(model, setup.device)
+        if initializes:
+            initialize(model, setup.config.training.seed)
+        models.append(TrainedModel(name, model, setup.config, setup.device, setup.ranks))
+    return models
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train every model to the last step and return the summary, which the run folder has as summary.json.
+
+    Ctrl-C, SIGTERM or SIGHUP, on any rank, ends the run on all ranks after the current step with status "interrupted",
+    and with a checkpoint if they are enabled; so does an alarm with numerics.on_alarm = stop, with status "alarm". The
+    summary and the curves are written however the loop ends, and the lock of the run folder is released.
+
+    Raises:
+        NonFiniteError: if a loss or a gradient norm is not finite; on every rank, with the same message.
+        CheckpointError: if a checkpoint cannot be written; on every rank.
+        OutputError: if another file cannot be written, on any rank; on every rank, after the same step.
+        KeyboardInterrupt: with several ranks, at a second Ctrl-C, without waiting for the other ranks.
+    """
+    try:
+        with quiet(run.ranks.is_first):
+            return _train(run)
+    finally:
+        if run.folder:
+            run.folder.release()
+
+
+def _train(run: Run) -> dict[str, Any]:
+    status, error, waits, is_writable, failures = "failed", None, True, True, OutputFailures(run.ranks)
+    try:
+        deterministic = determinism(run.config.training.deterministic)
+        with deterministic, _compiles(run), _outputs(run, failures) as outputs, stop_signals() as requests:
+            _introduce(run, outputs.display)
+            _train_steps(run, outputs, requests)
+            reason = run.ranks.gather(outputs.alarms.reason)[0]
+            is_done = run.progress.step >= run.config.training.steps
+            status, error = "finished" if is_done else "alarm" if reason else "interrupted", reason or None
+    except KeyboardInterrupt:
+        status, waits = "interrupted", False
+        if not run.ranks.is_alone:
+            raise
+    except Exception as found:
+        statuses: dict[type, str] = {NonFiniteError: "non-finite", CheckpointError: "checkpoint failed"}
+        status = statuses.get(type(found), "failed")
+        is_writable = not isinstance(found, OutputError)
+        is_one_line = isinstance(found, (NonFiniteError, CheckpointError, OutputError))
+        error = str(found) if is_one_line else f"{type(found).__name__}: {next(iter(str(found).splitlines()), '')}"
+        raise
+    finally:
+        run.checkpoints.close(waits=waits)
+        summary = _summary(run, status, error)
+        if is_writable:
+            with failures.noting():  # an error that ended the run is raised
+                _conclude(run, status, summary)
+    failures.raise_on_all_ranks()
+    _print_end(run, status, summary)
+    return summary
+
+
+def _compiles(run: Run) -> AbstractContextManager[Any]:
+    """Let torch.compile make what a run needs of a block: with a recipe for each layer no two blocks are alike."""
+    if not run.config.training.compile:
+        return nullcontext()
+    from quaver.torch_private.compiler import recompile_limit  # imports the compiler, which takes seconds
+
+    torch.compiler.reset()  # code of an earlier run in this process would be taken, and not be counted
+    return recompile_limit(VARIANTS_OF_A_BLOCK * sum(len(list(each.model.blocks())) for each in run.models))
+
+
+def _train_steps(run: Run, outputs: "Outputs", requests: Requests) -> None:
+    """Train until the last step, a signal, or a file that cannot be written on any rank; then save."""
+    config, progress = run.config, run.progress
+    while progress.step < config.training.steps:
+        has_failed = run.checkpoints.failed or bool(outputs.failures.first)
+        if run.ranks.any(requests.stop or has_failed or bool(outputs.alarms.reason), run.device):
+            break
+        try:
+            _train_step(run, progress.step + 1, outputs)
+            _fall_back(run, outputs)
+            _check_folder(run, outputs)
+            if progress.step % config.validation.freq == 0 or progress.step == config.training.steps:
+                _validate(run, progress.step, outputs)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{error}{_saved_before(run, error)}") from error
+        if run.checkpoints.is_due(progress.step):
+            run.checkpoints.save(progress, run.models)
+    outputs.failures.raise_on_all_ranks()
+    if progress.step > run.began_at_step:
+        run.checkpoints.save(progress, run.models)
+    run.checkpoints.wait()
+
+
+def _check_folder(run: Run, outputs: "Outputs") -> None:
+    """Note a run folder that was removed; after the first step record what multiplied, which is known then."""
+    if run.folder is None:
+        return
+    with outputs.failures.noting():
+        run.folder.check_exists()
+        if run.progress.step == run.began_at_step + 1 and run.config.float8.enable_float8_linear:
+            run.folder.write_json("conversion_report.json", conversion_report(run.models[0].model).to_dict())
+
+
+def _train_step(run: Run, step: int, outputs: "Outputs") -> None:
+    """Run one step of every model, on the same batches, and record it."""
+    training, progress = run.config.training, run.progress
+    batches = _to_device(run.data.step_batches(training, progress.consumed_sequences, run.dims), run.device)
+    steps_here = step - run.began_at_step
+    patience_s = run.config.comm.watchdog_seconds * (FIRST_STEP_PATIENCE if steps_here == 1 else 1)
+    models = run.models if step % 2 else run.models[::-1]
+    for model in models:
+        reset_device_peaks(run.device)
+        with (
+            outputs.watchdog.step(patience_s, f"step {step} of {model.name} on rank {run.ranks.rank}"),
+            outputs.profiling.step(step, model.name, model.model, model.optimizer),
+        ):
+            measure_memory = _is_memory_due(run, model, step, outputs.profiling)
+            try:
+                result = model.train_step(step, batches, measure_memory=measure_memory)
+            except NonFiniteError as error:
+                outputs.write({"step": step, "run": model.name, "nonfinite": str(error)})
+                error.can_continue = model is models[0]  # else the first one has taken this step
+                raise
+        _record_step(run, model, step, result, outputs)
+        if steps_here == 1 and model.note_on_compile:
+            outputs.display.line(f"{model.name}: {model.note_on_compile}")
+    progress.step = step
+    progress.consumed_sequences += training.step_batch_size
+
+
+def _saved_before(run: Run, error: NonFiniteError) -> str:
+    """Save the run as the last finite step left it, if it can go on from there; return what an error says about that.
+
+    Weights that are not finite are not saved: the new checkpoint would take the place of an older one.
+    """
+    if not run.config.checkpoint.enable or run.progress.step == run.began_at_step or not error.can_continue:
+        return ""
+    are_finite = all(is_finite(each) for model in run.models for each in model.model.parameters())
+    if run.ranks.any(not are_finite, run.device):
+        return "; the weights are not finite, and are not saved"
+    try:
+        run.checkpoints.save(run.progress, run.models)
+        run.checkpoints.wait()
+    except CheckpointError as failed:
+        return f"; {failed}"
+    return f"; the checkpoint of step {run.progress.step} is from before it"
+
+
+def _is_memory_due(run: Run, model: TrainedModel, step: int, profiling: Profiling) -> bool:
+    """Whether to measure memory: once, and on the first rank, whose the summary has."""
+    first = min(MEMORY_STEP, run.config.training.steps - run.began_at_step)
+    is_reached = step - run.began_at_step >= first
+    is_free = model.has_countable_memory or not profiling.traces(step)
+    return run.ranks.is_first and is_reached and is_free and model.peak.peak_bytes is None
+
+
+def _validate(run: Run, step: int, outputs: "Outputs") -> None:
+    config = run.config
+    batches = _to_device(run.data.validation_batches(config.training, config.validation, run.dims), run.device)
+    for model in run.models:
+        record = {"step": step, "run": model.name, "validation_loss": model.validate(batches)}
+        record["precision"] = model.precision
+        if model.expert_load is not None:
+            record["expert_load"] = model.expert_load.tolist()
+        if config.validation.high_precision_too:
+            record["validation_loss_hp"] = model.validation_loss_hp
+        outputs.write(record)
+        outputs.display.validation(record)
+
+
+def _to_device(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
+    return [batch.to(device) for batch in batches]
+
+
+@dataclass
+class Outputs:
+    """The destinations of a run's numbers while it trains; only the first rank has loggers and a visible display."""
+
+    loggers: list[Logger]
+    scales: JsonLines | None
+    """float8_scales.jsonl, for recipes with persistent scales."""
+    display: Display
+    watchdog: Watchdog
+    profiling: Profiling
+    alarms: RunAlarms
+    alarm_sink: AlarmSink | None
+    """The sink of the monitor, on the first rank."""
+    failures: OutputFailures
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Log the numbers of a step or a validation."""
+        for logger in self.loggers:
+            with self.failures.noting():
+                logger.write(record)
+
+
+@contextmanager
+def _outputs(run: Run, failures: OutputFailures) -> Iterator[Outputs]:
+    folder, config = run.folder, run.config.metrics
+    names, steps = [model.name for model in run.models], run.config.training.steps
+    with ExitStack() as stack:
+        loggers: list[Logger] = []
+        scales = None
+        if folder is not None:
+            with failures.noting():
+                opened = open_loggers(config, folder, asdict(run.config), failures)
+                loggers = stack.enter_context(opened)
+                if config.float8_scales_freq > 0 and any(model.scaling for model in run.models):
+                    scales = JsonLines(folder.float8_scales)
+                    stack.callback(scales.close)
+        shown = training_display(names, steps, config.log_freq, peak_source=run.peak.source, quiet=folder is None)
+        display = stack.enter_context(shown)
+        alarms = RunAlarms(run.config.numerics, display, run.progress.fallbacks)
+        sink = None
+        if run.config.numerics.every:
+            if folder is not None:
+                sink = alarms.sink(NumericsLog(folder, loggers, failures), folder, failures)
+            stack.callback(_close_monitor, run)
+            _open_monitor(run, sink)
+        failures.raise_on_all_ranks()
+        yield Outputs(
+            loggers,
+            scales,
+            display,
+            Watchdog(run.paths.stacks(run.ranks.rank)),
+            stack.enter_context(Profiling(run.config, run.paths.path, run.ranks.rank, run.device, failures)),
+            alarms,
+            sink,
+            failures,
+        )
+
+
+def _open_monitor(run: Run, sink: AlarmSink | None) -> None:
+    numerics, model = run.config.numerics, run.models[0]
+    model.monitor = Monitor(
+        model.model,
+        every=numerics.every,
+        extras_every=numerics.extras_every,
+        hardware=None if numerics.hardware == "none" else numerics.hardware,
+        sink=sink,
+        completed_steps=run.progress.step,
+        steps_by_hand=True,
+    )
+
+
+def _close_monitor(run: Run) -> None:
+    if run.models[0].monitor is not None:
+        run.models[0].monitor.close()
+        run.models[0].monitor = None
+
+
+def _fall_back(run: Run, outputs: "Outputs") -> None:
+    """Change the recipes of layers that an alarm of this step names, on every rank."""
+    numerics, step, model = run.config.numerics, run.progress.step, run.models[0]
+    if numerics.on_alarm != "fallback" or not (step == 1 or step % numerics.every == 0):
+        return
+    layers: dict[str, str] = run.ranks.gather(outputs.alarms.take_fallbacks())[0]
+    if not layers:
+        return
+    _close_monitor(run)
+    fall_back(model, run.checkpoints, layers)
+    run.progress.fallbacks |= layers
+    for name, recipe in layers.items():
+        outputs.display.line(f"step {step}: {name} computes in {recipe} from now on")
+    _open_monitor(run, outputs.alarm_sink)
+
+
+def _record_step(run: Run, model: TrainedModel, step: int, result: StepResult, outputs: Outputs) -> None:
+    if result.nonfinite:
+        skipped = run.progress.skipped_steps
+        skipped[model.name] = skipped.get(model.name, 0) + 1
+        outputs.write({"step": step, "run": model.name, "skipped": result.nonfinite})
+        outputs.display.skipped(step, model.name, result.nonfinite)
+        return
+    scaling = model.scaling.report() if run.folder and model.precision == model.name else []
+    record = _step_record(run, model, step, result) | saturation_summary(scaling)
+    recent = run.progress.recent_losses.setdefault(model.name, [])
+    record["loss_spike"] = is_spike(result.loss, recent, run.config.metrics.loss_spike_deviations)
+    remember(result.loss, recent)
+    outputs.write(record)
+    outputs.display.step(record)
+    if outputs.scales and scaling and step % run.config.metrics.float8_scales_freq == 0:
+        with outputs.failures.noting():
+            outputs.scales.write(scales_record(step, model.name, scaling))
+
+
+def _step_record(run: Run, model: TrainedModel, step: int, result: StepResult) -> dict[str, Any]:
+    tokens_per_s = run.config.training.step_tokens / result.seconds
+    flops = run.flops_per_token[model.name]
+    if model.precision != model.name:  # float8.last_steps_high_precision
+        flops = {model.precision: sum(flops.values()) - flops[MASKED], MASKED: flops[MASKED]}
+    return {
+        "step": step,
+        "run": model.name,
+        "precision": model.precision,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "step_seconds": result.seconds,
+        "tokens_per_s": tokens_per_s,
+        **utilization(flops, tokens_per_s / run.ranks.world_size, run.peak),
+        **device_memory(run.device),
+        **_fullest_expert(model),
+    }
+
+
+def _fullest_expert(model: TrainedModel) -> dict[str, float]:
+    """The load of the fullest expert of any layer, relative to the mean."""
+    load = model.expert_load
+    return {} if load is None else {"expert_load_max": load.max().item() * load.shape[1]}
+
+
+def _introduce(run: Run, display: Display) -> None:
+    if run.folder is None:
+        return
+    config, origin = run.config, run.data.origin
+    parameters = sum(parameter.numel() for parameter in run.models[0].model.parameters())
+    display.line(f"run folder   {run.folder.path}")
+    if run.folder.resume_step is not None:
+        changes = "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in run.folder.changes.items())
+        display.line(f"resumed      after step {run.progress.step}" + (f", changed: {changes}" if changes else ""))
+    display.line(f"model        {parameters:,} parameters, trained in {' and '.join(each.name for each in run.models)}")
+    display.line(
+        f"data         {origin['path']}: {origin['files']:,} files ({origin['corrupt']:,} corrupt items left out), "
+        f"{origin['train_tokens']:,} tokens to train, {origin['validation_tokens']:,} to validate"
+    )
+    display.line(f"step         {config.training.step_tokens:,} tokens; {config.training.steps} steps on {run.device}")
+    if not run.ranks.is_alone:
+        display.line(f"ranks        {run.dims}")
+        for note in dict.fromkeys(note for model in run.models for note in model.notes):
+            display.line(f"{'':<12} {note}")
+    peaks = {"bfloat16": run.peak.flops_per_s}
+    if run.peak.float32_flops_per_s and any("float32" in flops for flops in run.flops_per_token.values()):
+        peaks["float32"] = run.peak.float32_flops_per_s
+    for name, flops_per_s in peaks.items():
+        display.line(f"{name:<12} {flops_per_s / 1e12:.3g} TFLOP/s ({run.peak.source})")
+
+
+def _summary(run: Run, status: str, error: str | None) -> dict[str, Any]:
+    return summarize(
+        run.config,
+        run.models,
+        run.device,
+        run.peak,
+        run.dims,
+        run.flops_per_token,
+        status=status,
+        steps=run.progress.step,
+        error=error,
+    )
+
+
+def _conclude(run: Run, status: str, summary: dict[str, Any]) -> None:
+    """Write the summary and the curves, on the first rank. Raises OutputError."""
+    did_something = run.progress.step > run.began_at_step or status != "finished"
+    if run.folder and did_something:
+        run.folder.write_json("summary.json", summary)
+        with replaced(run.folder.curves) as image:
+            draw_curves(run.folder.metrics, image, title=run.folder.path.name)
+
+
+def _print_end(run: Run, status: str, summary: dict[str, Any]) -> None:
+    if run.folder is None:
+        return
+    if run.progress.step == run.began_at_step and status == "finished":
+        say(f"nothing left to do: the run is at training.steps = {run.config.training.steps}; set more steps")
+    else:
+        print_results(summary)
+    say(f"run folder: {run.folder.path}")
+    if status in ("interrupted", "alarm") and run.checkpoints.folder.steps():
+        say(f"resume with: quaver train --resume {run.folder.path}")

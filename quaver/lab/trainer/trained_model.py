@@ -1,0 +1,310 @@
+"""One model in training: its optimizer, its precision, one step, one validation."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from quaver import (
+    Float8Linear,
+    Float8ScalingState,
+    cast_weights_once,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
+from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.experts.module import Float8Experts
+from quaver.lab.data import Batch
+from quaver.lab.settings import Optimizer, TrainConfig, Training
+from quaver.lab.trainer.float8 import in_high_precision
+from quaver.lab.trainer.loss import next_token_loss
+from quaver.lab.trainer.memory import PeakMemory, measure_peak
+from quaver.lab.trainer.mixture import (
+    Experts,
+    Router,
+    average_expert_gradients,
+    balance_experts,
+    modules_of,
+    take_expert_load,
+)
+from quaver.lab.trainer.model import Llama
+from quaver.lab.trainer.nonfinite import NonFiniteError, NonFiniteOperand, find_nonfinite
+from quaver.lab.trainer.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    learning_rate,
+    squared_norm_share,
+    sum_partial_gradients,
+)
+from quaver.numerics.monitor import Monitor
+from quaver.runtime.devices import synchronize
+from quaver.runtime.ranks import Ranks
+
+REMEDY = "lower optimizer.lr, raise lr_scheduler.warmup_steps, or leave such steps out with training.nonfinite = skip"
+
+
+def autocast_of(training: Training, device: torch.device) -> torch.autocast:
+    """Return autocast to `mixed_precision_param` on `device`, disabled if the parameters have that dtype."""
+    dtype = getattr(torch, training.mixed_precision_param)
+    return torch.autocast(device.type, dtype=dtype, enabled=training.mixed_precision_param != training.dtype)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step: mean loss (nats), gradient norm before clipping, learning rate, wall time.
+
+    `nonfinite` is empty, or says what was not finite in a step that was skipped.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    seconds: float
+    nonfinite: str = ""
+
+
+@dataclass
+class TrainedModel:
+    """A model with its optimizer; `name` is its recipe, or the high-precision dtype for the bfloat16 baseline.
+
+    `precision` is `name`, except in the last steps of a run with float8.last_steps_high_precision: there linears
+    compute in the high-precision dtype, and times and memory are not recorded as the recipe's.
+
+    With several ranks each has its shard of the model and of the batches. Every method is a collective: all ranks call
+    it, in the same order, and get the same results, except for times.
+    """
+
+    name: str
+    model: Llama
+    config: TrainConfig
+    device: torch.device
+    ranks: Ranks = field(default_factory=Ranks)
+    peak: PeakMemory = field(default_factory=PeakMemory)
+    step_seconds: list[float] = field(default_factory=list)
+    validation_loss: float | None = None
+    validation_loss_hp: float | None = None
+    """With validation.high_precision_too, the loss of the same weights with every linear in high precision."""
+    expert_load: Tensor | None = field(init=False, default=None, repr=False)
+    """The share of the last step's tokens that each expert took, [layers, E]; None without experts."""
+    compiled_graphs: int = field(init=False, default=0)
+    """With training.compile, the graphs that its steps have compiled."""
+    precision: str = field(init=False)
+    monitor: Monitor | None = field(init=False, default=None, repr=False)
+    """Samples the numerics of its float8 matmuls, where numerics.every asks for it."""
+    scaling: Float8ScalingState = field(init=False, repr=False)
+    """The persistent scales; empty for recipes with dynamic scaling."""
+    _skipped_in_a_row: int = field(init=False, default=0)
+    _routers: list[Router] = field(init=False, repr=False)
+    _experts: list[Experts] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.model.train()
+        self.precision = self.name
+        self.scaling = float8_scaling_state(self.model)
+        self._routers, self._experts = modules_of(self.model, Router), modules_of(self.model, Experts)
+        self.optimizer = build_optimizer(self.model, self.config.optimizer)
+        self.precompute_scales()
+
+    def new_optimizer(self, name: str) -> torch.optim.Optimizer:
+        """An optimizer of the model with the default settings; a checkpoint loads the states of another one into it."""
+        return build_optimizer(self.model, Optimizer(name=name))
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on tokens sent to experts of other ranks, on weights rounded before their cast, and, after a step,
+        on a training.compile that compiled nothing.
+        """
+        split = [(each, each.dispatcher) for each in self._experts if each.dispatcher is not None]
+        notes = list(dict.fromkeys(dispatcher.note(each) for each, dispatcher in split))
+        training, gathered = self.config.training, self.config.float8.enable_fsdp_float8_all_gather
+        is_rounded = training.dtype != training.mixed_precision_param and not gathered
+        is_sharded = any(isinstance(each, FSDPModule) for each in self.model.modules())
+        is_float8 = any(isinstance(each, Float8Linear | Float8Experts) for each in self.model.modules())
+        if is_rounded and is_sharded and is_float8:
+            notes.append(
+                f"FSDP2 gathers weights in {training.mixed_precision_param}: float8 casts read rounded weights, where "
+                "one process and float8 all-gathers cast those in " + training.dtype
+            )
+        if self.step_seconds and self.note_on_compile:
+            notes.append(self.note_on_compile)
+        return notes
+
+    @property
+    def note_on_compile(self) -> str:
+        """Why training.compile has compiled nothing in the steps so far; empty if it has, or is off.
+
+        A graph break inside a checkpoint makes Dynamo give up the whole frame, and expert parallelism breaks graphs.
+        """
+        if not self.config.training.compile or self.compiled_graphs:
+            return ""
+        note = "training.compile compiled no graph, so the blocks run eagerly"
+        is_split = any(each.dispatcher is not None for each in self._experts)
+        if is_split and self.config.activation_checkpoint.mode in ("selective", "full"):
+            why = "expert parallelism ends graphs, and torch compiles no part of a checkpoint"
+            return f"{note}: {why}; set activation_checkpoint.mode = none, or training.compile = false"
+        return f"{note}; TORCH_LOGS=graph_breaks says why"
+
+    @property
+    def has_countable_memory(self) -> bool:
+        """Whether a dispatch mode sees every tensor: not those of compiled code, nor inside DTensor's operators."""
+        return not self.config.training.compile and self.config.parallelism.tensor_parallel_degree == 1
+
+    def train_step(self, step: int, batches: Sequence[Batch], *, measure_memory: bool = False) -> StepResult:
+        """Run optimizer step `step` (from 1) on the micro-batches of one global batch.
+
+        A step with a non-finite loss or gradient norm leaves weights, moments and persistent scales unchanged.
+
+        Raises:
+            NonFiniteError: for such a step, unless training.nonfinite is "skip"; and then for the first after
+                training.max_nonfinite_steps of them in a row.
+        """
+        config = self.config
+        in_tail = step > config.training.steps - config.float8.last_steps_high_precision
+        self.precision = config.training.mixed_precision_param if in_tail else self.name
+        measure: AbstractContextManager[PeakMemory] = nullcontext(self.peak)
+        if measure_memory and self.precision == self.name:
+            measure = measure_peak(self.resident_tensors(), device=self.device, countable=self.has_countable_memory)
+        synchronize(self.device)
+        start = time.perf_counter()
+        with measure as peak:
+            loss, grad_norm, rate, nonfinite = self._update(step, batches)
+            synchronize(self.device)
+        seconds = time.perf_counter() - start
+        self.peak = peak
+        if self.precision == self.name and not nonfinite:
+            self.step_seconds.append(seconds)
+        return StepResult(loss, grad_norm, rate, seconds, nonfinite)
+
+    def _update(self, step: int, batches: Sequence[Batch]) -> tuple[float, float, float, str]:
+        config = self.config
+        rate = learning_rate(step, config.training.steps, config.optimizer, config.lr_scheduler)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss_sum = self._forward_backward(batches)
+        if self.monitor is not None:
+            self.monitor.step()
+        sum_partial_gradients(self.model)
+        average_expert_gradients(self._experts)
+        shares = torch.stack([loss_sum / self.ranks.world_size, squared_norm_share(self.model)])
+        loss, squared_norm = self.ranks.sum(shares)
+        norm = squared_norm.sqrt()
+        clip_gradients(self.model, norm, config.training.max_norm)
+        loss, grad_norm = torch.stack([loss, norm]).tolist()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return loss, grad_norm, rate, self._skip(step, batches, loss, grad_norm)
+        self._skipped_in_a_row = 0
+        if self.scaling:  # after the check: a non-finite step is repeated with its own scales
+            sync_float8_amax_and_scale_history(self.model)
+        self.expert_load = take_expert_load(self._routers, self.ranks.sum)
+        if self.expert_load is not None:
+            balance_experts(self._routers, self.expert_load, config.optimizer.expert_bias_rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.precompute_scales()
+        return loss, grad_norm, rate, ""
+
+    def _forward_backward(self, batches: Sequence[Batch]) -> Tensor:
+        """Accumulate the gradients of the mean loss over `batches`; return that loss (float32, detached)."""
+        graphs = self._graph_count()
+        loss_sum = torch.zeros((), device=self.device)
+        once = self.ranks.is_alone or self.config.float8.cast_weights_once
+        with self._in_precision(), cast_weights_once(self.model) if once else nullcontext():
+            for batch in batches:
+                loss = self._loss(batch) / len(batches)
+                loss.backward()
+                loss_sum += loss.detach()
+        self.compiled_graphs += self._graph_count() - graphs
+        return loss_sum
+
+    def _graph_count(self) -> int:
+        if not self.config.training.compile:
+            return 0
+        from quaver.torch_private.compiler import graph_count  # imports the compiler, which takes seconds
+
+        return graph_count()
+
+    def _loss(self, batch: Batch) -> Tensor:
+        with autocast_of(self.config.training, self.device):
+            return next_token_loss(self.model(batch.tokens, batch.documents), batch.targets)
+
+    def _in_precision(self) -> AbstractContextManager[None]:
+        """Return the context in which the linears compute in `precision`."""
+        return nullcontext() if self.precision == self.name else in_high_precision(self.model)
+
+    def _skip(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:
+        """Discard a non-finite step and return where it began; NonFiniteError if the run must stop."""
+        training = self.config.training
+        where = self._find_nonfinite(step, batches, loss, grad_norm)
+        self.scaling.forget_observed()
+        take_expert_load(self._routers, self.ranks.sum)
+        self._skipped_in_a_row += 1
+        if training.nonfinite != "skip":
+            raise NonFiniteError(f"{where}; {REMEDY}")
+        if self._skipped_in_a_row > training.max_nonfinite_steps:
+            limit = f"training.max_nonfinite_steps = {training.max_nonfinite_steps}"
+            raise NonFiniteError(f"{where}; so had the steps before it, and {limit} were skipped")
+        return where
+
+    def _find_nonfinite(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:
+        def replay() -> None:
+            self._forward_backward(batches)
+
+        with self.monitor.repeating() if self.monitor else nullcontext():
+            own = find_nonfinite(self.model, replay)
+        findings = [found for found in self.ranks.gather(own) if found]
+        first = min(findings, key=_position, default=None)
+        in_float8 = min((found.in_float8 for found in findings if found.in_float8), key=_position, default=None)
+        where = f"first in {first}" if first else "but in no module when the step was repeated eagerly"
+        if in_float8 and in_float8 != first:
+            where += f"; of float8 modules first in {in_float8}"
+        return f"{self.name}: step {step} has loss {loss} and gradient norm {grad_norm}, {where}"
+
+    @torch.no_grad()
+    def validate(self, batches: Sequence[Batch]) -> float:
+        """Return the mean loss over the validation batches in `precision`, and set `validation_loss` to it.
+
+        With validation.high_precision_too the same weights are also validated for `validation_loss_hp`.
+
+        Raises:
+            NonFiniteError: if the loss is not finite.
+        """
+        with self._in_precision():
+            self.validation_loss = self._mean_loss(batches)
+        if self.config.validation.high_precision_too:
+            self.validation_loss_hp = self.validation_loss
+            if self.precision != self.config.training.mixed_precision_param:
+                with in_high_precision(self.model):
+                    self.validation_loss_hp = self._mean_loss(batches)
+        return self.validation_loss
+
+    def _mean_loss(self, batches: Sequence[Batch]) -> float:
+        self.model.eval()
+        losses = torch.stack([self._loss(batch) for batch in batches])
+        self.model.train()
+        loss = self.ranks.sum(losses.mean() / self.ranks.world_size).item()
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"{self.name}: the validation loss is {loss} although every training step was finite")
+        return loss
+
+    def resident_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that live between steps: parameters, buffers, persistent scales and optimizer state."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield from self.scaling.state_dict().values()
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    def precompute_scales(self) -> None:
+        """Compute the scales of the next float8 all-gathers, if the config enables that: after the weights changed."""
+        has_float8 = any(isinstance(module, Float8Linear) for module in self.model.modules())
+        if has_float8 and self.config.float8.precompute_float8_dynamic_scale_for_fsdp:
+            precompute_float8_dynamic_scale_for_fsdp(self.model)
+
+
+def _position(found: NonFiniteOperand) -> int:
+    return found.position

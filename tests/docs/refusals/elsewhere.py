@@ -1,0 +1,220 @@
+"""Tests that show what a sentence says is refused, where a case would need ranks, another library or their fixtures."""
+
+ALARMS, CHECKPOINTS = "tests/lab/trainer/test_run_alarms.py", "tests/lab/runs/test_hostile_checkpoint.py"
+RESUMES, RUN_END = "tests/lab/trainer/test_refused_resumes.py", "tests/lab/trainer/test_run_end.py"
+FROZEN, FSDP = "tests/library/distributed/test_frozen.py", "tests/library/distributed/test_fsdp_features.py"
+CAST_ONCE, SPLIT_EXPERTS = (
+    "tests/library/distributed/test_cast_weights_once.py",
+    "tests/library/distributed/test_experts_dispatch.py",
+)
+TENSOR_PARALLEL, SHIM = "tests/library/distributed/test_tensor_parallel.py", "tests/library/foreign/test_shim.py"
+LOAD, HUGGING_FACE = "tests/library/export/test_load.py", "tests/lab/trainer/test_huggingface.py"
+EXPORT, CALLBACK = "tests/library/export/test_weights.py", "tests/library/foreign/test_float8_callback.py"
+MONITOR = "tests/library/numerics/test_monitor.py"
+TORCHTITAN, MEMORY = "tests/library/foreign/test_torchtitan.py", "tests/lab/memory/test_compiled.py"
+REPORT, RELIABILITY = "tests/lab/report/test_command.py", "tests/lab/integration/test_resume.py"
+TRAIN, GPU = "tests/lab/integration/test_train_cli.py", "tests/lab/bench/test_gpu.py"
+
+COMFYUI = "tests/library/export/test_comfyui.py"
+ELSEWHERE: dict[str, dict[str, str]] = {
+    "benchmarks.md": {
+        "The exit code is 1 if a part failed, 2 without a GPU": f"{GPU}::test_parts_and_groups_are_chosen_by_name "
+        f"{GPU}::test_without_a_gpu_there_is_one_line_and_exit_code_2",
+    },
+    "commands.md": {
+        "| 3 | `quaver train`": f"{TRAIN}::test_a_diverging_run_stops_with_one_line",
+        "| 4 | a result cannot be written": f"{REPORT}::test_a_disk_that_is_full "
+        "tests/lab/bench/test_command.py::test_a_full_disk_is_one_line_and_exit_code_4",
+        "| 5 | `quaver train`": f"{ALARMS}::test_stop_ends_the_run_with_a_checkpoint_and_exit_code_5",
+    },
+    "configuration.md": {
+        "a waiting collective ends the run with an error": f"{RUN_END}::test_a_collective_raises_after_its_timeout",
+    },
+    "diagnosing.md": {
+        "status `alarm` and exit code 5": f"{ALARMS}::test_stop_ends_the_run_with_a_checkpoint_and_exit_code_5",
+        "a loop that resumes raises no alarm again": "tests/library/numerics/test_watch.py"
+        "::test_a_loop_that_resumes_raises_what_an_uninterrupted_one_raises",
+    },
+    "distributed.md": {
+        "FSDP1 refuses it": "tests/library/distributed/test_ddp_fsdp1.py::test_fsdp1_refuses_weights_to_gather",
+        "or the style refuses them": f"{TENSOR_PARALLEL}::test_errors_when_a_style_is_applied",
+        "A tied weight is refused": f"{FSDP}::test_tied_weights_are_refused_and_nothing_is_changed",
+        "does not divide by the tensor-parallel ranks is refused": f"{TENSOR_PARALLEL}"
+        "::test_errors_when_a_module_is_called",
+        "refuses to shard its output along features": f"{TENSOR_PARALLEL}::test_errors_when_a_style_is_applied",
+        "the weight of this Float8Linear is sharded": f"{FSDP}::test_what_sharded_models_refuse",
+        "is not defined on a Float8Tensor`": f"{TENSOR_PARALLEL}::test_errors_when_a_module_is_called",
+        "only Tensors of floating point dtype can": f"{FSDP}"
+        "::test_torch_refuses_an_int_reshard_after_forward_for_extended_tensors",
+        "Through a tensor of a `state_dict()` it raises": f"{FSDP}"
+        "::test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale",
+    },
+    "experts.md": {
+        "gets an error that says so": "tests/library/foreign/test_experts.py::test_filters_that_know_linears_only"
+    },
+    "export.md": {
+        "It refuses those of several blocks": "tests/library/foreign/test_export_experts.py"
+        "::test_what_transformers_does_not_read",
+        "no: an error (576 rows), or wrong values (192)": "tests/library/foreign/test_export.py"
+        "::test_transformers_does_not_dequantize_ragged_fp8",
+        "compressed-tensors raises for activations in groups of 128": "tests/library/foreign/test_export.py"
+        "::test_compressed_tensors_runs_blocks_that_the_inputs_cut",
+        'What "frozen" refuses': "tests/library/foreign/test_layouts.py"
+        "::test_a_layout_is_frozen_with_its_codes_or_refused",
+        "**Refused, with exit code 2 and one line": f"{LOAD}::test_bad_input_is_one_line_and_leaves_nothing "
+        f"{LOAD}::test_a_bundle_is_compared_with_its_digests {EXPORT}::test_what_no_format_holds_is_refused",
+        "Refused are encoder-decoders": "tests/library/foreign/test_kv_cache.py"
+        "::test_what_cannot_be_measured_or_kept_is_refused",
+        "Refused are stacks of experts, and the names of diffusers'": f"{COMFYUI}::test_what_is_refused",
+        "It is an error where its layer is marked": f"{COMFYUI}::test_a_bad_file_is_one_line",
+        "**Refused** are `nvfp4`": f"{COMFYUI}::test_a_bad_file_is_one_line {COMFYUI}::test_a_file_becomes_a_file",
+        "Exit code 4": f"{LOAD}::test_a_full_disk_is_one_line_and_exit_code_4_and_leaves_nothing",
+        "An expert-parallel model is refused": "tests/library/export/test_experts.py"
+        "::test_experts_of_one_rank_are_refused",
+    },
+    "extending.md": {
+        "and the roofline refuse it": "tests/library/test_extending.py"
+        "::test_the_diff_adds_a_granularity_in_three_files",
+    },
+    "fine-tuning.md": {
+        "A shard cannot have other scales, and refuses": f"{FROZEN}::test_what_is_refused",
+        "| tensor parallelism, expert parallelism, FSDP1, `shard_placement_fn`": f"{FROZEN}::test_what_is_refused "
+        f"{SPLIT_EXPERTS}::test_experts_that_cannot_be_split",
+        "A refusal is one line": "tests/library/conversion/test_freeze.py::test_refusals_leave_the_model_as_it_was",
+    },
+    "from-torchao.md": {
+        "is an error of torchao's": "tests/library/foreign/test_torchao_names.py::test_what_behaves_otherwise",
+    },
+    "huggingface.md": {
+        "**Refused, with exit code 2": f"{HUGGING_FACE}::test_folders_that_do_not_fit_are_refused_in_one_line "
+        f"{HUGGING_FACE}::test_files_that_are_missing_or_damaged_are_refused_in_one_line",
+        "Exit code 4": f"{HUGGING_FACE}::test_a_full_disk_leaves_nothing_and_says_so",
+    },
+    "integrations.md": {
+        "| FSDP2, float8 gather |": "tests/library/foreign/test_accelerate.py::test_bfloat16_parameters",
+        "| FSDP2 |": "tests/library/foreign/test_lightning.py::test_a_module_that_is_sharded_already_is_refused",
+        "torchao has replaced quaver's linears": f"{SHIM}::test_accelerates_fp8_without_the_shim_is_refused "
+        f"{CALLBACK}::test_what_would_train_something_else_is_refused",
+        "`Float8Callback` raises": f"{CALLBACK}::test_a_model_that_was_not_converted_is_refused",
+        "`save_float8` refuses these weights": "tests/library/foreign/test_conv1d.py"
+        "::test_copies_pickles_loads_and_saved_folders_compute_the_same",
+        "without the shim below is refused": f"{SHIM}::test_accelerates_fp8_without_the_shim_is_refused",
+        "- Refused, in one line": f"{SHIM}::test_what_it_cannot_serve_is_refused_in_one_line",
+        "that train are refused in the forward": "tests/library/foreign/test_torchao_configs.py"
+        "::test_a_weight_of_torchao_that_trains_is_refused",
+        "It refuses a module that `ModelParallelStrategy`": "tests/library/foreign/test_lightning.py"
+        "::test_a_module_that_is_sharded_already_is_refused",
+        "The converter raises if it converted no linear": f"{TORCHTITAN}::test_the_converter_and_the_override_of_0_3",
+        "Delayed and static scaling are refused": f"{TORCHTITAN}::test_the_converter_and_the_override_of_0_3",
+        "torchtitan refuses the other order": f"{TORCHTITAN}::test_the_converter_and_the_override_of_0_3",
+        "with tensor parallelism is refused": f"{TENSOR_PARALLEL}"
+        "::test_a_weight_on_a_mesh_of_two_dimensions_is_refused",
+        "and refuses others": "tests/library/experts/test_seam.py::test_an_unknown_signature_is_refused",
+    },
+    "limitations.md": {
+        "within blocks of scales, which is refused": f"{TENSOR_PARALLEL}::test_errors_when_a_style_is_applied",
+        "A resume under another recipe is refused": f"{RESUMES}"
+        "::test_a_resume_that_is_refused_is_one_line_and_leaves_every_byte",
+    },
+    "memory.md": {
+        "is refused with its source line": "tests/lab/memory/test_foreign_models.py"
+        "::test_what_values_decide_is_refused_with_its_place_or_estimated",
+        "the model is refused, or the estimate": "tests/lab/memory/test_foreign_models.py"
+        "::test_what_values_decide_is_refused_with_its_place_or_estimated",
+        "and Inductor's memory pools are refused": f"{MEMORY}::test_what_is_refused_and_that_settings_are_as_before "
+        "tests/lab/memory/test_compiled.py::test_several_ranks_need_a_torch_that_shows_gathers",
+    },
+    "monitor.md": {
+        "CUDA graphs": f"{MONITOR}::test_a_sample_in_a_cuda_graph_is_refused",
+        "A sink that raises ends the monitor": f"{MONITOR}"
+        f"::test_a_sink_that_fails_ends_the_monitor_and_not_the_training {MONITOR}"
+        "::test_a_monitor_whose_header_cannot_be_written_leaves_no_probes",
+        "What `on_event` of an `AlarmSink` raises ends the step": "tests/library/numerics/test_watch.py"
+        "::test_what_a_callback_raises_ends_the_step",
+    },
+    "optimizer.md": {
+        "a step inside a CUDA graph": "tests/library/optim/test_options.py::test_a_step_in_a_cuda_graph_is_refused"
+    },
+    "plan.md": {
+        "a simulation above 100% ends in an error": "tests/lab/plan/test_search.py"
+        "::test_no_step_is_faster_than_the_peak_of_its_gpu",
+    },
+    "primary-weights.md": {
+        "is an error at its next all-gather": f"{CAST_ONCE}"
+        "::test_a_change_inside_is_an_error_at_the_next_all_gather_or_at_the_exit",
+        "and `fully_shard` replace the parameters": "tests/library/distributed/test_primary_weights.py"
+        "::test_weights_that_fully_shard_replaced_are_an_error",
+    },
+    "profiling.md": {
+        "`QUAVER_ERROR_ON_SLOW_PATH=1`": "tests/library/runtime/test_slow_paths.py::test_the_environment_variable",
+        "require_native=True)` raises": (
+            "tests/library/conversion/test_check.py::test_training_may_be_required_to_multiply_natively"
+        ),
+    },
+    "reliability.md": {
+        "| no file can grow beyond a limit": f"{RELIABILITY}::test_every_try_holds",
+        "| one bit of a file flipped": f"{RELIABILITY}::test_every_try_holds",
+        "| a bad setting on the command line": f"{RELIABILITY}::test_every_try_holds",
+    },
+    "report.md": {
+        "end in one line that names the file": f"{REPORT}::test_a_damaged_file_is_named_in_one_line "
+        f"{REPORT}::test_runs_without_statistics {REPORT}::test_bad_words",
+        "ends in exit code 4": f"{REPORT}::test_a_disk_that_is_full",
+    },
+    "scale.md": {
+        "refuses `--max-restarts` without it": "tests/lab/settings/test_parallel_dims.py"
+        "::test_what_a_launcher_says_or_should_have_said",
+    },
+    "scaling.md": {
+        "it refuses a history of another length": "tests/library/distributed/test_checkpoint.py"
+        "::test_torch_refuses_a_history_of_another_length",
+        "and otherwise the calibration raises": "tests/library/distributed/test_delayed.py"
+        "::test_siblings_that_are_not_named_are_not_calibrated_with_tensor_parallelism",
+    },
+    "security.md": {
+        "any name or opcode that DCP does not write is refused": f"{CHECKPOINTS}"
+        f"::test_a_hostile_metadata_is_one_line_and_is_not_run {CHECKPOINTS}"
+        "::test_a_hostile_value_is_one_line_and_is_not_run",
+        "Anything else is refused": f"{CHECKPOINTS}::test_edited_metadata_is_one_line {RESUMES}"
+        "::test_a_resume_that_is_refused_is_one_line_and_leaves_every_byte",
+        "A folder is refused unless it belongs to you": "tests/lab/data/test_data_cache.py"
+        "::test_a_folder_of_another_user_is_refused_unless_it_is_read_only",
+    },
+    "trainer.md": {
+        "Another path than the run's is refused": "tests/lab/runs/test_checkpoint.py"
+        "::test_a_run_resumes_without_the_weights_that_it_began_from",
+        "A second `--resume` of a folder ends with exit code 2": f"{RESUMES}"
+        "::test_a_run_holds_its_lock_until_it_has_ended_and_a_second_resume_changes_nothing",
+        "| exit code 3; the message names": f"{TRAIN}::test_a_diverging_run_stops_with_one_line",
+        "collectives raise": f"{RUN_END}::test_a_collective_raises_after_its_timeout",
+        "| a file cannot be written, on any rank": f"{RUN_END}"
+        "::test_a_full_disk_or_a_removed_folder_ends_the_run_with_one_line",
+    },
+    "weights.md": {
+        "so are a collective": f"{FROZEN}::test_what_is_refused",
+        "For a gathered weight and inside": f"{FSDP}"
+        "::test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale",
+    },
+    "design/0001-decisions.md": {
+        "Refused: Inductor's code for GPUs": f"{MEMORY}::test_what_is_refused_and_that_settings_are_as_before",
+    },
+    "design/0010-primary-weights.md": {
+        "because it would be wrong in silence": "tests/library/weights/test_primary.py"
+        "::test_what_cannot_be_is_refused_and_nothing_is_changed tests/library/weights/test_primary.py"
+        "::test_the_wrapped_optimizer_is_not_stepped_or_scheduled_by_itself "
+        "tests/library/distributed/test_primary_weights.py::test_wrapped_models_are_refused",
+    },
+    "design/0011-dispatch-of-experts.md": {
+        "so that all raise where one froze its experts": f"{SPLIT_EXPERTS}::test_ranks_that_disagree",
+        "**Refused:** experts that are no multiple of the ranks": f"{SPLIT_EXPERTS}::test_experts_that_cannot_be_split "
+        f"{SPLIT_EXPERTS}::test_ranks_that_disagree",
+    },
+    "design/0015-config.md": {"the check of TOML refuses it": "tests/lab/settings/test_config.py::test_bad_toml"},
+    "design/0016-data.md": {
+        "so a folder of another user is refused": "tests/lab/data/test_data_cache.py"
+        "::test_a_folder_of_another_user_is_refused_unless_it_is_read_only",
+    },
+    "design/0019-hardware-sums.md": {
+        "so its name is refused": "tests/library/numerics/test_monitor.py::test_wrong_arguments",
+    },
+}

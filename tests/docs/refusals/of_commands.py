@@ -1,0 +1,148 @@
+"""What pages say of words of the command line that are refused: one line, exit code 2, no traceback."""
+
+import gzip
+import io
+
+import pyarrow
+import pyarrow.parquet
+
+from tests.command_line import TEXT, TINY
+from tests.docs.refusals import Command, Pages
+
+TEXT_FILE = {"text.txt": TEXT.encode()}
+
+
+def table(**columns):
+    content = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), content)
+    return content.getvalue()
+
+
+def corrupt(name, content, message):
+    """Data of which a part is corrupt, which `data.on_corrupt = "refuse"` does not leave out."""
+    return Command(f"prepare-data --data={name} --data.on_corrupt=refuse", message, {name: content})
+
+
+def train(words, message):
+    """Settings with which no run begins."""
+    return Command(f"train {' '.join(TINY)} --data=text.txt {words}", message, TEXT_FILE)
+
+
+CUT = gzip.compress(b'{"text": "x"}\n' * 1000)[:-20]
+TENSOR_PARALLEL, GATHER = "--parallelism.tensor_parallel_degree=2", "--float8.enable_fsdp_float8_all_gather"
+SPLIT = f"--training.compile {TENSOR_PARALLEL}"
+FALLBACK = "--numerics.every=1 --numerics.on_alarm=fallback"
+PAGES: Pages = {
+    "configuration.md": {
+        "Unreadable records: skip or refuse": [corrupt("a.jsonl", b"[1]\n", "a.jsonl:1: expected an object with text")],
+        "never: refuse a run folder with files": [
+            Command(
+                f"train {' '.join(TINY)} --data=text.txt --job.dump_folder=. --job.name=run",
+                "the run folder 'run' has files already",
+                {"run/notes.txt": b"x", **TEXT_FILE},
+            ),
+            train("--checkpoint.resume=auto", "job.name must be set with checkpoint.resume = auto"),
+            train("--checkpoint.resume=must --job.name=run", "is not a run folder, so there is nothing to resume"),
+        ],
+    },
+    "data.md": {
+        'with `"refuse"` the first one ends the run before it begins': [
+            corrupt("a.txt", b"caf\xe9 " * 50, "a.txt: not UTF-8"),
+            corrupt("a.txt", b"a\0b" * 50, "a.txt: a 0 byte, so not text"),
+            corrupt("a.jsonl", b"nope\n", "a.jsonl:1: not JSON"),
+            corrupt("a.jsonl", b'{"text": "x"}\n[1]\n', "a.jsonl:2: expected an object with text"),
+            corrupt("a.jsonl", b'{"text": 3}\n', "a.jsonl:1: expected a string, got int"),
+            corrupt("a.jsonl", b'{"text": "a\\u0000b"}\n', "the text contains a 0 byte"),
+            corrupt("a.jsonl", b'{"text": "\\ud800"}\n', "surrogates not allowed"),
+            corrupt("a.parquet", table(text=["a", None]), "a.parquet:2: expected a string, got NoneType"),
+            corrupt("a.parquet", table(other=["a"]), "a.parquet: no column of strings 'text'"),
+            corrupt("a.parquet", table(text=["a" * 1000])[:-40], "a.parquet:1: not readable as Parquet"),
+            corrupt("a.jsonl.gz", CUT, "the archive is broken here"),
+        ],
+        "SentencePiece models and tiktoken ranks (`tokenizer.model`) are refused": [
+            Command(
+                "prepare-data --data=text.txt --data.tokenizer=tokenizer.model",
+                "got 'tokenizer.model'; the tokenizer.json of the same model",
+                {"tokenizer.model": b"aGk= 0\n", **TEXT_FILE},
+            ),
+            Command(
+                "prepare-data --data=text.txt --data.tokenizer=folder",
+                "is a folder without a tokenizer.json",
+                {"folder/tokenizer.model": b"\x0a\x0e", **TEXT_FILE},
+            ),
+        ],
+        "a model with fewer tokens than the tokenizer is refused": [
+            Command("prepare-data --data=text.txt --model.vocab_size=255", "must be at least 256", TEXT_FILE)
+        ],
+    },
+    "diagnosing.md": {
+        "tensor parallelism and float8 all-gather refuse it": [
+            train(f"{FALLBACK} {TENSOR_PARALLEL}", "numerics.on_alarm must be log or stop with parallelism.tensor"),
+            train(f"{FALLBACK} {GATHER}", "numerics.on_alarm must be log or stop with float8.enable_fsdp_float8_all"),
+        ],
+    },
+    "experts.md": {
+        "tensor parallelism is refused": [
+            train(f"--model.n_experts=4 {TENSOR_PARALLEL}", "model.n_experts must be 0 with parallelism.tensor_par"),
+        ],
+    },
+    "limitations.md": {
+        "- Refused under tensor parallelism": [
+            *(
+                train(f"{SPLIT} --activation_checkpoint.mode={mode}", "activation_checkpoint.mode must be none, or sel")
+                for mode in (
+                    "full",
+                    "selective --activation_checkpoint.selective_ac_option=2",
+                    "memory_budget",
+                )
+            ),
+            *(
+                train(f"{words} {cut}", f"{words.split()[0].removeprefix('--').partition('=')[0]} must be ")
+                for words in (
+                    "--float8.last_steps_high_precision=1 --training.steps=3",
+                    "--validation.high_precision_too",
+                )
+                for cut in (TENSOR_PARALLEL, GATHER)
+            ),
+        ],
+    },
+    "security.md": {
+        "an item that is not text is corrupt: skipped and counted, or refused": [
+            corrupt("a.jsonl", b"\xff\n", "a.jsonl:1: not "),
+        ],
+    },
+    "trainer.md": {
+        "| bad input | one line": [
+            Command("train nowhere.toml", "config file 'nowhere.toml' does not exist"),
+            Command("trian", "unknown command 'trian'; did you mean 'train'?"),
+            Command("train --training.stepz=3", "did you mean 'training.steps'"),
+            Command("train --training.steps=abc", "training.steps must be an integer, got 'abc'"),
+            Command("train a.toml", "a.toml", {"a.toml": b"[training\n"}),
+        ],
+        "An operator without a result to save is refused": [
+            train(
+                f"--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_also_keep=aten.{name}",
+                kind,
+            )
+            for name, kind in {
+                "view": "which returns a view of its argument",
+                "mul_": "which writes to its arguments",
+                "native_dropout": "which draws random numbers",
+                "linear": "which is made of other operators",
+            }.items()
+        ],
+    },
+    "commands.md": {
+        "| 2 | bad input: one line says what was expected": [
+            Command("report nowhere", "there is no run 'nowhere': expected the folder of a run"),
+            Command("import nowhere out", "'nowhere' has no config.json; give"),
+            Command("export nowhere out", "SOURCE must be a run, a step-... folder of it, or a Hugging Face folder"),
+            Command("convert hf-to-quaver nowhere out", "'nowhere' has no config.json; give"),
+            Command("bench nothing", "unknown benchmark 'nothing'; choose from linear"),
+            Command("bench linear --shapes x", "shape 'x': expected a size"),
+            Command("memory nowhere.toml", "config file 'nowhere.toml' does not exist; give"),
+            Command("doctor --recipes x", "unknown flag: '--recipes'"),
+            Command("completion x", "unexpected argument 'x'; see quaver completion --help"),
+        ],
+    },
+}

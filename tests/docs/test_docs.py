@@ -1,0 +1,155 @@
+"""README.md and docs/: every relative link leads somewhere, every public name has an entry, the README's code runs."""
+
+import dataclasses
+import functools
+import importlib
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import quaver
+from tests.isolated import Forked
+from tests.sizes import lines_of_halves
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+URLS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["urls"]
+
+
+def prose(page: Path) -> str:
+    """The page without its blocks and spans of code, where brackets are no links."""
+    return re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_links_of_the_readme_lead_somewhere_on_a_package_index_too():
+    """There relative links lead nowhere; a picture has to be the file itself, not the page that shows it."""
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", prose(REPOSITORY / "README.md"))
+    assert len(links) == len(LINK.findall(prose(REPOSITORY / "README.md"))) > 40
+    for picture, link in links:
+        path = REPOSITORY / re.sub(r".*?/main/", "", link)
+        kind = "raw" if picture else "tree" if path.is_dir() else "blob"
+        assert link == f"{URLS['Homepage']}/{kind}/main/{path.relative_to(REPOSITORY)}"
+        assert path.exists(), link
+
+
+def test_a_broken_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A heading, `code` too\n[there](page.md#a-heading-code-too) `[no](link)`\n[gone](missing.md)\n")
+    assert LINK.findall(prose(page)) == ["page.md#a-heading-code-too", "missing.md"]
+    assert anchors(page) == {"a-heading-code-too"}
+    with pytest.raises(AssertionError, match="missing.md"):
+        test_links_lead_somewhere(page)
+
+
+def test_the_code_of_the_readme_runs():
+    code = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert code
+    done = Forked(exec, "\n".join(code), {"__name__": "__main__"}).finished()
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 matmul weights in float8" in done.stdout
+
+
+def documented() -> dict[str, object]:
+    """What docs/api/ documents, by its path: the directives from which mkdocstrings makes the reference."""
+    pages = sorted((REPOSITORY / "docs" / "api").glob("*.md"))
+    paths = [path for page in pages for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
+    # torchtitan and Lightning may be absent; `make docs` reads their files without importing them.
+    return {path: found(path) for path in paths if not path.startswith("quaver.integrations.")}
+
+
+def found(path: str) -> object:
+    parts = path.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        return functools.reduce(getattr, parts[end:], module)
+    raise AssertionError(path)
+
+
+@pytest.mark.parametrize("module", ["", ".optim", ".checkpointing", ".export", ".numerics", ".distributed"])
+def test_every_public_name_is_in_the_reference(module):
+    public = importlib.import_module(f"quaver{module}")
+    entries = {id(value) for value in documented().values()}
+    assert [name for name in public.__all__ if id(getattr(public, name)) not in entries] == []
+
+
+def test_which_recipe_names_what_there_is():
+    page = (REPOSITORY / "docs" / "which-recipe.md").read_text()
+    names = {*re.findall(r"`(?:quaver\.)?([a-z_0-9]+)[(`]", page)} - {"fnuz"}
+    recipes = {recipe.value for recipe in quaver.Float8LinearRecipeName}
+    fields = {field.name for cls in (quaver.Float8LinearConfig, quaver.CastConfig) for field in dataclasses.fields(cls)}
+    assert {"rowwise", "tensorwise", "blockwise", "mxfp8", "delayed"} <= names
+    assert names <= recipes | fields | {*quaver.__all__}
+
+
+@pytest.mark.parametrize(("features", "converts"), [(1536, False), (1792, True)])
+def test_which_recipe_says_from_which_size_float8_pays(features, converts):
+    """The page: about 1,600 features at 8,192 tokens."""
+    with torch.device("meta"):
+        linear = nn.Linear(features, features)
+    assert bool(quaver.auto_filter_for_recipe("rowwise", tokens=8192, device="H200")(linear, "")) is converts
+
+
+def test_no_name_has_two_entries():
+    values = [value for value in documented().values() if callable(value)]
+    assert len({id(value) for value in values}) == len(values)
+
+
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [str(page.relative_to(REPOSITORY / "docs")) for page in (REPOSITORY / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted([*pages, "index.md"])
+
+
+LAYOUT = (REPOSITORY / "docs" / "layout.md").read_text(encoding="utf-8")
+
+
+def test_the_page_of_the_layout_has_the_folders_in_the_order_of_the_layers():
+    rows = [re.findall(r"`(\w+)/`", row) for row in re.findall(r"^\| (`\w+/`[^|]*) \|", LAYOUT, re.MULTILINE)]
+    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [sorted(layer.split(" | ")) for contract in contracts for layer in contract["layers"]]
+    assert [["lab"], *(sorted({*row} - {"csrc"}) for row in rows)] == layers
+
+
+@pytest.mark.parametrize(
+    ("number", "lines"),
+    [
+        (r"library of ([\d,]+)\s+lines", lines_of_halves()[0].total()),
+        (r"one file of (\d+)", len((REPOSITORY / "quaver/recipes/reference.py").read_text().splitlines())),
+        (r"([\d,]+)\s+lines of tools", lines_of_halves()[1].total()),
+    ],
+)
+def test_the_readme_says_how_big_each_half_is(number, lines):
+    said = int(re.search(number, (REPOSITORY / "README.md").read_text())[1].replace(",", ""))
+    assert abs(said / lines - 1) < 0.05, f"{lines:,} (make sizes)"
+
+
+@pytest.mark.parametrize(("file", "names"), re.findall(r"^\| `([\w/]+\.py)` \| ([^|]+) \|", LAYOUT, re.MULTILINE))
+def test_the_page_of_the_layout_names_what_there_is(file, names):
+    module = importlib.import_module(f"quaver.{file.removesuffix('.py').replace('/', '.')}")
+    for name in re.findall(r"`([\w.]+)`", names):
+        assert functools.reduce(getattr, name.split("."), module), name

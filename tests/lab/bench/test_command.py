@@ -1,0 +1,173 @@
+"""quaver bench: the list of benchmarks, one run from end to end; its one-line errors."""
+
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quaver.lab.bench.cast import COPY
+from quaver.lab.cli import main
+from quaver.lab.cli.bench import VERBS
+
+
+def check_linear(rows):
+    assert [row["library"] for row in rows] == ["bfloat16", "quaver"]
+
+
+def check_cast(rows, kinds=("delayed", "rowwise_both")):
+    """Every cast has its contestants and the same codes; rates come from the floor and the median."""
+    contestants = [(COPY, ""), ("quaver", "eager"), ("quaver", "compiled"), ("PyTorch", "compiled")]
+    found = [(row["cast"], row["library"], row["mode"]) for row in rows]
+    assert found == [(kind, *contestant) for kind in kinds for contestant in contestants]
+    copies = {row["cast"]: row for row in rows if row["library"] == COPY}
+    for row in rows:
+        assert row["same_codes"] is (None if row["library"] == COPY else True)
+        moved = row["floor_bytes_per_element"] * 64 * 128
+        assert row["gb_per_s"] == pytest.approx(moved / row["timing"]["median_us"] / 1e3)
+        assert row["share_of_copy"] == pytest.approx(row["gb_per_s"] / copies[row["cast"]]["gb_per_s"])
+        assert row["input_copies"] > 1
+
+
+def check_gemm(rows):
+    contestants, gemms = ["bfloat16", "tensorwise", "rowwise"], ["output", "grad_input", "grad_weight"]
+    assert [(row["gemm"], row["contestant"]) for row in rows] == [
+        (gemm, each) for gemm in gemms for each in contestants
+    ]
+    for row in rows:
+        baseline = next(each for each in rows if each["gemm"] == row["gemm"])
+        time_us = row["timing"]["median_us"]
+        assert row["time_over_bfloat16"] == pytest.approx(time_us / baseline["timing"]["median_us"])
+        assert row["tflops_per_s"] == pytest.approx(2 * 32 * 48 * 64 / time_us / 1e6)
+        assert row["share_of_peak"] is row["fast_accumulation"] is None
+
+
+def check_host(rows):
+    plain, float8 = rows
+    assert (plain["library"], float8["library"], float8["recipe"]) == ("bfloat16", "quaver", "tensorwise")
+    assert plain["operations_by_name"]["aten.mm.default"] == 3
+    assert float8["operations_by_name"]["quaver.exact_float8_mm.default"] == 3
+    for row in rows:
+        assert row["operations"] == sum(row["operations_by_name"].values())
+        assert row["kernels"] is None
+        assert row["time_over_bfloat16"] == row["timing"]["median_us"] / plain["timing"]["median_us"]
+
+
+def check_block(rows):
+    """Ratios, and memory counted to the byte."""
+    plain, *float8 = rows
+    assert [(row["library"], row["recipe"]) for row in float8] == [("quaver", "tensorwise"), ("quaver", "delayed")]
+    assert (plain["library"], plain["time_over_bfloat16"], plain["peak_over_bfloat16"]) == ("bfloat16", 1.0, 1.0)
+    parameters = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 2 * 128
+    moments, tables = 2 * parameters * 4, 2 * 32 * 64 * 4
+    assert plain["resident_bytes"] - (parameters * 4 + moments + tables) in range(1024)  # and the step counters
+    assert float8[0]["kept_bytes"] < plain["kept_bytes"]
+    for row in rows:
+        median_us = row["timing"]["median_us"]
+        assert row["tokens_per_s"] == pytest.approx(64 / median_us * 1e6)
+        assert row["time_over_bfloat16"] == median_us / plain["timing"]["median_us"]
+        assert row["peak_over_bfloat16"] == row["peak_bytes"] / plain["peak_bytes"]
+        assert row["resident_bytes"] == plain["resident_bytes"]
+        assert row["resident_bytes"] + 4 * parameters < row["tensor_peak_bytes"] <= row["peak_bytes"]
+
+
+BLOCK = "--divisor 2 --tokens 64 --seq-len 32 --recipes tensorwise delayed --modes eager"
+COMMANDS = [
+    ("linear", "--shapes 16 --modes eager --recipes rowwise --torchao no", "16 x 16 x 16", check_linear),
+    ("cast", "--shapes 64x128 --casts delayed --torchao no", "64 x 128", partial(check_cast, kinds=("delayed",))),
+    ("gemm", "--shapes 32x48x64", "unknown", check_gemm),
+    ("host", "--modes eager --recipes tensorwise --torchao no", "not counted", check_host),
+    ("block", BLOCK, "2 x 32 tokens", check_block),
+]
+TWO_CASTS = ("cast", "--shapes 64x128 --casts delayed rowwise_both --torchao no", "64 x 128", check_cast)
+
+
+@pytest.mark.parametrize(
+    ("verb", "words", "printed", "check", "backend"),
+    [
+        *(pytest.param(*command, "aot_eager", id=command[0]) for command in COMMANDS),
+        pytest.param(*TWO_CASTS, "inductor", id="two casts", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_command_prints_and_saves_a_table(verb, words, printed, check, backend, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    output = tmp_path / "new" / f"{verb}.json"
+    common = ["--rounds", "2", "--device", "cpu", "--output", str(output)]
+    assert main(["bench", verb, *words.split(), *common]) == 0
+    result = json.loads(output.read_text())
+    assert (result["benchmark"], result["complete"]) == (verb, True)
+    assert all(row["timing"]["median_us"] > 0 for row in result["rows"])
+    check(result["rows"])
+    assert {"device", "torch", "commit", "command", "date"} <= set(result["environment"])
+    assert printed in capsys.readouterr().out
+
+
+BAD_INPUT = {
+    "bench linear --shapes llama-9b": "expected a size such as 1024",
+    "bench linear --recipes rowise": "unknown recipe 'rowise': expected one of tensorwise",
+    "bench linear --rounds 0": "--rounds must be at least 1, got 0",
+    "bench linear --rounds many": "--rounds must be an integer, got 'many'",
+    "bench linear --threads -1": "--threads must be at least 0, got -1",
+    "bench linear --modes fast": "--modes must be one of eager, compiled, got 'fast'",
+    "bench linear --output /dev/null/x.json": "--output: cannot write /dev/null/x.json",
+    "bench linear --output /dev": "--output: expected a file to write, got the folder /dev",
+    "bench linear --device cuda": "sees no CUDA device",
+    "bench linear --device abacus": "--device must be one of auto, cpu, cuda, got 'abacus'",
+    "bench cast --shapes 1x2x3": "expected a size such as 1024, rows x columns",
+    "bench cast --casts rowise": "--casts must be one of ",
+    "bench cast --shapes llama-8b --divisor 5000": "expected at most 4096, a width of llama-8b, got 5000",
+    "bench gemm --shapes 8x8": "expected a size such as 1024",
+    "bench gemm --tokens -5": "--tokens must be at least 1, got -5",
+    "bench host --size 0": "--size must be at least 1, got 0",
+    "bench block --model llama-9b": "--model must be one of debug, llama-8b, llama-70b, got 'llama-9b'",
+    "bench block --divisor 3": "--divisor: expected a divisor of debug's 4 heads, got 3",
+    "bench block --tokens 100 --seq-len 64": "expected a multiple of --seq-len 64, got 100",
+    "bench train --warmup 1": "--warmup: expected 2 or more, got 1",
+    "bench train --training.stepz 3": "unknown flag: 'training.stepz'; did you mean 'training.steps'?",
+    "bench train nowhere.toml": "config file 'nowhere.toml' does not exist",
+    "bench train --recipes rowise": "unknown recipe 'rowise'",
+    "bench roofline --device abacus": "--device: no data about 'abacus': name one of GB200",
+    "bench roofline --recipes rowise": "unknown recipe 'rowise': expected one of tensorwise",
+    "bench roofline --tokens 0": "--tokens must be at least 1, got 0",
+    "bench roofline --model llama-9b": "--model llama-9b: expected one of llama-8b, llama-70b",
+    "bench roofline --config /nowhere.toml": "config file '/nowhere.toml' does not exist",
+    "bench roofline --model llama-8b llama-8b": "two models are called llama-8b",
+    "bench roofline --device H200 --pictures B200": "--pictures B200: expected devices that are in --device",
+    "bench roofline --pictures --output /dev/null/x": "/dev/null/x",
+}
+
+
+@pytest.mark.parametrize("words", BAD_INPUT)
+def test_bad_input_is_one_line_and_exit_code_2(words, refused):
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("this machine has what it should lack")
+    assert BAD_INPUT[words] in refused(*words.split())
+
+
+def test_an_unknown_benchmark_is_one_line_with_the_nearest_name(capsys):
+    assert main(["bench", "gem"]) == 2
+    assert capsys.readouterr().err == "quaver: error: unknown benchmark 'gem'; did you mean 'gemm'?\n"
+    assert main(["bench", "xyz"]) == 2
+    assert "choose from linear, " in capsys.readouterr().err
+
+
+def test_without_a_name_the_benchmarks_are_listed(capsys):
+    assert main(["bench"]) == 2
+    listed = capsys.readouterr().out
+    assert all(f"  {verb}" in listed for verb in VERBS)
+    assert main(["bench", "--help"]) == 0
+
+
+def test_the_docs_have_every_benchmark():
+    docs = (Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text()
+    assert all(f"quaver bench {verb}" in docs for verb in VERBS)
+
+
+def test_a_full_disk_is_one_line_and_exit_code_4(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "quaver.lab.cli.bench._prepared", lambda *_: (SimpleNamespace(result_file=Path("/dev/full")), dict)
+    )
+    assert main(["bench", "cast"]) == 4
+    assert capsys.readouterr().err == "quaver: error: cannot write the result: No space left on device\n"

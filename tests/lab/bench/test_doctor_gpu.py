@@ -1,0 +1,98 @@
+"""`quaver doctor --gpu`: what it says is what the dispatch does on a virtual GPU, and what it says of models."""
+
+import json
+
+import pytest
+import torch
+
+from quaver.experts.gemm import grouped_backend_of_casts
+from quaver.lab.bench.doctor_gpu import on_gpu
+from quaver.lab.cli import main
+from quaver.linear.gemm import backend_of_casts
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.linear_casts import MATMULS
+from quaver.roofline.device_specs import require_device_spec
+from tests.virtual_gpu import virtual_gpu
+
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_size": 100,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 96,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 300,
+}
+
+
+@pytest.mark.parametrize("card", ["a100", "l40s", "h100", "h200", "b200"])
+def test_it_says_what_the_dispatch_finds_by_trying(card):
+    found = {each.recipe: each for each in on_gpu(require_device_spec(card, "gpu")).recipes}
+    device = torch.device("cpu")
+    with virtual_gpu(card):
+        for name in Float8LinearRecipeName:
+            config = Float8LinearConfig.from_recipe_name(name)
+            for position, operands in enumerate(MATMULS.values()):
+                pair = [config.casts.of(*operand) for operand in operands]
+                if pair[0].is_disabled:
+                    expected = ["high precision"] * 2
+                else:
+                    of_linear, of_experts = (
+                        ask(*pair, device, emulate=False).value for ask in (backend_of_casts, grouped_backend_of_casts)
+                    )
+                    expected = [of_linear, of_experts]
+                said = [matmuls[position].backend for matmuls in (found[name.value].linear, found[name.value].experts)]
+                assert said == expected, (name, position)
+
+
+def test_a_model_needs_its_config_alone(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    assert main(["doctor", "--gpu=h100", f"--model={tmp_path}", "--recipe=blockwise", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    layers = {each["name"]: each for each in found["layers"]}
+    assert layers["model.layers.*.self_attn.q_proj"]["count"] == 2
+    assert "in 100 to 128" in layers["model.layers.*.self_attn.q_proj"]["note"]
+    assert "out 192 to 256" in layers["model.layers.*.mlp.experts.gate_up_proj"]["note"]
+    assert not layers["lm_head"]["converted"]
+    assert not layers["model.layers.*.mlp.gate.weight"]["converted"]
+    file = tmp_path / "config.json"
+    assert main(["doctor", "--gpu=h100", f"--model={file}", "--recipe=blockwise"]) == 0
+    assert "in blockwise, linears native" in capsys.readouterr().out
+
+
+def test_code_that_a_model_brings_is_not_run_and_nobody_is_asked(tmp_path, refused):
+    pytest.importorskip("transformers")
+    (tmp_path / "configuration_x.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    brings = {"model_type": "x", "auto_map": {"AutoConfig": "configuration_x.X"}}
+    (tmp_path / "config.json").write_text(json.dumps(brings))
+    line = refused("doctor", "--gpu=h100", f"--model={tmp_path}")
+    assert "auto_map in config.json), which is not run; expected a model_type of transformers, got 'x'" in line
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_run_has_its_recipe(capsys):
+    assert main(["doctor", "--gpu=b200", "--model=train_configs/llama3_debug.toml", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["capability"] == "sm_100"
+    assert {each["note"] for each in found["layers"] if each["converted"]} == {""}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpu=nope"], "name one of GB200"),
+        (["--gpu=MI300X"], "expected an NVIDIA GPU"),
+        (["--gpu=h100", "--model=/nowhere"], "has no config.json and no config.toml"),
+        (["--gpu=h100", "--ledger=rowwise"], "unless --gpu is not given"),
+        (["--recipe=rowwise"], "unless --gpu and --model are given"),
+        (["--gpu=h100", "--model=train_configs/llama3_debug.toml", "--recipe=nope"], "nope"),
+    ],
+)
+def test_bad_input_ends_in_one_line(words, said, refused):
+    assert said in refused("doctor", *words)

@@ -1,0 +1,111 @@
+"""The alternating timer, inputs that are not in cache, and the results file."""
+
+import json
+import re
+import time
+
+import pytest
+import torch
+
+from quaver.lab.bench import gemm, harness
+from quaver.lab.bench.harness import Rotation, last_level_cache_bytes, time_alternating
+from quaver.lab.bench.results import environment, writable
+from quaver.lab.bench.shapes import Shape, parse_shapes
+from quaver.lab.cli import main
+
+CPU = torch.device("cpu")
+
+
+def test_contestants_take_turns():
+    order = []
+
+    def contestant(name):
+        def run():
+            time.sleep(0.003)  # longer than the shortest sample, so that a sample is one call
+            order.append(name)
+
+        return run
+
+    timings = time_alternating({name: contestant(name) for name in "abc"}, CPU, rounds=4, warmup=1)
+    assert {timing.samples for timing in timings.values()} == {4}
+    assert order[-12:] == list("abcbcacababc")
+    assert all(timing.median_us > 3000 for timing in timings.values())
+
+
+def test_the_clock_stops_for_the_host_alone(monkeypatch):
+    waits = []
+    monkeypatch.setattr(harness, "synchronize", lambda device: waits.append(device))
+    time_alternating({"a": lambda: None}, CPU, rounds=1, warmup=0)
+    with_waiting = len(waits)
+    time_alternating({"a": lambda: None}, CPU, rounds=1, warmup=0, until_done=False)
+    assert len(waits) == 2 * with_waiting - 1
+
+
+def test_a_rotation_is_larger_than_the_cache_and_takes_turns():
+    each = 1 << 20
+    rotation = Rotation(lambda: torch.empty(each, dtype=torch.uint8), each, CPU)
+    cache = last_level_cache_bytes(CPU)
+    assert len(rotation) * each >= min(2 * cache, 512 << 20) if cache else len(rotation) >= 64
+    first_round = [rotation.next().data_ptr() for _ in range(len(rotation))]
+    assert len(set(first_round)) == len(rotation)
+    assert [rotation.next().data_ptr() for _ in range(len(rotation))] == first_round
+    assert len(Rotation(lambda: 0, 1 << 40, CPU)) == 1
+    assert len(Rotation(lambda: 0, 1, CPU)) == 256
+
+
+def test_parsed_shapes_and_matrices():
+    assert parse_shapes("64, 8x16x32", tokens=1) == [Shape((64, 64, 64)), Shape((8, 16, 32))]
+    layers = [str(layer) for layer in parse_shapes("llama-70b", tokens=512, divisor=8)]
+    assert layers == [
+        "512 x 1024 x 1024 (llama-70b/8 q,o)",
+        "512 x 1024 x 128 (llama-70b/8 k,v)",
+        "512 x 1024 x 3584 (llama-70b/8 gate,up)",
+        "512 x 3584 x 1024 (llama-70b/8 down)",
+    ]
+    assert parse_shapes("64, 8x32", tokens=1, matrices=True) == [Shape((64, 64)), Shape((8, 32))]
+    names = [str(matrix) for matrix in parse_shapes("llama-8b", tokens=16, divisor=4, matrices=True)]
+    assert names == ["16 x 1024 (llama-8b/4 input)", "16 x 3584 (llama-8b/4 input)"]
+
+
+@pytest.mark.parametrize("text", ["llama-9b", "1x2x3x4", "0", "axbxc", ""])
+def test_shapes_that_mean_nothing(text):
+    with pytest.raises(ValueError, match="shape .*: expected a size such as 1024, M x K x N .* llama-8b, llama-70b"):
+        parse_shapes(text, tokens=1)
+    with pytest.raises(ValueError, match="matrix .*: expected a size such as 1024, rows x columns .* llama-70b"):
+        parse_shapes(text, tokens=1, matrices=True)
+
+
+def test_an_output_is_checked_and_not_created(tmp_path):
+    path = tmp_path / "new" / "x.json"
+    assert writable(path) == path
+    assert list(tmp_path.iterdir()) == []
+    path.parent.mkdir()
+    path.write_text("old")
+    writable(path)
+    assert path.read_text() == "old"
+
+
+def test_results_name_the_machine_and_the_commit():
+    about = environment(CPU)
+    assert about["torch"] == torch.__version__
+    assert re.fullmatch(r"[0-9a-f]{7}\+?|unknown", about["commit"])
+
+
+def test_an_interrupted_benchmark_keeps_its_rows(tmp_path, capsys, monkeypatch):
+    output, rounds = tmp_path / "gemm.json", []
+
+    def interrupted(calls, device, *, rounds):
+        raise KeyboardInterrupt
+
+    words = ["bench", "gemm", "--device", "cpu", "--shapes", "16", "--rounds", "1", "--output", str(output)]
+    once = gemm.time_alternating
+    twice = lambda *a, **k: (rounds.append(1), once(*a, **k))[1] if len(rounds) < 2 else interrupted(*a, **k)  # noqa: E731
+    monkeypatch.setattr(gemm, "time_alternating", twice)
+    assert main(words) == 130
+    saved = json.loads(output.read_text())
+    assert not saved["complete"]
+    assert {row["gemm"] for row in saved["rows"]} == {"output", "grad_input"}
+    assert "interrupted, not complete" in capsys.readouterr().out
+    monkeypatch.setattr(gemm, "time_alternating", interrupted)
+    assert main(words) == 130
+    assert capsys.readouterr().err == "quaver: interrupted\n"

@@ -1,0 +1,375 @@
+"""What compiled float8 does on a GPU, counted without one. ledger_counts.toml has the counts, one table a case."""
+
+import json
+import tomllib
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from quaver.kernels import triton_amax, triton_cast, triton_copy
+from quaver.lab.bench.ledger.entries import entries_of
+from quaver.lab.bench.ledger.kernels import float64_operations
+from quaver.lab.bench.ledger.ledger import Ledger
+from quaver.lab.bench.ledger.machine_code import machine_codes, with_machine_code
+from quaver.lab.bench.ledger.subjects import Work, count
+from quaver.lab.bench.ledger.table import findings
+from quaver.lab.bench.ledger.times import milliseconds_by_category, seconds_of
+from quaver.lab.cli import main
+from quaver.lab.memory.compiling.kernel_layout import KernelLayout
+from quaver.lab.memory.compiling.launches import Access, CompiledGraph, Launch, TritonKernel
+from quaver.lab.memory.compiling.machine_code import Loop, _issued
+from quaver.lab.settings import Model
+from quaver.linear.gemm import ScaleKind
+from quaver.roofline.cost import KERNEL_LAUNCH_S, linear_cost
+from quaver.roofline.device_specs import find_device_spec
+from quaver.roofline.matmul import matmul_seconds
+from quaver.roofline.scaled_matmul import share_of_scales
+from tests.library.kernels.test_dispatch import counting_launches
+from tests.library.kernels.triton_kernels import interpreting_process
+
+BLOCK = Model(dim=256, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=768)
+EXPERTS = Model(dim=256, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=256, n_experts=8, top_k=2, n_shared_experts=1)
+WORK = {
+    "linear": Work(BLOCK, 2, 512, part="linear"),
+    "block": Work(BLOCK, 2, 512),
+    "experts": Work(EXPERTS, 2, 512),
+    "autocast": Work(BLOCK, 2, 512, autocast=True),
+}
+M, K, N = 1024, 256, 768
+
+COUNTS = tomllib.loads(Path(__file__).with_name("ledger_counts.toml").read_text())
+ALWAYS = [("linear", "quaver tensorwise"), ("linear", "quaver delayed")]
+CASES = [
+    pytest.param(part, name, marks=() if (part, name) in ALWAYS else pytest.mark.nightly, id=f"{part} {name}")
+    for part, names in COUNTS.items()
+    for name in names
+]
+
+ledger = cache(lambda part, name: count(WORK[part], name, "B200" if "mxfp8" in name else "H200"))
+
+
+@pytest.mark.parametrize(("part", "name"), CASES)
+def test_counts(part, name):
+    assert ledger(part, name).counts() == COUNTS[part][name], "if they are right, edit ledger_counts.toml"
+
+
+def test_the_amax_and_the_cast_of_a_gradient_by_hand():
+    """grad_output [M, N] in bfloat16: the amax reads it; one operation reads it again and writes both layouts."""
+    backward = [entry for entry in ledger("linear", "quaver tensorwise").entries if entry.is_backward]
+    (amax,) = (e for e in backward if e.category == "amax" and e.launch.reads[0].elements == M * N)
+    assert amax.read_bytes == 2 * M * N
+    assert amax.written_bytes == sum(each.dtype.itemsize * each.elements for each in amax.launch.writes) < M * N / 100
+    assert amax.name.startswith("triton_red_fused") or amax.name.startswith("triton_per_fused")
+    casts = [e for e in backward if e.category == "casts" and any(r.elements == M * N for r in e.launch.reads)]
+    (cast,) = casts
+    assert [(each.dtype, each.stride) for each in cast.launch.writes] == [
+        (torch.float8_e5m2, (N, 1)),
+        (torch.float8_e5m2, (1, M)),
+    ]
+    assert cast.written_bytes == 2 * M * N
+    assert 0 <= cast.read_bytes - 2 * M * N <= 8  # and the scale
+
+
+def test_matmuls_and_saved_bytes_by_hand():
+    """Three products of 2 M K N, and what a linear saves: its input's codes with their scale."""
+    of_linear = ledger("linear", "quaver tensorwise")
+    assert [e.flops for e in of_linear.of("float8 matmul")] == [2 * M * K * N] * 3
+    assert sorted(e.moved_bytes - 8 for e in of_linear.of("float8 matmul")) == sorted(
+        [M * K + K * N + 2 * M * N, M * N + K * N + 2 * M * K, M * N + M * K + 2 * K * N]
+    )
+    (input,) = (each for graph in of_linear.graphs for each in graph.saved if each.elements == M * K)
+    assert input.is_float8
+
+
+def test_each_kernel_tells_its_line_and_what_it_fuses():
+    entries = ledger("linear", "quaver tensorwise").entries
+    assert all(".py:" in entry.place for entry in entries)
+    (amax,) = (e for e in entries if e.category == "amax" and not e.is_backward and e.launch.reads[0].elements == M * K)
+    assert "up_proj" in amax.place
+    assert {"abs", "amax"} & set(amax.fuses)
+
+
+def test_tensors_read_for_quantization_and_stores():
+    of_linear = ledger("linear", "quaver tensorwise")
+    assert max(of_linear.quantization_reads.values()) == 3  # an amax, and a cast for each layout
+    assert sum(map(len, of_linear.stores.values())) == of_linear.surplus_stores + len(
+        {(name, each.stride) for name, stored in of_linear.stores.items() for each in stored}
+    )
+
+
+TWO_LOOPS = """
+    xnumel = 4096
+    r0_numel = 16384
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        tmp0 = tl.load(in_ptr0 + (x0 + 4096*r0_1), None).to(tl.float32)
+    tmp2 = tmp1.to(tl.float64)
+    tmp3 = tmp2 * tmp2
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        tmp4 = tl.load(in_ptr0 + (x0 + 4096*r0_1), None).to(tl.float32)
+        tmp5 = tmp4 * tmp3
+        tmp6 = tl.load(in_ptr1 + (r0_1), None)
+"""
+
+
+def test_columns_are_read_again_in_a_second_loop():
+    """Along a row a cache has what was read, and what was stored."""
+    kernel = TWO_LOOPS.replace("tl.load(in_ptr1 + (r0_1)", "tl.load(out_ptr0 + (r0_1)")
+    tile = Access("tile", (M, N), (N, 1), torch.bfloat16, 2 * M * N)
+    stored = replace(tile, name="stored")
+    pointers = {"tile": "in_ptr0", "stored": "out_ptr0"}
+    for hint, expected in (("OUTER", (4 * M * N, 0)), ("INNER", (0, 4 * M * N))):
+        source = f"reduction_hint=ReductionHint.{hint}\n{kernel}"
+        launch = Launch("", (TritonKernel("two_loops", source, pointers, 0),), (tile,), (stored,), (), "", {}, True)
+        (entry,) = entries_of([CompiledGraph(False, (launch,), (), "")], l2_bytes=0)
+        assert (entry.again_bytes, entry.cached_bytes) == expected
+        assert entry.moved_bytes == 4 * M * N + entry.again_bytes
+
+
+def test_float64_is_counted_once_a_column_or_once_an_element():
+    columns = """
+    xnumel = 4096
+    r0_numel = 16384
+    x0 = xindex
+    tmp1 = tl.load(in_ptr0 + (x0), None)
+    tmp2 = tmp1.to(tl.float64)
+    tmp3 = tmp2 + tmp2
+    tmp4 = tmp3.to(tl.float32)
+    """
+    assert float64_operations(columns) == 2 * 4096
+    assert float64_operations(columns.replace("(x0)", "(x0 + 4096*r0_1)")) == 2 * 4096 * 16384
+    assert float64_operations(columns.replace("float64", "float32")) == 0
+    reduced = columns.replace("tmp2 = tmp1", "tmp1 = triton_helpers.max2(tmp1, 1)[:, None]\n    tmp2 = tmp1")
+    assert float64_operations(reduced.replace("(x0)", "(x0 + 4096*r0_1)")) == 2 * 4096
+
+
+@pytest.mark.parametrize(("recipe", "gpu"), [("mxfp8", "H200"), ("blockwise", "B200")])
+def test_a_recipe_that_the_gpu_does_not_multiply(recipe, gpu):
+    with pytest.raises(NotImplementedError, match=f"{recipe}: no float8 matmul of {gpu} takes .* 3 bytes an element"):
+        count(WORK["linear"], f"quaver {recipe}", gpu)
+
+
+def launches_in_triton():
+    """By operation, the kernels of one call: Triton's, and PyTorch's fills."""
+    hp, group = torch.ones(32, 48), torch.arange(32) // 16
+    calls = {
+        "quaver.cast_rowwise": lambda: triton_cast.cast_rowwise(hp, torch.float8_e4m3fn, True, True, False),
+        "quaver.cast_blockwise": lambda: triton_cast.cast_blockwise(
+            hp, torch.float8_e4m3fn, True, True, False, 128, 128, ""
+        ),
+        "quaver.group_amax": lambda: triton_amax.group_amax(hp, group, 2),
+        "quaver.column_major": lambda: triton_copy.column_major(hp.to(torch.float8_e4m3fn)),
+    }
+    found = {}
+    for name, call in calls.items():
+        with counting_launches() as kernels, torch.profiler.profile() as profile:
+            assert call() is not None
+        fills = sum(event.count for event in profile.key_averages() if event.key == "aten::zero_")
+        found[name] = kernels.total() + fills
+    return found
+
+
+@pytest.mark.nightly
+def test_operations_in_triton_launch_what_the_ledger_counts():
+    with interpreting_process() as call:
+        launched = call(launches_in_triton)
+    reads = [access((32, 48), (48, 1), torch.bfloat16)]
+    assert launched == {name: ledger_of(name, reads, ROWS).launches for name in launched}
+
+
+@pytest.mark.parametrize(("rows", "results", "reads", "launches"), [(M, 6, 1, 1), (M - 1, 6, 2, 2), (M - 1, 4, 1, 1)])
+def test_odd_sizes_are_cast_in_blocks_twice(rows, results, reads, launches):
+    """Where each direction has scales of its own: six results, four of square blocks."""
+    operand = access((rows, N), (N, 1), torch.bfloat16)
+    writes = (*[access((rows, N), (N, 1))] * results, *[access((0,), (1,))] * (6 - results))
+    launch = Launch("quaver.cast_blockwise", (), (operand,), writes, (), "", {}, False)
+    (entry,) = entries_of([CompiledGraph(False, (launch,), (), "")], l2_bytes=0)
+    assert (entry.read_bytes, entry.launches) == (reads * operand.moved_bytes, launches)
+
+
+# ---- the model of time -----------------------------------------------------------------------------------------------
+
+
+def test_the_time_of_a_bfloat16_linear_is_the_rooflines():
+    spec = find_device_spec("H200")
+    times = milliseconds_by_category(ledger("linear", "bfloat16"), spec)
+    assert sum(times.values()) / 1e3 == pytest.approx(linear_cost(M, K, N, "tensorwise", spec).bfloat16.total_s)
+    assert times["bfloat16 matmul"] > 3e3 * KERNEL_LAUNCH_S
+
+
+def access(size, stride, dtype=torch.float8_e4m3fn):
+    return Access("codes", size, stride, dtype, size[0] * size[-1] * dtype.itemsize)
+
+
+ROWS, COLUMNS, PART = access((M, N), (N, 1)), access((M, N), (1, M)), access((M, N), (2 * N, 1))
+OF_TOKENS, OF_GROUPS = access((M, 1), (1, 1), torch.float32), access((8,), (1,), torch.int32)
+
+
+def ledger_of(operator, reads, write, is_backward=False):
+    launch = Launch(operator, (), tuple(reads), (write,), (), "", {}, False)
+    graphs = (CompiledGraph(is_backward, (launch,), (), ""),)
+    return Ledger("made", "H200", entries_of(graphs, 0), graphs)
+
+
+@pytest.mark.parametrize(
+    ("operator", "codes", "is_strided"),
+    [
+        ("quaver.column_major", ROWS, False),
+        ("quaver.column_major_after", ROWS, False),
+        ("quaver.column_major", PART, True),
+        ("aten.clone", ROWS, True),
+    ],
+)
+def test_a_copy_runs_at_bandwidth_unless_it_is_atens(operator, codes, is_strided):
+    spec, gradient = find_device_spec("H200"), access((M, N), (N, 1), torch.bfloat16)
+    made = ledger_of(operator, [codes, gradient] if operator.endswith("after") else [codes], COLUMNS)
+    assert (made.copies, made.strided_copies, made.overhead_bytes) == (1, int(is_strided), 2 * M * N)
+    seconds = M * N * 7.4e-12 if is_strided else 2 * M * N / (4800e9 * 0.85)
+    assert milliseconds_by_category(made, spec)["copies"] == pytest.approx(1e3 * (seconds + KERNEL_LAUNCH_S))
+    assert any("aten's strided copy of bytes 1 times" in line for line in findings(made)) is is_strided
+
+
+def test_matmuls_of_blocks_and_experts_copy_what_does_not_lie_along_the_contracted_dim():
+    scales = [access(size, (size[1], 1), torch.float32) for size in ((M, 6), (6, M))]
+    result = access((M, M), (M, 1), torch.bfloat16)
+    for operands, copies, strided in (
+        ((ROWS, access((N, M), (1, N))), 0, 0),
+        ((COLUMNS, access((N, M), (M, 1))), 2, 0),
+        ((PART, access((N, M), (1, N))), 1, 1),
+    ):
+        made = ledger_of("quaver.native_block_mm", [*operands, *scales], result)
+        assert (made.copies, made.strided_copies) == (copies, strided)
+        assert made.launches == copies + 2  # rows' scales are transposed
+        assert made.bytes_of("copies") == copies * 2 * M * N
+    ragged = access((1000, 700), (700, 1)), access((700, 250), (250, 1))
+    of_ragged = [access(size, (size[1], 1), torch.float32) for size in ((1000, 6), (6, 250))]
+    made = ledger_of("quaver.native_block_mm", [*ragged, *of_ragged], access((1000, 250), (250, 1), torch.bfloat16))
+    assert (made.copies, made.strided_copies) == (3, 0)  # pads of both, and b along K
+    assert made.launches == 11  # a pad is two kernels; rows' scales are completed and transposed in one copy
+    weights, tokens = access((8 * K, N), (N, 1)), access((M, K), (K, 1))
+    scale = [OF_TOKENS, OF_TOKENS, OF_GROUPS]
+    for operands, result, is_backward, copies in (
+        ((ROWS, weights), (M, K), False, 0),
+        ((tokens, weights), (M, N), True, 1),
+        ((ROWS, tokens), (8, N, K), True, 2),
+    ):
+        written = access(result, (1,) * len(result), torch.bfloat16)
+        made = ledger_of("quaver.grouped_mm", [*operands, *scale], written, is_backward)
+        assert (made.copies, made.strided_copies) == (copies, 0)
+        blocks = [access((M, 6), (6, 1), torch.float32)] * 2
+        assert not ledger_of("quaver.grouped_mm", [*operands, *blocks, OF_GROUPS], written, is_backward).copies
+
+
+@pytest.mark.parametrize(
+    ("operator", "scale", "kind"),
+    [
+        ("aten._scaled_mm", (1, 1), ScaleKind.TENSORWISE),
+        ("aten._scaled_mm", (M, 1), ScaleKind.ROWWISE),
+        ("quaver.native_block_mm", (M, 6), ScaleKind.BLOCKS_OF_128),
+        ("quaver.native_block_mm", (M, 24), ScaleKind.BLOCKS_OF_32),
+    ],
+)
+def test_a_matmul_has_the_rate_of_its_scales(operator, scale, kind):
+    """As the formulas of linears and the planner have it."""
+    spec, b = find_device_spec("H200"), access((N, M), (1, N))
+    result = access((M, M), (M, 1), torch.bfloat16)
+    scales = [access(size, (size[1], 1), torch.float32) for size in (scale, scale[::-1])]
+    made = milliseconds_by_category(ledger_of(operator, [ROWS, b, *scales], result), spec)["float8 matmul"]
+    expected = matmul_seconds(M, N, M, True, spec, by_shape=False, share_of_scales=share_of_scales(kind, spec))
+    assert made == pytest.approx(1e3 * (expected + KERNEL_LAUNCH_S), rel=1e-2)
+
+
+TRANSPOSED = """
+    ynumel = 4096
+    xnumel = 1024
+    tmp0 = tl.load(in_ptr0 + (x1 + 1024*y0), xmask)
+    tl.store(out_ptr0 + (y0 + 4096*x1), tmp1, xmask)
+"""
+
+
+def test_how_programs_share_a_tensor_by_hand():
+    """A config with narrow tiles moves whole sectors for a part of each; loops turn as often as their loads need."""
+    layout = KernelLayout.of(TRANSPOSED, {"in_ptr0": "*bf16", "out_ptr0": "*fp8e4nv"})
+    square, flat = {"XBLOCK": 64, "YBLOCK": 64}, {"XBLOCK": 1024, "YBLOCK": 1}
+    assert [layout.sector_bytes(each) for each in (square, flat)] == [2 + 1, 2 + 32]
+    assert [layout.programs(each) for each in (square, flat)] == [16 * 64, 4096]
+    assert layout.loaded_by_program(square) == 64 * 64 * 2
+    columns = KernelLayout.of(TWO_LOOPS, {"in_ptr0": "*bf16", "in_ptr1": "*fp32"})
+    tile = {"XBLOCK": 64, "R0_BLOCK": 8}
+    assert columns.programs(tile) == 64
+    assert columns.loaded_by_program(tile) == (2 + 2 + 4) * 64 * 16384
+    wanted = columns.loaded_by_program(tile) // 128  # of a thread
+    assert _issued(100, (), wanted, columns, tile, warps=4) == 64 * 4 * 100
+    unrolled = Loop(40, wanted // 16)
+    assert _issued(100, (unrolled,), wanted // 16, columns, tile, warps=4) == 64 * 4 * (100 + 15 * 40)
+
+
+def test_no_time_is_below_what_bytes_and_instructions_take():
+    """A kernel's time is the larger of both, and a tensor core's rate is not exceeded."""
+    spec = find_device_spec("H200")
+    for entry in ledger("linear", "quaver tensorwise").entries:
+        moved = entry.moved_bytes / (spec.memory_gb_per_s * 1e9)
+        issued = replace(entry, issued=10**9)
+        assert seconds_of(entry, spec) > moved
+        assert seconds_of(entry, spec) > entry.flops / (1e12 * (spec.float8_tflops or 0))
+        assert seconds_of(issued, spec) == max(
+            seconds_of(entry, spec), 1e9 / (4 * 132 * 1.83e9) + entry.launches * KERNEL_LAUNCH_S
+        )
+
+
+@pytest.mark.nightly
+def test_machine_code_is_of_the_config_that_would_be_chosen():
+    """Every large kernel has instructions, and none spills more than Inductor accepts."""
+    made = ledger("linear", "quaver tensorwise")
+    codes = machine_codes(made, 90, {})
+    priced = with_machine_code(made, codes)
+    assert all(entry.issued for entry in priced.entries if entry.launch.kernels and entry.category != "small")
+    assert all(code.spilled_bytes <= 64 for code in codes.values())
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_and_writes(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("quaver.lab.cli.bench.ledger.count", lambda work, name, gpu: ledger("linear", name))
+    output = tmp_path / "ledger.json"
+    words = ["--model", "debug", "--part", "linear", "--recipe", "tensorwise", "--recipe", "delayed", "--kernels"]
+    assert main(["bench", "ledger", *words, "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    for part in ("linear of debug", "bfloat16", "tensorwise", "delayed", "Counted:", "Modelled:", "cudnn, at its"):
+        assert part in printed
+    assert "in a layout that is stored already" not in printed  # of no operand
+    written = json.loads(output.read_text())
+    assert [each["name"] for each in written["ledgers"]] == ["bfloat16", "quaver tensorwise", "quaver delayed"]
+    tensorwise = written["ledgers"][1]
+    assert sum(kernel["launches"] for kernel in tensorwise["kernels"]) == tensorwise["launches"]
+    of_categories = {name for counted in tensorwise["categories"].values() for name in counted["kernels"]}
+    assert of_categories
+    assert of_categories == {each["name"] for each in tensorwise["kernels"] if each["name"].startswith("triton_")}
+    assert output.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--model llama-9b", "--model must be one of debug, llama-8b, llama-70b, or a TOML file, got 'llama-9b'"),
+        ("--model missing.toml", "missing.toml"),
+        ("--gpu h300", "--gpu must be one of h100, h200, b200, got 'h300'"),
+        ("--gpu a100", "--gpu must be one of h100, h200, b200, got 'a100'"),
+        ("--recipe tensorwide", "tensorwide"),
+        ("--recipe mxfp8", "recipe mxfp8: no float8 matmul of H200 takes 1 x 32 scales; there operands are widened"),
+        ("--recipe blockwise --gpu b200", "no float8 matmul of B200 takes 1 x 128 scales"),
+        ("--peer transformer-engine", "--peer must be one of none, torchao"),
+        ("--seq-len 0", "--seq-len must be at least 1, got 0"),
+        ("--part layer", "--part must be one of block, linear"),
+    ],
+)
+def test_bad_input_is_one_line(refused, words, line):
+    assert line in refused("bench", "ledger", *words.split())
+
+
+def test_without_triton(refused, monkeypatch):
+    monkeypatch.setattr("quaver.lab.bench.ledger.subjects.find_spec", lambda name: None)
+    assert "triton is not installed" in refused("bench", "ledger")

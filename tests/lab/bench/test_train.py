@@ -1,0 +1,68 @@
+"""quaver bench train: models of the trainer in several precisions, alternating, and their ratios."""
+
+import json
+
+import pytest
+import torch
+
+from quaver.lab.bench.train import Train
+from quaver.lab.cli import main
+from quaver.lab.settings.config_file import build_config
+from quaver.lab.trainer.trained_model import TrainedModel
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "text.txt"
+    path.write_text("to be or not to be, that is the question\n" * 200)
+    return path
+
+
+def tiny(text, **float8):
+    return {
+        "model": {"dim": 32, "n_heads": 2, "n_kv_heads": 1, "hidden_dim": 64, "n_layers": 1},
+        "training": {"seq_len": 32, "local_batch_size": 2, "steps": 3, "device": "cpu"},
+        "lr_scheduler": {"warmup_steps": 2},
+        "data": {"path": str(text)},
+        "float8": float8,
+    }
+
+
+def test_models_take_turns_with_the_trainers_own_step(text, monkeypatch):
+    order = []
+    train_step = TrainedModel.train_step
+
+    def watched(self, step, batches, *, measure_memory=False):
+        order.append((step, self.name, measure_memory))
+        return train_step(self, step, batches, measure_memory=measure_memory)
+
+    monkeypatch.setattr(TrainedModel, "train_step", watched)
+    config = build_config(tiny(text, last_steps_high_precision=1))
+    options = Train(recipes=("tensorwise", "delayed"), rounds=3, warmup=2)
+    result = options.measure_steps(options.set_up(config))
+    assert [step for step, _, _ in order] == [step for step in range(1, 6) for _ in range(3)]
+    assert {name for _, name, _ in order} == {"bfloat16", "tensorwise", "delayed"}
+    assert {order[3 * step][1] for step in range(3)} == {"bfloat16", "tensorwise", "delayed"}
+    assert {step for step, _, measures in order if measures} == {2}
+    assert [row["timing"]["samples"] for row in result["rows"]] == [3, 3, 3]
+
+
+def test_the_command_takes_the_trainers_flags_and_saves_rows_and_ratios(text, tmp_path, capsys):
+    output = tmp_path / "train.json"
+    flags = [f"--{section}.{key}={value}" for section, found in tiny(text).items() for key, value in found.items()]
+    words = ["bench", "train", *flags, "--recipes", "rowwise", "--rounds", "2", "--warmup", "2"]
+    assert main([*words, "--output", str(output)]) == 0
+    assert "64 tokens a step" in capsys.readouterr().out
+    saved = json.loads(output.read_text())
+    assert saved["environment"]["threads"] == torch.get_num_threads()
+    plain, float8 = saved["rows"]
+    assert (plain["precision"], float8["precision"]) == ("bfloat16", "rowwise")
+    assert saved["step_tokens"] == 64
+    assert saved["config"]["model"]["dim"] == 32
+    for row in (plain, float8):
+        median_us = row["timing"]["median_us"]
+        assert row["tokens_per_s"] == pytest.approx(64 / median_us * 1e6)
+        assert row["time_over_high_precision"] == median_us / plain["timing"]["median_us"]
+        assert row["peak_is_exact"]
+        assert row["peak_over_high_precision"] == row["peak_bytes"] / plain["peak_bytes"]

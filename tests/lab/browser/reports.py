@@ -1,0 +1,145 @@
+"""Memory reports for tests of pages: a small model's, and made ones with names that bite; the tensors of a run's."""
+
+import copy
+
+import numpy as np
+import torch
+
+from quaver.lab.memory import explain
+from quaver.lab.recorder.recorder import CATEGORIES
+from tests.lab.memory.models import stack
+from tests.lab.report.records import alarm, layers_of, tensors_of
+
+HOSTILE = "</script><script>document.title='taken'</script><!-- &amp; \"'` {{data}} \u2028"
+"""A name that is markup, ends a script, opens a comment, is a placeholder, and breaks a line of JavaScript."""
+MIB = 2**20
+LAYERS = [f"layers.0.{HOSTILE}", *layers_of(1)]
+TENSORS = tensors_of(LAYERS)
+ALARMS = [alarm(240, TENSORS[6]), alarm(300, TENSORS[20], rule="underflow")]
+WIDE, BAD_TENSOR, BAD_SAMPLE = 600, 411, 617
+
+
+def predicted(*, layers: int = 3, rows: int = 2048) -> dict:
+    """A real prediction of a small model."""
+    inputs = (torch.empty(rows, 256, device="meta"),)
+    with torch.device("meta"):
+        model = stack(layers=layers, width=256, hidden=1024)
+    return explain(model, inputs, optimizer=torch.optim.AdamW).to_dict(timeline=True)
+
+
+def row(size_bytes: int, **what) -> dict:
+    """A row of a report with every field that one can have."""
+    plain = {
+        "category": "saved_activations",
+        "bytes": size_bytes,
+        "count": 1,
+        "operator": "quaver::gemm (quaver.exact_float8_mm)",
+        "of": "model.layers.0.mlp.gate_proj.weight",
+        "module": "model.layers.0.mlp.gate_proj",
+        "phase": "forward",
+        "shape": [2048, 768],
+        "dtype": "bfloat16",
+        "source": "quaver/linear/gemm.py:106",
+        "saved_in": "model.layers.0.mlp",
+        "saved_by": "autograd",
+        "first_use": {"operator": "aten.mm", "module": "model.layers.0.mlp", "source": "quaver/linear/module.py:123"},
+    }
+    return plain | what
+
+
+def made() -> dict:
+    """A prediction by hand: two layers, a hostile name, and an old row without the optional fields; 100 MiB.
+
+    Gradients are there after the peak only.
+    """
+    layer = "model.layers.1.mlp.gate_proj"
+    old = {name: row(6 * MIB)[name] for name in ("category", "bytes", "count", "operator", "phase", "shape", "dtype")}
+    at_peak = [
+        row(40 * MIB),
+        row(40 * MIB, module=layer, of=f"{layer}.weight", saved_in="model.layers.1.mlp", first_use=None),
+        row(10 * MIB, category="temporaries", operator=None, of="", module=HOSTILE, dtype=HOSTILE, saved_by=HOSTILE),
+        old | {"category": "parameters", "module": "", "operator": None},
+        row(4 * MIB, category="communication", module="model.norm", operator="c10d.all_gather", shape=[4, 2]),
+    ]
+    by_category = dict.fromkeys(CATEGORIES, 0)
+    for each in at_peak:
+        by_category[each["category"]] += each["bytes"]
+    resident = dict.fromkeys(CATEGORIES, 0) | {"parameters": 6 * MIB}
+    start, peak, late = ([*sums.values()] for sums in (resident, by_category, resident | {"gradients": MIB}))
+    return {
+        "peak_bytes": 100 * MIB,
+        "phase_of_peak": "backward",
+        "module_of_peak": HOSTILE,
+        "operator_of_peak": "aten.mul",
+        "resident_bytes": 6 * MIB,
+        "step_peak_bytes": 94 * MIB,
+        "saved_by_forward_bytes": 80 * MIB,
+        "by_category": {name: size for name, size in by_category.items() if size},
+        "reads_answered_by_1": 0,
+        "notes": [HOSTILE],
+        "report": {
+            "schema": 1,
+            "exact": True,
+            "note": "",
+            "peak_bytes": 100 * MIB,
+            "peak_event": 2,
+            "resident_bytes": resident,
+            "at_peak": at_peak,
+            "saved_bytes": 80 * MIB,
+            "saved_event": 1,
+            "saved_for_backward": at_peak[:2],
+            "spans": [["forward", 0, 1], ["backward", 1, 3], ["optimizer", 3, 4]],
+            "columns": ["event", "t_us", *CATEGORIES],
+            "timeline": [[0, 0.0, *start], [1, 1.0, *start], [2, 2.0, *peak], [3, 3.0, *late], [4, 4.0, *start]],
+        },
+    }
+
+
+def unseen() -> dict:
+    """A report of compiled code: what stays between steps, and nothing else."""
+    peaks = dict.fromkeys(("peak_bytes", "step_peak_bytes", "saved_by_forward_bytes"))
+    prediction = made() | peaks | {"by_category": {}}
+    blind = {name: [] for name in ("timeline", "at_peak", "saved_for_backward", "spans")}
+    unknown = dict.fromkeys(("peak_bytes", "peak_event", "saved_bytes", "saved_event"))
+    prediction["report"] |= blind | unknown | {"exact": False, "note": "compiled code: not attributed"}
+    return prediction
+
+
+def wide(events: int, rows: int) -> dict:
+    """A prediction of a run with many events, one of them a peak among zeros, and many rows that are all different."""
+    prediction = made()
+    report = prediction["report"]
+    low = 100 * MIB // 3 // len(CATEGORIES)
+    sizes = np.random.default_rng(0).integers(low, size=(events, len(CATEGORIES))).tolist()
+    timeline = [[event, event / 3, *each] for event, each in enumerate(sizes)]
+    report["peak_event"] = event = events // 3
+    timeline[event] = [event, event / 3, *report["timeline"][2][2:]]
+    report["timeline"] = timeline
+    report["spans"] = [["forward", 0, events // 2], ["backward", events // 2, events - 1]]
+    names = [f"model.layers.{at}.mlp.gate_proj" for at in range(rows)]
+    table = [row(1000 + at, module=name, of=f"{name}.weight") for at, name in enumerate(names)]
+    return prediction | {"report": report | {"at_peak": table, "saved_for_backward": copy.deepcopy(table)}}
+
+
+def comparison() -> dict:
+    """What `made` and another run differ in: one row of more, one of less, one at the peak."""
+    names = ("category", "operator", "of", "shape", "dtype", "source", "saved_by")
+    plain = {"count_a": 32, "count_b": 0, "layers": 32} | {name: row(0)[name] for name in names}
+    more = {"module": "model.layers.*.more", "bytes_a": 0, "bytes_b": 3 * MIB, "difference_bytes": 3 * MIB}
+    less = {"module": HOSTILE, "bytes_a": 8 * MIB, "bytes_b": 2 * MIB, "difference_bytes": -6 * MIB}
+    rows = [
+        plain | less | {"at": "saved", "sentence": f"-6 MiB: {HOSTILE}"},
+        plain | more | {"at": "saved", "sentence": "+3 MiB: more of it"},
+        plain | more | {"at": "peak", "sentence": "+3 MiB: at the peak"},
+    ]
+    peaks = {"peak_a": 100 * MIB, "peak_b": 97 * MIB}
+    return {"label_a": f"first {HOSTILE}", "label_b": "second", **peaks, "rows": rows}
+
+
+def advice() -> dict:
+    """Two changes, of which the second fits."""
+    plain = {"recomputed_flops": 0, "step_flops": 2 * 10**12, "note": "", "fits": False, "words": ""}
+    cheap = {"change": HOSTILE, "peak_bytes": 100 * MIB, "difference_bytes": 0}
+    full = {"change": "full checkpointing", "peak_bytes": 60 * MIB, "difference_bytes": -40 * MIB}
+    full |= {"recomputed_flops": 5 * 10**11, "fits": True, "words": "--activation_checkpoint.mode full"}
+    return {"rows": [plain | cheap, plain | full], "fit_bytes": 64 * MIB, "best": 1}

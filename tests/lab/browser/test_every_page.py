@@ -1,0 +1,152 @@
+"""What every page must be: silent, alone, readable, no wider than its window, and named for those who do not see it."""
+
+import pytest
+
+from tests.lab.browser.browser import Keys, hover
+from tests.lab.browser.reports import TENSORS, WIDE
+from tests.lab.browser.test_report_html import Map
+
+READABLE = 4.5
+"""The contrast that WCAG's level AA asks of text."""
+
+CONTRASTS = """
+for (const [ink, shade] of arguments[0]) {
+  const box = document.createElement('p');
+  box.textContent = `${ink} on ${shade}`;
+  Object.assign(box.style, {color: `var(--${ink})`, backgroundColor: `var(--${shade})`});
+  document.body.append(box);
+}
+const numbers = (color) => color.match(/[\\d.]+/g).map(Number);
+function luminance(color) {
+  const parts = numbers(color).slice(0, 3).map((value) => value / 255);
+  const [r, g, b] = parts.map((part) => part <= .04045 ? part / 12.92 : ((part + .055) / 1.055) ** 2.4);
+  return .2126 * r + .7152 * g + .0722 * b;
+}
+function ground(element) {
+  const color = getComputedStyle(element).backgroundColor;
+  return numbers(color)[3] === undefined ? color : ground(element.parentElement);
+}
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+while (walker.nextNode()) {
+  const element = walker.currentNode.parentElement;
+  if (!walker.currentNode.data.trim() || !element.getClientRects().length || element.closest('svg')) continue;
+  const [a, b] = [luminance(getComputedStyle(element).color), luminance(ground(element))].sort((x, y) => y - x);
+  found.push([(a + .05) / (b + .05), walker.currentNode.data.trim().slice(0, 40)]);
+}
+return found;
+"""
+WIDER = """
+return [...document.querySelectorAll('body *')].filter((each) => !each.closest('.scroll, .icicle, svg, .skip')
+  && each.getBoundingClientRect().right > innerWidth + 1).map((each) => each.outerHTML.slice(0, 80))
+"""
+NAMELESS = """
+const which = 'input, select, button, .plot, .scroll, nav, section, [role=tree]';
+return [...document.querySelectorAll(which)].filter((each) => !(each.getAttribute('aria-label')
+  || each.getAttribute('aria-labelledby') || each.textContent.trim()
+  || (each.labels && each.labels.length))).map((each) => each.outerHTML.slice(0, 80))
+"""
+FOCUS = """
+const e = document.activeElement, s = getComputedStyle(e);
+return [s.outlineStyle + ' ' + s.outlineWidth, e.tagName + e.className]
+"""
+REPORT = ["alarms", "curves", "maps", "distribution", "worst", "whatif", "conversion", "environment"]
+SECTIONS = {
+    "full": ["timeline", "compare", "advice", "measured", "peak", "saved"],
+    "real": ["timeline", "peak", "saved"],
+    "blind": ["compare", "measured"],
+    "one": REPORT,
+    "two": REPORT,
+    "large": REPORT[2:5],
+}
+TITLES = {"one": "first", "two": "first and second"}
+
+
+@pytest.fixture
+def opened(browser, pages, reports):
+    """Opens a page by its name, and what it hides until a pointer or a key asks for it."""
+
+    def opened(name, *, details=True, **window):
+        is_report = (reports / f"{name}.html").exists()
+        path = (reports if is_report else pages) / f"{name}.html"
+        browser.open(path, **window)
+        if details and is_report:
+            heat = Map(browser, WIDE if name == "large" else len(TENSORS))
+            heat.press("w")
+            heat.hover(6, 30)
+        elif details:
+            browser.one("#peak-details summary").click()
+            hover(browser, 2)
+        return path
+
+    return opened
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_it_says_nothing_to_the_console_and_asks_for_nothing(browser, opened, name):
+    path = opened(name, details=False)
+    assert [each.get_attribute("id") for each in browser.all("main > section") if each.is_displayed()] == SECTIONS[name]
+    assert browser.texts("#contents a") == browser.texts("main > section:not([hidden]) > h2")
+    assert bool(browser.all(".icicle .cell")) == ("peak" in SECTIONS[name])
+    assert browser.logged() == []
+    assert {url for url in browser.requested() if not url.startswith("data:")} == {path.as_uri()}
+    # the script in a hostile name was shown, and did not run
+    assert browser.one("h1").text.startswith(TITLES.get(name, name))
+    assert browser.driver.title.startswith(TITLES.get(name, name))
+    assert browser.run("return document.scripts.length") == 2
+
+
+SHADES = [["ink", f"shade-{name}"] for name in ("forward", "backward", "optimizer", "other")]
+RAISED = [["ink", "raised"], ["bad", "ground"], ["bad", "raised"]]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(("name", "pairs", "at_least"), [("full", SHADES, 300), ("two", RAISED, 200)])
+def test_text_can_be_read(browser, opened, name, pairs, at_least, dark):
+    """All texts, and pairs of names of colors."""
+    opened(name, dark=dark)
+    ground = browser.run("return getComputedStyle(document.body).backgroundColor")
+    assert (ground == "rgb(255, 255, 255)") is not dark
+    contrasts = browser.run(CONTRASTS, [*pairs, ["quiet", "ground"]])
+    assert len(contrasts) > at_least
+    assert [each for each in contrasts if each[0] < READABLE] == []
+
+
+WIDTHS = {"full": [400], "wide": [400], "real": [1600], "one": [400], "two": [400, 1600], "large": [400]}
+
+
+@pytest.mark.parametrize(("name", "width"), [(name, width) for name, widths in WIDTHS.items() for width in widths])
+def test_nothing_is_wider_than_the_window(browser, opened, name, width):
+    opened(name, width=width)
+    assert browser.run("return document.documentElement.scrollWidth") == width
+    assert browser.run(WIDER) == []
+    if width == 400:  # nor does a table have to be scrolled
+        scrolls = "[...document.querySelectorAll('.scroll')].every((each) => each.scrollWidth <= each.clientWidth)"
+        assert browser.run(f"return {scrolls}")
+
+
+FOCUSED = {"A", "Askip", "DIVplot", "DIVscroll", "BUTTON", "INPUT"}
+
+
+@pytest.mark.parametrize(("name", "focused"), [("full", FOCUSED), ("two", FOCUSED | {"BUTTONlink", "SELECT"})])
+def test_everything_has_a_name_and_shows_its_focus(browser, opened, name, focused):
+    opened(name, details=False)
+    assert browser.run(NAMELESS) == []
+    ids = browser.run("return [...document.querySelectorAll('[id]')].map((each) => each.id)")
+    assert len(ids) == len(set(ids))
+    tables = "[...document.querySelectorAll('table:not(.tip table)')]"
+    named = "table.caption || table.getAttribute('aria-labelledby') || table.getAttribute('aria-label')"
+    assert browser.run(f"return {tables}.every((table) => {named})")
+    assert browser.run("return [...document.querySelectorAll('thead th')].every((th) => th.scope === 'col')")
+    visited = set()
+    for _ in range(45):
+        browser.press(Keys.TAB)
+        style, what = browser.run(FOCUS)
+        assert style == "solid 3px", what
+        visited.add(what.split()[0])
+    assert focused <= visited
+
+
+@pytest.mark.parametrize("name", ["full", "one"])
+def test_it_prints(browser, opened, name):
+    opened(name, details=False)
+    assert len(browser.driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"]) > 20_000

@@ -1,0 +1,241 @@
+"""What a newcomer's terminal shows: help and tables on 80 columns, colours only where they are wanted."""
+
+import importlib
+import io
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quaver.conversion.layer_recipes import LayerRecipes
+from quaver.lab.bench import working as working_module
+from quaver.lab.bench.ledger.entries import entries_of
+from quaver.lab.bench.ledger.ledger import Ledger
+from quaver.lab.bench.working import working
+from quaver.lab.cli import VERBS, bench, convert, dry_run, main
+from quaver.lab.cli.bench import ledger, roofline
+from quaver.lab.cli.console import show
+from quaver.lab.cli.doctor_model import SHOWN, Survey
+from quaver.lab.cli.doctor_model import _views as survey_views
+from quaver.lab.cli.memory import views
+from quaver.lab.memory.compiling.launches import Access, CompiledGraph, Launch
+from quaver.lab.memory.runs.links import Links, Traffic
+from quaver.lab.plan.advise import Advice, Row
+from quaver.lab.plan.step_cost import StepCost
+from quaver.lab.settings.config_file import load_config
+from quaver.lab.settings.float8 import RECIPES
+from quaver.lab.trainer.display import training_display
+from quaver.numerics.matmul_sums import Sums
+from quaver.numerics.survey import SurveyedLinear
+from quaver.numerics.survey_sums import MatmulSums
+from quaver.roofline.device_specs import find_device_spec
+
+COMMANDS = [
+    *([verb] for verb in VERBS),
+    *(["bench", verb] for verb in bench.VERBS),
+    *(["convert", way] for way in convert.WAYS),
+]
+GIB = 1 << 30
+LONGEST = max(RECIPES, key=len)
+CONFIG = Path(__file__).parents[3] / "train_configs" / "llama3_8b.toml"
+NAME = "model.layers.100.self_attn.q_proj"
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def on_terminal(monkeypatch):
+    """Runs words on a terminal of 80 columns with colours; returns the exit code, and what stdout and stderr show."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def run(*words):
+        with redirect_stdout(Terminal()) as out, redirect_stderr(Terminal()) as err:
+            code = main([*words])
+        return code, out.getvalue(), err.getvalue()
+
+    return run
+
+
+@pytest.mark.parametrize("command", [[], *COMMANDS], ids=" ".join)
+def test_help(command, on_terminal, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    code, text, _ = on_terminal(*command, "--help")
+    assert code == 0
+    assert text.startswith("usage: quaver")
+    assert max(map(len, text.splitlines())) <= 80
+    assert not [line for line in text.splitlines() if line.endswith("-")], "a word is broken at its hyphen"
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("command", ["", "bench", "convert"])
+def test_a_command_without_its_verb_shows_the_verbs(command, capsys):
+    assert main(command.split()) == 2
+    assert "usage: quaver" in capsys.readouterr().out
+
+
+ROOFLINE = ["bench", "roofline", "--model", "llama-8b", "--pictures", "--recipes", "rowwise", "--output"]
+
+
+@pytest.mark.parametrize("wants_colour", [True, False])
+def test_colours_are_for_terminals(wants_colour, on_terminal, monkeypatch, tmp_path):
+    if not wants_colour:
+        monkeypatch.setenv("NO_COLOR", "1")
+    code, out, err = on_terminal(*ROOFLINE, str(tmp_path))
+    assert code == 0
+    assert ("\x1b" in out) == wants_colour
+    assert "\x1b" not in err
+
+
+def test_progress_is_for_terminals_and_goes_when_it_is_done(on_terminal, monkeypatch):
+    def slow(words):
+        with working("counting") as tell:
+            time.sleep(0.1)
+            tell("counting again")
+            time.sleep(0.1)
+        return 0
+
+    monkeypatch.setattr(working_module, "_EVERY_S", 0.01)
+    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(run=slow))
+    code, out, err = on_terminal("train")
+    assert (code, out) == (0, "")
+    assert [line.rstrip() for line in err.split("\r")][-4:] == ["... counting, 0 s", "... counting again, 0 s", "", ""]
+    assert max(map(len, err.split("\r"))) == 79
+
+
+def test_no_colours_and_no_progress_in_a_pipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(working_module, "_EVERY_S", 0.001)
+    assert main([*ROOFLINE, str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out
+    assert err == ""
+
+
+def test_what_takes_long_is_said_in_a_pipe_in_whole_lines(monkeypatch, capsys):
+    monkeypatch.setattr(working_module, "_EVERY_LINE_S", 0.02)
+    with working("counting") as tell:
+        time.sleep(0.1)
+        tell("counting again")
+        time.sleep(0.1)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert set(err.splitlines()) == {"... counting, 0 s", "... counting again, 0 s"}
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_progress_of_a_run_breaks_no_word(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    record = {"run": LONGEST, "step": 400, "loss": 1.2345, "loss_spike": False, "tokens_per_s": 123456.0}
+    record |= {"grad_norm": 1.23, "mfu_by_precision": 0.123}
+    with redirect_stdout(Terminal()) as out, training_display([LONGEST], 400, 10, peak_source="measured") as display:
+        display.step(record)
+    text = out.getvalue()
+    assert "…" not in text
+    assert f"{LONGEST} " in text
+    assert "loss 1.2345 " in text
+    assert ("grad norm" in text) == (columns == 120)
+
+
+def bench_views(verb):
+    kind = getattr(importlib.import_module(f"quaver.lab.bench.{verb}"), verb.capitalize())
+    timing = {"median_us": 9998.9, "p10_us": 1234.5, "p90_us": 99999.9}
+    row = {
+        "timing": timing,
+        "shape": "2048 x 8192 x 28672 (llama-70b gate,up)",
+        "gemm": "grad_weight",
+        "mode": "compiled",
+    }
+    row |= {"matrix": "2048 x 28672 (llama-70b input)", "cast": "rowwise_both", "library": "torchao", "recipe": LONGEST}
+    row |= dict.fromkeys("mkn", 28672) | {
+        "backend": "torch.mm",
+        "same_codes": False,
+        "operations": 100,
+        "kernels": None,
+    }
+    row |= {"contestant": "tensorwise, exact accumulation", "tflops_per_s": 0.00123, "share_of_peak": 1.0}
+    row |= {"floor_bytes_per_element": 5, "gb_per_s": 1234.56, "share_of_copy": 1.0, "tokens_per_s": 1234567.0}
+    row |= dict.fromkeys(("time_over_bfloat16", "time_over_high_precision", "torchao_time_over_this"), 10.0)
+    row |= dict.fromkeys(("resident_bytes", "peak_bytes", "tensor_peak_bytes", "kept_bytes"), 80 * GIB)
+    row |= dict.fromkeys(("peak_over_bfloat16", "peak_over_high_precision"), 1.0)
+    if verb != "cast":
+        row["library"] = "quaver"
+    about = {"device": "NVIDIA H100 80GB HBM3", "threads": 16, "torch": "2.13.0+cu130", "commit": "0123456+"}
+    result = {"environment": about, "rows": [row, row], "complete": True}
+    options = SimpleNamespace(case_fields=kind.case_fields, tables=kind.tables, note=lambda result: "", result_file="x")
+    return bench._views(options, result)
+
+
+def advice_views():
+    change = "activations: selective, every 2nd block; optimizer states: float8"
+    row = Row(change, "--a b", 1023 * GIB, -1023 * GIB, StepCost(10**15, 10**14, 0.000123), "", True)
+    return [views.advice_table(Advice([row, row], 80 * GIB, 1, None, "H200"))]
+
+
+def links_views():
+    traffic = Traffic("dp_replicate", "reduce_scatter", "bfloat16", 512, 1024, 12345, 1022 * GIB)
+    return views.links_views(Links("8: dp_shard 8", "rowwise", 10**11, 8, (traffic, traffic), 10**12), None)
+
+
+def survey_of_a_model():
+    db = {recipe: {"grad_output": 25.1, "weight": 31.5} for recipe in SHOWN}
+    surveyed = [SurveyedLinear(NAME, 10, db)]
+    recipes = LayerRecipes(recipe="tensorwise", layers={NAME: LONGEST})
+    sums = [MatmulSums(NAME, "grad_weight", Sums(13.2, 63.6, 41.9), True)]
+    return survey_views(Survey(surveyed, recipes, "tensorwise", 25.0, 0.9, [], [], "text", None, "h100", sums))
+
+
+def ledger_views():
+    access = Access("codes", (16384, 28672), (28672, 1), torch.float8_e4m3fn, 80 * GIB)
+    launch = Launch("quaver.column_major", (), (access,), (access,), (), "", {}, False)
+    graphs = (CompiledGraph(False, (launch,) * 20, (), ""),)
+    ledgers = [Ledger(f"torchao {LONGEST}", "H200", entries_of(graphs, 0), graphs)]
+    options = ledger.LedgerOptions(kernels=True)
+    return ledger._views(options, ledgers, ledger.Codes(), find_device_spec("H200"), options.work())
+
+
+def all_of_a_roofline():
+    from quaver.lab.bench.roofline import RooflineSettings, predict, specs_of
+    from quaver.lab.bench.roofline_layers import layers_of_model
+
+    models = (layers_of_model("llama-70b"),)
+    return roofline._views(predict(RooflineSettings(specs_of(["H200"]), RECIPES, 16384, models)))
+
+
+TABLES = {
+    "memory --fit": (advice_views, ["1023 GiB", "0.000123 s", "10.0%"]),
+    "memory --links": (links_views, ["dp_replicate", "512 / 1024", "reduce_scatter", "12,345", "1022 GiB"]),
+    "doctor --model": (survey_of_a_model, [NAME, "grad_output", LONGEST, "25.1"]),
+    "train --dry-run": (
+        lambda: dry_run._views(dry_run.dry_run(load_config(CONFIG), 8)),
+        ["model.layers.*.self_attn.q_proj", "4,096 -> 14,336", "(2)"],
+    ),
+    "bench roofline": (all_of_a_roofline, [LONGEST, "28,672", "60%"]),
+    "bench ledger": (ledger_views, [LONGEST, "(20)", "quaver.column_major"]),
+}
+TABLES |= {
+    f"bench {verb}": (lambda verb=verb: bench_views(verb), []) for verb in bench.VERBS if f"bench {verb}" not in TABLES
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_tables_fit_80_columns_and_lose_no_word(table, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    make, words = TABLES[table]
+    tables = [view for view in make() if not isinstance(view, str)]
+    assert tables
+    show(tables)
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert [word for word in words if word not in text] == []

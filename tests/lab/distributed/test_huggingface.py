@@ -1,0 +1,66 @@
+"""What two ranks saved, sharded or split by tensor parallelism, is exported by one process, to the bit."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from quaver.lab.cli import main
+from quaver.lab.runs.checkpoint_folder import FORMAT, write_record
+from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig, Training
+from quaver.lab.settings.parallel_dims import resolve
+from quaver.lab.trainer.initialize import allocate, initialize
+from quaver.lab.trainer.model import Llama
+from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.run_setup import make_models
+from tests.ranks import run
+from tests.steps import assert_same
+
+MODEL = Model(dim=48, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=80)
+CONFIG = TrainConfig(model=MODEL, training=Training(seq_len=32, device="cpu"))
+LAYOUTS = {
+    "shard": replace(CONFIG, float8=Float8(enable_fsdp_float8_all_gather=True)),
+    "tied": replace(CONFIG, model=replace(MODEL, tie_word_embeddings=True)),
+    "tensor": replace(CONFIG, parallelism=Parallelism(tensor_parallel_degree=2)),
+}
+
+
+def _save(config: TrainConfig, path: Path) -> bool:
+    """Save the first weights of a run as this rank has them; whether it has only a part."""
+    config, layout = resolve(config, rank=torch.distributed.get_rank(), world_size=2)
+    (model,) = make_models(config, torch.device("cpu")).by_name.values()
+    parallelize(model, config, init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh)))
+    allocate(model, torch.device("cpu"))
+    initialize(model, seed=5)
+    state = get_model_state_dict(model)
+    save({"model": state}, checkpoint_id=path)
+    weight = state["model.layers.1.mlp.up_proj.weight"]
+    return isinstance(weight, DTensor) and weight.to_local().numel() < weight.numel()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_export_of_what_two_ranks_saved(layout, tmp_path):
+    config = LAYOUTS[layout]
+    checkpoint = tmp_path / "step-00000007"
+    assert run(2, _save, config, checkpoint / "tensorwise") == [True, True]
+    record = {"format": FORMAT, "models": ["tensorwise"], "world_size": 2, "progress": {"step": 7}}
+    record |= {"config": asdict(config), "data": {"eos_id": 0}}
+    write_record(checkpoint, record)
+
+    words = ["convert", "quaver-to-hf", str(checkpoint), str(tmp_path / "hf"), "--dtype=float32"]
+    assert main([*words, "--max-shard-size=100KB"]) == 0
+    expected = Llama(config.model)
+    initialize(expected, seed=5)
+    state = expected.state_dict()
+    if config.model.tie_word_embeddings:
+        del state["lm_head.weight"]
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 1
+    exported = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert_same(exported, state)

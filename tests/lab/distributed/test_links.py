@@ -1,0 +1,135 @@
+"""What `quaver memory --links` predicts that ranks send is what they send, and what formulas say."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from quaver.lab.memory.faking.gpu import predicting_for
+from quaver.lab.memory.runs.links import link_of, predict_links
+from quaver.lab.memory.runs.predict import training_step
+from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig, Training
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve
+from quaver.lab.trainer.initialize import allocate, initialize
+from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.run_setup import make_models
+from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.runtime.ranks import Ranks
+from tests import ranks
+from tests.counting import CollectiveCounter
+from tests.thinned import at_night
+
+RANKS, DIM, HIDDEN, LAYERS, TOKENS = 2, 32, 64, 2, 2 * 32
+GATHERED = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
+
+
+def config(*, float8, replicate=1, tensor=1):
+    return TrainConfig(
+        model=Model(dim=DIM, n_layers=LAYERS, n_heads=4, n_kv_heads=2, hidden_dim=HIDDEN),
+        training=Training(seq_len=TOKENS // 2, local_batch_size=2, device="cpu"),
+        parallelism=Parallelism(data_parallel_replicate_degree=replicate, tensor_parallel_degree=tensor),
+        float8=float8,
+    )
+
+
+SPLIT_AND_SHARDED = config(float8=Float8(**GATHERED), tensor=2)
+CASES = {
+    "FSDP2, bfloat16": config(float8=Float8(enable_float8_linear=False)),
+    "FSDP2, tensorwise": config(float8=Float8(**GATHERED)),
+    "FSDP2, rowwise, no precompute": config(float8=Float8(recipe_name="rowwise", enable_fsdp_float8_all_gather=True)),
+    "replicated, tensorwise": config(float8=Float8(), replicate=2),
+    "tensor parallel, tensorwise": config(float8=Float8(), tensor=2),
+    "tensor parallel, rowwise": config(float8=Float8(recipe_name="rowwise"), tensor=2),
+}
+
+
+ALWAYS = ("FSDP2, bfloat16", "FSDP2, rowwise, no precompute", "tensor parallel, tensorwise")
+
+
+def counted(config):
+    """The number and the bytes of the collectives that this rank starts in its second step, by kind."""
+    config, layout = resolve(config, rank=dist.get_rank(), world_size=RANKS)
+    mesh = init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh))
+    name, model = next(iter(make_models(config, torch.device("cpu")).by_name.items()))
+    parallelize(model, config, mesh)
+    allocate(model, torch.device("cpu"))
+    initialize(model, 0)
+    trained = TrainedModel(name, model, config, torch.device("cpu"), Ranks(dist.get_rank(), 0, RANKS))
+    step, _ = training_step(trained, config, layout)
+    step()
+    with CollectiveCounter() as counter:
+        step()
+    return counter.calls, counter.bytes
+
+
+@pytest.mark.parametrize("case", [*ALWAYS, *at_night((case,) for case in CASES if case not in ALWAYS)])
+def test_predicted_and_counted(case):
+    calls, sizes = ranks.run(RANKS, counted, CASES[case])[0]
+    with predicting_for("cpu"):
+        links = predict_links(CASES[case], RANKS)
+    predicted_calls, predicted_bytes = Counter(), Counter()
+    for each in links.traffic:
+        predicted_calls[each.kind] += each.number
+        # Of FSDP2's reduce-scatters the counter sees the part that stays.
+        parts = each.ranks if (each.kind, each.link) == ("reduce_scatter", "dp_shard") else 1
+        predicted_bytes[each.kind] += each.tensor_bytes // parts
+    assert predicted_calls == calls
+    assert predicted_bytes == sizes
+
+
+def links_of(config, ranks=4):
+    with predicting_for("cpu"):
+        links = predict_links(config, ranks)
+    return links, {(each.link, each.kind, each.dtype): each for each in links.traffic}
+
+
+def test_the_formulas_of_fsdp2():
+    """Weights of blocks are gathered before the forward and before the backward; the rest once, to stay."""
+    weights = LAYERS * (2 * DIM * DIM + 2 * DIM * DIM // 2 + 3 * DIM * HIDDEN)
+    links, rows = links_of(CASES["FSDP2, tensorwise"])
+    gathered = rows["dp_shard", "all_gather", "uint8"]
+    # A block's norms are gathered with its weights, in bfloat16: as bytes among bytes.
+    assert gathered.tensor_bytes == 2 * (weights + LAYERS * 2 * DIM * 2)
+    assert gathered.number == 2 * LAYERS
+    assert gathered.sent_bytes == gathered.tensor_bytes * 3 // 4
+    assert rows["dp_shard", "reduce_scatter", "float32"].tensor_bytes == 4 * links.parameters
+    assert rows["dp_shard", "all_reduce", "int32"].tensor_bytes == 4 * LAYERS * 7  # an amax of each weight
+    # Parameters and two moments in float32, and a step counter of each parameter.
+    assert links.checkpoint_bytes == 12 * links.parameters + 4 * (LAYERS * 9 + 3)
+
+
+def test_the_formulas_of_hsdp_and_tensor_parallelism():
+    links, rows = links_of(config(float8=Float8(**GATHERED), replicate=2))
+    assert rows["dp_replicate", "all_reduce", "float32"].tensor_bytes == 4 * links.parameters // 2
+    links, rows = links_of(SPLIT_AND_SHARDED, ranks=1024)  # which takes no longer than four
+    assert (links.layout.shard, links.layout.tensor) == (512, 2)
+    assert rows["dp_shard", "reduce_scatter", "float32"].ranks == 512
+    assert links.sums["dp_shard"][0] == sum(each.number for key, each in rows.items() if key[0] == "dp_shard")
+    # The inputs of attention and feed-forward, [tokens, dim], as codes; in backward again the gradients of o and down.
+    assert rows["tp", "all_gather", "uint8"].tensor_bytes == LAYERS * 4 * TOKENS * DIM
+    assert rows["tp", "all_gather", "uint8"].number == LAYERS * 4
+    # The output projection's input, but no logits; the embedding's gradient, and three numbers of a token and rank.
+    assert rows["tp", "all_gather", "bfloat16"].tensor_bytes == 2 * TOKENS * DIM
+    assert rows["tp", "all_gather", "float32"].tensor_bytes == 4 * TOKENS * DIM + 2 * 12 * TOKENS
+
+
+@pytest.mark.parametrize(
+    ("ranks", "link"),
+    [
+        (range(8), "dp_replicate x dp_shard x tp"),
+        ((0, 1), "tp"),
+        ((0, 2), "dp_shard"),
+        ((0, 4), "dp_replicate"),
+        ((0, 2, 4, 6), "dp_replicate x dp_shard"),
+    ],
+)
+def test_the_dims_of_a_group(ranks, link):
+    assert link_of(ranks, ParallelDims(2, 2, 2)) == link
+
+
+def test_the_groups_of_experts():
+    layout = ParallelDims(shard=8, expert=2)
+    assert link_of((0, 1), layout) == "ep"
+    assert link_of((0, 2, 4, 6), layout) == "dp_shard / ep"

@@ -1,0 +1,121 @@
+"""The pool of ranks: a failure or a hang fails its test, by name, and the next test gets ranks that work."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from quaver.lab.runs import checkpoint
+from quaver.lab.trainer.run_setup import begin_folder
+from quaver.runtime.agreement import on_first_rank
+from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
+from quaver.runtime.ranks import Ranks
+from tests.ranks import RanksError, on_ranks, run
+
+
+def _sum_of_ranks():
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total)
+    return total.item()
+
+
+def _largest_amaxes():
+    own = [[NOTHING_OBSERVED, NOTHING_OBSERVED, -torch.nan, 3.0], [NOTHING_OBSERVED, 0.0, 5.0, 4.0]][dist.get_rank()]
+    amaxes = torch.tensor(own)
+    return max_over_ranks(amaxes, dist.group.WORLD, may_lack=True), max_over_ranks(amaxes[2:], dist.group.WORLD)
+
+
+def _fail_on_rank_1():
+    if dist.get_rank() == 1:
+        raise ValueError("no")
+
+
+def _sleep():
+    time.sleep(30)
+
+
+def _threads_after_redistributing():
+    """How many threads the rank has, before it makes a mesh and redistributes a DTensor on it."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    threads = len(os.listdir("/proc/self/task"))
+    distribute_tensor(torch.ones(4, 4), mesh, [Replicate(), Shard(0)]).redistribute(placements=[Shard(0), Shard(0)])
+    return threads
+
+
+def _die():
+    if dist.get_rank() == 0:
+        os._exit(1)
+
+
+def test_every_rank_answers():
+    assert run(2, _sum_of_ranks) == [1, 1]
+
+
+def test_the_maximum_keeps_a_nan_and_lacks_only_what_all_lack():
+    expected = torch.tensor([NOTHING_OBSERVED, 0.0, torch.nan, 4.0])
+    for largest, present in run(2, _largest_amaxes):
+        torch.testing.assert_close(largest, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(present, expected[2:], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_failure_has_the_traceback_of_its_rank():
+    with pytest.raises(RanksError) as error:
+        run(2, _fail_on_rank_1)
+    assert error.value.messages[0] is None
+    assert "ValueError: no" in error.value.messages[1]
+    assert run(2, _sum_of_ranks) == [1, 1]
+
+
+def test_a_hang_ends_and_names_the_test():
+    with pytest.raises(RanksError, match="_sleep in .*test_a_hang_ends_and_names_the_test(.|\n)*no answer within 1 s"):
+        run(2, _sleep, timeout=1)
+    assert run(2, _sum_of_ranks) == [1, 1]
+
+
+def test_a_rank_that_dies_is_replaced():
+    with pytest.raises(RanksError, match="rank 0: the process died"):
+        run(2, _die, timeout=10)
+    assert run(2, _sum_of_ranks) == [1, 1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_the_threads_of_a_group_end_with_its_test():
+    first, *later = (run(2, _threads_after_redistributing) for _ in range(4))
+    assert later == [first] * 3
+
+
+def begin(fails):
+    """Rank 0 alone has the run folder."""
+    rank = dist.get_rank()
+    folder = SimpleNamespace(begin=fails) if rank == 0 else None
+    begin_folder(SimpleNamespace(folder=folder, config=None, ranks=Ranks(rank, rank, 2)))
+
+
+def read(fails):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "read_record", fails if dist.get_rank() == 0 else lambda _: {})
+        checkpoint._verified_record(Path(), Ranks(dist.get_rank(), dist.get_rank(), 2), verifies=False)
+
+
+@pytest.mark.parametrize("work", [on_first_rank, begin, read])
+@on_ranks(2)
+def test_what_rank_0_raises_is_raised_on_all(work):
+    """An error that nobody foresaw, here of a class that cannot be pickled."""
+
+    class Unforeseen(Exception):
+        pass
+
+    def fails(*_):
+        raise Unforeseen("no")
+
+    with pytest.raises((Unforeseen, RuntimeError), match="no") as raised:
+        work(fails)
+    assert dist.get_rank() == 0 or raised.value.__notes__ == ["raised on rank 0"]
+    dist.barrier()

@@ -1,0 +1,56 @@
+"""What a run on two ranks does about an alarm: every rank changes the recipe, or stops, after the same step."""
+
+import json
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from quaver.lab.runs.checkpoint_folder import CheckpointFolder, read_record
+from quaver.lab.trainer.train import build
+from tests.lab.integration.test_train_distributed import LIMIT_S, TINY
+from tests.lab.integration.train_on_ranks import train_here
+from tests.ranks import run
+
+LAYER = "model.layers.1.mlp.up_proj"
+WATCHED = [*TINY, "--training.steps=4", "--training.global_batch_size=4"]
+WATCHED += ["--checkpoint.enable", "--numerics.every=1", "--validation.freq=4"]
+
+
+def broken(setup):
+    """The run, in which one channel of a linear's input is 2^20 times larger, on the rank that has it."""
+    found = build(setup)
+    scale = torch.ones(32)
+    scale[5] = 2.0**20
+    found.models[0].model.get_submodule(LAYER).register_forward_pre_hook(lambda _, inputs: (inputs[0] * scale,))
+    return found
+
+
+def train_broken(cases, prefix):
+    """Without guards on hooks Dynamo gives each block the code of one that has none."""
+    guarded = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
+    with patch("quaver.lab.cli.train.build", broken), guarded:
+        return train_here(cases, prefix)
+
+
+@pytest.mark.parametrize(
+    "compiles", [[], pytest.param(["--training.compile"], marks=pytest.mark.nightly)], ids=["eager", "compiled"]
+)
+def test_two_ranks_fall_back_together(tmp_path, compiles):
+    words = [*WATCHED, *compiles, f"--job.dump_folder={tmp_path}", "--job.name=falls", "--numerics.on_alarm=fallback"]
+    results = run(2, train_broken, [("falls", words)], f"alarms {tmp_path}", timeout=LIMIT_S)
+    assert [ended for ended, *_ in results] == [{"falls": (0, 1)}] * 2, results
+    record = read_record(CheckpointFolder(tmp_path / "falls" / "checkpoint").complete(4))
+    assert record["progress"]["fallbacks"] == {LAYER: "high_precision"}
+    lines = [json.loads(line) for line in (tmp_path / "falls" / "numerics.jsonl").read_text().splitlines()]
+    headers = [line for line in lines if line["kind"] == "header"]
+    has_layer = [any(each["layer"] == LAYER for each in header["tensors"]) for header in headers]
+    assert has_layer == [True, False]
+    assert [line["step"] for line in lines if line["kind"] == "sample"] == [1, 2, 3, 4]
+
+
+def test_two_ranks_stop_together(tmp_path):
+    words = [*WATCHED, f"--job.dump_folder={tmp_path}", "--job.name=stops", "--numerics.on_alarm=stop"]
+    results = run(2, train_broken, [("stops", words)], f"alarms {tmp_path}", timeout=LIMIT_S)
+    assert [ended["stops"][0] for ended, *_ in results] == [5, 5], results
+    assert (tmp_path / "stops" / "summary.json").is_file()

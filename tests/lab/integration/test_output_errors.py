@@ -1,0 +1,67 @@
+"""A file that one rank cannot write ends the run on all ranks after that step: one line names it, exit code 4."""
+
+import shutil
+from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from quaver.lab.trainer.trained_model import TrainedModel
+from tests.command_line import TEXT, TINY
+from tests.lab.integration.train_on_ranks import LIMIT_S, train_here
+from tests.ranks import run
+
+SNAPSHOT = "memory_snapshot/step-000002/tensorwise-rank1.json"
+CASES = {
+    # name: (the rank that makes a folder of this name before step 2, the last step, the line)
+    "removed": (0, "", 2, "the run folder {run!r} was removed while the run trained; the run ends"),
+    "snapshot": (1, SNAPSHOT, 2, f"rank 1: cannot write '{{run}}/{SNAPSHOT}': Is a directory"),
+    "numerics": (0, "numerics.jsonl", 2, "cannot write '{run}/numerics.jsonl': Is a directory"),
+    "summary": (0, ".summary.json", 3, "cannot write '{run}/summary.json': Is a directory"),
+}
+
+
+def obstruct(runs: Path, name: str) -> None:
+    rank, file, _, _ = CASES[name]
+    if dist.get_rank() != rank:
+        return
+    if not file:
+        shutil.rmtree(runs / name)
+        return
+    (runs / name / file).unlink(missing_ok=True)
+    (runs / name / file).mkdir(parents=True)
+
+
+def train_obstructed(runs: Path, cases: list[tuple[str, list[str]]], prefix: str) -> tuple[dict, str, str, dict]:
+    train_step, steps = TrainedModel.train_step, {}
+
+    def with_obstacle(model: TrainedModel, step: int, batches: object, **options: object) -> object:
+        name = model.config.job.name
+        if step == 2:
+            obstruct(runs, name)
+        steps[name] = step
+        return train_step(model, step, batches, **options)
+
+    with patch.object(TrainedModel, "train_step", with_obstacle):
+        return *train_here(cases, prefix), steps
+
+
+def test_what_one_rank_cannot_write_ends_all_ranks_with_one_line(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    runs = tmp_path / "runs"
+    words = [
+        *(*TINY, f"--data={tmp_path / 'text.txt'}", f"--job.dump_folder={runs}", "--training.steps=3"),
+        "--checkpoint.interval=2",
+    ]
+    options = {
+        "snapshot": ["--profiling.enable_memory_snapshot", "--profiling.memory_snapshot_step=2"],
+        "numerics": ["--numerics.every=1"],
+    }
+    cases = [(name, [*words, f"--job.name={name}", *options.get(name, [])]) for name in CASES]
+    on_ranks = run(2, train_obstructed, runs, cases, "output errors", timeout=LIMIT_S)
+    for ended, _, _, steps in on_ranks:
+        assert {name: code for name, (code, _) in ended.items()} == dict.fromkeys(CASES, 4)
+        assert steps == {name: last for name, (_, _, last, _) in CASES.items()}
+    lines = [f"quaver: error: {line.format(run=str(runs / name))}" for name, (*_, line) in CASES.items()]
+    assert [each[2].splitlines() for each in on_ranks] == [lines, []]
+    assert not (runs / "removed").exists()

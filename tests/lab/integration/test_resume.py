@@ -1,0 +1,179 @@
+"""Runs that are killed, stopped or out of disk space resume to the bit, and keep their last complete checkpoint."""
+
+import json
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quaver.lab.cli import main
+from quaver.lab.runs.checkpoint_folder import CheckpointFolder
+from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.lock import HOLDER
+from tests.command_line import TEXT, TINY
+from tests.isolated import Forked, quaver, quaver_on_ranks
+
+LIMIT_S = 300
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> list[str]:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    words = [*TINY, "--lr_scheduler.schedule=constant", "--lr_scheduler.warmup_steps=3", "--float8.recipe_name=delayed"]
+    return [*words, f"--data={text}", f"--job.dump_folder={tmp_path / 'runs'}"]
+
+
+def numbers(run: Path) -> dict[int, tuple[float, float]]:
+    """Return loss and gradient norm by step."""
+    records = [record for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1)), "steps are missing or doubled"
+    return {record["step"]: (record["loss"], record["grad_norm"]) for record in records}
+
+
+def checkpoints(run: Path) -> CheckpointFolder:
+    return CheckpointFolder(run / "checkpoint")
+
+
+def wait_for(condition: Callable[[], bool], *processes: Forked) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert all(process.poll() is None for process in processes), [process.communicate() for process in processes]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def has_steps(run: Path, number: int = 3) -> bool:
+    metrics = run / "metrics.jsonl"
+    return metrics.exists() and metrics.read_bytes().count(b"\n") >= number
+
+
+@pytest.mark.nightly  # each run kills one process at each step of a save, and ranks in test_optimizer_states.py
+def test_two_ranks_killed_at_a_random_step(where, tmp_path):
+    """FSDP2 with a float8 all-gather; then one process resumes from what two wrote."""
+    gather = ["--float8.enable_fsdp_float8_all_gather", "--training.global_batch_size=4"]
+    words = ["train", *where, *gather, "--job.name=killed", "--checkpoint.interval=2", "--checkpoint.resume=auto"]
+    run = tmp_path / "runs" / "killed"
+    ranks = quaver_on_ranks(2, [*words, "--training.steps=1000000"])
+    step = random.Random(2).randint(4, 12)
+    wait_for(lambda: (checkpoints(run).steps() or [0])[-1] >= step, *ranks)
+    for rank in ranks:
+        rank.send_signal(signal.SIGKILL)
+    for rank in ranks:
+        rank.communicate()
+    reached = checkpoints(run).steps()[-1]
+    resumed, *_ = [rank.finished() for rank in quaver_on_ranks(2, [*words, f"--training.steps={reached + 4}"])]
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resumed      after step {reached}" in resumed.stdout
+
+    whole = ["train", *where, *gather, "--job.name=whole", f"--training.steps={reached + 4}"]
+    assert [rank.finished().returncode for rank in quaver_on_ranks(2, whole)] == [0, 0]
+    assert numbers(run) == numbers(tmp_path / "runs" / "whole")
+
+    alone = ["--float8.no-enable_fsdp_float8_all_gather", f"--training.steps={reached + 6}"]
+    assert main(["train", f"--resume={run}", *alone]) == 0
+    losses = numbers(run)
+    assert list(losses) == list(range(1, reached + 7))
+    assert losses[reached + 6][0] == pytest.approx(losses[reached + 4][0], rel=0.2)
+
+
+def test_ctrl_c_saves_and_the_run_resumes(where, tmp_path):
+    run = tmp_path / "runs" / "stopped"
+    process = quaver(["train", *where, "--job.name=stopped", "--training.steps=1000000"])
+    wait_for(lambda: has_steps(run), process)
+    process.send_signal(signal.SIGINT)
+    output, error = process.communicate()
+    assert (process.returncode, error) == (130, "")
+    assert f"quaver train --resume {run}" in output
+    (step,) = checkpoints(run).steps()
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], max(numbers(run))) == ("interrupted", step, step)
+    assert (run / "curves.png").stat().st_size > 1000
+    assert main(["train", "--resume", str(run), f"--training.steps={step + 3}"]) == 0
+    assert main(["train", *where, "--job.name=whole", f"--training.steps={step + 3}"]) == 0
+    assert numbers(run) == numbers(tmp_path / "runs" / "whole")
+
+
+def by_hand(words: list[str]) -> list[Forked]:
+    return quaver_on_ranks(2, words)
+
+
+def by_torchrun(words: list[str]) -> list[subprocess.Popen]:
+    """torchrun forwards a SIGTERM to its ranks; each process imports torch for seconds."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    return [subprocess.Popen([*launcher, "-m", "quaver.lab.cli", *words], **options)]
+
+
+def with_children(pid: int) -> list[int]:
+    """Return a process and what it started, as torchrun its ranks, each in a session of its own."""
+    return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to find the ranks of a launcher")
+@pytest.mark.parametrize("start", [by_hand, pytest.param(by_torchrun, marks=pytest.mark.nightly)])
+def test_two_ranks_hold_their_run_and_save_at_sigterm(where, tmp_path, start):
+    run = tmp_path / "runs" / "stopped"
+    started = start(["train", *where, "--job.name=stopped", "--training.steps=1000000"])
+    wait_for(lambda: has_steps(run), *started)
+    second, _ = [
+        rank.finished() for rank in quaver_on_ranks(2, ["train", f"--resume={run}", "--checkpoint.resume=auto"])
+    ]
+    (line,) = [line for line in second.stderr.splitlines() if line.startswith("quaver: ")]
+    holder = json.loads((run / HOLDER).read_text())["pid"]
+    assert holder in [pid for process in started for pid in with_children(process.pid)]
+    assert f"another run writes the run folder '{run}': process {holder} on host" in line
+    assert all(process.poll() is None for process in started)
+    for process in started:
+        process.send_signal(signal.SIGTERM)
+    assert f"quaver train --resume {run}" in "".join(process.communicate(timeout=LIMIT_S)[0] for process in started)
+    (step,) = checkpoints(run).steps()
+    assert list(numbers(run)) == list(range(1, step + 1))
+    assert len(list((checkpoints(run).complete(step) / "delayed").glob("*.distcp"))) == 2
+
+
+def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(where, tmp_path):
+    """A limit on the size of files simulates it: the same write fails, with another message."""
+    run = tmp_path / "runs" / "full"
+    words = [*where, "--job.name=full", "--checkpoint.interval=4"]
+    assert main(["train", *words, "--training.steps=4"]) == 0
+    before = {path: path.read_bytes() for path in (run / "checkpoint").rglob("*") if path.is_file()}
+    resume = ["train", "--resume", str(run), "--training.steps=1000"]
+    done = quaver(resume, largest_file_bytes=200_000).finished()
+    assert done.returncode == 4
+    (line,) = done.stderr.splitlines()
+    assert "checkpoint of step 8 could not be written" in line
+    assert "File too large" in line
+    assert "the checkpoint of step 4 is intact" in line
+    assert {path: path.read_bytes() for path in (run / "checkpoint").rglob("*") if path.is_file()} == before
+    assert json.loads((run / "summary.json").read_text())["status"] == "checkpoint failed"
+    assert main(["train", "--resume", str(run), "--training.steps=10"]) == 0
+
+
+def part_of_reliability(words: list[str]) -> None:
+    sys.argv = ["benchmarks.reliability", *words]
+    runpy.run_module("benchmarks.reliability", run_name="__main__")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to find the ranks of a launcher")
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["--part", "phases", "--tries", "11"], id="a kill at each step of a save"),
+        pytest.param(["--part", "disks", "--tries", "3", "--part", "damage"], id="little", marks=pytest.mark.nightly),
+        pytest.param([], id="everything", marks=[pytest.mark.nightly, pytest.mark.timeout(7200)]),
+    ],
+)
+def test_every_try_holds(words):
+    """Each try of benchmarks/reliability.py."""
+    process = Forked(part_of_reliability, words)
+    _, error = process.communicate(timeout=7200)
+    assert process.returncode == 0, error

@@ -1,0 +1,365 @@
+"""`quaver train` on several ranks against the same run in one process: losses, gradient norms, and how it ends.
+
+In float32 a run on several ranks adds the same numbers as one process in another order: losses agree to a few units
+in the last place (2e-7 measured, 2e-6 allowed), and gradient norms, which see every gradient, to ten times that. In
+float8 a last place may move a value from one code to the next, an eighth of the value; that is rare, and one among
+thousands: 1e-5 for losses, and for norms 5e-4 (2.3e-4 measured, in the third step, after updates that differ). The
+warm-up is one step long, so that updates matter from the first on.
+The runs are those of `main` in the ranks of tests/ranks.py; a nightly test starts torchrun.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from quaver.lab.cli import main
+from quaver.lab.runs.json_lines import read_metrics
+from tests.isolated import quaver_on_ranks
+from tests.lab.integration.train_on_ranks import Results, train_on_ranks
+
+REPOSITORY = Path(__file__).parents[3]
+LIMIT_S = 240
+
+TINY = [
+    *("--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=64"),
+    *("--training.seq_len=32", "--training.local_batch_size=2", "--training.global_batch_size=8"),
+    *("--training.device=cpu", "--training.mixed_precision_param=float32", "--training.steps=3"),
+    *("--lr_scheduler.warmup_steps=1", "--validation.freq=3", "--validation.steps=4", "--metrics.log_freq=1"),
+    "--checkpoint.no-enable",  # test_resume.py saves and loads on ranks
+]
+HP = ["--float8.no-enable_float8_linear"]
+ALL_GATHER = ["--float8.enable_fsdp_float8_all_gather", "--float8.precompute_float8_dynamic_scale_for_fsdp"]
+SELECTIVE = ["--activation_checkpoint.mode=selective"]
+REPLICATE = ["--parallelism.data_parallel_replicate_degree=2"]
+TENSOR = ["--parallelism.tensor_parallel_degree=2"]
+DELAYED = ["--float8.recipe_name=delayed"]
+DELAYED_DYNAMIC_WEIGHT = ["--float8.recipe_name=delayed_with_dynamic_weight"]
+MASKED = ["--data.document_mask"]
+MXFP8 = ["--float8.recipe_name=mxfp8", "--model.dim=128", "--model.hidden_dim=128"]
+MIXED = ["--float8.filter_fqns=lm_head,k_proj,layers.1.mlp", *MASKED]
+EXPERTS = ["--model.n_experts=4", "--model.n_shared_experts=1", "--model.hidden_dim=32"]
+MIXTURE = ["--float8.recipe_name=rowwise", *EXPERTS]
+SPLIT_BY_2, SPLIT_BY_4 = (["--parallelism.expert_parallel_degree=2"], ["--parallelism.expert_parallel_degree=4"])
+# Where sums are taken in another order a code may move by one step; of blocks a scale, too, by a power of two.
+EXACT, FLOAT8, BLOCKS = 2e-6, 1e-5, 1e-4
+NORM = {EXACT: 10 * EXACT, FLOAT8: 50 * FLOAT8, BLOCKS: 50 * BLOCKS}
+
+REFERENCES = {
+    "hp": HP,
+    "tensorwise": [],
+    "mixture": MIXTURE,
+    "delayed": DELAYED,
+}
+REFERENCES_AT_NIGHT = {
+    "tied": [*HP, "--model.tie_word_embeddings", *MASKED],
+    "mixed": MIXED,
+    "mxfp8": MXFP8,
+    "mixture_tensorwise": EXPERTS,
+    "mixture_hp": [*HP, *EXPERTS],
+    "delayed_dynamic_weight": DELAYED_DYNAMIC_WEIGHT,
+}
+
+LAYOUTS = {
+    # name: (ranks, reference, words, tolerance)
+    "shard": (2, "hp", HP, EXACT),
+    "all_gather": (2, "tensorwise", [*ALL_GATHER, "--job.compare"], FLOAT8),
+    # Its blocks are not compiled, which the run says; "mixture_split_compiled" without checkpoints is.
+    "mixture_split": (2, "mixture", [*MIXTURE, *SPLIT_BY_2, *SELECTIVE, "--training.compile"], FLOAT8),
+    "mixture_shard_split": (4, "mixture", [*MIXTURE, *SPLIT_BY_2, *ALL_GATHER, *SELECTIVE], FLOAT8),
+    "delayed_all_gather": (2, "delayed", [*DELAYED, *ALL_GATHER], FLOAT8),
+    "shard_tensor": (4, "hp", [*HP, *TENSOR], EXACT),
+    "shard_replicate": (4, "hp", [*HP, *REPLICATE, "--validation.steps=3"], EXACT),
+    "delayed_shard_tensor": (4, "delayed", [*DELAYED, *TENSOR, *ALL_GATHER], FLOAT8),
+}
+
+NIGHTLY = {
+    # In each run test_experts_dispatch.py compiles split experts, test_experts.py those of two ranks, and
+    # test_train_cli.py the blocks of the trainer.
+    "mixture_split_compiled": (2, "mixture", [*MIXTURE, *SPLIT_BY_2, "--training.compile"], FLOAT8),
+    "tied": (2, "tied", REFERENCES_AT_NIGHT["tied"], EXACT),
+    "mxfp8_shard_tensor": (4, "mxfp8", [*MXFP8, *TENSOR, *ALL_GATHER], BLOCKS),
+    "tensor_mixed": (2, "mixed", [*MIXED, *TENSOR], FLOAT8),
+    # The tensorwise scale of an expert's tokens is one for those of all ranks.
+    "tensorwise_split": (2, "mixture_tensorwise", [*EXPERTS, *SPLIT_BY_2, *ALL_GATHER], BLOCKS),
+    "shard_tensor_all_gather": (4, "tensorwise", [*TENSOR, *ALL_GATHER, "--float8.cast_weights_once"], FLOAT8),
+    "split_selective": (4, "mixture_tensorwise", [*EXPERTS, *SPLIT_BY_2, ALL_GATHER[0], *SELECTIVE], BLOCKS),
+    "mixture_shard": (2, "mixture", MIXTURE, FLOAT8),
+    "mixture_hp_split": (4, "mixture_hp", [*HP, *EXPERTS, *SPLIT_BY_4], EXACT),
+    "delayed_shard": (2, "delayed", DELAYED, FLOAT8),
+    "delayed_dynamic_weight": (2, "delayed_dynamic_weight", [*DELAYED_DYNAMIC_WEIGHT, *ALL_GATHER], FLOAT8),
+    "tensor_compiled": (2, "hp", [*HP, *TENSOR, "--training.compile"], EXACT),
+    "replicate": (2, "hp", [*HP, *REPLICATE], EXACT),
+    "mixture_replicate_split": (4, "mixture", [*MIXTURE, *SPLIT_BY_2, *REPLICATE], FLOAT8),
+    "mixture_foreach_split": (2, "mixture", [*MIXTURE, *SPLIT_BY_2, "--optimizer.implementation=foreach"], FLOAT8),
+    "tensor": (2, "hp", [*HP, *TENSOR], EXACT),
+    "resharded": (2, "hp", [*HP, "--parallelism.fsdp_reshard_after_forward=always"], EXACT),
+    "delayed_tensor": (2, "delayed", [*DELAYED, *TENSOR], FLOAT8),
+    "tensor_float8": (2, "tensorwise", TENSOR, FLOAT8),
+    "delayed_tensor_compiled": (2, "delayed", [*DELAYED, *TENSOR, "--training.compile"], FLOAT8),
+    "replicate_tensor": (4, "hp", [*HP, *TENSOR, *REPLICATE], EXACT),
+    "shard_tensor_compiled": (4, "hp", [*HP, *TENSOR, "--training.compile"], EXACT),
+}
+
+BAD = {
+    "world": (["--parallelism.data_parallel_shard_degree=3"], "must be the number of processes = 2, got 1 * 3 * 1"),
+    "sharding": ([*REPLICATE, *ALL_GATHER], "float8.enable_fsdp_float8_all_gather must be false where no weight"),
+    "tied_head": (
+        [*ALL_GATHER, "--model.tie_word_embeddings", "--float8.filter_fqns=k_proj"],
+        "the weight of lm_head is tied to model.embed_tokens, so it cannot be gathered in float8",
+    ),
+    "flag": (["--parallelism.degree=2"], "unknown flag: 'parallelism.degree'"),
+    "data": (["--data=none"], "data.path 'none' does not exist"),
+    "experts": ([*MIXTURE, *TENSOR], "model.n_experts must be 0 with parallelism.tensor_parallel_degree = 2, got 4"),
+    "split": ([*MIXTURE, *SPLIT_BY_4], "must be a divisor of the 2 ranks over which FSDP2 shards, got 4"),
+    "dense": (SPLIT_BY_2, "model.n_experts must be above 0 with parallelism.expert_parallel_degree = 2, got 0"),
+    "uneven": (
+        [*MIXTURE, "--model.n_experts=5", *SPLIT_BY_2],
+        "model.n_experts must be a multiple of parallelism",
+    ),
+    "codes": ([*MIXTURE, "--float8.grad_weight_from_codes"], "float8.grad_weight_from_codes must be false without"),
+    "folder": (["--job.name=used"], "has files already; give another job.name or remove it"),
+}
+
+
+def finish(command: list[str], **options: object) -> "subprocess.CompletedProcess[str]":
+    """Run a launcher in a session of its own, and end all of it where it takes too long."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, **options
+    )
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGINT)  # torchrun ends its ranks, which have sessions of their own
+        out, err = process.communicate(timeout=60)
+        raise AssertionError(f"took over {LIMIT_S} s: {command}\n{out[-2000:]}\n{err[-4000:]}") from None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with some text, one used run folder, and what every run is told of it."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "text").mkdir()
+    for n in range(400):  # a sequence has more than one document
+        (folder / "text" / f"{n}.txt").write_text(f"{n} bottles of beer on the wall, {n} bottles\n")
+    (folder / "runs" / "used").mkdir(parents=True)
+    (folder / "runs" / "used" / "notes.txt").write_text("mine")
+    return folder
+
+
+def words_of(where: Path, name: str, words: list[str]) -> list[str]:
+    places = [f"--data={where / 'text'}", f"--job.dump_folder={where / 'runs'}", f"--job.name={name}"]
+    return [*TINY, *places, *words]
+
+
+def train_all(where: Path, ranks: int, layouts: dict, bad: dict) -> Results:
+    cases = [(name, words_of(where, name, case[2])) for name, case in layouts.items() if case[0] == ranks]
+    cases += [(f"bad_{name}", words_of(where, f"bad_{name}", words)) for name, (words, _) in bad.items()]
+    return train_on_ranks(ranks, cases)
+
+
+def train_alone(where: Path, references: dict[str, list[str]]) -> None:
+    for name, words in references.items():
+        assert main(["train", *words_of(where, f"one_{name}", words)]) == 0
+
+
+@pytest.fixture(scope="module")
+def on_two(where: Path) -> Results:
+    return train_all(where, 2, LAYOUTS, BAD)
+
+
+@pytest.fixture(scope="module")
+def on_four(where: Path) -> Results:
+    return train_all(where, 4, LAYOUTS, {})
+
+
+@pytest.fixture(scope="module")
+def nightly(where: Path) -> None:
+    train_alone(where, REFERENCES_AT_NIGHT)
+    for ranks in (2, 4):
+        train_all(where, ranks, NIGHTLY, {})
+
+
+@pytest.fixture(scope="module")
+def references(where: Path) -> Path:
+    train_alone(where, REFERENCES)
+    return where / "runs"
+
+
+def numbers(folder: Path, key: str) -> list[float]:
+    records = read_metrics(folder / "metrics.jsonl")
+    first = records[0]["run"]
+    return [record[key] for record in records if key in record and record["run"] == first]
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
+def test_ranks_compute_what_one_process_computes(name, request, references):
+    ranks, reference, _, tolerance = (LAYOUTS | NIGHTLY)[name]
+    request.getfixturevalue("nightly" if name in NIGHTLY else {2: "on_two", 4: "on_four"}[ranks])
+    runs, one = references, references / f"one_{reference}"
+    losses, expected = numbers(runs / name, "loss"), numbers(one, "loss")
+    assert len(losses) == 3
+    assert expected[0] > expected[-1] + 0.03  # the updates matter
+    assert losses == pytest.approx(expected, rel=tolerance)
+    assert numbers(runs / name, "grad_norm") == pytest.approx(numbers(one, "grad_norm"), rel=NORM[tolerance])
+    if name != "shard_replicate":  # which takes fewer validation batches, that do not divide by the ranks
+        validation = numbers(runs / name, "validation_loss")
+        assert validation == pytest.approx(numbers(one, "validation_loss"), rel=tolerance)
+
+
+def test_the_load_of_experts_is_that_of_one_process(on_two, on_four, references):
+    one = numbers(references / "one_mixture", "expert_load_max")
+    for name in ("mixture_split", "mixture_shard_split"):
+        assert numbers(references / name, "expert_load_max") == one
+
+
+def test_a_run_with_experts_goes_on_with_other_ranks(where, references):
+    """Checkpoints of experts that 4 ranks split, then 2, and then one process holds."""
+    words = [*MIXTURE, "--checkpoint.enable", "--lr_scheduler.schedule=constant"]
+    run = where / "runs" / "resharded_experts"
+    goes_on = [f"--resume={run}"]
+    first = words_of(where, run.name, [*words, *SPLIT_BY_4, "--training.steps=1", "--validation.freq=1"])
+    train_on_ranks(4, [("first", [word for word in first if word != "--checkpoint.no-enable"])])
+    train_on_ranks(2, [("second", [*goes_on, *SPLIT_BY_2, "--training.steps=2"])])
+    assert main(["train", *goes_on, "--parallelism.expert_parallel_degree=1", "--training.steps=3"]) == 0
+    assert main(["train", *words_of(where, "whole_experts", [*words[:-2], words[-1]])]) == 0
+    for key in ("loss", "grad_norm", "expert_load_max"):
+        expected = numbers(where / "runs" / "whole_experts", key)
+        assert len(expected) == 3
+        assert numbers(run, key) == pytest.approx(expected, rel=NORM[FLOAT8] if key == "grad_norm" else FLOAT8)
+
+
+def test_a_float8_all_gather_starts_with_the_bits_of_one_process(on_two, references):
+    ours, one = (numbers(references / name, "loss")[0] for name in ("all_gather", "one_tensorwise"))
+    assert ours == pytest.approx(one, rel=1e-7)
+    records = read_metrics(references / "all_gather" / "metrics.jsonl")
+    baseline = [record["loss"] for record in records if record["run"] == "float32" and "loss" in record]
+    assert baseline == pytest.approx(numbers(references / "one_hp", "loss"), rel=EXACT)
+
+
+def test_the_amaxes_of_ranks_are_those_of_one_process(on_two, on_four, references):
+    """The maximum over ranks. FSDP averages the gradients of ranks, so that each rank's are as many times larger."""
+    one = read_metrics(references / "one_delayed" / "float8_scales.jsonl")
+    for name, groups in (("all_gather", 2), ("shard_tensor", 2)):
+        steps = read_metrics(references / f"delayed_{name}" / "float8_scales.jsonl")
+        assert [step["step"] for step in steps] == [1, 2, 3]
+        for ours, theirs in zip(steps, one, strict=True):
+            factors = {tensor: groups if tensor.endswith("grad_output") else 1 for tensor in theirs["amax"]}
+            expected = {tensor: factors[tensor] * amax for tensor, amax in theirs["amax"].items()}
+            assert ours["amax"] == pytest.approx(expected, rel=1e-4), name
+            assert ours["dynamic"] == theirs["dynamic"]
+
+
+def test_the_summary_tells_of_the_ranks(on_two, on_four, references):
+    summary = json.loads((references / "shard_tensor" / "summary.json").read_text())
+    assert (summary["status"], summary["ranks"], summary["mesh"]) == ("finished", 4, {"dp_shard": 2, "tp": 2})
+    (run,) = summary["runs"].values()
+    flops_share = run["mfu"] * summary["bfloat16_peak"]["flops_per_s"] / run["tokens_per_s"]
+    one = json.loads((references / "one_hp" / "summary.json").read_text())
+    (alone,) = one["runs"].values()
+    per_token = alone["mfu"] * one["bfloat16_peak"]["flops_per_s"] / alone["tokens_per_s"]
+    assert flops_share == pytest.approx(per_token / 4)  # per device
+    (sharded,) = json.loads((references / "shard" / "summary.json").read_text())["runs"].values()
+    assert sharded["peak_memory_exact"]
+    assert run["peak_memory_bytes"] < sharded["peak_memory_bytes"] < alone["peak_memory_bytes"]
+    assert run["peak_memory_source"].endswith(", of rank 0")
+    assert "global_batch_size = 8" in (references / "shard_tensor" / "config.toml").read_text()
+
+
+def test_a_compile_that_compiles_nothing_is_told(on_two, references):
+    summary = json.loads((references / "mixture_split" / "summary.json").read_text())
+    (run,) = summary["runs"].values()
+    assert run["compiled_graphs"] == 0
+    note = "training.compile compiled no graph, so the blocks run eagerly: expert parallelism ends graphs"
+    assert sum(note in each for each in summary["notes"]) == 1
+    assert on_two.stdout.count(f"rowwise: {note}") == 1  # after the first step
+
+
+def test_only_the_first_rank_speaks(on_two):
+    assert on_two.stdout.count("run folder:") == sum(case[0] == 2 for case in LAYOUTS.values())
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_for_all_ranks_and_no_process_group(name, on_two, where):
+    errors = [line for line in on_two.stderr.splitlines() if "quaver: error:" in line]
+    assert len(errors) == len(BAD)
+    message = BAD[name][1]
+    assert sum(message in error for error in errors) == 1
+    assert [ended[f"bad_{name}"] for ended in on_two.ended] == [(2, 0)] * 2
+    assert not (where / "runs" / f"bad_{name}").exists()
+
+
+def test_every_good_run_asked_for_one_process_group(on_two, on_four):
+    for name, (ranks, *_) in LAYOUTS.items():
+        assert [ended[name] for ended in {2: on_two, 4: on_four}[ranks].ended] == [(0, 1)] * ranks
+
+
+DIVERGES = ["--optimizer.lr=1e38", "--lr_scheduler.warmup_steps=0", *ALL_GATHER]
+
+
+def check_diverged(run: Path, stdout: str, stderr: str) -> None:
+    assert stdout.count("step     1") == 1  # of rank 0 alone
+    (line,) = [line for line in stderr.splitlines() if "quaver: error:" in line]
+    assert "tensorwise: step 2 has loss nan" in line
+    assert "first in weight of model.embed_tokens" in line
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["ranks"]) == ("non-finite", 2)
+    assert summary["error"] in line
+
+
+def test_the_script_starts_ranks_and_a_diverging_run_ends_them_with_its_summary(where, tmp_path):
+    """What the script tells torchrun, which torchrun's own parser reads, and the ranks that this asks for."""
+    shutil.copytree(REPOSITORY / "train_configs", tmp_path / "train_configs")
+    script = shutil.copy(REPOSITORY / "run_train.sh", tmp_path)
+    torchrun = tmp_path / ".venv" / "bin" / "torchrun"
+    torchrun.parent.mkdir(parents=True)
+    torchrun.write_text("""#!/usr/bin/env bash\nprintf "%s\\0" "$OMP_NUM_THREADS" "$@"\n""")
+    torchrun.chmod(0o755)
+    environment = {**os.environ, "NGPU": "2", "CONFIG_FILE": "train_configs/llama3_debug.toml"}
+    done = finish([script, *words_of(where, "diverges", DIVERGES)], env=environment, cwd=where)
+    threads, *words = done.stdout.split("\0")[:-1]
+    told = get_args_parser().parse_args(words)
+    assert (threads, told.nproc_per_node, told.module, told.training_script) == ("1", "2", True, "quaver.lab.cli")
+    assert (told.local_ranks_filter, told.tee, told.role) == ("0", "3", "rank")
+    assert (told.rdzv_backend, told.rdzv_endpoint) == ("c10d", "localhost:0")
+
+    first, second = [rank.finished() for rank in quaver_on_ranks(2, told.training_script_args, cwd=where)]
+    assert (first.returncode, second.returncode) == (3, 3)
+    check_diverged(where / "runs" / "diverges", first.stdout + second.stdout, first.stderr + second.stderr)
+
+
+@pytest.mark.nightly
+def test_torchrun_ends_the_ranks_of_a_diverging_run(where):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "NGPU": "2", "CONFIG_FILE": "train_configs/llama3_debug.toml"}
+    words = words_of(where, "diverges_by_torchrun", DIVERGES)
+    done = finish([str(REPOSITORY / "run_train.sh"), *words], env=environment, cwd=where)
+    assert done.returncode != 0
+    assert "exitcode  : 3" in done.stderr
+    check_diverged(where / "runs" / "diverges_by_torchrun", done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (["--data=none"], "quaver: error: rank 1: data.path 'none' does not exist"),
+        (["--training.seed=1"], "quaver: error: rank 1 read another config or other data than rank 0"),
+    ],
+)
+def test_ranks_that_disagree_end_together_without_torchrun_too(where, other, message):
+    """Rank 0 then hosts the store itself, and must outlive the others' last look into it."""
+    first, second = [
+        rank.finished() for rank in quaver_on_ranks(2, ["train", *words_of(where, "disagree", HP)], others=other)
+    ]
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert first.stderr.startswith(message)
+    assert len(first.stderr.splitlines()) == 1
+    assert second.stderr == ""
+    assert not (where / "runs" / "disagree").exists()

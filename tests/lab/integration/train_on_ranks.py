@@ -1,0 +1,71 @@
+"""Several `quaver train` runs on the ranks of tests/ranks.py, as if torchrun had started each."""
+
+import io
+import itertools
+import os
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from quaver.lab.cli import main
+from quaver.lab.trainer.model import Block
+from quaver.runtime.ranks import read_ranks
+from tests.ranks import run
+
+LIMIT_S = 240
+
+_launches = itertools.count()
+
+
+@dataclass
+class Results:
+    """Of the runs on one number of ranks: what all ranks printed, and by name each rank's (exit code, groups made)."""
+
+    stdout: str
+    stderr: str
+    ended: list[dict[str, tuple[int, int]]]
+
+
+def compile_quickly(block: Block, **options: object) -> None:
+    """Trace forward and backward as `training.compile` does, but generate no code: seconds instead of a minute."""
+    nn.Module.compile(block, backend="aot_eager", **options)
+
+
+def train_here(cases: list[tuple[str, list[str]]], prefix: str) -> tuple[dict[str, tuple[int, int]], str, str]:
+    """Run `quaver train` for each case as a rank of torchrun does, with the process group that there is."""
+    launcher = {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank())}
+    launcher |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    made, ended = [], {}
+    output, error = io.StringIO(), io.StringIO()
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, launcher))
+        stack.enter_context(patch("quaver.runtime.ranks._store", lambda rank, world_size: store))
+        stack.enter_context(patch.object(dist, "init_process_group", lambda *args, **options: made.append(args)))
+        stack.enter_context(patch.object(dist, "destroy_process_group", lambda: None))
+        stack.enter_context(patch.object(Block, "compile", compile_quickly))
+        # Drawing takes as long as three steps.
+        stack.enter_context(patch("quaver.lab.trainer.train.draw_curves", lambda *paths, **_: paths[-1].touch()))
+        stack.callback(read_ranks.cache_clear)
+        stack.enter_context(redirect_stdout(output))
+        stack.enter_context(redirect_stderr(error))
+        for name, words in cases:
+            made.clear()
+            try:
+                code = main(["train", *words])
+            except SystemExit as stopped:
+                code = stopped.code
+            torch.compiler.reset()
+            ended[name] = (code, len(made))
+    return ended, output.getvalue(), error.getvalue()
+
+
+def train_on_ranks(ranks: int, cases: list[tuple[str, list[str]]]) -> Results:
+    """Run `quaver train WORDS` for each (name, words) on each rank. `training.compile` generates no code."""
+    prefix = f"train_on_ranks {next(_launches)}"  # keys of the pool's store are set once
+    ended, output, error = zip(*run(ranks, train_here, cases, prefix, timeout=LIMIT_S), strict=True)
+    return Results("".join(output), "".join(error), list(ended))

@@ -1,0 +1,125 @@
+"""`quaver memory`: what it prints and writes, and what it refuses."""
+
+import json
+
+import pytest
+
+from quaver.lab.cli import main
+from quaver.lab.memory.runs.predict import SEES_GATHERS
+from quaver.lab.plan.advise import AS_CONFIGURED
+from quaver.lab.plan.changes import single_changes
+
+on_ranks = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
+
+SMALL = ["train_configs/llama3_debug.toml", "--model.n_layers", "1", "--training.seq_len", "64"]
+SMALL_8B = ["train_configs/llama3_8b.toml", "--model.n_layers", "2", "--ranks", "8", "--training.compile", "false"]
+
+
+def ask(capsys, tmp_path, *words):
+    """What is printed, and what is written."""
+    output = tmp_path / "new" / "memory.json"
+    assert main(["memory", *words, "--output", str(output)]) == 0
+    return capsys.readouterr().out, json.loads(output.read_text())
+
+
+@on_ranks
+@pytest.mark.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.nightly)])
+def test_8_ranks(device, tmp_path, capsys):
+    printed, written = ask(capsys, tmp_path, *SMALL_8B, "--top", "3", "--device", device)
+    assert "ranks      8: dp_shard 8" in printed
+    assert ("NVIDIA GPU" in printed) == (device == "cuda")
+    assert written["by_category"]["parameters"] == pytest.approx(4 * written["parameters"] / 8, rel=0.01)
+    assert written["by_category"]["optimizer_state"] == pytest.approx(8 * written["parameters"] / 8, rel=0.01)
+    assert f"{written['peak_bytes']:,} bytes" in printed
+    assert written["config"]["model"]["n_layers"] == 2
+    assert sum(row["bytes"] for row in written["report"]["at_peak"]) == written["peak_bytes"]
+    operators = {row["operator"] or "" for row in written["report"]["saved_for_backward"]}
+    assert any("_scaled_mm" in operator for operator in operators) == (device == "cuda")
+
+
+def test_two_settings_a_page_a_picture_and_a_measurement(tmp_path, capsys):
+    page, picture, vs = tmp_path / "page.html", tmp_path / "step.png", "--activation_checkpoint.mode full"
+    files = ["--html", str(page), "--png", str(picture), "--measure", "--top", "2"]
+    printed, written = ask(capsys, tmp_path, *SMALL, *files, "--vs", vs)
+    assert f"other      {vs}" in printed
+    assert written["comparison"]["label_b"] == vs
+    assert written["other"]["saved_by_forward_bytes"] < written["saved_by_forward_bytes"]
+    assert f"{written['other']['peak_bytes'] - written['peak_bytes']:+,}" in printed
+    largest = next(row for row in written["comparison"]["rows"] if row["at"] == "saved")
+    assert largest["difference_bytes"] < 0
+    assert largest["sentence"] in " ".join(printed.split("\n"))
+    html = page.read_text()
+    assert "llama3_debug in tensorwise, 1 rank" in html
+    assert vs in html
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"saved {picture}" in printed
+    assert "device     a CPU" in printed
+    assert written["measured"]["peak_bytes"] == pytest.approx(written["peak_bytes"], rel=0.01)
+    assert f"{written['measured']['peak_bytes']:,}" in printed
+
+
+def test_a_quick_estimate_is_near_the_prediction(tmp_path, capsys):
+    _, predicted = ask(capsys, tmp_path, *SMALL_8B, "--top", "1")
+    printed, quick = ask(capsys, tmp_path, *SMALL_8B, "--quick", "--fit", "80GiB")
+    assert quick["estimated_peak_bytes"] == pytest.approx(predicted["peak_bytes"], rel=0.1)
+    assert "estimated within 10%" in printed
+    assert "as in fms-fsdp llama2-7b 96 H100" in " ".join(printed.split())
+    assert quick["advice"]["rows"][quick["advice"]["best"]]["fits"] is True
+
+
+FEW = ("activations: selective, every", "precision: bfloat16", "local batch size")
+"""Of what is tried alone; test_advise.py has them all, and each prediction takes most of a second."""
+
+
+def test_advice_and_what_fits(tmp_path, capsys, monkeypatch):
+    few = lambda *run: [change for change in single_changes(*run) if change.name.startswith(FEW)]  # noqa: E731
+    monkeypatch.setattr("quaver.lab.plan.advise.single_changes", few)
+    words = [*SMALL, "--device", "cpu", "--fit", "1GiB", "--time_on", "H200"]
+    printed, written = ask(capsys, tmp_path, *words)
+    advice = written["advice"]
+    assert (advice["fit_bytes"], advice["nearest"]) == (1 << 30, None)
+    assert advice["rows"][advice["best"]]["fits"] is True
+    assert "fastest that fits" in printed
+    assert "H200" in advice["device"]
+    peaks = {row["change"]: row["peak_bytes"] for row in advice["rows"]}
+    configured = advice["rows"][0]
+    assert (configured["change"], configured["peak_bytes"]) == (AS_CONFIGURED, written["peak_bytes"])
+    assert peaks["local batch size: 4"] < peaks[AS_CONFIGURED] < peaks["precision: bfloat16"]
+    known = [row for row in advice["rows"] if row["peak_bytes"] is not None]
+    assert all(row["difference_bytes"] == row["peak_bytes"] - written["peak_bytes"] for row in known)
+    (refused,) = [row for row in advice["rows"] if row not in known]
+    assert refused["note"].startswith("not possible: activation_checkpoint.selective_ac_option must be op")
+    _, apart = ask(capsys, tmp_path, *SMALL, "--device", "cpu", "--float8.no-enable_float8_linear")
+    assert apart["peak_bytes"] == peaks["precision: bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere.toml"], "config file 'nowhere.toml' does not exist"),
+        (["--advize"], "unknown flag: 'advize'; did you mean 'advise'?"),
+        (["--training.stepz", "3"], "unknown flag: 'training.stepz'; did you mean 'training.steps'?"),
+        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
+        pytest.param(
+            ["--ranks", "3", "--parallelism.tensor_parallel_degree", "2"], "data_parallel_shard_degree", marks=on_ranks
+        ),
+        (["--vs", "nowhere.toml"], "config file 'nowhere.toml' does not exist"),
+        (["--output", "/dev/null/x.json"], "--output: cannot write /dev/null/x.json"),
+        (["--html", "/dev/null/x.html"], "--html: cannot write /dev/null/x.html"),
+        (["--png", "peak.gif"], "--png must be a file whose name ends with .png, got 'peak.gif'"),
+        (["--html", "runs/memory.json"], "--output must be a file that no other option names, got 'runs/memory.json'"),
+        (["--links", "--html", "x.html"], "--links predicts no memory: expected no --html with it"),
+        (["--checkpoint-bandwidth", "1GB"], "--checkpoint-bandwidth times what --links prints: expected --links"),
+        (["--links", "--checkpoint-bandwidth", "much"], "--checkpoint-bandwidth: expected a size above 0"),
+        (["--fit", "much"], "--fit: expected a size above 0 such as 80GiB, 80GB, 512MiB or plain bytes, got 'much'"),
+        (["--device", "tpu"], "--device"),
+        (["--device", "cuda", "--measure"], "--measure measures on training.device, and predicts for it"),
+        (["--quick", "--links"], "--quick estimates the peak on a GPU alone: expected no --links with it"),
+        (["--time-on", "H100"], "--time-on models the time of what --advise or --fit tries"),
+        ([*SMALL, "--advise", "--time_on", "h100-sxm"], "--time-on: no data about 'h100-sxm': name one of GB200"),
+        (["train_configs/llama3_8b.toml"], "false where no weight is sharded"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, message, refused):
+    assert message in refused("memory", *words)

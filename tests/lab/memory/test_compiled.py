@@ -1,0 +1,279 @@
+"""Predictions of compiled code: against measurements, by arithmetic, and what they leave behind, which is nothing."""
+
+import ast
+import json
+import subprocess
+import textwrap
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import cpu_vec_isa
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.graph import GraphLowering
+
+from benchmarks.memory import RECORD, WITHIN, compare
+from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Size
+from quaver.lab.memory import explain
+from quaver.lab.memory.compiling.compiled import are_kernels_left_out, compiled_graphs
+from quaver.lab.memory.compiling.compiled_rows import CompiledRows, CompiledTracker
+from quaver.lab.memory.compiling.wrapper_code import kernel_operator, rewritten
+from quaver.lab.memory.faking.fakes import fake_tensors
+from quaver.lab.memory.predict import predict_step
+from quaver.lab.memory.runs.predict import SEES_GATHERS, predict_memory
+from quaver.lab.recorder.allocator import measure_usage
+from quaver.lab.recorder.recorder import Recorder
+from quaver.lab.settings import Model, TrainConfig
+from quaver.lab.settings.training import Training
+from tests.lab.memory.models import CPU, Block
+
+ROWS = 512
+FILE = "tests/lab/memory/test_compiled.py"
+RECORDED = json.loads(RECORD.read_text())
+is_recorded_torch = torch.__version__.partition("+")[0] == RECORDED["environment"]["torch"].partition("+")[0]
+
+
+class _Squaring(Block):
+    """One line of code for all that is compiled; without biases."""
+
+    def __init__(self):
+        super().__init__(hidden=128)
+
+    def forward(self, rows):
+        return self.down(nn.functional.silu(self.up(rows)).square())
+
+
+class _Broken(_Squaring):
+    def forward(self, rows):
+        hidden = nn.functional.silu(self.up(rows))
+        torch._dynamo.graph_break()
+        return self.down(hidden.square())
+
+
+def _compiled(kind=_Squaring, **options):
+    model = kind()
+    model.compile(**options)
+    return model
+
+
+QUICK = {
+    (1, "ffn", "rowwise", "none"),
+    (2, "linear", "tensorwise", "full"),
+}
+"""The rows of the record that each run of the tests compares; the others are for the night."""
+
+CASES = [
+    # At night also attention, whose recomputation is given the state of the random numbers.
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.nightly)
+    for case in product((1, 2), ("linear", "attention", "ffn", "1 block"), PRECISIONS, CHECKPOINTING)
+    if case != (2, "attention", "rowwise", "none")  # where gloo's threads kept a buffer in both measured steps
+    # recorded when a lone float8 linear was left out of its checkpoint
+    and not (case[1] == "linear" and case[2] != "bfloat16" and case[3] != "none")
+]
+
+
+@pytest.mark.skipif(not is_recorded_torch, reason="another torch plans other buffers than the recorded one")
+@pytest.mark.parametrize(("ranks", "module", "precision", "checkpointing"), CASES)
+def test_a_prediction_is_what_was_measured(ranks, module, precision, checkpointing):
+    case = {"module": module, "precision": precision, "checkpointing": checkpointing, "ranks": ranks, "compiled": True}
+    measured = next(row for row in RECORDED["rows"] if case.items() <= row.items())
+    row = compare(measured, Size(**RECORDED["size"]))
+    assert row["peak"] == pytest.approx(1, abs=0.001)
+    assert row["saved"] == pytest.approx(1, abs=0.001)
+
+
+def test_real_code_is_compiled_after_a_prediction_and_takes_what_was_predicted():
+    """Before a prediction, after it and from a cache a model has kernels; and so it has if it was compiled before."""
+    torch.manual_seed(0)
+    model, rows = _Squaring(), torch.randn(ROWS, 64)
+    expected = model(rows).detach()
+    model.compile(fullgraph=True)
+    torch.testing.assert_close(model(rows), expected)
+    loaded = len(PyCodeCache.modules)
+    prediction = explain(model, (rows,))
+    assert len(PyCodeCache.modules) == loaded
+    torch.testing.assert_close(model(rows), expected)
+    fresh = _Squaring()
+    fresh.load_state_dict(model.state_dict())
+    fresh.compile(fullgraph=True)
+    _step(fresh, rows, lambda: None)
+    with measure_usage(CPU) as measured:
+        _step(fresh, rows, measured.mark)
+    torch.testing.assert_close(fresh(rows), expected)
+    assert prediction.step_peak_bytes == pytest.approx(measured.usage.tensor_peak_bytes, abs=64)
+    assert prediction.saved_by_forward_bytes == pytest.approx(measured.usage.saved_bytes, abs=64)
+
+
+def _step(model, rows, forward_is_done):
+    loss = model(rows).sum(dtype=torch.float32)
+    forward_is_done()
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+
+
+FUSED = "fused_pow_silu (aten.pow.Tensor_Scalar)"
+
+
+def test_rows_of_compiled_code_say_what_made_them_and_who_keeps_them():
+    """The graph keeps its input, the first product, for silu, and the square, for the second weight's gradient."""
+    model = nn.Sequential(_compiled(fullgraph=True), _compiled(fullgraph=True))
+    prediction = explain(model, (torch.empty(ROWS, 64),), optimizer=torch.optim.AdamW)
+    saved = [row for row in prediction.saved_for_backward if row["category"] == "saved_activations"]
+    assert {row["saved_by"] for row in saved} == {"compiled graph"}
+    made = {(row["operator"], row["of"], row["module"], row["saved_in"], row["bytes"]) for row in saved}
+    assert made == {
+        ("aten.mm", "an input", "0.up", "0", 4 * ROWS * 128),
+        (FUSED, "aten.mm", "0", "0", 4 * ROWS * 128),
+        ("aten.mm", FUSED, "0.down", "1", 4 * ROWS * 64),
+        ("aten.mm", "aten.mm", "1.up", "1", 4 * ROWS * 128),
+        (FUSED, "aten.mm", "1", "1", 4 * ROWS * 128),
+    }
+    assert {row["source"] for row in saved} == {f"{FILE}:{_Squaring.forward.__code__.co_firstlineno + 1}"}
+    assert sum(prediction.by_category.values()) == prediction.peak_bytes
+    assert prediction.phase_of_peak == "backward"
+    assert {row["phase"] for row in prediction.at_peak} == {"before", "forward", "backward"}
+    uses = {row["first_use"]["operator"] for row in saved if row["module"] == "1"}
+    assert uses == {"aten.mm"}  # of the second weight's gradient
+
+
+def test_what_a_graph_saved_is_released_when_its_backward_ends():
+    recorder, held = Recorder(tracker := CompiledTracker(nn.Identity()), []), torch.zeros(4)
+    rows = CompiledRows(recorder, tracker)
+    rows.saved([held, 3])
+    rows.saved([held])
+    for saved in (1, 0):
+        rows.backward_begins([held, torch.zeros(4)])
+        assert recorder.log[-1].saved == saved + 1
+        rows.backward_ends()
+        assert recorder.log[-1].saved == saved
+
+
+def test_layers_that_are_alike_are_compiled_once():
+    with fake_tensors(compiled=True) as fakes:
+        model = nn.Sequential(*(_compiled() for _ in range(4)))
+        rows, before = torch.randn(ROWS, 64), compiled_graphs()
+        prediction = predict_step(lambda: _step(model, rows, lambda: None), model, None, fakes)
+        assert compiled_graphs() - before == 2  # the first, whose input has no gradient, and the rest
+    saved = [row for row in prediction.saved_for_backward if row["operator"] == FUSED]
+    assert [row["module"] for row in saved] == ["0", "1", "2", "3"]
+
+
+def test_what_each_way_to_compile_saves():
+    """Compiled code computes silu again. Breaks in graphs, dynamic shapes and other backends change what is saved."""
+    inputs, hidden_bytes = (torch.empty(ROWS, 64),), 4 * ROWS * 128
+    eager, whole = explain(_Squaring(), inputs), explain(_compiled(), inputs)
+    for model, more_bytes in (
+        (_compiled(), 0),
+        (torch.compile(_Squaring()), 0),
+        (_compiled(_Broken), hidden_bytes),
+        (_compiled(backend="eager"), hidden_bytes),
+    ):
+        saved_bytes = explain(model, inputs).saved_by_forward_bytes
+        assert saved_bytes - whole.saved_by_forward_bytes == pytest.approx(more_bytes, abs=64)
+    assert eager.saved_by_forward_bytes - whole.saved_by_forward_bytes == pytest.approx(hidden_bytes, abs=64)
+    dynamic = explain(_compiled(dynamic=True), inputs)
+    assert dynamic.step_peak_bytes == pytest.approx(whole.step_peak_bytes, rel=WITHIN)
+    assert not are_kernels_left_out()
+
+
+def test_no_process_is_started(monkeypatch):
+    def refuse(*arguments, **options):
+        raise AssertionError(f"a prediction started {arguments}")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr("os.posix_spawn", refuse)
+    assert explain(_compiled(), (torch.empty(3, 64),)).peak_bytes > 0
+
+
+class _Restless(_Squaring):
+    tag = ""
+
+    def forward(self, rows):
+        self.tag += "x"
+        return super().forward(rows) * len(self.tag)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "max-autotune"}, "default kernels in Python code, got max_autotune"),
+        ({"options": {"cpp_wrapper": True}}, "default kernels in Python code, got cpp_wrapper"),
+        ({"options": {"memory_planning": True}}, "default kernels in Python code, got memory_planning"),
+        ({"kind": _Restless}, "a step that compiles nothing after 4 others"),
+    ],
+    ids=["max-autotune", "cpp_wrapper", "pools", "compiled in each step"],
+)
+def test_what_is_refused_and_that_settings_are_as_before(options, message):
+    before = GraphLowering.run, torch._inductor.config.fx_graph_cache, cpu_vec_isa.valid_vec_isa_list
+    with pytest.raises(NotImplementedError, match=message) as caught:
+        explain(_compiled(**options), (torch.empty(3, 64),))
+    assert "\n" not in str(caught.value)
+    assert (GraphLowering.run, torch._inductor.config.fx_graph_cache, cpu_vec_isa.valid_vec_isa_list) == before
+    assert not are_kernels_left_out()
+
+
+def test_several_ranks_need_a_torch_that_shows_gathers(monkeypatch):
+    monkeypatch.setattr("quaver.lab.memory.runs.predict.SEES_GATHERS", False)
+    with pytest.raises(NotImplementedError, match="memory on several ranks is predicted with torch 2.13 or newer"):
+        predict_memory(TrainConfig(), 2)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
+def test_a_run_that_compiles_is_predicted_as_compiled_code(ranks):
+    if ranks > 1 and not SEES_GATHERS:
+        pytest.skip("gathers into fake tensors go unseen in this torch")
+    small = Model(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=128)
+    config = TrainConfig(model=small, training=Training(compile=True, seq_len=64, local_batch_size=2))
+    memory = predict_memory(config, ranks)
+    assert not any("compile" in note for note in memory.notes)
+    modules = {row["module"] for row in memory.prediction.saved_for_backward if row["saved_by"] == "compiled graph"}
+    assert "model.layers.0.mlp.gate_proj" in modules
+    cast = "quaver::cast (quaver.cast_tensorwise)"
+    casts = [row for row in memory.prediction.saved_for_backward if row["operator"] == cast]
+    assert {row["dtype"] for row in casts if row["shape"]} == {"float8_e4m3fn"}
+    weights = [row for row in memory.prediction.at_peak if row["category"] == "float8_weights"]
+    assert all(row["of"].startswith(row["module"]) for row in weights)
+
+
+STATEMENTS = [
+    ("", "received(args)"),
+    ("primals_1, = args", "primals_1, = args"),
+    ("args.clear()", "args.clear()"),
+    ("assert_size_stride(primals_1, (4,), (1,), 'input')", "assert_size_stride(primals_1, (4,), (1,), 'input')"),
+    (
+        "buf0 = empty_strided_cpu((4,), (1,), torch.float32)",
+        "buf0 = made_0.allocate((4,), (1,), torch.float32, {'primals_1': primals_1})",
+    ),
+    ("buf1 = reinterpret_tensor(buf0, (2,), (1,), 2)  # alias", "buf1 = reinterpret_tensor(buf0, (2,), (1,), 2)"),
+    ("cpp_fused_add_0(primals_1, buf1)", "made_1.call(cpp_fused_add_0, primals_1, buf1)"),
+    ("buf2 = torch.ops.aten.neg.default(buf0)", "buf2 = made_2.call(torch.ops.aten.neg.default, buf0)"),
+    ("buf3 = buf2", "buf3 = buf2"),
+    ("del buf2", "del buf2"),
+    (
+        "buf4 = reinterpret_tensor(buf0, (2, 2), (2, 1), 0); del buf0  # reuse",
+        "buf4 = layout_of(reinterpret_tensor(buf0, (2, 2), (2, 1), 0))\n"
+        "del buf0\n"
+        "buf4 = made_3.allocate(*buf4, {'buf3': buf3})",
+    ),
+    ("extern_kernels.mm(buf3, buf3, out=buf4)", "made_4.call(extern_kernels.mm, buf3, buf3, out=buf4)"),
+    ("return (buf4, buf3, )", "return returned((buf4, buf3))"),
+]
+"""Of Inductor's wrapper code, and what each becomes."""
+
+
+def test_each_statement_is_rewritten_as_promised():
+    asked = []
+
+    def maker_of(buffer, kernel):
+        asked.append((buffer, kernel))
+        return f"made_{len(asked) - 1}"
+
+    before, after = zip(*STATEMENTS, strict=True)
+    head = "from torch._inductor.async_compile import AsyncCompile\ndef call(self, args):\n"
+    code = ast.unparse(rewritten(head + textwrap.indent("\n".join(before), "    "), maker_of))
+    assert textwrap.dedent(code.partition("\n")[2]) == ast.unparse(ast.parse("\n".join(after)))
+    assert asked == [("buf0", "fused_add"), ("buf0", "fused_add"), ("buf2", ""), ("buf4", ""), ("buf4", "")]
+    assert "import" not in code
+    kernels = {"cpp_fused_abs_amax_12": "fused_abs_amax", "triton_poi_fused_add_0": "fused_add", "assert_size": ""}
+    assert {name: kernel_operator(name) for name in kernels} == kernels

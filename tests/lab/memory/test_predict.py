@@ -1,0 +1,137 @@
+"""Predictions of a step's memory: against measurements of real steps, by arithmetic, and what cannot be predicted."""
+
+import json
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Case, Size, measure, predict
+from quaver import convert_to_float8_training, float8_scaling_state
+from quaver.lab.memory import TensorBytes, explain
+from quaver.lab.memory.faking.fakes import fake_tensors
+from quaver.lab.memory.faking.gloo_buffers import GlooBuffers
+from quaver.lab.settings.parallel_dims import ParallelDims
+from quaver.lab.trainer.dry_run import pretended_mesh
+from tests.lab.memory.models import CPU, Block, check
+
+SIZE = Size(sequences=2)
+
+
+QUICK = {
+    ("linear", "bfloat16", "none"),
+    ("attention", "tensorwise", "op"),
+    ("ffn", "bfloat16", "full"),
+    ("ffn", "rowwise", "op"),
+    ("1 block", "tensorwise", "full"),
+    ("1 block", "rowwise", "op"),
+    ("1 block", "rowwise_with_gw_hp", "none"),
+}
+"""Every module, precision and mode of checkpointing; the full product runs nightly."""
+
+ROWS = [
+    pytest.param(*row, marks=() if row in QUICK else pytest.mark.nightly)
+    for row in product(("linear", "attention", "ffn", "1 block"), PRECISIONS, CHECKPOINTING)
+    # A lone linear in a checkpoint: the cache of its input's codes lives as long as the checkpoint keeps the input.
+    if not (row[0] == "linear" and row[1] != "bfloat16" and row[2] != "none")
+]
+
+
+@pytest.mark.parametrize(("module", "precision", "checkpointing"), ROWS)
+def test_a_prediction_is_what_is_measured(module, precision, checkpointing):
+    case = Case(module, precision, checkpointing)
+    prediction = predict(case, SIZE)
+    resident_bytes, usage = measure(case, SIZE, CPU)
+    check(prediction, usage)
+    there = prediction.report["resident_bytes"]
+    assert sum(there.values()) - there["inputs"] == resident_bytes
+    assert not dist.is_initialized()
+
+
+ROWS_BYTES = 128 * 4
+"""Of one column of the inputs below, 128 rows of float32."""
+WEIGHT_BYTES = 4 * 2 * 64 * 256
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_step_by_arithmetic(device):
+    """All that autograd saves is an input of a matmul, and one of them also relu's result."""
+    with torch.device(device):
+        model = Block()
+    weights = [weight.detach().clone() for weight in model.parameters()]
+    prediction = explain(model, (torch.empty(128, 64, device=device),), optimizer=torch.optim.Adam)
+    assert prediction.by_category["parameters"] == WEIGHT_BYTES
+    assert prediction.by_category["optimizer_state"] == 2 * WEIGHT_BYTES + 2 * 4  # its steps are float32 numbers
+    assert prediction.resident_bytes == 3 * WEIGHT_BYTES + 2 * 4 + 64 * ROWS_BYTES
+    # relu's result is saved; the output has been read by the loss, but is alive until the loss's function returns
+    assert prediction.saved_by_forward_bytes - 256 * ROWS_BYTES in (4, 8)
+    saved = {(row["module"], tuple(row["shape"])) for row in prediction.saved_for_backward}
+    assert ("Block", (128, 256)) in saved
+    # relu's result, its gradient, and the result of relu's backward
+    assert prediction.step_peak_bytes >= 3 * 256 * ROWS_BYTES
+    assert prediction.phase_of_peak == "backward"
+    assert sum(prediction.by_category.values()) == sum(prediction.by("module").values()) == prediction.peak_bytes
+    assert all(weight.grad is None for weight in model.parameters())
+    if device == "cpu":
+        assert all(torch.equal(was, now) for was, now in zip(weights, model.parameters(), strict=True))
+    json.dumps(prediction.to_dict(timeline=True))
+
+
+def test_a_converted_model_and_autocast():
+    """Two linears keep their inputs, in bfloat16 or in float8; the output's sum keeps nothing."""
+    high = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 32, bias=False))
+    predictions = [explain(high, (torch.empty(4096, 64),), autocast=torch.bfloat16)]
+    convert_to_float8_training(high, config="tensorwise")
+    predictions.append(explain(high, (torch.empty(4096, 64),), autocast=torch.bfloat16))
+    elements = 4096 * (64 + 256)
+    assert predictions[0].saved_bytes == 2 * (elements + 256 * 32)  # autocast's copy of the second weight, too
+    scales = predictions[1].saved_bytes - elements
+    assert 0 < scales < 100
+
+
+def test_persistent_scales_are_copied():
+    model = convert_to_float8_training(Block(), config="delayed")
+    state = float8_scaling_state(model).state_dict()
+    before = {name: value.clone() for name, value in state.items()}
+    prediction = explain(model, (torch.empty(128, 64),))
+    assert "quaver.cast_with_persistent_scale" in str(prediction.report["saved_for_backward"])
+    assert all(torch.equal(before[name], value) for name, value in state.items())
+
+
+def _sharded():
+    with pretended_mesh(ParallelDims(shard=2)) as mesh, torch.device("meta"):
+        return fully_shard(Block(), mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("build", "loss", "message"),
+    [
+        (_sharded, None, "expected a model on one device, got up.weight with"),
+        (lambda: nn.Sequential(torch.compile(nn.Linear(64, 64))), None, r"torch.compile, got 0; use 0.compile\(\)"),
+        (Block, lambda output: output, r"a loss of one number that depends on a parameter, got \[2, 64\]"),
+        (lambda: nn.LSTM(64, 4), None, "expected a model that returns a tensor, got tuple"),
+    ],
+    ids=["sharded", "wrapped", "no loss", "no tensor"],
+)
+def test_what_is_refused(build, loss, message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        explain(build(), (torch.empty(2, 64),), loss=loss)
+
+
+def test_what_gloo_copies_is_counted():
+    # torch 2.13 has new names for these two, and warns of the old ones.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    with pretended_mesh(ParallelDims(shard=4)), fake_tensors():
+        part, whole = torch.empty(1000), torch.empty(4000)
+        with TensorBytes() as counted, GlooBuffers():
+            gather(whole, part)
+            gathering_bytes = counted.peak_bytes
+            kept = torch.empty(500)
+            reduce_scatter(part, whole)
+    assert gathering_bytes == 4 * 4000
+    assert counted.peak_bytes == 4 * (500 + 4000)
+    assert counted.live_bytes == kept.nbytes

@@ -1,0 +1,80 @@
+"""The field's story: float8 with a per-operator policy took more memory than bfloat16, because the policy saved `abs`.
+
+A feed-forward of 4096 x 16384 under FSDP2, 16 tokens, bfloat16. Its policy saves one matmul in two; one that saves the
+results of `abs`, too, saves the magnitudes of a whole gathered weight, of which the backward reads one number a row.
+"""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from quaver.checkpointing import apply_activation_checkpointing
+from quaver.lab.memory.faking.fakes import fake_tensors
+from quaver.lab.memory.predict import predict_step
+from quaver.lab.memory.reports.compare import compare
+from quaver.lab.memory.runs.predict import SEES_GATHERS
+from quaver.lab.settings.parallel_dims import ParallelDims
+from quaver.lab.trainer.dry_run import pretended_mesh
+
+pytestmark = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
+
+DIM, HIDDEN, TOKENS, BFLOAT16 = 4096, 16384, 16, 2
+SAVED = TOKENS * (DIM + HIDDEN) * BFLOAT16
+WEIGHT = DIM * HIDDEN * BFLOAT16
+FAULTY = {"also_keep": ["aten.abs"], "never_keep": ["aten.amax"]}
+
+
+class ScaledLinear(nn.Linear):
+    """Multiplies with rows that are scaled by their largest magnitudes, as a cast to float8 row by row does."""
+
+    def forward(self, rows):
+        magnitudes = self.weight.detach().abs()
+        largest = magnitudes.amax(dim=1, keepdim=True)
+        return F.linear(rows, self.weight / largest) * largest.t()
+
+
+def _predicted(second, **policy):
+    with pretended_mesh(ParallelDims(shard=2)) as mesh, fake_tensors() as fakes:
+        first = nn.Linear(DIM, HIDDEN, bias=False, dtype=torch.bfloat16)
+        last = second(HIDDEN, DIM, bias=False, dtype=torch.bfloat16)
+        feed_forward = nn.Sequential(OrderedDict(w1=first, silu=nn.SiLU(), w3=last))
+        network = nn.Sequential(OrderedDict(feed_forward=feed_forward))
+        apply_activation_checkpointing([feed_forward], preserve_rng_state=False, **policy)
+        fully_shard(feed_forward, mesh=mesh)
+        fully_shard(network, mesh=mesh)
+        source = torch.empty(TOKENS, DIM, dtype=torch.bfloat16, requires_grad=True)
+
+        def step():
+            network(source * 1.5).mul(1 / source.numel()).sum().backward()
+            network.zero_grad(set_to_none=True)
+            source.grad = None
+
+        return predict_step(step, network, None, fakes)
+
+
+def test_the_tensor_the_policy_and_the_fix_in_own_code():
+    high, own, faulty = _predicted(nn.Linear), _predicted(ScaledLinear), _predicted(ScaledLinear, **FAULTY)
+    assert high.saved_by_forward_bytes - SAVED in range(16)  # the loss
+    assert faulty.saved_by_forward_bytes - SAVED - WEIGHT in range(16)
+    assert own.saved_by_forward_bytes - SAVED - DIM * BFLOAT16 in range(16)
+
+    rows = compare(high, faulty, label_a="bfloat16", label_b="scaled").at("saved")
+    assert [(row.operator, row.difference_bytes) for row in rows] == [("aten.abs", WEIGHT)]
+    assert rows[0].of == "feed_forward.w3.weight, unsharded"
+    assert (rows[0].saved_by, rows[0].shape, rows[0].dtype) == ("selective policy", (DIM, HIDDEN), "bfloat16")
+    assert rows[0].sentence.startswith(
+        "+134.2 MB (+134,217,728 bytes): `abs` of feed_forward.w3.weight, unsharded, bfloat16 (4096, 16384), made at "
+    )
+    assert "saved by the selective policy, first used in backward by amax at " in rows[0].sentence
+    assert rows[0].sentence.endswith("; saving the amax instead would cost at most 32.77 kB")
+
+    (row, *_) = compare(own, faulty, label_a="own policy", label_b="faulty").at("saved")
+    assert row.difference_bytes == WEIGHT
+    assert row.hint == "saving the amax instead, as the other run does, costs 8.192 kB"
+
+    rows = compare(high, own, label_a="bfloat16", label_b="own policy").at("saved")
+    assert [(row.operator, row.difference_bytes) for row in rows] == [("aten.amax", DIM * BFLOAT16)]

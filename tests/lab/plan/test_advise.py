@@ -1,0 +1,252 @@
+"""Advice: the peak under other settings, the search for one that fits, recomputed FLOPs and modelled times."""
+
+import math
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from quaver.lab.cli.memory.views import advice_summary
+from quaver.lab.memory.faking.fakes import fake_tensors
+from quaver.lab.plan.advise import AS_CONFIGURED, advise
+from quaver.lab.plan.changes import combinations, least_gathered, single_changes, words_of
+from quaver.lab.plan.run import checkpointed_blocks
+from quaver.lab.plan.step_cost import recomputed_flops, step_cost
+from quaver.lab.recorder.byte_sizes import parse_bytes
+from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, Training
+from quaver.lab.settings.config_file import load_config, parse_arguments
+from quaver.lab.settings.parallel_dims import resolve
+from quaver.lab.trainer.loss import next_token_loss
+from quaver.lab.trainer.model import Llama, training_flops_per_token
+from quaver.lab.trainer.parallelize import parallelize
+from quaver.roofline.device_specs import find_device_spec
+from tests.lab.trainer.runs import changed
+
+LLAMA_8B = Path(__file__).parents[3] / "train_configs" / "llama3_8b.toml"
+H100 = find_device_spec("H100")
+ADVISE = "quaver.lab.plan.advise"
+MODES = {
+    "none": ActivationCheckpoint(),
+    "op": ActivationCheckpoint(mode="selective"),
+    "2": ActivationCheckpoint(mode="selective", selective_ac_option="2"),
+    "full": ActivationCheckpoint(mode="full"),
+}
+
+
+@pytest.mark.parametrize("mode", ["op", "full"])
+def test_recomputed_flops_are_what_torch_counts_more(tiny_config, mode):
+    config = replace(tiny_config, activation_checkpoint=MODES[mode], model=replace(tiny_config.model, n_layers=3))
+    counted = []
+    for checkpoint in (MODES["none"], MODES[mode]):
+        with fake_tensors():
+            model = Llama(config.model)
+            parallelize(model, replace(config, activation_checkpoint=checkpoint), None)
+            tokens = torch.zeros(2, 32, dtype=torch.int64)
+            flops = lambda query, key, *_, **__: 4 * math.prod(query) * key[2]  # noqa: E731
+            attention = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flops}
+            with FlopCounterMode(display=False, custom_mapping=attention) as counter:
+                next_token_loss(model(tokens), tokens).backward()
+        counted.append(counter.get_total_flops())
+    again = recomputed_flops(config)
+    assert 3 * sum(again.values()) == counted[1] - counted[0] > 0
+    assert set(again) <= {name for name, _ in Llama(config.model).model.layers[0].named_modules()}
+    assert "mlp.down_proj" not in again  # nothing keeps its result
+    every_2nd = replace(config, activation_checkpoint=MODES["2"])
+    assert (checkpointed_blocks(config), checkpointed_blocks(every_2nd)) == (3, 1)
+    if mode == "full":
+        assert recomputed_flops(every_2nd) == again
+    assert recomputed_flops(tiny_config) == {}
+
+
+def _costs(words, ranks=8, spec=H100):
+    config = load_config(*parse_arguments([str(LLAMA_8B), *shlex.split(words)]))
+    return step_cost(*resolve(config, rank=0, world_size=ranks), spec)
+
+
+def test_costs_of_a_step():
+    none, op, full = (_costs(f"--activation_checkpoint.mode {mode}") for mode in ("none", "selective", "full"))
+    model = load_config(LLAMA_8B).model
+    assert none.step_flops == 8192 * training_flops_per_token(model, 8192)
+    assert none.recomputed_flops == 0 < op.recomputed_flops < full.recomputed_flops
+    assert full.step_flops == none.step_flops + full.recomputed_flops
+    assert none.modelled_s < op.modelled_s < full.modelled_s
+    alone = "--float8.enable_fsdp_float8_all_gather false --float8.precompute_float8_dynamic_scale_for_fsdp false"
+    bfloat16 = _costs(f"{alone} --float8.enable_float8_linear false")
+    assert bfloat16.modelled_s > op.modelled_s
+    # The loss, the optimizer and the copies of FSDP2 count, and no GPU is faster than its data sheet says.
+    assert bfloat16.step_flops / 989.4e12 < bfloat16.modelled_s < 2.5 * bfloat16.step_flops / 989.4e12
+    twice = _costs("--training.global_batch_size 16")
+    assert (twice.step_flops, twice.recomputed_flops) == (2 * op.step_flops, 2 * op.recomputed_flops)
+    assert 1.9 * op.modelled_s < twice.modelled_s < 2 * op.modelled_s  # one optimizer step
+    split = _costs("--parallelism.tensor_parallel_degree 2")
+    assert split.step_flops == op.step_flops // 2
+    assert op.modelled_s / 2 < split.modelled_s < op.modelled_s  # ranks wait for each other
+    assert _costs("", spec=None).modelled_s is None
+    assert _costs("--training.mixed_precision_param float32").modelled_s is None
+    budget = _costs("--activation_checkpoint.mode memory_budget")
+    assert (budget.recomputed_flops, budget.modelled_s, budget.step_flops) == (None, None, none.step_flops)
+
+
+def test_the_words_of_a_change_make_it():
+    config = replace(load_config(LLAMA_8B), training=replace(load_config(LLAMA_8B).training, local_batch_size=4))
+    _, layout = resolve(config, world_size=8)
+    changes = [*single_changes(config, layout, 32), *combinations(config, 32)]
+    assert len({change.name for change in changes}) > 40
+    assert all(change.config is not None for change in changes)
+    for change in changes[::4]:  # parsing takes long
+        words = ["--training.local_batch_size", "4", *shlex.split(words_of(config, change.config))]
+        assert load_config(*parse_arguments([str(LLAMA_8B), *words])) == change.config
+        assert resolve(change.config, world_size=8)[0].training.step_batch_size == 32
+    names = {change.name for change in single_changes(config, layout, 32)}
+    assert "activations: full" in names
+    assert "float8 all-gather: off" in names
+    assert "local batch size: 2" in names
+    assert not names & {"activations: selective, op", "precision: tensorwise", "local batch size: 1"}
+
+
+def test_what_the_trainer_refuses_is_said(tiny_config):
+    config = changed(tiny_config, training={"compile": True})
+    config = replace(config, parallelism=Parallelism(tensor_parallel_degree=2))
+    changes = {change.name: change for change in single_changes(config, resolve(config, world_size=2)[1], 2)}
+    assert changes["activations: full"].config is None
+    assert "torch 2.13 cannot compile" in changes["activations: full"].refusal
+    assert changes["activations: selective, op"].config is not None
+    assert "float8 all-gather: on" not in changes
+
+
+def test_persistent_scales_are_left_behind(tiny_config):
+    float8 = Float8(recipe_name="delayed", delayed_margin=1)
+    config = replace(tiny_config, float8=float8, metrics=replace(tiny_config.metrics, float8_scales_freq=3))
+    changes = {change.name: change.config for change in single_changes(config, resolve(config)[1], 2)}
+    assert changes["precision: rowwise"].float8 == Float8(recipe_name="rowwise")
+    assert changes["precision: bfloat16"].float8 == Float8(enable_float8_linear=False, recipe_name="delayed")
+
+
+class _Peaks:
+    """Peaks by arithmetic, in the place of predictions, and what was asked for."""
+
+    def __init__(self):
+        self.asked = []
+        self.saves = {"residual": 0, "optimizer": 0, "stored": 0}
+
+    def bytes(self, config):
+        mode = config.activation_checkpoint
+        kept = {"none": 100, "selective": 60 if mode.selective_ac_option == "op" else 70, "full": 30}[mode.mode]
+        kept += 0 if config.float8.enable_float8_linear else 20
+        gathered = {"default": 8, "always": 4, "never": 20}[config.parallelism.fsdp_reshard_after_forward]
+        is_set = {
+            "residual": config.training.residual_dtype == "bfloat16",
+            "optimizer": config.optimizer.name == "Float8AdamW",
+            "stored": config.activation_checkpoint.store_in_float8,
+        }
+        saved = sum(self.saves[name] for name, value in is_set.items() if value)
+        return 50 + kept * config.training.local_batch_size + gathered - config.training.compile - saved
+
+    def predict(self, config, ranks):
+        self.asked.append(config)
+        return SimpleNamespace(prediction=SimpleNamespace(peak_bytes=self.bytes(config)))
+
+
+@pytest.fixture
+def peaks():
+    found = _Peaks()
+    with patch(f"{ADVISE}.predict_memory", found.predict):
+        yield found
+
+
+def _advice(fit_bytes, **settings):
+    return advise(replace(load_config(LLAMA_8B), **settings), 8, fit_bytes=fit_bytes, device="H100")
+
+
+EAGER = Training(seq_len=8192, local_batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("fit_bytes", "settings", "peak_bytes", "change"),
+    [
+        (200, {"activation_checkpoint": MODES["full"]}, 158, "activations: none checkpointed; local batch size: 1"),
+        # In rowwise float8 it would be modelled as 1 % faster, which the model cannot tell.
+        (1000, {"activation_checkpoint": MODES["none"]}, 258, AS_CONFIGURED),
+        # The least that a batch of 2 without checkpointing takes is 254 bytes.
+        (254, {}, 254, "activations: none checkpointed; least gathered weights"),
+        (60, {}, None, None),
+    ],
+    ids=["half the batch", "as configured", "gathering less", "nothing fits"],
+)
+def test_the_fastest_that_fits(peaks, fit_bytes, settings, peak_bytes, change):
+    advice = _advice(fit_bytes, training=EAGER, **settings)
+    if peak_bytes is None:
+        assert advice.best is None
+        assert advice.rows[advice.nearest].peak_bytes == min(row.peak_bytes for row in advice.rows if row.peak_bytes)
+        assert not any(row.fits for row in advice.rows)
+        assert advice_summary(advice)[0].startswith("nothing that was tried fits 60 bytes; nearest: ")
+        return
+    best = advice.rows[advice.best]
+    assert (best.change, best.peak_bytes, best.note, best.fits) == (change, peak_bytes, "", True)
+    assert advice.nearest is None
+    # What is tried and clearly faster does not fit.
+    assert not [row for row in advice.rows if row.fits and row.cost.modelled_s * 1.02 < best.cost.modelled_s]
+    assert load_config(*parse_arguments([str(LLAMA_8B), *shlex.split(best.words)]))
+    assert ("--parallelism.fsdp_reshard_after_forward always" in best.words) == ("gathered" in change)
+    assert (best.words == "") == (change == AS_CONFIGURED)
+
+
+@pytest.mark.parametrize(
+    ("fit_bytes", "best"),
+    [
+        (158, "activations: none checkpointed; local batch size: 1"),
+        (
+            145,
+            "activations: none checkpointed; local batch size: 1; residual stream: bfloat16; optimizer states: float8",
+        ),
+        (40, None),
+    ],
+)
+def test_less_precise_storage_comes_after_equally_fast_settings(peaks, fit_bytes, best):
+    """A batch of 1 without checkpointing takes 158 bytes; what is less precise is added where that does not fit."""
+    peaks.saves = {"residual": 4, "optimizer": 10, "stored": 20}
+    advice = _advice(fit_bytes, training=EAGER)
+    assert (None if advice.best is None else advice.rows[advice.best].change) == best
+    singles = {row.change: row.difference_bytes for row in advice.rows if row.change.count(";") == 0}
+    assert singles["optimizer states: float8"] == -10
+    assert singles["saved activations: float8"] == -20
+    assert any("change a run's numbers" in note for note in advice.notes)
+
+
+def test_every_setting_is_predicted_once_as_the_run_is(peaks):
+    advice = _advice(157, training=Training(seq_len=8192, local_batch_size=1, compile=True))
+    assert len(set(peaks.asked)) == len(peaks.asked) == sum(row.peak_bytes is not None for row in advice.rows)
+    assert all(config.training.compile for config in peaks.asked)
+    assert peaks.asked[0].activation_checkpoint.mode == "selective"
+    assert (advice.rows[0].change, advice.rows[0].difference_bytes) == (AS_CONFIGURED, 0)
+    best = advice.rows[advice.best]
+    assert (best.change, best.peak_bytes) == ("activations: none checkpointed", 157)
+    assert best.difference_bytes == 157 - advice.rows[0].peak_bytes
+
+
+def test_least_gathered(tiny_config):
+    config = replace(tiny_config, float8=Float8())
+    _, layout = resolve(config, world_size=2)
+    (change,) = (each for each in combinations(config, 4) if each.config == config)
+    fewer = least_gathered(change, layout)
+    assert fewer.config.parallelism.fsdp_reshard_after_forward == "always"
+    assert fewer.config.float8.enable_fsdp_float8_all_gather
+    assert least_gathered(fewer, layout) is least_gathered(change, resolve(config)[1]) is None
+
+
+SIZES = {"80GiB": 80 * 2**30, "80GB": 80 * 10**9, "1.5 tib": 3 * 2**39, " 7 kB ": 7000, "12B": 12, "1000": 1000}
+
+
+def test_sizes():
+    assert {text: parse_bytes(text) for text in SIZES} == SIZES
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "80 G", "-1GiB", "0", "0.1", "80GiB of it", "1e3", "nan", "80Gb", "8 Tib"])
+def test_what_is_no_size(text):
+    with pytest.raises(ValueError, match="--fit: expected a size above 0 such as 80GiB"):
+        parse_bytes(text, "--fit")

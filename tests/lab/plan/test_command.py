@@ -1,0 +1,222 @@
+"""`quaver plan`: what it prints and writes, and what it refuses in one line."""
+
+import json
+import re
+
+import pytest
+
+from quaver.lab.cli import main
+from quaver.lab.cli import plan as command
+from quaver.lab.plan import search
+from quaver.lab.plan.compute import BlockTimes
+from quaver.lab.plan.memory import Peak
+from quaver.lab.plan.step import Costs
+from quaver.lab.plan.unmodelled import unmodelled
+from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.config_file import load_config
+from tests.lab.trainer.runs import changed
+
+GIB = 2**30
+LLAMA_8B = "train_configs/llama3_8b.toml"
+
+
+def bytes_of(config, ranks):
+    """In place of predictions: 20 GiB a sequence, 5 with checkpointing."""
+    saves_all = config.activation_checkpoint.mode == "none"
+    return GIB * config.training.local_batch_size * (20 if saves_all else 5)
+
+
+@pytest.fixture(autouse=True)
+def known_memory(monkeypatch):
+    peaks_of = lambda configs, ranks, **_: (Peak(bytes_of(each, ranks), {}, "forward", "") for each in configs)  # noqa: E731
+    monkeypatch.setattr(search, "estimated_peak", bytes_of)
+    monkeypatch.setattr(search, "peaks_of", peaks_of)
+
+
+def plan(capsys, tmp_path, *words):
+    output = tmp_path / "new" / "plan.json"
+    assert main(["plan", LLAMA_8B, "--model.n_layers", "4", *words, "--output", str(output)]) == 0
+    return capsys.readouterr().out, json.loads(output.read_text())
+
+
+def test_a_table_its_limits_a_picture_and_the_files_of_a_run(capsys, tmp_path, monkeypatch):
+    described = []
+    words_of = command.limits_in_words
+    monkeypatch.setattr(command, "limits_in_words", lambda row, of: described.append(row) or words_of(row, of))
+    chosen, picture = tmp_path / "chosen.toml", tmp_path / "step.png"
+    printed, written = plan(
+        capsys, tmp_path, "--gpus", "16", "--recipes", "tensorwise", "--top", "3", "--explain", "1",
+        "--png", str(picture), "--write", str(chosen), "--row", "2",
+    )  # fmt: skip
+    rows = written["rows"]
+    assert len(described) == len(rows)
+    speeds = [row["tokens_per_second_per_gpu"] for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
+    assert {row["precision"] for row in rows} == {"bfloat16", "tensorwise"}
+    assert sum(row["is_configured"] for row in rows) == 1
+    assert all(row["peak_bytes"] <= 0.94 * 85.5e9 for row in rows)
+    assert f"{speeds[0]:,.0f}" in printed
+    assert "times the tokens/s of the best layout in bfloat16" in printed
+    assert "Links in a step" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    config = load_config(chosen)
+    assert config.training.local_batch_size == rows[1]["config"]["training"]["local_batch_size"]
+    assert config.float8.recipe_name == rows[1]["config"]["float8"]["recipe_name"]
+    for suffix in (".torchrun.sh", ".slurm.sbatch", ".jobset.yaml"):
+        assert chosen.with_suffix(suffix).is_file()
+    capsys.readouterr()
+    assert main(["train", str(chosen), "--dry-run", "--ranks", "16"]) == 0
+
+
+def test_what_is_not_simulated_is_said():
+    config = changed(TrainConfig(), training={"compile": True})
+    assert list(unmodelled(config)) == []
+    settings = {
+        "training": {"compile": False},
+        "data": {"document_mask": True},
+        "optimizer": {"name": "Muon"},
+        "job": {"compare": True},
+        "float8": {
+            "last_steps_high_precision": 3,
+            "layer_recipes": ("*.down_proj=rowwise", "*.up_proj=high_precision"),
+        },
+    }
+    told = list(unmodelled(changed(config, **settings)))
+    assert len(told) == 6
+    for name in ("layer_recipes", "last_steps", "training.compile", "document_mask", "Muon", "compare"):
+        assert any(name in sentence for sentence in told)
+    only_high = changed(config, float8={"layer_recipes": ("*.up_proj=high_precision",)})
+    assert list(unmodelled(only_high)) == []
+    (sentence,) = unmodelled(changed(config, activation_checkpoint={"mode": "memory_budget"}))
+    assert sentence.endswith("the run has no row")
+
+
+def test_a_step_of_so_many_tokens_is_said_where_it_has_others(capsys, tmp_path):
+    printed, written = plan(capsys, tmp_path, "--gpus", "256", "--global-batch", "4M tokens", "--top", "2")
+    assert {row["step_tokens"] for row in written["rows"]} == {512 * 8192}  # 4M / 8192 are 488 sequences
+    assert "--global-batch 4M tokens: a step has 4,194,304 tokens, 512 sequences of 8,192" in " ".join(printed.split())
+    printed, written = plan(capsys, tmp_path, "--gpus", "8", "--global-batch", "8192", "--top", "2")
+    assert {row["step_tokens"] for row in written["rows"]} == {8192}
+    assert not any(row["is_configured"] for row in written["rows"])
+    assert "the configured layout is no row: training.global_batch_size" in printed
+    assert "--global-batch 8192:" not in printed
+
+
+def test_rows_of_unequal_batches_say_so(capsys, tmp_path):
+    printed, written = plan(capsys, tmp_path, "--gpus", "16", "--top", "3")
+    assert len({row["step_tokens"] for row in written["rows"]}) > 1
+    assert "the config has no global batch, so steps have different tokens" in printed
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words"),
+    [
+        ("h100", "a long run keeps 72% of the best rate of a matmul, as in fms-fsdp llama2-7b 96 H100;"),
+        ("b200", "FP8-CS TP1 PP1 CP1, with Megatron and TransformerEngine;"),
+        (
+            "mi300x",
+            "no published run says what a long run on MI300X keeps of a matmul's rate: assumed are the H100's 72%",
+        ),
+    ],
+)
+def test_the_run_that_fixes_a_cards_share_is_said(gpu, words, capsys, tmp_path):
+    printed, _ = plan(capsys, tmp_path, "--gpu", gpu, "--top", "1", "--quick")
+    assert words in " ".join(printed.split())
+    assert "memory is estimated within 10%" in printed
+
+
+@pytest.mark.parametrize(
+    ("network", "gbps"),
+    {"400gbps": 400, "100Gb/s": 100, "100 Gbit/s": 100, "50GB/s": 400, "12.5GBps": 100}.items(),
+)
+def test_rates_of_the_network_are_in_bits_or_bytes(network, gbps):
+    assert command.PlanOptions(network=network).network_gbps == gbps
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_the_kernels_of_a_block_beside_its_formulas(is_counted, capsys, tmp_path, monkeypatch):
+    def costs(config, ranks, run, cluster):
+        assert (ranks, run.local_batch) == (8, config.training.local_batch_size)
+        if not is_counted:
+            raise NotImplementedError("expected code that compiles one forward")
+        modelled = Costs.of(run, cluster)
+        return modelled._replace(block=BlockTimes(*(2 * each for each in modelled.block)))
+
+    monkeypatch.setattr(command, "counted_costs", costs)
+    words = ("--gpus", "8", "--top", "1", "--explain", "1", "--ledger", "--png", str(tmp_path / "step.png"))
+    printed, written = plan(capsys, tmp_path, *words)
+    if not is_counted:
+        assert "the kernels of its block are not counted: expected code that compiles one forward" in printed
+        return
+    seconds, by_formulas = re.search(r"a step ([\d.]+)\s+s\s+\(([\d.]+)\)", " ".join(printed.split())).groups()
+    assert float(by_formulas) == pytest.approx(written["rows"][0]["step_seconds"], rel=0.01)
+    assert 1.2 < float(seconds) / float(by_formulas) < 2
+
+
+@pytest.mark.parametrize(("gpus", "sequences"), [(7, 3920), (8, 3904), (1000, 4000), (4096, 2048)])
+def test_tokens_of_a_step_are_those_that_the_configured_batch_divides(gpus, sequences):
+    """1M tokens are 3,906 sequences of 256; the configured batch of a GPU is 8."""
+    assert command.PlanOptions(gpus=gpus, global_batch="1M").step_sequences(TrainConfig()) == sequences
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--gpus 8 --memory 3GiB", "no layout fits into 3.0 GiB of an H100: the nearest, "),
+        ("--gpus 7 --training.global_batch_size 16", "expected a layout of so many GPUs that the trainer accepts"),
+        ("--gpu h300", "--gpu: no data about 'h300': name one of GB200, B200, H200, H100, H100-NVL, H100-PCIe, A100, "),
+        ("--gpu h100-sxm", "--gpu: no data about 'h100-sxm': name one of GB200, B200, "),
+        ("--spec no.toml", "no.toml"),
+        ("--network fast", "--network must be a rate above 0 with its unit: 400gbps or 400Gb/s for bits, 50GB/s for"),
+        ("--network 50gb/s", "--network must be a rate above 0 with its unit"),
+        ("--network 400", "--network must be a rate above 0 with its unit"),
+        ("--global-batch some", "--global-batch must be tokens such as"),
+        ("--global-batch 5", "at least those of a sequence, 8192, got '5'"),
+        ("--recipes mxfp8", "--recipes mxfp8: H100 does not multiply float8 with such scales"),
+        ("--recipes bf17", "bf17"),
+        ("--gpus 8 --explain 99", "--explain: expected a row of 1 to"),
+        ("--row 2", "--row must be its default, 1, unless --write names a file"),
+        ("--png a.png", "--png must be its default, 'runs/plan.png', unless --explain names a row"),
+        ("--ledger", "--ledger must be its default, False, unless --explain names a row"),
+        ("--explain 1 --ledger --gpu a100", "--ledger: expected a GPU that is one of H100, H200, B200, got A100"),
+        ("--storage 0", "--storage must be a rate above 0, got 0.0"),
+        ("--write run.txt", "--write must be a file whose name ends with .toml"),
+        ("--memory much", "--memory: expected a size above 0"),
+    ],
+)
+def test_bad_input_is_one_line(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = str(search.__file__).partition("quaver/lab/plan")[0] + LLAMA_8B
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", config, "--model.n_layers", "2", *words.split()])
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out
+
+
+@pytest.mark.parametrize("name", ["run.toml", "run.jobset.yaml"])
+def test_a_file_that_would_be_overwritten_is_refused_before_the_search(name, refused, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "search", lambda *_, **__: pytest.fail("searched"))
+    (tmp_path / name).write_text("another")
+    words = ["plan", LLAMA_8B, "--write", str(tmp_path / "run.toml"), "--output", str(tmp_path / "plan.json")]
+    assert f"{name}' exists already" in refused(*words)
+    assert [each.name for each in tmp_path.iterdir()] == [name]
+
+
+def test_an_interrupted_search_closes_its_predictions(capsys, tmp_path, monkeypatch):
+    closed = []
+
+    def peaks_of(configs, ranks):
+        try:
+            for config in configs:
+                yield Peak(bytes_of(config, ranks), {}, "forward", "")
+                raise KeyboardInterrupt
+        finally:
+            closed.append(True)
+
+    monkeypatch.setattr(search, "peaks_of", peaks_of)
+    assert main(["plan", LLAMA_8B, "--model.n_layers", "2", "--output", str(tmp_path / "plan.json")]) == 130
+    assert capsys.readouterr().err == "quaver: interrupted\n"
+    assert closed

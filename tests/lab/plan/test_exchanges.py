@@ -1,0 +1,127 @@
+"""The exchanges of one block equal what `quaver memory --links` counts: the links of two blocks less those of one."""
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+
+from quaver.lab.memory.faking.gpu import predicting_for
+from quaver.lab.memory.runs.links import predict_links
+from quaver.lab.memory.runs.predict import SEES_GATHERS
+from quaver.lab.plan.exchanges import exchanges_of_block
+from quaver.lab.plan.run import run_of
+from quaver.lab.plan.step import GRADIENT_BYTES, block_groups
+from quaver.lab.settings import ActivationCheckpoint, Float8, Model, Parallelism, TrainConfig, Training
+from quaver.lab.settings.parallel_dims import resolve
+from quaver.recipes.config import Float8LinearRecipeName
+from tests.thinned import at_night
+
+pytestmark = pytest.mark.skipif(not SEES_GATHERS, reason="gathers into fake tensors go unseen in this torch")
+
+RANKS = 4
+DENSE = Model(dim=256, n_layers=1, n_heads=4, n_kv_heads=4, hidden_dim=512, vocab_size=256)
+MIXTURE = replace(DENSE, n_experts=8, top_k=2, hidden_dim=128)
+MODES = {
+    "none": ActivationCheckpoint(),
+    "op": ActivationCheckpoint(mode="selective"),
+    "full": ActivationCheckpoint(mode="full"),
+}
+
+
+def config(recipe, mode="none", *, gather=False, tensor=1, replicate=1, expert=1, model=DENSE, seq_len=384):
+    float8 = Float8(enable_float8_linear=False)
+    if recipe != "bfloat16":
+        float8 = Float8(recipe_name=recipe, enable_fsdp_float8_all_gather=gather)
+    return TrainConfig(
+        model=model,
+        training=Training(seq_len=seq_len, local_batch_size=1, device="cpu"),
+        parallelism=Parallelism(
+            tensor_parallel_degree=tensor, data_parallel_replicate_degree=replicate, expert_parallel_degree=expert
+        ),
+        activation_checkpoint=MODES[mode],
+        float8=float8,
+    )
+
+
+def of_a_block(trained):
+    """Numbers and bytes of the collectives of one block, by link and kind."""
+    sums = []
+    for layers in (2, 1):
+        deeper = replace(trained, model=replace(trained.model, n_layers=layers))
+        counted = defaultdict(lambda: [0, 0])
+        with predicting_for("cuda"):
+            for each in predict_links(deeper, RANKS).traffic:
+                counted[each.link, each.kind][0] += each.number
+                counted[each.link, each.kind][1] += each.tensor_bytes
+        sums.append(counted)
+    deep, shallow = sums
+    found = {key: [a - b for a, b in zip(deep[key], shallow[key], strict=True)] for key in deep}
+    return {key: tuple(value) for key, value in found.items() if value[0]}
+
+
+def modelled(run):
+    """The same of the model."""
+    found = defaultdict(lambda: [0, 0])
+
+    def add(link, kind, number, tensor_bytes):
+        if number:
+            found[link, kind][0] += number
+            found[link, kind][1] += number * tensor_bytes
+
+    for backward in (False, True):
+        for each in exchanges_of_block(run, backward=backward):
+            split = "ep" if each.ranks < run.shard else "dp_shard"
+            add("tp" if run.tensor > 1 else split, each.kind, each.number, each.tensor_bytes)
+    for group in block_groups(run):
+        link = "dp_shard / ep" if group.name == "experts" else "dp_shard"
+        if group.shard > 1:
+            add(link, "all_gather", 2, group.gathered_bytes)
+            add(link, "reduce_scatter", 1, GRADIENT_BYTES * group.parameters)
+        if run.replicate > 1:
+            add("dp_replicate", "all_reduce", 1, GRADIENT_BYTES * group.parameters / group.shard)
+    return {key: (number, round(size)) for key, (number, size) in found.items()}
+
+
+RECIPES = ["bfloat16", *(recipe.value for recipe in Float8LinearRecipeName)]
+CASES = [(recipe, mode, gather) for recipe in RECIPES for mode in MODES for gather in (False, recipe != "bfloat16")]
+ALWAYS = [("tensorwise", "op", True)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode", "gather"), [*ALWAYS, *at_night(case for case in dict.fromkeys(CASES) if case not in ALWAYS)]
+)
+def test_tensor_parallel_exchanges_are_those_that_the_trainer_starts(recipe, mode, gather):
+    trained = config(recipe, mode, gather=gather, tensor=2)
+    resolved, layout = resolve(trained, rank=0, world_size=RANKS)
+    found, counted = modelled(run_of(resolved, layout)), of_a_block(trained)
+    if gather:  # one all-reduce of a step has the amaxes of all weights' rows: it grows with the layers
+        assert found["tp", "all_reduce"][0] == counted["tp", "all_reduce"][0]
+        found["tp", "all_reduce"] = counted["tp", "all_reduce"]
+    assert found == counted
+
+
+LAYOUTS = {
+    "replicas": config("tensorwise", gather=True, replicate=2),
+    "whole blocks of the sequence": config("blockwise", tensor=2, seq_len=512),
+    "experts split": config("rowwise", "op", expert=2, model=MIXTURE),
+    "experts split, shared experts": config("bfloat16", expert=4, model=replace(MIXTURE, n_shared_experts=1)),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_exchanges_of_other_layouts(name):
+    resolved, layout = resolve(LAYOUTS[name], rank=0, world_size=RANKS)
+    assert modelled(run_of(resolved, layout)) == of_a_block(LAYOUTS[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("filtered", ["mlp", "o_proj"])
+def test_ranks_gather_bfloat16_for_linears_that_a_filter_leaves_out(filtered):
+    trained = config("rowwise", tensor=2)
+    trained = replace(trained, float8=replace(trained.float8, filter_fqns=("lm_head", filtered)))
+    resolved, layout = resolve(trained, rank=0, world_size=RANKS)
+    found, counted = modelled(run_of(resolved, layout)), of_a_block(trained)
+    amaxes = ("tp", "all_reduce")  # a few numbers, in the mean over a block's linears
+    assert found.pop(amaxes) == pytest.approx(counted.pop(amaxes), rel=0.15)
+    assert found == counted

@@ -1,0 +1,165 @@
+"""The search: the fastest layouts whose memory fits, and what it says where none does."""
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from quaver.lab.plan import search as searching
+from quaver.lab.plan.changes import BFLOAT16
+from quaver.lab.plan.cluster import Cluster
+from quaver.lab.plan.layouts import layouts_of
+from quaver.lab.plan.limits import gain_in_words, limits_in_words, links_of
+from quaver.lab.plan.memory import Peak
+from quaver.lab.plan.peak import share_of_peak
+from quaver.lab.plan.run import run_of
+from quaver.lab.plan.search import quick_seconds, search
+from quaver.lab.plan.simulate import simulate
+from quaver.lab.plan.step import training_step
+from quaver.lab.settings.config_file import load_config
+from quaver.lab.trainer.model import training_flops_per_token
+from quaver.roofline.device_specs import find_device_spec
+
+CONFIGS = Path(__file__).parents[3] / "train_configs"
+CLUSTER = Cluster.of(find_device_spec("h100"))
+GIB = 2**30
+
+
+@pytest.fixture
+def known_memory(monkeypatch):
+    """Peaks by a rule in place of predictions: 10 GiB a sequence, 5 less with checkpointing, 2 more in bfloat16."""
+
+    def of(config):
+        saves = config.activation_checkpoint.mode == "none"
+        return GIB * (
+            config.training.local_batch_size * (10 if saves else 5) + 2 * (not config.float8.enable_float8_linear)
+        )
+
+    asked = []
+
+    def peaks_of(configs, ranks, **_):
+        for config in configs:
+            asked.append(config)
+            yield Peak(of(config), {}, "forward", "")
+
+    monkeypatch.setattr(searching, "estimated_peak", lambda config, ranks: of(config))
+    monkeypatch.setattr(searching, "peaks_of", peaks_of)
+    return asked
+
+
+def layouts(name="llama3_8b", ranks=16, precisions=(BFLOAT16, "tensorwise"), step_sequences=None, blocks=4):
+    config = load_config(CONFIGS / f"{name}.toml")
+    config = replace(config, model=replace(config.model, n_layers=blocks))
+    return layouts_of(
+        config, ranks, nodes_of=8, precisions=list(precisions), step_sequences=step_sequences, stores=False
+    )
+
+
+@pytest.mark.parametrize("top", [1, 4])
+def test_the_rows_are_the_fastest_that_fit(known_memory, top):
+    found = search(layouts(), CLUSTER, 45 * GIB, top=top)
+    assert [row.tokens_per_s for row in found.rows] == sorted((row.tokens_per_s for row in found.rows), reverse=True)
+    assert all(row.peak.bytes <= 45 * GIB for row in found.rows)
+    everything = [run_of(each.config, each.layout) for each in layouts().candidates]
+    fitting = [
+        run
+        for run, each in zip(everything, layouts().candidates, strict=True)
+        if each.config.training.local_batch_size * (10 if run.checkpointing == "none" else 5) + 2 * (run.recipe is None)
+        <= 45
+    ]
+    fastest = max(run.step_tokens / quick_seconds(run, CLUSTER) / run.ranks for run in fitting)
+    assert found.rows[0].tokens_per_s == pytest.approx(fastest)
+    assert {row.candidate.precision for row in found.rows} == {BFLOAT16, "tensorwise"}
+    assert any(row.candidate.is_configured for row in found.rows)
+    assert len(known_memory) < 10
+
+
+def test_where_none_fits_the_nearest_is_said(known_memory):
+    found = search(layouts(), CLUSTER, 4 * GIB, top=4)
+    assert not found.rows
+    candidate, needed = found.nearest
+    assert needed == 5 * GIB
+    assert candidate.config.training.local_batch_size == 1
+
+
+def test_no_layout_at_all():
+    config = load_config(CONFIGS / "llama3_8b.toml")
+    none = layouts_of(
+        replace(config, training=replace(config.training, global_batch_size=16)),
+        7, nodes_of=8, precisions=[BFLOAT16], step_sequences=16, stores=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"expected a layout.*refuses all: .*global_batch_size"):
+        search(none, CLUSTER, 80 * GIB, top=1)
+
+
+@pytest.mark.parametrize("name", ["llama3_8b", "llama3_70b"])
+def test_few_blocks_and_micro_batches_tell_of_all(name):
+    candidate = layouts(name, 64, step_sequences=192, blocks=16).candidates[-1]
+    run = run_of(candidate.config, candidate.layout)
+    assert run.micro_batches > 2
+    assert quick_seconds(run, CLUSTER) == pytest.approx(simulate(training_step(run, CLUSTER)).seconds, rel=1e-9)
+
+
+def test_what_limits_a_step_is_said(known_memory):
+    rows = {row.candidate.precision: row for row in search(layouts(), CLUSTER, 45 * GIB, top=2).rows}
+    words = " ".join(limits_in_words(rows["tensorwise"], CLUSTER))
+    assert "computing takes 9" in words
+    assert "hidden behind it: " in words
+    assert "times bfloat16's speed in the same layout" in words
+    assert not gain_in_words(rows[BFLOAT16], CLUSTER)
+    shares = {name: share_of_peak(row.run, row.seconds, CLUSTER.spec) for name, row in rows.items()}
+    assert 0.2 < shares["tensorwise"] < shares[BFLOAT16] < 0.7
+
+
+def test_a_step_of_very_many_tasks_is_extrapolated_from_its_first_micro_batches(monkeypatch):
+    candidate = layouts(step_sequences=96).candidates[-1]
+    run = run_of(candidate.config, candidate.layout)
+    assert run.micro_batches > 2
+    whole = simulate(training_step(run, CLUSTER)).seconds
+    monkeypatch.setattr(searching, "_MOST_TASKS", 1)
+    seconds, timeline = searching.simulated(run, CLUSTER)
+    assert timeline.seconds < whole
+    assert seconds == pytest.approx(whole)
+
+
+def test_no_step_is_faster_than_the_peak_of_its_gpu():
+    """Attention counts as its causal half: all of it would be above the peak for sequences of a million tokens."""
+    candidate = layouts(ranks=8, precisions=[BFLOAT16]).candidates[-1]
+    long, spec = replace(run_of(candidate.config, candidate.layout), seq_len=2**20), CLUSTER.spec
+    seconds = quick_seconds(long, replace(CLUSTER, sustained=1.0))
+    as_usual = long.step_tokens * training_flops_per_token(long.model, long.seq_len) / long.ranks / seconds
+    assert share_of_peak(long, seconds, spec) < 0.7 < 1 < as_usual / 1e12 / spec.bfloat16_tflops
+    with pytest.raises(RuntimeError, match=r"a step of .* s would be \d\.\d times as fast as the peak of H100 allows"):
+        share_of_peak(long, seconds / 5, spec)
+
+
+def test_the_fastest_are_found_without_simulating_all(known_memory, monkeypatch):
+    timed = list(
+        searching._Search(layouts(), CLUSTER, 45 * GIB, 1, searching.peaks_of, print)._timed(layouts().candidates)
+    )
+    by_time = sorted(quick_seconds(each.run, CLUSTER) / each.run.step_tokens for each in timed)
+    simulated = []
+    monkeypatch.setattr(searching, "quick_seconds", lambda *given: simulated.append(given) or quick_seconds(*given))
+    first = [each.seconds_per_token(CLUSTER) for each in islice(searching._by_speed(timed, CLUSTER), 5)]
+    assert first == pytest.approx(by_time[:5])
+    assert len(simulated) < len(timed) / 3
+
+
+def test_a_quick_search_predicts_no_memory(known_memory):
+    found, predicted = (
+        search(layouts(), CLUSTER, 45 * GIB, top=2, quick=True),
+        search(layouts(), CLUSTER, 45 * GIB, top=2),
+    )
+    assert [row.candidate for row in found.rows] == [row.candidate for row in predicted.rows]
+    assert {row.peak.why_whole for row in found.rows} == {"estimated"}
+    assert len(known_memory) <= 4
+
+
+def test_a_slow_network_shows_what_waits(known_memory):
+    """At 1/40 of the rate the reduce-scatters in float32 are no longer hidden, and each link says how long it waits."""
+    slow = replace(CLUSTER, network_gbps=10.0)
+    row = search(layouts(), slow, 45 * GIB, top=1).rows[-1]
+    (network,) = [link for link in links_of(row.timeline) if link.name == "network"]
+    assert network.exposed_s > 0.2 * row.seconds
+    assert "reduce-scatters in float32 are not: " in " ".join(limits_in_words(row, slow))

@@ -1,0 +1,95 @@
+"""The simulator: streams run one task at a time, in order, and no task before what it waits for."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quaver.lab.plan.simulate import COMPUTE, CONTENTION, Step, Task, simulate
+
+STREAMS = [COMPUTE, "NVLink", "network", "compute@1", "NVLink@1", "send forward@1"]
+TINY = 1e-12
+
+
+@st.composite
+def steps(draw):
+    """Tasks that wait for some of those before them."""
+    step = Step()
+    for number in range(draw(st.integers(1, 25))):
+        seconds = draw(st.one_of(st.just(0.0), st.floats(1e-9, 10.0)))
+        after = draw(st.sets(st.integers(0, number - 1), max_size=3)) if number else ()
+        step.add(f"task {number}", draw(st.sampled_from(STREAMS)), seconds, after)
+    return step
+
+
+def critical_path(step):
+    ends = []
+    for task in step.tasks:
+        ends.append(task.seconds + max((ends[each] for each in task.after), default=0.0))
+    return max(ends)
+
+
+@settings(max_examples=25, deadline=None)
+@given(steps())
+def test_streams_run_one_task_at_a_time_and_wait(step):
+    spans = simulate(step).spans
+    assert [span.task for span in spans] == step.tasks
+    for span in spans:
+        assert all(spans[each].end_s <= span.start_s for each in span.task.after)
+    for stream in STREAMS:
+        of_stream = [span for span in spans if span.task.stream == stream]
+        for one, next_one in zip(of_stream, of_stream[1:], strict=False):
+            assert one.end_s <= next_one.start_s
+
+
+@settings(max_examples=25, deadline=None)
+@given(steps())
+def test_a_step_takes_between_its_longest_part_and_the_sum(step):
+    for contention in (0.0, CONTENTION):
+        timeline = simulate(step, contention)
+        longest = max(sum(task.seconds for task in step.tasks if task.stream == stream) for stream in STREAMS)
+        slowed = [task.seconds / (1 - contention) if "compute" in task.stream else task.seconds for task in step.tasks]
+        assert timeline.seconds >= max(longest, critical_path(step)) - TINY
+        assert timeline.seconds <= sum(slowed) + 1e-9
+        assert all(span.end_s - span.start_s >= span.task.seconds - TINY for span in timeline.spans)
+
+
+@settings(max_examples=15, deadline=None)
+@given(steps())
+def test_it_is_deterministic_and_each_task_ends_as_early_as_it_can(step):
+    """Without contention a task begins when its stream is free and what it waits for has ended."""
+    spans = simulate(step, 0.0).spans
+    assert spans == simulate(step, 0.0).spans
+    free = dict.fromkeys(STREAMS, 0.0)
+    for span in spans:
+        ready = max([free[span.task.stream], *(spans[each].end_s for each in span.task.after)])
+        assert span.start_s == pytest.approx(ready, abs=TINY)
+        free[span.task.stream] = span.end_s
+
+
+def test_a_collective_slows_its_ranks_compute_stream_while_it_runs():
+    step = Step()
+    step.add("matmul", COMPUTE, 2.0)
+    step.add("other rank", "compute@1", 2.0)
+    gather = step.add("gather", "NVLink", 1.0)
+    step.add("reduce", "network", 0.5, [gather])
+    step.add("send", "send forward@1", 9.0)
+    ends = [span.end_s for span in simulate(step, 0.5).spans]
+    assert ends == [2.75, 2.0, 1.0, 1.5, 9.0]  # 1.5 s at half speed leave 1.25
+
+
+def test_sums_of_a_timeline():
+    step = Step()
+    first = step.add("gather", "NVLink", 1.0, kind="all_gather")
+    step.add("forward", COMPUTE, 2.0, [first])
+    step.add("next gather", "NVLink", 3.0, [first], kind="all_gather")
+    timeline = simulate(step, 0.0)
+    assert (timeline.seconds, timeline.busy_s(COMPUTE), timeline.busy_s("NVLink")) == (4.0, 2.0, 4.0)
+    assert timeline.exposed_s("all_gather") == timeline.exposed_on("NVLink") == 2.0
+    assert timeline.streams == (COMPUTE, "NVLink")
+
+
+def test_tasks_that_wait_for_each_other_are_refused():
+    step = Step([Task("one", COMPUTE, 1.0, (1,)), Task("two", COMPUTE, 1.0)])
+    with pytest.raises(ValueError, match="'one', which can never begin"):
+        simulate(step)
+    assert simulate(Step()).seconds == 0

@@ -1,0 +1,140 @@
+"""A simulated step: bounds, and that more bandwidth, fewer tokens or more overlap never take longer."""
+
+from dataclasses import replace
+
+import pytest
+
+from quaver.lab.plan.cluster import Cluster
+from quaver.lab.plan.pipeline import orders, pipeline_step
+from quaver.lab.plan.run import Run
+from quaver.lab.plan.simulate import COMPUTE, simulate
+from quaver.lab.plan.step import training_step
+from quaver.lab.settings import Model
+from quaver.recipes.config import Float8LinearRecipeName
+from quaver.roofline.device_specs import find_device_spec
+
+MODEL = Model(vocab_size=32000, dim=4096, n_layers=4, n_heads=32, n_kv_heads=8, hidden_dim=14336)
+MIXTURE = replace(MODEL, dim=2048, n_heads=16, hidden_dim=768, n_experts=64, top_k=8)
+FAST = Cluster.of(find_device_spec("h100"))
+SLOW = replace(FAST, network_gbps=50.0)
+TENSORWISE = Float8LinearRecipeName.TENSORWISE
+BASE = Run(MODEL, 8192, 1, shard=16, checkpointing="op", checkpointed_blocks=4)
+RUNS = {
+    "one rank": replace(BASE, shard=1),
+    "FSDP2": BASE,
+    "HSDP": replace(BASE, shard=8, replicate=4),
+    "float8 gather": replace(BASE, recipe=TENSORWISE, float8_gather=True),
+    "tensor parallel": replace(BASE, tensor=8),
+    "asynchronous": replace(BASE, tensor=8, async_tensor=True),
+    "rowwise over nodes": replace(BASE, tensor=16, shard=4, recipe=Float8LinearRecipeName.ROWWISE),
+    "context parallel": replace(BASE, context=4),
+    "micro-batches": replace(BASE, micro_batches=3, reshards="never"),
+    "states only": replace(BASE, micro_batches=3, shards_states=True, reshards="never"),
+    "experts": replace(BASE, model=MIXTURE, expert=8, recipe=TENSORWISE),
+    "saves": replace(BASE, steps_between_saves=10),
+}
+
+
+def seconds(run, cluster=FAST):
+    return simulate(training_step(run, cluster)).seconds
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_is_between_its_streams_and_its_sum(name):
+    step = training_step(RUNS[name], SLOW)
+    timeline = simulate(step)
+    assert timeline.seconds >= max(timeline.busy_s(stream) for stream in timeline.streams) > 0
+    assert timeline.busy_s(COMPUTE) >= sum(task.seconds for task in step.tasks if task.stream == COMPUTE) * (1 - 1e-9)
+    assert timeline.seconds <= sum(span.end_s - span.start_s for span in timeline.spans) * (1 + 1e-9)
+    assert simulate(training_step(RUNS[name], SLOW)).seconds == timeline.seconds
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_more_bandwidth_and_fewer_tokens_are_never_slower(name):
+    run, spec = RUNS[name], FAST.spec
+    assert seconds(run) <= seconds(run, SLOW)
+    nvlink = replace(FAST, spec=replace(spec, link_gb_per_s=2 * spec.link_gb_per_s))
+    memory = replace(FAST, spec=replace(spec, memory_gb_per_s=2 * spec.memory_gb_per_s))
+    assert max(seconds(run, nvlink), seconds(run, memory)) <= seconds(run)
+    assert seconds(run) < seconds(run, replace(FAST, sustained=FAST.sustained / 2))
+    assert seconds(run) < seconds(replace(run, local_batch=2))
+
+
+def test_one_rank_sends_nothing_and_computes_all_the_time():
+    timeline = simulate(training_step(RUNS["one rank"], SLOW))
+    assert timeline.streams == (COMPUTE,)
+    assert timeline.busy_s(COMPUTE) == pytest.approx(timeline.seconds)
+
+
+def test_a_step_has_its_share_of_a_checkpoint():
+    """16 ranks in two nodes hold 12 bytes for each parameter: copied by each rank, written by two nodes."""
+    held = 12 * (4 * (3 * 14336 * 4096 + 2 * 4096**2 + 2 * 4096 * 1024 + 2 * 4096) + 2 * 32000 * 4096)
+    plain, every_10th = seconds(BASE), replace(BASE, steps_between_saves=10)
+    assert seconds(every_10th) == pytest.approx(plain + held / 16 / 0.7e9 / 10)
+    waiting = replace(every_10th, saves_in_background=False)
+    assert seconds(waiting) == pytest.approx(plain + held / 2 / 1e9 / 10)
+    assert seconds(waiting, replace(FAST, storage_gb_per_s=2.0)) == pytest.approx(plain + held / 2 / 2e9 / 10)
+    replicas = replace(waiting, shard=8, replicate=2)
+    assert seconds(replicas) == pytest.approx(seconds(replace(replicas, steps_between_saves=0)) + held / 2 / 1e9 / 10)
+    timeline = simulate(training_step(waiting, FAST))
+    assert timeline.exposed_s("checkpoint") == pytest.approx(held / 2 / 1e9 / 10)
+
+
+def test_overlap_and_the_float8_gather_pay_where_the_network_limits():
+    assert seconds(RUNS["asynchronous"]) < seconds(RUNS["tensor parallel"])
+    gathered, plain = RUNS["float8 gather"], replace(RUNS["float8 gather"], float8_gather=False)
+    assert seconds(gathered, SLOW) < 0.95 * seconds(plain, SLOW)
+    timeline = simulate(training_step(BASE, FAST))
+    gathers = [task.seconds for task in training_step(BASE, FAST).tasks if task.kind == "all_gather"]
+    assert timeline.exposed_s("all_gather") <= sum(gathers[:2]) * 1.001  # all but the first two are prefetched
+    slow = simulate(training_step(BASE, replace(SLOW, network_gbps=10.0)))
+    assert slow.exposed_s("all_gather") > 0.2 * slow.busy_s("network")
+
+
+def test_states_that_are_sharded_gather_and_reduce_once():
+    kinds = [task.kind for task in training_step(RUNS["states only"], FAST).tasks]
+    assert kinds.count("all_gather") == kinds.count("reduce_scatter") == MODEL.n_layers + 2
+
+
+def test_a_tied_projection_is_gathered_and_reduced_with_the_embedding():
+    tied = replace(BASE, model=replace(MODEL, tie_word_embeddings=True))
+    moved = [
+        sum(task.sent_bytes for task in training_step(run, FAST).tasks if task.kind == "reduce_scatter")
+        for run in (BASE, tied)
+    ]
+    assert moved[0] - moved[1] == pytest.approx(4 * MODEL.vocab_size * MODEL.dim * 15 / 16)
+    assert seconds(tied) < seconds(BASE)
+
+
+def test_pipelines_are_left_to_the_pipeline():
+    with pytest.raises(ValueError, match="without pipeline stages, got 2"):
+        training_step(replace(BASE, pipeline=2), FAST)
+
+
+def test_orders_of_two_stages_by_hand():
+    forward, backward = False, True
+    assert orders(2, 1, 3, 1) == [(d, 0, m) for m in range(3) for d in (forward, backward)]
+    first = [(forward, 0), (forward, 1), (backward, 0), (forward, 2), (backward, 1), (backward, 2)]
+    assert orders(2, 1, 3, 0) == [(d, 0, m) for d, m in first]
+    last = orders(2, 2, 2, 1)
+    assert last[:4] == [(forward, 0, 0), (forward, 0, 1), (forward, 1, 0), (backward, 1, 0)]
+    for parts in (1, 2, 4):
+        for stage in range(2):
+            turns = orders(2, parts, 4, stage)
+            assert len(turns) == len(set(turns)) == 2 * 4 * parts
+            assert all(turns.index((forward, *rest)) < turns.index((backward, *rest)) for _, *rest in turns)
+    with pytest.raises(ValueError, match="a multiple of 2 micro-batches"):
+        orders(2, 2, 3, 0)
+
+
+@pytest.mark.parametrize(("virtual", "micro_batches"), [(1, 4), (1, 16), (2, 8)])
+def test_the_bubble_is_that_of_the_schedule(virtual, micro_batches):
+    """(stages - 1) / (virtual micro-batches) of the work, for stages that take equally long."""
+    stages = 4
+    model = replace(MODEL, n_layers=8, vocab_size=1)
+    run = Run(model, 8192, 1, micro_batches=micro_batches, pipeline=stages, virtual=virtual, checkpointing="none")
+    fast = replace(FAST, spec=replace(FAST.spec, link_gb_per_s=1e9))
+    timeline = simulate(pipeline_step(run, fast), 0.0)
+    work = sum(s.end_s - s.start_s for s in timeline.spans if s.task.stream == "compute@1")
+    end = max(s.end_s for s in timeline.spans if s.task.kind in ("forward", "backward"))
+    assert end / work - 1 == pytest.approx((stages - 1) / (virtual * micro_batches), rel=0.05)

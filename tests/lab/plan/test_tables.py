@@ -1,0 +1,112 @@
+"""The tables of docs/plan.md and docs/scale.md are those of the recorded predictions, and those are the model's."""
+
+import json
+
+import pytest
+
+from benchmarks import plan_memory, plan_published, plan_scaling
+from benchmarks.plan_published import OFF, REASONS, calibrated, reason, tokens_per_s
+from benchmarks.plan_scaling import CONFIGS, H100, SHOWN, Layout, best, run_of
+from benchmarks.published import published
+from benchmarks.record import fill
+from quaver.lab.plan.calibration import CARDS
+from quaver.lab.plan.cluster import Cluster
+from quaver.lab.plan.estimate import estimated_peak
+from quaver.lab.plan.memory import peak_of
+from quaver.lab.plan.simulate import simulate
+from quaver.lab.plan.step import training_step
+
+PARTS = plan_published, plan_scaling, plan_memory
+PUBLISHED, SCALING, MEMORY = (json.loads(part.RECORD.read_text()) for part in PARTS)
+ROWS = {row.name: row for row in published()}
+QUICK = [name for name, row in ROWS.items() if row.pp == 1 and row.micro_batches <= 2]
+
+
+@pytest.mark.parametrize(("part", "results"), zip(PARTS, (PUBLISHED, SCALING, MEMORY), strict=True))
+def test_the_tables_are_those_of_the_recorded_predictions(part, results):
+    page = part.PAGE.read_text()
+    assert fill(page, part.tables(results)) == page, "run python -m benchmarks.plan --recorded --update-docs"
+
+
+@pytest.mark.parametrize(
+    "names", [QUICK[::4], pytest.param(list(ROWS), marks=pytest.mark.nightly)], ids=["some", "all"]
+)
+def test_recorded_predictions_of_published_runs_are_the_models(names):
+    recorded = {each["name"]: each for each in PUBLISHED["rows"]}
+    assert list(recorded) == list(ROWS)
+    for name in names:
+        assert recorded[name]["published"] == ROWS[name].tokens_per_s_per_gpu
+        assert recorded[name]["predicted"] == pytest.approx(tokens_per_s(ROWS[name]), abs=0.06), name
+
+
+FARTHER = ("torchtitan-202412 70B 256gpu FSDP32 TP8", "torchtitan-issue1207 8B 4 H100 FSDP2 TP2 bfloat16")
+"""Runs that the closed form misses by more than 3%: tensor parallel ones, whose logits hide no other term."""
+
+
+def test_recorded_memory_of_published_runs_is_near_the_estimate():
+    rows = {row.name: row for row in plan_memory.with_memory() if not plan_memory.not_in_the_trainer(row)}
+    assert [each["name"] for each in MEMORY["rows"]] == list(rows)
+    for each in MEMORY["rows"]:
+        row = rows[each["name"]]
+        estimate = estimated_peak(plan_memory.config_of(row), row.gpus)
+        assert each["trainer"] == pytest.approx(estimate, rel=0.05 if row.name in FARTHER else 0.03), row.name
+        if each["as_published"] is not None:  # live bytes are no more than what was reserved
+            assert each["as_published"] + plan_memory.counted_bytes(row) < row.memory_gib * 2**30, row.name
+
+
+@pytest.mark.nightly
+def test_recorded_memory_of_a_published_run_is_the_trainers():
+    name = "torchao-tutorial-202506 8B 8 H100 bfloat16"
+    (recorded,) = (each for each in MEMORY["rows"] if each["name"] == name)
+    config, row = plan_memory.config_of(ROWS[name]), ROWS[name]
+    assert recorded["trainer"] == peak_of(config, row.gpus).bytes
+    with plan_memory.as_published(row):
+        assert recorded["as_published"] == peak_of(config, row.gpus).bytes
+
+
+def test_every_row_that_is_far_off_has_a_reason_and_no_other_has():
+    off = [each["name"] for each in PUBLISHED["rows"] if abs(each["predicted"] / each["published"] - 1) > OFF]
+    assert [name for name in off if not reason(name)] == []
+    assert all(any(name.startswith(part) for name in off) for part in REASONS)
+    assert len(off) <= 8
+
+
+@pytest.mark.parametrize("name", ["H100", "H100-500W", *(pytest.param(n, marks=pytest.mark.nightly) for n in CARDS)])
+def test_a_cards_share_meets_its_row(name):
+    assert CARDS[name].sustained == pytest.approx(calibrated(name), abs=0.001)
+
+
+def test_curves_of_scaling_are_the_models():
+    cluster = Cluster.of(H100)
+    for config, layout, gpus in (("llama3_8b", Layout(0, 1), 1024), ("mixture_30b_a3b", Layout(64, 1, 8), 512)):
+        run = run_of(config, "float8", layout, gpus, is_weak=True)
+        assert run.ranks == gpus
+        points = plan_scaling.points_of(SCALING["curves"], config, "float8", "weak", layout.name)
+        assert points[gpus] == pytest.approx(plan_scaling.tokens_per_s(run, cluster), rel=1e-4)
+    assert run_of("llama3_8b", "float8", Layout(64, 1), 100, is_weak=True) is None
+    assert run_of("llama3_8b", "float8", Layout(0, 1), 1024, is_weak=False) is None  # 512 sequences
+    assert run_of("llama3_405b", "float8", Layout(0, 1), 8, is_weak=True) is None  # does not fit
+
+
+def test_what_the_page_says_of_scaling():
+    curves = SCALING["curves"]
+    assert {curve["config"] for curve in curves} == set(CONFIGS)
+    for config in CONFIGS:
+        for precision in ("bfloat16", "float8"):
+            found = [best(curves, config, precision, "weak", gpus) for gpus in SHOWN]
+            tokens = [each[0] for each in found if each]
+            assert min(tokens[1:]) > 0.7 * max(tokens)
+    plain = plan_scaling.points_of(curves, "llama3_8b", "float8", "weak", "FSDP2")
+    assert plain[100_352] < 0.15 * plain[8]
+
+
+def test_further_micro_batches_take_as_long_as_the_third():
+    run = run_of("llama3_8b", "bfloat16", Layout(0, 1), 64, is_weak=False)
+    assert run.micro_batches > 3
+    cluster = Cluster.of(H100)
+    whole = simulate(training_step(run, cluster)).seconds
+    assert run.step_tokens / whole / 64 == pytest.approx(plan_scaling.tokens_per_s(run, cluster), rel=1e-3)
+
+
+def test_the_picture_is_there():
+    assert plan_scaling.PICTURE.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,200 @@
+"""A plan that was written is the run that was planned: the config reads back equal, and launch files start it."""
+
+import os
+import re
+import subprocess
+import tomllib
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quaver.lab.cli import main
+from quaver.lab.plan.launchers import SUFFIXES
+from quaver.lab.plan.write import config_text, write_run
+from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.config_file import load_config
+from quaver.lab.settings.fields import base_type, choices_of, hints_of
+from tests.lab.trainer.runs import changed
+from tests.thinned import first
+
+CONFIGS = {path.stem: path for path in sorted((Path(__file__).parents[3] / "train_configs").glob("*.toml"))}
+RANKS = {"llama3_70b": 256, "llama3_405b": 512, "llama3_debug": 1, "llama3_debug_moe": 1}
+"""8 for others."""
+BY_TYPE = {
+    bool: st.booleans(),
+    int: st.integers(-1, 64) | st.integers(-(2**63), 2**63 - 1),
+    float: st.floats(),
+    str: st.text(max_size=8),
+}
+
+
+def planned(name: str = "llama3_8b", **sections: dict[str, object]) -> TrainConfig:
+    return changed(load_config(CONFIGS[name]), **sections)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> TrainConfig:
+    """Valid configs: some settings of the default one take other values, where the trainer does not refuse them."""
+    config = TrainConfig()
+    for _ in range(draw(st.integers(0, 12))):
+        name = draw(st.sampled_from(list(hints_of(TrainConfig))))
+        section = getattr(config, name)
+        field = draw(st.sampled_from(fields(section))).name
+        hint = hints_of(type(section))[field]
+        value = draw(st.sampled_from(choices_of(hint)) if choices_of(hint) else _values(base_type(hint)))
+        try:
+            config = replace(config, **{name: replace(section, **{field: value})})
+        except ValueError:
+            continue
+    return config
+
+
+def _values(kind: object) -> st.SearchStrategy[object]:
+    return BY_TYPE[kind] if kind in BY_TYPE else st.lists(BY_TYPE[str], max_size=3).map(tuple)
+
+
+@pytest.mark.parametrize("examples", [40, pytest.param(2000, marks=pytest.mark.nightly)])
+def test_a_config_reads_back_equal(examples, tmp_path):
+    @settings(max_examples=examples, deadline=None, derandomize=examples < 1000)
+    @given(configs(), st.text())
+    def one(config: TrainConfig, comment: str) -> None:
+        (tmp_path / "config.toml").write_bytes(config_text(config, comment).encode())
+        assert load_config(tmp_path / "config.toml") == config
+
+    one()
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes_of"), first(1, [("llama3_debug", 8), *((name, 8) for name in CONFIGS if name != "llama3_debug")])
+)
+def test_a_written_run_would_run(name, nodes_of, tmp_path):
+    ranks = RANKS.get(name, 8)
+    path, *_ = write_run(planned(name), ranks, nodes_of, tmp_path / "run.toml", comment="chosen")
+    assert main(["train", str(path), "--dry-run", "--ranks", str(ranks)]) == 0
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_file_has_the_settings_that_are_no_defaults_below_its_comment(name, tmp_path):
+    config, defaults = planned(name), TrainConfig()
+    path, *_ = write_run(config, RANKS.get(name, 8), 8, tmp_path / "run.toml", comment="from a plan\n\n1,234 tokens/s")
+    top, _, toml = path.read_text().partition("\n\n")
+    assert top == "# from a plan\n#\n# 1,234 tokens/s"
+    assert load_config(path) == config
+    written = tomllib.loads(toml)
+    assert list(written) == [each for each in hints_of(TrainConfig) if each in written] != []
+    for section, values in written.items():
+        assert [key for key in values if getattr(getattr(defaults, section), key) == values[key]] == []
+
+
+FAKES = {
+    "torchrun": 'printf "%s\\0" "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@"',
+    "srun": 'shift; exec "$@"',  # without its own flag
+    "scontrol": 'printf "%s\\n" host0 host1',
+}
+
+
+def told_to_torchrun(script: Path, folder: Path, **environment: str) -> list[str]:
+    """Two variables of the environment in which a launch file starts torchrun, and torchrun's arguments."""
+    for name, line in FAKES.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{line}\n")
+        (folder / name).chmod(0o755)
+    environment |= {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([script.absolute(), "--training.steps=7"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\0")[:-1]
+
+
+@pytest.mark.parametrize(("ranks", "hosts", "gpus"), [(16, 2, 8), (8, 1, 8), (3, 1, 3)])
+def test_launch_files_start_the_run(ranks, hosts, gpus, tmp_path, monkeypatch):
+    yaml = pytest.importorskip("yaml")
+    monkeypatch.chdir(tmp_path)
+    name = "-it's $(1) run.toml"
+    config = planned(comm={"train_timeout_seconds": 900})
+    files = write_run(config, ranks, 8, Path(name), comment="")
+    assert [each.name for each in files] == [name, *(name.removesuffix(".toml") + suffix for suffix in SUFFIXES)]
+    _, shell, slurm, jobset = files
+    run = ["train", f"./{name}", "--job.name=it-s-1-run", "--checkpoint.resume=auto"]
+    fixed = [f"--nnodes={hosts}", f"--nproc-per-node={gpus}", "--max-restarts=3", "--rdzv-backend=c10d"]
+
+    def check(told: list[str], endpoint: str, conf: str) -> None:
+        at = told.index("quaver.lab.cli")
+        flags = told[: at - 1]
+        if "=" not in flags[0]:
+            flags = list(map("=".join, zip(flags[::2], flags[1::2], strict=True)))
+        assert flags[:4] == fixed
+        assert flags[4] == f"--rdzv-endpoint={endpoint}"
+        assert flags[6].startswith(f"--rdzv-conf=join_timeout={conf}")
+        assert told[at + 1 :] == run
+
+    monkeypatch.setenv("HEAD", "host9:1")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "host[0-1]")
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    for script, endpoint in ((shell, "host9:1"), (slurm, "host0:29400")):
+        shared, save_seconds, *told, more = told_to_torchrun(script, tmp_path)
+        assert (shared, save_seconds, more) == ("1", "270", "--training.steps=7")
+        check(told, endpoint, "900")
+    assert ("${HEAD:?}" in shell.read_text()) == (hosts > 1)
+    lines = slurm.read_text().splitlines()
+    assert {f"#SBATCH --nodes={hosts}", f"#SBATCH --gpus-per-node={gpus}", "#SBATCH --signal=TERM@300"} <= set(lines)
+
+    job = yaml.safe_load(jobset.read_text())["spec"]
+    (host,) = job["replicatedJobs"]
+    spec = host["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    # As Kubernetes does.
+    told = [re.sub(r"\$(\$|\(\w+\))", lambda found: found[1][:1].strip("("), word) for word in container["args"]]
+    check(told, "it-s-1-run-host-0-0.it-s-1-run:29400", "900")
+    assert spec["parallelism"] == spec["completions"] == hosts
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": gpus}
+    environment = {each["name"]: each["value"] for each in container["env"]}
+    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert (
+        int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < spec["template"]["spec"]["terminationGracePeriodSeconds"]
+    )
+    assert job["network"]["enableDNSHostnames"]
+
+
+def test_one_host_needs_no_head_and_a_run_keeps_its_name(tmp_path):
+    config = planned(job={"name": "Über 9"}, checkpoint={"resume": "must"})
+    _, shell, *_ = write_run(config, 8, 8, tmp_path / "run.toml", comment="")
+    told = told_to_torchrun(shell, tmp_path)
+    assert "localhost:0" in told
+    assert told[told.index("train") :] == ["train", str(tmp_path / "run.toml"), "--training.steps=7"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes_of", "name", "message"),
+    [
+        (
+            12,
+            8,
+            "run.toml",
+            "GPUs of a run must be a multiple of the 8 GPUs of a node, or at most as many, got 12;",
+        ),
+        (8, 8, "run.yaml", "must be a file whose name ends with .toml, got"),
+        (8, 8, "a\nb.toml", "the path of a config must be printable characters, got"),
+        (1, 8, "run.toml", "float8.enable_fsdp_float8_all_gather must be false where no weight is sharded"),
+    ],
+)
+def test_refused(ranks, nodes_of, name, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        write_run(planned(), ranks, nodes_of, tmp_path / name, comment="")
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_files_are_left_alone(tmp_path):
+    def write(steps: int) -> list[Path]:
+        return write_run(planned(training={"steps": steps}), 8, 8, tmp_path / "new" / "run.toml", comment="")
+
+    files = write(2000)
+    times = [each.stat().st_mtime_ns for each in files]
+    assert write(2000) == files
+    assert [each.stat().st_mtime_ns for each in files] == times
+    files[0].unlink()
+    files[-1].write_text("edited")
+    with pytest.raises(FileExistsError, match=r"run.jobset.yaml' exists already, with another content; give another"):
+        write(2000)
+    assert not files[0].exists()

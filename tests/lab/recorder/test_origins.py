@@ -1,0 +1,125 @@
+"""The origin of a row of a memory report: source line, operand, the mechanism that saved it, its first reader."""
+
+import inspect
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from quaver import Float8Linear
+from quaver.checkpointing import apply_activation_checkpointing
+from quaver.lab.memory import record_timeline
+from quaver.lab.recorder.report import merged_layers
+from tests.ranks import on_ranks
+
+ROWS, WIDTH = 32, 64
+HERE = "tests/lab/recorder/test_origins.py"
+
+
+class Squares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, input):
+        scaled = input * self.weight
+        return scaled.pow(2)
+
+
+class Sinks(nn.Module):
+    """Holds a tensor itself, without autograd."""
+
+    def forward(self, input):
+        self.held = input.detach() + 1
+        return input * 2
+
+
+def lines_of(cls, text):
+    """The lines of a class's source that contain `text`, as reports write them."""
+    lines, first = inspect.getsourcelines(cls)
+    return [f"{HERE}:{first + number}" for number, line in enumerate(lines) if text in line]
+
+
+def allocations_of(model, input):
+    """The allocations of a step, and its report."""
+    with record_timeline(model) as timeline:
+        model(input).sum().backward()
+    return [entry.allocation for entry in timeline._recorder.log], timeline.report()
+
+
+def saved(report, **wanted):
+    rows = report["saved_for_backward"]
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def test_a_saved_result_has_its_line_its_operand_and_its_first_reader():
+    model = nn.Sequential(Squares(), nn.Linear(WIDTH, 1))
+    _, report = allocations_of(model, torch.randn(ROWS, WIDTH))
+    (row,) = saved(report, operator="aten.mul.Tensor", category="saved_activations")
+    assert [row["source"]] == lines_of(Squares, "input *")
+    assert (row["of"], row["saved_by"], row["saved_in"]) == ("an input", "autograd", "0")
+    use = row["first_use"]
+    assert use["operator"] == "aten.pow.Tensor_Scalar"  # the derivative of a square asks for its first power
+    assert use["module"] == "0"
+    assert [use["source"]] == [f"backward of {line}" for line in lines_of(Squares, "pow(2)")]
+
+
+def test_what_cpp_nodes_make_in_the_backward_has_the_line_of_their_forward():
+    allocations, _ = allocations_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Squares()), torch.randn(ROWS, WIDTH))
+    sources = {each.line for each in allocations if each.phase == "backward"}
+    assert {f"backward of {line}" for line in lines_of(Squares, "pow(2)")} <= sources
+    assert not any(source.startswith(HERE) for source in sources)  # the call of `backward` explains nothing
+
+
+def test_a_float8_cast_is_of_the_parameter_by_its_name():
+    model = nn.Sequential(Float8Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16))
+    input = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    allocations, report = allocations_of(model, input)
+    casts = [each for each in allocations if (each.operator or "").startswith("quaver::cast")]
+    assert "0.weight" in {each.of.parameter for each in casts if each.of is not None}
+    assert all(row["source"] for row in report["at_peak"] if row["operator"])
+
+
+def test_layers_that_are_alike_are_one_row():
+    names = ["model.layers.0.up2", "model.layers.1.up2", "10 rows"]
+    rows = [{"module": name, "bytes": size, "count": 2, "shape": [2]} for size, name in enumerate(names, 5)]
+    merged = [(row["module"], row["bytes"], row["count"]) for row in merged_layers(rows)]
+    assert merged == [("model.layers.*.up2", 11, 4), ("10 rows", 7, 2)]
+
+
+def test_what_a_checkpoint_a_policy_and_other_code_saved():
+    input = torch.randn(ROWS, WIDTH)
+    found = {}
+    for mode, mechanism in (("selective", "selective policy"), ("full", "checkpoint")):
+        linears = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+        apply_activation_checkpointing([linears], mode=mode)
+        _, report = allocations_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), linears), input)
+        found[mode] = saved(report, saved_by=mechanism)
+    assert "recompute" in [phase for phase, _, _ in report["spans"]]
+    assert [row["operator"] for row in found["selective"]] == ["aten.mm", "aten.mm"]
+    (row,) = found["full"]
+    assert (row["operator"], row["module"], row["first_use"]["operator"]) == ("aten.addmm", "0", "aten.mm")
+    _, report = allocations_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sinks()), input)
+    (row,) = saved(report, saved_by="other code")
+    assert (row["operator"], row["first_use"]) == ("aten.add.Tensor", None)
+
+
+@on_ranks(2)
+def test_gathered_weights_have_names_and_buffers_of_collectives_a_category():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.SiLU(), nn.Linear(WIDTH, 1, bias=False))
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with record_timeline(model, optimizer) as timeline:
+            model(torch.randn(ROWS, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "communication" in timeline.report()["columns"]
+    log = [(entry.allocation, entry.size_bytes) for entry in timeline._recorder.log if entry.size_bytes]
+    gathered = {(each.parameter, size) for each, size in log if each.category == "gathered_weights"}
+    assert gathered == {("0.weight", WIDTH * WIDTH * 4), ("2.weight", 2 * WIDTH * 4)}  # one row, and one of padding
+    sizes = {size for each, size in log if each.communicates and each.category is None}
+    assert WIDTH * WIDTH * 4 in sizes  # what is gathered into, and what is reduced

@@ -1,0 +1,118 @@
+"""`quaver report`: what it prints and writes, and the one line that bad input ends in."""
+
+import json
+
+import pytest
+
+from quaver.lab.cli import main
+from tests.command_line import TEXT, TINY
+from tests.lab.report.records import alarm, header, layers_of, tensors_of, write_lines, write_run
+
+TENSORS = tensors_of(layers_of(1))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "plain"
+    alarms = [alarm(240, TENSORS[3]), alarm(300, TENSORS[8], rule="underflow")]
+    return write_run(folder, layers=layers_of(1), alarms=alarms, models=("tensorwise", "bfloat16"))
+
+
+def test_what_is_printed_and_written(run, tmp_path, capsys):
+    """Of two runs with statistics and of a baseline without, which stands first."""
+    other = write_run(tmp_path / "other", layers=layers_of(1), seed=1)
+    baseline = write_run(tmp_path / "baseline", layers=layers_of(1))
+    (baseline / "numerics.jsonl").unlink()
+    image, page = tmp_path / "new" / "picture.png", tmp_path / "page.html"
+    files = ["--html", str(page), "--png", str(image)]
+    assert main(["report", str(baseline), str(run), str(other), *files, "--top", "1"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "plain: 2 alarms in 40 samples of 42 tensors, up to step 400; the first at step 240: " in text
+    assert "other: no alarm in 40 samples of 42 tensors, up to step 400" in text
+    assert "2 alarms of plain, the first 1" in text
+    assert "last loss, bfloat16" in text
+    assert "rowwise: 27.1 dB" in text
+    assert "baseline: no statistics of float8 matmuls" in text
+    assert f"saved {page} saved {image}" in text
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert "baseline and plain and other" in page.read_text()
+
+
+def test_a_run_of_the_trainer(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(TEXT)
+    data = ["--data.path", str(tmp_path / "text.txt"), "--job.dump_folder", str(tmp_path), "--job.name", "run"]
+    assert main(["train", *TINY, "--training.steps=4", "--numerics.every=2", *data]) == 0
+    assert main(["report", str(tmp_path / "run")]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "run: no alarm in 3 samples of " in text
+    assert "peak resident memory" in text
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_a_record_alone_with_a_torn_line(run, tmp_path, capsys):
+    record = tmp_path / "some.jsonl"
+    record.write_bytes((run / "numerics.jsonl").read_bytes()[:-20])
+    assert main(["report", str(record), "--html", str(tmp_path / "page.html")]) == 0
+    assert "some.jsonl: the last line of the record was incomplete" in " ".join(capsys.readouterr().out.split())
+    assert not list(tmp_path.glob("report.html"))
+
+
+RECORD = "numerics.jsonl"
+DAMAGE = {
+    "another schema": (RECORD, lambda old: old.replace(b'"schema": 1', b'"schema": 2'), "expected schema 1 in"),
+    "no header": (RECORD, lambda old: old.split(b"\n", 1)[1], "expected a header in the first line"),
+    "no samples": (RECORD, lambda old: old.split(b"\n")[0] + b"\n", "has no samples"),
+    "empty": (RECORD, lambda old: b"", "expected a header"),
+    "a line that is cut": (RECORD, lambda old: old.replace(b'"amax": [', b'"amax": ', 1), "line 2 of"),
+    "bytes": (RECORD, lambda old: b"\xff\xfe\x00\n", "line 1 of"),
+    "an alarm without a rule": (RECORD, lambda old: old.replace(b'"rule"', b'"ruler"', 1), "no proper 'rule'"),
+    "remedies": (RECORD, lambda old: old.replace(b'"remedies": [', b'"remedies": [3, ', 1), "'remedies'"),
+    "metrics": ("metrics.jsonl", lambda old: b"[]\n", "line 1 of"),
+    "conversion": ("conversion_report.json", lambda old: b"{}", "report.json' is damaged: config is missing"),
+    "provenance": ("provenance.jsonl", lambda old: b"{}\n", "is not a start of a run"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_file_is_named_in_one_line(tmp_path, refused, case):
+    folder = write_run(tmp_path / "run", layers=["a"], samples=3, steps=10, alarms=[alarm(20, tensors_of(["a"])[0])])
+    name, change, expected = DAMAGE[case]
+    (folder / name).write_bytes(change((folder / name).read_bytes()))
+    assert expected in refused("report", folder)
+    assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "the following arguments are required: RUNS; see quaver report --help"),
+        (["{folder}/missing"], "there is no run"),
+        (["{folder}"], "is not the folder of a run: it has neither metrics.jsonl nor numerics.jsonl"),
+        (["{run}", "{run}"], "expected different runs"),
+        (["{run}", "--png", "a.jpg"], "--png must be a file whose name ends with .png"),
+        (["{run}", "--html", "{folder}"], "--html: expected a file to write, got the folder"),
+        (["{run}", "--html", "/dev/null/page.html"], "--html: cannot write"),
+        (["{run}", "--htlm", "a"], "unknown flag: '--htlm'; did you mean '--html'?"),
+        (["{run}", "--top", "-1"], "--top must be"),
+    ],
+)
+def test_bad_words(run, tmp_path, refused, words, expected):
+    assert expected in refused("report", *(word.format(folder=tmp_path, run=run) for word in words))
+
+
+def test_runs_without_statistics(run, tmp_path, refused):
+    write_lines(tmp_path / "a" / "metrics.jsonl", [{"step": 1, "run": "a", "loss": 1.0}])
+    line = refused("report", tmp_path / "a")
+    assert "has no statistics: expected numerics.jsonl in it; train with --numerics.every 100" in line
+
+
+def test_a_disk_that_is_full(run, capsys):
+    assert main(["report", str(run), "--html", "/dev/full"]) == 4
+    assert capsys.readouterr().err.splitlines()[-1] == "quaver: error: cannot write /dev/full: No space left on device"
+
+
+def test_headers_with_statistics_that_the_report_does_not_know(tmp_path, capsys):
+    lines = [header(TENSORS[:1]) | {"statistics": ["rms"]}, {"kind": "sample", "step": 1, "rms": [2.0]}]
+    write_lines(tmp_path / "numerics.jsonl", lines)
+    assert main(["report", str(tmp_path), "--png", str(tmp_path / "a.png")]) == 0
+    assert json.loads((tmp_path / "numerics.jsonl").open().readline())["statistics"] == ["rms"]

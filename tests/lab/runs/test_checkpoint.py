@@ -1,0 +1,304 @@
+"""Checkpoints in one process: what a folder contains, that a resumed run has the same bits, and what is refused."""
+
+import json
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import quaver.lab.trainer.train as train_module
+from quaver.lab.cli import main
+from quaver.lab.runs.checkpoint_folder import RECORD, CheckpointFolder, read_record
+from quaver.lab.runs.errors import CheckpointError
+from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.manifest import MANIFEST
+from quaver.lab.settings import Checkpoint, Float8, TrainConfig
+from quaver.lab.settings.config_file import load_config
+from quaver.lab.trainer.optimizer import build_optimizer
+from quaver.lab.trainer.train import Run, prepare, train
+from quaver.optim import load_states_of
+from quaver.roofline.device_specs import peak_flops
+from tests.lab.trainer.conftest import resumable, tiny, write_text
+from tests.lab.trainer.runs import changed, numbers, run_to_end
+from tests.thinned import at_night
+
+DELAYED = Float8(recipe_name="delayed", delayed_history_len=3)
+
+
+def compared(config: TrainConfig) -> TrainConfig:
+    """A run with delayed scaling and its bfloat16 baseline."""
+    return changed(replace(resumable(config), float8=DELAYED), job={"compare": True})
+
+
+@pytest.fixture
+def config(tiny_config: TrainConfig) -> TrainConfig:
+    return compared(tiny_config)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of six steps, with checkpoints after two, four and six."""
+    folder = tmp_path_factory.mktemp("finished")
+    return run_to_end(with_steps(compared(tiny(folder, write_text(folder / "text"))), 6))
+
+
+@pytest.fixture
+def saved(config: TrainConfig, finished: Run) -> Path:
+    """A copy of its folder, where `config` has its own."""
+    return Path(shutil.copytree(finished.folder.path, Path(config.job.dump_folder) / "tiny"))
+
+
+def with_steps(config: TrainConfig, steps: int, name: str = "tiny", **checkpoint: object) -> TrainConfig:
+    return changed(config, training={"steps": steps}, job={"name": name}, checkpoint=checkpoint)
+
+
+def checkpoints(run: Run) -> CheckpointFolder:
+    return run.checkpoints.folder
+
+
+def everything(run: Run) -> dict[str, torch.Tensor]:
+    """Return weights, moments, step counters, scales and histories of every model."""
+    found = {}
+    for model in run.models:
+        for name, value in model.model.state_dict().items():
+            found[f"{model.name} {name}"] = value
+        for index, state in enumerate(model.optimizer.state.values()):
+            for name, value in state.items():
+                found[f"{model.name} {index} {name}"] = value
+        for name, value in model.scaling.state_dict().items():
+            found[f"{model.name} {name}"] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("async_mode", "optimizer"),
+    [
+        ("disabled", "AdamW"),
+        ("async", "Float8AdamW"),
+        *at_night([("async", "Float8Muon"), ("disabled", "Muon")]),
+    ],
+)
+def test_a_resumed_run_has_the_same_bits(config, async_mode, optimizer):
+    compare = optimizer == "AdamW"  # the baseline's states are saved as the model's are
+    config = changed(config, model={"dim": 128}, optimizer={"name": optimizer}, job={"compare": compare})
+    run_to_end(with_steps(config, 2, async_mode=async_mode))
+    resumed = run_to_end(with_steps(config, 3, resume="must", async_mode=async_mode))
+    whole = run_to_end(with_steps(config, 3, "whole", async_mode=async_mode))
+    assert resumed.began_at_step == 2
+    assert numbers(resumed) == numbers(whole)
+    expected = everything(whole)
+    got = everything(resumed)
+    assert any("amax_history" in name for name in expected)
+    assert any(name.endswith("_fp8") for name in expected) == optimizer.startswith("Float8")
+    assert any("momentum_buffer" in name for name in expected) == optimizer.endswith("Muon")
+    assert _same(expected, got)
+    assert resumed.progress == whole.progress
+    assert checkpoints(resumed).steps() == [2, 3]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("Float8Muon", "Muon"), *at_night([("AdamW", "Float8AdamW")])])
+def test_states_are_converted_when_a_run_resumes_with_the_other_optimizer(config, saved, resumed):
+    """There and back: what the new optimizer stores of the saved moments, to the bit, and a run that goes on."""
+    config = changed(config, model={"dim": 128, "hidden_dim": 160}, job={"compare": False})
+
+    def steps(number: int, name: str) -> TrainConfig:
+        return changed(with_steps(config, number, resume="auto"), optimizer={"name": name})
+
+    run = run_to_end(steps(1, saved))
+    for name, number in ((resumed, 2), (saved, 3)):
+        old, run = run, prepare(steps(number, name))
+        for was, now in zip(old.models, run.models, strict=True):
+            expected = build_optimizer(was.model, now.config.optimizer)
+            load_states_of(expected, was.optimizer)
+            for theirs, ours in zip(was.model.parameters(), now.model.parameters(), strict=True):
+                assert torch.equal(theirs, ours)
+                assert _same(expected.state[theirs], now.optimizer.state[ours])
+        train(run)
+    assert (run.began_at_step, run.progress.step) == (2, 3)
+
+
+def _same(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> bool:
+    return expected.keys() == got.keys() and all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_a_background_save_has_the_values_of_its_step(config, finished, monkeypatch):
+    """The thread of step 2 begins to write when step 3 has changed every parameter."""
+    is_changed, begin = threading.Event(), CheckpointFolder.begin
+
+    def begin_late(folder: CheckpointFolder, step: int) -> None:
+        assert step > 2 or is_changed.wait(60)
+        begin(folder, step)
+
+    def take_step(run: Run, step: int, outputs: object) -> None:
+        train_step(run, step, outputs)
+        if step == 3:
+            is_changed.set()
+
+    train_step = train_module._train_step
+    monkeypatch.setattr(CheckpointFolder, "begin", begin_late)
+    monkeypatch.setattr(train_module, "_train_step", take_step)
+    run = run_to_end(with_steps(config, 3, async_mode="async"))
+    ours, expected = (checkpoints(each).complete(2) / MANIFEST for each in (run, finished))
+    ours, expected = (
+        {name: digest for name, digest in json.loads(path.read_text())["files"].items() if name.endswith(".distcp")}
+        for path in (ours, expected)
+    )
+    assert len(expected) == 2
+    assert ours == expected
+
+
+def test_states_of_another_algorithm_are_refused(config, saved):
+    with pytest.raises(CheckpointError, match=r"saved by optimizer.name = AdamW: states of AdamW cannot become .*Muon"):
+        prepare(changed(with_steps(config, 8, resume="must"), optimizer={"name": "Muon"}))
+
+
+def test_resuming_from_an_earlier_step_discards_the_later_ones(config, finished, saved):
+    again = run_to_end(with_steps(config, 6, resume="must", load_step=2))
+    assert (again.began_at_step, numbers(again)) == (2, numbers(finished))
+    shorter = prepare(with_steps(config, 3, resume="must", load_step=2))
+    assert checkpoints(shorter).steps() == [2, 4, 6], "discarded before the next checkpoint is complete"
+    train(shorter)
+    assert checkpoints(shorter).steps() == [2, 3]
+    assert max(record["step"] for record in read_metrics(shorter.folder.metrics)) == 3
+
+
+def test_random_numbers_follow_the_seed_and_resume(config):
+    run = prepare(with_steps(config, 2))
+    seeded = torch.rand(3)
+    train(run)
+    expected = torch.rand(3)
+    torch.manual_seed(6)
+    peak_flops.cache_clear()  # a run in another process measures after it has loaded
+    prepare(with_steps(config, 4, resume="must"))
+    assert torch.equal(torch.rand(3), expected)
+    prepare(with_steps(config, 2, name="again"))
+    assert torch.equal(torch.rand(3), seeded)
+
+
+def test_keep_latest_k(config):
+    assert checkpoints(run_to_end(with_steps(config, 5, keep_latest_k=2))).steps() == [4, 5]
+
+
+def test_disabled_checkpoints_leave_nothing(config):
+    run = run_to_end(replace(with_steps(config, 3), checkpoint=Checkpoint(enable=False)))
+    assert not checkpoints(run).path.exists()
+
+
+def test_the_record_of_a_checkpoint(config, finished):
+    record = read_record(checkpoints(finished).complete(2))
+    assert record["models"] == ["delayed", "bfloat16"]
+    assert record["progress"]["step"] == 2
+    assert record["progress"]["consumed_sequences"] == 2 * config.training.local_batch_size
+    assert record["config"]["float8"]["recipe_name"] == "delayed"
+    assert record["conversion_report"]["layers"]
+    assert record["provenance"]["environment"]["torch"] == torch.__version__
+    lines = (finished.folder.path / "provenance.jsonl").read_text().splitlines()
+    assert [json.loads(line)["from_step"] for line in lines] == [0]
+
+
+def test_a_partial_checkpoint_does_not_count(config, saved):
+    folder = CheckpointFolder(saved / "checkpoint")
+    folder.complete(6).rename(folder.partial(6))
+    resumed = prepare(with_steps(config, 8, resume="auto"))
+    assert resumed.began_at_step == 4
+    train(resumed)
+    assert folder.steps() == [2, 4, 6, 8]
+    assert not list(folder.path.glob(".*"))
+
+
+def test_auto_begins_a_run_without_checkpoints(config):
+    run = run_to_end(with_steps(config, 2, resume="auto"))
+    assert run.began_at_step == 0
+    for step in checkpoints(run).steps():
+        (checkpoints(run).complete(step) / RECORD).unlink()
+        checkpoints(run).complete(step).rename(checkpoints(run).partial(step))
+    again = run_to_end(with_steps(config, 2, resume="auto"))
+    assert again.began_at_step == 0
+    assert numbers(again)[-1] == numbers(run)[-1]
+    assert len([record for record in read_metrics(again.folder.metrics) if "loss" in record]) == 4
+
+
+def test_a_folder_without_a_config_is_a_new_run(config):
+    folder = Path(config.job.dump_folder) / "tiny"
+    folder.mkdir(parents=True)
+    (folder / ".config.toml.partial").write_text("[mod")
+    assert run_to_end(with_steps(config, 2, resume="auto")).began_at_step == 0
+
+
+def test_a_finished_run_has_nothing_left_to_do(config, saved, capsys):
+    before = [(saved / name).read_bytes() for name in ("metrics.jsonl", "summary.json")]
+    run_to_end(with_steps(config, 6, resume="must"))
+    assert [(saved / name).read_bytes() for name in ("metrics.jsonl", "summary.json")] == before
+    assert "nothing left to do" in capsys.readouterr().out
+
+
+def test_initial_weights_of_another_run(config, finished):
+    path = str(checkpoints(finished).complete(6))
+    second = prepare(with_steps(config, 2, initial_load_path=path))
+    assert second.began_at_step == 0
+    for ours, theirs in zip(second.models, finished.models, strict=True):
+        assert _same(theirs.model.state_dict(), ours.model.state_dict())
+        assert not ours.optimizer.state
+
+
+def test_a_run_resumes_without_the_weights_that_it_began_from(config, finished, tmp_path, refused):
+    weights = shutil.copytree(checkpoints(finished).complete(6), tmp_path / "weights")
+    begun = with_steps(config, 2, "begun", resume="auto", initial_load_path=str(weights))
+    folder = run_to_end(begun).folder.path
+    shutil.rmtree(weights)
+    assert main(["train", "--resume", str(folder), "--training.steps=3"]) == 0
+    again = run_to_end(changed(begun, training={"steps": 4}))
+    assert again.began_at_step == 3
+    assert load_config(folder / "config.toml").checkpoint.initial_load_path == str(weights)
+    other = ["train", "--resume", str(folder), f"--checkpoint.initial_load_path={checkpoints(finished).complete(4)}"]
+    assert f"initial_load_path must be '{weights}', from which the run in" in refused(*other)
+
+
+def test_initial_weights_of_a_run_with_dynamic_scaling(config):
+    """Delayed scaling begins as in a new model."""
+    first = run_to_end(replace(with_steps(config, 2), float8=Float8(recipe_name="tensorwise")))
+    path = str(checkpoints(first).complete(2))
+    run_to_end(with_steps(config, 2, "second", initial_load_path=path))
+
+
+def test_a_failed_write_keeps_every_checkpoint(config, saved, monkeypatch):
+    """Even those that the run discards: they go when the next checkpoint is complete."""
+    again = prepare(with_steps(config, 6, resume="must", load_step=2, keep_latest_k=1))
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributed.checkpoint.filesystem.FileSystemWriter, "finish", fail)
+        with pytest.raises(CheckpointError, match="step 4 could not be.*No space left.*of step 6 is intact"):
+            train(again)
+    assert checkpoints(again).steps() == [2, 4, 6]
+    assert not list(checkpoints(again).path.glob(".*"))
+
+
+def test_a_folder_that_cannot_be_written(config):
+    run = prepare(with_steps(config, 2))
+    blocked = run.folder.path / "checkpoint"
+    blocked.write_text("a file where the folder should be")
+    with pytest.raises(CheckpointError, match="checkpoint of step 2 could not be written.*there is no earlier one"):
+        train(run)
+    assert json.loads((run.folder.path / "summary.json").read_text())["status"] == "checkpoint failed"
+
+
+def test_an_interrupted_removal_leaves_nothing_that_looks_complete(tmp_path, monkeypatch):
+    folder = CheckpointFolder(tmp_path)
+    for step in (1, 2):
+        folder.begin(step)
+        (folder.partial(step) / "model").mkdir()
+        folder.publish(step, {"format": 1})
+
+    def fail(path: Path) -> None:
+        raise OSError("interrupted")
+
+    monkeypatch.setattr("quaver.lab.runs.checkpoint_folder.shutil.rmtree", fail)
+    with pytest.raises(OSError, match="interrupted"):
+        folder.prune(1)
+    assert folder.steps() == [2]

@@ -1,0 +1,250 @@
+"""Configs: where values come from, and what is said about wrong ones."""
+
+import re
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from quaver.lab.settings import TrainConfig, Training
+from quaver.lab.settings.config_file import load_config, parse_arguments, write_config
+from quaver.lab.settings.fields import base_type, hints_of
+from quaver.lab.trainer.model import Llama
+
+DELAYED = ["--float8.recipe_name", "delayed"]
+
+
+def from_words(*words: str) -> TrainConfig:
+    return load_config(*parse_arguments(list(words)))
+
+
+def test_flags_win_over_toml_which_wins_over_defaults(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text("[training]\nsteps = 7\nseq_len = 64\n[optimizer]\nlr = 1\n")
+    config = from_words(str(path), "--training.steps", "9", "--job.name=x")
+    assert (config.training.steps, config.training.seq_len, config.optimizer.lr) == (9, 64, 1.0)
+    assert config.job.name == "x"
+    assert config.training.local_batch_size == Training().local_batch_size
+
+
+def test_a_flag_repairs_a_bad_value_in_the_file(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text("[training]\nsteps = 0\n")
+    assert from_words(str(path), "--training.steps", "3").training.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [
+        (["--training.compile"], lambda c: c.training.compile is True),
+        (["--float8.no-enable_float8_linear"], lambda c: c.float8.enable_float8_linear is False),
+        (["--float8.recipe-name", "rowwise"], lambda c: c.float8.recipe_name == "rowwise"),
+        (["--float8.filter_fqns", "lm_head", "o_proj"], lambda c: c.float8.filter_fqns == ("lm_head", "o_proj")),
+        (["--float8.filter_fqns"], lambda c: c.float8.filter_fqns == ()),
+        ([*DELAYED, "--float8.delayed_history_len=4"], lambda c: c.float8.delayed_scaling_config.history_len == 4),
+        (["--compare"], lambda c: c.job.compare is True),
+        (["--data=some/folder"], lambda c: c.data.path == "some/folder"),
+        (["--optimizer.lr", "1e-3"], lambda c: c.optimizer.lr == 1e-3),
+        (["--training.global_batch_size", "-1"], lambda c: c.training.step_batch_size == 8),
+    ],
+)
+def test_flags(words, read):
+    assert read(from_words(*words))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--compare", "--training.steps", "3", "--float8.filter_fqns", "a", "b", "--data", "x"],
+        [*DELAYED, "--float8.delayed_headroom=1.5", "--float8.filter_fqns"],
+    ],
+)
+def test_a_written_config_reads_back_equal(tmp_path, words):
+    config = from_words(*words)
+    write_config(config, tmp_path / "c.toml")
+    assert load_config(tmp_path / "c.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[traning]\nsteps = 3\n", "unknown section in .*: 'traning'; did you mean 'training'"),
+        ("[training]\nsteps_ = 3\n", "unknown key in .*: 'training.steps_'; did you mean 'training.steps'"),
+        ("[training]\nlr = 3.0\n", "unknown key in .*: 'training.lr'; did you mean"),
+        ("[model]\nwarmup_steps = 3\n", "'model.warmup_steps'; did you mean 'lr_scheduler.warmup_steps'"),
+        ("steps = 3\n", "unknown section"),
+        ("training = 3\n", r"write \[training\]"),
+        ("[training\n", "is not valid TOML"),
+        ("[training]\nsteps = '3'\n", "training.steps must be an integer, got '3'"),
+        ("[training]\nsteps = true\n", "training.steps must be an integer, got True"),
+        ("[training]\ncompile = 1\n", "training.compile must be true or false, got 1"),
+        ("[float8]\nfilter_fqns = 'lm_head'\n", "float8.filter_fqns must be a list of strings, got 'lm_head'"),
+        ("[float8]\nfilter_fqns = [3]\n", "float8.filter_fqns must be a list of strings"),
+        ("[float8]\ndelayed_dynamic_window = [0.5, 1.0]\n", "unknown key in .*: 'float8.delayed_dynamic_window'"),
+        ("[metrics]\nplot_float8_scales = true\n", "unknown key in .*: 'metrics.plot_float8_scales'"),
+    ],
+)
+def test_bad_toml(tmp_path, toml, message):
+    path = tmp_path / "bad.toml"
+    path.write_text(toml)
+    with pytest.raises(ValueError, match=message):
+        load_config(path)
+
+
+def test_a_config_that_was_edited_on_windows_loads(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text("\ufeff[metrics]\r\nlog_freq = 3\r\n")
+    assert load_config(path).metrics.log_freq == 3
+
+
+BAD_SETTINGS = {
+    "--training.stepz 3": "unknown flag: 'training.stepz'; did you mean 'training.steps'",
+    "--steps 3": "unknown flag: 'steps'; did you mean 'training.steps'",
+    "--training.steps abc": "training.steps must be an integer, got 'abc'",
+    "--training.steps --compare": "--training.steps: expected one argument",
+    "--optimizer.lr fast": "optimizer.lr must be a number, got 'fast'",
+    "a.toml b.toml": "unexpected argument 'b.toml'",
+    "-x": "unexpected argument '-x'",
+    "--no-such-thing": "unknown flag: 'no_such_thing'",
+    "--float8.recipe_name delayed --float8.delayed_history 3": "did you mean 'float8.delayed_history_len'",
+    "--float8.recipe_name delayed --float8.delayed_history_len 1.5": "history_len must be an integer, got '1.5'",
+    "--model.n_layers=100000000": "model.n_layers must be at most 10000, got 100000000",
+    "--model.n_layers=1e8": "model.n_layers must be an integer, got '1e8'",
+    "--model.dim=1000000000000": "model.dim must be at most 1000000, got 1000000000000",
+    "--model.hidden_dim=1000000000000000000000000000000": "model.hidden_dim must be at most 1000000, got 1000",
+    "--model.vocab_size=1000000000000000": "model.vocab_size must be at most 100000000, got 1000000000000000",
+    "--model.n_experts=1000000000000": "model.n_experts must be at most 100000, got 1000000000000",
+    "--model.n_experts=2 --model.n_shared_experts=1000000000000": "model.n_shared_experts must be at most 1000, got",
+    "--training.seq_len=1000000000000": "training.seq_len must be at most 10000000, got 1000000000000",
+    "--training.local_batch_size=1000000000000000000": "training.local_batch_size must be at most 1000000, got",
+    "--training.local_batch_size=1000000 --training.seq_len=10000000 --model.vocab_size=100000000": "wide as 100000000",
+    "--training.global_batch_size=8000000000000": "training.global_batch_size must be at most 1000000000, got",
+    "--training.steps=1000000000000000000000000000000": "training.steps must be at most 9223372036854775807, got 1000",
+    "--validation.steps=1000000000": "validation.steps must be at most 100000, got 1000000000",
+    "--comm.watchdog_seconds=100000000000000": "comm.watchdog_seconds must be at most 10000000, got",
+    "--comm.train_timeout_seconds=100000000000000": "comm.train_timeout_seconds must be at most 10000000, got",
+    "--model.n_heads=6 --model.n_kv_heads=4": "model.n_heads must be a multiple of model.n_kv_heads = 4, got 6",
+    "--model.dim=100 --model.n_heads=3 --model.n_kv_heads=3": "model.dim must be a multiple of 2",
+    "--model.n_layers=0": "model.n_layers must be at least 1, got 0",
+    "--model.norm_eps=nan": "model.norm_eps must be finite",
+    "--model.rope_low_freq_factor=2": "its default, 1.0, unless model.rope_scaling_factor is above 1, got 2.0",
+    "--model.rope_scaling_factor=0.5": "model.rope_scaling_factor must be at least 1.0, got 0.5",
+    "--model.rope_scaling_factor=8 --model.rope_low_freq_factor=0": "model.rope_low_freq_factor must be above 0",
+    "--model.rope_scaling_factor=8 --model.rope_high_freq_factor=1": "above model.rope_low_freq_factor = 1.0, got 1.0",
+    "--training.dtype=float8": "training.dtype must be one of float32, bfloat16, got 'float8'",
+    "--training.dtype=bfloat16 --training.mixed_precision_param=float32": "autocast only lowers",
+    "--training.residual_dtype=float16": "must be one of auto, float32, bfloat16, got 'float16'",
+    "--training.dtype=bfloat16 --training.residual_dtype=float32": "must be auto or bfloat16, got 'float32'",
+    "--training.mixed_precision_param=float32 --training.residual_dtype=bfloat16": "must be auto or float32, got",
+    "--training.global_batch_size=12": "a multiple of training.local_batch_size = 8, got 12",
+    "--training.global_batch_size=0": "training.global_batch_size must be -1 or a multiple",
+    "--training.max_norm=0": "training.max_norm must be above 0",
+    "--training.seed=-1": "training.seed must be between 0 and 2**63 - 1, got -1",
+    "--optimizer.beta2=1": "optimizer.beta2 must be below 1",
+    "--optimizer.lr=inf": "optimizer.lr must be finite",
+    "--optimizer.implementation=apex": "must be one of auto, fused, foreach, for-loop, got 'apex'",
+    "--lr_scheduler.min_lr_factor=2": "lr_scheduler.min_lr_factor must be at most 1.0",
+    "--lr_scheduler.decay_ratio=0.2": "must be its default, 0.1, unless lr_scheduler.schedule is wsd, got 0.2",
+    "--lr_scheduler.schedule=wsd --lr_scheduler.decay_ratio=0": "must be above 0.0, got 0.0",
+    "--lr_scheduler.schedule=constant --lr_scheduler.min_lr_factor=0": "unless lr_scheduler.schedule goes down, got",
+    "--training.steps=100 --lr_scheduler.schedule=wsd --lr_scheduler.warmup_steps=91": "must be at most 90 with the 10",
+    "--parallelism.tensor_parallel_degree=3": "model.n_heads must be a multiple of parallelism.tensor_parallel_degree",
+    "--parallelism.tensor_parallel_degree=2 --training.seq_len=255": "training.seq_len must be a multiple of",
+    "--parallelism.tensor_parallel_degree=2 --model.tie_word_embeddings": "model.tie_word_embeddings must be false",
+    "--parallelism.data_parallel_shard_degree=0": "data_parallel_shard_degree must be -1 or at least 1, got 0",
+    "--comm.train_timeout_seconds=0": "comm.train_timeout_seconds must be at least 1",
+    "--float8.recipe_name=rowwize": "unknown recipe 'rowwize': expected one of tensorwise, rowwise",
+    "--compare --float8.no_enable_float8_linear": "enable_float8_linear must be true with job.compare, got False",
+    "--float8.no-enable_float8_linear --float8.enable_fsdp_float8_all_gather": "enable_float8_linear must be true",
+    "--float8.precompute_float8_dynamic_scale_for_fsdp": "float8.enable_fsdp_float8_all_gather must be true with",
+    "--float8.cast_weights_once": "float8.enable_fsdp_float8_all_gather must be true with float8.cast_weights_once",
+    "--float8.skip_last_layers=-1": "float8.skip_last_layers must be at least 0, got -1",
+    "--float8.skip_first_layers=1 --float8.no-enable_float8_linear": "must be its default, 0, unless float8.enable",
+    "--float8.skip_first_layers=3 --float8.skip_last_layers=2": "must be at most model.n_layers = 4, got 5",
+    "--float8.last_steps_high_precision=9 --training.steps=9": "must be below training.steps = 9, got 9",
+    "--float8.last_steps_high_precision=3 --float8.enable_fsdp_float8_all_gather": "high_precision must be 0",
+    "--float8.last_steps_high_precision=3 --parallelism.tensor_parallel_degree=2": "which gathers inputs in float8",
+    "--validation.high_precision_too --float8.no-enable_float8_linear": "validation.high_precision_too must be false",
+    "--float8.recipe_name=delayed --float8.delayed_history_len=0": "float8.delayed_history_len must be 1 to 65536",
+    "--float8.recipe_name=delayed --float8.delayed_headroom=nan": "must be a factor of 1 to 65536, got nan",
+    "--float8.delayed_margin=1": "float8.delayed_margin must be its default, 0, without delayed scaling, got 1; set",
+    "--metrics.plot_float8_scales": "unknown flag: 'metrics.plot_float8_scales'; did you mean 'metrics.float8_scales",
+    "--metrics.float8_scales_freq=5 --float8.no-enable_float8_linear": "must be 0 or 1 where no scale",
+    "--profiling.profile_freq=5": "must be its default, 10, unless profiling.enable_profiling",
+    "--profiling.enable_profiling --profiling.profile_freq=3": "must be at least profiler_warmup + profiler_active = 4",
+    "--profiling.enable_profiling --profiling.profile_freq=999": "must be at most training.steps = 200, got 999",
+    "--profiling.enable_profiling --profiling.save_traces_folder=../a": "must be a folder inside the run folder",
+    "--profiling.enable_memory_snapshot --profiling.memory_snapshot_step=999": "must be at most training.steps = 200",
+    "--data.on_corrupt=ask": "data.on_corrupt must be one of skip, refuse, got 'ask'",
+    "--data.eos_token=x": "data.eos_token must be its default, '', unless data.tokenizer is a file",
+    "--activation_checkpoint.mode=all": "must be one of none, full, selective, memory_budget, got 'all'",
+    "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=ops": 'be "op" or a number',
+    "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=5": "no block would be",
+    "--activation_checkpoint.mode=full --training.compile --parallelism.tensor_parallel_degree=2": "selective with op",
+    "--activation_checkpoint.mode=memory_budget --training.compile --parallelism.tensor_parallel_degree=2": "with op",
+    "--activation_checkpoint.selective_ac_option=2": "unless activation_checkpoint.mode is selective, got '2'",
+    "--activation_checkpoint.mode=memory_budget": "training.compile must be true with activation_checkpoint.mode = m",
+    "--activation_checkpoint.mode=full --activation_checkpoint.selective_ac_also_keep=aten.abs": "got ('aten.abs',)",
+    "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_also_keep=aten.asb": "torch knows",
+    "--model.top_k=5 --model.n_experts=4": "model.top_k must be at most model.n_experts = 4, got 5",
+    "--model.n_experts=1": "model.n_experts must be 0, or at least 2",
+    "--model.top_k=3": "model.top_k",
+    "--model.n_shared_experts=1": "model.n_shared_experts",
+    "--model.n_experts=-1": "model.n_experts",
+    "--model.n_experts=4 --parallelism.tensor_parallel_degree=2": "be 0 with parallelism.tensor_parallel_degree = 2",
+    "--numerics.every=2 --float8.no-enable_float8_linear": "must be 0 where float8.enable_float8_linear is false",
+    "--numerics.every=-1": "numerics.every must be",
+    "--numerics.extras_every=3": "numerics.extras_every",
+    "--numerics.hardware=h100": "numerics.hardware must be its default, 'none', unless numerics.every is set",
+    "--numerics.every=1 --numerics.hardware=b200": "numerics.hardware must be one of none, h100, h200, got 'b200'",
+    "--numerics.every=1 --numerics.extras_every=0 --numerics.hardware=h100": "unless numerics.extras_every is 1",
+    "--numerics.on_alarm=stop": "numerics.on_alarm must be its default, 'log', unless numerics.every is set",
+    "--numerics.every=1 --numerics.fallback_recipe=rowwise": "numerics.fallback_recipe must be its default",
+    "--numerics.every=1 --numerics.on_alarm=fallback --numerics.fallback_recipe=delayed": "recipe must be one of",
+}
+
+
+@pytest.mark.parametrize("words", BAD_SETTINGS)
+def test_settings_that_cannot_be_are_refused_in_one_line(words):
+    with pytest.raises(ValueError, match=re.escape(BAD_SETTINGS[words])) as error:
+        from_words(*words.split())
+    assert "\n" not in str(error.value)
+
+
+def test_configs_are_frozen():
+    with pytest.raises(FrozenInstanceError):
+        Training().steps = 3
+
+
+NUMBERS = [
+    f"{section}.{name}"
+    for section, kind in hints_of(TrainConfig).items()
+    for name, hint in hints_of(kind).items()
+    if base_type(hint) in (int, float)
+]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_is_in_its_bounds_or_refused_in_one_line(name, tmp_path):
+    section, field = name.split(".")
+    for text in ("0", "-1", str(10**12), str(10**18), str(10**30), "1e300", "nan", "inf", "true", '""', "[]"):
+        path = tmp_path / "a.toml"
+        path.write_text(f"[{section}]\n{field} = {text}\n")
+        value, message = None, ""
+        try:
+            value = getattr(getattr(load_config(path), section), field)
+        except ValueError as error:
+            message = str(error)
+        if message:
+            assert section in message
+            assert "\n" not in message
+        else:
+            assert type(value) in (int, float)
+            assert isinstance(value, float) or abs(value) < 2**63
+
+
+def test_the_tensors_of_the_largest_model_can_be_counted():
+    words = "--model.dim=1000000 --model.hidden_dim=1000000 --model.vocab_size=100000000 --model.n_heads=1 --data=text"
+    config = from_words(*words.split(), "--model.n_kv_heads=1", "--model.n_layers=1", "--model.n_experts=100000")
+    with torch.device("meta"):
+        assert sum(each.numel() for each in Llama(config.model).parameters()) > 10**17

@@ -1,0 +1,116 @@
+"""Flags of a command: how words become values, and what is said about wrong ones."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+
+from quaver.lab.settings.config_file import parse_arguments
+from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, argument, setting
+from quaver.lab.settings.flags import parse_options, split_flags
+
+
+@dataclass(frozen=True)
+class Options(Settings):
+    """Options of a command that is not there."""
+
+    what: Annotated[str, OneOf(("linear", "block"))] = argument("what to run")
+    seq_len: AtLeast1 | None = setting(None, "Tokens of a sequence.")
+    modes: tuple[Annotated[str, OneOf(("eager", "compiled"))], ...] = setting(("eager",), "Modes to run.")
+    json: bool = setting(False, "Print JSON in 100%.")
+    vs: str | None = setting(None, "Words of another run.")
+
+
+def parse(*words: str) -> Options:
+    return parse_options(Options, list(words), prog="quaver none {linear,block}")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["block"], Options("block")),
+        (["block", "--seq-len", "4"], Options("block", seq_len=4)),
+        (["block", "--seq_len=4"], Options("block", seq_len=4)),
+        (["--json", "block"], Options("block", json=True)),
+        (["--json", "false", "block"], Options("block")),
+        (["--json=true", "--no-json", "block"], Options("block")),
+        (["--seq-len", "3", "block", "--seq-len", "4"], Options("block", seq_len=4)),
+        (["block", "--modes", "eager,compiled"], Options("block", modes=("eager", "compiled"))),
+        (["--modes=eager,compiled", "block"], Options("block", modes=("eager", "compiled"))),
+        (["block", "--modes", "eager", "--modes", "compiled"], Options("block", modes=("eager", "compiled"))),
+        (["block", "--modes", "compiled", "--json"], Options("block", modes=("compiled",), json=True)),
+        (["block", "--vs", "--a.b c --d"], Options("block", vs="--a.b c --d")),
+        (["block", "--vs=--a.b"], Options("block", vs="--a.b")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_words_become_values(words, expected):
+    assert parse(*words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "^the following arguments are required: WHAT; see quaver none --help$"),
+        (["conv"], "^WHAT must be one of linear, block, got 'conv'$"),
+        (["block", "x"], "^unexpected argument 'x'; see quaver none --help$"),
+        (["block", "-x"], "^unexpected argument '-x'"),
+        (["block", "--sq-len", "4"], "^unknown flag: '--sq-len'; did you mean '--seq-len'"),
+        (["block", "--seq-len"], "^--seq-len: expected one argument; see quaver none --help$"),
+        (["block", "--seq_len", "0"], "^--seq-len must be at least 1, got 0$"),
+        (["block", "--seq-len", "1.5"], "^--seq-len must be an integer, got '1.5'$"),
+        (["block", "--modes", "eager", "fast"], "^--modes must be one of eager, compiled, got 'fast'$"),
+        (["block", "--json=maybe"], "^--json must be true or false, got 'maybe'$"),
+        (["block", "--vs", "--json"], "^--vs: expected one argument; see"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_words_have_errors_of_one_line(words, message):
+    with pytest.raises(ValueError, match=message):
+        parse(*words)
+
+
+@dataclass(frozen=True)
+class Part(Settings):
+    """Options before or after the flags of a run."""
+
+    seq_len: AtLeast1 | None = setting(None, "Tokens of a sequence.")
+    json: bool = setting(False, "Print JSON.")
+
+
+def test_words_of_another_command_are_left_in_order():
+    words = ["--json", "a.toml", "--seq-len", "4", "--training.compile", "--float8.filter_fqns", "x", "y"]
+    values, rest = split_flags(Part, words)
+    assert values == {"json": True, "seq_len": 4}
+    path, flags = parse_arguments(rest)
+    assert str(path) == "a.toml"
+    assert flags == {"training": {"compile": True}, "float8": {"filter_fqns": ["x", "y"]}}
+
+
+def test_an_attached_list_does_not_take_the_words_after_it():
+    path, flags = parse_arguments(["--validation.freq=2", "--float8.filter_fqns=2,x", "a.toml"])
+    assert str(path) == "a.toml"
+    assert flags["float8"] == {"filter_fqns": ["2", "x"]}
+
+
+@pytest.mark.parametrize("words", [['["a", "b"]'], ["['a','b']"], ["[a,b]"], ["[a,", "b]"]])
+def test_a_list_is_typed_as_help_shows_it(words):
+    _, flags = parse_arguments(["--float8.filter_fqns", *words])
+    assert flags["float8"] == {"filter_fqns": ["a", "b"]}
+    assert parse_arguments(["--float8.filter_fqns=[]"])[1]["float8"] == {"filter_fqns": []}
+
+
+def test_the_help_prints_each_flag_once_with_choices_and_default(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse("--help")
+    assert stopped.value.code == 0
+    printed = capsys.readouterr().out
+    parts = [
+        "quaver none {linear,block}",
+        "--seq-len INT",
+        "--modes [eager|compiled ...]",
+        "Print JSON in 100%.",
+        '["eager"]',
+    ]
+    assert [part for part in parts if part not in printed] == []
+    assert "--seq_len" not in printed

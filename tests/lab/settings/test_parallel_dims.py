@@ -1,0 +1,157 @@
+"""Which configs fit which numbers of ranks, the launcher's environment, and how ranks agree."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from quaver.lab.settings import Float8, Parallelism, TrainConfig, Training
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve
+from quaver.runtime import ranks as ranks_module
+from quaver.runtime.devices import MissingDeviceError
+from quaver.runtime.ranks import Ranks, read_ranks
+
+
+def config(replicate: int = 1, shard: int = -1, tensor: int = 1, **sections: object) -> TrainConfig:
+    return TrainConfig(parallelism=Parallelism(replicate, shard, tensor), **sections)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "mesh"),
+    [
+        ((1, -1, 1), 1, {}),
+        ((1, -1, 2), 2, {"tp": 2}),
+        ((1, -1, 2), 8, {"dp_shard": 4, "tp": 2}),
+        ((2, -1, 1), 2, {"dp_replicate": 2, "dp_shard": 1}),
+        ((2, 2, 2), 8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+    ],
+)
+def test_the_mesh_of_the_degrees(degrees, world_size, mesh):
+    _, layout = resolve(config(*degrees), world_size=world_size)
+    assert layout.mesh == mesh
+    assert layout.world_size == world_size
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "got"),
+    [((1, 1, 1), 2, r"1 \* 1 \* 1"), ((1, 2, 2), 8, r"1 \* 2 \* 2"), ((2, -1, 2), 6, r"a multiple of 2 \* 2")],
+)
+def test_degrees_that_are_not_the_number_of_processes(degrees, world_size, got):
+    with pytest.raises(ValueError, match=f"the number of processes = {world_size}, got {got}; change a degree"):
+        resolve(config(*degrees), world_size=world_size)
+
+
+def test_data_parallel_ranks_count_slower_than_tensor_parallel_ones():
+    layouts = [resolve(config(tensor=2), rank=rank, world_size=6)[1] for rank in range(6)]
+    assert [layout.data_parallel_rank for layout in layouts] == [0, 0, 1, 1, 2, 2]
+    assert {layout.data_parallel_degree for layout in layouts} == {3}
+
+
+def test_the_global_batch_is_filled_in_and_divides():
+    def batch(world_size: int, **training: int) -> int:
+        chosen = config(training=Training(local_batch_size=2, **training), tensor=world_size // 3)
+        return resolve(chosen, world_size=world_size)[0].training.global_batch_size
+
+    assert batch(3) == 6
+    assert batch(6) == 6  # tensor parallel ranks share theirs
+    assert batch(3, global_batch_size=12) == 12
+    with pytest.raises(ValueError, match="a multiple of training.local_batch_size = 2 on 3 data-parallel ranks, got 8"):
+        batch(3, global_batch_size=8)
+
+
+def test_a_float8_all_gather_needs_sharded_weights():
+    with pytest.raises(ValueError, match="enable_fsdp_float8_all_gather must be false where no weight is sharded"):
+        resolve(config(2, 1, float8=Float8(enable_fsdp_float8_all_gather=True)), world_size=2)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets variables of a launcher, over none."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_MAX_RESTARTS"):
+        monkeypatch.delenv(name, raising=False)
+    read_ranks.cache_clear()
+    yield lambda **values: [monkeypatch.setenv(name, value) for name, value in values.items()]
+    read_ranks.cache_clear()
+
+
+TWO = {"WORLD_SIZE": "2", "RANK": "1"}
+ELASTIC = TWO | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, Ranks(0, 0, 1)),
+        (TORCHRUN, Ranks(5, 1, 8)),
+        (ELASTIC | {"TORCHELASTIC_USE_AGENT_STORE": "False"}, Ranks(1, 1, 2)),
+        (ELASTIC | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, "needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the env"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE must be an integer from 1, got 'two'; start the ranks with torchrun, or"),
+        ({"WORLD_SIZE": "2"}, "RANK must be an integer from 0 and below WORLD_SIZE = 2, got ''"),
+        (TWO | {"RANK": "2"}, "RANK must be an integer from 0 and below WORLD_SIZE = 2, got '2'"),
+        (TWO | {"LOCAL_RANK": "x"}, "LOCAL_RANK must be .* got 'x'"),
+        (TWO, "MASTER_ADDR must be set with WORLD_SIZE = 2; use torchrun"),
+    ],
+)
+def test_what_a_launcher_says_or_should_have_said(environment, values, expected):
+    environment(**values)
+    if isinstance(expected, Ranks):
+        assert read_ranks() == expected
+        assert read_ranks().is_alone == (not values)
+        return
+    with pytest.raises(ValueError, match=expected):
+        read_ranks()
+
+
+def test_more_ranks_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(MissingDeviceError, match="local rank 2 needs a GPU of its own, but torch sees 2 on this"):
+        Ranks(2, 2, 4).device(torch.device("cuda"))
+    assert Ranks(2, 2, 4).device(torch.device("cpu")) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("told", "verdict"),
+    [
+        ([("", "same"), ("", "same"), ("", "same")], ""),
+        ([("bad", ""), ("bad", ""), ("bad", "")], "bad"),
+        ([("", "same"), ("", "same"), ("no such\nfile", "")], "rank 2: no such\nfile"),
+        ([("", "same"), ("", "other"), ("", "same")], "rank 1 read another config or other data than rank 0"),
+    ],
+)
+def test_every_rank_hears_the_same_verdict(monkeypatch, told, verdict):
+    store = HashStore()
+    monkeypatch.setattr(ranks_module, "_store", lambda rank, world_size: store)
+    heard: dict[int, str] = {}
+
+    def agree(rank: int) -> None:
+        heard[rank] = Ranks(rank, rank, 3).agree(*told[rank])
+
+    threads = [threading.Thread(target=agree, args=(rank,), daemon=True) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(heard) == 3
+    assert all(words.startswith(verdict) and bool(words) == bool(verdict) for words in heard.values())
+
+
+def test_a_single_process_needs_no_communication():
+    alone = Ranks()
+    assert alone.agree("bad") == "bad"
+    assert alone.any(True, torch.device("cpu"))
+    assert not alone.any(False, torch.device("cpu"))
+    assert alone.gather("x") == ["x"]
+    with alone.process_group(torch.device("cpu"), 1):
+        assert not torch.distributed.is_initialized()
+
+
+def test_a_resolved_config_resolves_to_itself_on_fewer_ranks():
+    """The config that two ranks write repeats their run in one process."""
+    wide, _ = resolve(config(training=Training(local_batch_size=2)), world_size=2)
+    alone, layout = resolve(wide, world_size=1)
+    assert alone == wide
+    assert layout == ParallelDims()
+    assert replace(wide.training, global_batch_size=-1) == Training(local_batch_size=2)

@@ -1,0 +1,46 @@
+"""Runs of the trainer for tests: settings changed by section, a run to its end, and the numbers that it recorded."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.parallel_dims import ParallelDims, resolve
+from quaver.lab.trainer.initialize import allocate, initialize
+from quaver.lab.trainer.parallelize import parallelize
+from quaver.lab.trainer.run_setup import make_models
+from quaver.lab.trainer.train import Run, prepare, train
+from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.runtime.ranks import Ranks
+
+
+def changed(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
+    """changed(config, training={"steps": 3}, job={"name": "short"}): the config with these settings."""
+    return replace(config, **{name: replace(getattr(config, name), **fields) for name, fields in sections.items()})
+
+
+def run_to_end(config: TrainConfig) -> Run:
+    run = prepare(config)
+    assert train(run)["status"] == "finished"
+    return run
+
+
+def on_rank(config: TrainConfig, ranks: int) -> tuple[TrainedModel, ParallelDims]:
+    """The one model of a run as this rank of so many holds it, with its first weights."""
+    rank = torch.distributed.get_rank() if ranks > 1 else 0
+    config, layout = resolve(config, rank=rank, world_size=ranks)
+    device, dims, sizes = torch.device("cpu"), tuple(layout.mesh), tuple(layout.mesh.values())
+    ((name, model),) = make_models(config, device).by_name.items()
+    parallelize(model, config, init_device_mesh("cpu", sizes, mesh_dim_names=dims) if dims else None)
+    allocate(model, device)
+    initialize(model, 0)
+    return TrainedModel(name, model, config, device, Ranks(rank, rank, ranks)), layout
+
+
+def numbers(run: Run) -> list[tuple[str, ...]]:
+    """Losses and gradient norms of every step and model, and validation losses, sorted: models take turns."""
+    keys = ("step", "run", "loss", "grad_norm", "validation_loss")
+    return sorted(tuple(str(record.get(key)) for key in keys) for record in read_metrics(run.folder.metrics))

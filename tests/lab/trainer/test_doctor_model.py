@@ -1,0 +1,148 @@
+"""`quaver doctor --model`: the survey of a run and of a Hugging Face folder, and recipes that a budget chooses."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from quaver import Float8Linear, LayerRecipes
+from quaver.integrations.transformers import prepare_model_for_float8
+from quaver.lab.cli import main
+from quaver.lab.settings.config_file import load_config
+from quaver.lab.trainer.train import prepare
+from quaver.numerics.figures import figures
+from quaver.numerics.survey import recipes_under, survey
+from tests.lab.trainer.runs import changed, run_to_end
+
+
+@pytest.mark.parametrize(
+    ("operand", "expected"), [("input", 31.5), ("weight", 31.5), ("grad_output", 25.6)], ids=lambda value: str(value)
+)
+def test_a_gaussian_keeps_what_its_format_keeps(operand, expected):
+    found = figures(torch.randn(512, 256), operand)
+    assert found["tensorwise"] == pytest.approx(expected, abs=0.4)
+    assert found["rowwise"] == pytest.approx(31.5, abs=0.4)
+
+
+def test_an_outlier_that_hides_in_the_sqnr_shows_in_the_figure():
+    """One channel 2^17 times larger: tensorwise and rowwise lose the rest, blocks of 32 only the outlier's block."""
+    input = torch.randn(64, 4096)
+    input[:, 7] *= 2**17
+    found = figures(input, "input")
+    assert found["tensorwise"] < 15
+    assert found["rowwise"] < 15 < found["mxfp8"]
+
+
+def test_a_cast_that_a_recipe_has_not_loses_nothing():
+    zeros = figures(torch.zeros(16, 16), "input")
+    assert set(zeros.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.ones(2, 2), "output"), "operand: expected one of input, weight, grad_output, got 'output'"),
+        ((torch.ones(2, 2).double(), "input"), "hp: expected one of .*, got torch.float64"),
+        ((torch.ones(2, 2), "input", ["delayed"]), "'delayed' scales by a history"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        figures(*arguments)
+
+
+class Outlier(nn.Module):
+    """Two linears; the second reads an outlier channel of 2^17."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1024, 64), nn.Linear(1024, 64)
+
+    def forward(self, input):
+        scale = torch.ones(1024)
+        scale[3] = 2.0**17
+        return self.first(input) + self.second(input * scale)
+
+
+def test_a_budget_gives_each_layer_the_most_float8_that_keeps_it():
+    model = Outlier()
+    surveyed = survey(model, lambda: model(torch.randn(64, 1024)).square().mean().backward())
+    assert recipes_under(24, surveyed, lambda name: False).of("first") == "tensorwise"
+    assert recipes_under(24, surveyed, lambda name: False).of("second") in ("blockwise", "mxfp8")
+    strict = recipes_under(30, surveyed, lambda name: False)
+    assert strict.of("first") == "rowwise"
+    assert recipes_under(60, surveyed, lambda name: False).layers == dict.fromkeys(
+        ("first", "second"), "high_precision"
+    )
+    assert recipes_under(24, surveyed, lambda name: name == "second").layers == {}
+
+
+def test_a_model_without_gradients_is_refused():
+    model = Outlier()
+    with pytest.raises(ValueError, match="expected a model whose linears get gradients"):
+        survey(model, lambda: None)
+
+
+def test_a_run_gets_a_config_that_the_trainer_takes(tiny_config, tmp_path, capsys):
+    run = run_to_end(tiny_config)
+    out = tmp_path / "recipes.toml"
+    options = ["--budget-db", "29", "--out", str(out), "--hardware", "h100", "--json"]
+    capsys.readouterr()
+    assert main(["doctor", "--model", str(run.folder.path), *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    recipes = {each["name"]: each["recipe"] for each in found["linears"]}
+    assert recipes["lm_head"] == "skipped"
+    assert {each["matmul"] for each in found["sums"]} == {"output", "grad_input", "grad_weight"}
+    assert {each["name"] for each in found["sums"]} == {
+        name for name, recipe in recipes.items() if recipe not in ("skipped", "high_precision", "mxfp8")
+    }
+    assert recipes["model.layers.0.mlp.down_proj"] != "tensorwise"
+    flags = {"job": {"name": "better"}, "checkpoint": {"enable": False}}
+    again = prepare(load_config(out, flags))
+    linears = {name: each for name, each in again.models[0].model.named_modules() if isinstance(each, Float8Linear)}
+    assert {name: each.config.recipe_name.value for name, each in linears.items()} == {
+        name: recipe for name, recipe in recipes.items() if recipe not in ("skipped", "high_precision")
+    }
+    again.folder.release()
+
+
+def test_a_hugging_face_folder_gets_recipes_that_prepare_takes(tmp_path, text_folder, capsys):
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM  # an architecture that quaver does not train
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=256, **shape)).save_pretrained(tmp_path / "hf")
+    out = tmp_path / "recipes.toml"
+    options = ["--data", str(text_folder), "--seq-len", "32", "--budget-db", "29", "--out", str(out)]
+    assert main(["doctor", "--model", str(tmp_path / "hf"), *options, "--hardware", "h100"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "at least 29 dB" in printed
+    assert "float8 matmuls the sums lose less than the casts" in printed
+    recipes = LayerRecipes.read(out)
+    model = prepare_model_for_float8(GPTNeoXForCausalLM.from_pretrained(tmp_path / "hf"), recipes)
+    found = {each.config.recipe_name.value for each in model.modules() if isinstance(each, Float8Linear)}
+    assert found == {recipes.recipe, *recipes.layers.values()} - {"high_precision"}
+
+
+def test_layers_of_experts_are_named_as_not_surveyed(tiny_config, capsys):
+    run = run_to_end(changed(tiny_config, model={"n_experts": 4, "n_shared_experts": 1}))
+    capsys.readouterr()
+    assert main(["doctor", "--model", str(run.folder.path)]) == 0
+    said = capsys.readouterr().out
+    names = "model.layers.0.mlp.experts, model.layers.1.mlp.experts"
+    assert f"not surveyed: 2 layers of experts, which get tensorwise: {names}" in said
+    assert main(["doctor", "--model", str(run.folder.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["not_surveyed"] == names.split(", ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "{tmp}/nothing"], "--model must be a run or a Hugging Face folder"),
+        (["--model", "{tmp}"], "config.json"),
+        (["--model", "{tmp}", "--out", "{tmp}"], "--out must be a new file"),
+        (["--budget-db", "30"], "--budget-db must be its default, 25.0, unless --model is given"),
+    ],
+)
+def test_bad_input_is_one_line(words, message, tmp_path, refused):
+    assert message in refused("doctor", *(word.format(tmp=tmp_path) for word in words))

@@ -1,0 +1,88 @@
+"""What --dry-run says, against what a run then has."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quaver.lab.cli import main
+from quaver.lab.settings import Float8
+from quaver.lab.settings.config_file import load_config
+from quaver.lab.settings.training import OPTIMIZERS
+from quaver.lab.trainer.dry_run import dry_run
+from quaver.lab.trainer.flops import MASKED, flops_per_token_by_precision, linear_precisions
+from quaver.lab.trainer.memory import storage_bytes
+from quaver.lab.trainer.run_setup import make_models
+from quaver.lab.trainer.train import prepare, train
+from quaver.linear.gemm import GemmBackend
+from tests.lab.trainer.runs import changed
+
+CONFIGS = sorted((Path(__file__).parents[3] / "train_configs").glob("*.toml"))
+PARAMETERS = {
+    "llama3_8b": 8_030_261_248,
+    "llama3_8b_blockwise": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+}
+"""As Meta counts them: 8.03, 70.6 and 406 billion; the sum of the shapes of their published checkpoints."""
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_would_run(path):
+    ranks = {"llama3_8b": 8, "llama3_8b_blockwise": 8, "llama3_70b": 256, "llama3_405b": 512}.get(path.stem, 1)
+    config = load_config(path)
+    depth = config.model.n_layers
+    result, deeper = (dry_run(changed(config, model={"n_layers": layers}), ranks) for layers in (2, 3))
+    parameters = result.parameters + (depth - 2) * (deeper.parameters - result.parameters)
+    assert parameters == PARAMETERS.get(path.stem, parameters)
+    assert result.layout.world_size == ranks
+    assert not torch.distributed.is_initialized()
+    assert result.held.parameters * ranks == pytest.approx(4 * result.parameters, rel=0.01)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_a_process_holds(tiny_float8_config, name):
+    wide = {"dim": 128, "hidden_dim": 160}  # smaller matrices have float32 moments
+    config = changed(tiny_float8_config, job={"compare": False}, model=wide, optimizer={"name": name})
+    held = dry_run(config).held
+    run = prepare(config)
+    train(run)
+    (twin,) = run.models
+    assert held.parameters == storage_bytes(twin.model.parameters())
+    moments = (value for state in twin.optimizer.state.values() for value in state.values())
+    assert held.optimizer == storage_bytes(moments)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "float8_matmuls"), [("tensorwise", 3), ("rowwise", 3), ("rowwise_with_gw_hp", 2), ("delayed", 3)]
+)
+def test_flops_by_the_precision_that_they_run_in(monkeypatch, recipe, float8_matmuls):
+    """On a device that multiplies float8, which is pretended, on a CPU, and on one without bfloat16 instructions."""
+    monkeypatch.setattr("quaver.lab.trainer.flops.has_bfloat16_units", lambda kind: True)
+    config = replace(load_config(CONFIGS[-1].with_name("llama3_debug.toml")), float8=Float8(recipe_name=recipe))
+    models = make_models(config, torch.device("cpu"))
+    (by_precision,) = models.flops_per_token.values()
+    masked = 6 * config.model.n_layers * config.model.dim * config.training.seq_len
+    assert by_precision == {MASKED: masked, "bfloat16": sum(by_precision.values()) - masked}
+    model = models.by_name[recipe]
+    device = torch.device("cpu")
+    monkeypatch.setattr("quaver.lab.trainer.flops.has_bfloat16_units", lambda kind: False)
+    older = flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
+    monkeypatch.setattr("quaver.linear.gemm.backend_for", lambda *args, **options: GemmBackend.NATIVE)
+    native = flops_per_token_by_precision(model, config.model, config.training.seq_len, "bfloat16", device)
+    assert sum(native.values()) == sum(by_precision.values())
+    weights = sum(each.flops_per_token for each in linear_precisions(model, "bfloat16", device)[:-1])
+    assert native["float8"] == float8_matmuls * weights
+    assert older == {MASKED: masked, "bfloat16": native["bfloat16"], "float32": native["float8"]}
+
+
+def test_the_verb(capsys, tmp_path):
+    words = ["train", "--dry-run", "--ranks", "4", "--parallelism.tensor_parallel_degree", "2"]
+    words += ["--float8.recipe_name", "rowwise_with_gw_hp", "--job.dump_folder", str(tmp_path / "runs")]
+    assert main(words) == 0
+    output = capsys.readouterr().out
+    assert "3,279,104 parameters" in output
+    assert "dp_shard 2 x tp 2" in output
+    assert all(part in output for part in ("rowwise e4m3", "float8.filter_fqns has 'lm_head'", "sum"))
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,182 @@
+"""Runs with delayed scaling: the records of their scales, and when the scales are updated."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from quaver import DelayedScalingConfig, Float8Linear, TensorScaling
+from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.settings import Float8, LRScheduler, Metrics, TrainConfig
+from quaver.lab.trainer import trained_model as trained_model_module
+from quaver.lab.trainer.float8_scales import saturation_summary, scales_record
+from quaver.lab.trainer.memory import storage_bytes
+from quaver.lab.trainer.nonfinite import NonFiniteError
+from quaver.lab.trainer.train import Run, prepare, train
+from quaver.lab.trainer.trained_model import TrainedModel
+from tests.lab.trainer.runs import changed, run_to_end
+
+NAN, INF = math.nan, math.inf
+MAX = {"input": 448.0, "weight": 448.0, "grad_output": 57344.0}
+
+
+@pytest.fixture
+def delayed_config(tiny_config: TrainConfig) -> TrainConfig:
+    return with_float8(tiny_config, recipe_name="delayed")
+
+
+def with_float8(config: TrainConfig, **settings: object) -> TrainConfig:
+    return replace(config, float8=Float8(**settings))
+
+
+def scale_by_hand(amaxes: list[float], format_max: float, headroom: float = 1.0) -> np.float32:
+    """The rule with the maximum of a history: divided in float64, rounded once."""
+    return np.float32(np.float64(format_max) / headroom / np.float64(np.float32(max(amaxes))))
+
+
+def test_each_line_has_the_scale_that_the_lines_before_ask_for(delayed_config):
+    remembered, headroom = 3, 1.5
+    settings = {"delayed_history_len": remembered, "delayed_headroom": headroom}
+    config = with_float8(changed(delayed_config, training={"steps": 20}), recipe_name="delayed", **settings)
+    config = replace(config, lr_scheduler=LRScheduler(warmup_steps=2))
+    run = run_to_end(config)
+    lines = [json.loads(line) for line in run.folder.float8_scales.read_text().splitlines()]
+    assert [(line["step"], line["run"]) for line in lines] == [(step, "delayed") for step in range(1, 21)]
+    losses = [record["loss"] for record in read_metrics(run.folder.metrics) if "loss" in record]
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < losses[0] - 0.5
+    for name in ("model.layers.1.mlp.down_proj.input", "model.layers.0.self_attn.o_proj.grad_output"):
+        amaxes = [line["amax"][name] for line in lines]
+        assert len(set(amaxes)) > 10  # the rule has something to follow
+        for index in range(1, len(lines)):
+            expected = scale_by_hand(amaxes[max(0, index - remembered) : index], MAX[name.split(".")[-1]], headroom)
+            assert np.float32(lines[index]["quant_scale"][name]) == expected
+            ratio = float(expected) * amaxes[index] / MAX[name.split(".")[-1]]
+            assert lines[index]["used_over_ideal"][name] == pytest.approx(ratio, rel=1e-4)
+
+
+def test_the_first_step_is_dynamic_and_all_of_its_tensors_are_there(delayed_config):
+    run = run_to_end(delayed_config)
+    first, *others = read_metrics(run.folder.float8_scales)
+    # Of each block: 4 inputs (q, k, v and gate, up share theirs), 7 weights, 7 gradients.
+    assert len(first["amax"]) == len(first["quant_scale"]) == 2 * 18
+    assert first["dynamic"] == list(first["amax"]) == [tensor.name for tensor in run.models[0].scaling.report()]
+    assert set(first["used_over_ideal"].values()) == {1.0}
+    assert first["saturated"] == {}
+    assert all(line["dynamic"] == [] for line in others)
+    assert all(line["nonfinite"] == [] for line in (first, *others))
+
+
+def test_metrics_count_what_the_lines_list(delayed_config):
+    """Gradients that shrink and grow saturate."""
+    config = with_float8(delayed_config, recipe_name="delayed", delayed_scale_fn_name="most_recent")
+    run = run_to_end(changed(config, training={"steps": 12}))
+    steps = [record for record in read_metrics(run.folder.metrics) if "loss" in record]
+    for record, line in zip(steps, read_metrics(run.folder.float8_scales), strict=True):
+        assert record["float8_saturated"] == sum(line["saturated"].values())
+        assert record["float8_saturated_tensors"] == len(line["saturated"])
+        assert all(line["used_over_ideal"][name] > 1 for name in line["saturated"])
+    assert sum(record["float8_saturated_tensors"] for record in steps) > 5
+
+
+@pytest.mark.parametrize(("freq", "steps"), [(3, [3]), (0, None)])
+def test_lines_are_written_as_often_as_asked(delayed_config, freq, steps):
+    run = run_to_end(replace(delayed_config, metrics=Metrics(float8_scales_freq=freq)))
+    if steps is None:
+        assert not run.folder.float8_scales.exists()
+    else:
+        assert [line["step"] for line in read_metrics(run.folder.float8_scales)] == steps
+    assert sum("float8_saturated" in record for record in read_metrics(run.folder.metrics)) == 4
+
+
+def test_one_sync_a_step_whatever_runs_between(delayed_config, monkeypatch, recwarn):
+    synced, name = [], "sync_float8_amax_and_scale_history"
+    sync = getattr(trained_model_module, name)
+    monkeypatch.setattr(trained_model_module, name, lambda model: (synced.append(model), sync(model)))
+    batches = {"local_batch_size": 2, "global_batch_size": 4}
+    run = run_to_end(changed(delayed_config, training=batches, job={"compare": True}))
+    assert synced == [run.models[0].model] * 4
+    assert {line["run"] for line in read_metrics(run.folder.float8_scales)} == {"delayed"}  # not the baseline
+    for record in read_metrics(run.folder.metrics):
+        assert ("float8_saturated" in record) == (record["run"] == "delayed" and "loss" in record)
+    assert not [warning for warning in recwarn if "sync_float8_amax_and_scale_history" in str(warning.message)]
+
+
+def test_validation_moves_no_scale(delayed_config):
+    losses = []
+    for freq in (1, 100):
+        run = run_to_end(changed(delayed_config, job={"name": f"every {freq}"}, validation={"freq": freq}))
+        losses.append([record["loss"] for record in read_metrics(run.folder.metrics) if "loss" in record])
+    assert losses[0] == losses[1]
+
+
+def test_a_nonfinite_step_is_repeated_with_the_scales_it_had_and_leaves_its_lines(delayed_config, before_each_step):
+    run, found = prepare(delayed_config), []
+
+    def break_the_third(model: TrainedModel, step: int) -> None:
+        if step == 3:
+            model.model.lm_head.weight.data[0, 0] = torch.inf
+        found.append(scales(run))
+
+    before_each_step(break_the_third)
+    with pytest.raises(NonFiniteError, match="delayed: step 3 .*first in weight of lm_head"):
+        train(run)
+    assert torch.equal(scales(run), found[2])
+    assert [line["step"] for line in read_metrics(run.folder.float8_scales)] == [1, 2]
+
+
+def scales(run: Run) -> torch.Tensor:
+    state = run.models[0].scaling.state_dict()
+    return torch.stack([value for name, value in state.items() if name.endswith("quant_scale")]).clone()
+
+
+def test_persistent_scales_are_resident_memory(delayed_config, tiny_config):
+    def resident(config: TrainConfig) -> int:
+        return storage_bytes(prepare(config).models[0].resident_tensors())
+
+    plain = resident(changed(tiny_config, job={"name": "plain"}))
+    tensors = 2 * 18
+    for history_len in (16, 256):
+        config = changed(delayed_config, job={"name": f"{history_len}"})
+        config = with_float8(config, recipe_name="delayed", delayed_history_len=history_len)
+        growth = resident(config) - plain
+        assert tensors * (1 + history_len) * 4 <= growth <= tensors * (16 + history_len) * 4
+
+
+def test_settings_reach_the_linears(delayed_config):
+    delayed = {"history_len": 4, "scale_fn_name": "most_recent", "margin": 1, "headroom": 1.25}
+    delayed |= {"nonfinite_amax": "keep_scale"}
+    settings = {f"delayed_{name}": value for name, value in delayed.items()}
+    config = with_float8(delayed_config, recipe_name="delayed", **settings)
+    linears = [module for module in prepare(config).models[0].model.modules() if isinstance(module, Float8Linear)]
+    for linear in linears:
+        assert linear.config.delayed_scaling_config == DelayedScalingConfig(**delayed)
+    assert Float8().delayed_scaling_config == DelayedScalingConfig()
+
+
+def test_a_record_has_only_numbers_that_json_has():
+    report = [
+        TensorScaling("a", 2.0, False, 100.0, 0.4464285714285714, 0),
+        TensorScaling("not cast", 2.0, False, -1.0, NAN, 0),
+        TensorScaling("cold and not cast", NAN, True, -1.0, NAN, 0),
+        TensorScaling("zeros", 4.0, False, 0.0, NAN, 0),
+        TensorScaling("cold zeros", NAN, True, 0.0, NAN, 0),
+        TensorScaling("inf", 8.0, False, INF, NAN, 3),
+        TensorScaling("nan", 8.0, False, NAN, NAN, 0),
+        TensorScaling("full", 1 / 3, True, 1344.0, 1.0, 0),
+    ]
+    assert json.loads(json.dumps(scales_record(7, "delayed", report), allow_nan=False)) == {
+        "step": 7,
+        "run": "delayed",
+        "quant_scale": {"a": 2.0, "zeros": 4.0, "inf": 8.0, "nan": 8.0, "full": 0.333333333},
+        "amax": {"a": 100.0, "zeros": 0.0, "cold zeros": 0.0, "full": 1344.0},
+        "used_over_ideal": {"a": 0.446428571, "full": 1.0},
+        "saturated": {"inf": 3},
+        "dynamic": ["cold zeros", "full"],
+        "nonfinite": ["inf", "nan"],
+    }
+    assert saturation_summary(report) == {"float8_saturated": 3, "float8_saturated_tensors": 1}
+    assert saturation_summary([]) == {}

@@ -1,0 +1,221 @@
+"""Random and damaged bytes in every file that quaver reads: they are read, or refused with an error of one line."""
+
+import json
+import pickletools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tomli_w
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from quaver.export.files import StoredTensors
+from quaver.lab.data.documents import Account, SourceFile
+from quaver.lab.data.records import read_records
+from quaver.lab.data.token_files import DamagedEntryError, check_content, open_entry
+from quaver.lab.data.tokenizer import load_tokenizer
+from quaver.lab.runs.checkpoint import read_metadata
+from quaver.lab.runs.checkpoint_folder import RECORD, read_record
+from quaver.lab.runs.errors import CheckpointError
+from quaver.lab.runs.json_lines import rewound_metrics
+from quaver.lab.runs.manifest import MANIFEST, check_manifest
+from quaver.lab.runs.safe_dcp import METADATA, CheckpointReader
+from quaver.lab.settings import Data
+from quaver.lab.settings.config_file import load_config
+from tests.lab.data.test_data_sources import train_tokenizer
+
+EXAMPLES = pytest.mark.parametrize(
+    "examples", [80, pytest.param(50_000, marks=[pytest.mark.nightly, pytest.mark.timeout(0)])]
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def with_keys(*keys: str) -> st.SearchStrategy[dict[str, object]]:
+    return st.dictionaries(st.sampled_from(keys), VALUES)
+
+
+def nested(text: str, most: int = 100_000) -> st.SearchStrategy[bytes]:
+    return st.integers(1, most).map(lambda depth: text.encode() * depth)
+
+
+def fuzz(
+    examples: int,
+    path: Path,
+    contents: st.SearchStrategy[bytes],
+    read: Callable[[Path], object],
+    *expected: type,
+    corpus: Iterable[bytes] = (),
+) -> None:
+    """`read` of `path` with these contents may raise what is `expected`, with one line.
+
+    `corpus`: contents that once failed, tried each time.
+    """
+
+    @settings(max_examples=examples, deadline=None, derandomize=examples < 1000)
+    @given(contents)
+    def one(content: bytes) -> None:
+        message = ""
+        path.write_bytes(content)
+        try:
+            read(path)
+        except expected as error:
+            message = str(error)
+        assert len(message.splitlines()) <= 1
+
+    for content in corpus:
+        one = example(content)(one)
+    one()
+
+
+@EXAMPLES
+def test_toml(examples, tmp_path):
+    known = [(f"{section}", name) for section, name in (("model", "dim"), ("training", "steps"), ("data", "path"))]
+    plain = st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5) | st.lists(st.integers())
+    sections = st.dictionaries(
+        st.sampled_from([section for section, _ in known]),
+        st.dictionaries(st.sampled_from([name for _, name in known]), plain, max_size=2),
+    )
+    texts = sections.map(tomli_w.dumps).map(lambda text: text.encode("utf-8", "replace"))
+    deep = nested("[", 2000) | nested("a.", 2000) | st.integers(1, 2000).map(lambda depth: b"a = " + b"[" * depth)
+    fuzz(examples, tmp_path / "config.toml", texts | st.binary(max_size=40) | deep, load_config, ValueError)
+
+
+@EXAMPLES
+def test_metrics(examples, tmp_path):
+    lines = with_keys("step", "run", "loss").map(json.dumps).map(str.encode) | st.binary(max_size=20) | nested("[")
+
+    def read(path: Path) -> None:
+        with rewound_metrics([path], 3):
+            pass
+
+    fuzz(examples, tmp_path / "metrics.jsonl", st.lists(lines, max_size=3).map(b"\n".join), read, CheckpointError)
+
+
+@EXAMPLES
+def test_token_cache(examples, tmp_path, text_folder, load):
+    load(text_folder, cache_folder=str(tmp_path / "kept"))
+    (folder,) = (path for path in (tmp_path / "kept").iterdir() if path.is_dir())
+    about = json.loads((folder / "entry.json").read_text())
+    edited = with_keys(*about).map(lambda changes: json.dumps({**about, **changes}).encode())
+    splits = st.dictionaries(st.sampled_from(["train", "validation", "x"]), with_keys("tokens", "ends"))
+    split = splits.map(lambda found: json.dumps({**about, "splits": found}).encode())
+
+    def read(path: Path) -> None:
+        entry = open_entry(folder)
+        check_content(folder, entry, entry.about["vocab_size"])
+
+    corpus = [json.dumps({**about, "splits": {}}).encode()]
+    contents = edited | split | st.binary(max_size=40) | nested('{"splits":')
+    fuzz(examples, folder / "entry.json", contents, read, DamagedEntryError, corpus=corpus)
+
+
+@EXAMPLES
+def test_hugging_face_index(examples, tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    names = st.sampled_from(["a.safetensors", "../a.safetensors", "/etc/passwd", "", ".", "a\0b"]) | VALUES
+    maps = st.dictionaries(st.text(max_size=5), names, max_size=3)
+    indices = (maps | VALUES).map(lambda found: json.dumps({"weight_map": found}).encode())
+    contents = indices | st.binary(max_size=40) | nested('{"weight_map":')
+    corpus = [b'{"weight_map": {"\\r0": "a.safetensors"}}']
+    index, expected = tmp_path / "model.safetensors.index.json", (ValueError, OSError, CheckpointError)
+    fuzz(examples, index, contents, lambda path: StoredTensors(tmp_path), *expected, corpus=corpus)
+
+
+def read_texts(path: Path) -> None:
+    for text in read_records(SourceFile.of(path.name, path), "text", Account(refuse=False), lambda _: None):
+        assert isinstance(text, str)
+        text.encode()
+
+
+@EXAMPLES
+def test_json_lines(examples, tmp_path):
+    lines = with_keys("text", "other").map(json.dumps).map(str.encode) | st.binary(max_size=20) | nested('{"text":')
+    fuzz(examples, tmp_path / "a.jsonl", st.lists(lines, max_size=3).map(b"\n".join), read_texts)
+
+
+def damaged(content: bytes) -> st.SearchStrategy[bytes]:
+    """Some bytes of it replaced, in up to three places."""
+    place = st.tuples(st.integers(0, len(content) - 1), st.integers(0, 8), st.binary(max_size=8))
+
+    def replace(places: list[tuple[int, int, bytes]]) -> bytes:
+        changed = content
+        for start, length, new in places:
+            changed = changed[:start] + new + changed[start + length :]
+        return changed
+
+    return st.lists(place, min_size=1, max_size=3).map(replace)
+
+
+VOCABULARY = {"<s>": 0, "</s>": 1, "a": 2}
+HOSTILE_MODELS = [
+    *(None, [], "x", 3, {}, {"type": "BPE", "merges": []}, {"type": "BPE", "vocab": [1], "merges": {}}),
+    {"type": "BPE", "vocab": {}, "merges": []},
+    {"type": "BPE", "vocab": VOCABULARY, "merges": ["a b"]},
+    {"type": "BPE", "vocab": VOCABULARY, "merges": [], "unk_token": "<unk>"},
+    {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "<unk>"},
+    {"type": "WordLevel", "vocab": {**VOCABULARY, "a": -1}, "unk_token": "a"},
+    {"type": "Unigram", "vocab": [["<s>", 0.0], ["</s>", 0.0]], "unk_id": None},
+    {"type": "Unigram", "vocab": [["<s>", 0.0], ["</s>", 0.0]], "unk_id": 99},
+]
+"""Without the token for unknown text, with ids that are none, of other types."""
+
+
+@EXAMPLES
+def test_tokenizers(examples, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    train_tokenizer(path, ["<s>", "</s>"], vocab_size=280)
+
+    def read(path: Path) -> None:
+        tokenizer = load_tokenizer(Data(tokenizer=str(path)))
+        (tokens,) = tokenizer.encode(["to be or not \n\n to be"])
+        assert all(token < tokenizer.vocab_size for token in tokens)
+
+    plain = json.loads(path.read_bytes())
+    corpus = [json.dumps({**plain, "model": model}).encode() for model in HOSTILE_MODELS]
+    corpus.append(json.dumps({name: value for name, value in plain.items() if name != "model"}).encode())
+    fuzz(examples, path, damaged(path.read_bytes()), read, ValueError, corpus=corpus)
+
+
+@EXAMPLES
+def test_parquet(examples, tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["to be", "or not", None, "to be"] * 20}), path)
+    content = path.read_bytes()
+    corpus = [content[:122] + b"\x00\x80" + content[124:]]  # the name of the column
+    fuzz(examples, path, damaged(content), read_texts, corpus=corpus)
+
+
+OPCODES = st.lists(st.sampled_from([op.code.encode("latin1") for op in pickletools.opcodes]) | st.binary(max_size=5))
+
+
+@EXAMPLES
+def test_metadata_of_a_checkpoint(examples, tmp_path):
+    path = tmp_path / METADATA
+    state = {"a": torch.ones(4, 5), "b": {"c": 3, "d": [torch.ones(2), 1.5]}}
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path)
+    invented = OPCODES.map(lambda opcodes: b"\x80\x04" + b"".join(opcodes) + b".")
+    for contents in (damaged(path.read_bytes()), invented):
+        fuzz(2 * examples, path, contents, lambda _: read_metadata(CheckpointReader(tmp_path)), CheckpointError)
+
+
+@EXAMPLES
+@pytest.mark.parametrize(("name", "read"), [(RECORD, read_record), (MANIFEST, check_manifest)])
+def test_json_of_a_checkpoint(examples, name, read, tmp_path):
+    known = with_keys("format", "models", "world_size", "progress", "config", "data", "files", "bytes", "step")
+    texts = (VALUES | known).map(json.dumps).map(str.encode)
+    (tmp_path / "stray").touch()  # which no manifest names
+
+    def refuse(path: Path) -> None:
+        with pytest.raises(ValueError, match=name) as error:
+            read(tmp_path)
+        raise error.value
+
+    fuzz(examples, tmp_path / name, texts | st.binary(max_size=40) | nested('{"format":'), refuse, ValueError)

@@ -1,0 +1,94 @@
+"""Impossible settings and odd files: one line that names the setting or the file, and never a hang."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quaver.lab.cli import main
+from quaver.lab.data.documents import SourceFile
+from tests.command_line import TEXT, TINY
+
+pytestmark = pytest.mark.timeout(60)
+"""A reader that waits for a FIFO fails."""
+
+WORDS = {
+    "--job.dump_folder=~nosuchuser/runs": "'~nosuchuser/runs' begins with the home of a user that does not exist",
+    "--data=~nosuchuser/text": "'~nosuchuser/text' begins with the home of",
+    "--data.tokenizer=~nosuchuser/tokenizer.json": "'~nosuchuser/tokenizer.json' begins with the home of",
+    "--data.cache_folder=~nosuchuser/cache": "'~nosuchuser/cache' begins with the home of",
+    "--checkpoint.initial_load_path=~nosuchuser/step": "'~nosuchuser/step' begins with the home of",
+    "--resume=~nosuchuser/run": "'~nosuchuser/run' begins with the home of",
+    "--data={fifo}": "fifo",
+    "--data.tokenizer={fifo}": "fifo",
+    "--checkpoint.initial_load_path={fifo}": "fifo",
+    "--resume={fifo}": "fifo",
+    "{fifo}": "fifo",
+    "{nested}": "nested.toml",
+    "{latin}": "latin.toml",
+    "--resume={nowhere}": "has no config.toml",
+    "--checkpoint.resume=auto": "job.name must be set",
+    "--checkpoint.initial_load_path=.": "is not a checkpoint",
+    "--checkpoint.async_mode=async_with_pinned_mem": "disabled or async on a device",
+    "--dry-run --ranks 0": "--ranks must be at least 1",
+    "--dry-run --ranks 3 --parallelism.tensor_parallel_degree 2": "must be the number of processes = 3",
+    "--dry-run --checkpoint.initial_load_path nowhere": "is not a checkpoint",
+    "--dry-run --float8.filter_fqns nothing": "is part of no linear's name",
+    "--dry-run --ranks 2 --parallelism.tensor_parallel_degree 2 --float8.recipe_name blockwise": (
+        "tensor_parallel_degree = 2: model.layers.0.self_attn.k_proj: tensor parallelism expects parts of whole "
+        "blocks, a multiple of 128 features on each rank, got 64 (out_features 128 on 2 ranks); 256 in all"
+    ),
+    "--dry-run --no-dry-run --ranks 2": "--ranks is for --dry-run",
+}
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> list[str]:
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = [*TINY, "--training.steps=1", "--float8.no-enable_float8_linear"]
+    return [*words, f"--data={tmp_path / 'text.txt'}", f"--job.dump_folder={tmp_path / 'runs'}"]
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_an_impossible_input_is_one_line(words, where, tmp_path, refused):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "nested.toml").write_text("a = " + "[" * 100_000)
+    (tmp_path / "latin.toml").write_bytes(b'[data]\npath = "\xe9"\n')
+    files = {path.stem: path for path in tmp_path.iterdir()}
+    given_words = words.format(**files, nowhere=tmp_path / "nowhere").split()
+    if "--dry-run" not in words:
+        given_words = [*given_words, *where] if words.startswith(("{", "--resume")) else [*where, *given_words]
+    assert WORDS[words] in refused("train", *given_words)
+
+
+def test_a_file_name_that_is_not_utf8_is_data_like_any_other(where, tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (tmp_path / "text.txt").rename(Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xe9.txt")))
+    assert main(["train", *where, f"--data={folder}", "--job.name=odd"]) == 0
+    assert json.loads((tmp_path / "runs" / "odd" / "data.json").read_text())["files"] == 1
+
+
+def test_a_setting_that_is_not_utf8_is_refused(where, tmp_path, refused):
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    os.mkdir(folder)
+    (tmp_path / "text.txt").rename(Path(folder) / "text.txt")
+    assert "data.path must be in UTF-8, got '" in refused("train", *where, f"--data={folder}")
+
+
+def test_a_model_larger_than_the_memory_is_one_line(where, monkeypatch, refused):
+    monkeypatch.setattr("quaver.lab.cli.train.build", lambda setup: torch.empty(2**60))
+    assert "this machine lacks the memory" in refused("train", *where)
+
+
+def test_a_text_that_shrinks_while_it_is_read_is_one_line(where, monkeypatch, refused):
+    found = SourceFile.of
+
+    def longer(name, path):
+        return replace(found(name, path), size=10 + path.stat().st_size)
+
+    monkeypatch.setattr(SourceFile, "of", longer)
+    assert "text.txt' became shorter while it was read" in refused("train", *where)

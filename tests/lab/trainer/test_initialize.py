@@ -1,0 +1,103 @@
+"""Initial weights: what is drawn, and that every layout of ranks holds the parts of the same ones."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from quaver.lab.settings import Model, TrainConfig, Training
+from quaver.lab.settings.parallel_dims import ParallelDims
+from quaver.lab.trainer.initialize import allocate, initialize
+from quaver.lab.trainer.model import Llama
+from quaver.lab.trainer.parallelize import parallelize
+
+CPU = torch.device("cpu")
+# 68 rows over 2 tensor parallel and 4 sharding ranks are 9, 9, 9 and 7 of each half: unlike parts.
+CONFIG = Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=68)
+
+
+def made(config: Model = CONFIG, seed: int = 0, layout: ParallelDims | None = None, **training: object) -> Llama:
+    with torch.device("meta"):
+        model = Llama(config)
+    dims = layout.mesh if layout else {}
+    mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims)) if dims else None
+    parallelize(model, TrainConfig(model=config, training=Training(**training)), mesh)
+    allocate(model, CPU)
+    initialize(model, seed)
+    return model
+
+
+def test_spread_of_every_matrix_and_ones_in_every_vector():
+    config = Model(dim=128, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=256)
+    for name, parameter in made(config).named_parameters():
+        if parameter.dim() == 1:
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+            continue
+        std = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02  # sqrt(2 * 8 layers) = 4
+        assert parameter.std().item() == pytest.approx(std, rel=0.03), name
+        assert parameter.mean().item() == pytest.approx(0, abs=std / 20), name
+
+
+def test_weights_depend_on_seed_and_name_alone():
+    first, again, other = (dict(made(seed=seed).named_parameters()) for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    matrices = [parameter for parameter in first.values() if parameter.dim() == 2]
+    assert not any(torch.equal(first[name], other[name]) for name in first if first[name].dim() == 2)
+    heads = {tuple(matrix.flatten()[:4].tolist()) for matrix in matrices}
+    assert len(heads) == len(matrices)  # no two are drawn alike
+    deeper = dict(made(Model(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=72), seed=1).named_parameters())
+    assert torch.equal(first["lm_head.weight"], deeper["lm_head.weight"])  # what others there are does not matter
+
+
+def test_bfloat16_weights_are_the_float32_ones_rounded():
+    wide = made()
+    with torch.device("meta"):
+        narrow = Llama(CONFIG).bfloat16()
+    allocate(narrow, CPU)
+    initialize(narrow, 0)
+    for ours, theirs in zip(narrow.parameters(), wide.parameters(), strict=True):
+        assert torch.equal(ours, theirs.bfloat16())
+
+
+def test_a_tied_projection_stays_tied():
+    model = made(Model(dim=32, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=32, tie_word_embeddings=True))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_buffers_are_refused():
+    with torch.device("meta"):
+        model = Llama(CONFIG)
+    model.register_buffer("amax_history", torch.zeros(3, device="meta"))
+    with pytest.raises(NotImplementedError, match="buffers have no initial values here: amax_history"):
+        allocate(model, CPU)
+
+
+def split(whole: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor:
+    return whole.chunk(parts, dim)[index]
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 4, 1), (1, 1, 2), (2, 1, 1), (1, 4, 2), (2, 2, 2)], ids=lambda sizes: "x".join(map(str, sizes))
+)
+def test_each_rank_holds_its_part_of_the_same_weights(sizes):
+    expected = dict(made(seed=3).named_parameters())
+    for rank in range(ParallelDims(*sizes).world_size):
+        layout = ParallelDims(*sizes, rank)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+        try:
+            parts = dict(made(seed=3, layout=layout).named_parameters())
+        finally:
+            dist.destroy_process_group()
+            _clear_sharding_prop_cache()  # it keeps the meshes that it has seen, with their rank
+        shard_rank = layout.data_parallel_rank % layout.shard
+        for name, parameter in parts.items():
+            part = expected[name]
+            if part.dim() == 2:  # tensor parallelism first, then FSDP2 along dim 0
+                column = name.endswith(("o_proj.weight", "down_proj.weight"))
+                part = split(part, 1 if column else 0, layout.tensor, rank % layout.tensor)
+            part = split(part, 0, layout.shard, shard_rank)
+            assert isinstance(parameter, DTensor)
+            assert torch.equal(parameter.to_local(), part), (rank, name)

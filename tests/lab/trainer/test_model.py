@@ -1,0 +1,80 @@
+"""The model against transformers' Llama: names, weights, logits, gradients."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from quaver.lab.settings import Model
+from quaver.lab.trainer.huggingface.config import hf_config
+from quaver.lab.trainer.loss import next_token_loss
+from quaver.lab.trainer.model import Llama, scaled_frequencies, training_flops_per_token
+
+CONFIG = Model(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, rope_theta=10000.0, norm_eps=1e-6)
+TIED = Model(dim=64, n_layers=2, n_heads=4, n_kv_heads=1, hidden_dim=96, tie_word_embeddings=True)
+
+
+def transformers_llama(config: Model) -> LlamaForCausalLM:
+    torch.manual_seed(7)
+    shape = {"vocab_size": config.vocab_size, "hidden_size": config.dim, "intermediate_size": config.hidden_dim}
+    shape |= {"num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads}
+    shape |= {"num_key_value_heads": config.n_kv_heads, "tie_word_embeddings": config.tie_word_embeddings}
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    return LlamaForCausalLM(LlamaConfig(**shape, rms_norm_eps=config.norm_eps, rope_parameters=rope))
+
+
+@pytest.fixture(params=[CONFIG, TIED], ids=["untied", "tied"])
+def pair(request: pytest.FixtureRequest) -> tuple[Llama, LlamaForCausalLM]:
+    theirs = transformers_llama(request.param)
+    with torch.no_grad():  # weights of one would hide a norm that is never applied
+        for name, parameter in theirs.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    ours = Llama(request.param)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def test_logits_and_gradients_equal_in_float32(pair):
+    ours, theirs = pair
+    tokens = torch.randint(0, 256, (2, 40))
+    logits, expected = ours(tokens), theirs(tokens).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert expected.std() > 0.1  # otherwise atol alone would pass
+
+    next_token_loss(logits[:, :-1], tokens[:, 1:]).backward()
+    theirs(tokens, labels=tokens).loss.backward()
+    for (name, parameter), (_, reference) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_projections_of_one_hidden_state_get_one_tensor_object():
+    model, seen = Llama(CONFIG), {}
+    for name, module in model.model.layers[0].named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda module, inputs, name=name: seen.update({name: inputs[0]}))
+    model(torch.zeros(1, 8, dtype=torch.long))
+    assert seen["self_attn.q_proj"] is seen["self_attn.k_proj"] is seen["self_attn.v_proj"]
+    assert seen["mlp.gate_proj"] is seen["mlp.up_proj"]
+
+
+def test_flops_count_every_linear_and_attention():
+    linear_weights = sum(m.weight.numel() for m in Llama(CONFIG).modules() if isinstance(m, nn.Linear))
+    attention = 2 * 2 * 3 * CONFIG.n_layers * CONFIG.dim * 128  # q @ k and p @ v, 2 FLOPs each, backward twice
+    assert training_flops_per_token(CONFIG, 128) == 6 * linear_weights + attention
+
+
+@pytest.mark.parametrize(("factor", "head_dim"), [(8.0, 128), (32.0, 64)], ids=["llama 3.1 8B", "llama 3.2 1B"])
+def test_scaled_frequencies_are_those_of_transformers(factor, head_dim):
+    model = Model(dim=head_dim * 4, rope_scaling_factor=factor)
+    config = LlamaConfig(**hf_config(model, dtype="float32", kept={"max_position_embeddings": 131072}))
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    assert attention_factor == 1
+    plain = model.rope_theta ** -(torch.arange(0, head_dim, 2) / head_dim)
+    scaled = scaled_frequencies(plain, model.rope_scaling)
+    torch.testing.assert_close(scaled, expected, rtol=1e-6, atol=0)
+    slowed = plain / scaled
+    assert (slowed == 1).any()
+    assert (slowed > 0.999 * factor).any()
+    assert ((slowed > 1.01) & (slowed < 0.99 * factor)).any()

@@ -1,0 +1,161 @@
+"""[numerics] of a run: the record in the run folder, what loggers get, resuming, and steps that are not finite."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from quaver import Float8Linear
+from quaver.lab.runs.errors import OutputError, OutputFailures
+from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.run_folder import RunFolder
+from quaver.lab.settings import Metrics, TrainConfig
+from quaver.lab.trainer.metrics import open_loggers
+from quaver.lab.trainer.nonfinite import NonFiniteError
+from quaver.lab.trainer.train import prepare, train
+from quaver.numerics.record import Record
+from quaver.runtime.ranks import Ranks
+from tests.lab.trainer.runs import changed, numbers, run_to_end
+
+
+@pytest.fixture
+def watched_config(tiny_config: TrainConfig) -> TrainConfig:
+    """Of one layer: what is sampled of each linear takes the time."""
+    float8, numerics = {"enable_float8_linear": True, "recipe_name": "rowwise"}, {"every": 2, "extras_every": 2}
+    return changed(tiny_config, model={"n_layers": 1}, float8=float8, numerics=numerics)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_a_run_has_a_record_and_the_losses_of_one_without(watched_config, recipe):
+    watched_config = changed(watched_config, float8={"recipe_name": recipe}, job={"compare": True})
+    run = run_to_end(watched_config)
+    plain = run_to_end(changed(watched_config, job={"name": "plain"}, numerics={"every": 0, "extras_every": 20}))
+    assert numbers(run) == numbers(plain)
+    assert not plain.folder.numerics.exists()
+    record = Record.read(run.folder.path)
+    assert record.steps.tolist() == [1, 2, 4]
+    assert sorted(record.histograms) == [0, 1, 2]
+    linears = [name for name, each in run.models[0].model.named_modules() if isinstance(each, Float8Linear)]
+    assert list(dict.fromkeys(tensor["layer"] for tensor in record.tensors)) == linears
+    assert all(linear.probe is None for linear in run.models[0].model.modules() if isinstance(linear, Float8Linear))
+
+
+def test_a_resumed_run_has_the_record_of_one_that_was_not_interrupted(watched_config):
+    short = changed(watched_config, job={"name": "short"}, training={"steps": 3}, lr_scheduler={"schedule": "constant"})
+    whole = run_to_end(changed(short, job={"name": "whole"}, training={"steps": 4}))
+    run = run_to_end(short)
+    with run.folder.numerics.open("a") as file:
+        file.write('{"kind": "sample", "step": 9}\n{"kind": "sam')  # a killed run had come further
+    resumed = run_to_end(changed(short, training={"steps": 4}, checkpoint={"resume": "must"}))
+    expected, found = (Record.read(each.folder.path) for each in (whole, resumed))
+    assert found.steps.tolist() == expected.steps.tolist() == [1, 2, 4]
+    for name, values in expected.statistics.items():
+        np.testing.assert_array_equal(found.statistics[name], values)
+    assert [header["step"] for header in found.headers] == [1, 4]
+
+
+def test_a_step_that_is_not_finite_is_sampled_as_it_is_repeated(watched_config):
+    watched_config = changed(watched_config, training={"nonfinite": "skip"}, numerics={"every": 100})
+    run = prepare(watched_config)
+    layer = run.models[0].model.model.layers[0].mlp.up_proj
+    forward, calls = layer.forward, []
+
+    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        steps = 1 if run.models[0].model.training else 0
+        bad = steps and run.progress.step == 2
+        return forward(hidden * float("inf")) if bad else forward(hidden)
+
+    layer.forward = poisoned
+    train(run)
+    record = Record.read(run.folder.path)
+    assert record.steps.tolist() == [1, 3]
+    names = [(tensor["layer"], tensor["operand"], tensor["cast"]) for tensor in record.tensors]
+    at = names.index(("model.layers.0.mlp.up_proj", "input", "row"))
+    assert record.statistics["nonfinite"][1, at] > 0
+    assert record.statistics["nonfinite"][0, at] == 0
+
+
+def test_a_run_that_stops_has_a_sample_of_its_last_step(watched_config):
+    run = prepare(changed(watched_config, numerics={"every": 100}))
+    with torch.no_grad():
+        run.models[0].model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
+    with pytest.raises(NonFiniteError):
+        train(run)
+    record = Record.read(run.folder.path)
+    assert record.steps.tolist() == [1]
+    at = [(each["layer"], each["operand"]) for each in record.tensors].index(("model.layers.0.mlp.down_proj", "weight"))
+    assert record.statistics["nonfinite"][0, at] == 1
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A stand-in with wandb's calls: the package is large, and its service needs a network or a home."""
+    wandb = types.ModuleType("wandb")
+    wandb.logged, wandb.asked, wandb.finished = [], {}, []
+    run = types.SimpleNamespace(log=wandb.logged.append, finish=lambda: wandb.finished.append(True))
+    wandb.init = lambda **options: wandb.asked.update(options) or run
+    wandb.Histogram = lambda np_histogram: np_histogram
+    wandb.__spec__ = types.SimpleNamespace(name="wandb")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    return wandb
+
+
+def test_loggers_get_every_number(watched_config, wandb):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    loggers = {"enable_tensorboard": True, "enable_wandb": True, "wandb_project": "p"}
+    run = run_to_end(changed(watched_config, metrics=loggers, numerics={"extras_every": 1}))
+    events = EventAccumulator(str(run.folder.path / "tb")).Reload()
+
+    def in_tensorboard(name: str) -> dict[int, float]:
+        return {event.step: event.value for event in events.Scalars(name)}
+
+    def in_wandb(name: str) -> dict[int, float]:
+        return {entry["step"]: entry[name] for entry in wandb.logged if name in entry}
+
+    records = read_metrics(run.folder.metrics)
+    for name in ("loss", "validation_loss"):
+        expected = {each["step"]: each[name] for each in records if name in each}
+        assert in_wandb(f"rowwise/{name}") == expected
+        assert in_tensorboard(f"rowwise/{name}") == pytest.approx(expected)
+    record, name = Record.read(run.folder.path), "model.layers.0.mlp.up_proj.input.row"
+    at = [(each["layer"], each["operand"]) for each in record.tensors].index(("model.layers.0.mlp.up_proj", "input"))
+    amaxes = dict(zip([1, 2, 4], record.statistics["amax"][:, at], strict=True))
+    assert in_wandb(f"numerics/amax/{name}") == amaxes
+    assert in_tensorboard(f"numerics/amax/{name}") == pytest.approx(amaxes)
+    histogram = events.Histograms(f"numerics/log2_before/{name}")[-1].histogram_value
+    assert histogram.num == pytest.approx(record.histograms[2].before[at].sum())
+    counts, edges = in_wandb(f"numerics/log2_before/{name}")[1]
+    assert len(edges) == len(counts) + 1
+    assert (wandb.asked["project"], wandb.asked["name"], wandb.asked["resume"]) == ("p", "tiny", "allow")
+    assert wandb.asked["config"]["model"]["dim"] == 32
+    assert wandb.finished == [True]
+
+
+def test_runs_of_one_name_have_ids_of_their_own_which_resumes_keep(tmp_path, wandb):
+    def id_of(folder: str, resume_step: int | None) -> str:
+        path = tmp_path / folder / "same-name"
+        path.mkdir(parents=True, exist_ok=True)
+        with open_loggers(Metrics(enable_wandb=True), RunFolder(path, resume_step), {}, OutputFailures(Ranks())):
+            return wandb.asked["id"]
+
+    first, other, resumed, again = (id_of(*each) for each in (("a", None), ("b", None), ("a", 2), ("a", None)))
+    assert first == resumed
+    assert len({first, other, again}) == 3
+
+
+def test_an_error_of_wandb_is_one_line(watched_config, wandb):
+    wandb.init = lambda **options: (_ for _ in ()).throw(RuntimeError("no API key\nat all"))
+    with pytest.raises(OutputError, match="^Weights & Biases: RuntimeError: no API key$"):
+        train(prepare(changed(watched_config, metrics={"enable_wandb": True})))
+
+
+def test_a_record_that_cannot_be_written_ends_the_run(watched_config):
+    run = prepare(watched_config)
+    run.folder.numerics.mkdir()
+    with pytest.raises(OutputError, match=r"cannot write .*numerics.jsonl"):
+        train(run)

@@ -1,0 +1,65 @@
+"""curves.png of whole, interrupted and empty runs."""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+import pytest
+from matplotlib.figure import Figure
+
+from quaver.lab.trainer.plot import _smooth, draw_curves
+
+
+@pytest.fixture
+def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Figure]:
+    """Draws records with a function of the trainer and returns the figure."""
+    figures: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+
+    def draw(function: Callable[..., None], records: list[dict]) -> Figure:
+        (tmp_path / "records.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+        function(tmp_path / "records.jsonl", tmp_path / "image.png", title="a run $x_{$")
+        assert (tmp_path / "image.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+        return figures[-1]
+
+    return draw
+
+
+def titles(figure: Figure) -> list[str]:
+    return [axis.get_title() for axis in figure.axes if axis.get_title()]
+
+
+def losses(name: str, steps: int) -> list[dict]:
+    train = [{"run": name, "step": s, "loss": 5 / s, "tokens_per_s": 100.0} for s in range(1, steps + 1)]
+    return train + [{"run": name, "step": s, "validation_loss": 5 / s} for s in range(5, steps + 1, 5)]
+
+
+@pytest.mark.parametrize("runs", [{"tensorwise": 30, "bfloat16": 29}, {"bfloat16": 1}, {}], ids=str)
+def test_panels_of_curves(drawn, runs):
+    figure = drawn(draw_curves, [record for name, steps in runs.items() for record in losses(name, steps)])
+    gap = ["Loss gap of tensorwise to bfloat16 (%)"] if len(runs) == 2 else []
+    assert titles(figure) == ["Loss (nats per token)", *gap, "Tokens per second"]
+
+
+def test_a_matplotlibrc_that_needs_latex_has_no_effect(drawn):
+    with matplotlib.rc_context({"text.usetex": True}):
+        drawn(draw_curves, losses("tensorwise", 5))
+
+
+def test_smoothing_keeps_a_straight_line_and_halves_noise():
+    line = [float(i) for i in range(100)]
+    assert _smooth(line)[10:-10] == line[10:-10]
+    assert max(map(abs, _smooth([(-1.0) ** i for i in range(100)])[10:-10])) < 0.2
+    assert _smooth([1.0, 2.0]) == [1.0, 2.0]
+
+
+def test_a_run_misses_matplotlib_before_it_draws(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "quaver.lab.recorder.figure")
+    with pytest.raises(ModuleNotFoundError) as caught:
+        importlib.import_module("quaver.lab.recorder.figure")
+    assert caught.value.name == "matplotlib"

@@ -1,0 +1,240 @@
+"""A run folder has one writer; a resume that is refused is one line that names the cause, and leaves every byte."""
+
+import hashlib
+import json
+import os
+import pickle
+import platform
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quaver.lab.cli import main
+from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.runs.lock import HOLDER, RunLock
+from quaver.lab.runs.manifest import MANIFEST, write_manifest
+from quaver.lab.trainer.train import prepare, train
+from tests.command_line import TEXT, TINY
+from tests.isolated import Forked
+from tests.lab.trainer.runs import changed, run_to_end
+
+pytestmark = pytest.mark.timeout(60)
+"""A reader that waits for a FIFO fails."""
+
+
+def trained(parent: Path, name: str, steps: int) -> Path:
+    """The folder of a run with delayed scaling, with a checkpoint of each step."""
+    words = [*TINY, f"--training.steps={steps}", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]
+    words += ["--lr_scheduler.schedule=constant", "--validation.freq=1", "--float8.recipe_name=delayed"]
+    words += ["--float8.delayed_history_len=3"]
+    words += [f"--data={parent / 'text.txt'}", f"--job.dump_folder={parent}", f"--job.name={name}"]
+    assert main(["train", *words]) == 0
+    return parent / name
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "text.txt").write_text(TEXT)
+    return trained(folder, "run", 2)
+
+
+@pytest.fixture
+def run(saved_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved_run, tmp_path / "run"))
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """Return the sha256 of each file below `folder`, and the names of its folders."""
+    files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
+    return {
+        name: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "" for name, path in files.items()
+    }
+
+
+STEP, FIRST = "checkpoint/step-00000002", "checkpoint/step-00000001"
+SHARD, OTHER, RECORD = f"{STEP}/delayed/__0_0.distcp", f"{STEP}/delayed/.metadata", f"{STEP}/checkpoint.json"
+RECIPE = "--float8.recipe_name=rowwise --float8.delayed_history_len=16"
+
+
+def swap(first: Path, second: Path) -> None:
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+def fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def link(path: Path) -> None:
+    path.rename(path.parents[2] / "x")
+    path.symlink_to("../../x")
+
+
+def record(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Change the record of a checkpoint, as its author could."""
+
+    def edit(run: Path) -> None:
+        found = json.loads((run / RECORD).read_text())
+        change(found)
+        (run / RECORD).write_text(json.dumps(found))
+        write_manifest(run / STEP, {})
+
+    return edit
+
+
+class Calls:
+    """Pickles as a call that makes a file in the run."""
+
+    def __init__(self, run: Path) -> None:
+        self.command = f"touch {run}/ran"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+def code(run: Path) -> None:
+    (run / OTHER).write_bytes(pickle.dumps(Calls(run)))
+    write_manifest(run / STEP, {})
+
+
+def garbage(run: Path) -> None:
+    metrics = run / "metrics.jsonl"
+    metrics.write_bytes(b'{"step": 1, "ru\n' + metrics.read_bytes())
+
+
+NOWHERE, UNREAD, MORE = lambda run: None, "choose another checkpoint", "--training.steps=3"
+REFUSED: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    # what happens to the run, the words, and the error
+    "short": (lambda run: os.truncate(run / SHARD, 100), MORE, f"/{SHARD}' has 100 bytes, expected"),
+    "long": (lambda run: (run / SHARD).open("ab").write(b"x"), MORE, f"/{SHARD}' has "),
+    "missing": (lambda run: (run / SHARD).unlink(), MORE, f"/{SHARD}' is missing; {UNREAD}"),
+    "missing metadata": (lambda run: (run / OTHER).unlink(), MORE, f"/{OTHER}' is missing"),
+    "extra": (lambda run: (run / STEP / "delayed/__1_0.distcp").touch(), MORE, "/delayed/__1_0.distcp' is not in"),
+    "swapped": (lambda run: swap(run / SHARD, run / OTHER), MORE, f"/{STEP}/delayed/"),
+    "of another step": (lambda run: shutil.copy(run / SHARD.replace(STEP, FIRST), run / SHARD), MORE, f"/{SHARD}' "),
+    "a link": (lambda run: link(run / SHARD), MORE, f"/{SHARD}' must be a file"),
+    "edited record": (lambda run: (run / RECORD).open("a").write(" "), MORE, f"/{RECORD}' has"),
+    "no manifest": (lambda run: (run / STEP / MANIFEST).unlink(), MORE, f"/{STEP}/{MANIFEST}"),
+    "no progress": (record(lambda r: r.pop("progress")), MORE, "progress is missing"),
+    "an empty list of models": (record(lambda r: r.update(models=[])), MORE, "models: "),
+    "a model that is a path": (record(lambda r: r.update(models=["../x"])), MORE, "models.0: "),
+    "a negative step": (record(lambda r: r["progress"].update(step=-1)), MORE, "progress.step: "),
+    "another step": (record(lambda r: r["progress"].update(step=1)), MORE, "progress.step 1, expected 2"),
+    "inf": (record(lambda r: r["progress"].update(recent_losses={"a": [1e999]})), MORE, "progress.recent_losses.a.0: "),
+    "negative skips": (record(lambda r: r["progress"].update(skipped_steps={"a": -1})), MORE, "skipped_steps.a"),
+    "an unknown key of progress": (record(lambda r: r["progress"].update(extra=1)), MORE, "progress.extra: "),
+    "no ranks": (record(lambda r: r.update(world_size=0)), MORE, "world_size: "),
+    "another format": (record(lambda r: r.update(format=2)), MORE, "format: "),
+    "no config": (record(lambda r: r.pop("config")), MORE, "config is missing"),
+    "a list as config": (record(lambda r: r.update(config=[])), MORE, "config: "),
+    "no data": (record(lambda r: r.pop("data")), MORE, "data or config.training is missing"),
+    "code in metadata": (code, MORE, f"/{STEP}/delayed': .metadata is damaged"),
+    "metrics": (garbage, MORE, "line 1 of '{run}/metrics.jsonl' is not a record"),
+    "a FIFO": (lambda run: fifo(run / "metrics.jsonl"), MORE, "'{run}/metrics.jsonl' is not a file"),
+    "metrics as folder": (NOWHERE, "--checkpoint.folder=metrics.jsonl", "checkpoint.folder must be a folder"),
+    "notes as folder": (lambda run: (run / "a").touch(), "--checkpoint.folder=a", "checkpoint.folder must be a folder"),
+    "infinity": (NOWHERE, "--training.max_norm=1e999", "training.max_norm must be finite, got inf"),
+    "recipe": (NOWHERE, f"{RECIPE} --checkpoint.load_step=2", "rowwise"),
+    "recipe of a step before": (NOWHERE, f"{RECIPE} --checkpoint.load_step=1", "rowwise"),
+    "no float8": (NOWHERE, "--float8.enable_float8_linear=false --float8.recipe_name=tensorwise", "delayed"),
+    "another model": (NOWHERE, "--job.compare=true --training.steps=8", "bfloat16"),
+    "dim": (NOWHERE, "--model.dim=64", "model.dim must be 32"),
+    "layers": (NOWHERE, "--model.n_layers=3", "model.n_layers must be 2"),
+    "vocabulary": (NOWHERE, "--model.vocab_size=300", "model.vocab_size"),
+    "tokenizer": (NOWHERE, "--data.tokenizer=no-such-tokenizer", "no-such-tokenizer"),
+    "no data there": (NOWHERE, "--data=missing.txt", "missing.txt"),
+    "little data": (lambda run: (run / "a.txt").write_text("a"), "--data={run}/a.txt", "{run}/a.txt"),
+    "no such step": (NOWHERE, "--checkpoint.load_step=3", "it has 1, 2"),
+    "no step": (NOWHERE, "--checkpoint.load_step=-2", "checkpoint.load_step"),
+    "no steps": (NOWHERE, "--training.steps=0", "training.steps"),
+    "unknown": (NOWHERE, "--training.no_such_setting=1", "no_such_setting"),
+    "a config": (NOWHERE, "{run}/config.toml", "takes the config of the run folder"),
+    "a folder in a run": (NOWHERE, "--job.dump_folder={run} --job.name=checkpoint", "is not a run folder"),
+    "ranks": (NOWHERE, "--parallelism.data_parallel_shard_degree=2", "parallelism"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_resume_that_is_refused_is_one_line_and_leaves_every_byte(case, run, refused):
+    spoil, words, message = REFUSED[case]
+    spoil(run)
+    before = digest(run)
+    line = refused("train", "--resume", run, *words.format(run=run).split())
+    assert message.format(run=run) in line
+    assert digest(run) == before
+
+
+def test_refused_resumes_leave_a_run_that_resumes_to_the_bit(saved_run, run, refused):
+    whole = trained(saved_run.parent, "whole", 3)
+    for words in (f"{RECIPE} --checkpoint.load_step=1", "--model.dim=64", "--checkpoint.load_step=3"):
+        refused("train", "--resume", run, *words.split())
+    assert "resume it with --resume" in refused("train", run / "config.toml")
+    assert main(["train", "--resume", str(run), MORE]) == 0
+    keys = ("step", "loss", "grad_norm", "validation_loss")
+    got, expected = (read_metrics(path / "metrics.jsonl") for path in (run, whole))
+    assert [[each.get(key) for key in keys] for each in got] == [[each.get(key) for key in keys] for each in expected]
+
+
+def test_verify_off_loads_what_the_manifest_refuses_and_a_lock_that_is_a_fifo_holds_nothing(run, refused):
+    (run / STEP / "delayed" / "notes.txt").write_text("x")
+    assert "notes.txt' is not in manifest.json" in refused("train", "--resume", run, MORE)
+    fifo(run / HOLDER)
+    assert main(["train", "--resume", str(run), MORE, "--no-checkpoint.verify"]) == 0
+
+
+def acquire_and_sleep(folder: Path) -> None:
+    lock = RunLock(folder)
+    lock.acquire()
+    (folder.parent / "held").touch()
+    time.sleep(600)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[Forked]:
+    """A process that holds the lock of `folder`, and is killed in the end."""
+    holder = Forked(acquire_and_sleep, folder)
+    while not (folder.parent / "held").exists():
+        assert holder.poll() is None, holder.communicate()
+        time.sleep(0.01)
+    yield holder
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+
+
+def test_a_run_holds_its_lock_until_it_has_ended_and_a_second_resume_changes_nothing(resumable_config, refused):
+    first = prepare(resumable_config)
+    before = digest(first.folder.path)
+    line = refused("train", "--resume", first.folder.path, "--checkpoint.resume=auto", "--training.steps=6")
+    assert f"process {os.getpid()} on host {platform.node()}" in line
+    assert digest(first.folder.path) == before
+    train(first)
+    assert first.checkpoints.folder.steps() == [2, 4]
+    assert not (first.folder.path / HOLDER).exists()
+    again = changed(resumable_config, training={"steps": 6}, checkpoint={"resume": "must"})
+    assert run_to_end(again).began_at_step == 4
+
+
+def test_the_lock_of_a_killed_run_is_taken_over_with_one_line(run, capsys):
+    with held(run) as holder:
+        pass
+    assert json.loads((run / HOLDER).read_text())["pid"] == holder.pid
+    capsys.readouterr()
+    assert main(["train", "--resume", str(run), MORE]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"was killed: process {holder.pid} on host {platform.node()}" in line
+
+
+@pytest.mark.parametrize("holder", ["", "[]", "{", '{"pid": 1}', '{"host": "elsewhere", "pid": 1}'])
+def test_a_damaged_or_foreign_holder_file_does_not_keep_a_run_from_its_folder(tmp_path, capsys, holder):
+    (tmp_path / HOLDER).write_text(holder)
+    RunLock(tmp_path).acquire()
+    assert "took over the lock" in capsys.readouterr().err

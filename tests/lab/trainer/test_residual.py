@@ -1,0 +1,82 @@
+"""`training.residual_dtype`: what the blocks add to, what FSDP2 gathers, and the same numbers on ranks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quaver.lab.data import Batch
+from quaver.lab.memory.faking.gpu import predicting_for
+from quaver.lab.memory.runs.predict import predict_memory
+from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
+from tests.lab.trainer.runs import changed, on_rank
+from tests.ranks import run as run_on_ranks
+from tests.reference import sqnr_db
+
+BFLOAT16 = {"residual_dtype": "bfloat16"}
+
+
+def stream_of(config: TrainConfig, ranks: int) -> dict:
+    """One forward and backward on this rank: what the embedding and each block give and get, and the gradient."""
+    trained, _ = on_rank(config, ranks)
+    seen: dict = {"blocks": [], "dtypes": [], "gathered": []}
+    embedding = trained.model.model.embed_tokens
+    embedding.register_forward_hook(lambda module, _, out: seen["gathered"].append(module.weight.dtype))
+    for block in trained.model.blocks():
+        block.register_forward_pre_hook(lambda _, args: seen["blocks"].append(args[0].detach().float()))
+        block.register_forward_hook(lambda _, args, out: seen["dtypes"].append((args[0].dtype, out.dtype)))
+    tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
+    trained._forward_backward([Batch(tokens, tokens.roll(-1, 1))])  # each rank with the same
+    grad = embedding.weight.grad
+    seen["grad"] = grad.full_tensor() if ranks > 1 else grad
+    return seen
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("training", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"residual_dtype": "float32"}, torch.float32),
+        (BFLOAT16, torch.bfloat16),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"mixed_precision_param": "float32"}, torch.float32),
+    ],
+    ids=str,
+)
+def test_the_dtype_of_the_stream(tiny_config, training, dtype, compiled):
+    config = changed(tiny_config, training={**training, "compile": compiled})
+    assert set(stream_of(config, 1)["dtypes"]) == {(dtype, dtype)}
+
+
+@pytest.mark.parametrize("degree", [1, 2], ids=["shard", "tensor"])
+def test_ranks_compute_what_one_process_computes(tiny_config, degree):
+    config = changed(tiny_config, training=BFLOAT16, parallelism={"tensor_parallel_degree": degree})
+    one = stream_of(config if degree == 1 else replace(config, parallelism=Parallelism()), 1)
+    assert one["gathered"] == [torch.float32]
+    for rank, seen in enumerate(run_on_ranks(2, stream_of, config, 2)):
+        expected = [each.chunk(degree, 1)[rank % degree] for each in one["blocks"]]  # the sequence is split
+        assert seen["blocks"][0].equal(expected[0])
+        assert sqnr_db(expected[1], seen["blocks"][1]) > 40
+        assert set(seen["dtypes"]) == {(torch.bfloat16, torch.bfloat16)}
+        assert seen["gathered"] == [torch.bfloat16 if degree == 1 else torch.float32]
+        assert seen["grad"].dtype == torch.float32
+        assert sqnr_db(one["grad"], seen["grad"]) > 40
+
+
+def test_a_checkpoint_recomputes_the_same_bits(tiny_config):
+    config = changed(replace(tiny_config, float8=Float8(recipe_name="rowwise")), training=BFLOAT16)
+    plain = stream_of(config, 1)["grad"]
+    assert stream_of(replace(config, activation_checkpoint=ActivationCheckpoint("full")), 1)["grad"].equal(plain)
+
+
+def test_the_bytes_that_it_spares(tiny_config):
+    """The stream before each half of a block and before the last norm, which norms save on a GPU."""
+    with predicting_for("cuda"):
+        saved, fewer = (
+            predict_memory(changed(tiny_config, training={"residual_dtype": name})).prediction.saved_by_forward_bytes
+            for name in ("float32", "bfloat16")
+        )
+    stream_elements = 2 * tiny_config.training.seq_len * tiny_config.model.dim
+    expected = (2 * tiny_config.model.n_layers + 1) * stream_elements * 2
+    assert saved - fewer == pytest.approx(expected, rel=0.02)  # norms' weights and root mean squares

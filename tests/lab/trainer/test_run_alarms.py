@@ -1,0 +1,168 @@
+"""What a run does about an alarm: it records it, stops with a checkpoint, or gives a linear another recipe."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quaver import Float8Linear
+from quaver.lab.cli import main
+from quaver.lab.cli import train as train_cli
+from quaver.lab.runs.checkpoint_folder import read_record
+from quaver.lab.runs.errors import CheckpointError
+from quaver.lab.settings import Float8, TrainConfig
+from quaver.lab.settings.config_file import load_config
+from quaver.lab.trainer import train as train_module
+from quaver.lab.trainer.nonfinite import NonFiniteError
+from quaver.lab.trainer.train import Run, build, prepare, train
+from quaver.numerics.record import Record
+from tests.lab.trainer.runs import changed
+
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture
+def watched_config(tiny_config: TrainConfig) -> TrainConfig:
+    """Of one layer: what is sampled of each linear takes the time."""
+    float8, numerics = vars(Float8()), {"every": 1, "extras_every": 1}
+    return changed(tiny_config, model={"n_layers": 1}, float8=float8, numerics=numerics)
+
+
+def with_outlier(run: Run, where: Any = (..., 5)) -> Run:
+    """A part of a linear's input, one channel, is 2^20 times larger, so that the rest of it becomes zero."""
+
+    def hook(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        scale = torch.ones_like(inputs[0])
+        scale[where] = 2.0**20
+        return (inputs[0] * scale,)
+
+    run.models[0].model.get_submodule(LAYER).register_forward_pre_hook(hook)
+    return run
+
+
+def alarms_of(run: Run) -> list[dict]:
+    return Record.read(run.folder.path).alarms
+
+
+def test_alarms_are_recorded_with_remedies_and_the_run_goes_on(watched_config):
+    run = with_outlier(prepare(changed(watched_config, numerics={"extras_every": 1000})), (0, 0, 5))
+    assert train(run)["status"] == "finished"
+    alarm = next(each for each in alarms_of(run) if each["rule"] in ("underflow", "sqnr"))
+    assert (alarm["layer"], alarm["operand"], alarm["step"]) == (LAYER, "input", 2)
+    rowwise = next(each for each in alarm["remedies"] if each["recipe"] == "rowwise")  # one row of 64 is lost
+    assert rowwise["gain_db"] > 20
+    assert "rowwise gives" in alarm["message"]
+    assert alarm["remedies"][-1]["recipe"] == "high precision"
+    assert 0 < alarm["remedies"][-1]["flops_share"] < 1
+
+
+def test_stop_ends_the_run_with_a_checkpoint_and_exit_code_5(watched_config, monkeypatch):
+    config = changed(watched_config, numerics={"on_alarm": "stop"}, checkpoint={"interval": 100})
+    run = with_outlier(prepare(config))
+    summary = train(run)
+    assert (summary["status"], summary["steps"]) == ("alarm", 2)
+    assert f"{LAYER} input" in summary["error"]
+    assert run.checkpoints.folder.steps() == [2]
+    monkeypatch.setattr(train_cli, "build", lambda plan: with_outlier(build(plan)))
+    words = ["train", "--resume", str(run.folder.path), "--training.steps=8"]
+    assert main(words) == 5  # it recalls nothing, and stops again
+
+
+@pytest.mark.parametrize("recipe", ["high_precision", pytest.param("mxfp8", marks=pytest.mark.nightly)])
+def test_a_fallback_changes_one_linear_for_the_rest_of_the_run_and_after_a_resume(watched_config, recipe):
+    config = changed(watched_config, numerics={"on_alarm": "fallback", "fallback_recipe": recipe})
+    run = with_outlier(prepare(config))
+    assert train(run)["status"] == "finished"
+    record = read_record(run.checkpoints.folder.complete(4))
+    assert record["config"]["float8"]["layer_recipes"] == [f"{LAYER}={recipe}"]
+    headers = Record.read(run.folder.path).headers
+    assert [header["step"] for header in headers] == [1, 3]
+    recipes = [{each["recipe"] for each in header["tensors"] if each["layer"] == LAYER} for header in headers]
+    assert recipes == [{"tensorwise"}, set() if recipe == "high_precision" else {recipe}]
+    again = load_config(run.folder.path / "config.toml")
+    resumed = prepare(changed(again, checkpoint={"resume": "must"}, training={"steps": 5}))
+    linear = resumed.models[0].model.get_submodule(LAYER)
+    found = linear.config.recipe_name.value if isinstance(linear, Float8Linear) else "high_precision"
+    assert found == recipe
+    assert resumed.models[0].model.model.layers[0].post_attention_layernorm.feeds_float8 == (recipe == "mxfp8")
+    assert train(resumed)["status"] == "finished"
+
+
+def test_a_fallback_keeps_weights_and_moments(watched_config):
+    """A run that falls back after step 2 goes on as one that is resumed there with that recipe."""
+    checkpoint = {"interval": 2, "keep_latest_k": 0}
+    run = with_outlier(prepare(changed(watched_config, numerics={"on_alarm": "fallback"}, checkpoint=checkpoint)))
+    train(run)
+    assert {int(state["step"]) for state in run.models[0].optimizer.state.values()} == {4}
+    config = load_config(run.folder.path / "config.toml")
+    resumed = with_outlier(prepare(changed(config, checkpoint={"resume": "must", "load_step": 2})))
+    train(resumed)
+    for name, parameter in run.models[0].model.named_parameters():
+        assert torch.equal(parameter, dict(resumed.models[0].model.named_parameters())[name]), name
+
+
+def test_a_run_resumed_from_before_a_fallback_falls_back_again_in_its_step(watched_config):
+    checkpoint = {"interval": 1, "keep_latest_k": 0}
+    run = with_outlier(prepare(changed(watched_config, numerics={"on_alarm": "fallback"}, checkpoint=checkpoint)))
+    train(run)
+    config = load_config(run.folder.path / "config.toml")
+    resumed = with_outlier(prepare(changed(config, checkpoint={"resume": "must", "load_step": 1})))
+    assert type(resumed.models[0].model.get_submodule(LAYER)) is Float8Linear
+    train(resumed)
+    assert resumed.progress.fallbacks == {LAYER: "high_precision"}
+    for name, parameter in run.models[0].model.named_parameters():
+        assert torch.equal(parameter, dict(resumed.models[0].model.named_parameters())[name]), name
+
+
+def test_a_resumed_run_raises_no_alarm_that_lasts_again_unless_it_was_stopped(watched_config):
+    run = with_outlier(prepare(watched_config))
+    train(run)
+    before = alarms_of(run)
+    config = changed(load_config(run.folder.path / "config.toml"), training={"steps": 8})
+    train(with_outlier(prepare(changed(config, checkpoint={"resume": "must"}))))
+    assert before
+    assert alarms_of(run) == before
+    stops = changed(config, checkpoint={"resume": "must", "load_step": 4}, numerics={"on_alarm": "stop"})
+    assert train(with_outlier(prepare(stops)))["status"] == "alarm"
+
+
+@pytest.mark.parametrize(
+    ("fallbacks", "message"),
+    [
+        ({LAYER: "high_precision"}, "float8.layer_recipes must be empty with parallelism.tensor_parallel_degree = 2"),
+        ({"model.layers.7.up_proj": "rowwise"}, "'model.layers.7.up_proj' is no linear or expert of this model"),
+        ({LAYER: "int8"}, "unknown recipe 'int8'"),
+    ],
+)
+def test_fallbacks_that_a_resume_cannot_have_are_refused(watched_config, monkeypatch, fallbacks, message):
+    run = prepare(watched_config)
+    run.progress.fallbacks |= fallbacks
+    train(run)
+    config = changed(load_config(run.folder.path / "config.toml"), checkpoint={"resume": "must"})
+    if "tensor_parallel" in message:
+        build_models = train_module._build_models
+
+        def with_two_ranks(setup, **options):
+            models = build_models(setup, **options)
+            parallelism = replace(models[0].config.parallelism, tensor_parallel_degree=2)
+            models[0].config = replace(models[0].config, parallelism=parallelism)
+            return models
+
+        monkeypatch.setattr(train_module, "_build_models", with_two_ranks)
+    with pytest.raises(CheckpointError, match=f"the run fell back in {next(iter(fallbacks))}: .*{re.escape(message)}"):
+        prepare(config)
+
+
+def test_the_samples_before_a_nan_are_kept(watched_config, before_each_step):
+    run = prepare(watched_config)
+    weight = run.models[0].model.get_submodule(LAYER).weight.data
+    before_each_step(lambda model, step: weight[0, 0].fill_(torch.nan) if step == 4 else None)
+    with pytest.raises(NonFiniteError):
+        train(run)
+    record = Record.read(run.folder.post_mortem)
+    assert record.steps.tolist() == [1, 2, 3, 4]
+    (alarm,) = record.alarms
+    assert (alarm["rule"], alarm["layer"], alarm["operand"]) == ("nonfinite", LAYER, "weight")

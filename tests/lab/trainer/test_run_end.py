@@ -1,0 +1,285 @@
+"""How runs go on or end: steps that are not finite or hang, a lost terminal, disk or folder, the one line of each."""
+
+import logging
+import math
+import os
+import shutil
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quaver.lab.cli import main
+from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.settings import Comm, Float8
+from quaver.lab.trainer import train as train_module
+from quaver.lab.trainer.nonfinite import NonFiniteError
+from quaver.lab.trainer.process import Watchdog, determinism, quiet
+from quaver.lab.trainer.train import Run, prepare, train
+from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.runtime.ranks import Ranks
+from tests.isolated import Forked
+from tests.lab.trainer.runs import changed, run_to_end
+
+
+@pytest.fixture
+def spoil(before_each_step) -> Callable[[Run, set[int]], None]:
+    """Makes the embedding put out an inf in steps, whatever its weights are."""
+
+    def spoil(run: Run, bad_steps: set[int]) -> None:
+        steps = []
+        before_each_step(lambda model, step: steps.append(step))
+        run.models[0].model.model.embed_tokens.register_forward_hook(
+            lambda module, _, output: output * math.inf if module.training and steps[-1] in bad_steps else output
+        )
+
+    return spoil
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoint").iterdir())
+
+
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_skipped_step_changes_nothing_but_the_data(tiny_config, spoil, before_each_step, capsys):
+    config = replace(tiny_config, float8=Float8(recipe_name="delayed"))
+    run, states = prepare(changed(config, training={"nonfinite": "skip"})), []
+
+    def look(model: TrainedModel, step: int) -> None:
+        found = {**model.model.state_dict(), **model.scaling.state_dict()}
+        states.append({name: value.clone() for name, value in found.items()})
+
+    spoil(run, {3})
+    before_each_step(look)
+    assert train(run)["status"] == "finished"
+    assert states[2].keys() == states[3].keys()  # at the begin of steps 3 and 4
+    assert all(torch.equal(states[2][name], states[3][name]) for name in states[2])
+    assert all(value.isfinite().all() for value in run.models[0].scaling.state_dict().values())
+    records = [record for record in read_metrics(run.folder.metrics) if "validation_loss" not in record]
+    assert [(record["step"], "loss" in record) for record in records] == [(1, True), (2, True), (3, False), (4, True)]
+    assert "output of model.embed_tokens" in records[2]["skipped"]
+    assert run.progress.skipped_steps == {"delayed": 1}
+    assert run.progress.consumed_sequences == 4 * config.training.step_batch_size
+    assert "skipped: " in capsys.readouterr().out
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(tiny_config, spoil):
+    run = prepare(changed(tiny_config, training={"steps": 9, "nonfinite": "skip", "max_nonfinite_steps": 2}))
+    spoil(run, {1, 2, 4, 5, 6})
+    with pytest.raises(NonFiniteError, match=r"step 6 .*training\.max_nonfinite_steps = 2 were skipped"):
+        train(run)
+    assert run.progress.step == 5
+
+
+@pytest.mark.parametrize(
+    ("compare", "bad_step", "ruined", "saved", "says"),
+    [
+        (False, 3, False, ["step-00000002"], "; the checkpoint of step 2 is from before it"),
+        (False, 3, True, [], "; the weights are not finite, and are not saved"),
+        (True, 2, False, [], "training.nonfinite = skip"),  # the baseline has taken the step, the float8 model has not
+    ],
+)
+def test_a_run_that_is_not_finite_leaves_a_record_and_the_step_before(
+    tiny_config, spoil, before_each_step, compare, bad_step, ruined, saved, says
+):
+    config = changed(tiny_config, job={"compare": compare}, float8={"enable_float8_linear": compare})
+    run = prepare(config)
+    spoil(run, {bad_step})
+    weight = next(run.models[0].model.parameters())
+    before_each_step(lambda model, step: weight.data.fill_(math.inf) if ruined and step == bad_step else None)
+    with pytest.raises(NonFiniteError, match=f"step {bad_step} .*model.embed_tokens.*; lower optimizer.lr.*") as error:
+        train(run)
+    assert str(error.value).endswith(says)
+    folder = run.folder.path
+    assert (checkpoints(folder) if (folder / "checkpoint").exists() else []) == saved
+    last = read_metrics(run.folder.metrics)[-1]
+    assert (last["step"], last["run"]) == (bad_step, run.models[0].name)
+    assert "model.embed_tokens" in last["nonfinite"]
+
+
+def test_steps_in_time_leave_nothing(tmp_path, capsys):
+    watching = Watchdog(tmp_path / "stacks-rank0.txt")
+    with watching.step(5, "step"):
+        pass
+    with watching.step(0, "step"):
+        time.sleep(0.02)
+    assert not list(tmp_path.iterdir())
+    assert capsys.readouterr().err == ""
+
+
+def train_slowly(stacks: Path) -> None:
+    """A step of Python code that is compiled and called without end, and of deep stacks."""
+
+    def deep(n):
+        return 0 if n == 0 else 1 + deep(n - 1)
+
+    def compiles_and_calls(n):
+        exec(f"def f{n % 7}(n):\n    return deep(n) + sum(x for x in range(5))\nf{n % 7}({n % 30})", {"deep": deep})
+
+    with Watchdog(stacks).step(0.002, "step 1"):
+        until, n = time.monotonic() + 1.5, 0
+        while time.monotonic() < until:
+            compiles_and_calls(n := n + 1)
+
+
+def test_a_step_that_is_slow_and_not_stuck_survives_its_stacks(tmp_path):
+    """Stacks read while Python code runs would end the process by a segmentation fault within a second or so."""
+    path = tmp_path / "stacks-rank0.txt"
+    done = Forked(train_slowly, path).finished()
+    assert done.returncode == 0, done.stderr
+    assert "compiles_and_calls" in path.read_text()
+
+
+def test_a_step_that_is_stuck_leaves_its_stack_and_the_run_goes_on(tiny_config, monkeypatch, before_each_step, capsys):
+    run = prepare(replace(changed(tiny_config, training={"steps": 3}), comm=Comm(watchdog_seconds=1)))
+
+    def the_step_that_hangs(model: TrainedModel, step: int) -> None:
+        time.sleep(1.2 if step == 2 else 0)
+
+    before_each_step(the_step_that_hangs)
+    monkeypatch.setattr(train_module, "FIRST_STEP_PATIENCE", 30)
+    assert train(run)["status"] == "finished"
+    path = run.paths.stacks(0)
+    assert "the_step_that_hangs" in path.read_text()
+    line = f"quaver: step 2 of bfloat16 on rank 0 takes longer than 1 s; its stacks are in {path}"
+    assert error_line(capsys) == line
+
+
+def test_deterministic_algorithms_are_on_in_the_run_alone(tiny_float8_config, before_each_step):
+    seen, losses = [], []
+    before_each_step(lambda model, step: seen.append(torch.are_deterministic_algorithms_enabled()))
+    for name, deterministic in (("plain", False), ("deterministic", True)):
+        config = changed(tiny_float8_config, job={"name": name})
+        run = run_to_end(changed(config, training={"steps": 2, "deterministic": deterministic}))
+        losses.append([r["loss"] for r in read_metrics(run.folder.metrics) if "loss" in r])
+    assert seen == [False] * 4 + [True] * 4
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert losses[0] == losses[1]
+
+
+def test_what_has_no_deterministic_algorithm_is_refused_inside():
+    with determinism(True), pytest.raises(RuntimeError, match="deterministic"):
+        torch.zeros(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+
+
+def closed_pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize("open_bad", [closed_pipe, lambda: os.open("/dev/full", os.O_WRONLY)], ids=["pipe", "full"])
+def test_a_run_goes_on_without_its_stdout(resumable_config, monkeypatch, capsys, open_bad):
+    with os.fdopen(open_bad(), "w") as bad:
+        monkeypatch.setattr("sys.stdout", bad)
+        run = run_to_end(resumable_config)
+    assert checkpoints(run.folder.path) == ["step-00000002", "step-00000004"]
+    assert "the run continues without display" in error_line(capsys)
+
+
+@pytest.mark.parametrize(("disposition", "last"), [(signal.SIG_DFL, 3), (signal.SIG_IGN, 4)], ids=["plain", "nohup"])
+def test_a_closed_terminal_ends_the_run_with_a_checkpoint_but_under_nohup(
+    resumable_config, before_each_step, disposition, last
+):
+    def close_terminal(model: TrainedModel, step: int) -> None:
+        for _ in range(2 if step == 3 else 0):  # by the shell and by the kernel
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    before_each_step(close_terminal)
+    before = signal.signal(signal.SIGHUP, disposition)
+    try:
+        run = prepare(resumable_config)
+        assert train(run)["status"] == ("interrupted" if last == 3 else "finished")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert checkpoints(run.folder.path) == ["step-00000002", f"step-0000000{last}"]
+
+
+def test_a_second_ctrl_c_ends_at_once(tiny_config, drawn_curves, monkeypatch):
+    run = prepare(tiny_config)
+
+    def signal_twice(*_):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(train_module, "_train_step", signal_twice)
+    summary = train(run)  # before the first record: the curves are empty, and drawn
+    assert (summary["status"], summary["steps"]) == ("interrupted", 0)
+    assert run.folder.curves.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_a_full_disk_or_a_removed_folder_ends_the_run_with_one_line(
+    resumable_config, drawn_curves, monkeypatch, before_each_step, capsys
+):
+    folder = run_to_end(resumable_config).folder.path
+
+    def resume(steps: int) -> int:
+        capsys.readouterr()
+        return main(["train", "--resume", str(folder), f"--training.steps={steps}"])
+
+    for name, file in (("metrics.jsonl", "metrics.jsonl"), (".curves.png", "curves.png")):
+
+        def fill_disk(_setup: object, path: Path = folder / name) -> None:
+            path.unlink(missing_ok=True)
+            path.symlink_to("/dev/full")
+
+        kept = Path(shutil.copy(folder / "metrics.jsonl", folder / "kept"))
+        with monkeypatch.context() as patch:
+            patch.setattr("quaver.lab.trainer.train.begin_folder", fill_disk)
+            assert resume(5) == 4
+        assert f"{folder / file}': No space left on device" in error_line(capsys)
+        assert checkpoints(folder)[:2] == ["step-00000002", "step-00000004"]
+        (folder / "metrics.jsonl").unlink()
+        kept.rename(folder / "metrics.jsonl")
+    assert resume(7) == 0
+    assert checkpoints(folder)[-1] == "step-00000007"
+    before_each_step(lambda model, step: shutil.rmtree(folder))
+    assert resume(9) == 4
+    assert "was removed while the run trained" in error_line(capsys)
+
+
+def test_the_first_rank_alone_shows_the_warnings_of_torch(caplog):
+    for is_first in (True, False):
+        caplog.clear()
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.simplefilter("always")
+            with quiet(is_first):
+                warnings.warn("of every rank", stacklevel=1)
+                logging.getLogger("torch").warning("of every rank")
+                logging.getLogger("quaver").warning("of this rank")
+        assert [str(each.message) for each in shown] == ["of every rank"] * is_first
+        assert [each.name for each in caplog.records] == ["torch", "quaver"][not is_first :]
+
+
+def wait_in_a_collective(rank: int, port: int, folder: Path) -> None:
+    """Rank 0 waits for rank 1, which does not come before rank 0 has raised."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    with Ranks(rank, rank, 2).process_group(torch.device("cpu"), timeout_seconds=1):
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="(?i)timed? ?out"):
+                torch.distributed.all_reduce(torch.ones(1))
+            (folder / "raised").touch()
+        while not (folder / "raised").exists():
+            time.sleep(0.02)
+        os._exit(0)
+
+
+@pytest.mark.nightly
+def test_a_collective_raises_after_its_timeout(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ranks = [Forked(wait_in_a_collective, rank, port, tmp_path) for rank in range(2)]
+    done = [rank.finished() for rank in ranks]
+    assert [each.returncode for each in done] == [0, 0], done
+    assert (tmp_path / "raised").exists()

@@ -1,0 +1,52 @@
+"""The learning rate of each step against closed formulas, at the corners of every schedule."""
+
+import math
+
+import pytest
+
+from quaver.lab.settings import LRScheduler, Optimizer
+from quaver.lab.trainer.optimizer import learning_rate
+
+LR, STEPS, WARMUP, FLOOR = 0.5, 110, 10, 0.1
+WARMING = {1: LR / 10, 9: LR * 9 / 10, 10: LR}
+
+
+def above_floor(share: float) -> float:
+    """The rate when `share` of what lies between the floor and the top is left."""
+    return LR * (FLOOR + (1 - FLOOR) * share)
+
+
+def wsd(decay_type: str) -> dict[str, object]:
+    return {"schedule": "wsd", "decay_ratio": 0.2, "decay_type": decay_type}
+
+
+CASES = {  # step: rate. The warm-up ends at step 10; after it 100 steps are left, and wsd decays in the last 22.
+    "cosine": ({}, {11: above_floor((1 + math.cos(math.pi / 100)) / 2), 60: above_floor(0.5), 110: LR * FLOOR}),
+    "linear": ({"schedule": "linear"}, {11: above_floor(0.99), 60: above_floor(0.5), 110: LR * FLOOR}),
+    "constant": ({"schedule": "constant"}, {11: LR, 60: LR, 110: LR}),
+    "wsd_linear": (wsd("linear"), {11: LR, 88: LR, 89: above_floor(21 / 22), 99: above_floor(0.5), 110: LR * FLOOR}),
+    "wsd_sqrt": (
+        wsd("sqrt"),
+        {88: LR, 89: above_floor(1 - math.sqrt(1 / 22)), 99: above_floor(1 - math.sqrt(0.5)), 110: LR * FLOOR},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rates_at_the_corners(name):
+    settings, expected = CASES[name]
+    schedule = LRScheduler(warmup_steps=WARMUP, min_lr_factor=FLOOR, **settings)
+    expected = WARMING | expected
+    rates = {step: learning_rate(step, STEPS, Optimizer(lr=LR), schedule) for step in expected}
+    assert rates == pytest.approx(expected, rel=1e-12)
+    falling = [learning_rate(step, STEPS, Optimizer(lr=LR), schedule) for step in range(WARMUP, STEPS + 1)]
+    assert falling == sorted(falling, reverse=True)
+
+
+@pytest.mark.parametrize(("steps", "ratio", "expected"), [(110, 0.2, 22), (4, 0.1, 1), (9, 1.0, 9)])
+def test_the_decay_has_whole_steps_and_at_least_one(steps, ratio, expected):
+    schedule = LRScheduler(warmup_steps=0, schedule="wsd", decay_ratio=ratio, min_lr_factor=0.0)
+    assert schedule.decay_steps(steps) == expected
+    below = [step for step in range(1, steps + 1) if learning_rate(step, steps, Optimizer(lr=LR), schedule) < LR]
+    assert below == list(range(steps - expected + 1, steps + 1))
+    assert learning_rate(steps, steps, Optimizer(lr=LR), schedule) == 0

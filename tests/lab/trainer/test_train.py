@@ -1,0 +1,102 @@
+"""Runs of a second: what they compute, what they leave behind, how they end."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quaver.lab.runs.json_lines import read_metrics
+from quaver.lab.settings import Float8
+from quaver.lab.settings.config_file import load_config
+from quaver.lab.trainer.memory import PeakMemory
+from quaver.lab.trainer.metrics import summarize
+from quaver.lab.trainer.train import Run, prepare, train
+from quaver.lab.trainer.trained_model import TrainedModel
+from tests.lab.trainer.runs import changed, run_to_end
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def losses(run: Run, name: str | None = None) -> list[float]:
+    name = name or run.models[0].name
+    records = [record for record in read_metrics(run.folder.metrics) if record["run"] == name]
+    return [record["loss"] if "loss" in record else record["validation_loss"] for record in records]
+
+
+def test_a_run_leaves_everything_in_its_folder(tiny_config, drawn_curves, capsys):
+    run = run_to_end(tiny_config)
+    folder = run.folder.path
+    files = {"config.toml", "data.json", "metrics.jsonl", "summary.json", "curves.png", "provenance.jsonl"}
+    assert {file.name for file in folder.iterdir()} == files | {".writer.lock", "checkpoint"}
+    resolved = changed(tiny_config, training={"global_batch_size": 2})
+    assert load_config(folder / "config.toml") == run.config == resolved
+    assert (folder / "curves.png").read_bytes().startswith(PNG)
+    assert len(json.loads((folder / "data.json").read_text())["sha256"]) == 64
+
+    records = read_metrics(run.folder.metrics)
+    assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4]
+    assert [record["step"] for record in records if "validation_loss" in record] == [2, 4]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 4)
+    result = summary["runs"]["bfloat16"]
+    assert result["validation_loss"] == records[-1]["validation_loss"]
+    assert result["peak_memory_source"] == "tensors of one step, exact"
+    parameters = sum(p.numel() * 4 for p in run.models[0].model.parameters())
+    assert result["peak_memory_bytes"] > 4 * parameters  # weights, gradients, two moments, and activations
+    output = capsys.readouterr().out
+    assert "grad norm" in output
+    assert "tokens/s" in output
+
+
+def test_memory_is_measured_in_a_step_without_a_trace(tiny_config, monkeypatch):
+    steps, train_step = [], TrainedModel.train_step
+
+    def record(self, step, batches, *, measure_memory):
+        steps.append(step) if measure_memory else None
+        return train_step(self, step, batches, measure_memory=measure_memory)
+
+    monkeypatch.setattr(TrainedModel, "train_step", record)
+    traced = {"enable_profiling": True, "profile_freq": 3, "profiler_warmup": 1, "profiler_active": 1}
+    monkeypatch.setattr(TrainedModel, "has_countable_memory", False)  # as of compiled code
+    (model,) = run_to_end(changed(tiny_config, profiling=traced)).models
+    assert steps == [4]
+    assert model.peak.exact
+
+
+def test_both_models_have_equal_weights_and_data_take_turns_and_differ_only_in_float8(tiny_float8_config, monkeypatch):
+    run = prepare(tiny_float8_config)
+    assert [each.name for each in run.models] == ["tensorwise", "bfloat16"]
+    for (name, ours), (_, theirs) in zip(*(each.model.state_dict().items() for each in run.models), strict=True):
+        assert torch.equal(ours, theirs), name
+        assert ours.data_ptr() != theirs.data_ptr()
+    summary = train(run)
+    turns = [(r["step"], r["run"][0]) for r in read_metrics(run.folder.metrics) if "loss" in r]
+    assert turns == [(1, "t"), (1, "b"), (2, "b"), (2, "t"), (3, "t"), (3, "b"), (4, "b"), (4, "t")]
+    float8, baseline = losses(run), losses(run, "bfloat16")
+    assert float8 != baseline
+    assert float8 == pytest.approx(baseline, rel=0.05)
+
+    alone = changed(tiny_float8_config, job={"name": "alone", "compare": False})
+    alone = replace(alone, float8=Float8(enable_float8_linear=False))
+    assert losses(run_to_end(alone)) == baseline  # the baseline is exactly the run without float8
+
+    comparison = summary["comparison"]
+    ours, theirs = summary["runs"]["tensorwise"], summary["runs"]["bfloat16"]
+    assert comparison["loss_gap"] == pytest.approx(ours["validation_loss"] / theirs["validation_loss"] - 1)
+    faster = theirs["median_step_seconds"] / ours["median_step_seconds"]
+    assert comparison["tokens_per_s_ratio"] == pytest.approx(faster)
+    assert comparison["peak_memory_ratio"] == ours["peak_memory_bytes"] / theirs["peak_memory_bytes"]
+    report = json.loads((run.folder.path / "conversion_report.json").read_text())
+    assert "lm_head" in json.dumps(report)
+    assert {layer["backend"] for layer in report["layers"] if layer["converted"]} == {"exact"}
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_only_exact_peaks_are_compared(tiny_float8_config, exact):
+    run = prepare(tiny_float8_config)
+    for model, peak_bytes in zip(run.models, (100, 200), strict=True):
+        model.peak = PeakMemory(peak_bytes, exact, "said so")
+    about = (run.config, run.models, run.device, run.peak, run.dims, run.flops_per_token)
+    summary = summarize(*about, status="finished", steps=0, error=None)
+    assert summary["comparison"]["peak_memory_ratio"] == (0.5 if exact else None)

@@ -1,0 +1,490 @@
+"""Activation checkpointing: the same bits, the matmuls computed again, and the bytes kept, in each mode and recipe."""
+
+import contextlib
+import copy
+import gc
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+import torch._functorch.config as compiler_config
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
+
+from quaver import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
+from quaver.checkpointing import policy as checkpointing
+from quaver.checkpointing.policy import MATMULS, apply_activation_checkpointing
+from quaver.kernels import cpu
+from quaver.lab.settings import Model
+from quaver.lab.trainer.memory import TensorBytes
+from quaver.lab.trainer.model import Block, rope_tables
+from tests.steps import assert_same, draw
+from tests.thinned import at_night, thinned
+
+CASTS = ["extension", "pytorch"]
+FLOAT8 = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed"]
+MODES = [("full", "op"), ("selective", "op"), ("selective", "1"), ("selective", "2")]
+AMAXES = 1.001
+"""A block's amaxes are a few numbers a row of its largest tensors: under a thousandth of what bfloat16 keeps."""
+
+
+class Net(nn.Module):
+    """Blocks of a width."""
+
+    def __init__(self, width: int, blocks: int = 1) -> None:
+        super().__init__()
+        shape = Model(dim=width, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=width * 7 // 2)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(blocks))
+
+    def forward(self, x):
+        cos, sin = rope_tables(x.shape[1], x.shape[2] // 4, 1e4, x.device)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return x
+
+
+def make(recipe: str | None, mode: str = "none", option: str = "op", **shape) -> Net:
+    torch.manual_seed(1)
+    net = Net(**shape)
+    if recipe:
+        convert_to_float8_training(net, config=Float8LinearConfig.from_recipe_name(recipe))
+    apply_activation_checkpointing(net.layers, mode=mode, selective_ac_option=option)
+    return net
+
+
+def train(net: nn.Module, *, dtype=torch.float32, autocast=True, offload=False) -> list[torch.Tensor]:
+    """Two steps; every output, gradient and kept scale. With `offload` a recomputation gets its input as a copy."""
+    results = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        source = torch.randn(2, 64, 64, dtype=dtype, requires_grad=True)
+        saved = torch.autograd.graph.save_on_cpu() if offload else contextlib.nullcontext()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved:
+            output = net(source * 1.5)
+        output.square().mean().backward()
+        results += [output, source.grad, *(parameter.grad.clone() for parameter in net.parameters())]
+        results += [each.clone() for each in float8_scaling_state(net).state_dict().values()]
+        if float8_scaling_state(net):
+            sync_float8_amax_and_scale_history(net)
+            results += [each.clone() for each in float8_scaling_state(net).state_dict().values()]
+    return results
+
+
+@pytest.fixture(params=CASTS)
+def casts(request, monkeypatch):
+    """With the casts in C, which no policy sees, and with those in PyTorch, all of which one sees."""
+    if request.param == "pytorch":
+        monkeypatch.setattr(cpu, "AVAILABLE", False)
+
+
+class Readers(nn.Module):
+    """Two linears that read the module's own input, one of them through a view, and one that reads their product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 256, bias=False)
+        self.second = nn.Linear(64, 256, bias=False)
+        self.last = nn.Linear(256, 256, bias=False)
+
+    def forward(self, x):
+        return self.last(self.first(x) * self.second(x.flatten(0, 1)).view(*x.shape[:-1], -1))
+
+
+class CastBefore(nn.Module):
+    """The block's input was cast before the block, and must not get another tensor's amax [Note: what a policy counts].
+
+    Only the block is checkpointed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(64, 256, bias=False)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 256, bias=False), nn.SiLU(), nn.Linear(256, 256))])
+
+    def forward(self, x):
+        x = x * 100
+        return self.before(x) * self.layers[0](x)
+
+
+class Nested(nn.Module):
+    """A checkpoint inside reads the input of the one around, and is computed again on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 1024), nn.Linear(1024, 64)
+
+    def forward(self, x):
+        def inner(x):
+            return self.second(self.first(x).sin())
+
+        return inner(x) + checkpoint(inner, x, use_reentrant=False, preserve_rng_state=False)
+
+
+MODULES = {
+    "blocks": (lambda: Net(64, blocks=2), [{}]),
+    "dropout": (lambda: nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)), [{}]),
+    "own input": (Readers, [{"dtype": torch.float32}, {"dtype": torch.bfloat16}]),
+    "cast before": (CastBefore, [{"autocast": False, "offload": True}]),
+    "nested": (Nested, [{"autocast": False}]),
+}
+"""How to make a module, and the ways to train it."""
+
+
+RECIPES = [None, *FLOAT8, "blockwise", "mxfp8_with_gw_hp"]
+IN_C = [*((module, "rowwise") for module in MODULES), ("blocks", "delayed"), ("blocks", "mxfp8_with_gw_hp")]
+"""The modules and recipes that each run trains with casts in C, too: inside those a policy sees no operation."""
+
+
+@pytest.mark.parametrize(
+    ("module", "recipe", "casts"),
+    [
+        *thinned(MODULES, RECIPES, ["pytorch"], together=1),
+        *((*each, "extension") for each in IN_C),
+        *at_night((*each, "extension") for each in itertools.product(MODULES, RECIPES) if each not in IN_C),
+    ],
+    indirect=["casts"],
+)
+def test_checkpointing_changes_no_bit(module, recipe, casts):
+    make_module, ways = MODULES[module]
+    torch.manual_seed(1)
+    plain = make_module()
+    if recipe:
+        convert_to_float8_training(plain, config=recipe)
+    for way in ways:
+        expected = train(copy.deepcopy(plain), **way)
+        for mode, option in MODES:
+            net = copy.deepcopy(plain)
+            apply_activation_checkpointing(getattr(net, "layers", [net]), mode=mode, selective_ac_option=option)
+            assert_same(train(net, **way), expected, f"{mode} {option}")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode", "without_gradients"),
+    thinned(FLOAT8, ("full", "selective"), (torch.no_grad, torch.inference_mode)),
+)
+def test_a_checkpointed_module_runs_without_gradients(recipe, mode, without_gradients):
+    net = convert_to_float8_training(Readers(), config=Float8LinearConfig.from_recipe_name(recipe))
+    apply_activation_checkpointing([net.eval()], mode=mode)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = net(torch.ones(4, 64, 64))
+        with without_gradients():
+            assert torch.equal(net(torch.ones(4, 64, 64) * 1.0), expected)
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def matmuls(self) -> int:
+        return sum(self.counts[each] for each in MATMULS)
+
+
+def fake_step(recipe: str | None, mode: str) -> tuple[int, Calls, Calls]:
+    """A bfloat16 block 4096 wide on 16384 tokens: bytes kept by its forward, calls of its forward and backward.
+
+    Fake tensors are seen by the policy as a GPU's are: in single operations of PyTorch, and whole float8 matmuls.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with FakeTensorMode():
+            net = make(recipe, mode, width=4096)
+            input = torch.randn(4, 4096, 4096, requires_grad=True)
+            with TensorBytes() as tensors:
+                with Calls() as forward:
+                    output = net(input)
+                gc.collect()
+                tables = 2 * 4096 * 1024 * 4  # of rope, which a model computes once
+                kept = tensors.live_bytes - output.untyped_storage().nbytes() - tables
+                with Calls() as backward:
+                    output.backward(torch.ones_like(output))
+    finally:
+        torch.set_default_dtype(before)
+    return max(kept, 0), forward, backward
+
+
+RECOMPUTED_MATMULS = {"none": 0, "selective": 3, "full": 6}
+"""A recomputation ends before the last of 7 matmuls, whose result nothing reads."""
+
+
+@pytest.fixture(scope="module")
+def bfloat16_steps() -> dict[str, tuple[int, Calls, Calls]]:
+    return {mode: fake_step(None, mode) for mode in RECOMPUTED_MATMULS}
+
+
+@pytest.mark.parametrize("recipe", [None, "rowwise", *at_night((each,) for each in FLOAT8 if each != "rowwise")])
+def test_each_mode_keeps_no_more_than_in_bfloat16_and_recomputes_as_many_matmuls(recipe, bfloat16_steps):
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    steps = {mode: fake_step(recipe, mode) for mode in RECOMPUTED_MATMULS} if recipe else bfloat16_steps
+    kept = {mode: step[0] for mode, step in steps.items()}
+    assert kept["none"] > 3 * kept["selective"] > 100 * kept["full"]
+    for mode, (_, forward, backward) in steps.items():
+        assert kept[mode] <= AMAXES * bfloat16_steps[mode][0], mode
+        assert (forward.matmuls, backward.matmuls) == (7, 14 + RECOMPUTED_MATMULS[mode]), mode  # two gradients of each
+    assert steps["selective"][2].counts[flash] == 0  # a call that a policy answers is no call
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+def test_a_block_that_knows_its_matmuls_does_not_keep_the_last(recipe):
+    """[Note: which matmuls]: of q, k, v, o, gate, up and down it keeps k, o and up; q, v, gate and down at first."""
+    net, input = make(recipe, "selective", width=64), torch.randn(4, 64, 64, requires_grad=True)
+    kept, gradients = [], []
+    for _ in range(3):
+        net.zero_grad()
+        with TensorBytes() as tensors:
+            output = net(input)
+            gc.collect()
+            kept.append(tensors.live_bytes)
+        with Calls() as backward:
+            output.sum().backward()
+        assert backward.matmuls == 14 + 3
+        gradients.append([parameter.grad.clone() for parameter in net.parameters()])
+    tokens, width = 4 * 64, 64
+    amaxes = 7 * 4 * (tokens + width * 7 // 2)  # those of kept results differ, and those of weights stay
+    assert kept[1] == kept[2]
+    assert kept[0] - kept[1] == pytest.approx(4 * tokens * width, abs=amaxes)
+    assert_same(gradients[1:], [gradients[0]] * 2)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "casts"),
+    [(None, "extension"), ("tensorwise", "extension"), ("tensorwise", "pytorch"), ("rowwise", "pytorch")],
+    indirect=["casts"],
+)
+def test_eager_code_on_a_cpu_keeps_matmuls_in_every_precision(recipe, casts):
+    """[Note: eager code on a CPU]: every second matmul, attention, and amaxes where they show."""
+    kept = {}
+    for mode in ("none", "selective", "full"):
+        net, input = make(recipe, mode, width=64), torch.randn(4, 64, 64, requires_grad=True)
+        with TensorBytes() as tensors:
+            output = net(input)
+            gc.collect()
+            kept[mode] = tensors.live_bytes
+        output.sum().backward()
+    tokens, width = 4 * 64, 64
+    # q, v, gate and the projection back; attention, and its log-sum-exp for 4 heads
+    results = 4 * tokens * (width + width // 2 + width * 7 // 2 + width) + 4 * tokens * (width + 4)
+    amaxes = 7 * 4 * (tokens + width * 7 // 2)  # at most one for each token and each feature of seven linears
+    assert kept["none"] > 1.5 * kept["selective"]
+    assert results <= kept["selective"] - kept["full"] <= results + amaxes
+
+
+def compiled_step(recipe: str | None, mode: str, budget: float = 1.0) -> tuple[list, int, int, list[torch.Tensor]]:
+    """Compile without code generation: the tensors kept, the matmuls of forward and backward, and the results."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    net = make(recipe, mode, width=128)
+    with compiler_config.patch(activation_memory_budget=budget):
+        net.layers[0].compile(fullgraph=True, backend=backend)
+        input = draw(4, 128, 128).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = net(input)
+        output.sum().backward()
+    torch.compiler.reset()
+    forward, backward = graphs
+    (returned,) = (node for node in forward.graph.nodes if node.op == "output")
+    made = [node for node in returned.args[0][1:] if node.op != "placeholder"]
+    values = [node.meta["val"] for node in made if isinstance(node.meta["val"], torch.Tensor)]
+    matmuls = [sum(node.target in MATMULS for node in graph.graph.nodes) for graph in graphs]
+    observed = [each.clone() for each in float8_scaling_state(net).state_dict().values()]
+    return values, *matmuls, [output, input.grad, *(each.grad for each in net.parameters()), *observed]
+
+
+def nbytes(tensors: list[torch.Tensor]) -> int:
+    return sum(int(each.numel()) * each.element_size() for each in tensors if each.dtype is not torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "modes"),
+    [("tensorwise", ("none", "selective")), *at_night((name, tuple(RECOMPUTED_MATMULS)) for name in (None, *FLOAT8))],
+)
+def test_a_compiled_block_keeps_what_the_policy_says(recipe, modes):
+    runs = {mode: compiled_step(recipe, mode) for mode in modes}
+    assert [run[1:3] for run in runs.values()] == [(7, 14 + RECOMPUTED_MATMULS[mode]) for mode in modes]
+    for mode in modes[1:]:
+        assert_same(runs[mode][3], runs["none"][3], mode)
+    if recipe != "delayed":  # whose graphs return what they recorded, too
+        none, selective, *full = (nbytes(run[0]) for run in runs.values())
+        tokens, width = 4 * 128, 128
+        kept = 2 * tokens * (width + width // 2 + width * 7 // 2 + width)  # q, v, gate and attention in bfloat16
+        assert kept <= selective <= AMAXES * kept + 4 * tokens * 4 + 32  # and the log-sum-exp of attention
+        assert none > 2 * selective
+        assert not any(full)
+
+
+def test_a_memory_budget_reaches_the_compiler(memory_budget_restored):
+    apply_activation_checkpointing([], mode="memory_budget", memory_budget=0.25)
+    assert compiler_config.activation_memory_budget == 0.25
+    kept = [nbytes(compiled_step(None, "none", budget)[0]) for budget in (1.0, 0.5, 0.0)]
+    assert kept[0] > kept[1] > kept[2]
+    assert kept[1] <= 0.5 * kept[0]
+
+
+def test_modules_keep_their_names_and_what_they_are():
+    plain, net = make("delayed", width=64, blocks=2), make("delayed", "selective", width=64, blocks=2)
+    assert [name for name, _ in net.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert list(net.state_dict()) == list(plain.state_dict())
+    assert list(float8_scaling_state(net).state_dict()) == list(float8_scaling_state(plain).state_dict())
+    assert all(isinstance(layer, Block) for layer in net.layers)
+    assert type(net.layers[0]) is type(net.layers[1])
+    assert "CheckpointedBlock" in repr(net)
+
+
+def test_a_deep_copy_computes_with_its_own_weights():
+    net = make("tensorwise", "selective", width=64)
+    copied = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(2)
+    assert not torch.equal(train(net)[0], train(copied)[0])
+
+
+def test_every_nth_module_is_checkpointed():
+    chosen = [type(layer) is not Block for layer in make(None, "selective", "3", width=64, blocks=7).layers]
+    assert chosen == [False, False, True, False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "all"}, "mode must be one of none, full, selective, memory_budget, got 'all'"),
+        ({"selective_ac_option": "0"}, "selective_ac_option must be"),
+        ({"selective_ac_option": "-1"}, "selective_ac_option must be"),
+        ({"mode": "memory_budget", "memory_budget": 1.5}, "memory_budget must be from 0 to 1, got 1.5"),
+        *(
+            ({**how, **changes}, "also_keep and never_keep must be empty unless mode is selective")
+            for how in ({"mode": "full"}, {"mode": "none"}, {"selective_ac_option": "1"})
+            for changes in ({"also_keep": ["aten.abs"]}, {"never_keep": ["aten.amax"]})
+        ),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=message):
+        apply_activation_checkpointing([layer], **arguments)
+    assert type(layer) is nn.Linear
+
+
+def test_a_module_is_checkpointed_once():
+    net = make(None, "full", width=64)
+    with pytest.raises(ValueError, match="CheckpointedBlock is checkpointed already"):
+        apply_activation_checkpointing(net.layers)
+
+
+def silu_kept(**changes) -> tuple[int, list[torch.Tensor]]:
+    """How many results of silu a block's forward saves for its backward, gradients not counted."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(64, 256, bias=False), nn.SiLU(), nn.Linear(256, 64, bias=False))
+    apply_activation_checkpointing([block], **changes)
+    with Calls() as calls:
+        output = block(torch.ones(32, 64, requires_grad=True))
+        forward = calls.counts[torch.ops.aten.silu.default]
+        output.sum().backward()
+    kept = 2 * forward - calls.counts[torch.ops.aten.silu.default]
+    return kept, [parameter.grad for parameter in block.parameters()]
+
+
+def test_a_policy_can_be_told_what_to_keep_and_what_not():
+    kept, expected = silu_kept()
+    assert kept == 0
+    for changes, number in (
+        ({"also_keep": ["aten.silu"]}, 1),
+        ({"also_keep": ["aten.silu.default", "aten.abs"]}, 1),
+        ({"also_keep": ["aten.silu"], "never_keep": ["aten.silu"]}, 0),
+    ):
+        kept, gradients = silu_kept(**changes)
+        assert kept == number
+        assert_same(gradients, expected)
+
+
+class WritesInPlace(nn.Module):
+    """Writes to the results of a matmul, of silu and of mul, through a view too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        gate, up = self.first(x), self.second(x)
+        product = torch.nn.functional.silu(gate).mul_(up) * 0.5
+        product.view(-1).add_(1)
+        torch._foreach_mul_([product], 2.0)
+        return self.last(product).relu_() + self.first(x).mul_(3)
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+@pytest.mark.parametrize("kept", [(), ("aten.silu", "aten.mul", "aten._unsafe_view", "aten.relu")])
+def test_results_that_are_saved_can_be_written_to(kept, recipe):
+    def gradients(mode, **changes):
+        torch.manual_seed(0)
+        block = WritesInPlace()
+        if recipe:
+            convert_to_float8_training(block, config=recipe)
+        apply_activation_checkpointing([block], mode=mode, **changes)
+        block(torch.ones(32, 64, requires_grad=True)).square().sum().backward()
+        return [parameter.grad for parameter in block.parameters()]
+
+    assert_same(gradients("selective", also_keep=kept), gradients("none"))
+
+
+def test_attention_that_draws_random_numbers_is_not_saved():
+    decide = checkpointing._policy(checkpointing.NO_CHANGES, checkpointing.MatmulCount())
+    attention, query = torch.ops.aten._scaled_dot_product_flash_attention.default, torch.empty(1)
+    context = SelectiveCheckpointContext(is_recompute=False)
+    decisions = [decide(context, attention, query, query, query, *dropout) for dropout in ((), (0.0,), (0.1,))]
+    decisions.append(decide(context, attention, query, query, query, dropout_p=0.1))
+    saves, recomputes = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    assert decisions == [saves, saves, recomputes, recomputes]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("aten.mul_", "which writes to its arguments"),
+        ("aten.mul.out", "which writes to its arguments"),
+        ("aten.view", "which returns a view of its argument"),
+        ("aten.detach", "which returns a view of its argument"),
+        ("aten.linear", "which is made of other operators"),
+        ("aten.native_dropout", "which draws random numbers"),
+        ("aten.sym_size", "which"),
+        ("quaver.update_amax_buffer", "which writes to its arguments"),
+    ],
+)
+def test_operators_without_a_result_to_save_are_refused(name, reason):
+    with pytest.raises(ValueError, match="expected an operator whose result can be saved") as raised:
+        apply_activation_checkpointing([], also_keep=[name])
+    assert f"got {name!r}, {reason}" in str(raised.value)
+
+
+def test_operators_by_name():
+    assert checkpointing.operations_to_keep(["aten.mul"]) == {torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar}
+    named = checkpointing.named_operations(["aten.add", "aten.mul.Tensor"])
+    assert {torch.ops.aten.add.Tensor, torch.ops.aten.add.out, torch.ops.aten.mul.Tensor} <= named
+    assert torch.ops.aten.mul.out not in named
+    for name in ("abs", "aten.nothing", "nowhere.abs", "aten.abs.nothing", "", "aten.__class__", "aten.abs.default.x"):
+        with pytest.raises(ValueError, match="expected the name of an operator that torch knows") as raised:
+            checkpointing.named_operations([name])
+        assert repr(name) in str(raised.value)

@@ -1,0 +1,238 @@
+"""`assert_float8_training` and the report on what ran: other tests of the function are in tests/library/foreign/."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from quaver import (
+    Float8Linear,
+    assert_float8_training,
+    cast_weights_once,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+)
+from quaver.experts.seam import to_float8_grouped_mm
+from quaver.recipes.config import resolve_config
+from quaver.runtime.slow_paths import say_once
+
+
+def test_training_may_be_required_to_multiply_natively():
+    model = nn.Sequential(*(Float8Linear(16, 16, device="meta") for _ in range(2)))  # no device is needed to tell
+    assert_float8_training(model)
+    for ran_on in (None, torch.device("cpu")):  # a smoke test before it moved
+        for linear in model:
+            linear._last_run.device = ran_on
+        with pytest.raises(RuntimeError, match="have not run yet, so nothing is known of .*: 0, 1$"):
+            assert_float8_training(model, require_native=True)
+    for linear in model:
+        linear._last_run.device, linear._last_run.backend = torch.device("meta"), "native"
+    assert_float8_training(model, require_native=True)
+    say_once("key", "no native matmul on cuda:0")
+    for backend in ("exact", "native and exact"):
+        model[1]._last_run.backend = backend
+        assert_float8_training(model)
+        with pytest.raises(RuntimeError, match="multiply exactly, not on float8 units: 1; no native matmul"):
+            assert_float8_training(model, require_native=True)
+
+
+def test_a_cpu_has_no_float8_units():
+    model = convert_to_float8_training(nn.Linear(16, 16))
+    with pytest.raises(RuntimeError, match="have not run yet"):
+        assert_float8_training(model, require_native=True)
+    model(torch.ones(2, 16))
+    with pytest.raises(RuntimeError, match="multiply exactly, because a CPU has no float8 units: "):
+        assert_float8_training(model, require_native=True)
+
+
+class Attention(nn.Module):
+    """As BEiT's of timm: qkv is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, input):
+        assert isinstance(self.proj.weight, nn.Parameter)
+        return self.proj(self.projected(input.to(self.proj.weight.dtype)))
+
+    def projected(self, input):
+        return F.linear(input, weight=self.qkv.weight, bias=self.qkv.bias)[..., :16]
+
+    def fuse(self):
+        return self.proj.weight.t()
+
+
+def step(model):
+    model(torch.ones(4, 16)).sum().backward()
+
+
+def refused(model, reason):
+    with pytest.raises(RuntimeError, match=reason):
+        assert_float8_training(model)
+
+
+def test_a_linear_whose_weight_its_parent_reads_is_no_float8(caplog):
+    model = convert_to_float8_training(nn.Sequential(Attention(), Attention(), nn.Linear(16, 16)))
+    note = "Attention.projected reads the weight of 0.qkv, 1.qkv: where it multiplies"
+    assert caplog.text.count("reads the weight") == caplog.text.count(note) == 1
+    with torch.no_grad():
+        model(torch.ones(4, 16))
+    assert conversion_report(model).float8_flops_fraction == 1  # it is no step
+    assert_float8_training(model)
+    step(model)
+    report = conversion_report(model)
+    reason = "it did not run while others trained: Attention.projected reads its weight and does not call it"
+    assert {layer.name: layer.reason for layer in report.skipped} == dict.fromkeys(
+        ["0.qkv", "1.qkv"], f"converted, but {reason}"
+    )
+    assert report.float8_flops_fraction == pytest.approx(1 / 3)
+    assert not report.notes
+    refused(model, f"0.qkv, 1.qkv: converted, but {reason}; leave it out")
+    for attention in model[:2]:
+        attention.projected = lambda input: attention.qkv(input)[..., :16]  # noqa: B023 - the last one for both
+    step(model)
+    refused(model, "  0.qkv: converted, but")
+    model[0].qkv(torch.ones(1, 16))
+    assert_float8_training(model)
+
+
+def test_only_what_others_trained_without_is_idle():
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    step(model)
+    for copied in (lambda old: nn.Linear(16, 16), copy.deepcopy, Float8Linear.from_float):
+        model[1] = convert_to_float8_training(copied(model[1]))
+        assert conversion_report(model).layers[1].backend == "not run yet"
+        assert_float8_training(model)
+        model[0](torch.ones(1, 16))
+        refused(model, "1: converted, but it did not run while others trained: nothing called it")
+
+
+def test_an_expert_without_tokens_and_a_compiled_linear_may_run_later():
+    experts = nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), "head": nn.Linear(16, 32)})
+    convert_to_float8_training(experts)
+    experts["experts"][1](torch.ones(1, 16))
+    refused(experts, "  head: converted, but it did not run")
+    torch.compile(experts["head"], backend="eager", fullgraph=True)(torch.ones(1, 16))
+    experts["experts"][1](torch.ones(1, 16))
+    assert_float8_training(experts)
+    experts["head"] = convert_to_float8_training(nn.Linear(16, 32))  # no such linear was compiled since
+    experts["experts"][1](torch.ones(1, 16))
+    refused(experts, "  head: converted, but it did not run")
+
+
+def calling(module):
+    """A forward that calls the original, as hooks of Accelerate, diffusers and LyCORIS do."""
+    return functools.update_wrapper(functools.partial(type(module).forward, module), module.forward)
+
+
+@pytest.mark.parametrize("replaced_at", ["before a step", "after a step"])
+def test_a_wrapper_is_judged_by_what_ran(replaced_at, caplog):
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    if replaced_at == "after a step":
+        step(model)
+    model[0].forward = calling(model[0])
+    replaced = "its forward was replaced on the instance"
+    if replaced_at == "after a step":
+        refused(model, f"0: {replaced}, and it has not run since")
+    else:
+        assert_float8_training(model)
+        assert f"0: {replaced}: float8 only if that calls the original; a step tells" in caplog.text
+    assert replaced in conversion_report(model).layers[0].reason
+    step(model)
+    assert_float8_training(model)
+    assert conversion_report(model).layers[0].reason == ""
+    model[1].forward = lambda input: F.linear(input, model[1].weight)
+    step(model)
+    refused(model, f"1: {replaced}, and it has not run since")
+    model[1] = convert_to_float8_training(nn.Linear(16, 16))
+    model[1].forward = lambda input: F.linear(input, model[1].weight)
+    step(model)
+    refused(model, "1: converted, .*: what replaced its forward on the instance does not call the original")
+
+
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.ones(2, 16, 16))
+
+    def forward(self, input):
+        return self._grouped_mm(A=input, B_t=self.w1, offs=torch.tensor([2, 4], dtype=torch.int32))
+
+    def _grouped_mm(self, *, A, B_t, offs):
+        return torch._grouped_mm(A, B_t, offs)
+
+
+def test_experts_are_judged_by_what_ran():
+    experts = to_float8_grouped_mm(Grouped(), resolve_config("rowwise"))
+    model = nn.Sequential(convert_to_float8_training(nn.Linear(16, 16)), experts)
+    experts.forward = lambda input: input
+    step(model)
+    assert [layer.converted for layer in conversion_report(model).layers] == [True, False]
+    refused(model, "1: converted, .*: what replaced its forward on the instance does not call the original")
+    experts.forward = calling(experts)
+    step(model)
+    assert_float8_training(model)
+    assert conversion_report(model.to(torch.float64).float()).layers[1].backend == "exact"
+
+
+def test_a_linear_remembers_what_it_ran_on_wherever_it_moves():
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
+    step(model)
+    assert {move(model)[0].backend for move in (nn.Module.bfloat16, nn.Module.float, nn.Module.cpu)} == {"exact"}
+    assert conversion_report(model.to("meta")).layers[0].backend == "exact"
+    assert {copied(model[0]).backend for copied in (copy.copy, copy.deepcopy)} == {"not run yet"}
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "idle", "read"),
+    [
+        pytest.param(
+            "Mamba",
+            {**SIZES, "vocab_size": 32},
+            {"dt_proj"},
+            {"x_proj", "dt_proj", "out_proj"},
+            marks=pytest.mark.nightly,
+        ),
+        (
+            "WavLM",
+            {**SIZES, "conv_dim": (16,), "conv_kernel": (10,), "conv_stride": (5,), "layerdrop": 0.0},
+            {"q_proj", "k_proj", "v_proj", "out_proj"},
+            {"q_proj", "k_proj", "v_proj", "out_proj"},
+        ),
+    ],
+)
+def test_models_of_transformers_whose_parents_read_weights(name, sizes, idle, read):
+    config = getattr(transformers, f"{name}Config")(**sizes)
+    model = convert_to_float8_training(transformers.AutoModel.from_config(config).train())
+    (note,) = (note for note in conversion_report(model).notes if "reads the weight of" in note)
+    assert any(leaf in note for leaf in read)
+    model(torch.ones(1, 8, dtype=torch.long) if name == "Mamba" else torch.randn(1, 100))
+    report = conversion_report(model)
+    found = {layer.name.rpartition(".")[2] for layer in report.skipped if "did not run" in layer.reason}
+    assert found == idle
+    assert not any("reads the weight" in note for note in report.notes)
+    refused(model, "reads its weight and does not call it")
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_a_linear_whose_weight_was_deleted_is_no_float8(recipe, caplog):
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), config=recipe)
+    del model[0].weight  # as LyCORIS' `full` does, which multiplies in its place
+    report = conversion_report(model)
+    assert [layer.converted for layer in report.layers] == [False, True]
+    assert report.layers[0].reason.startswith("converted, but its weight was deleted")
+    refused(model, "0: converted, but its weight was deleted")
+    convert_to_float8_training(model.bfloat16().float(), config=recipe)
+    assert "1 layers stay in high precision (0): converted, but its weight was deleted" in caplog.text
+    with cast_weights_once(model):
+        step(model[1])
+    assert [type(each) for each in convert_to_high_precision(model)] == [nn.Linear, nn.Linear]

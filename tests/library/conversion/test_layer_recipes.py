@@ -1,0 +1,92 @@
+"""A recipe for each layer: what is converted to what, in a library, in transformers' models and in the trainer."""
+
+import pytest
+import torch
+from torch import nn
+
+from quaver import Float8Linear, LayerRecipes, conversion_report
+from quaver.conversion.layer_recipes import convert_layers
+from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig
+from quaver.lab.trainer.float8 import convert_model
+from quaver.lab.trainer.model import Llama
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
+
+
+def recipes_of(module: nn.Module) -> dict[str, str]:
+    return {
+        name: each.config.recipe_name.value if isinstance(each, Float8Linear) else "high_precision"
+        for name, each in module.named_modules()
+        if isinstance(each, nn.Linear)
+    }
+
+
+def test_each_layer_has_its_recipe_and_the_report_says_why_one_has_none():
+    layers = {"1": "rowwise", "2": "high_precision"}
+    converted = convert_layers(
+        model(), LayerRecipes("tensorwise", layers), module_filter_fn=lambda _, name: name != "3"
+    )
+    assert recipes_of(converted) == {"0": "tensorwise", "1": "rowwise", "2": "high_precision", "3": "high_precision"}
+    reasons = {layer.name: layer.reason for layer in conversion_report(converted).skipped}
+    assert reasons["2"] == "layer_recipes: high precision"
+    converted(torch.randn(16, 32)).sum().backward()
+    assert all(linear.weight.grad.isfinite().all() for linear in converted)
+
+
+def test_a_layer_computes_as_in_a_model_with_that_recipe_alone():
+    input = torch.randn(16, 32)
+    mixed = convert_layers(model(), LayerRecipes("tensorwise", {"1": "rowwise"}))
+    alone = convert_layers(model(), LayerRecipes("rowwise"))
+    assert torch.equal(mixed[1](input), alone[1](input))
+    assert not torch.equal(mixed[0](input), alone[0](input))
+
+
+def test_a_file_is_read(tmp_path):
+    path = tmp_path / "recipes.toml"
+    path.write_text('[float8]\nrecipe_name = "rowwise"\nlayer_recipes = ["0=blockwise"]\n')
+    assert LayerRecipes.read(path) == LayerRecipes("rowwise", {"0": "blockwise"})
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (["0"], "expected an entry 'layer=recipe', got '0'"),
+        (["0=rowwise", "0=mxfp8"], "layer 0 has two recipes"),
+        (["0=nonsense"], "layer 0: .*rowwise.*; or high_precision"),
+        (["0=delayed"], "layer 0: expected a recipe with dynamic scaling, got 'delayed'"),
+    ],
+)
+def test_bad_entries_are_refused(entries, message):
+    with pytest.raises(ValueError, match=message):
+        LayerRecipes.parse("tensorwise", entries)
+    with pytest.raises(ValueError, match=f"float8.layer_recipes: {message}"):
+        Float8(layer_recipes=tuple(entries))
+
+
+def test_a_layer_that_is_not_there_is_refused_before_any_is_converted():
+    plain = model()
+    with pytest.raises(ValueError, match="layer_recipes has '7', which is no module of this Sequential"):
+        convert_layers(plain, LayerRecipes("tensorwise", {"7": "rowwise"}))
+    assert set(recipes_of(plain).values()) == {"high_precision"}
+
+
+def test_the_trainer_converts_by_layer():
+    name = "model.layers.1.mlp.down_proj"
+    config = Float8(layer_recipes=(f"{name}=mxfp8", "model.layers.0.mlp.up_proj=high_precision"))
+    with torch.device("meta"):
+        llama = Llama(Model())
+    convert_model(llama, config, tokens=64, device=torch.device("cpu"))
+    found = recipes_of(llama)
+    assert found[name] == "mxfp8"
+    assert found["model.layers.0.mlp.up_proj"] == found["lm_head"] == "high_precision"
+    assert found["model.layers.0.mlp.down_proj"] == "tensorwise"
+
+
+def test_tensor_parallelism_refuses_it():
+    with pytest.raises(
+        ValueError, match="float8.layer_recipes must be empty with parallelism.tensor_parallel_degree = 2"
+    ):
+        TrainConfig(float8=Float8(layer_recipes=("a=rowwise",)), parallelism=Parallelism(tensor_parallel_degree=2))

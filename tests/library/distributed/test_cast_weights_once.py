@@ -1,0 +1,168 @@
+"""cast_weights_once under FSDP2: one cast per shard and step, the same losses and bytes, errors for what changes."""
+
+import contextlib
+import copy
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import quaver.fsdp.gathered as fsdp
+from quaver import cast_weights_once, convert_to_float8_training
+from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from tests import steps
+from tests.counting import CollectiveCounter
+from tests.library.distributed.models import batches, loss_of, make_model
+from tests.library.distributed.test_delayed_fsdp import train
+from tests.library.distributed.test_fsdp import part_of, shard_model, world_mesh
+from tests.library.distributed.test_fsdp_features import change_weights, gathering, model_by
+from tests.ranks import on_ranks
+from tests.thinned import at_night
+
+MICROBATCHES = 2
+LINEARS = 7
+
+
+def run_step(model, batch, microbatches=MICROBATCHES):
+    steps.train(
+        model, None, [torch.cat([part_of(each) for each in batch.chunk(microbatches)])], microbatches=microbatches
+    )
+
+
+SCOPES = (contextlib.nullcontext, cast_weights_once)
+CASES = [("rowwise", "checkpointed"), ("delayed", "keep gathered")]
+NIGHTLY = [("rowwise_with_gw_hp", "keep gathered"), ("delayed", "checkpointed")]
+NIGHTLY += [("rowwise_with_tensorwise_weight", "hsdp"), ("tensorwise", "cpu offload")]
+NIGHTLY += [("tensorwise", "plain"), ("rowwise", "mixed precision"), ("tensorwise", "meta"), ("delayed", "hsdp")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [(2, CASES), *at_night([(1, CASES[:1]), (4, [*CASES, *NIGHTLY])])],
+    ids=["2", "1", "4"],
+)
+@on_ranks()
+def test_changes_no_bit_of_the_losses(ranks, cases):
+    for recipe, how in cases:
+        options = {"steps": 2, "accumulate": MICROBATCHES, "precompute": recipe == "rowwise"}
+        without, scoped = (train(model_by(how, gathering(recipe)), scope=scope, **options)[0] for scope in SCOPES)
+        assert without == scoped
+        assert len(set(without)) == len(without)
+
+
+def _count(recipe, how, scope, microbatches):
+    """Casts of shards, and calls and bytes of collectives, of the microbatches of one step."""
+    model = model_by(how, gathering(recipe))
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    casts, cast_with_scale = Counter(), fsdp.cast_with_scale
+
+    def counted(hp, *args):
+        casts[hp.shape] += 1
+        return cast_with_scale(hp, *args)
+
+    fsdp.cast_with_scale, counter = counted, CollectiveCounter()
+    batch = batches(1, microbatches * dist.get_world_size())[0]
+    try:
+        with counter, scope(model):
+            run_step(model, batch, microbatches)
+    finally:
+        fsdp.cast_with_scale = cast_with_scale
+    return casts.total(), dict(counter.calls), dict(counter.bytes)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "payloads", "how"),
+    [
+        ("tensorwise", 1, "checkpointed"),
+        ("rowwise", 2, "always reshard"),
+        *at_night([("tensorwise", 1, "always reshard"), ("rowwise", 2, "checkpointed")]),
+    ],
+)
+@on_ranks(2)
+def test_casts_each_shard_once_and_sends_the_same(recipe, payloads, how):
+    for microbatches in (1, 3):
+        casts, *sent = _count(recipe, how, SCOPES[0], microbatches)
+        casts_once, *sent_once = _count(recipe, how, SCOPES[1], microbatches)
+        assert casts_once == payloads * LINEARS
+        assert casts > casts_once
+        if how == "always reshard":
+            assert casts == payloads * LINEARS * 2 * microbatches  # forward and backward
+        assert sent_once == sent
+
+
+ERRORS = dict.fromkeys(("step", "load", "in place", "each row", "around"), "changed")
+ERRORS |= dict.fromkeys(("assign", "to dtype"), "replaced")
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("foreach", list(ERRORS)), ("fused", ["step"])])
+@on_ranks(2)
+def test_a_change_inside_is_an_error_at_the_next_all_gather_or_at_the_exit(kind, changes):
+    batch = batches(1, dist.get_world_size())[0]
+    for change in changes:
+        for gathers_again in (True, False):
+            model = shard_model(gathering("tensorwise"), model=make_model(1))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **{kind: True})
+            state_dict = copy.deepcopy(model.state_dict())
+            message = f"was {ERRORS[change]} inside cast_weights_once; leave the scope"
+            with pytest.raises(RuntimeError, match=message), cast_weights_once(model):
+                run_step(model, batch, 1)
+                change_weights(change, model, optimizer, state_dict)
+                if gathers_again:
+                    with contextlib.suppress(StopIteration):
+                        model(part_of(batch))
+                        pytest.fail(f"{change}: the all-gather went through")
+            model.load_state_dict(state_dict)
+            with cast_weights_once(model):
+                run_step(model, batch, 1)
+
+
+@on_ranks(2)
+def test_a_change_before_the_cast_is_never_stale():
+    """A write around the parameter that precedes the cast is read by the cast; one through it is an error."""
+    model, batch = shard_model(gathering("tensorwise")), batches(1, 2)[0]
+    with torch.no_grad():
+        state_dict = model.state_dict()
+        with cast_weights_once(model):
+            state_dict["0.up.weight"].to_local().mul_(2)
+            scoped = model(part_of(batch))
+        with pytest.raises(RuntimeError, match="was changed inside"), cast_weights_once(model):
+            model[1].up.weight.mul_(2)
+            model(part_of(batch))
+        model[1].up.weight.div_(2)
+        assert scoped.equal(model(part_of(batch)))
+
+
+@on_ranks(2)
+def test_leaves_nothing_behind():
+    model, batch = shard_model(gathering("rowwise"), reshard_after_forward=False), batches(1, 2)[0]
+    states = [module.gathering for module in model.modules() if getattr(module, "gathering", None)]
+    expected = model(part_of(batch))
+    with cast_weights_once(model):  # the weights are unsharded at the entry
+        assert model(part_of(batch)).equal(expected)
+        with pytest.raises(RuntimeError, match="already open"), cast_weights_once(model):
+            pass
+        assert all(state.prepared for state in states)
+        loss = loss_of(model(part_of(batch)))
+    assert not any(state.prepared for state in states)
+    loss.backward()  # its weights are still gathered, or gathered anew
+    for module in (*model, model):
+        module.reshard()
+    with pytest.raises(RuntimeError, match="was changed inside"), cast_weights_once(model), torch.no_grad():
+        shard = model[0].up.weight
+        model(part_of(batch))
+        assert model[0].up.weight is not shard  # it is unsharded at the exit
+        shard.mul_(1.0)
+    with pytest.raises(ZeroDivisionError), cast_weights_once(model):
+        raise ZeroDivisionError
+    assert len(states) == LINEARS
+    assert not any(state.prepared for state in states)
+
+
+@on_ranks(2)
+def test_weights_gathered_in_high_precision_are_left_alone():
+    model = convert_to_float8_training(make_model(), config="tensorwise")
+    fully_shard(model, mesh=world_mesh())
+    with cast_weights_once(model):
+        run_step(model, batches(1, MICROBATCHES * 2)[0])

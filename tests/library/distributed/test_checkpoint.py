@@ -1,0 +1,275 @@
+"""Checkpoints: plain tensors under nn.Linear's names and exact delayed scales, from any number of ranks to any.
+
+Every rank takes the same batch: a gradient averaged over 1, 2 or 4 ranks has the same bits, and so has a run that is
+resumed on another number of ranks.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from quaver import (
+    DelayedScalingConfig,
+    convert_to_float8_training,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
+from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from tests.library.distributed.models import assert_same_scaling_on_all_ranks, config_of, make_model, scaling_snapshot
+from tests.library.distributed.test_tensor_parallel import model_of, spread
+from tests.ranks import mesh_of, on_ranks, run
+from tests.reference import PERSISTENT_RECIPES, RECIPES
+from tests.steps import assert_same, draw, full
+from tests.thinned import at_night
+
+
+def these(*quick):
+    """Every recipe that scales dynamically, all but the `quick` ones nightly."""
+    return [pytest.param(recipe, marks=() if recipe in quick else pytest.mark.nightly) for recipe in RECIPES]
+
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+BEFORE, AFTER = 2, 2
+SHAPES = {"fsdp": (6, 18), "fsdp and tp": (2, 4, 32)}
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def one_process(recipe, *, gather=True, other_weights=False, layout="fsdp"):
+    """Return the model of a layout, and an optimizer without state; a checkpoint must replace the other weights."""
+    config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
+    by_rows = layout == "fsdp"
+    model = convert_to_float8_training(make_model(layers=2), config=config) if by_rows else model_of(config, 1)
+    if other_weights:
+        make_other(model)
+    return model, adamw(model)
+
+
+def sharded(recipe, *, layout="fsdp", **options):
+    """Shards of 18 and 42 rows, and of 3, which is less than 4 ranks have; "fsdp and tp": 2 x 2."""
+    model, _ = one_process(recipe, layout=layout, **options)
+    if layout == "fsdp":
+        mesh = mesh_of((dist.get_world_size(),))
+    else:
+        mesh = mesh_of((2, 2), ("dp", "tp"))
+        model = spread(model, mesh["tp"])
+        mesh = mesh["dp"]
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, adamw(model)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+
+def make_other(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-7.0)
+
+
+def train(model, optimizer, steps, start=0, *, precompute=False, shape=SHAPES["fsdp"]):
+    """The losses of steps `start` to `start + steps`, each with a batch of another size; every rank takes the same."""
+    losses = []
+    for step in range(start, start + steps):
+        loss = model(draw(*shape, seed=step) * (1 + step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if precompute:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+        sync_float8_amax_and_scale_history(model)
+        losses.append(loss.item())
+    return losses
+
+
+def state_of(model, optimizer, options=None):
+    return {
+        "model": get_model_state_dict(model, options=options),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+
+
+def set_state(model, optimizer, state, options=None):
+    set_model_state_dict(model, state["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+
+
+def save(model, optimizer, path):
+    dcp.save({**state_of(model, optimizer), "float8": float8_scaling_state(model)}, checkpoint_id=path)
+
+
+def load(model, optimizer, path, *, with_scales=True, **options):
+    state = state_of(model, optimizer)
+    if with_scales:
+        state["float8"] = float8_scaling_state(model)
+    dcp.load(state, checkpoint_id=path, **options)
+    set_state(model, optimizer, state)
+
+
+def found_in(model):
+    """The whole weights, and the scales and histories."""
+    weights = {name: full(weight).clone() for name, weight in get_model_state_dict(model).items()}
+    return weights, scaling_snapshot(model)
+
+
+def assert_plain(state, *, is_sharded):
+    """Assert that all are plain tensors, or DTensors of them if `is_sharded`."""
+    tensors = [*state["model"].values()]
+    for of_parameter in state["optimizer"]["state"].values():
+        tensors += of_parameter.values()
+    assert tensors
+    for tensor in tensors:
+        assert type(tensor) in ((torch.Tensor, DTensor) if is_sharded else (torch.Tensor,))
+        if isinstance(tensor, DTensor):
+            assert type(tensor._local_tensor) is torch.Tensor
+
+
+def _save(recipe, path, layout="fsdp"):
+    """What is saved, and the losses and the state of the run that goes on.
+
+    With "fsdp and tp" gate and up have names that share nothing, so one of them casts the input of both.
+    """
+    model, optimizer = sharded(recipe, layout=layout)
+    train(model, optimizer, BEFORE, precompute=True, shape=SHAPES[layout])
+    state = state_of(model, optimizer)
+    assert_plain(state, is_sharded=True)
+    assert state["model"].keys() == one_process(recipe, layout=layout)[0].state_dict().keys()
+    save(model, optimizer, path)
+    gathered, saved = state_of(model, optimizer, FULL), found_in(model)
+    if dist.get_rank() == 0:  # the only rank that gets it
+        assert_plain(gathered, is_sharded=False)
+        assert_same(gathered["model"], saved[0])
+    return saved, train(model, optimizer, AFTER, BEFORE, shape=SHAPES[layout]), found_in(model)
+
+
+def _load_and_go_on(recipe, path, make, gather, saved, losses=None, then=None, layout="fsdp"):
+    model, optimizer = make(recipe, gather=gather, other_weights=True, layout=layout)
+    if recipe in RECIPES or not gather:  # over scales and moments of other weights; once into a state that has none
+        train(model, optimizer, 1, precompute=gather, shape=SHAPES[layout])
+    load(model, optimizer, path)
+    assert_same(found_in(model), saved)
+    if losses is not None:
+        assert train(model, optimizer, AFTER, BEFORE, shape=SHAPES[layout]) == losses
+        assert_same(found_in(model), then)
+    if make is sharded and recipe in PERSISTENT_RECIPES:
+        assert_same_scaling_on_all_ranks(model)
+    return model, optimizer
+
+
+def _load_on_ranks(*arguments):
+    _load_and_go_on(*arguments)
+
+
+@pytest.mark.parametrize(  # dynamic scales of two payloads, and persistent ones
+    "recipe", [*these("rowwise"), PERSISTENT_RECIPES[0], *at_night([PERSISTENT_RECIPES[1:]])]
+)
+def test_saved_on_4_ranks_loaded_on_2_and_1(recipe, tmp_path):
+    """Weights, scales and histories are exact, and so are the steps that follow: those of the run that went on."""
+    path = str(tmp_path)
+    saved, *then = run(4, _save, recipe, path)[0]
+    assert all((value[-BEFORE:] > 0).all() for name, value in saved[1].items() if name.endswith("history"))
+    for ranks, gather in ((2, True), (4, False)):
+        run(ranks, _load_on_ranks, recipe, path, sharded, gather, saved, *then)
+    for gather in (True, False):
+        _load_and_go_on(recipe, path, one_process, gather, saved, *then)
+    plain = make_model(layers=2)
+    make_other(plain)
+    load(plain, adamw(plain), path, with_scales=False)
+    assert_same(get_model_state_dict(plain), saved[0])
+
+
+@pytest.mark.parametrize("recipe", these("rowwise"))
+@on_ranks(4)
+def test_a_whole_state_is_loaded_on_4_ranks(recipe):
+    """That of an unconverted model, from every rank, and from rank 0 alone."""
+    state = {name: value * 3 for name, value in make_model(layers=2).state_dict().items()}
+    for options in (
+        StateDictOptions(full_state_dict=True),
+        StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    ):
+        model, optimizer = sharded(recipe, other_weights=True)
+        train(model, optimizer, 1, precompute=True)
+        given = {} if options.broadcast_from_rank0 and dist.get_rank() else dict(state)
+        set_model_state_dict(model, given, options=options)
+        assert_same(get_model_state_dict(model), state)
+        fresh, _ = sharded(recipe)
+        fresh.load_state_dict(get_model_state_dict(model))
+        assert train(model, adamw(model), 2) == train(fresh, adamw(fresh), 2)
+
+
+def _save_2d(recipe, path, layout):
+    """What is saved; a loss is that of a rank's part of the sequence, so the same ranks compare theirs."""
+    saved, *then = _save(recipe, path, layout)
+    _load_and_go_on(recipe, path, sharded, True, saved, *then, layout)
+    return saved
+
+
+@pytest.mark.parametrize("recipe", [*these(), "delayed"])
+def test_tensor_parallel_to_one_process_and_back(recipe, tmp_path):
+    layout, path = "fsdp and tp", str(tmp_path / "2d")
+    saved = run(4, _save_2d, recipe, path, layout)[0]
+    for gather in (True, False):
+        model, optimizer = _load_and_go_on(recipe, path, one_process, gather, saved, None, None, layout)
+    train(model, optimizer, 1, BEFORE, precompute=True, shape=SHAPES[layout])
+    save(model, optimizer, str(tmp_path / "one"))
+    run(4, _load_on_ranks, recipe, str(tmp_path / "one"), sharded, True, found_in(model), None, None, layout)
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_was_read_without_load_state_dict_is_an_error(tmp_path):
+    """dcp.load writes into the tensors of the state_dict; the error asks for the load_state_dict that must follow."""
+    source, _ = sharded("tensorwise")
+    model, optimizer = sharded("tensorwise", other_weights=True)
+    train(model, optimizer, 1, precompute=True)
+    dcp.save(source.state_dict(), checkpoint_id=tmp_path)
+    dcp.load(model.state_dict(), checkpoint_id=tmp_path)
+    with pytest.raises(RuntimeError, match="written to directly"):
+        train(model, optimizer, 1)
+
+
+@on_ranks(2)
+def test_a_checkpoint_without_scales_starts_as_a_new_model(tmp_path):
+    """torch.distributed.checkpoint refuses it unless it is told that entries may be missing."""
+    source, source_optimizer = sharded("tensorwise")
+    train(source, source_optimizer, BEFORE)
+    dcp.save(state_of(source, source_optimizer), checkpoint_id=tmp_path)
+    model, optimizer = sharded("delayed", other_weights=True)
+    with pytest.raises(CheckpointException, match="(?s)Missing key.*float8"):
+        load(model, optimizer, tmp_path)
+    load(model, optimizer, tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert not any(value.any() for value in scaling_snapshot(model).values())
+    # The first step without a history is a dynamic one.
+    assert train(model, optimizer, 1, BEFORE) == train(source, source_optimizer, 1, BEFORE)
+
+
+@on_ranks(2)
+def test_torch_refuses_a_history_of_another_length(tmp_path):
+    """What a model with dynamic scales does not ask for is left where it is.
+
+    load_state_dict itself takes the newest entries of a history; when this fails, torch's checkpoints do as well.
+    """
+    source, source_optimizer = sharded("delayed")
+    train(source, source_optimizer, BEFORE)
+    save(source, source_optimizer, tmp_path)
+    model, optimizer = sharded("tensorwise", other_weights=True)
+    load(model, optimizer, tmp_path)
+    assert_same(get_model_state_dict(model), get_model_state_dict(source))
+    shorter = config_of("delayed", delayed_scaling_config=DelayedScalingConfig(history_len=2))
+    other = convert_to_float8_training(make_model(layers=2), config=shorter)
+    with pytest.raises(CheckpointException, match="(?i)size mismatch"):
+        dcp.load({"float8": float8_scaling_state(other)}, checkpoint_id=tmp_path)

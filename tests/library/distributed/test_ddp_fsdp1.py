@@ -1,0 +1,84 @@
+"""DistributedDataParallel and FSDP1 around a converted model equal one process that takes the ranks' parts in turn."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from quaver import cast_weights_once, convert_to_float8_training
+from tests.library.distributed.models import Block, config_of, make_model, single_process
+from tests.library.distributed.test_delayed_fsdp import STEPS, check_against_one_process, check_exchanges, train
+from tests.ranks import on_ranks, refusal
+from tests.reference import PERSISTENT_RECIPES, RECIPES
+from tests.thinned import at_night, first
+
+WRAPPERS = ["DDP", "FSDP1", "DDP, weights to gather"]
+COMPILED = ["DDP of compiled blocks", "compiled DDP"]
+
+
+def wrapped(recipe, how, layers=3):
+    config = config_of(recipe, enable_fsdp_float8_all_gather="weights to gather" in how)
+    model = convert_to_float8_training(make_model(layers), config=config)
+    if how.startswith("FSDP1"):
+        return FullyShardedDataParallel(
+            model, use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu")
+        )
+    if how == "DDP of compiled blocks":
+        for block in model:
+            block.compile(fullgraph=True, backend="aot_eager")
+    model = DistributedDataParallel(model)
+    # torch splits the graph of the whole into its buckets
+    return torch.compile(model, backend="aot_eager") if how == "compiled DDP" else model
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wrappers"),
+    [
+        ("rowwise", WRAPPERS),
+        ("delayed", WRAPPERS),
+        ("mxfp8", WRAPPERS[:1]),
+        *at_night((recipe, WRAPPERS) for recipe in (*RECIPES, *PERSISTENT_RECIPES, "blockwise", "mxfp8")),
+    ],
+)
+@on_ranks(2)
+def test_steps_equal_one_process(recipe, wrappers):
+    expected = single_process(config_of(recipe), STEPS, 2)
+    for how in wrappers:
+        got = train(wrapped(recipe, how))
+        check_against_one_process(got, expected, 2, how)
+        if recipe in PERSISTENT_RECIPES:
+            check_exchanges(got[2], recipe, how, gathers=False)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wrappers"),
+    [("delayed", COMPILED[1:]), *at_night((recipe, COMPILED) for recipe in (*RECIPES, *PERSISTENT_RECIPES))],
+)
+@on_ranks(2)
+def test_compiled_steps_equal_one_process(recipe, wrappers):
+    expected = single_process(config_of(recipe), STEPS, 2, layers=1)
+    for how in wrappers:
+        got = train(wrapped(recipe, how, layers=1), compiled=True)
+        check_against_one_process(got, expected, 2, how)
+
+
+SCOPES = [cast_weights_once, contextlib.nullcontext]
+
+
+@pytest.mark.parametrize(("scope", "recipe"), first(2, zip(SCOPES * 2, RECIPES, strict=True)))
+@on_ranks(2)
+def test_accumulated_gradients(scope, recipe):
+    """With weights cast once; under FSDP1 the scope leaves sharded weights alone."""
+    expected = single_process(config_of(recipe), STEPS, 4)
+    for how in ("DDP", "FSDP1"):
+        model = wrapped(recipe, how)
+        got = train(model, accumulate=2, no_sync=model.no_sync, scope=scope)
+        check_against_one_process(got, expected, 4, how)
+
+
+@on_ranks(2)
+def test_fsdp1_refuses_weights_to_gather():
+    assert "fully_shard" in refusal(lambda: train(wrapped("tensorwise", "FSDP1, weights to gather")))

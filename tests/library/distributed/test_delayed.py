@@ -1,0 +1,190 @@
+"""Persistent scales on several ranks: modules that run on some only, windows, calibration, ranks that disagree."""
+
+import contextlib
+import copy
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from quaver import (
+    CastConfig,
+    DelayedScalingConfig,
+    Float8LinearConfig,
+    ScalingType,
+    calibrate_float8_static_scales,
+    convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
+)
+from tests.counting import CollectiveCounter
+from tests.library.distributed.models import (
+    DIM,
+    TOKENS,
+    assert_same_scaling_on_all_ranks,
+    batches,
+    config_of,
+    loss_of,
+    make_model,
+    scaling_snapshot,
+)
+from tests.library.distributed.test_fsdp import part_of, shard_model, world_mesh
+from tests.library.distributed.test_tensor_parallel import model_of, part, spread
+from tests.library.distributed.test_tensor_parallel_steps import observed_of, sharing
+from tests.ranks import on_ranks, refusal
+from tests.steps import assert_same
+
+STATIC = CastConfig(scaling_type=ScalingType.STATIC)
+
+
+class Experts(nn.Module):
+    """Each rank runs those that it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, input, chosen):
+        return sum(self.experts[index](input) for index in chosen)
+
+
+@on_ranks(2)
+def test_a_module_that_runs_on_one_rank_is_recorded_for_all_and_one_that_runs_nowhere_keeps_its_scale():
+    """Expert 0 runs on rank 0, expert 1 in the first step only, expert 2 never."""
+    model = convert_to_float8_training(Experts(), config=config_of("delayed"))
+    rank = dist.get_rank()
+    snapshots = []
+    for step in range(3):
+        chosen = ([0] if rank == 0 else []) + ([1] if step == 0 else [])
+        if chosen:
+            loss_of(model(torch.full((TOKENS, DIM), float(2 + step + rank)), chosen)).backward()
+        seen = observed_of(model)[:3, 0]
+        assert ((seen > 0) if rank == 0 else (seen == -1)).all()
+        sync_float8_amax_and_scale_history(model)
+        assert_same_scaling_on_all_ranks(model)
+        snapshots.append(scaling_snapshot(model))
+        assert snapshots[step]["experts.0.input.amax_history"][-1] == 2 + step
+    first, *more = ({n: v for n, v in s.items() if n.startswith("experts.1")} for s in snapshots)
+    assert first["experts.1.input.amax_history"].tolist() == [0.0] * 15 + [3.0]  # of rank 1, the larger
+    for later in more:
+        assert_same(later, first)
+    assert not any(value.any() for name, value in snapshots[-1].items() if name.startswith("experts.2"))
+
+
+def static_config(**options):
+    return Float8LinearConfig(
+        cast_config_input=STATIC, cast_config_weight=STATIC, cast_config_grad_output=STATIC, **options
+    )
+
+
+def calibrated(model, batches, divided_by=1):
+    """The scales after a calibration; the weights have grown since."""
+    with calibrate_float8_static_scales(model):
+        for batch in batches:
+            (loss_of(model(batch)) / divided_by).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    return scaling_snapshot(model)
+
+
+def _calibrate(how):
+    """Snapshots after a first and a second calibration, and the amax exchanges of a step after each."""
+    ranks = dist.get_world_size()
+    if how == "tp":
+        config = static_config(shared_inputs=sharing("delayed").shared_inputs)
+        model, inputs = spread(model_of(config), world_mesh()), [torch.randn(2, 16, 32) for _ in range(4)]
+        of_rank = [part(input, 1) for input in inputs]
+    else:
+        model = shard_model(static_config(enable_fsdp_float8_all_gather=how == "fsdp"))
+        of_rank = [part_of(batch) for batch in batches(4, ranks)]
+    with pytest.raises(RuntimeError, match="never measured"):
+        model(of_rank[0])
+    result = []
+    for index in (0, 2):
+        calibrated(model, of_rank[index : index + 2], ranks if how == "tp" else 1)
+        assert_same_scaling_on_all_ranks(model)
+        with CollectiveCounter() as counter:
+            model(of_rank[0]).square().mean().backward()
+        exchanges = [dtype for dtype, _ in counter.of("all_reduce") if dtype is torch.int32 or how != "tp"]
+        result.append((scaling_snapshot(model), len(exchanges)))
+    before = scaling_snapshot(model)
+    sync_float8_amax_and_scale_history(model)
+    assert_same(scaling_snapshot(model), before)
+    return result
+
+
+@pytest.mark.parametrize("how", ["fsdp", pytest.param("high precision", marks=pytest.mark.nightly)])
+@on_ranks(4)
+def test_static_scales_are_calibrated_over_all_ranks(how):
+    model = convert_to_float8_training(make_model(), config=static_config())
+    inputs = [batch.chunk(4) for batch in batches(4, 4)]
+    for (snapshot, exchanges), index in zip(_calibrate(how), (0, 2), strict=True):
+        assert_same(snapshot, calibrated(model, itertools.chain(*inputs[index : index + 2])))
+        assert exchanges == 0
+
+
+@on_ranks(2)
+def test_static_scales_are_calibrated_with_tensor_parallelism():
+    """Scales of one process within the rounding of float32 sums; and no exchange after it."""
+    torch.manual_seed(5)
+    result = _calibrate("tp")
+    torch.manual_seed(5)
+    model = model_of(static_config(shared_inputs=sharing("delayed").shared_inputs))
+    inputs = [torch.randn(2, 16, 32) for _ in range(4)]
+    for (snapshot, exchanges), index in zip(result, (0, 2), strict=True):
+        of_one = calibrated(model, inputs[index : index + 2])
+        assert snapshot.keys() == of_one.keys()
+        for name, value in snapshot.items():
+            torch.testing.assert_close(value, of_one[name], rtol=1e-5, atol=0, msg=name)
+        assert exchanges == 0
+
+
+@on_ranks(2)
+def test_a_compiled_sync_takes_the_maximum_over_ranks():
+    """Each rank trains on its own batch; eager and compiled syncs must leave the same state after each step."""
+    model = convert_to_float8_training(make_model(), config=config_of("delayed"))
+    twin = copy.deepcopy(model)
+    sync = torch.compile(sync_float8_amax_and_scale_history, fullgraph=True, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    for batch in batches(3, dist.get_world_size()):
+        for each, step in ((model, sync_float8_amax_and_scale_history), (twin, sync)):
+            loss_of(each(part_of(batch) * (1 + dist.get_rank()))).backward()
+            step(each)
+        assert_same(scaling_snapshot(twin), scaling_snapshot(model))
+        assert_same_scaling_on_all_ranks(twin)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def _disagree(how, call):
+    """Rank 1 differs."""
+    other, config = dist.get_rank() == 1, config_of("delayed") if call == "sync" else static_config()
+    if how == "config" and other:
+        changed = {"delayed_scaling_config": DelayedScalingConfig(history_len=8)}
+        config = replace(config, **(changed if call == "sync" else {"round_scales_to_power_of_2": True}))
+    elif how != "layer" and other:
+        config = config_of(how)
+    model = convert_to_float8_training(make_model(2 if how == "layer" and other else 3), config=config)
+    with calibrate_float8_static_scales(model) if call == "calibrate" else contextlib.nullcontext():
+        loss_of(model(batches(1, 1)[0])).backward()
+    sync_float8_amax_and_scale_history(model)
+
+
+@on_ranks(2)
+def test_ranks_that_disagree_get_an_error_and_no_hang():
+    for how, call in (
+        *((how, "sync") for how in ("config", "delayed_with_dynamic_weight", "layer", "tensorwise")),
+        *((how, "calibrate") for how in ("config", "layer", "tensorwise")),
+    ):
+        message = refusal(_disagree, how, call)
+        assert "ranks disagree about the tensors with persistent scales: rank" in message, (how, call, message)
+
+
+@on_ranks(2)
+def test_siblings_that_are_not_named_are_not_calibrated_with_tensor_parallelism():
+    model = spread(model_of(static_config(shared_inputs=())), world_mesh())
+    message = refusal(calibrated, model, [part(torch.randn(2, 16, 32), 1)])
+    assert message.startswith("RuntimeError: calibration: 0.attention.k.input was not cast")
+    assert "must be named in Float8LinearConfig.shared_inputs" in message

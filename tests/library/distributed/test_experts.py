@@ -1,0 +1,313 @@
+"""FSDP2 of experts computes what one process computes, whichever dim it shards and however it gathers."""
+
+import contextlib
+import itertools
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import Shard
+
+from quaver import (
+    CastConfig,
+    ScalingGranularity,
+    cast_weights_once,
+    convert_to_float8_training,
+    convert_to_high_precision,
+)
+from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.experts.grouped_mm import operands_of_quantized
+from quaver.experts.groups import scale_of_group
+from quaver.experts.module_weight import weights_of_module
+from quaver.fsdp import gathered
+from quaver.linear.tensor import Float8Tensor
+from tests.counting import CollectiveCounter
+from tests.library.distributed.models import LEARNING_RATE, batches, config_of, loss_of, train_in_parts
+from tests.library.distributed.test_fsdp import part_of, shard_model, train_step
+from tests.library.distributed.test_fsdp_features import gathering, model_by
+from tests.mixture import DIM, HIDDEN, make_mixture
+from tests.ranks import on_ranks, refusal, run
+from tests.steps import assert_same
+from tests.thinned import at_night, thinned
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+LAYOUTS = list(itertools.product((0, 1), (False, True)))
+"""(the dim that is sharded, whether weights are transposed)."""
+
+
+def shard_mixture(config, dim=0, is_transposed=False, dtype=None, **options):
+    """Experts sharded along `dim`, everything else along dim 0; three experts leave the last of 2 or 4 ranks fewer."""
+    by_dim = {"shard_placement_fn": lambda parameter: Shard(dim if parameter.dim() == 3 else 0)}
+    return shard_model(config, model=make_mixture(is_transposed=is_transposed).to(dtype), **by_dim, **options)
+
+
+def _losses(config, steps, layout, compiled=None):
+    model = shard_mixture(config, *layout, compiled=compiled)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    return [train_step(model, optimizer, batch) for batch in batches(steps, dist.get_world_size(), DIM)]
+
+
+def losses_of_one(config, steps, ranks, is_transposed):
+    model = convert_to_float8_training(make_mixture(is_transposed=is_transposed), config=config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    return train_in_parts(model, optimizer, batches(steps, ranks, DIM), ranks)[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "recipe", "layout", "gather", "compiled"),
+    [
+        (2, "tensorwise", LAYOUTS[0], True, "aot_eager"),
+        (4, "blockwise", LAYOUTS[3], True, None),
+        *at_night([(4, "rowwise", LAYOUTS[1], True, None), (4, "mxfp8", LAYOUTS[2], False, None)]),
+    ],
+)
+def test_ranks_train_as_one_process(ranks, recipe, layout, gather, compiled):
+    """As in test_fsdp.py: ranks add gradients in another order. The next test has the bits of a step."""
+    config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
+    losses = run(ranks, _losses, config, 3, layout, compiled)[0]
+    expected = losses_of_one(config_of(recipe), 3, ranks, layout[1])
+    assert losses[0] == pytest.approx(expected[0], rel=1e-6)
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def _results(config, layout, batch):
+    """This rank's output, and whole gradients after its backward."""
+    model = shard_mixture(config, *layout)
+    output = model(part_of(batch))
+    (loss_of(output) / dist.get_world_size()).backward()
+    return output.detach(), {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("layout", "gather"), thinned(LAYOUTS, [False, True], together=1))
+def test_two_ranks_have_the_bits_of_one_process(layout, gather):
+    """Of two ranks even the gradients: a sum of two has one order, and their mean halves it exactly."""
+    batch = batches(1, 2, DIM)[0]
+    for recipe in RECIPES:
+        one = convert_to_float8_training(make_mixture(is_transposed=layout[1]), config=recipe)
+        config = config_of(recipe, enable_fsdp_float8_all_gather=gather)
+        results = run(2, _results, config, layout, batch)
+        for part, (output, _) in zip(batch.chunk(2), results, strict=True):
+            expected = one(part)
+            assert output.equal(expected), recipe
+            (loss_of(expected) / 2).backward()
+        assert_same(results[0][1], {name: each.grad / 2 for name, each in one.named_parameters()}, recipe)
+
+
+def _save(folder, config, layout):
+    model = shard_mixture(config, *layout)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder)
+
+
+def _load(folder, config, layout):
+    model = shard_mixture(config, *layout)
+    state_dict = get_model_state_dict(model)
+    dcp.load(state_dict, checkpoint_id=folder)
+    set_model_state_dict(model, state_dict)
+    return model(torch.ones(3, DIM)).detach(), {name: each.full_tensor() for name, each in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_a_checkpoint_loads_on_other_ranks_and_other_dims(tmp_path, gather):
+    config = config_of("blockwise", enable_fsdp_float8_all_gather=gather)
+    run(2, _save, str(tmp_path), config, LAYOUTS[2])
+    expected = {name: value * 1.25 for name, value in make_mixture().state_dict().items()}
+    one = convert_to_float8_training(make_mixture(), config="blockwise")
+    one.load_state_dict(expected)
+    for ranks, layout in ((1, LAYOUTS[0]), (2, LAYOUTS[0]), (4, LAYOUTS[0]), (4, LAYOUTS[2])):
+        for output, state_dict in run(ranks, _load, str(tmp_path), config, layout):
+            assert output.equal(one(torch.ones(3, DIM)))
+            assert_same(state_dict, expected)
+
+
+def operands_that_differ(model, whole):
+    """Names and directions of the weights of experts whose gathered codes or scales are not those of whole weights."""
+    wrong = []
+    for block, of_one in zip(model, whole, strict=True):
+        block.unshard()
+        for weight in weights_of_module(of_one.experts):
+            unsharded = getattr(block.experts, weight.name)
+            assert isinstance(unsharded, Float8Tensor)
+            got = operands_of_quantized(unsharded, weight.config, of_one.experts.is_transposed)
+            for direction, mine, expected in zip(got._fields, got, weight.quantize(), strict=True):
+                same = mine.block_rows == expected.block_rows
+                same = same and torch.equal(mine.data.view(torch.uint8), expected.data.view(torch.uint8))
+                if not same or not used_scales(mine, unsharded.shape).equal(used_scales(expected, unsharded.shape)):
+                    wrong.append((weight.name, direction))
+        block.reshard()
+    return wrong
+
+
+def used_scales(operand, shape):
+    """The scales of blocks begin at any row of a matrix, so some have no block."""
+    experts, rows, _ = shape
+    return torch.cat(
+        [scale_of_group(operand, g, g * rows, (g + 1) * rows).reshape(1, -1) for g in range(experts)], dim=1
+    )
+
+
+@pytest.mark.parametrize(("ranks", "layout"), thinned([2, 4, 1], LAYOUTS, together=1))
+@on_ranks()
+def test_codes_and_scales_are_those_of_one_process(ranks, layout):
+    along = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32))
+    configs = [config_of(recipe, enable_fsdp_float8_all_gather=True) for recipe in (*RECIPES, "tensorwise_power_of_2")]
+    configs.append(replace(configs[4], cast_config_weight=along))
+    for index, config in enumerate(configs, start=LAYOUTS.index(layout)):
+        dtype = (torch.float32, torch.bfloat16)[index % 2]
+        model = shard_mixture(config, *layout, dtype=dtype)
+        whole = make_mixture(is_transposed=layout[1]).to(dtype)
+        convert_to_float8_training(whole, config=replace(config, enable_fsdp_float8_all_gather=False))
+        assert operands_that_differ(model, whole) == [], config
+        with torch.no_grad():
+            for one in (model, whole):
+                for block in one:
+                    block.experts.down_proj.mul_(1.5)
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        assert operands_that_differ(model, whole) == [], config
+
+
+def _scales(shape, recipe):
+    """How many the casts of experts' weights have together."""
+    experts, rows, columns = shape
+    matrices = experts * rows
+    blocks = {"blockwise": 128, "mxfp8": 32}
+    if recipe in blocks:
+        return (matrices // blocks[recipe] + experts) * -(-columns // blocks[recipe])
+    return {"tensorwise": experts, "rowwise": matrices + experts * columns}.get(recipe)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "recipe", "casts"),
+    [
+        (2, "tensorwise", 1),
+        (2, "rowwise", 2),
+        (4, "blockwise", 1),
+        *at_night([(2, "mxfp8", 1), (4, "rowwise", 2)]),
+    ],
+)
+@on_ranks()
+def test_bytes_and_collectives_of_a_step(ranks, recipe, casts):
+    """Of the second forward, and its backward, after a write to one weight of experts."""
+    for dim in (0, 1):
+        counters = []
+        for gather in (False, True):
+            model = shard_mixture(config_of(recipe, enable_fsdp_float8_all_gather=gather), dim)
+            model(torch.ones(3, DIM))  # the ranks agree about the weights once
+            with CollectiveCounter() as counter:
+                with torch.no_grad():
+                    model[0].experts.down_proj.mul_(1.5)  # the scale of one weight is computed again
+                model(torch.ones(3, DIM)).sum().backward()
+            counters.append(counter)
+        in_high_precision, in_float8 = counters
+        block, params = model[0], list(model[0].parameters())
+        calls = dict(in_float8.calls)
+        scales = _scales(make_mixture()[0].experts.down_proj.shape, recipe)
+        assert in_float8.bytes["all_reduce"] == 4 * scales
+        assert calls.pop("all_reduce") == 1
+        assert calls == in_high_precision.calls
+        sent = sum(
+            _padded(parameter, dim, ranks) * (casts if is_quantized else 4)
+            for parameter, is_quantized in ((each, each.dim() == 3 or each is block.out.weight) for each in params)
+        )
+        assert in_float8.bytes["all_gather"] == calls["all_gather"] * sent  # each gathers a block
+
+
+def _padded(parameter, dim, ranks):
+    """Elements that the ranks send."""
+    if dim == 1 and parameter.dim() == 3:
+        return parameter.numel()
+    return -(-parameter.shape[0] // ranks) * ranks * parameter[0].numel()
+
+
+def _losses_by(how, recipe, scope, precompute):
+    model = model_by(how, gathering(recipe), make_mixture)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for batch in batches(2, dist.get_world_size(), DIM):
+        with scope(model):
+            for microbatch in batch.chunk(2):
+                loss_of(model(part_of(microbatch))).backward()
+        losses.append(train_step(model, optimizer, batch))
+        if precompute:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ways"),
+    [
+        (2, ["keep gathered", "meta", "checkpointed"]),
+        (4, ["hsdp"]),
+        *at_night([(2, ["plain", "always reshard", "cpu offload"]), (4, ["plain"])]),
+    ],
+)
+@on_ranks()
+def test_every_way_to_use_fsdp_trains_alike(ranks, ways):
+    """Scales computed before, and weights cast once: the plain way with both, the others with one of them in turn."""
+    expected = _losses_by("plain", "blockwise", contextlib.nullcontext, False)
+    both = (contextlib.nullcontext, True), (cast_weights_once, False)
+    for index, how in enumerate(ways):
+        for scope, precompute in both if how == "plain" else [both[index % 2]]:
+            losses = _losses_by(how, "blockwise", scope, precompute)
+            assert losses == (pytest.approx(expected, rel=1e-5) if how == "hsdp" else expected), how
+
+
+@on_ranks(2)
+def test_cast_weights_once_casts_shards_once_and_finds_changes():
+    model, batch = shard_mixture(gathering("blockwise")), batches(1, 2, DIM)[0]
+    shards = model[0].experts.gate_up_proj.to_local().flatten(0, 1).shape
+    casts, cast_blocks_with_scale = [], gathered.cast_blocks_with_scale
+
+    def count(hp, *args):
+        casts.append(hp.shape)
+        return cast_blocks_with_scale(hp, *args)
+
+    with mock.patch.object(gathered, "cast_blocks_with_scale", count), cast_weights_once(model):
+        for _ in range(3):
+            model(part_of(batch)).sum().backward()
+    assert casts.count(shards) == 2  # of two blocks
+    message = "was changed inside cast_weights_once"
+    with pytest.raises(RuntimeError, match=message), cast_weights_once(model), torch.no_grad():
+        model(part_of(batch))
+        model[1].experts.down_proj.mul_(1.0)
+    with cast_weights_once(model), pytest.raises(RuntimeError, match="already open"), cast_weights_once(model[0]):
+        pass
+    assert not model[0].experts.gathering.prepared
+
+
+@on_ranks(2)
+def test_an_unsharded_weight_of_experts_takes_one_byte_per_element():
+    experts = shard_mixture(gathering("tensorwise"))[0]
+    experts.unshard()
+    weight = experts.experts.down_proj
+    assert weight.shape == (3, DIM, HIDDEN)
+    assert weight.column_data_fp8 is weight.data_fp8
+    assert weight.data_fp8.untyped_storage().nbytes() == 4 * DIM * HIDDEN  # an expert of padding
+    experts.reshard()
+    assert weight.data_fp8.untyped_storage().nbytes() == 0
+
+
+@on_ranks(2)
+def test_what_cannot_be_sharded_says_so():
+    by_columns = {"shard_placement_fn": lambda parameter: Shard(2 if parameter.dim() == 3 else 0)}
+    model = shard_model(gathering("tensorwise"), model=make_mixture(), **by_columns)
+    message = refusal(model, torch.ones(3, DIM))
+    assert "NotImplementedError: expected weights of experts that FSDP2 shards along dim 0 or 1, and" in message
+    message = refusal(convert_to_high_precision, model)
+    assert "0.experts.gate_up_proj cannot be converted back: fully_shard gathers its weight in float8" in message
+
+
+@on_ranks(2)
+def test_ranks_that_disagree_are_told():
+    recipe = "tensorwise" if dist.get_rank() else "blockwise"
+    model = shard_mixture(None)
+    convert_to_float8_training(model, config=gathering("tensorwise"), module_filter_fn=lambda _, name: "out" in name)
+    convert_to_float8_training(model, config=gathering(recipe), module_filter_fn=lambda _, name: "out" not in name)
+    message = refusal(precompute_float8_dynamic_scale_for_fsdp, model)
+    assert "experts.gate_up_proj" in message

@@ -1,0 +1,357 @@
+"""Expert parallelism: results and gradients of one process with all experts and tokens, and the bytes that travel."""
+
+import copy
+import functools
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from quaver import (
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+    freeze_to_float8,
+)
+from quaver.distributed import Float8ExpertParallel
+from quaver.experts.module import Float8Experts
+from quaver.fsdp.gathered import Float8AllGatherWeight
+from quaver.runtime import collectives
+from tests.ranks import mesh_of, on_ranks, refusal
+from tests.reference import BACKEND, assert_same_bits, sqnr_db
+from tests.steps import assert_same
+from tests.thinned import at_night
+
+RECIPES = [name.value for name in Float8LinearRecipeName if "delayed" not in name.value]
+RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+DIM, INNER, EXPERTS = 160, 96, 8
+
+
+class Experts(nn.Module):
+    """Experts as transformers has them."""
+
+    def __init__(
+        self, *, has_gate=True, has_bias=False, is_transposed=False, has_post_expert_norm=False, experts=EXPERTS
+    ):
+        super().__init__()
+        self.num_experts, self.has_gate, self.has_bias = experts, has_gate, has_bias
+        self.is_transposed, self.has_post_expert_norm = is_transposed, has_post_expert_norm
+        up = "gate_up_proj" if has_gate else "up_proj"
+        for name, outputs, inputs in ((up, INNER * (1 + has_gate), DIM), ("down_proj", DIM, INNER)):
+            shape = (inputs, outputs) if is_transposed else (outputs, inputs)
+            self.register_parameter(name, nn.Parameter(torch.randn(experts, *shape) * 0.1))
+            if has_bias:
+                self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(experts, outputs)))
+        self.act_fn = nn.SiLU()
+        if has_post_expert_norm:
+            self.post_expert_norm = nn.RMSNorm(DIM)
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        raise AssertionError("this is converted")
+
+
+def converted(recipe, dtype=torch.bfloat16, trained=True, **flags):
+    torch.manual_seed(0)
+    experts = Experts(**flags).to(dtype).requires_grad_(trained)
+    convert_to_float8_training(experts, config=recipe)
+    assert isinstance(experts, Float8Experts)
+    return experts
+
+
+def parallel(experts, **options):
+    return parallelize_module(experts, mesh_of((dist.get_world_size(),)), Float8ExpertParallel(**options))
+
+
+def tokens_of(ranks, top_k, dtype=torch.bfloat16, experts=EXPERTS):
+    """Each rank's tokens, their experts, the weights of these and the gradient of the result.
+
+    Magnitudes differ by token and by rank. Every seventh token has an outlier, so that its other codes are subnormal,
+    and column casts of codes would show. Expert 2 gets no token, and every fifth token has no expert in its first
+    place. Of four ranks, rank 1 has no token, and the experts of the last get none.
+    """
+    generator = torch.Generator().manual_seed(1)
+    parts, used = [], [e for e in range(experts if ranks < 4 else experts - experts // ranks) if e != 2]
+    for rank in range(ranks):
+        count = 0 if (rank, ranks) == (1, 4) else 70 + 100 * rank
+        magnitudes = torch.logspace(-2, 1, count).view(-1, 1) * 3.0**rank
+        hidden, grad = (torch.randn(count, DIM, generator=generator) * magnitudes for _ in range(2))
+        hidden[::7, 3], grad[::7, 5] = 2.0**10, 2.0**10
+        chosen = [torch.randperm(len(used), generator=generator)[:top_k] for _ in range(count)]
+        index = torch.tensor(used)[torch.stack(chosen)] if count else torch.zeros(0, top_k, dtype=torch.int64)
+        weights = torch.rand(count, top_k, generator=generator)
+        index[::5, 0] = experts
+        parts.append((hidden.to(dtype), index, weights.to(dtype), grad.to(dtype)))
+    return parts
+
+
+def step(experts, hidden, index, weights, grad, call=None):
+    """The result, and the gradients of tokens, routing weights and parameters."""
+    hidden, weights = (each.clone().requires_grad_() for each in (hidden, weights))
+    out = (experts if call is None else call)(hidden, index, weights)
+    out.backward(grad)
+    gradients = {name: each.grad for name, each in experts.named_parameters()}
+    experts.zero_grad()
+    return {"out": out.detach(), "hidden": hidden.grad, "weights": weights.grad, **gradients}
+
+
+def of_one_process(experts, parts):
+    """What one process with the tokens of all ranks has, as this rank's part of it."""
+    whole = step(experts, *(torch.cat(each) for each in zip(*parts, strict=True)))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sizes = [len(part[0]) for part in parts]
+    return {
+        name: value.split(sizes)[rank] if name in ("out", "hidden", "weights") else part_of(value, ranks, rank)
+        for name, value in whole.items()
+        if value is not None
+    }
+
+
+def part_of(value, ranks, rank):
+    return value.chunk(ranks)[rank] if len(value) == EXPERTS else value
+
+
+def assert_parts_same(got, expected):
+    for name, value in expected.items():
+        actual = got[name].to_local() if isinstance(got[name], DTensor) else got[name]
+        assert_same_bits(actual.contiguous(), value.contiguous())
+
+
+TRANSPOSED, WITHOUT_GATE = {"has_bias": True, "is_transposed": True}, {"has_gate": False}
+CASES = [(2, 2, recipe, {}) for recipe in RECIPES]
+CASES += [(4, 1, "tensorwise", {}), (4, 2, "rowwise", {}), (4, 1, "blockwise", {})]
+CASES += [(2, 2, recipe, {"trained": False}) for recipe in ("tensorwise", "rowwise_with_gw_hp", "mxfp8")]
+CASES += [(2, 2, recipe, {"dtype": torch.float32}) for recipe in ("tensorwise", "mxfp8")]
+CASES += [(2, 2, "rowwise", {"recomputed": True}), (2, 2, "blockwise", TRANSPOSED), (2, 2, "tensorwise", WITHOUT_GATE)]
+CASES += at_night((4, top_k, recipe, {}) for top_k in (1, 2) for recipe in RECIPES)
+CASES += at_night((2, 2, recipe, {"trained": False}) for recipe in RECIPES)
+CASES += at_night((2, 2, *of) for of in (("rowwise", {"dtype": torch.float32}), ("tensorwise", {"recomputed": True})))
+CASES += at_night([(2, 2, "tensorwise", TRANSPOSED), (2, 2, "blockwise", WITHOUT_GATE)])
+
+
+@pytest.mark.parametrize(("ranks", "top_k", "recipe", "options"), CASES, ids=str)
+@on_ranks()
+def test_results_and_gradients_are_those_of_one_process(ranks, top_k, recipe, options):
+    recomputed = options.pop("recomputed", False)
+    experts = converted(recipe, **options)
+    parts = tokens_of(ranks, top_k, options.get("dtype", torch.bfloat16))
+    expected = of_one_process(experts, parts)
+    split = parallel(copy.deepcopy(experts))
+    mine = parts[dist.get_rank()]
+    call = functools.partial(checkpoint, split, use_reentrant=False) if recomputed else split
+    for _ in range(2):
+        assert_parts_same(step(split, *mine, call), expected)
+    with torch.no_grad():
+        assert_same_bits(split(*mine[:3]), expected["out"].contiguous())
+    assert len(expected) == 3 + options.get("trained", True) * len(list(experts.parameters()))
+
+
+@RECIPE
+@on_ranks(2)
+def test_zeros_and_what_is_not_finite(recipe):
+    """As codes; rank 1 has all of them, so that ranks agree on scales that rank 0 alone would not have."""
+    experts, parts = converted(recipe, trained=False), tokens_of(2, 2)
+    hidden = parts[1][0]
+    hidden[11], hidden[12], hidden[13, 7], hidden[14, 8] = 0, 1e-38, torch.inf, torch.nan
+    expected = of_one_process(experts, parts)
+    assert_parts_same(step(parallel(experts), *parts[dist.get_rank()]), expected)
+
+
+@pytest.mark.parametrize("name", ["MixtralExperts", "GptOssExperts"])
+@on_ranks(2)
+def test_experts_of_transformers(name):
+    from tests.library.foreign import test_experts as foreign
+
+    experts = foreign.experts_of(getattr(foreign, name))
+    convert_to_float8_training(experts, config="tensorwise")
+    hidden, index, weights = foreign.routed()
+    parts = [(hidden[start:stop], index[start:stop], weights[start:stop]) for start, stop in ((0, 20), (20, 50))]
+    expected = experts(hidden, index, weights).split([20, 30])[dist.get_rank()]
+    assert_same_bits(parallel(experts)(*parts[dist.get_rank()]).detach(), expected.detach())
+
+
+@on_ranks(2)
+def test_a_norm_after_the_experts():
+    """Its parameters are whole on each rank, and their gradients parts of a sum."""
+    experts, parts = converted("rowwise", has_post_expert_norm=True), tokens_of(2, 2)
+    expected = of_one_process(experts, parts)
+    got = step(parallel(copy.deepcopy(experts)), *parts[dist.get_rank()])
+    whole = got.pop("post_expert_norm.weight").float()
+    dist.all_reduce(whole)
+    torch.testing.assert_close(whole, expected.pop("post_expert_norm.weight").float(), rtol=2e-2, atol=0.5)
+    assert_parts_same(got, expected)
+
+
+@BACKEND
+@on_ranks(2)
+def test_compiled(backend):
+    """Inductor sums the gradient of a routing weight in another order."""
+    experts, parts = converted("rowwise"), tokens_of(2, 1)
+    expected = of_one_process(experts, parts)
+    split, mine = parallel(copy.deepcopy(experts)), parts[dist.get_rank()]
+    got = step(split, *mine, call=torch.compile(split, backend=backend))
+    weights, expected_weights = got.pop("weights"), expected.pop("weights")
+    assert not len(weights) or sqnr_db(expected_weights, weights) > 40
+    assert_parts_same(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gathers", "dim"), [("tensorwise", False, 0), ("rowwise", True, 0), ("mxfp8", True, 1)]
+)
+@on_ranks(4)
+def test_under_fsdp(recipe, gathers, dim):
+    """Of 2 x 2 ranks: each pair of ranks has all experts, and FSDP2 averages the gradients of the pairs."""
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gathers)
+    experts, parts, rank = converted(recipe, torch.float32), tokens_of(4, 2, torch.float32), dist.get_rank()
+    steps = [step(experts, *(torch.cat(each) for each in zip(*pair, strict=True))) for pair in (parts[:2], parts[2:])]
+    mesh = mesh_of((2, 2), ("dp", "ep"))
+    split = parallelize_module(converted(config, torch.float32), mesh["ep"], Float8ExpertParallel())
+    got = step(fully_shard(split, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(dim)), *parts[rank])
+    assert gathers == isinstance(split.down_proj.to_local(), Float8AllGatherWeight)
+    sizes = [len(part[0]) for part in parts[rank // 2 * 2 :][:2]]
+    assert_same_bits(got["out"], steps[rank // 2]["out"].split(sizes)[rank % 2])
+    for name in ("gate_up_proj", "down_proj"):
+        assert_same_bits(got[name].full_tensor(), (steps[0][name] + steps[1][name]) / 2)
+
+
+@on_ranks(2)
+def test_tokens_without_gradients():
+    experts, parts = converted("rowwise"), tokens_of(2, 2)
+    split, (hidden, index, weights, grad) = parallel(copy.deepcopy(experts)), parts[dist.get_rank()]
+    split(hidden, index, weights).backward(grad)
+    whole = [torch.cat(each) for each in zip(*parts, strict=True)]
+    experts(*whole[:3]).backward(whole[3])
+    for one, other in zip(split.parameters(), experts.parameters(), strict=True):
+        assert_same_bits(one.grad.to_local(), part_of(other.grad, 2, dist.get_rank()))
+
+
+# ---- what travels ----------------------------------------------------------------------------------------------------
+
+SCALE_BYTES = {"tensorwise": 0, "rowwise": 4, "blockwise": 8, "mxfp8": 5}
+"""Of a row of 160: none, a float32, one for each 128, and a byte for each 32."""
+
+
+def bytes_sent(experts, hidden, index, weights, grad):
+    """Of each all_to_all_single, per pair of a token and an expert: in the forward, and in the backward.
+
+    Every rank has the same tokens.
+    """
+    sent, exchange = [], collectives.functional.all_to_all_single
+    pairs = int((index < EXPERTS).sum()) * dist.get_world_size()
+
+    def spy(payload, *args):
+        if payload.dtype is not torch.int64:
+            sent.append(payload.numel() * payload.itemsize)
+        else:
+            assert payload.numel() == dist.get_world_size() + EXPERTS
+        return exchange(payload, *args)
+
+    with mock.patch.object(collectives.functional, "all_to_all_single", spy):
+        out = experts(hidden.clone().requires_grad_(torch.is_grad_enabled()), index, weights)
+        forward = len(sent)
+        if out.requires_grad:
+            out.backward(grad)
+    per_pair = torch.tensor(sent)
+    dist.all_reduce(per_pair)
+    per_pair = (per_pair / pairs).tolist()
+    return per_pair[:forward], per_pair[forward:]
+
+
+@RECIPE
+@on_ranks(2)
+def test_bytes_per_token(recipe):
+    """A result and a gradient of a token travel in two bytes per element, and in one what [Note: what travels as codes]
+    says, with scales."""
+    tokens = tokens_of(2, 2)[0]
+    kind = next(name for name in ("tensorwise", "blockwise", "mxfp8", "rowwise") if recipe.startswith(name))
+    codes, hp = [DIM + SCALE_BYTES[kind], 2 * DIM], [2 * DIM, 2 * DIM]
+    trained = codes if recipe == "tensorwise" else hp
+    # The gradient of a biased result is read by more than matmuls.
+    for options, flags, expected in (
+        ({}, {}, (trained, trained)),
+        ({"grad_weight_from_codes": True}, {}, (codes, codes)),
+        ({}, {"trained": False}, (codes, codes)),
+        ({}, {"trained": False, "has_bias": True}, (codes, hp)),
+    ):
+        experts = parallel(converted(recipe, **flags), **options)
+        assert bytes_sent(experts, *tokens) == expected
+        words = ["float8 codes" if each is codes else "high precision" for each in expected]
+        said = f"over 2 ranks: tokens travel to experts in {words[0]}, and gradients of their results in {words[1]}"
+        assert any(note.endswith(said) for note in conversion_report(experts).notes)
+    with torch.no_grad():
+        assert bytes_sent(parallel(converted(recipe)), *tokens) == (codes, [])
+
+
+@RECIPE
+@on_ranks(2)
+def test_grad_weight_from_codes(recipe):
+    """The gradients of weights alone may differ, by the elements that are subnormal in their row's codes.
+
+    Where grad_weight is in high precision, by the rounding of both its operands: 28.4 dB each.
+    """
+    experts, parts = converted(recipe), tokens_of(2, 2)
+    split, floor = parallel(copy.deepcopy(experts), grad_weight_from_codes=True), 24 if recipe.endswith("hp") else 60
+    for outlier in (1, 2.0**12):
+        for hidden, *_ in parts:
+            hidden[:, 0] *= outlier
+        expected, got = of_one_process(experts, parts), step(split, *parts[dist.get_rank()])
+        for name in ("down_proj", "gate_up_proj"):
+            one, other = got.pop(name).to_local(), expected.pop(name)
+            assert one.equal(other) or (recipe != "tensorwise" and sqnr_db(other, one) > floor)
+        assert not one.equal(other) or outlier == 1 or recipe == "tensorwise" or not other.any()
+        assert_parts_same(got, expected)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grad_enabled", [True, False])
+@on_ranks(2)
+def test_ranks_that_disagree(grad_enabled):
+    experts, tokens = parallel(converted("rowwise")), tokens_of(2, 2)[0][:3]
+    with torch.set_grad_enabled(grad_enabled or dist.get_rank() == 0):
+        experts.down_proj.requires_grad_(dist.get_rank() == 0)
+        message = refusal(experts, *tokens)
+    assert message.startswith("RuntimeError: ranks disagree about the tokens that they send to experts: rank 0 has")
+    assert "'down_proj': False" in message or "gradients: none" in message
+    others = converted("rowwise" if dist.get_rank() else "blockwise")
+    assert refusal(parallel, others).startswith("RuntimeError: ranks disagree about experts: rank 0 has")
+
+
+@on_ranks(4)
+def test_experts_that_cannot_be_split():
+    assert "as many experts on each rank, got 6 on 4 ranks" in refusal(parallel, converted("rowwise", experts=6))
+    assert "expects a Float8Experts, got Experts; call convert_to" in refusal(parallel, Experts())
+    local = converted("rowwise")
+    local.num_experts = EXPERTS // 4  # as transformers' own expert parallelism leaves it
+    assert "whole experts, got a module of 2 with weights of 8" in refusal(parallel, local)
+    with mock.patch.object(collectives.functional, "all_to_all_single", side_effect=RuntimeError("no alltoall")):
+        message = refusal(parallel, converted("rowwise"))
+    assert message.startswith("NotImplementedError: expert parallelism sends codes by all_to_all_single of uint8")
+    message = refusal(parallel, freeze_to_float8(Experts(), "rowwise"))
+    assert "expected weights in high precision, got gate_up_proj stored in float8" in message
+    split = parallel(converted("rowwise"))
+    assert "called with top_k_index" in refusal(split, torch.randn(8, DIM))
+    assert "convert a model back before it is parallelized" in refusal(convert_to_high_precision, split)
+
+
+@on_ranks(2)
+def test_the_state_dict_has_all_experts():
+    experts = converted("rowwise")
+    before = copy.deepcopy(experts.state_dict())
+    split = parallel(experts)
+    assert split.down_proj.to_local().shape[0] == EXPERTS // 2
+    assert_same(split.state_dict(), before)

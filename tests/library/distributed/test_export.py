@@ -1,0 +1,177 @@
+"""All ranks export a sharded model together, with the codes of its forward; rank 0 writes, or all ranks fail."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from quaver import Float8ColwiseParallel, Float8LinearConfig, Float8RowwiseParallel, freeze_to_float8
+from quaver.conversion.freeze import blockwise_config
+from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
+from tests.library.distributed.models import config_of
+from tests.library.export.mixtures import mixture
+from tests.library.export.models import PROJECTIONS, Tiny, tiny
+from tests.ranks import mesh_of, on_ranks
+from tests.steps import assert_same
+
+GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+
+
+def sharded(model, **options):
+    for linear in model.layer.values():
+        fully_shard(linear, **options)
+    return fully_shard(model)
+
+
+def rounded(model, dtype):
+    """`model` with the weights of its float8 linears in `dtype`, as FSDP2 gathers them."""
+    for name in PROJECTIONS:
+        model.layer[name].weight.data = model.layer[name].weight.data.to(dtype)
+    return model
+
+
+@pytest.mark.parametrize(("gathers_float8", "param_dtype"), [(False, None), (False, torch.bfloat16), (True, None)])
+@on_ranks(2)
+def test_codes_are_those_of_the_sharded_forward(gathers_float8, param_dtype, tmp_path):
+    """They are those of a single process whose weights are in `param_dtype`; each weight moves once."""
+    whole = rounded(tiny("tensorwise"), param_dtype or torch.float32)
+    expected = dict(iter_float8_weights(whole, share_fused_scales=False))
+    model = tiny(GATHERED if gathers_float8 else "tensorwise")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if param_dtype or gathers_float8 else None
+    sharded(model, **({"mp_policy": policy} if policy else {}))
+    weights = save_float8(model, tmp_path / "out", config={}, share_fused_scales=False)
+    stored = dict(iter_float8_weights(model, share_fused_scales=False))
+    assert_same(stored, expected)
+    bias = whole.layer["q_proj"].bias  # which FSDP2 gathers with the weight, and which is written in its own dtype
+    again = 0 if gathers_float8 else bias.numel() * whole.layer["q_proj"].weight.itemsize
+    assert weights.bytes_moved == again + sum(tensor.nbytes for tensor in whole.state_dict().values())
+    dist.barrier()
+    assert set(load_float8(tmp_path / "out")) == set(tiny().state_dict())
+
+
+@on_ranks(2)
+def test_an_export_leaves_the_model_sharded_at_every_tensor():
+    """Two linears fused into one module by FSDP2, the others in the root's; training goes on between the tensors."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = tiny("rowwise")
+    fully_shard([model.layer["q_proj"], model.layer["v_proj"]], mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    expected = dict(iter_float8_weights(rounded(tiny("rowwise"), torch.bfloat16)))
+    weights, stored = iter_float8_weights(model), {}
+    for name, tensor in weights:
+        stored[name] = tensor
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert_same(stored, expected)
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "fp8"])
+@pytest.mark.parametrize(("param_dtype", "gathers_float8"), [(None, False), (torch.bfloat16, False), (None, True)])
+@on_ranks(2)
+def test_codes_of_experts_are_those_of_the_sharded_forward(param_dtype, gathers_float8, format, tmp_path):
+    """Three experts on two ranks. The module of the experts is one of FSDP2's; the linear is in the root's."""
+    config = config_of("rowwise", enable_fsdp_float8_all_gather=gathers_float8)
+    model, whole = mixture(config, 128, 128), mixture("rowwise", 128, 128)
+    for weight in (whole.o_proj.weight, *whole.experts.parameters()):
+        weight.data = weight.data.to(param_dtype or torch.float32)
+    expected = dict(iter_float8_weights(whole, format=format))
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    fully_shard(model.experts, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    weights, stored = iter_float8_weights(model, format=format), {}
+    for name, tensor in weights:
+        stored[name] = tensor
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert_same(stored, expected)
+    assert weights.requantized == iter_all(whole, format).requantized
+    save_float8(model, tmp_path / "out", config={}, format=format)
+    dist.barrier()
+    assert set(load_float8(tmp_path / "out", model=model)) == set(model.state_dict())
+
+
+def iter_all(model, format):
+    weights = iter_float8_weights(model, format=format)
+    for _ in weights:
+        pass
+    return weights
+
+
+@on_ranks(4)
+def test_codes_of_a_model_in_tensor_parallel_and_sharded_parts():
+    mesh = mesh_of((2, 2), ("fsdp", "tp"))
+    model = tiny("rowwise")
+    parallelize_module(model.layer, mesh["tp"], {"q_proj": Float8ColwiseParallel(), "o_proj": Float8RowwiseParallel()})
+    sharded(model, mesh=mesh["fsdp"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    expected = dict(iter_float8_weights(rounded(tiny("rowwise"), torch.bfloat16)))
+    stored = dict(iter_float8_weights(model))
+    assert stored.keys() == expected.keys()
+    for name in ("layer.q_proj.weight", "layer.o_proj.weight", "layer.k_proj.weight"):
+        assert torch.equal(stored[name].float(), expected[name].float()), name
+
+
+@pytest.mark.parametrize("config", ["blockwise", "tensorwise"])
+@on_ranks(2)
+def test_a_sharded_frozen_base_is_gathered_in_float8(config):
+
+    def frozen():
+        torch.manual_seed(0)
+        return freeze_to_float8(Tiny(256), config, module_filter_fn=lambda module, name: name != "lm_head")
+
+    expected = dict(iter_float8_weights(frozen()))
+    weights = iter_float8_weights(sharded(frozen()))
+    stored = dict(weights)
+    assert_same(stored, expected)
+    assert weights.bytes_moved < 1.5 * weights.bytes_yielded
+
+
+@pytest.mark.parametrize("format", ["fp8", "compressed-tensors-block"])
+@on_ranks(2)
+def test_a_sharded_base_of_ragged_blocks_is_exported_and_loaded_again(format, tmp_path):
+    """200 rows: blocks of 128 and 72, of which each rank holds 100 rows."""
+    torch.manual_seed(0)
+    model = Tiny(200)
+    with torch.no_grad():
+        for linear in model.layer.values():
+            linear.weight.mul_(torch.logspace(-1, 0, 200)[:, None]).mul_(torch.logspace(0, -1, 200))
+    whole = freeze_to_float8(model, blockwise_config(power_of_2=False))
+    tokens = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        expected = whole(tokens)
+        codes = dict(iter_float8_weights(whole, format=format))
+        save_float8(sharded(whole), tmp_path / "out", config={}, format=format)
+        dist.barrier()
+        again = sharded(load_frozen(Tiny(200), tmp_path / "out"))
+        assert again(tokens).equal(expected)
+    stored = dict(iter_float8_weights(again, format=format))
+    assert_same(stored, codes)
+
+
+class StrangeError(Exception):
+    """It cannot be pickled back: `a` is missing."""
+
+    def __init__(self, a, b):
+        super().__init__(f"no model of {a} and {b}")
+
+
+def no_model():
+    raise StrangeError(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, FileExistsError, "exists already"),
+        ({"about": {"x": object()}}, ValueError, "about: expected what JSON holds, got Object of type object"),
+        ({"about": {"x": float("nan")}}, ValueError, "about: expected what JSON holds"),
+        ({"high_precision_model": no_model}, (StrangeError, RuntimeError), "no model of 1 and 2"),
+    ],
+)
+@on_ranks(2)
+def test_all_ranks_raise_what_rank_0_raises(options, error, message, tmp_path):
+    """It alone writes, and here it alone has the options."""
+    folder = tmp_path / "out" if options else tmp_path
+    with pytest.raises(error, match=message):
+        save_float8(fully_shard(tiny()), folder, config={}, **(options if dist.get_rank() == 0 else {}))
+    dist.barrier()
+    assert not list(tmp_path.iterdir())

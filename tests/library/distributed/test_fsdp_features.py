@@ -1,0 +1,468 @@
+"""Float8 all-gather with everything else that FSDP2 does, scales that are never stale, and ranks that disagree."""
+
+import copy
+import functools
+import itertools
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from quaver import convert_to_float8_training, convert_to_high_precision
+from quaver.checkpointing import MODES, apply_activation_checkpointing
+from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.fsdp.gathered import Float8AllGatherWeight
+from tests.library.distributed.models import (
+    DIM,
+    LEARNING_RATE,
+    batches,
+    config_of,
+    loss_of,
+    make_model,
+    quantized,
+    single_process_losses,
+)
+from tests.library.distributed.test_fsdp import finish_step, operands_that_differ, part_of, shard_model, train_step
+from tests.ranks import RanksError, mesh_of, on_ranks, refusal, run
+from tests.reference import RECIPES
+from tests.steps import assert_same, by_torch_save
+from tests.thinned import at_night
+
+STEPS = 2
+
+
+def gathering(recipe):
+    return config_of(recipe, enable_fsdp_float8_all_gather=True)
+
+
+def losses_of(model, *, precompute=False, steps=STEPS, step=train_step):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
+    losses = []
+    for batch in batches(steps, dist.get_world_size()):
+        losses.append(step(model, optimizer, batch))
+        if precompute:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+    return losses
+
+
+def model_by(how, config, make=make_model):
+    """The model of `make`, with FSDP2 used in one particular way."""
+    options, model = {}, make()
+    if how in ("keep gathered", "always reshard"):
+        options["reshard_after_forward"] = how == "always reshard"
+    elif how == "hsdp":
+        shape = (2, dist.get_world_size() // 2)
+        options["mesh"] = mesh_of(shape, ("replicate", "shard"))
+    elif how == "cpu offload":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    elif how == "mixed precision":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    elif how == "meta":
+        with torch.device("meta"):
+            model = make()
+    elif how.startswith("checkpointed"):
+        convert_to_float8_training(model, config=config)
+        config = None
+        kind = CheckpointImpl.REENTRANT if "reentrant" in how else CheckpointImpl.NO_REENTRANT
+        policy = {"context_fn": SAVE_MATMULS} if "by op" in how else {}
+        for index, block in enumerate(model[:-1]):
+            model[index] = checkpoint_wrapper(block, kind, **policy)
+    model = shard_model(config, model=model, **options)
+    if how == "meta":
+        model.to_empty(device="cpu")
+        model.load_state_dict(_sharded_like(model, make().state_dict()))
+    return model
+
+
+def _losses_with(how, recipe):
+    model = model_by(how, gathering(recipe))
+    return losses_of(model, precompute=how == "cpu offload", step=ODD_STEPS.get(how, train_step))
+
+
+def _two_forwards(model, optimizer, batch):
+    """Two graphs are alive before the backward of either."""
+    losses = [loss_of(model(part_of(batch))) for _ in range(2)]
+    for loss in losses:
+        (loss / 2).backward()
+    return finish_step(losses[0], optimizer)
+
+
+def _retained_graph(model, optimizer, batch):
+    loss = loss_of(model(part_of(batch)))
+    loss.backward(retain_graph=True)
+    optimizer.zero_grad()
+    loss.backward()
+    return finish_step(loss, optimizer)
+
+
+def _after_exceptions(model, optimizer, batch):
+    """A forward that raises half way, and one whose graph is dropped, precede the step."""
+
+    def fail(*_):
+        raise ArithmeticError
+
+    hook = model[1].register_forward_hook(fail)
+    with pytest.raises(ArithmeticError):
+        model(part_of(batch))
+    hook.remove()
+    model(part_of(batch))
+    return train_step(model, optimizer, batch)
+
+
+ODD_STEPS = {"two forwards": _two_forwards, "retained graph": _retained_graph, "after exceptions": _after_exceptions}
+MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default]
+SAVE_MATMULS = functools.partial(create_selective_checkpoint_contexts, MATMULS)
+
+
+def _shard_columns(parameter):
+    even = parameter.dim() == 2 and parameter.shape[1] % dist.get_world_size() == 0
+    return torch.distributed.tensor.Shard(1 if even else 0)
+
+
+def _sharded_like(model, state_dict):
+    return {
+        name: torch.distributed.tensor.distribute_tensor(state_dict[name], like.device_mesh, like.placements)
+        for name, like in model.state_dict().items()
+    }
+
+
+WAYS = ["plain", "hsdp", "cpu offload", "meta"]
+MORE_WAYS = ["keep gathered", "always reshard", "checkpointed", "checkpointed by op", *ODD_STEPS]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "recipe", "ways"),
+    [
+        (4, "tensorwise", WAYS),  # some shards are empty
+        (2, "rowwise", MORE_WAYS),
+        *at_night((4, recipe, WAYS + MORE_WAYS) for recipe in RECIPES),
+    ],
+)
+@on_ranks()
+def test_every_way_to_use_fsdp_trains_alike(ranks, recipe, ways):
+    expected = single_process_losses(config_of(recipe), STEPS, ranks, float8_gather=True)
+    for how in ways:
+        assert _losses_with(how, recipe) == pytest.approx(expected, rel=1e-5), how
+
+
+AMAXES_AND_VIEWS = [getattr(torch.ops.aten, name).default for name in ("amax", "max", "abs", "view", "gelu", "copy_")]
+CONTEXTS = {
+    "matmuls": SAVE_MATMULS,
+    "much": functools.partial(create_selective_checkpoint_contexts, [*MATMULS, *AMAXES_AND_VIEWS]),
+}
+
+
+def _gradients_with_nested_groups(mode, recipe, gathers):
+    """Of two steps of blocks whose linears are FSDP2 groups, in the second of which scales are known."""
+    model, ranks = make_model(2, dim=32, hidden=64), dist.get_world_size()
+    config = config_of(recipe, enable_fsdp_float8_all_gather=gathers)
+    convert_to_float8_training(model, config=config)
+    if mode in MODES:
+        apply_activation_checkpointing(model[:-1], mode=mode)
+    for index, block in enumerate(model[:-1]):
+        if mode in CONTEXTS:
+            model[index] = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT, context_fn=CONTEXTS[mode])
+        fully_shard(block.up)
+        fully_shard(block.down)
+    shard_model(None, model=model)
+    for batch in batches(2, ranks, dim=32):
+        loss_of(model(part_of(batch))).backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+@on_ranks(2)
+def test_a_policy_sees_no_operation_of_groups_inside_a_block():
+    for recipe, gathers, *modes in (("tensorwise", True, "selective", *CONTEXTS), ("rowwise", False, "selective")):
+        expected = _gradients_with_nested_groups("none", recipe, gathers)
+        for mode in modes:
+            assert_same(_gradients_with_nested_groups(mode, recipe, gathers), expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks()
+def test_shards_of_the_other_dim(ranks):
+    model = shard_model(gathering("rowwise"), model=make_model(hidden=40), shard_placement_fn=_shard_columns)
+    assert operands_that_differ(model, make_model(hidden=40), gathering("rowwise")) == []
+
+
+@on_ranks(4)
+def test_torch_refuses_an_int_reshard_after_forward_for_extended_tensors():
+    """Its own limit; when this fails, torch has lifted it and docs/distributed.md can say so."""
+    message = refusal(losses_of, shard_model(gathering("tensorwise"), reshard_after_forward=2))
+    assert "only Tensors of floating point dtype" in message
+
+
+@on_ranks(2)
+def test_frozen_weights():
+    """The model trains what is left, and computes the scales of what is frozen once."""
+    model = make_model()
+    for block in model[:2]:
+        block.up.weight.requires_grad_(False)
+    model = shard_model(gathering("tensorwise"), model=model)
+    before = model[0].up.weight.to_local().plain().clone()
+    losses = losses_of(model)
+    assert losses[-1] < losses[0]
+    frozen, trained = model[0].up.weight, model[0].down.weight
+    assert frozen.grad is None
+    assert torch.equal(frozen.to_local().plain(), before)
+    assert frozen._local_tensor.scales(frozen) is not None
+    assert trained._local_tensor.scales(trained) is None
+
+
+def change_weights(how, model, optimizer, state_dict):
+    """Change the first block's up.weight, and maybe others, in one of the `CHANGES`."""
+    weight = model[0].up.weight
+    with torch.no_grad():
+        if how == "step":
+            optimizer.step()
+        elif how in ("load", "assign"):
+            model.load_state_dict(state_dict, assign=how == "assign")
+        elif how == "in place":
+            weight.mul_(2)
+        elif how == "data":
+            weight.data.mul_(2)
+        elif how == "to_local":
+            weight.to_local().mul_(2)
+        elif how == "transposed":
+            weight.to_local().t().mul_(2)
+        elif how == "each row":
+            for row in weight.to_local():
+                row.mul_(2)
+        elif how == "foreach multiply":
+            torch._foreach_mul_(list(model.parameters()), 2.0)
+        elif how == "to dtype":
+            model.to(torch.bfloat16)
+        elif how == "around":
+            model.state_dict()["0.up.weight"].to_local().mul_(2)
+
+
+CHANGES = ["step", "load", "assign", "in place", "data", "to_local", "transposed", "each row", "foreach multiply"]
+CHANGES += ["to dtype", "around"]
+
+
+def _is_scale_stale(how, afterwards, optimizer_options):
+    """Whether the scale that is used after a change, and after what follows it, is not that of the weights."""
+    model = shard_model(gathering("tensorwise"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **optimizer_options)
+    loss_of(model(part_of(batches(1, dist.get_world_size())[0]))).backward()
+    double = {name: value * 2 for name, value in model.state_dict().items()}
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    change_weights(how, model, optimizer, double)
+    if afterwards == "precompute":
+        precompute_float8_dynamic_scale_for_fsdp(model)
+    elif afterwards == "load":
+        model.load_state_dict(model.state_dict())
+    full = model.state_dict()["0.up.weight"].full_tensor()
+    model[0].unshard()
+    scale = model[0].up.weight.dequant_scale
+    return not torch.equal(scale, quantized(full, gathering("tensorwise")).row.dequant_scale)
+
+
+@on_ranks(2)
+def test_a_precomputed_scale_is_not_used_after_the_weight_changes():
+    cases = [(how, None, {"foreach": True}) for how in CHANGES if how != "around"]  # "around" alone is an error
+    cases += [("step", None, {"fused": True}), *(("around", then, {}) for then in ("precompute", "load"))]
+    assert [case for case in cases if _is_scale_stale(*case)] == []
+
+
+@pytest.mark.parametrize("local", [True, False])
+@on_ranks(2)
+def test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale(local):
+    """A write into a state_dict's tensor after precompute, which no operation on the parameter shows."""
+    model, input = shard_model(gathering("tensorwise")), part_of(batches(1, 2)[0])
+    state_dict = model.state_dict()
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    (state_dict["0.up.weight"].to_local() if local else state_dict["0.up.weight"]).mul_(2)
+    message = refusal(model, input)
+    assert "was written to directly" in message
+    assert "precompute_float8_dynamic_scale_for_fsdp" in message
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    assert torch.isfinite(model(input)).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(2)
+def test_a_nan_on_one_rank_reaches_all(recipe):
+    model = shard_model(gathering(recipe))
+    with torch.no_grad():
+        local = model[0].up.weight.to_local()
+        if dist.get_rank() == 1:
+            local[0, 0] = float("nan")
+        else:
+            local.mul_(1.0)
+    assert model(part_of(batches(1, 2)[0])).isnan().any()
+
+
+def _disagree(how, precompute):
+    other = dist.get_rank() == 1
+    recipe = "rowwise" if how == "recipe" and other else "tensorwise"
+    config = config_of(recipe, enable_fsdp_float8_all_gather=not (how == "flag" and other))
+    model = shard_model(config, model=make_model(2 if how == "layer" and other else 3))
+    if precompute:
+        precompute_float8_dynamic_scale_for_fsdp(model)
+    model(part_of(batches(1, dist.get_world_size())[0]))
+
+
+@on_ranks(2)
+def test_ranks_that_disagree_get_an_error_and_no_hang():
+    for way in itertools.product(["layer", "recipe", "flag"], [True, False]):
+        if way != ("flag", False):
+            message = refusal(_disagree, *way)
+            assert "ranks disagree about the weights to all-gather in float8: rank" in message, (way, message)
+
+
+def test_a_rank_without_float8_all_gather_is_an_error_and_no_hang():
+    """It joins no check of the weights; the collectives of the ranks do not match, or end by their time limit."""
+    with pytest.raises(RanksError):
+        run(2, _disagree, "flag", False, timeout=60, collective_timeout=3)
+
+
+def test_tied_weights_are_refused_and_nothing_is_changed():
+    model = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(16, 16), "head": torch.nn.Linear(16, 16, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    with pytest.raises(ValueError, match="the weight of head is tied to embedding, so it cannot be gathered in float8"):
+        convert_to_float8_training(model, config=gathering("tensorwise"))
+    assert type(model["head"]) is torch.nn.Linear
+    assert model["head"].weight is model["embedding"].weight
+
+
+@pytest.mark.parametrize(
+    ("recipe", "compiled"),
+    [*((recipe, False) for recipe in RECIPES), ("rowwise", True), *at_night([("tensorwise", True)])],
+)
+def test_without_fsdp_the_flag_changes_nothing(recipe, compiled):
+    models = [make_model(1), make_model(1)]
+    input = batches(1, 1)[0]
+    grads = []
+    for model, config in zip(models, (config_of(recipe), gathering(recipe)), strict=True):
+        convert_to_float8_training(model, config=config)
+        compiles = compiled and model is models[1]
+        run_model = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
+        loss_of(run_model(input)).backward()
+        grads.append([parameter.grad for parameter in model.parameters()])
+        torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    assert_same(*grads)
+    plain, wrapped = (model.state_dict() for model in models)
+    assert list(plain) == list(wrapped)
+    assert_same(wrapped, plain)
+    assert {type(value) for value in wrapped.values()} == {torch.Tensor}
+
+
+def test_the_wrapper_survives_copies_and_leaves_with_the_conversion():
+    model = make_model(1)
+    reference = copy.deepcopy(model)
+    convert_to_float8_training(model, config=gathering("rowwise"))
+    input = batches(1, 1)[0]
+    pickled = pickle.loads(pickle.dumps(model))
+    for other in (copy.deepcopy(model), copy.deepcopy(model).to(torch.float64).to(torch.float32), pickled):
+        assert torch.equal(model(input), other(input))
+        assert other[0].up.gathering is None
+        assert isinstance(other[0].up.weight, Float8AllGatherWeight)
+        other.load_state_dict(model.state_dict())
+        other.load_state_dict(model.state_dict(), assign=True)
+        assert torch.equal(model(input), other(input))
+    convert_to_high_precision(model)
+    assert type(model[0].up.weight) is torch.nn.Parameter
+    assert torch.equal(model(input), reference(input))
+    assert not model[0].up._state_dict_hooks
+    assert not model[0].up._load_state_dict_post_hooks
+
+
+def check_behaves_as(weight, plain):
+    """What others ask of a parameter is what the plain tensor inside answers."""
+    assert weight.data_ptr() == plain.data_ptr() != 0
+    assert weight.untyped_storage().data_ptr() == plain.untyped_storage().data_ptr()
+    assert weight.untyped_storage().nbytes() == plain.untyped_storage().nbytes()
+    for question in ("size", "stride", "storage_offset", "is_contiguous", "element_size", "numel", "is_shared"):
+        assert getattr(weight, question)() == getattr(plain, question)(), question
+    for attribute in ("dtype", "device", "layout", "is_leaf", "is_cpu", "nbytes"):
+        assert getattr(weight, attribute) == getattr(plain, attribute), attribute
+    assert torch.equal(weight, plain)
+    assert weight.tolist() == plain.tolist()
+    assert (weight.detach().numpy() == plain.detach().numpy()).all()
+    assert (np.asarray(weight.detach().cpu()) == np.asarray(plain.detach())).all()
+    assert torch.equal(torch.from_dlpack(weight.detach()), plain.detach())
+    version = weight._version
+    with torch.no_grad():
+        weight.add_(0.0)
+        weight.t().add_(0.0)
+    assert weight._version == version + 2
+
+
+def test_a_weight_to_all_gather_answers_as_its_tensor():
+    model = convert_to_float8_training(make_model(1), config=gathering("tensorwise"))
+    weight = model[0].up.weight
+    check_behaves_as(weight, torch.nn.Parameter(weight.wrapped))
+    with pytest.raises(RuntimeError, match="requires grad"):
+        weight.numpy()
+    with pytest.raises(RuntimeError, match="cannot assign to .data of a weight that is all-gathered in float8"):
+        weight.data = torch.zeros_like(weight)
+    for copied in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight)), by_torch_save(weight, weights_only=True)):
+        assert isinstance(copied, Float8AllGatherWeight)
+        assert isinstance(copied, torch.nn.Parameter)
+        assert copied.requires_grad
+        assert copied.data_ptr() != weight.data_ptr()
+        assert torch.equal(copied, weight)
+    tied = copy.deepcopy([weight, weight])
+    assert tied[0] is tied[1]
+    weight.share_memory_()
+    assert weight.is_shared()
+    assert weight.wrapped.is_shared()
+    assert weight.data_ptr() == weight.wrapped.data_ptr()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    weight.grad = torch.ones_like(weight)
+    before = weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(weight.wrapped, before.wrapped - 1)
+
+
+@on_ranks(2)
+def test_a_shard_answers_as_its_tensor():
+    model = shard_model(gathering("tensorwise"))
+    for _ in range(2):  # before and after FSDP2 pads the shards
+        for weight in (model[0].up.weight, model[-1].weight):
+            local = weight.to_local()
+            if local.numel():
+                check_behaves_as(local.detach(), local.plain().detach())
+                assert local.data_ptr() == weight._local_tensor.data_ptr()
+        loss_of(model(part_of(batches(1, 2)[0]))).backward()
+
+
+@on_ranks(2)
+def test_what_sharded_models_refuse():
+    model = shard_model(gathering("tensorwise"))
+    with pytest.raises(RuntimeError, match="cannot be converted back"):
+        convert_to_high_precision(model)
+    with pytest.raises(RuntimeError, match="call the module that was given to it"):
+        model[0].up(torch.randn(2, DIM))
+
+
+@pytest.mark.parametrize("how", ["one rank, precomputed", "GradScaler", "GradScaler, precomputed"])
+@on_ranks(2)
+def test_a_step_that_is_left_out_leaves_no_stale_scale(how):
+    """One rank's gradient is infinite. GradScaler leaves the step out on all ranks; else that rank does alone."""
+    config = gathering("tensorwise")
+    model, whole, moved = shard_model(config), make_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    scaler = torch.amp.GradScaler("cpu", enabled="GradScaler" in how)
+    weight = next(each for each in model.parameters() if each.dim() == 2)
+    for step, batch in enumerate(batches(2, 2)):
+        scaler.scale(loss_of(model(part_of(batch)))).backward()
+        before, is_bad = weight.to_local() * 1, step == 1 and dist.get_rank() == 0
+        if is_bad:
+            weight.grad.to_local().fill_(torch.inf)
+        if scaler.is_enabled() or not is_bad:
+            scaler.step(optimizer)
+            scaler.update()
+        moved.append(not torch.equal(weight.to_local() * 1, before))
+        optimizer.zero_grad()
+        if "precomputed" in how:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+    assert moved == [True, "GradScaler" not in how and dist.get_rank() == 1]
+    whole.load_state_dict({name: each.full_tensor() for name, each in model.state_dict().items()})
+    assert operands_that_differ(model, whole, config) == []

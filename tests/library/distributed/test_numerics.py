@@ -1,0 +1,209 @@
+"""The monitor over ranks: the statistics of the whole tensors, in one collective per sampled step; unlike replicas."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from quaver import convert_to_float8_training
+from quaver.distributed import Float8ColwiseParallel, Float8RowwiseParallel
+from quaver.numerics.alarms import Alarms
+from quaver.numerics.monitor import monitor
+from tests.library.distributed.models import config_of
+from tests.library.distributed.test_experts_dispatch import converted, parallel, step, tokens_of
+from tests.library.distributed.test_fsdp import part_of, world_mesh
+from tests.ranks import run
+
+EXACT = ("numel", "amax", "smallest", "underflow", "saturated", "scale_min", "scale_median", "scale_max", "nonfinite")
+CLOSE = ("rms", "zeros", "sqnr_db")
+STEPS = 3
+
+
+def make(recipe, gathers_in_float8=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48, bias=False), nn.ReLU(), nn.Linear(48, 16, bias=False))
+    return convert_to_float8_training(model, config=config_of(recipe, enable_fsdp_float8_all_gather=gathers_in_float8))
+
+
+@contextlib.contextmanager
+def counted_collectives():
+    """How many tensors this rank sends to gather statistics."""
+    calls, gather = [], dist.gather
+    dist.gather = lambda *args, **options: (calls.append(args[0].shape), gather(*args, **options))[1]
+    try:
+        yield calls
+    finally:
+        dist.gather = gather
+
+
+def sampled(model, batches):
+    lines = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0)
+    with counted_collectives() as calls, monitor(model, every=2, sink=lines.append, extras_every=1):
+        for batch in batches:
+            model(batch).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return lines, len(calls)
+
+
+def batches():
+    torch.manual_seed(3)
+    return [torch.randn(24, 32) * torch.logspace(-3, 1, 24)[:, None] for _ in range(STEPS)]
+
+
+def of_ranks(parallelism, recipe):
+    model, parts = make(recipe, parallelism == "float8 fsdp"), batches()
+    if parallelism == "tp":
+        styles = {"0": Float8ColwiseParallel(), "2": Float8RowwiseParallel()}
+        parallelize_module(model, world_mesh(), styles)
+    else:
+        parts = [part_of(batch) for batch in parts]
+        fully_shard(model, mesh=world_mesh())
+    return sampled(model, parts)
+
+
+def by_name(lines):
+    header, *samples = lines
+    names = [(each["layer"], each["operand"], each["cast"]) for each in header["tensors"]]
+    return [
+        {name: {key: sample[key][at] for key in header["statistics"]} for at, name in enumerate(names)}
+        for sample in samples
+    ]
+
+
+@pytest.mark.parametrize("parallelism", ["fsdp", "tp"])
+def test_statistics_of_ranks_are_those_of_the_whole_tensors(parallelism):
+    one, _ = sampled(make("rowwise"), batches())
+    (lines, calls), (of_other, other_calls) = run(2, of_ranks, parallelism, "rowwise")
+    assert calls == other_calls == 2  # steps 1 and 2 are sampled, step 3 is not
+    assert of_other == []
+    assert lines[0]["ranks"] == 2
+    assert not any("disagree" in line for line in lines)
+    assert lines[0]["tensors"] == one[0]["tensors"]
+    for got, expected in zip(by_name(lines), by_name(one), strict=True):
+        for name, values in expected.items():
+            layer, operand, cast = name
+            if cast == "result":
+                continue  # of this rank's rows
+            if parallelism == "fsdp" and cast == "column" and operand != "weight":
+                continue  # each rank scales the columns of its own rows
+            if values["numel"] is None:  # the first input needs no gradient
+                assert got[name]["numel"] is None
+                continue
+            copies = 2 if parallelism == "tp" and (layer, operand) in {("0", "input"), ("2", "grad_output")} else 1
+            for key in EXACT:
+                if key in ("numel", "nonfinite"):
+                    assert got[name][key] == copies * values[key], (name, key)
+                else:
+                    assert got[name][key] == values[key], (name, key)
+            for key in CLOSE:
+                assert got[name][key] == pytest.approx(values[key], rel=2e-6), (name, key)
+
+
+def test_weights_that_were_gathered_in_float8_have_scales_and_no_sqnr():
+    one, _ = sampled(make("tensorwise"), batches())
+    (lines, _), _ = run(2, of_ranks, "float8 fsdp", "tensorwise")
+    for name, got in by_name(lines)[0].items():
+        if name[1] == "weight":
+            assert got["scale_max"] == by_name(one)[0][name]["scale_max"]
+            assert got["sqnr_db"] is None
+
+
+def of_replicas(changed):
+    """The record of two replicas, of which the second one has another weight if it is `changed`."""
+    model, parts = DistributedDataParallel(make("rowwise")), batches()
+    if dist.get_rank() == 1 and changed:
+        with torch.no_grad():
+            model.module[2].weight[3, 5] += 1e-3
+    return sampled(model, [part_of(batch) for batch in parts])[0]
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_rank_with_another_weight_raises_the_alarm(changed):
+    (header, *samples), _ = run(2, of_replicas, changed)
+    alarms = Alarms()
+    raised = [event for sample in samples for event in alarms.update(header, sample)]
+    assert [(each.rule, each.layer, each.rank) for each in raised] == [("ranks", "module.2", 1)] * changed
+    assert all("is another one on rank 1 than on its replicas" in each.message for each in raised)
+
+
+def of_ranks_of_which_one_has_no_batch(by_hand):
+    model, lines = make("tensorwise"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0)
+    with monitor(model, every=1, sink=lines.append, steps_by_hand=by_hand) as watching:
+        for number, batch in enumerate(batches()):
+            if dist.get_rank() != number % 2:
+                model(batch).square().sum().backward()
+            optimizer.step()
+            watching.step()
+        with watching.repeating():
+            if dist.get_rank() == 0:
+                model(batch).square().sum().backward()
+    return lines
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_rank_without_a_batch_joins_the_collectives(by_hand):
+    lines, of_second = run(2, of_ranks_of_which_one_has_no_batch, by_hand)
+    assert [line["step"] for line in lines[1:]] == [1, 2, 3]
+    assert [each[next(iter(each))]["numel"] for each in by_name(lines)] == [24 * 32] * STEPS
+    assert not of_second
+
+
+def of_ranks_with_a_sink_that_fails():
+    model, lines = make("tensorwise"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0)
+
+    def sink(line):
+        if line["step"] == failing:
+            raise OSError(28, "No space left on device")
+        lines.append(line)
+
+    failing, errors = 1, []
+    with contextlib.suppress(OSError, RuntimeError):
+        monitor(model, every=1, sink=sink)
+        errors.append("no error")
+    failing = 2
+    with counted_collectives() as calls, monitor(model, every=1, sink=sink) as watching:
+        for batch in batches():
+            model(batch).square().sum().backward()
+            optimizer.step()
+    return errors, len(calls), [line["step"] for line in lines], model[0].probe is None and not watching._is_open
+
+
+def test_a_sink_that_fails_on_the_first_rank_ends_the_monitor_on_all():
+    assert run(2, of_ranks_with_a_sink_that_fails) == [([], 2, [1, 1], True), ([], 2, [], True)]
+
+
+def of_expert_parallel_ranks(splits):
+    experts, parts = converted("rowwise"), tokens_of(2, 2)
+    mine = parts[dist.get_rank()]
+    if splits:
+        parallel(experts)
+    else:
+        mine = [torch.cat(each) for each in zip(*parts, strict=True)]
+    lines = []
+    with monitor(experts, every=1, extras_every=0, sink=lines.append) as watching:
+        step(experts, *mine)
+        watching.step()
+    return lines
+
+
+def test_experts_of_two_ranks():
+    (whole, _), (lines, _) = (run(2, of_expert_parallel_ranks, splits) for splits in (False, True))
+    assert not any("disagree" in line for line in [*whole, *lines])
+    for (name, got), expected in zip(by_name(lines)[0].items(), by_name(whole)[0].values(), strict=True):
+        _, operand, cast = name
+        if operand == "weight":
+            del got["scale_worst"], expected["scale_worst"]  # an index on its rank
+            assert got == pytest.approx(expected, rel=1e-5), name
+        elif cast == "row":
+            assert got["scale_max"] == expected["scale_max"], name
+        else:
+            assert got["amax"] == expected["amax"], name

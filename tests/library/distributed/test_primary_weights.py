@@ -1,0 +1,261 @@
+"""Float8 primary weights under DDP equal ordinary ones, and the bytes per element in docs/primary-weights.md."""
+
+import functools
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+import quaver.fsdp.gathered as fsdp
+import quaver.linear.quantize as quantize
+from quaver import cast_weights_once, convert_to_float8_training, use_float8_primary_weights
+from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.fsdp.siblings import all_gather_state
+from quaver.recipes.config import ScalingGranularity
+from quaver.weights.primary import Float8PrimaryWeight
+from tests.library.distributed.models import DIM, HIDDEN, LEARNING_RATE, batches, config_of, loss_of, make_model
+from tests.library.distributed.test_fsdp import part_of, shard_model
+from tests.mixture import DIM as MIXTURE_DIM
+from tests.mixture import make_mixture
+from tests.ranks import on_ranks, run
+from tests.steps import assert_same, train
+
+LAYERS = 3
+MICROBATCHES = 2
+
+
+def run_step(model, batch, scope=nullcontext):
+    parts = torch.cat([part_of(each) for each in batch.chunk(MICROBATCHES)])
+    return train(model, None, [parts], microbatches=MICROBATCHES, scope=scope)
+
+
+def _train_under_ddp(recipe, master_dtype, **options):
+    """The losses of three steps, and the weights; `master_dtype` is None for ordinary parameters."""
+    model = convert_to_float8_training(make_model(LAYERS), config=recipe)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + dist.get_rank())  # DDP has to broadcast
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    if master_dtype is not None:
+        torch.manual_seed(dist.get_rank())
+        optimizer = use_float8_primary_weights(model, optimizer, master_dtype=master_dtype)
+    replicas = DistributedDataParallel(model, **options)
+    given = batches(3, MICROBATCHES * dist.get_world_size())
+    parts = [torch.cat([part_of(each) for each in batch.chunk(MICROBATCHES)]) for batch in given]
+    losses = train(replicas, optimizer, parts, microbatches=MICROBATCHES)
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"), [("tensorwise", {}), ("rowwise", {"gradient_as_bucket_view": True, "static_graph": True})]
+)
+@on_ranks(2)
+def test_ddp_broadcasts_masters_and_trains_as_with_ordinary_parameters(recipe, options):
+    expected, weights = _train_under_ddp(recipe, None, **options)
+    losses, masters = _train_under_ddp(recipe, torch.float32, **options)
+    assert_same((losses, masters), (expected, weights))
+    losses, masters = _train_under_ddp(recipe, torch.bfloat16, **options)
+    gathered = [None, None]
+    dist.all_gather_object(gathered, (losses, masters))
+    assert gathered[0][0] != gathered[1][0]
+    # Ranks round alike, however they were seeded.
+    assert_same(gathered[0][1], gathered[1][1])
+
+
+# ---- experts: shards are masters, and a checkpoint goes to one process and back -------------------------------------
+
+
+def mixture_of_ranks():
+    """Three experts: the second rank has one."""
+    config = config_of("blockwise", enable_fsdp_float8_all_gather=True)
+    model = shard_model(config, model=make_mixture())
+    return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+
+
+def mixture_of_one():
+    model = convert_to_float8_training(make_mixture(), config="blockwise")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    return model, use_float8_primary_weights(model, optimizer)
+
+
+def _train_mixture(folder, ranks, steps, load=None, save=None):
+    """The losses of `steps`, from and to a checkpoint; those of all ranks on average."""
+    model, optimizer = mixture_of_ranks() if ranks > 1 else mixture_of_one()
+    if load is not None:
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(state, checkpoint_id=f"{folder}/{load}")
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    losses = []
+    for step in steps:
+        batch = torch.randn(2 * MICROBATCHES * 8, MIXTURE_DIM, generator=torch.Generator().manual_seed(step))
+        with cast_weights_once(model):
+            for microbatch in batch.chunk(MICROBATCHES):
+                parts = [part_of(microbatch)] if ranks > 1 else microbatch.chunk(2)
+                for part in parts:  # gradients of the ranks are averaged
+                    loss = loss_of(model(part)) / len(parts)
+                    loss.backward()
+                    losses.append(loss.detach() * len(parts))
+        optimizer.step()
+        optimizer.zero_grad()
+    if save is not None:
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(state, checkpoint_id=f"{folder}/{save}")
+    of_steps = torch.stack(losses).view(len(steps), -1).mean(1)
+    dist.all_reduce(of_steps.div_(ranks))
+    return of_steps.tolist()
+
+
+def test_experts_train_alike_as_shards_and_as_primary_weights(tmp_path):
+    """Two steps, a checkpoint, and two more steps on as many ranks, or on others."""
+    folder, first, then = str(tmp_path), range(2), range(2, 4)
+    losses = {}
+    for ranks in (1, 2):
+        losses[ranks] = run(ranks, _train_mixture, folder, ranks, first, None, f"of {ranks}")[0]
+    resumed = {
+        (before, after): run(after, _train_mixture, folder, after, then, f"of {before}")[0]
+        for before in (1, 2)
+        for after in (1, 2)
+    }
+    assert losses[2] == pytest.approx(losses[1], rel=1e-5)
+    for each in resumed.values():
+        assert each == pytest.approx(resumed[1, 1], rel=1e-5)
+    assert resumed[1, 1] != losses[1]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks(2)
+def test_codes_follow_a_collective(async_op):
+    model = convert_to_float8_training(torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False)), config="tensorwise")
+    use_float8_primary_weights(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.no_grad():
+        model[0].weight.fill_(dist.get_rank() + 1.0)
+        work = dist.all_reduce(model[0].weight, async_op=async_op)
+        if async_op:
+            work.wait()
+        assert_close(model(torch.ones(16, 32)), torch.full((16, 32), 96.0), rtol=1e-3, atol=0)
+
+
+@on_ranks(2)
+def test_wrapped_models_are_refused():
+    model = convert_to_float8_training(make_model(LAYERS), config="tensorwise")
+    with pytest.raises(ValueError, match="in DistributedDataParallel; call use_float8_primary_weights before"):
+        use_float8_primary_weights(DistributedDataParallel(model), torch.optim.AdamW(model.parameters()))
+    model = shard_model(config_of("tensorwise"))
+    with pytest.raises(ValueError, match="it is a DTensor; under FSDP2 use cast_weights_once"):
+        use_float8_primary_weights(model, torch.optim.AdamW(model.parameters()))
+
+
+@on_ranks(2)
+def test_weights_that_fully_shard_replaced_are_an_error():
+    model = convert_to_float8_training(make_model(LAYERS), config="tensorwise")
+    optimizer = use_float8_primary_weights(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match="was replaced after use_float8_primary_weights"):
+        optimizer.step()
+
+
+def _ddp(dtype, master_dtype=None, scope=nullcontext):
+    model = convert_to_float8_training(make_model(LAYERS).to(dtype), config="tensorwise")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    if master_dtype is not None:
+        optimizer = use_float8_primary_weights(model, optimizer, master_dtype=master_dtype)
+    return DistributedDataParallel(model), optimizer, scope
+
+
+def _fsdp2(dtype, gather, scope=nullcontext):
+    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "reshard_after_forward": True}
+    config = config_of("tensorwise", enable_fsdp_float8_all_gather=gather)
+    model = shard_model(config, model=make_model(LAYERS).to(dtype), **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), scope
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+LAYOUTS = {
+    ("float32", "DDP"): lambda: _ddp(F32),
+    ("float32, `cast_weights_once`", "DDP"): lambda: _ddp(F32, scope=cast_weights_once),
+    ("bfloat16", "DDP"): lambda: _ddp(BF16),
+    ("float8, float32 masters", "DDP"): lambda: _ddp(F32, F32),
+    ("float8, bfloat16 masters", "DDP"): lambda: _ddp(F32, BF16),
+    ("float32, gathered in bfloat16", "FSDP2"): lambda: _fsdp2(F32, False),
+    ("float32, gathered in float8", "FSDP2"): lambda: _fsdp2(F32, True),
+    ("float32, gathered in float8, `cast_weights_once`", "FSDP2"): lambda: _fsdp2(F32, True, cast_weights_once),
+    ("bfloat16, gathered in float8", "FSDP2"): lambda: _fsdp2(BF16, True),
+}
+
+
+def _count(shapes, cast, hp, *args):
+    shapes.append(hp.shape)
+    return cast(hp, *args)
+
+
+@contextmanager
+def counted_casts():
+    """The shapes of all weights and shards that were cast."""
+    shapes = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (quantize, fsdp):
+            patch.setattr(module, "cast_with_scale", functools.partial(_count, shapes, module.cast_with_scale))
+        tensorwise = ScalingGranularity.TENSORWISE
+        patch.setitem(quantize.CASTS, tensorwise, functools.partial(_count, shapes, quantize.CASTS[tensorwise]))
+        yield shapes
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def bytes_of(linear):
+    """Of parameter, codes in a scope, master and gradient."""
+    weight = linear.weight
+    if isinstance(weight, Float8PrimaryWeight):
+        return [weight.data_fp8.nbytes, 0, weight.wrapped.nbytes, weight.grad.nbytes]
+    codes = 0
+    if linear._prepared_weight is not None:
+        codes = linear._prepared_weight.operands.row.data.nbytes
+    elif linear.gathering is not None and all_gather_state(linear).prepared:
+        codes = sum(payload.nbytes for payload in all_gather_state(linear).prepared["weight"]._inputs[0])
+    return [local(weight).nbytes, codes, 0, local(weight.grad).nbytes]
+
+
+def _measure(make):
+    """Bytes per element of a weight, or of its shard, and casts of it in a step: the columns of the table."""
+    model, optimizer, scope = make()
+    blocks = getattr(model, "module", model)
+    linear, dtype = blocks[0].up, F32 if hasattr(model, "reshard") else blocks[0].norm.weight.dtype
+    first, second = batches(2, MICROBATCHES * dist.get_world_size())
+    run_step(model, first.to(dtype), scope)
+    optimizer.step()
+    optimizer.zero_grad()
+    precompute_float8_dynamic_scale_for_fsdp(model)
+    with counted_casts() as shapes:
+        with scope(model):
+            run_step(model, second.to(dtype))
+            taken = bytes_of(linear)
+        optimizer.step()
+    weight = linear.weight
+    state = optimizer.state[weight.wrapped if isinstance(weight, Float8PrimaryWeight) else weight]
+    taken.append(sum(local(value).nbytes for value in state.values() if value.dim()))
+    shape = local(weight).shape
+    casts = len([each for each in shapes if each in (shape, (HIDDEN, DIM))]) // LAYERS  # one in each layer
+    gathered = 0
+    if hasattr(model, "reshard"):
+        model[0].unshard()
+        gathered = getattr(linear.weight, "data_fp8", linear.weight).nbytes / linear.weight.numel()
+    taken = [each / shape.numel() for each in taken]
+    return [*taken, sum(taken), gathered, casts]
+
+
+@on_ranks(2)
+def test_the_documented_bytes_are_those_of_each_layout():
+    rows = {layout: _measure(make) for layout, make in LAYOUTS.items()}
+    page = (Path(__file__).parents[3] / "docs" / "primary-weights.md").read_text()
+    counted = [f"| {' | '.join([*layout, *(f'{number:g}' for number in row)])} |" for layout, row in rows.items()]
+    documented = [line for line in page.splitlines() if line.startswith(("| float", "| bfloat"))]
+    assert documented == counted, "\n".join(counted)

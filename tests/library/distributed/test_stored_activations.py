@@ -1,0 +1,78 @@
+"""Stored activations under tensor and sequence parallelism: the codes, and so the gradients, of one process."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Replicate, Shard
+
+from quaver.checkpointing import activation_report, store_activations_in_float8
+from tests.ranks import mesh_of, on_ranks
+from tests.reference import sqnr_db
+
+
+class FeedForward(nn.Module):
+    """Its 512 hidden features are two blocks on each of two ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.activation, self.down = nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)
+
+    def forward(self, x):
+        return self.down(self.activation(self.up(x)))
+
+
+def gradients(model):
+    x = torch.randn(2, 32, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    model(x).square().sum().backward()
+    return {
+        name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
+        for name, each in model.named_parameters()
+    }
+
+
+@on_ranks(2)
+def test_the_report_is_that_of_one_process_where_a_block_is_parallel_in_part():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.LayerNorm(128), FeedForward()))
+    store_activations_in_float8(model)
+    expected = activation_report(model, lambda: gradients(model)).gradient_sqnr_db
+    plan = {"0.1.up": ColwiseParallel(), "0.1.down": RowwiseParallel()}
+    parallelize_module(model, mesh_of((2,)), plan)
+    got = activation_report(model, lambda: gradients(model)).gradient_sqnr_db
+    assert got == pytest.approx(expected, abs=0.01)
+    assert 20 < got["0"] < 60
+
+
+@on_ranks(2)
+def test_each_rank_stores_its_part_of_what_one_process_stores():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), FeedForward())
+    stored, parallel = copy.deepcopy(plain), copy.deepcopy(plain)
+    mesh = mesh_of((2,))
+    for model in (stored, parallel):
+        assert store_activations_in_float8(model) == ["1", "2", "2.activation"]
+    plan = {
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "1": SequenceParallel(),
+        "2": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "2.up": ColwiseParallel(),
+        "2.down": RowwiseParallel(),
+    }
+    parallelize_module(parallel, mesh, plan)
+    exact, expected, got = gradients(plain), gradients(stored), gradients(parallel)
+    for name in exact:
+        assert sqnr_db(expected[name], got[name]) > 60, name
+    assert sqnr_db(exact["0.weight"], expected["0.weight"]) < 45
+    reports = [activation_report(model, lambda model=model: gradients(model)) for model in (stored, parallel)]
+    stored_in = [[each.module for each in report.saved if each.sqnr_db is not None] for report in reports]
+    assert stored_in[0] == stored_in[1] == ["1", "2.activation"]

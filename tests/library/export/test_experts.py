@@ -1,0 +1,411 @@
+"""Each expert is exported by itself, with the codes that the grouped matmul of the forward reads."""
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quaver import conversion_report, convert_to_float8_training
+from quaver.experts.seam import to_float8_grouped_mm
+from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
+from quaver.export import weights as weights_module
+from quaver.recipes.scaling import dequantize, dynamic_cast_blocks
+from tests.library.export.mixtures import EXPERTS, mixture, multiplied_experts, plain
+from tests.reference import RECIPES, assert_same_bits, sqnr_db
+from tests.steps import assert_same
+
+TOKENS = torch.arange(40).view(2, 20)
+PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+MATRICES = [f"experts.{e}.{part}.weight" for parts in PARTS.values() for e in range(EXPERTS) for part in parts]
+HIGH_PRECISION = ["embed_tokens.weight", "lm_head.weight", "router.weight"]
+
+
+def multiplied(model, monkeypatch):
+    """For each stack the codes [N, K] and the scale of each expert, as a forward multiplies them."""
+    return dict(zip(PARTS, multiplied_experts(lambda: model.eval()(TOKENS), monkeypatch), strict=True))
+
+
+def stored_of(tensors, expert, part):
+    return [tensors[f"experts.{expert}.{part}.{leaf}"] for leaf in ("weight", "weight_scale")]
+
+
+def assert_codes_of_forward(tensors, forward, leaf):
+    """The parts of each expert, one above the other, are what the forward multiplied."""
+    for stack, parts in PARTS.items():
+        for expert, (codes, scale) in enumerate(forward[stack]):
+            prefixes = [f"experts.{expert}.{part}" for part in parts]
+            stored = torch.cat([tensors[f"{prefix}.weight"].view(torch.uint8) for prefix in prefixes])
+            assert torch.equal(stored, codes.contiguous().view(torch.uint8))
+            scales = [tensors[f"{prefix}.{leaf}"] for prefix in prefixes]
+            if scale.dim() == 0:
+                assert all(each.tolist() == [scale.item()] for each in scales)
+            elif scales[0].dtype is torch.uint8:  # MXFP8 has the scales of 32 x 32 blocks in each row
+                rows = scale.repeat_interleave(32, 0)[: len(codes)]
+                assert torch.equal(torch.cat(scales).view(torch.float8_e8m0fnu).float(), rows)
+            else:
+                assert torch.equal(torch.cat(scales), scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_codes_and_scales_are_those_of_the_forward(recipe, dtype, monkeypatch):
+    model = mixture(recipe).to(dtype)
+    exported = iter_float8_weights(model)
+    tensors = dict(exported)
+    assert_codes_of_forward(tensors, multiplied(model, monkeypatch), "weight_scale")
+    assert not exported.requantized
+    assert exported.plan.ignore == ["embed_tokens", "lm_head", "router"]
+    assert exported.plan.count == 1 + len(MATRICES)
+    names = [*HIGH_PRECISION, "o_proj.weight", "o_proj.weight_scale", *MATRICES]
+    assert sorted(tensors) == sorted([*names, *(f"{name}_scale" for name in MATRICES)])
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "compressed-tensors-block", "fp8"])
+@pytest.mark.parametrize("size", [256, 200])
+def test_blocks_of_a_training_are_exported_as_they_are(format, size, monkeypatch):
+    """Gate and up part between two blocks: F is 128. A last block of inputs may be cut."""
+    model = mixture("blockwise", size, 128)
+    exported = iter_float8_weights(model, format=format)
+    leaf = "weight_scale_inv" if format == "fp8" else "weight_scale"
+    tensors = dict(exported)
+    assert tensors[f"experts.0.gate_proj.{leaf}"].shape == (1, 2)
+    assert_codes_of_forward(tensors, multiplied(model, monkeypatch), leaf)
+    assert not exported.requantized
+    ragged = ["o_proj", "experts.gate_up_proj", "experts.down_proj"]
+    assert exported.plan.ragged == ([] if size == 256 else ragged)
+
+
+def test_blocks_of_32_are_exported_as_rows_of_groups(monkeypatch):
+    """Gate and up part between two of them, not between blocks of 128."""
+    model = mixture("mxfp8", 64, 96)
+    exported = iter_float8_weights(model)
+    assert_codes_of_forward(dict(exported), multiplied(model, monkeypatch), "weight_scale")
+    assert not exported.requantized
+
+
+def test_a_block_with_rows_of_gate_and_up_is_quantized_again(monkeypatch):
+    """No checkpoint holds such a block; the export says what it costs, and keeps down_proj's codes."""
+    model = mixture("blockwise", 128, 192)
+    exported = iter_float8_weights(model)
+    tensors = dict(exported)
+    assert set(exported.requantized) == {"experts.gate_up_proj"}
+    assert exported.plan.ragged == ["experts.gate_up_proj", "experts.down_proj"]
+    forward = multiplied(model, monkeypatch)
+    for expert, (codes, scale) in enumerate(forward["down_proj"]):
+        assert_same(stored_of(tensors, expert, "down_proj"), (codes, scale))
+    for expert, weight in enumerate(model.experts.gate_up_proj.detach()):
+        for part, rows in zip(PARTS["gate_up_proj"], weight.chunk(2), strict=True):
+            codes, _, scale = dynamic_cast_blocks(rows, torch.float8_e4m3fn, power_of_2=True)
+            assert_same(stored_of(tensors, expert, part), (codes, scale))
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors-block", "fp8"])
+def test_codes_of_rows_are_quantized_again_in_blocks(format):
+    """One entry a stack: the expert that loses the most."""
+    model = mixture("rowwise", 128, 128)
+    with torch.no_grad():
+        model.experts.down_proj[::2] = 1  # exact in float8
+    exported = iter_float8_weights(model, format=format)
+    tensors = dict(exported)
+    assert set(exported.requantized) == {"o_proj", "experts.gate_up_proj", "experts.down_proj"}
+    leaf = "weight_scale_inv" if format == "fp8" else "weight_scale"
+    stored = []
+    for expert, weight in enumerate(model.experts.down_proj.detach()):
+        codes, scale = (tensors[f"experts.{expert}.down_proj.{each}"] for each in ("weight", leaf))
+        stored.append(sqnr_db(weight, dequantize(codes, scale)))
+    cost = exported.requantized["experts.down_proj"]
+    assert cost.stored_db == pytest.approx(min(stored), abs=1e-3)
+    assert stored.index(min(stored)) == 1
+
+
+def test_experts_are_quantized_one_at_a_time(monkeypatch):
+    made = []
+
+    def counted(weight, *args):
+        made.append(weight.shape)
+        return store(weight, *args)
+
+    store = weights_module.store_expert
+    monkeypatch.setattr(weights_module, "store_expert", counted)
+    for name, _ in iter_float8_weights(mixture()):
+        if name.startswith("experts."):
+            before = EXPERTS if "down_proj" in name else 0
+            assert len(made) == before + int(name.split(".")[1]) + 1
+    assert made == [(96, 64)] * EXPERTS + [(64, 48)] * EXPERTS
+
+
+def test_experts_that_a_filter_left_out_stay_in_high_precision():
+    model = mixture(filtered=("experts",))
+    exported = iter_float8_weights(model, dtype=torch.bfloat16)
+    tensors = dict(exported)
+    assert [each for each in tensors if each.endswith("weight_scale")] == ["o_proj.weight_scale"]
+    weight = model.experts.gate_up_proj.detach()[2].bfloat16()
+    gate_up = [tensors[f"experts.2.{part}.weight"] for part in PARTS["gate_up_proj"]]
+    assert_same_bits(torch.cat(gate_up), weight)
+    modules = ["experts", *(name.removesuffix(".weight") for name in MATRICES)]
+    assert exported.plan.ignore == sorted(["embed_tokens", "lm_head", "router", *modules])
+
+
+def test_the_control_has_the_same_names():
+    tensors = dict(iter_float8_weights(mixture(), format="high-precision"))
+    assert sorted(tensors) == sorted([*HIGH_PRECISION, "o_proj.weight", *MATRICES])
+
+
+def test_only_experts():
+    model = mixture(filtered=("o_proj",))
+    assert sum(name.endswith("weight_scale") for name, _ in iter_float8_weights(model)) == len(MATRICES)
+
+
+@pytest.mark.parametrize("layout", ["stacks", "matrices"])
+def test_weights_may_be_given_as_stacks_or_as_matrices(layout):
+    model = mixture()
+    expected = dict(iter_float8_weights(model))
+    given = dict(iter_float8_weights(model, format="high-precision")) if layout == "matrices" else model.state_dict()
+    exported = dict(iter_float8_weights(model.to("meta"), weights=given))
+    assert_same(exported, expected)
+    given.pop("experts.1.up_proj.weight" if layout == "matrices" else "experts.gate_up_proj")
+    with pytest.raises(ValueError, match=r"the weights lack those of .*: experts\.(1\.up_proj\.weight|gate_up_proj)$"):
+        iter_float8_weights(model, weights=given)
+
+
+@pytest.mark.parametrize("change", [{"has_bias": True}, {"is_concatenated": False}, {"is_transposed": True}])
+def test_experts_that_checkpoints_hold_as_one_tensor(change, tmp_path, caplog):
+    """They stay in high precision, under the model's names, and the export says so."""
+    model = plain(64, 32)
+    for name, value in change.items():
+        setattr(model.experts, name, value)
+    convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda _, name: name in ("o_proj", "experts"))
+    caplog.set_level(logging.WARNING)
+    plan = save_float8(model, tmp_path / "out", config={}).plan
+    assert plan.whole_stacks == ["experts.gate_up_proj", "experts.down_proj"]
+    served = [f"experts.0.{leaf}" for leaf in ("down_proj", "gate_proj", "up_proj")]  # vLLM and SGLang ask for these
+    assert plan.ignore == ["embed_tokens", "experts", *served, "lm_head", "router"]
+    assert "experts are float8 in training and in high precision in the export" in caplog.text
+    assert "Experts that were float8 in training stay in high precision" in (tmp_path / "out/README.md").read_text()
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(stored["experts.gate_up_proj"], model.experts.gate_up_proj)
+
+
+def test_experts_of_torchtitan_stay_in_high_precision():
+    class GroupedExperts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w1 = torch.nn.Parameter(torch.ones(2, 16, 16))
+
+        def _grouped_mm(self, *, A, B_t, offs):
+            raise NotImplementedError
+
+    model = mixture()
+    model.titan = to_float8_grouped_mm(GroupedExperts(), model.o_proj.config)
+    exported = iter_float8_weights(model)
+    assert exported.plan.whole_stacks == ["titan.w1"]
+    assert "titan" in exported.plan.ignore
+    assert dict(exported)["titan.w1"] is not None
+
+
+def test_the_bias_of_a_router_is_not_rounded():
+    model = mixture()
+    model.router.register_buffer("e_score_correction_bias", torch.full((EXPERTS,), 1 / 3))
+    tensors = dict(iter_float8_weights(model, dtype=torch.bfloat16))
+    assert tensors["router.e_score_correction_bias"].dtype is torch.float32
+    assert tensors["router.weight"].dtype is torch.bfloat16
+
+
+def test_experts_without_a_gate(monkeypatch):
+    model = plain()
+    experts = model.experts
+    experts.has_gate, experts.act_fn = False, torch.nn.functional.relu
+    experts.up_proj = torch.nn.Parameter(experts.gate_up_proj.detach()[:, :48].clone())
+    del experts.gate_up_proj
+    convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda _, name: name == "experts")
+    tensors = dict(iter_float8_weights(model))
+    for expert, (codes, scale) in enumerate(multiplied(model, monkeypatch)["gate_up_proj"]):  # the first that it saw
+        assert_same(stored_of(tensors, expert, "up_proj"), (codes, scale))
+    assert not [name for name in tensors if "gate" in name]
+
+
+def test_experts_of_one_rank_are_refused():
+    model = mixture()
+    model.experts._is_expert_parallel = True
+    with pytest.raises(NotImplementedError, match="experts: expected all experts of a layer, got those of one rank"):
+        iter_float8_weights(model)
+
+
+def test_a_diverged_expert_is_named():
+    model = mixture()
+    with torch.no_grad():
+        model.experts.down_proj[1, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"expert 1 of experts\.down_proj has an inf or a NaN"):
+        dict(iter_float8_weights(model))
+
+
+def test_wrappers_do_not_change_names():
+    compiled = torch.compile(mixture())
+    assert list(dict(iter_float8_weights(compiled))) == list(dict(iter_float8_weights(mixture())))
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_float8(mixture(), tmp_path / "out", config={"model_type": "tiny"})
+    return tmp_path / "out"
+
+
+def rewritten(folder, change):
+    """The folder with other tensors, as a stranger would write it."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    (folder / "quaver_export.json").unlink()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "model", [plain(), mixture("tensorwise"), mixture().to("meta")], ids=["plain", "float8", "meta"]
+)
+def test_matrices_are_put_together(model, folder):
+    stored = load_file(folder / "model.safetensors")
+    loaded = load_float8(folder, dtype=torch.float32, model=model)
+    assert set(loaded) == set(model.state_dict())
+    assert len(loaded) == len(model.state_dict())
+    for stack, parts in PARTS.items():
+        assert loaded[f"experts.{stack}"].shape == getattr(model.experts, stack).shape
+        for expert, matrix in enumerate(loaded[f"experts.{stack}"]):
+            prefixes = [f"experts.{expert}.{part}" for part in parts]
+            values = [stored[f"{each}.weight"].float() * stored[f"{each}.weight_scale"] for each in prefixes]
+            assert torch.equal(matrix, torch.cat(values))
+    target = plain()
+    target.load_state_dict(dict(loaded))
+    assert set(load_float8(folder)) == {name for name in stored if not name.endswith("scale")}
+
+
+def test_an_export_that_is_loaded_has_the_logits_of_the_exporter(folder):
+    """Scales are powers of two: the dequantized values have the codes that they came from."""
+    model = plain()
+    model.load_state_dict(dict(load_float8(folder, dtype=torch.float32, model=model)))
+    again = convert_to_float8_training(
+        model, config="rowwise", module_filter_fn=lambda _, name: name not in ("router", "lm_head")
+    )
+    assert_same_bits(again(TOKENS).detach(), mixture()(TOKENS).detach())
+
+
+def test_a_missing_matrix(folder):
+    def change(tensors):
+        del tensors["experts.1.up_proj.weight"], tensors["experts.1.up_proj.weight_scale"]
+
+    with pytest.raises(
+        ValueError, match=r"lacks matrices of experts of the model: experts\.1\.up_proj\.weight; it has"
+    ):
+        load_float8(rewritten(folder, change), model=plain())
+
+
+@pytest.mark.parametrize(
+    ("names", "got"),
+    [
+        (["experts.2.down_proj"], r"down_proj\.weight: expected \[\[64, 48\]\], .*, got \[\[1, 48\]\]"),
+        ([f"experts.{index}.gate_proj" for index in range(3)], r"expected \[.*\], .*, got \[\[1, 64\], \[48, 64\]\]"),
+    ],
+)
+def test_matrices_of_other_shapes(names, got, folder):
+    """Gate and up have equal shapes, or the rows of one would be those of the other."""
+
+    def change(tensors):
+        for name in (f"{each}.{leaf}" for each in names for leaf in ("weight", "weight_scale")):
+            tensors[name] = tensors[name][:1].clone()
+
+    with pytest.raises(ValueError, match=got):
+        load_float8(rewritten(folder, change), model=plain())
+
+
+def test_more_experts_than_the_model_has(folder):
+    def change(tensors):
+        for name in [name for name in tensors if name.startswith("experts.2.")]:
+            tensors[name.replace(".2.", ".3.")] = tensors[name].clone()
+
+    model = plain()
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*experts\.3\.down_proj\.weight"):
+        model.load_state_dict(dict(load_float8(rewritten(folder, change), model=model)))
+
+
+def test_what_the_class_of_a_model_ignores_is_left_out(folder):
+    model = plain()
+    model._keys_to_ignore_on_load_unexpected = [r"^mtp\."]
+    rewritten(folder, lambda tensors: tensors.update({"mtp.weight": torch.ones(2)}))
+    assert set(load_float8(folder, model=model)) == set(model.state_dict())
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor in high precision that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for each in torch.utils._pytree.tree_leaves(out):
+            if type(each) is torch.Tensor and not each.is_meta and each.dtype in (torch.float32, torch.bfloat16):
+                self.elements = max(self.elements, each.numel())
+        return out
+
+
+@pytest.mark.parametrize(("recipe", "format", "inner"), [
+    ("rowwise", "compressed-tensors", 48), ("tensorwise", "compressed-tensors", 48), ("blockwise", "fp8", 128),
+    ("mxfp8", "compressed-tensors", 96),
+])  # fmt: skip
+def test_a_frozen_model_has_the_codes_of_the_file(recipe, format, inner, tmp_path, monkeypatch):
+    trained, folder = mixture(recipe, inner=inner), tmp_path / "out"
+    save_float8(trained, folder, config={"model_type": "tiny"}, format=format)
+    model = plain(inner=inner).to("meta")
+    with Largest() as largest:
+        load_frozen(model, folder)
+    assert 0 < largest.elements < model.experts.down_proj.numel()
+    stored, exported = load_file(folder / "model.safetensors"), iter_float8_weights(model, format=format)
+    again = dict(exported)
+    assert not exported.requantized
+    assert_same(again, stored)
+    leaf = "weight_scale_inv" if format == "fp8" else "weight_scale"
+    assert_codes_of_forward(stored, multiplied(model, monkeypatch), leaf)
+    assert torch.equal(model(TOKENS), trained.eval()(TOKENS))
+    reasons = {layer.name: layer.reason for layer in conversion_report(model).layers}
+    assert reasons["experts.down_proj"].startswith("frozen, stored in")
+    assert reasons["router"] == "in high precision in the checkpoint"
+
+
+def test_gate_and_up_with_scales_of_their_own_are_dequantized(tmp_path):
+    """One scale for each matrix: as one matrix they have none."""
+
+    def change(tensors):
+        tensors["experts.1.up_proj.weight_scale"] *= 2
+
+    save_float8(mixture("tensorwise"), tmp_path / "out", config={"model_type": "tiny"})
+    folder = rewritten(tmp_path / "out", change)
+    model = load_frozen(plain(), folder)
+    loaded = load_float8(folder, dtype=torch.float32, model=model)
+    for stack in PARTS:
+        assert torch.equal(getattr(model.experts, stack), loaded[f"experts.{stack}"])
+    reasons = {layer.name: layer.reason for layer in conversion_report(model).layers}
+    assert reasons["experts.down_proj"].startswith("experts, dequantized from the checkpoint: scales of gate and up")
+
+
+def test_a_frozen_model_stays_as_it_was_for_a_bad_expert(folder):
+    def change(tensors):
+        tensors["experts.2.down_proj.weight"].view(torch.uint8)[0, 0] = 0x7F
+
+    model = plain()
+    with pytest.raises(ValueError, match=r"experts\.2\.down_proj\.weight has a NaN"):
+        load_frozen(model, rewritten(folder, change))
+    assert type(model.o_proj) is torch.nn.Linear
+
+
+def test_the_logits_of_a_mixture_are_measured(tmp_path):
+    save_float8(mixture(), tmp_path / "out", config={}, high_precision_model=lambda: plain())
+    record = json.loads((tmp_path / "out" / "quaver_export.json").read_text())
+    logits = SimpleNamespace(**record["logits"])
+    assert 20 < logits.sqnr_db < 60
+    assert record["whole_stacks"] == []

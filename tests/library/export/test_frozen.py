@@ -1,0 +1,359 @@
+"""`load_frozen`: the codes of an export become a frozen base, with the exporter's logits, and are exported again."""
+
+import json
+import math
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from quaver import (
+    FrozenFloat8Linear,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+    freeze_to_float8,
+    sync_float8_amax_and_scale_history,
+)
+from quaver.conversion.freeze import blockwise_config
+from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
+from quaver.linear import frozen_weight
+from tests.library.export.models import PROJECTIONS, Tiny, saved, tiny
+from tests.reference import sqnr_db
+from tests.steps import assert_same
+
+TOKENS = torch.arange(40).view(2, 20)
+CONFIGS = {
+    "rowwise": "rowwise",
+    "tensorwise": "tensorwise",
+    "mixed": "rowwise_with_tensorwise_weight",
+    "blockwise": blockwise_config(),
+    "float32 blocks": blockwise_config(power_of_2=False),
+    "mxfp8": "mxfp8",
+}
+
+
+def not_the_head(module, name):
+    return "lm_head" not in name
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Return the folder of an export with the codes of training, made once."""
+    root = tmp_path_factory.mktemp("export")
+
+    def folder(config):
+        path = root / config
+        return path if path.exists() else saved(path, CONFIGS[config], 128, share_fused_scales=False)
+
+    return folder
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_an_export_imported_frozen_has_the_logits_of_the_exporter(config, device, exported):
+    with torch.device(device):
+        model = Tiny(128)
+    assert load_frozen(model, exported(config)) is model
+    assert logits(model).equal(logits(tiny(CONFIGS[config], 128)))
+    assert sum(isinstance(module, FrozenFloat8Linear) for module in model.modules()) == len(PROJECTIONS)
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    reasons = {layer.name: layer.reason for layer in conversion_report(model).layers}
+    assert reasons["lm_head"] == "in high precision in the checkpoint"
+    assert reasons["layer.q_proj"].startswith("frozen, stored in ")
+    again = dict(iter_float8_weights(model, share_fused_scales=False))
+    assert_same(again, load_file(exported(config) / "model.safetensors"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_other_dtypes(dtype, tmp_path):
+    model = tiny("rowwise", 128).to(dtype)
+    save_float8(model, tmp_path / "out", config={})
+    with torch.device("meta"):
+        frozen = Tiny(128).to(dtype)
+    load_frozen(frozen, tmp_path / "out")
+    assert {parameter.dtype for parameter in frozen.parameters()} == {dtype}
+    assert logits(frozen).equal(logits(model))
+
+
+def test_mxfp8_of_one_group_in_a_row(tmp_path):
+    """Its scales have the shape of those of rows, and are blocks as those of the other weights."""
+    frozen = load_frozen(Tiny(32), saved(tmp_path / "out", "mxfp8", 32))
+    assert frozen.layer["q_proj"].weight.dequant_scale.shape == (1, 1)
+    assert logits(frozen).equal(logits(tiny("mxfp8", 32)))
+
+
+def test_a_deepseek_style_folder(tmp_path):
+    """fp8 with weight_scale_inv: blocks that a training recipe does not have, and scales in bfloat16."""
+    folder = saved(tmp_path / "out", "rowwise", 128, format="fp8")
+    frozen = load_frozen(Tiny(128), folder)
+    reference = freeze_to_float8(
+        convert_to_high_precision(tiny(size=128)), blockwise_config(power_of_2=False), module_filter_fn=not_the_head
+    )
+    assert logits(frozen).equal(logits(reference))
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({n: t.bfloat16() if n.endswith("_inv") else t for n, t in tensors.items()}, path)
+    (folder / "quaver_export.json").unlink()
+    frozen = load_frozen(Tiny(128), folder)
+    values = load_float8(folder, dtype=torch.float32)
+    for name in PROJECTIONS:
+        weight = frozen.layer[name].weight
+        assert weight.data_fp8.view(torch.uint8).equal(tensors[f"layer.{name}.weight"].view(torch.uint8))
+        assert weight.to_high_precision().equal(values[f"layer.{name}.weight"])
+
+
+def test_blocks_of_32_with_float32_scales(exported, tmp_path):
+    """As the codes of MXFP8, with scales that E8M0 does not hold, and activations to match."""
+    scales = {name: t for name, t in load_file(exported("mxfp8") / "model.safetensors").items() if "scale" in name}
+    others = {name: t for name, t in load_file(exported("mxfp8") / "model.safetensors").items() if name not in scales}
+    inverse = {f"{name}_inv": t[::32].view(torch.float8_e8m0fnu).float() * 1.1 for name, t in scales.items()}
+    save_file(others | inverse, tmp_path / "model.safetensors")
+    config = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    frozen, values = load_frozen(Tiny(128), tmp_path), load_float8(tmp_path, dtype=torch.float32)
+    assert not frozen.layer["q_proj"].config.round_scales_to_power_of_2
+    for name in PROJECTIONS:
+        weight = frozen.layer[name].weight
+        assert weight.data_fp8.view(torch.uint8).equal(others[f"layer.{name}.weight"].view(torch.uint8))
+        assert weight.to_high_precision().equal(values[f"layer.{name}.weight"])
+    plain = Tiny(128)
+    plain.load_state_dict(dict(values))
+    assert sqnr_db(logits(plain), logits(frozen)) > 25
+
+
+def test_float32_scales_per_row_as_llm_compressor_writes(exported, tmp_path):
+    tensors = load_file(exported("rowwise") / "model.safetensors")
+    save_file({n: t * 1.1 if "scale" in n else t for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((exported("rowwise") / "config.json").read_bytes())
+    frozen = load_frozen(Tiny(128), tmp_path)
+    assert not frozen.layer["q_proj"].config.round_scales_to_power_of_2
+    assert load_frozen(Tiny(128), exported("rowwise")).layer["q_proj"].config.round_scales_to_power_of_2
+    for name in PROJECTIONS:
+        values = load_float8(tmp_path, dtype=torch.float32)[f"layer.{name}.weight"]
+        assert frozen.layer[name].weight.to_high_precision().equal(values)
+    assert logits(frozen).isfinite().all()
+
+
+@pytest.mark.parametrize(("config", "other"), [("rowwise", "scales"), ("tensorwise", "tokens"), ("rowwise", "nan")])
+def test_what_is_not_loaded_changes_nothing(config, other, exported, tmp_path):
+    """A layer that predicts further tokens, which the model's class ignores, is of another kind."""
+    tensors, model = load_file(exported(config) / "model.safetensors"), Tiny(128)
+    model._keys_to_ignore_on_load_unexpected = [r"^mtp\."]
+    codes = torch.full((16, 16), math.nan if other == "nan" else 1.0).to(torch.float8_e4m3fn)
+    save_file(
+        tensors | {"mtp.weight": codes, "mtp.weight_scale": torch.full((16, 1), 0.3)}, tmp_path / "model.safetensors"
+    )
+    about = json.loads((exported(config) / "config.json").read_text())
+    groups = about["quantization_config"]["config_groups"]
+    groups["mtp"] = {**groups["group_0"], "targets": ["re:mtp"], "input_activations": {"strategy": "token"}}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    assert logits(load_frozen(model, tmp_path)).equal(logits(tiny(CONFIGS[config], 128)))
+
+
+def test_delayed_exports_are_quantized_dynamically(tmp_path):
+    model = tiny("delayed_with_dynamic_weight", 32)
+    model(TOKENS).sum().backward()
+    sync_float8_amax_and_scale_history(model)
+    save_float8(model, tmp_path / "out", config={}, share_fused_scales=False)
+    frozen = load_frozen(Tiny(32), tmp_path / "out")
+    assert logits(frozen).equal(logits(tiny("tensorwise", 32)))
+
+
+def test_a_card_tells_of_a_merge(tmp_path, caplog):
+    frozen_weight._tell_of_writes.cache_clear()
+    frozen = freeze_to_float8(Tiny(), module_filter_fn=not_the_head)
+    save_float8(frozen, tmp_path / "plain", config={})
+    assert "are those of the training forward, to the bit" in (tmp_path / "plain/README.md").read_text()
+    for name in ("q_proj", "k_proj"):
+        frozen.layer[name].weight.data += torch.full((32, 32), 0.01)  # as PEFT merges
+    save_float8(frozen, tmp_path / "merged", config={})
+    card = (tmp_path / "merged/README.md").read_text()
+    assert "are those of the forward of the merged model, to the bit" in card
+    assert f"| layer.q_proj.weight | {frozen.layer['q_proj'].weight.requantized_sqnr_db:.2f} |" in card
+    assert "| layer.v_proj.weight |" not in card
+    assert caplog.text.count("merged logits differ by 10% to 25%") == 1
+
+
+def test_tied_parameters_stay_tied(tmp_path):
+    def tied():
+        model = Tiny(32)
+        model.lm_head.weight = model.embed_tokens.weight
+        return model
+
+    model = convert_to_float8_training(tied(), config="rowwise", module_filter_fn=not_the_head)
+    save_float8(model, tmp_path / "out", config={})
+    with torch.device("meta"):
+        frozen = tied()
+    load_frozen(frozen, tmp_path / "out")
+    assert frozen.lm_head.weight is frozen.embed_tokens.weight
+    assert logits(frozen).equal(logits(model))
+
+
+def test_ties_that_init_empty_weights_undid_are_made_again(tmp_path):
+    class Tied(Tiny):
+        def tie_weights(self):  # as models of transformers have it
+            self.lm_head.weight = self.embed_tokens.weight
+
+    model = Tied(32)
+    model.tie_weights()
+    save_float8(convert_to_float8_training(model, module_filter_fn=not_the_head), tmp_path / "out", config={})
+    with init_empty_weights():
+        frozen = Tied(32)
+        frozen.tie_weights()
+    assert frozen.lm_head.weight is not frozen.embed_tokens.weight
+    load_frozen(frozen, tmp_path / "out")
+    assert frozen.lm_head.weight is frozen.embed_tokens.weight
+    assert logits(frozen).isfinite().all()
+
+
+def test_the_base_does_not_depend_on_the_files(exported, tmp_path):
+    (tmp_path / "copy").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "copy" / name).write_bytes((exported("rowwise") / name).read_bytes())
+    frozen = load_frozen(Tiny(128), tmp_path / "copy")
+    for tensor in (getattr(each, "data_fp8", each) for each in frozen.state_dict().values()):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    before = logits(frozen)
+    with (tmp_path / "copy" / "model.safetensors").open("r+b") as file:
+        file.write(bytes(200_000))
+    assert logits(frozen).equal(before)
+
+
+# ---- export of a frozen base -----------------------------------------------------------------------------------------
+
+
+def test_merged_weights_are_exported_as_they_are_stored(exported, tmp_path):
+    frozen = load_frozen(Tiny(128), exported("tensorwise"))
+    with torch.no_grad():
+        for index, name in enumerate(PROJECTIONS):
+            frozen.layer[name].weight += 0.01 * (index + 1)
+    for share in (False, True):
+        written = save_float8(frozen, tmp_path / str(share), config={}, share_fused_scales=share)
+        again = load_frozen(Tiny(128), tmp_path / str(share))
+        assert logits(again).equal(logits(frozen)) is not share
+        assert len(written.requantized) == (3 if share else 0)
+        assert all(each.training_db == math.inf and 25 < each.stored_db < 40 for each in written.requantized.values())
+    second = iter_float8_weights(again)
+    assert len(dict(second)) == 17
+    assert not second.requantized
+
+
+def test_a_frozen_base_in_other_formats(exported):
+    frozen = load_frozen(Tiny(128), exported("rowwise")).to(torch.bfloat16)
+    plain = dict(iter_float8_weights(frozen, format="high-precision"))
+    assert plain.keys() == Tiny(128).state_dict().keys()
+    assert {tensor.dtype for tensor in plain.values()} == {torch.bfloat16}
+    blocks = iter_float8_weights(frozen, format="fp8")
+    assert list(dict(blocks)["layer.q_proj.weight_scale_inv"].shape) == [1, 1]
+    assert len(blocks.requantized) == len(PROJECTIONS)
+    kept = iter_float8_weights(load_frozen(Tiny(128), exported("blockwise")), format="fp8")
+    scale = load_file(exported("blockwise") / "model.safetensors")["layer.q_proj.weight_scale"]
+    assert dict(kept)["layer.q_proj.weight_scale_inv"].equal(scale)
+    assert not kept.requantized
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def _float64():
+    return Tiny(128).double()
+
+
+def _no_linear():
+    model = Tiny(128)
+    model.layer["q_proj"] = nn.Conv1d(1, 1, 1)
+    return model
+
+
+def _tied():
+    model = Tiny(128)
+    model.layer["o_proj"].weight = model.layer["up_proj"].weight
+    return model
+
+
+def _more():
+    model = Tiny(128)
+    model.more = nn.Linear(2, 2)
+    return model
+
+
+def _fewer():
+    model = Tiny(128)
+    del model.norm
+    return model
+
+
+def _buffer():
+    model = Tiny(128)
+    model.register_buffer("frequencies", torch.ones(2, device="meta"), persistent=False)
+    return model
+
+
+MODELS = {
+    "dtype": (_float64, "the weight of layer.gate_proj: expected torch.float32.*got torch.float64"),
+    "no linear": (_no_linear, "layer.q_proj.bias: expected .1., as the model has, got .128."),
+    "tied": (_tied, "the weight of layer.o_proj is tied to layer.up_proj|layer.up_proj is tied to layer.o_proj"),
+    "missing": (_more, "names differ: the checkpoint lacks more.weight, more.bias"),
+    "unknown": (_fewer, r"names differ: the model lacks norm.bias, norm.weight"),
+    "shape": (lambda: Tiny(32), r"expected \[50, 32\], as the model has, got \[50, 128\]"),
+    "buffer": (_buffer, "on the meta device: frequencies; make the model in accelerate's init_empty_weights"),
+    "converted": (lambda: tiny("delayed", 128), "is converted to float8 already; call convert_to_high_precision first"),
+    "frozen": (lambda: freeze_to_float8(Tiny(128)), "is converted to float8 already"),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_model_that_does_not_fit_stays_as_it_was(case, exported):
+    make, message = MODELS[case]
+    model = make()
+    before = [(type(module), *module._parameters.values()) for module in model.modules()]
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        load_frozen(model, exported("rowwise"))
+    after = [(type(module), *module._parameters.values()) for module in model.modules()]
+    assert all(a is b for old, new in zip(before, after, strict=True) for a, b in zip(old, new, strict=True))
+    assert_same(model.state_dict(), values)
+
+
+def test_a_checkpoint_that_does_not_fit(exported, tmp_path):
+    stored, config = load_file(exported("rowwise") / "model.safetensors"), exported("rowwise") / "config.json"
+    nan = torch.full((128, 128), torch.nan).to(torch.float8_e4m3fn)
+    for number, (change, content, error, message) in enumerate(
+        [
+            ({"layer.v_proj.weight": nan}, None, ValueError, "layer.v_proj.weight has a NaN"),
+            (
+                {"layer.v_proj.weight_scale": torch.zeros(128, 1)},
+                None,
+                ValueError,
+                "layer.v_proj.weight must be above 0",
+            ),
+            (
+                {"layer.v_proj.weight_scale": torch.ones(1, 128)},
+                None,
+                NotImplementedError,
+                "scales of one granularity of .* got channel, column; use load_float8",
+            ),
+            (
+                {"layer.v_proj.weight": stored["layer.v_proj.weight"].to(torch.float8_e5m2)},
+                None,
+                NotImplementedError,
+                "layer.v_proj.weight in F8_E5M2; use load_float8",
+            ),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        save_file({**stored, **change}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(content) if content else config.read_text())
+        model = Tiny(128)
+        with pytest.raises(error, match=message):
+            load_frozen(model, folder)
+        assert type(model.layer["gate_proj"]) is nn.Linear

@@ -1,0 +1,115 @@
+"""Float8 checkpoints of strangers: a damaged or invented file is read, or refused with one line."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from quaver.export import load_float8
+from quaver.export.files import CONFIG, INDEX, SINGLE
+from quaver.lab.cli import main
+
+WEIGHTS = {
+    "a.weight": torch.ones(32, 16).to(torch.float8_e4m3fn),
+    "a.weight_scale": torch.ones(32, 1),
+    "norm.weight": torch.ones(16),
+}
+GROUPS = {"g": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}, "input_activations": None}}
+QUANTIZATION = {"quant_method": "compressed-tensors", "config_groups": GROUPS}
+GOOD = {CONFIG: json.dumps({"quantization_config": QUANTIZATION}).encode(), SINGLE: save(WEIGHTS)}
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=4)
+    | st.sampled_from(["fp8", "a.weight"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def objects(*keys: str) -> st.SearchStrategy[dict[str, object]]:
+    return st.dictionaries(st.sampled_from(keys), VALUES)
+
+
+def encoded(values: st.SearchStrategy[object]) -> st.SearchStrategy[bytes]:
+    texts = values.map(json.dumps).map(str.encode)
+    deep = st.integers(1, 10**5).map(lambda depth: b'{"quantization_config":' * depth)
+    return texts | st.binary(max_size=20) | deep
+
+
+def mutated(content: bytes) -> st.SearchStrategy[bytes]:
+    def change(changes: list[tuple[int, int]], length: int) -> bytes:
+        made = bytearray(content)
+        for place, value in changes:
+            made[place] = value
+        return bytes(made[:length])
+
+    places = st.lists(st.tuples(st.integers(0, len(content) - 1), st.integers(0, 255)), max_size=4)
+    return st.builds(change, places, st.integers(0, len(content)) | st.just(len(content)))
+
+
+FILES: dict[str, st.SearchStrategy[bytes]] = {
+    CONFIG: encoded(
+        st.fixed_dictionaries(
+            {
+                "quantization_config": objects("quant_method", "weight_block_size", "config_groups")
+                | st.builds(
+                    lambda groups: {**QUANTIZATION, "config_groups": groups},
+                    VALUES | st.dictionaries(st.text(max_size=2), objects("weights", "input_activations") | VALUES),
+                )
+                | VALUES
+            }
+        )
+    )
+    | mutated(GOOD[CONFIG]),
+    SINGLE: mutated(GOOD[SINGLE]),
+    INDEX: encoded(objects("weight_map", "metadata")),
+    "quaver_export.json": encoded(st.fixed_dictionaries({"sha256": objects(CONFIG, SINGLE, "..", "") | VALUES})),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("examples", [150, pytest.param(50_000, marks=[pytest.mark.nightly, pytest.mark.timeout(0)])])
+def test_a_file_of_a_float8_checkpoint(examples, name, tmp_path):
+    for each, content in GOOD.items():
+        (tmp_path / each).write_bytes(content)
+    if name == INDEX:  # which is read if there is no single file
+        (tmp_path / SINGLE).rename(tmp_path / "a.safetensors")
+
+    @settings(max_examples=examples, deadline=None, derandomize=examples < 1000)
+    @given(FILES[name])
+    def one(content: bytes) -> None:
+        (tmp_path / name).write_bytes(content)
+        message = error_of(lambda: dict(load_float8(tmp_path)))
+        assert "\n" not in message
+
+    if name == "quaver_export.json":
+        one = example(b'{"sha256": {"\\n": null}}')(one)
+    assert set(dict(load_float8(tmp_path))) == {"a.weight", "norm.weight"}
+    one()
+
+
+def error_of(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except (OSError, ValueError, NotImplementedError) as error:
+        return str(error)
+    return ""
+
+
+def test_control_characters_in_a_name_reach_no_terminal(tmp_path, capsys):
+    (tmp_path / CONFIG).write_bytes(GOOD[CONFIG])
+    (tmp_path / SINGLE).write_bytes(save({"a\x1b]0;title\x07\nb.weight": torch.ones(2)}))
+    with pytest.raises(SystemExit) as stopped:
+        main(["import", f"{tmp_path}\x1b", str(tmp_path / "out")])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.rstrip("\n").isprintable()
+    with pytest.raises(ValueError, match="is not printable; download it again"):
+        load_float8(tmp_path)

@@ -1,0 +1,257 @@
+"""`quaver import` and `load_float8`: the dequantized values of the codes; bad input is one line and leaves nothing."""
+
+import errno
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quaver import FrozenFloat8Linear, convert_to_high_precision
+from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
+from quaver.lab.cli import main
+from tests.library.export.models import Tiny, saved, tiny
+from tests.steps import assert_same
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "compressed-tensors-block", "fp8"])
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_values_are_codes_times_scales(recipe, format, tmp_path):
+    folder = saved(tmp_path / "out", recipe, 128, format=format, max_shard_bytes=100_000)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    expected = dict(iter_float8_weights(tiny(recipe, 128), format=format))
+    scale_name = "weight_scale_inv" if format == "fp8" else "weight_scale"
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = load_float8(folder, dtype=dtype)
+        assert set(loaded) == set(tiny(recipe, 128).state_dict())
+        for name, tensor in loaded.items():
+            scale = expected.get(f"{name.removesuffix('.weight')}.{scale_name}")
+            values = expected[name].float() if scale is None else expected[name].float() * scale
+            assert torch.equal(tensor, values.to(dtype)), name
+
+
+def test_import_writes_a_folder_to_train_from(tmp_path, capsys):
+    folder = saved(tmp_path / "out")
+    (folder / "tokenizer.json").write_text("{}")
+    assert main(["import", str(folder), str(tmp_path / "hp"), "--dtype=float32", "--max-shard-size=5KB"]) == 0
+    assert "6 float8 weights dequantized to float32" in capsys.readouterr().out
+    config = json.loads((tmp_path / "hp" / "config.json").read_text())
+    assert config == {"model_type": "tiny", "torch_dtype": "float32"}
+    assert (tmp_path / "hp" / "tokenizer.json").exists()
+    index = json.loads((tmp_path / "hp" / "model.safetensors.index.json").read_text())["weight_map"]
+    files = sorted((tmp_path / "hp").glob("*.safetensors"))
+    modes = {file.stat().st_mode for file in (*files, tmp_path / "hp" / "config.json")}
+    assert len(modes) == 1, "safetensors alone writes files that only their owner may read"
+    stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    expected = load_float8(folder, dtype=torch.float32)
+    assert stored.keys() == index.keys()
+    assert_same(stored, expected)
+
+
+def test_a_suffix_is_no_evidence_of_a_scale(tmp_path):
+    """Scales of activations and of caches have a quantized module beside them; other tensors are the model's."""
+    folder, others = saved(tmp_path / "out"), ["altup.correct_output_scale", "norm.input_scale", "lm_head.k_scale"]
+    scales = ["layer.q_proj.input_scale", "layer.o_proj.output_scale", "layer.k_scale", "layer.prob_scale"]
+    (folder / "quaver_export.json").unlink()
+    change_tensors(folder, **{name.replace(".", "__"): torch.ones(1) for name in (*others, *scales)})
+    loaded = load_float8(folder)
+    assert set(loaded) == {*tiny().state_dict(), *others}
+    assert loaded.kv_scales == {"layer.k_scale": 1.0}
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"].update(changes)
+    path.write_text(json.dumps(config))
+
+
+def change_tensors(folder, **changes):
+    path = folder / "model.safetensors"
+    tensors = {**load_file(path), **{name.replace("__", "."): tensor for name, tensor in changes.items()}}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+
+
+def point_outside(folder):
+    (folder / "model.safetensors").rename(folder.parent / "away.safetensors")
+    index = {"weight_map": {"norm.weight": "../away.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+NAN = torch.full((32, 32), torch.nan).to(torch.float8_e4m3fn)
+BAD = {
+    "foreign": (
+        lambda f: change_config(f, quant_method="awq"),
+        "quant_method in config.json is 'awq'; known are weights in F8",
+    ),
+    "int8": (
+        lambda f: change_config(f, config_groups={"a": {"weights": {"type": "int", "num_bits": 8}}}),
+        "must be 8-bit floats with one scale per tensor, channel, block, group, got {'type': 'int'",
+    ),
+    "no groups": (lambda f: change_config(f, config_groups=None), "config_groups in config.json must be an object"),
+    "plain": (
+        lambda f: (f / "config.json").write_text("{}") and save_file({"a": torch.ones(2)}, f / "model.safetensors"),
+        "no weight is in float8: the model is in high precision already",
+    ),
+    "nothing in float8": (
+        lambda f: save_file({"a": torch.ones(2)}, f / "model.safetensors"),
+        "quant_method in config.json is 'compressed-tensors', and no weight is in float8",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "no scale": (
+        lambda f: change_tensors(f, layer__q_proj__weight_scale=None),
+        "q_proj.weight (F8_E4M3) must have one scale, got none",
+    ),
+    "scale shape": (
+        lambda f: change_tensors(f, layer__q_proj__weight_scale=torch.ones(31, 1)),
+        "the scale of layer.q_proj.weight [32, 32] must be [1], [32, 1], [1, 32] or one a block whose rows and columns "
+        "are powers of two and divide it, got [31, 1]; weight_block_size in config.json says which blocks",
+    ),
+    "scale NaN": (
+        lambda f: change_tensors(f, layer__q_proj__weight_scale=torch.full((32, 1), torch.nan)),
+        "the scale of layer.q_proj.weight has an inf or a NaN",
+    ),
+    "NaN": (lambda f: change_tensors(f, layer__q_proj__weight=NAN), "layer.q_proj.weight has a NaN"),
+    "block": (
+        lambda f: (
+            change_config(f, quant_method="fp8", weight_block_size=[128, 128])
+            or change_tensors(f, layer__q_proj__weight_scale=torch.ones(31, 1))
+        ),
+        "weight [32, 32] must be [1], [32, 1], [1, 32] or [1, 1] (128 x 128 blocks), got [31, 1]",
+    ),
+    "block size": (
+        lambda f: change_config(f, quant_method="fp8", weight_block_size=[0, 64]),
+        "blocks in config.json must be [rows, columns], such as [128, 128], got [0, 64]",
+    ),
+    "two scales": (
+        lambda f: change_tensors(f, layer__q_proj__scale=torch.ones(1)),
+        "q_proj.weight (F8_E4M3) must have one scale, got layer.q_proj.weight_scale, layer.q_proj.scale",
+    ),
+    "4 bits": (
+        lambda f: change_tensors(f, layer__q_proj__weight=torch.ones(32, 16, dtype=torch.uint8)),
+        "weights that are no float8: layer.q_proj.weight (U8); known are weights in F8_E4M3 or F8_E5M2",
+    ),
+    "dtype of a scale": (
+        lambda f: change_tensors(f, layer__q_proj__weight_scale=torch.ones(32, 1, dtype=torch.int32)),
+        "the scale of layer.q_proj.weight must be F32, BF16, F16, F8_E8M0 or U8, got torch.int32",
+    ),
+    "rotated": (lambda f: change_config(f, transform_config={"config_groups": {}}), "weights are those of a rotated"),
+    "lost scale": (
+        lambda f: change_tensors(f, layer__q_proj__weight=torch.ones(32, 32)),
+        "scales without a float8 weight: layer.q_proj.weight_scale",
+    ),
+    "outside": (point_outside, "../away.safetensors', which is not there"),
+    "no weights": (
+        lambda f: (f / "model.safetensors").unlink(),
+        "must have model.safetensors, or shards and model.saf",
+    ),
+    "half": (lambda f: split(f, "b.safetensors"), "b.safetensors', which is not there; download it again"),
+    "short": (lambda f: cut(f / "model.safetensors"), "is damaged"),
+}
+
+
+def split(folder, missing):
+    """A download that stopped before its last file."""
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    names = dict.fromkeys(load_file(folder / "a.safetensors"), "a.safetensors")
+    index = {"weight_map": {**names, "more.weight": missing}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("export") / "out")
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_leaves_nothing(case, exported, tmp_path, capsys):
+    spoil, message = BAD[case]
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes((exported / name).read_bytes())
+    spoil(folder)
+    assert message in refused(capsys, "import", folder, tmp_path / "out")
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+    model = Tiny()
+    with pytest.raises((OSError, ValueError, NotImplementedError), match=re.escape(message)):
+        load_frozen(model, folder)
+    assert not any(isinstance(module, FrozenFloat8Linear) for module in model.modules())
+
+
+def refused(capsys, *words, code=2):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main([str(word) for word in words])
+    assert stopped.value.code == code
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_bundle_is_compared_with_its_digests(exported, tmp_path):
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for path in exported.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    load_float8(folder)
+    record = json.loads((folder / "quaver_export.json").read_text())
+    assert set(record["sha256"]) == {"README.md", "config.json", "model.safetensors"}
+    assert record["recipe"] == "rowwise"
+    change_tensors(folder, norm__weight=torch.zeros(32))
+    with pytest.raises(ValueError, match=r"differ from their sha256 in quaver_export.json: model.safetensors"):
+        load_float8(folder)
+    (folder / "README.md").unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks files that quaver_export.json names: README.md"):
+        load_float8(folder)
+
+
+def test_an_error_leaves_nothing_and_an_existing_folder_stays(tmp_path):
+    model = tiny()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = torch.inf
+    with pytest.raises(ValueError, match="lm_head.weight has an inf or a NaN"):
+        save_float8(model, tmp_path / "out", config={})
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(FileExistsError):
+        save_float8(tiny(), tmp_path, config={})
+    with pytest.raises(ValueError, match="config: expected the content of config.json"):
+        save_float8(tiny(), tmp_path / "out")
+
+
+def test_the_change_of_the_logits_is_measured(tmp_path):
+    folder = saved(tmp_path / "out", high_precision_model=lambda: convert_to_high_precision(tiny()), measure_tokens=32)
+    logits = json.loads((folder / "quaver_export.json").read_text())["logits"]
+    assert logits["tokens"] == 32
+    assert 15 < logits["sqnr_db"] < 60
+    assert f"SQNR {logits['sqnr_db']:.2f} dB" in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_full_disk_is_one_line_and_exit_code_4_and_leaves_nothing(name, exported, tmp_path, capsys, monkeypatch):
+    """Whichever file finds no room."""
+    folder = Path(shutil.copytree(exported, tmp_path / "in"))
+    (folder / "tokenizer.json").write_text("{}")
+
+    def unless_full(write, argument):
+        def written(*arguments, **options):
+            file = arguments[argument]
+            if ".out.partial" in str(file) and (Path(file).name == name or name == "model.safetensors"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(*arguments, **options)
+
+        return written
+
+    monkeypatch.setattr("safetensors.torch.save_file", unless_full(save_file, 1))
+    monkeypatch.setattr(Path, "write_text", unless_full(Path.write_text, 0))
+    monkeypatch.setattr(shutil, "copyfile", unless_full(shutil.copyfile, 1))
+    line = refused(capsys, "import", folder, tmp_path / "out", code=4)
+    assert "cannot write" in line
+    assert line.endswith("No space left on device")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]

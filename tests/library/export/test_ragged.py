@@ -1,0 +1,126 @@
+"""Weights whose last blocks are cut, as DeepSeek-V3's `kv_a_proj_with_mqa` (576 x 7168): every way out and back in."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from quaver import convert_to_float8_training, freeze_to_float8
+from quaver.conversion.freeze import blockwise_config
+from quaver.export import load_float8, load_frozen, save_float8
+from quaver.lab.cli import main
+from quaver.recipes.scaling import dynamic_cast_blocks
+from tests.steps import assert_same, train
+
+ROWS, COLUMNS = 192, 200
+SCALE = {"fp8": "weight_scale_inv", "compressed-tensors-block": "weight_scale"}
+FORMAT = pytest.mark.parametrize("format", SCALE)
+
+
+def ragged():
+    """Two linears, the first ROWS x COLUMNS, with another magnitude in each row and column; always the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(COLUMNS, ROWS), nn.Linear(ROWS, 8, bias=False))
+    with torch.no_grad():
+        weight = model[0].weight
+        weight.mul_(torch.logspace(-1, 1, ROWS)[:, None]).mul_(torch.logspace(1, -1, COLUMNS))
+    return model
+
+
+def expanded(scale, shape):
+    return scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    root = tmp_path_factory.mktemp("export")
+
+    def folder(format):
+        if not (root / format).exists():
+            model = freeze_to_float8(ragged(), blockwise_config(power_of_2=False))
+            save_float8(model, root / format, config={}, format=format)
+        return root / format
+
+    return folder
+
+
+@FORMAT
+def test_values_are_codes_times_the_scales_of_their_blocks(format, exported, tmp_path):
+    stored = load_file(exported(format) / "model.safetensors")
+    loaded = load_float8(exported(format), dtype=torch.float32)
+    assert main(["import", str(exported(format)), str(tmp_path / "hp"), "--dtype=float32"]) == 0
+    imported = load_file(tmp_path / "hp" / "model.safetensors")
+    for name in ("0.weight", "1.weight"):
+        codes, scale = stored[name], stored[name.replace("weight", SCALE[format])]
+        values = codes.float() * expanded(scale, codes.shape)
+        assert loaded[name].equal(values)
+        assert imported[name].equal(values)
+
+
+@FORMAT
+def test_the_codes_of_training_are_quantized_again_in_blocks(format, tmp_path):
+    for recipe in ("rowwise", "tensorwise"):
+        written = save_float8(freeze_to_float8(ragged(), recipe), tmp_path / recipe, config={}, format=format)
+        assert set(written.requantized) == {"0", "1"}
+        assert all(each.stored_db > 20 for each in written.requantized.values())
+        assert load_file(tmp_path / recipe / "model.safetensors")[f"0.{SCALE[format]}"].shape == (2, 2)
+
+
+@FORMAT
+def test_the_export_says_which_weights_are_ragged(format, exported, tmp_path, caplog):
+    save_float8(freeze_to_float8(ragged()), tmp_path / "out", config={}, format=format)
+    said = [record.getMessage() for record in caplog.records if record.name == "quaver.export.save"]
+    assert len(said) == (format == "fp8")  # transformers reads these wrong without a GPU
+    assert all(line.startswith("0, 1: a dimension is no multiple of 128") for line in said)
+    assert json.loads((tmp_path / "out" / "quaver_export.json").read_text())["ragged"] == ["0", "1"]
+    assert "Last blocks are cut, because a dimension is no multiple of 128: 0, 1." in (
+        tmp_path / "out" / "README.md"
+    ).read_text(encoding="utf-8")
+
+
+@FORMAT
+def test_scales_of_whole_blocks_alone_are_refused(format, exported, tmp_path):
+    tensors = load_file(exported(format) / "model.safetensors")
+    tensors[f"0.{SCALE[format]}"] = torch.ones(ROWS // 128, COLUMNS // 128)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((exported(format) / "config.json").read_bytes())
+    with pytest.raises(
+        ValueError, match=r"0.weight \[192, 200\] must be .* \[2, 2\] \(128 x 128 blocks\), got \[1, 1\]"
+    ):
+        load_float8(tmp_path)
+
+
+@FORMAT
+def test_training_goes_on_from_an_export_to_the_bit(format, tmp_path):
+    """Values of powers of two are exact in bfloat16, and their blocks are quantized to the same values again."""
+    trained = convert_to_float8_training(ragged().bfloat16(), config="blockwise")
+    written = save_float8(trained, tmp_path / "out", config={}, format=format)
+    assert not written.requantized
+    resumed = ragged().bfloat16()
+    resumed.load_state_dict(load_float8(tmp_path / "out", dtype=torch.bfloat16))
+    convert_to_float8_training(resumed, config="blockwise")
+    input = torch.linspace(-1, 1, 3 * COLUMNS).view(3, COLUMNS).bfloat16().requires_grad_()
+    results = []
+    for model in (trained, resumed, load_frozen(ragged().bfloat16(), tmp_path / "out")):
+        output = model(input)
+        results.append((output, *torch.autograd.grad(output.sum(), [input])))
+    assert_same(results[1:], [results[0]] * 2)
+
+
+@FORMAT
+def test_training_goes_on_from_float32_scales_with_the_codes_of_the_file(format, exported):
+    """The layout of DeepSeek's and Qwen's checkpoints: the largest code of a block is 448, so its scale comes again."""
+    stored = load_file(exported(format) / "model.safetensors")
+    values = load_float8(exported(format), dtype=torch.float32)
+    for name in ("0.weight", "1.weight"):
+        codes, _, scale = dynamic_cast_blocks(values[name], torch.float8_e4m3fn)
+        assert codes.view(torch.uint8).equal(stored[name].view(torch.uint8))
+        torch.testing.assert_close(scale, stored[name.replace("weight", SCALE[format])], rtol=2**-22, atol=0)
+    model = ragged()
+    model.load_state_dict(values)
+    convert_to_float8_training(model, config=blockwise_config(power_of_2=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = train(model, optimizer, [torch.linspace(-1, 1, 3 * COLUMNS).view(3, COLUMNS)] * 5)
+    assert losses[-1] < 0.9 * losses[0]

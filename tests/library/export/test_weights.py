@@ -1,0 +1,246 @@
+"""Exported codes and scales are those that the training forward multiplies; what a format cannot hold is refused."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import quaver.linear.module
+from quaver import (
+    CastConfig,
+    Float8LinearConfig,
+    ScalingType,
+    calibrate_float8_static_scales,
+    convert_to_float8_training,
+    freeze_to_float8,
+    sync_float8_amax_and_scale_history,
+)
+from quaver.export import iter_float8_weights
+from quaver.export.formats import weight_format
+from quaver.recipes.scaling import dynamic_cast_blocks
+from tests.library.export.models import PROJECTIONS, Tiny, tiny
+from tests.reference import PERSISTENT_RECIPES, RECIPES, sqnr_db
+from tests.steps import assert_same
+
+TOKENS = torch.arange(40).view(2, 20)
+STATIC = Float8LinearConfig(cast_config_input=CastConfig(scaling_type=ScalingType.STATIC))
+
+
+def trained(recipe):
+    """A model with the persistent scales of its recipe, if it has any."""
+    model = tiny(recipe)
+    if recipe is STATIC:
+        with calibrate_float8_static_scales(model):
+            model(TOKENS)
+    elif recipe in PERSISTENT_RECIPES:
+        model(TOKENS).sum().backward()
+        sync_float8_amax_and_scale_history(model)
+        with torch.no_grad():
+            model.layer["o_proj"].weight.mul_(1.5)  # the scale of its codes is the delayed one, which saturates
+    return model
+
+
+def multiplied_weights(model, monkeypatch):
+    """The operands [N, K] of the weights that a forward multiplies, in the order of the linears."""
+    seen = []
+    multiply = quaver.linear.function.mm
+
+    def recorded(a, b, *args):
+        seen.append(b.t())
+        return multiply(a, b, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quaver.linear.function, "mm", recorded)
+        model.eval()(TOKENS)
+    assert len(seen) == len(PROJECTIONS)
+    return seen
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *PERSISTENT_RECIPES, pytest.param(STATIC, id="static")])
+def test_codes_and_scales_are_those_of_the_forward(recipe, monkeypatch):
+    model = trained(recipe)
+    forward = multiplied_weights(model, monkeypatch)
+    exported = iter_float8_weights(model, share_fused_scales=False)
+    tensors = dict(exported)
+    for name, operand in zip(PROJECTIONS, forward, strict=True):
+        codes, scale = tensors[f"layer.{name}.weight"], tensors[f"layer.{name}.weight_scale"]
+        assert codes.dtype is torch.float8_e4m3fn
+        assert torch.equal(codes.view(torch.uint8), operand.data.contiguous().view(torch.uint8)), name
+        is_rowwise = operand.dequant_scale.dim() == 2
+        assert scale.shape == ((32, 1) if is_rowwise else (1,))
+        assert torch.equal(scale.flatten(), operand.dequant_scale.flatten())
+    assert not exported.requantized
+    assert exported.plan.ignore == ["embed_tokens", "lm_head"]
+    assert exported.bytes_yielded == sum(tensor.nbytes for tensor in tensors.values())
+    assert exported.bytes_moved == 0
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "compressed-tensors-block", "fp8"])
+def test_blocks_of_a_training_are_exported_as_they_are(format, monkeypatch):
+    """Ragged too: 150 x 150 in blocks of 128 x 128."""
+    model = tiny("blockwise", size=150)
+    forward = multiplied_weights(model, monkeypatch)
+    exported = iter_float8_weights(model, format=format)
+    tensors = dict(exported)
+    for name, operand in zip(PROJECTIONS, forward, strict=True):
+        codes = tensors[f"layer.{name}.weight"]
+        scale = tensors[f"layer.{name}.{exported.plan.format.scale_name}"]
+        assert torch.equal(codes.view(torch.uint8), operand.data.contiguous().view(torch.uint8)), name
+        assert torch.equal(scale, operand.dequant_scale)
+    assert not exported.requantized
+
+
+def test_smaller_blocks_are_quantized_again_in_128_x_128():
+    exported = iter_float8_weights(tiny("mxfp8", size=150), format="compressed-tensors-block")
+    tensors = dict(exported)
+    assert tensors["layer.q_proj.weight_scale"].shape == (2, 2)
+    assert set(exported.requantized) == {f"layer.{name}" for name in PROJECTIONS}
+    with pytest.raises(NotImplementedError, match=r"layer.q_proj \[150, 150\].*use the format compressed-tensors-"):
+        iter_float8_weights(tiny("mxfp8", size=150))
+    assert len(dict(iter_float8_weights(tiny("mxfp8", size=150), format="high-precision"))) == 11
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "compressed-tensors-mxfp8"])
+def test_mxfp8_has_the_scales_of_its_blocks_in_each_row(format, monkeypatch):
+    """96 rows are three blocks, one of which is zero."""
+    model = tiny("mxfp8", size=96)
+    with torch.no_grad():
+        model.layer["q_proj"].weight[32:64, :32] = 0
+    forward = multiplied_weights(model, monkeypatch)
+    exported = iter_float8_weights(model, format=format)
+    tensors = dict(exported)
+    for name, operand in zip(PROJECTIONS, forward, strict=True):
+        codes, scale = tensors[f"layer.{name}.weight"], tensors[f"layer.{name}.weight_scale"]
+        assert torch.equal(codes.view(torch.uint8), operand.data.contiguous().view(torch.uint8)), name
+        assert (scale.dtype, scale.shape) == (torch.uint8, (96, 3))
+        assert torch.equal(torch.exp2(scale.double() - 127), operand.dequant_scale.double().repeat_interleave(32, 0))
+    assert tensors["layer.q_proj.weight_scale"][32, 0] == 0
+    assert not exported.requantized
+
+
+@pytest.mark.parametrize("trained", ["rowwise", "blocks of 32 with other scales"])
+def test_mxfp8_of_what_it_cannot_hold_is_quantized_again(trained):
+    """In groups of 32 elements of a row, which lose less than blocks."""
+    if trained == "rowwise":
+        model = tiny("rowwise", size=64)
+    else:
+        model = freeze_to_float8(Tiny(64), "mxfp8", module_filter_fn=lambda module, name: "lm_head" not in name)
+        for name in PROJECTIONS:
+            model.layer[name].weight.dequant_scale.mul_(1.25)
+    exported = iter_float8_weights(model, format="compressed-tensors-mxfp8")
+    tensors = dict(exported)
+    assert set(exported.requantized) == {f"layer.{name}" for name in PROJECTIONS}
+    for name in PROJECTIONS:
+        weight = model.layer[name].weight.detach()
+        weight = weight.to_high_precision() if hasattr(weight, "to_high_precision") else weight
+        codes, _, scale = dynamic_cast_blocks(weight, torch.float8_e4m3fn, block_size=(1, 32), mode="rceil")
+        assert torch.equal(tensors[f"layer.{name}.weight"].view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(tensors[f"layer.{name}.weight_scale"].view(torch.float8_e8m0fnu).float(), scale)
+
+
+def test_fused_linears_share_the_smallest_scale_and_the_cost_is_stated():
+    model = tiny("tensorwise")
+    own = dict(iter_float8_weights(model, share_fused_scales=False))
+    exported = iter_float8_weights(model)
+    shared = dict(exported)
+    for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        scales = [own[f"layer.{name}.weight_scale"] for name in group]
+        assert len({scale.item() for scale in scales}) == len(group)
+        assert all(torch.equal(shared[f"layer.{name}.weight_scale"], max(scales)) for name in group)
+    assert torch.equal(shared["layer.o_proj.weight_scale"], own["layer.o_proj.weight_scale"])
+    assert set(exported.requantized) == {"layer.q_proj", "layer.k_proj", "layer.gate_proj"}
+    for name, cost in exported.requantized.items():
+        weight = model.get_submodule(name).weight
+        for tensors, decibels in ((own, cost.training_db), (shared, cost.stored_db)):
+            values = tensors[f"{name}.weight"].double() * tensors[f"{name}.weight_scale"].double()
+            assert math.isclose(sqnr_db(weight.detach(), values), decibels, abs_tol=1e-4)
+
+
+def test_static_activations_have_the_scale_of_the_forward():
+    model = trained(STATIC)
+    exported = iter_float8_weights(model)
+    tensors = dict(exported)
+    inputs = exported.plan.format.quantization_config([])["config_groups"]["group_0"]["input_activations"]
+    assert (inputs["strategy"], inputs["dynamic"]) == ("tensor", False)
+    for name in PROJECTIONS:
+        quant_scale = model.layer[name].persistent_scales(torch.device("cpu")).input.quant_scale
+        assert torch.equal(tensors[f"layer.{name}.input_scale"], (1 / quant_scale).reshape(1))
+    with pytest.raises(ValueError, match="scale of the input of layer.q_proj is unknown"):
+        dict(iter_float8_weights(tiny("delayed_with_dynamic_weight")))
+
+
+def test_blocks_are_quantized_again_and_the_cost_is_stated():
+    exported = iter_float8_weights(tiny("rowwise", size=128), format="fp8")
+    tensors = dict(exported)
+    assert tensors["layer.q_proj.weight_scale_inv"].shape == (1, 1)
+    assert set(exported.requantized) == {f"layer.{name}" for name in PROJECTIONS}
+    assert all(25 < cost.stored_db < cost.training_db + 3 for cost in exported.requantized.values())
+
+
+def test_high_precision_is_the_control():
+    model = tiny()
+    plain = dict(iter_float8_weights(model, format="high-precision", dtype=torch.bfloat16))
+    assert_same(plain, model.bfloat16().state_dict())
+
+
+def test_wrappers_leave_names_as_they_are():
+    names = list(dict(iter_float8_weights(tiny())))
+    model = tiny()
+    model.layer["q_proj"].compile(backend="eager")
+    assert list(dict(iter_float8_weights(torch.compile(model, backend="eager")))) == names
+
+
+def test_weights_may_come_from_elsewhere():
+    model = tiny()
+    expected = dict(iter_float8_weights(model))
+    with torch.device("meta"):
+        structure = Tiny()
+    convert_to_float8_training(structure, config="rowwise", module_filter_fn=lambda module, name: "lm_head" not in name)
+    found = dict(iter_float8_weights(structure, weights=model.state_dict()))
+    assert_same(found, expected)
+    rounded = dict(iter_float8_weights(structure, weights=model.state_dict(), forward_dtype=torch.bfloat16))
+    for name, tensor in iter_float8_weights(model.bfloat16()):
+        if "_proj.weight" in name:
+            assert torch.equal(rounded[name].float(), tensor.float()), name
+    with pytest.raises(ValueError, match="lack those of linears of the model: layer.q_proj"):
+        iter_float8_weights(structure, weights={})
+
+
+def test_buffers_may_be_infinite():
+    """As the limits of Gemma 4's clipped linears are, where its config sets none."""
+    model = tiny()
+    model.norm.register_buffer("input_max", torch.tensor(torch.inf))
+    assert dict(iter_float8_weights(model, dtype=torch.bfloat16))["norm.input_max"].isinf()
+    model.norm.input_max.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"norm\.input_max has an inf or a NaN"):
+        dict(iter_float8_weights(model))
+
+
+def test_what_no_format_holds_is_refused():
+    with pytest.raises(ValueError, match="no linear of the model is in float8"):
+        iter_float8_weights(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="format: expected one of compressed-tensors"):
+        iter_float8_weights(tiny(), format="gguf")
+    mixed = tiny("rowwise")
+    convert_to_float8_training(mixed, config="tensorwise", module_filter_fn=lambda module, name: name == "lm_head")
+    with pytest.raises(NotImplementedError, match="must have one recipe"):
+        iter_float8_weights(mixed)
+    e5m2 = Float8LinearConfig(
+        cast_config_weight=CastConfig(target_dtype=torch.float8_e5m2),
+        cast_config_grad_output=CastConfig(target_dtype=torch.float8_e4m3fn),
+    )
+    with pytest.raises(NotImplementedError, match="weight: checkpoints hold codes in e4m3"):
+        weight_format("compressed-tensors", e5m2)
+    diverged = tiny()
+    with torch.no_grad():
+        diverged.layer["k_proj"].weight[3, 4] = torch.nan
+    with pytest.raises(ValueError, match="layer.k_proj.weight has an inf or a NaN"):
+        dict(iter_float8_weights(diverged))
+    tied = Tiny()
+    tied.lm_head.weight = tied.embed_tokens.weight
+    convert_to_float8_training(tied, config="rowwise")
+    with pytest.raises(ValueError, match=r"tied weight cannot be stored in float8: .*lm_head.weight"):
+        iter_float8_weights(tied)
+    with pytest.raises(ValueError, match="embed_tokens.weight is on the meta device, where Accelerate's offload"):
+        dict(iter_float8_weights(tiny().to("meta")))

@@ -1,0 +1,241 @@
+"""Accelerate on two ranks: DDP, and FSDP2 with and without float8 all-gather."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from quaver import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+    sync_float8_amax_and_scale_history,
+)
+from tests.library.foreign.llama import BATCHES, batches, llama, not_the_head, optimizer_of, train_by_hand
+from tests.library.foreign.table import lacks, proves, refuses
+from tests.ranks import RanksError, run
+
+
+@contextmanager
+def as_torchrun_starts_a_rank():
+    """With torchrun's environment, and without what Accelerate knows from before."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    rank = torch.distributed.get_rank()
+    words = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    with mock.patch.dict(os.environ, {name: str(word) for name, word in words.items()}):
+        yield rank
+
+
+def accelerator_on(strategy, mixed_precision, state_dict_type=None, **options):
+    from accelerate import Accelerator
+
+    with as_torchrun_starts_a_rank() as rank:  # else Accelerate takes each rank for a process of its own
+        accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision, **options)
+    assert (accelerator.process_index, accelerator.num_processes) == (rank, 2)
+    if strategy == "FSDP2":
+        make_fsdp2(accelerator, state_dict_type)
+    return accelerator
+
+
+def make_fsdp2(accelerator, state_dict_type=None):
+    """Let Accelerate shard: it ignores FSDP2 on CPUs, unless it is told so afterwards."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        cpu_ram_efficient_loading=False,
+        state_dict_type=state_dict_type,
+    )
+
+
+def full(state_dict):
+    """Whole tensors, float32."""
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().float().clone()
+        for name, value in state_dict.items()
+    }
+
+
+def train(strategy, recipe, float8_all_gather=False, mixed_precision="no", dtype=torch.float32):
+    """Losses of this rank, and the names of the weights that moved."""
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=float8_all_gather)
+    model = convert_to_float8_training(llama().to(dtype), config=config, module_filter_fn=not_the_head)
+    accelerator = accelerator_on(strategy, mixed_precision)
+    before = full(model.state_dict())
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    losses = train_by_hand(
+        model,
+        optimizer,
+        accelerator.backward,
+        rank=accelerator.process_index,
+        before=lambda model: accelerator.clip_grad_norm_(model.parameters(), 1.0),
+        after=precompute_float8_dynamic_scale_for_fsdp,
+    )
+    after = full(accelerator.unwrap_model(model).state_dict())
+    return losses, {name for name in before if not torch.equal(before[name], after[name])}
+
+
+@proves("Accelerate", "FSDP2", "FSDP2, float8 gather")
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.nightly)])
+def test_every_weight_trains_under_fsdp2_and_the_all_gather_changes_no_loss(recipe):
+    """Accelerate finds the sharded parameters of an optimizer by the addresses of the whole ones."""
+    in_float8 = run(2, train, "FSDP2", recipe, True)
+    in_high_precision = run(2, train, "FSDP2", recipe, False)
+    names = set(llama().state_dict())
+    for (losses, moved), (expected, _) in zip(in_float8, in_high_precision, strict=True):
+        assert moved == names
+        assert losses == expected
+
+
+def test_every_weight_trains_under_ddp():
+    for losses, moved in run(2, train, "DDP", "tensorwise", False, "bf16"):
+        assert moved == set(llama().state_dict())
+        assert all(loss > 0 for loss in losses)
+
+
+@refuses(
+    "Accelerate",
+    "FSDP2, float8 gather",
+    "with bfloat16 parameters and `mixed_precision=bf16`, which upcasts by assigning to `.data`. Load the model in "
+    "float32, or leave `enable_fsdp_float8_all_gather` off.",
+)
+def test_bfloat16_parameters():
+    """Under mixed precision Accelerate upcasts them by assigning to `.data`."""
+    for _, moved in run(2, train, "FSDP2", "tensorwise", False, "bf16", torch.bfloat16):
+        assert moved == set(llama().state_dict())
+    with pytest.raises(RanksError, match="upcast bfloat16 parameters: load the model in float32"):
+        run(2, train, "FSDP2", "tensorwise", True, "bf16", torch.bfloat16)
+
+
+def variant_and_loop_by_hand(variant, make=llama):
+    """The losses of Accelerate with DDP, an evaluation last, and those of torch's DDP in a loop written by hand."""
+    every = 2 if variant == "accumulate" else 1
+    accelerator = accelerator_on("DDP", "no", gradient_accumulation_steps=every)
+    rank, both = accelerator.process_index, []
+    for by_hand in (False, True):
+        model = make("rowwise")
+        if variant == "checkpointing" and not by_hand:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if variant == "compile" and not by_hand:
+            model = torch.compile(model, backend="aot_eager")
+        optimizer, losses = optimizer_of(model), []
+        if by_hand:
+            model = torch.nn.parallel.DistributedDataParallel(model)
+        else:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        for index, batch in enumerate(batches()):
+            part = {name: each[rank : rank + 1] for name, each in batch.items()}
+            if by_hand:
+                last = (index + 1) % every == 0
+                with nullcontext() if last else model.no_sync():
+                    loss = model(**part).loss
+                    (loss / every).backward()
+                if last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            else:
+                with accelerator.accumulate(model):
+                    loss = model(**part).loss
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            losses.append(loss.item())
+        if variant != "compile":  # it would compile again
+            with torch.inference_mode():
+                losses.append(model.eval()(**part).loss.item())
+        both.append(losses)
+    return both
+
+
+@proves("Accelerate", "train", "accumulate", "checkpointing", "compile", "DDP", "evaluate")
+@pytest.mark.parametrize("variant", ["accumulate", "checkpointing", pytest.param("compile", marks=pytest.mark.nightly)])
+def test_the_losses_of_a_loop_written_by_hand(variant):
+    """To the bit; compiled code may sum in another order. DDP around a compiled float8 model broke elsewhere."""
+    for by_accelerate, by_hand in run(2, variant_and_loop_by_hand, variant):
+        assert by_accelerate == pytest.approx(by_hand, rel=1e-4 if variant == "compile" else 0)
+        assert by_hand[-1] < by_hand[0]
+
+
+def save_and_resume(
+    strategy, float8_all_gather, state_dict_type, folder, make_optimizer=optimizer_of, change=lambda model: None
+):
+    """The losses of a whole run after its state was saved, and of one that loads it."""
+    config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), enable_fsdp_float8_all_gather=float8_all_gather)
+    both = []
+    for resumed in (False, True):
+        model = convert_to_float8_training(llama(), config=config, module_filter_fn=not_the_head)
+        change(model)
+        accelerator = accelerator_on(strategy, "no", state_dict_type)
+        model, optimizer = accelerator.prepare(model, make_optimizer(model))
+        steps = partial(train_by_hand, model, optimizer, accelerator.backward, rank=accelerator.process_index)
+        if resumed:
+            accelerator.load_state(folder)
+        else:
+            steps(only=range(2))
+            accelerator.save_state(folder)
+        both.append(steps(only=range(2, BATCHES)))
+    return both
+
+
+lacks(
+    "Accelerate",
+    "best model",
+    "heads",
+    "adapters before",
+    "adapters after",
+    "merge",
+    "reference model",
+    sentence="it prepares the model that it gets, and knows neither parts of it nor a best one.",
+)
+
+
+@proves("Accelerate", "save, resume")
+@pytest.mark.parametrize(
+    ("strategy", "float8_all_gather", "state_dict_type"),
+    [  # test_optimizers.py saves whole states in each run
+        ("DDP", False, None),
+        ("FSDP2", True, "SHARDED_STATE_DICT"),
+        pytest.param("FSDP2", True, "FULL_STATE_DICT", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_resumed_run_goes_on_as_before(strategy, float8_all_gather, state_dict_type, tmp_path):
+    for whole, resumed in run(2, save_and_resume, strategy, float8_all_gather, state_dict_type, str(tmp_path)):
+        assert resumed == whole
+
+
+def launched_by_hand():
+    """The losses of this rank from batch 2 on, with delayed scaling."""
+    model = llama("delayed")
+    replica = torch.nn.parallel.DistributedDataParallel(model)
+    sync = partial(sync_float8_amax_and_scale_history, model)
+    return train_by_hand(replica, rank=torch.distributed.get_rank(), before=lambda _: sync())[2:]
+
+
+@pytest.mark.nightly
+@proves("Accelerate", "DDP", "save, resume", "resume elsewhere")
+def test_processes_that_accelerate_launch_starts(tmp_path):
+    """`--multi_gpu` starts torchrun's, on CPUs, too; `--cpu` starts one, and leaves more to mpirun."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--main_process_port", "0", "-m", "tests.library.foreign.launched", str(tmp_path)]
+    subprocess.run([*launch, "0"], check=True, timeout=600)
+    (tmp_path / "state").rename(tmp_path / "moved")
+    subprocess.run([*launch, "2"], check=True, timeout=600)
+    found = [json.loads((tmp_path / f"{start}.{rank}.json").read_text()) for start in (0, 2) for rank in (0, 1)]
+    assert found == [found[0]] * 4
+    assert found[0]["type"] == "DistributedType.MULTI_CPU"
+    expected = torch.tensor(run(2, launched_by_hand)).mean(0).tolist()
+    assert found[0]["losses"] == expected

@@ -1,0 +1,298 @@
+"""transformers' mixtures of experts: each expert is the float8 linear of its tokens, in every layout of weights."""
+
+import copy
+import functools
+import pickle
+from types import SimpleNamespace
+from unittest import mock
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.integrations import moe
+from transformers.models.aria.modeling_aria import AriaExperts
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from quaver import (
+    assert_float8_training,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+    float8_linear,
+)
+from quaver.experts.module import Float8Experts, is_experts
+from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
+from tests.library.foreign.zoo import MODELS, loss_of, make
+from tests.reference import BACKEND, assert_same_bits, sqnr_db
+from tests.steps import assert_same, results_of
+
+CONFIG = SimpleNamespace(
+    hidden_size=64,
+    intermediate_size=96,
+    moe_intermediate_size=96,
+    hidden_act="silu",
+    mlp_hidden_act="relu2",
+    num_experts=4,
+    num_local_experts=4,
+    n_routed_experts=4,
+    moe_num_experts=4,
+    moe_latent_size=None,
+    moe_hidden_size=64,
+    mlp_bias=False,
+    rms_norm_eps=1e-6,
+    post_norm_eps=1e-6,
+    swiglu_alpha=1.702,
+    swiglu_limit=7.0,
+    _experts_implementation="eager",
+)
+CLASSES = (
+    MixtralExperts,
+    Qwen3MoeExperts,
+    DeepseekV3Experts,
+    GptOssExperts,
+    NemotronHExperts,
+    MuseSparkExperts,
+    AriaExperts,
+)
+ONE_MATMUL_DB = {"tensorwise": 24.6, "rowwise": 28.4, "blockwise": 27.0, "mxfp8": 27.0}
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "glm4_moe", "llama4")
+
+
+def experts_of(cls, dtype=torch.float32):
+    torch.manual_seed(0)
+    experts = cls(CONFIG)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=0.1)
+    return experts.to(dtype)
+
+
+def routed(dtype=torch.float32, tokens=50):
+    """Tokens, their two experts, and the weights of these; expert 2 gets no token."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(tokens, 64, generator=generator).to(dtype)
+    index = torch.stack([torch.randperm(3, generator=generator)[:2] for _ in range(tokens)])
+    index[index == 2] = 3
+    return hidden, index, torch.rand(tokens, 2, generator=generator).to(dtype)
+
+
+def step(experts, hidden, *routing, function=None):
+    """The result, and the gradients of the tokens, of the routing weights and of the parameters."""
+    return results_of(experts, hidden, *routing, call=function)
+
+
+def one_by_one(recipe):
+    """transformers' grouped linear, by one float8 linear an expert."""
+
+    def grouped_linear(input, weight, offs, bias=None, is_transposed=False):
+        parts, start = [], 0
+        for expert, stop in enumerate(offs.tolist()):
+            matrix = weight[expert].t() if is_transposed else weight[expert]
+            parts.append(float8_linear(input[start:stop], matrix.contiguous(), config=recipe))
+            start = stop
+        parts.append(input.new_zeros(len(input) - start, parts[0].shape[1]))
+        out = torch.cat(parts)
+        return out if bias is None else out + bias
+
+    return grouped_linear
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_each_expert_is_a_float8_linear(cls, recipe):
+    experts = experts_of(cls)
+    stable = mock.patch.object(torch, "sort", functools.partial(torch.sort, stable=True))
+    with stable, mock.patch.object(moe, "_grouped_linear", one_by_one(recipe)):
+        expected = step(experts, *routed(), function=lambda *args: moe.grouped_mm_experts_forward(experts, *args))
+    convert_to_float8_training(experts, config=recipe)
+    assert isinstance(experts, Float8Experts)
+    assert_same(step(experts, *routed()), expected)
+
+
+@pytest.mark.parametrize("recipe", ONE_MATMUL_DB)
+def test_gradients_of_llama_4_against_float32(recipe):
+    """The floor: a gradient has the error of at most five of the six matmuls, and activations may double it."""
+    experts, hidden = experts_of(Llama4TextExperts), torch.randn(200, 64)
+    expected = step(experts, hidden)
+    convert_to_float8_training(experts, config=recipe)
+    for one, other in zip(step(experts, hidden), expected, strict=True):
+        assert sqnr_db(other, one) > ONE_MATMUL_DB[recipe] - 10
+
+
+def test_llama_4_refuses_rows_that_its_experts_do_not_divide():
+    experts = convert_to_float8_training(experts_of(Llama4TextExperts), config="rowwise")
+    with pytest.raises(ValueError, match="as many tokens for each of .* experts.*got 7 rows"):
+        experts(torch.randn(7, 64))
+
+
+@pytest.mark.parametrize("cls", [MixtralExperts, GptOssExperts], ids=lambda cls: cls.__name__)
+def test_experts_of_other_ranks_add_nothing(cls):
+    """transformers' expert parallelism gives them the index E and the weight 0; here with NaN in their tokens."""
+    experts = convert_to_float8_training(experts_of(cls), config="rowwise")
+    experts._is_expert_parallel = True
+    hidden, index, weights = routed()
+    elsewhere = torch.rand(index.shape) < 0.4
+    index[elsewhere], weights[elsewhere] = 4, 0
+    index[7], weights[7] = 4, 0
+    out, grad_hidden, *_ = step(experts, hidden, index, weights)
+    assert out.isfinite().all()
+    assert not out[7].any()
+    assert not grad_hidden[7].any()
+    kept = index[:, 0] < 4
+    alone = step(experts, hidden[kept], index[kept][:, :1], weights[kept][:, :1])
+    both = step(experts, hidden[kept], index[kept], weights[kept].clone().index_fill_(1, torch.tensor(1), 0))
+    torch.testing.assert_close(alone[0], both[0])
+
+
+def test_copies():
+    experts = convert_to_float8_training(experts_of(MixtralExperts), config="rowwise")
+    for again in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+        assert type(again) is type(experts)
+        assert again.backend == "not run yet"
+        assert_same_bits(again(*routed()).detach(), experts(*routed()).detach())
+
+
+@BACKEND
+def test_compiled_as_eager(backend):
+    experts = convert_to_float8_training(experts_of(GptOssExperts), config="rowwise")
+    eager = step(experts, *routed())
+    compiled = torch.compile(experts, fullgraph=True, backend=backend)
+    torch.testing.assert_close(step(experts, *routed(), function=compiled), eager, rtol=1e-5, atol=1e-5)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def mixture(name):
+    torch.manual_seed(0)
+    return make(name)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_model(name):
+    """Converted with its linears, routed as before, and back again."""
+    model, inputs = mixture(name)
+    original = copy.deepcopy(model)
+    before = conversion_report(prepare_model_for_float8(copy.deepcopy(model), "rowwise", module_filter_fn=not_experts))
+    report = conversion_report(prepare_model_for_float8(model, "rowwise_with_gw_hp"))
+    held = [name for name, module in model.named_modules() if is_experts(module)]
+    assert held
+    assert all(isinstance(model.get_submodule(each), Float8Experts) for each in held)
+    of_experts = [layer for layer in report.layers if layer.name.rpartition(".")[0] in held]
+    assert len(of_experts) == 2 * len(held)
+    assert all(layer.converted for layer in of_experts)
+    assert report.float8_flops_fraction > before.float8_flops_fraction + 0.1
+    assert not [layer for layer in report.converted if layer.name.endswith(("gate", "router", "gate.weight"))]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert_float8_training(model, optimizer)
+    loss = loss_of(model, inputs)
+    loss.backward()
+    torch.testing.assert_close(loss, loss_of(original, inputs), rtol=2e-3, atol=0)
+    assert model.get_submodule(held[0]).backend == "exact"
+    assert all(p.grad is not None for each in held for p in model.get_submodule(each).parameters())
+
+    assert_same_bits(loss_of(copy.deepcopy(model), inputs).detach(), loss.detach())
+    assert list(model.state_dict()) == list(original.state_dict())
+    plain = convert_to_high_precision(model)
+    assert [type(m) for m in plain.modules()] == [type(m) for m in original.modules()]
+    assert loss_of(plain, inputs).item() == loss_of(original, inputs).item()
+
+
+def not_experts(module, name):
+    return isinstance(module, nn.Linear)
+
+
+def test_one_layer_filtered():
+    """transformers names one implementation for the whole model; here a layer decides for itself."""
+    model, inputs = mixture("qwen3_moe")
+    convert_to_float8_training(
+        model, config="rowwise", module_filter_fn=lambda m, name: name == "model.layers.1.mlp.experts"
+    )
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    assert not isinstance(first, Float8Experts)
+    assert isinstance(second, Float8Experts)
+    model.set_experts_implementation("grouped_mm")
+    loss_of(model, inputs).backward()
+    assert second.backend == "exact"
+    reasons = {layer.name: layer.reason for layer in conversion_report(model).layers}
+    assert reasons["model.layers.0.mlp.experts.down_proj"] == "filter"
+
+
+def test_recipes_that_keep_scales_leave_experts_in_high_precision(caplog):
+    model, inputs = mixture("mixtral")
+    prepare_model_for_float8(model, "delayed")
+    assert not [m for m in model.modules() if isinstance(m, Float8Experts)]
+    assert "experts are scaled dynamically" in caplog.text
+    loss_of(model, inputs).backward()
+
+
+def test_saved_and_loaded_plain(tmp_path):
+    model, inputs = mixture("qwen3_moe")
+    prepare_model_for_float8(model, "rowwise")
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded.model.layers[0].mlp.experts) is Qwen3MoeExperts
+    assert loss_of(prepare_model_for_float8(loaded, "rowwise"), inputs).item() == loss_of(model, inputs).item()
+
+
+def test_filters_that_know_linears_only():
+    model, _ = mixture("mixtral")
+    with pytest.raises(TypeError, match="MixtralExperts, experts with 3-D weights: .*in_features"):
+        convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda m, name: m.in_features > 16)
+    assert not [m for m in model.modules() if isinstance(m, Float8Experts)]
+
+
+def test_the_trainer_of_transformers(tmp_path):
+    model, inputs = mixture("qwen3_moe")
+    prepare_model_for_float8(model, "rowwise")
+    data = [{"input_ids": row, "labels": row} for row in inputs["input_ids"]]
+    options = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+    )
+    trainer = transformers.Trainer(model, options, train_dataset=data * 4, callbacks=[Float8Callback()])
+    trainer.train()
+    assert trainer.state.log_history[0]["float8_flops"] > 0.8
+
+
+def test_every_mixture_of_the_zoo_is_listed():
+    for name in set(MODELS) - set(MIXTURES):
+        assert not [module for module in make(name)[0].modules() if is_experts(module)]
+
+
+@pytest.mark.parametrize("converted_first", [True, False])
+def test_lora_on_experts(converted_first):
+    """PEFT computes base + B A for each forward; the experts multiply that in float8, and merge it to the same."""
+    model, inputs = mixture("qwen3_moe")
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=parameters)
+    model = prepare_model_for_float8(model, "rowwise") if converted_first else model
+    model = peft.get_peft_model(model, config)
+    model = model if converted_first else prepare_model_for_float8(model, "rowwise")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    assert_float8_training(model, allow_frozen=True)
+    loss = loss_of(model, inputs)
+    loss.backward()
+    of_experts = [p.grad for name, p in model.named_parameters() if "experts" in name and p.requires_grad]
+    assert len(of_experts) == 8
+    assert all(grad.isfinite().all() and grad.any() for grad in of_experts)
+    merged = model.merge_and_unload()
+    assert type(merged.model.layers[0].mlp.experts).__name__ == "Float8Qwen3MoeExperts"
+    torch.testing.assert_close(loss_of(merged, inputs), loss, rtol=1e-3, atol=0)

@@ -1,0 +1,281 @@
+"""Float8 checkpoints in the eyes of other libraries: compressed-tensors, transformers, and torch's DCP reader.
+
+vLLM and SGLang, which need a GPU, are tested by the contract of their loaders: names, shapes and dtypes.
+"""
+
+import json
+import warnings
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import save_model
+from torch.distributed.checkpoint import load
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
+
+from quaver import convert_to_float8_training, convert_to_high_precision, freeze_to_float8
+from quaver.conversion.freeze import blockwise_config
+from quaver.experts.module import is_experts
+from quaver.export import load_float8, load_frozen, save_float8
+from quaver.export.files import StoredTensors
+from quaver.lab.cli import main
+from tests.library.foreign.llama import not_the_head
+from tests.steps import assert_same
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+TOKENS = torch.arange(24).view(1, 24)
+FORMATS = [
+    ("rowwise", "compressed-tensors"),
+    ("tensorwise", "compressed-tensors"),
+    ("rowwise", "compressed-tensors-block"),
+    ("mxfp8", "compressed-tensors"),
+    ("rowwise", "fp8"),
+]
+RAGGED = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+"""Of `deepseek`, whose exports go by that name in place of a recipe's: 192 x 200, which no block divides."""
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=4, use_cache=False, **SIZES)).eval()
+
+
+def deepseek(kv_lora_rank=160):
+    """A small DeepSeek-V3; magnitudes differ from row to row."""
+    torch.manual_seed(0)
+    ranks = {"kv_lora_rank": kv_lora_rank, "q_lora_rank": 96, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32}
+    experts = {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    layers = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 200, "intermediate_size": 300, "moe_intermediate_size": 64, "v_head_dim": 32}
+    others = {"vocab_size": 64, "max_position_embeddings": 64, "use_cache": False}
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**ranks, **experts, **layers, **sizes, **others)).eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.mul_(torch.logspace(-1, 1, module.out_features)[:, None])
+    return model
+
+
+def frozen_deepseek(**options):
+    def is_a_linear(module, name):
+        return not_the_head(module, name) and not is_experts(module)
+
+    return freeze_to_float8(deepseek(**options), blockwise_config(power_of_2=False), module_filter_fn=is_a_linear)
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Return the folder of an export, made once; in several files, as torch's reader needs an index."""
+    root = tmp_path_factory.mktemp("export")
+
+    def folder(recipe, format):
+        path = root / f"{recipe}-{format}"
+        if not path.exists():
+            ragged = recipe == "deepseek"
+            model = frozen_deepseek() if ragged else llama()
+            if not ragged:
+                convert_to_float8_training(model, config=recipe, module_filter_fn=not_the_head)
+            save_float8(model, path, format=format, max_shard_bytes=200_000)
+        return path
+
+    return folder
+
+
+def dequantized_logits(folder):
+    model = llama()
+    model.load_state_dict(dict(load_float8(folder, dtype=torch.float32)))
+    return logits_of(model)
+
+
+def from_transformers(folder, format):
+    config = FineGrainedFP8Config(dequantize=True) if format == "fp8" else CompressedTensorsConfig(dequantize=True)
+    with warnings.catch_warnings(action="ignore"):  # that the checkpoint has a quantization_config too
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
+
+
+@pytest.mark.parametrize(("recipe", "format"), [*FORMATS, ("deepseek", "compressed-tensors-block")])
+def test_transformers_loads_the_dequantized_weights(recipe, format, exported):
+    folder = exported(recipe, format)
+    model = from_transformers(folder, format)
+    assert_same(model.state_dict(), dict(load_float8(folder, dtype=torch.float32, model=model)))
+    if recipe != "deepseek":
+        assert torch.equal(logits_of(model), dequantized_logits(folder))
+
+
+@pytest.mark.parametrize(("recipe", "format"), [*FORMATS[:4], ("deepseek", "compressed-tensors-block")])
+def test_compressed_tensors_decompresses_the_same_values(recipe, format, exported):
+    folder = exported(recipe, format)
+    config = QuantizationConfig.model_validate(json.loads((folder / "config.json").read_text())["quantization_config"])
+    scheme = config.config_groups["group_0"]  # another one has weights of the same form
+    compressor, stored = BaseCompressor.get_value_from_registry(config.format), StoredTensors(folder)
+    count = 0
+    for name, tensor in load_float8(folder, dtype=torch.float32).items():
+        if f"{name}_scale" in stored:
+            parts = {"weight": stored[name], "weight_scale": stored[f"{name}_scale"]}
+            assert torch.equal(compressor.decompress(parts, scheme)["weight"].float(), tensor), name
+            count += 1
+    assert count == (16 if recipe == "deepseek" else 7)  # 5 of each attention, 3 of each dense and shared feed-forward
+    assert recipe == "deepseek" or config.ignore == ["embed_tokens", "lm_head", "model.embed_tokens"]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])
+def test_compressed_tensors_runs_the_layers_that_training_ran(recipe, exported):
+    """Its own float8 linears, weights and activations quantized as config.json says, are near to the training ones."""
+    dtype = torch.bfloat16 if recipe == "mxfp8" else torch.float32  # it decompresses MXFP8 to bfloat16 alone
+    served = AutoModelForCausalLM.from_pretrained(exported(recipe, "compressed-tensors"), dtype=dtype)
+    assert served.model.layers[0].mlp.up_proj.weight.dtype is torch.float8_e4m3fn
+    training = convert_to_float8_training(llama(), config=recipe, module_filter_fn=not_the_head)
+    reference, expected, got = logits_of(llama()), logits_of(training), logits_of(served).float()
+    assert (got - expected).norm() < 0.12 * reference.norm()
+
+
+def test_compressed_tensors_runs_blocks_that_the_inputs_cut(tmp_path):
+    """It refuses groups of activations that do not divide the inputs, here 192."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "hidden_size": 128, "intermediate_size": 192, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(use_cache=False, **sizes)).eval()
+    reference = logits_of(model)
+    convert_to_float8_training(model, config="blockwise", module_filter_fn=not_the_head)
+    save_float8(model, tmp_path / "out")
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert (logits_of(served) - logits_of(model)).norm() < 0.12 * reference.norm()
+    groups = served.config.quantization_config.quantization_config.config_groups
+    assert groups["group_1"].targets == ["model.layers.0.mlp.down_proj"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    both = config["quantization_config"]["config_groups"]
+    both["group_0"]["targets"] += both.pop("group_1")["targets"]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RuntimeError, match="unflatten"):
+        logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "deepseek"])
+def test_torch_dequantizes_blocks_to_the_same_values(recipe, exported):
+    values = dict(load_float8(folder := exported(recipe, "fp8"), dtype=torch.float32))
+    state = {name: torch.empty_like(tensor) for name, tensor in values.items()}
+    load(state, storage_reader=QuantizedHuggingFaceStorageReader(str(folder)))
+    assert_same(state, values)
+
+
+@pytest.mark.parametrize("format", ["fp8", "compressed-tensors-block"])
+def test_a_frozen_deepseek_is_exported_and_loaded_again(format, exported):
+    stored = StoredTensors(exported("deepseek", format))
+    scale = f"{RAGGED}_scale_inv" if format == "fp8" else f"{RAGGED}_scale"
+    assert (stored.shape(RAGGED), stored.shape(scale)) == ([192, 200], [2, 2])
+    again = load_frozen(deepseek(), exported("deepseek", format))
+    assert logits_of(again).equal(logits_of(frozen_deepseek()))
+    if format == "fp8":
+        linear = FP8Linear(200, 192, block_size=(128, 128))  # transformers' own takes the codes and scales
+        linear.load_state_dict({"weight": stored[RAGGED], "weight_scale_inv": stored[scale]})
+        assert linear.weight_scale_inv.equal(stored[scale])
+
+
+def test_transformers_does_not_dequantize_ragged_fp8(exported, tmp_path):
+    """It divides a weight evenly by the number of scales. Once it does not, the warning of save_float8 can go."""
+    model = from_transformers(exported("deepseek", "fp8"), "fp8")
+    values = load_float8(exported("deepseek", "fp8"), dtype=torch.float32)
+    assert not model.state_dict()[RAGGED].equal(values[RAGGED])  # 192 rows become two blocks of 96
+    save_float8(frozen_deepseek(kv_lora_rank=544), tmp_path / "out", format="fp8")
+    with pytest.raises(RuntimeError, match="conversion of the weights"):  # 576 rows do not become 5 blocks
+        from_transformers(tmp_path / "out", "fp8")
+
+
+@pytest.mark.parametrize(("recipe", "format"), FORMATS)
+def test_names_shapes_and_dtypes_are_those_that_servers_register(recipe, format, exported):
+    folder = exported(recipe, format)
+    stored = StoredTensors(folder)
+    leaf = "weight_scale_inv" if format == "fp8" else "weight_scale"
+    for name, tensor in llama().state_dict().items():
+        if name in ("lm_head.weight", "model.embed_tokens.weight") or "norm" in name:
+            assert stored[name].dtype is torch.float32
+            continue
+        rows, columns = tensor.shape
+        shape = {"rowwise": [rows, 1], "tensorwise": [1], "mxfp8": [rows, columns // 32]}[recipe]
+        shape = shape if format == "compressed-tensors" else [rows // 128, columns // 128]
+        scale = f"{name.removesuffix('weight')}{leaf}"
+        assert (stored.dtype(name), stored.shape(name)) == ("F8_E4M3", [rows, columns])
+        assert (stored.dtype(scale), stored.shape(scale)) == ("U8" if recipe == "mxfp8" else "F32", shape)
+
+
+def test_a_hugging_face_folder_is_exported_and_imported(tmp_path, capsys):
+    llama().save_pretrained(tmp_path / "hf")
+    words = ["export", tmp_path / "hf", tmp_path / "out", "--recipe=tensorwise", "--dtype=float32"]
+    assert main([*map(str, words), "--measure-tokens=16"]) == 0
+    out = capsys.readouterr().out
+    assert "7 float8 weights of the recipe tensorwise in the format compressed-tensors" in out
+    assert "weights have other codes than in training; the largest loss is" in out
+    record = json.loads((tmp_path / "out" / "quaver_export.json").read_text())
+    assert record["logits"]["tokens"] == 16
+    assert (tmp_path / "out" / "generation_config.json").exists()
+    assert main(["import", str(tmp_path / "out"), str(tmp_path / "hp"), "--dtype=float32"]) == 0
+    trainable = AutoModelForCausalLM.from_pretrained(tmp_path / "hp", dtype=torch.float32)
+    assert torch.equal(logits_of(trainable), dequantized_logits(tmp_path / "out"))
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", str(tmp_path / "out"), str(tmp_path / "again"), "--recipe=rowwise"])
+    assert "is quantized already; expected a model in high precision" in capsys.readouterr().err
+
+
+def test_what_else_save_pretrained_would_write(tmp_path):
+    """The generation config, and the dtype of a model that was cast after it was made; a user's own dtype stays."""
+    model = convert_to_float8_training(llama().to(torch.float16), config="rowwise", module_filter_fn=not_the_head)
+    model.generation_config.max_new_tokens = 3
+    save_float8(model, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["max_new_tokens"] == 3
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == "float16"
+    save_float8(model, tmp_path / "own", config={**model.config.to_dict(), "dtype": "bfloat16"})
+    assert json.loads((tmp_path / "own" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("adapters", [LoraConfig(target_modules=["q_proj"]), PromptTuningConfig(num_virtual_tokens=2)])
+def test_adapters_that_are_not_merged_are_refused(adapters, tmp_path):
+    adapters.task_type = "CAUSAL_LM"
+    model = convert_to_float8_training(llama(), config="rowwise", module_filter_fn=not_the_head)
+    with pytest.raises(ValueError, match=r"adapters of PEFT.* export model.merge_and_unload\(\)"):
+        save_float8(get_peft_model(model, adapters), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("way", ["loaded", "trained", "from frozen", "merged", "its config alone"])
+def test_what_is_saved_after_a_float8_folder_was_loaded_says_what_it_is(exported, way, tmp_path):
+    """`from_config` of a float8 folder keeps its quantization_config; saved, it made NaN of the weights."""
+    folder = exported("rowwise", "compressed-tensors")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    if way in ("from frozen", "merged"):
+        load_frozen(model, folder)
+    else:
+        model.load_state_dict(dict(load_float8(folder)))
+    if way == "from frozen":
+        convert_to_high_precision(model)
+    elif way == "merged":
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+        model = model.merge_and_unload()
+    elif way == "trained":
+        convert_to_float8_training(model, module_filter_fn=not_the_head)
+        model(TOKENS, labels=TOKENS).loss.backward()
+    if way == "its config alone":
+        model.config.save_pretrained(tmp_path)
+        save_model(model, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    else:
+        model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    expected = convert_to_high_precision(model).state_dict()
+    assert_same(loaded.state_dict(), expected)

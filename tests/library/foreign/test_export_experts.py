@@ -1,0 +1,407 @@
+"""Exports of mixtures in the eyes of transformers: the names of its checkpoints, and the values that it dequantizes.
+
+transformers writes a model's checkpoint names in `save_pretrained`, and reads published float8 checkpoints; it is the
+oracle of every name and tensor. It reads experts with several blocks in the format fp8 alone.
+"""
+
+import copy
+import json
+import warnings
+
+import peft
+import pytest
+import torch
+import transformers
+from accelerate import init_empty_weights
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
+
+from quaver import convert_to_float8_training, freeze_to_float8
+from quaver.conversion.freeze import blockwise_config
+from quaver.experts.module import Float8Experts
+from quaver.export import import_float8, iter_float8_weights, load_float8, load_frozen, save_float8
+from quaver.export.files import StoredTensors
+from quaver.integrations.transformers import prepare_model_for_float8
+from quaver.lab.cli import main
+from quaver.linear.frozen_weight import FrozenFloat8Weight
+from quaver.recipes.scaling import dequantize
+from tests.library.export.mixtures import multiplied_experts
+from tests.library.foreign.zoo import MODELS, make
+from tests.reference import assert_same_bits, sqnr_db
+from tests.steps import assert_same
+
+MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "glm4_moe")
+WHOLE = ("gpt_oss", "llama4")
+"""Their checkpoints hold experts as one tensor."""
+FORMATS = ("compressed-tensors", "compressed-tensors-block", "fp8")
+SMALL = {"qwen3_moe": {"moe_intermediate_size": 96}}
+"""What the zoo leaves at its default: experts of one block here."""
+SCALES = ("weight_scale", "weight_scale_inv", "input_scale")
+
+
+def mixture(name, **sizes):
+    """The model in evaluation mode; without `sizes` that of the zoo."""
+    torch.manual_seed(0)
+    sizes = sizes or SMALL.get(name)
+    if not sizes:
+        return make(name)[0].eval()
+    config_class, model_class, defaults, _ = MODELS[name]
+    config = getattr(transformers, config_class)(**{**defaults, **sizes})
+    config.pad_token_id, config.use_cache = 0, False
+    return getattr(transformers, model_class)(config).eval()
+
+
+def large(name):
+    """Experts of several blocks of 128 x 128, which divide all weights."""
+    inner = 256 if name == "qwen3_moe" else 128
+    sizes = {"hidden_size": 256, "moe_intermediate_size": inner, "intermediate_size": inner, "head_dim": 64}
+    ranks = {"q_lora_rank": 128, "kv_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+    if name == "deepseek_v3":
+        del sizes["head_dim"]
+    return mixture(name, **sizes, **(ranks if name == "deepseek_v3" else {}))
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model.eval()(torch.arange(1, 49).view(2, 24)).logits
+
+
+def from_transformers(folder, model_class, format):
+    config = FineGrainedFP8Config(dequantize=True) if format == "fp8" else CompressedTensorsConfig(dequantize=True)
+    with warnings.catch_warnings(action="ignore"):  # that the checkpoint has a quantization_config too
+        model = model_class.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
+    return model.float()  # what is not quantized keeps its dtype there
+
+
+def weights_in(folder):
+    return {name for name in StoredTensors(folder) if name.rpartition(".")[2] not in SCALES}
+
+
+NAMED = [(name, format) for name in (*MIXTURES, *WHOLE) for format in FORMATS]
+NAMED = [each for each in NAMED if each[0] != "llama4" or each[1] == "fp8"]  # see the next test
+
+
+@pytest.mark.parametrize(("name", "format"), NAMED)
+def test_names_and_values_are_those_of_transformers(name, format, tmp_path):
+    model = mixture(name)
+    model.save_pretrained(tmp_path / "plain")
+    prepare_model_for_float8(model, "rowwise")
+    plan = save_float8(model, tmp_path / "out", format=format).plan
+    assert weights_in(tmp_path / "out") == weights_in(tmp_path / "plain")
+    stored = StoredTensors(tmp_path / "out")
+    in_float8 = [each for each in stored if stored.dtype(each) == "F8_E4M3"]
+    assert plan.count == len(in_float8)
+    assert bool(plan.whole_stacks) == (name in WHOLE)
+    assert bool([each for each in in_float8 if "experts." in each and "shared" not in each]) == (name in MIXTURES)
+
+    loaded = load_float8(tmp_path / "out", dtype=torch.float32, model=model)
+    again = from_transformers(tmp_path / "out", type(model), format)
+    assert_same(loaded, again.state_dict())
+    target = mixture(name)
+    target.load_state_dict(dict(loaded))
+    assert_same_bits(logits_of(target), logits_of(again))
+
+
+def test_what_transformers_does_not_read(tmp_path):
+    """It multiplies the blocks of an expert by their scales as if they were rows. Then docs/export.md can say so."""
+    model = prepare_model_for_float8(large("qwen3_moe"), "rowwise")
+    for format in ("compressed-tensors-block", "compressed-tensors-mxfp8"):
+        save_float8(model, tmp_path / format, format=format)
+        with pytest.raises(RuntimeError, match="conversion of the weights"):
+            from_transformers(tmp_path / format, type(model), format)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "format"), [("rowwise", FORMATS[0]), ("tensorwise", FORMATS[0]), ("blockwise", FORMATS[1])]
+)
+def test_llama_4_has_linears_of_each_expert_in_compressed_tensors(recipe, format, is_frozen, tmp_path, monkeypatch):
+    """transformers makes such linears of its stacks [E, K, N] for this format, in their place in the model."""
+    model = mixture("llama4")
+    if is_frozen:
+        model = freeze_to_float8(model, recipe, module_filter_fn=lambda _, name: "experts" in name)
+    else:
+        prepare_model_for_float8(model, recipe)
+    exported = save_float8(model, tmp_path / "out", format=format)
+    assert exported.plan.whole_stacks == []
+    loaded = load_float8(tmp_path / "out", dtype=torch.float32)
+    oracle = from_transformers(tmp_path / "out", type(model), format)
+    assert_same(loaded, oracle.state_dict())
+    is_cut = format == FORMATS[1]  # gate and up have 96 rows each
+    assert [name for name in exported.requantized if name.endswith("experts.gate_up_proj")] == (
+        [f"model.layers.{layer}.feed_forward.experts.gate_up_proj" for layer in (0, 1)] if is_cut else []
+    )
+    for index, forward in enumerate(multiplied_experts(lambda: logits_of(model), monkeypatch)):
+        prefix, parts = f"model.layers.{index // 2}.feed_forward.experts", ("gate_proj", "up_proj")
+        for expert, (codes, scale) in enumerate(forward):
+            leaves = ("down_proj",) if index % 2 else parts
+            value = torch.cat([loaded[f"{prefix}.{expert}.{leaf}.weight"] for leaf in leaves])
+            assert (is_cut and not index % 2) or torch.equal(
+                value, dequantize(codes.t(), scale.t() if scale.dim() else scale)
+            )
+    target = mixture("llama4")
+    target.load_state_dict(dict(load_float8(tmp_path / "out", dtype=torch.float32, model=target)))
+    assert torch.equal(logits_of(target), logits_of(oracle))
+    frozen = load_frozen(mixture("llama4"), tmp_path / "out")
+    assert torch.equal(
+        values_of(frozen)["model.layers.1.feed_forward.experts.down_proj"][2].t(), value_in(loaded, 1, 2)
+    )
+    stored = frozen.model.layers[0].feed_forward.experts.down_proj
+    assert isinstance(stored, FrozenFloat8Weight) == (not is_cut)
+
+
+def value_in(loaded, layer, expert):
+    return loaded[f"model.layers.{layer}.feed_forward.experts.{expert}.down_proj.weight"]
+
+
+@pytest.mark.parametrize(("name", "gate", "expert"), [
+    ("mixtral", "model.layers.0.block_sparse_moe.gate", "model.layers.0.block_sparse_moe.experts.3.w1.weight"),
+    ("deepseek_v3", "model.layers.1.mlp.gate", "model.layers.1.mlp.experts.15.gate_proj.weight"),
+    ("olmoe", "model.layers.0.mlp.gate", "model.layers.0.mlp.experts.3.down_proj.weight"),
+])  # fmt: skip
+def test_the_names_of_the_hub(name, gate, expert):
+    exported = iter_float8_weights(prepare_model_for_float8(mixture(name), "rowwise"))
+    tensors = dict(exported)
+    assert gate in exported.plan.ignore
+    assert not [each for each in exported.plan.ignore if "experts" in each]
+    assert tensors[expert].dtype is torch.float8_e4m3fn
+    assert tensors[f"{expert}_scale"].shape == (tensors[expert].shape[0], 1)
+
+
+# ---- published layouts -----------------------------------------------------------------------------------------------
+
+
+def blocks_of(shape):
+    return [-(-length // 128) for length in shape]
+
+
+def published(model, folder, scale_dtype, stays):
+    """The folder of a model as DeepSeek and Qwen publish it, from codes and scales that no library of ours made."""
+    plain = folder.with_name("plain")
+    model.save_pretrained(plain)
+    stored, tensors = StoredTensors(plain), {}
+    torch.manual_seed(1)
+    for name, tensor in stored.items():
+        if tensor.dim() != 2 or any(part in name for part in ("embed_tokens", "lm_head", *stays)):
+            tensors[name] = tensor.bfloat16()
+            continue
+        tensors[name] = (torch.randn(tensor.shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = (torch.rand(blocks_of(tensor.shape)) * 1e-3 + 1e-4).to(scale_dtype)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+def value_of(tensors, name):
+    scale = tensors[f"{name}_scale_inv"].float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    codes = tensors[name].float()
+    return codes * scale[: codes.shape[0], : codes.shape[1]]
+
+
+@pytest.mark.parametrize(("name", "scale_dtype", "stays"), [
+    ("qwen3_moe", torch.bfloat16, ("mlp.gate.",)),
+    ("deepseek_v3", torch.float32, ("mlp.gate.",)),
+    ("mixtral", torch.float32, ("moe.gate.",)),
+])  # fmt: skip
+def test_published_checkpoints(name, scale_dtype, stays, tmp_path):
+    model = large(name)
+    tensors = published(model, tmp_path / "hub", scale_dtype, stays)
+    loaded = load_float8(tmp_path / "hub", dtype=torch.float32, model=prepare_model_for_float8(large(name), "rowwise"))
+    oracle = from_transformers(tmp_path / "hub", type(model), "fp8").state_dict()
+    assert_same(loaded, oracle)
+    layer = "model.layers.1.block_sparse_moe.experts.2" if name == "mixtral" else "model.layers.1.mlp.experts.2"
+    parts = ("w1", "w3") if name == "mixtral" else ("gate_proj", "up_proj")
+    expected = torch.cat([value_of(tensors, f"{layer}.{part}.weight") for part in parts])
+    assert torch.equal(loaded["model.layers.1.mlp.experts.gate_up_proj"][2], expected)
+
+    assert import_float8(tmp_path / "hub", tmp_path / "hp", dtype=torch.float32) == sum(
+        "scale_inv" in n for n in tensors
+    )
+    imported = AutoModelForCausalLM.from_pretrained(tmp_path / "hp", dtype=torch.float32).state_dict()
+    assert_same(imported, oracle)
+
+
+def test_training_goes_on_with_the_codes_of_the_file(tmp_path):
+    """From float32 scales: a block whose largest code is 448 is quantized to itself, and exported to the same bytes."""
+    model = convert_to_float8_training(large("qwen3_moe"), config=blockwise_config(power_of_2=False))
+    save_float8(model, tmp_path / "first", format="fp8")
+    model = large("qwen3_moe")
+    model.load_state_dict(dict(load_float8(tmp_path / "first", dtype=torch.float32, model=model)))
+    convert_to_float8_training(model, config=blockwise_config(power_of_2=False))
+    save_float8(model, tmp_path / "second", format="fp8")
+    first, second = StoredTensors(tmp_path / "first"), StoredTensors(tmp_path / "second")
+    assert set(first) == set(second)
+    matrices = [name for name in first if "experts." in name and name.endswith(".weight")]
+    assert matrices
+    assert all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in matrices)
+
+
+def test_layers_of_prediction_are_left_out(tmp_path):
+    """DeepSeek-V3's file has a layer 61 for multi-token prediction, which transformers ignores."""
+    model = large("deepseek_v3")
+    tensors = published(model, tmp_path / "hub", torch.float32, ("mlp.gate.",))
+    extra = {
+        name.replace("layers.1.", "layers.61."): each.clone() for name, each in tensors.items() if "layers.1." in name
+    }
+    save_file({**tensors, **extra}, tmp_path / "hub" / "model.safetensors", metadata={"format": "pt"})
+    loaded = load_float8(tmp_path / "hub", model=model)
+    assert set(loaded) == set(model.state_dict())
+    assert any("layers.61." in name for name in load_float8(tmp_path / "hub"))
+
+
+def test_a_published_checkpoint_is_trained_and_exported_again(tmp_path):
+    """transformers keeps the quantization of a model that it dequantized, which the export must not repeat."""
+    published(large("qwen3_moe"), tmp_path / "hub", torch.float32, ("mlp.gate.",))
+    model = from_transformers(tmp_path / "hub", transformers.Qwen3MoeForCausalLM, "fp8")
+    expected = large("qwen3_moe")
+    expected.load_state_dict(model.state_dict())
+    exported, fresh = (
+        dict(iter_float8_weights(prepare_model_for_float8(each, "rowwise"))) for each in (model, expected)
+    )
+    assert_same(exported, fresh)
+
+
+def values_of(model):
+    """The weights of a model, frozen ones dequantized."""
+    return {
+        name: each.to_high_precision() if isinstance(each, FrozenFloat8Weight) else each.detach()
+        for name, each in model.named_parameters()
+    }
+
+
+def test_a_frozen_base_of_a_published_checkpoint(tmp_path):
+    """Attention and experts are frozen in the codes of the file. The values are transformers'."""
+    published(large("qwen3_moe"), tmp_path / "hub", torch.float32, ("mlp.gate.",))
+    oracle = from_transformers(tmp_path / "hub", transformers.Qwen3MoeForCausalLM, "fp8").state_dict()
+    with init_empty_weights():
+        model = large("qwen3_moe")
+    assert_same(values_of(load_frozen(model, tmp_path / "hub")), oracle)
+    frozen = {name for name, each in model.named_parameters() if isinstance(each, FrozenFloat8Weight)}
+    assert frozen == {name for name in oracle if "_proj" in name}
+
+
+@pytest.mark.parametrize(("recipe", "format"), [("rowwise", FORMATS[0]), ("blockwise", "fp8")])
+def test_adapters_train_on_frozen_experts_and_are_merged_and_exported(recipe, format, tmp_path):
+    """A frozen model is exported, loaded frozen, adapted at attention and experts, merged, and exported again."""
+    model = freeze_to_float8(large("qwen3_moe"), recipe, module_filter_fn=lambda _, name: name != "lm_head")
+    assert save_float8(model, tmp_path / "first", format=format).requantized == {}
+    base, expected = load_frozen(large("qwen3_moe"), tmp_path / "first"), logits_of(model)
+    assert torch.equal(logits_of(base), expected)
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=4, **targets))
+    assert torch.equal(logits_of(adapted), expected)
+    trained = [each for each in adapted.parameters() if each.requires_grad]
+    optimizer, tokens = torch.optim.AdamW(trained, lr=1e-2), torch.arange(1, 49).view(2, 24)
+    losses = []
+    for _ in range(4):
+        loss = adapted.train()(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        assert all(each.grad.isfinite().all() for each in trained)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.3
+    expected, merged = logits_of(adapted), adapted.merge_and_unload()
+    assert sqnr_db(expected, logits_of(merged)) > 15
+    assert merged.model.layers[0].mlp.experts.gate_up_proj.requantized_sqnr_db > 25
+    assert save_float8(merged, tmp_path / "second", format=format).requantized == {}
+    oracle = from_transformers(tmp_path / "second", type(merged), format).state_dict()
+    assert_same(values_of(merged), oracle)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_frozen_experts_without_names_of_their_own_are_exported_dequantized(name, tmp_path):
+    model = freeze_to_float8(mixture(name), "rowwise", module_filter_fn=lambda _, name: name != "lm_head")
+    oracle = dict(iter_float8_weights(model, format="high-precision"))
+    experts = {name: value for name, value in values_of(model).items() if name.endswith(("gate_up_proj", "down_proj"))}
+    assert len(experts) == 4
+    assert all(torch.equal(oracle[name], value) for name, value in experts.items())
+
+
+def published_in_mxfp4(model, folder):
+    """The folder of gpt-oss as OpenAI publishes it: e2m1 in blocks of 32, whose scales span 2^14."""
+    plain = folder.with_name("plain")
+    model.save_pretrained(plain)
+    tensors = dict(StoredTensors(plain))
+    torch.manual_seed(1)
+    for name in [each for each in tensors if each.endswith("_proj")]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(110, 125, (experts, outputs, inputs // 32), dtype=torch.uint8)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("config", ["blockwise", "mxfp8", "rowwise"])
+def test_gpt_oss_is_frozen_without_a_loss(config, tmp_path):
+    """With scales that are powers of two e4m3 holds all that MXFP4 does, as transformers dequantizes it."""
+    published_in_mxfp4(mixture("gpt_oss"), tmp_path / "hub")
+    dequantized = transformers.GptOssForCausalLM.from_pretrained(
+        tmp_path / "hub", dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    model = freeze_to_float8(copy.deepcopy(dequantized), config, module_filter_fn=lambda _, name: "experts" in name)
+    expected, frozen = values_of(dequantized), values_of(model)
+    assert_same(frozen, expected)
+    stacks = [each for each in model.parameters() if isinstance(each, FrozenFloat8Weight)]
+    assert len(stacks) == 4
+    assert logits_of(model).isfinite().all()
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_a_hugging_face_folder_is_exported_and_imported(name, tmp_path, capsys):
+    """Its experts are matrices; the export quantizes each stack's as the forward does."""
+    model = mixture(name)
+    model.save_pretrained(tmp_path / "hf")
+    words = ["export", str(tmp_path / "hf"), str(tmp_path / "out"), "--recipe=rowwise", "--dtype=float32"]
+    assert main([*words, "--measure-tokens=16"]) == 0
+    assert "32 float8 weights of the recipe rowwise" in capsys.readouterr().out
+    convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda _, name: name != "lm_head")
+    expected, stored = dict(iter_float8_weights(model)), StoredTensors(tmp_path / "out")
+    assert_same(stored, expected)
+    assert json.loads((tmp_path / "out" / "quaver_export.json").read_text())["logits"]["sqnr_db"] > 20
+    assert main(["import", str(tmp_path / "out"), str(tmp_path / "hp"), "--dtype=float32"]) == 0
+    trainable = AutoModelForCausalLM.from_pretrained(tmp_path / "hp", dtype=torch.float32)
+    again = from_transformers(tmp_path / "out", type(model), "compressed-tensors")
+    assert_same_bits(logits_of(trainable), logits_of(again))
+
+
+def test_one_layer_in_high_precision(tmp_path):
+    """Its matrices are listed under `ignore`, with the module that transformers makes of them."""
+    model = mixture("qwen3_moe")
+    plain = copy.deepcopy(model)
+    left_out = ("lm_head", "model.layers.0.mlp.experts")
+    convert_to_float8_training(model, config="rowwise", module_filter_fn=lambda _, name: name not in left_out)
+    plan = save_float8(model, tmp_path / "out").plan
+    assert {left_out[1], f"{left_out[1]}.0.gate_proj", f"{left_out[1]}.3.down_proj"} <= set(plan.ignore)
+    assert not [name for name in plan.ignore if "layers.1.mlp.experts" in name]
+    again = from_transformers(tmp_path / "out", type(model), "compressed-tensors")
+    first, second = (layer.mlp.experts for layer in again.model.layers)
+    assert torch.equal(first.gate_up_proj, plain.model.layers[0].mlp.experts.gate_up_proj)
+    assert not torch.equal(second.gate_up_proj, plain.model.layers[1].mlp.experts.gate_up_proj)
+    assert isinstance(model.model.layers[1].mlp.experts, Float8Experts)
+
+
+def test_what_servers_ask_of_mixtral_in_high_precision():
+    """vLLM and SGLang look for gate_proj, up_proj and down_proj of the first expert, also where files have w1 to w3."""
+    model = convert_to_float8_training(
+        mixture("mixtral"), config="rowwise", module_filter_fn=lambda _, name: "self_attn" in name
+    )
+    ignore = iter_float8_weights(model).plan.ignore
+    experts = "model.layers.1.block_sparse_moe.experts"
+    for name in (experts, *(f"{experts}.0.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"))):
+        assert name in ignore

@@ -1,0 +1,331 @@
+"""quaver.integrations.transformers: the preparation of a model, and the callback in transformers' Trainer."""
+
+import types
+
+import numpy as np
+import peft
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from quaver import (
+    Float8Linear,
+    assert_float8_training,
+    cast_weights_once,
+    conversion_report,
+    convert_to_float8_training,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
+from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
+from quaver.numerics.record import Record
+from tests.library.foreign.llama import BATCHES, Tokens, llama, optimizer_of, train_by_hand
+from tests.library.foreign.table import lacks, proves
+from tests.library.foreign.test_transformers_trainer import losses_of
+from tests.library.foreign.test_transformers_trainer import trained as trained_by
+from tests.library.foreign.test_transformers_trainer import trainer as trainer_of
+from tests.steps import assert_same
+
+OPTIONS = {"per_device_eval_batch_size": 2 * BATCHES, "max_grad_norm": 0.0}
+
+
+def trainer(folder, model, **options):
+    return trainer_of(folder, model, [Float8Callback()], **OPTIONS, **options)
+
+
+def trained(folder, model, callback=None, **options):
+    return trained_by(folder, model, [callback or Float8Callback()], **OPTIONS, **options)
+
+
+@proves("transformers' Trainer", "resume elsewhere")
+def test_delayed_scales_follow_and_a_resumed_run_has_them(tmp_path):
+    model = prepare_model_for_float8(llama(), "delayed")
+    losses = train_by_hand(model, before=sync_float8_amax_and_scale_history)
+    scales = float8_scaling_state(model).state_dict()
+    run = trained(tmp_path, prepare_model_for_float8(llama(), "delayed"))
+    assert losses_of(run) == pytest.approx(losses, abs=5e-5)
+    followed = scales_of(run)
+    assert all(torch.allclose(followed[name], scales[name], rtol=1e-5) for name in scales)  # Trainer's AdamW is fused
+    moved = (tmp_path / "checkpoint-2").rename(tmp_path / "moved")
+    resumed = trained(tmp_path / "other", prepare_model_for_float8(llama(), "delayed"), resume=moved)
+    assert losses_of(resumed)[-2:] == losses_of(run)[-2:]
+    assert_same(scales_of(resumed), followed)
+
+
+@proves("transformers' Trainer", "best model")
+def test_the_best_model_comes_with_its_scales(tmp_path):
+    """The learning rate makes every step worse than the first."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "loss"}
+    best = trained(
+        tmp_path,
+        prepare_model_for_float8(llama(), "delayed"),
+        load_best_model_at_end=True,
+        learning_rate=10.0,
+        **options,
+    )
+    assert best.state.best_global_step == 1
+    short = trained(tmp_path / "1", prepare_model_for_float8(llama(), "delayed"), max_steps=1, learning_rate=10.0)
+    assert_same(scales_of(best), scales_of(short))
+
+
+def test_a_checkpoint_without_scales_resumes_and_says_so(tmp_path, caplog):
+    plain = trained_by(tmp_path, llama(), [], **OPTIONS)
+    assert "Float8Callback" not in plain.state.stateful_callbacks
+    model = prepare_model_for_float8(llama(), "delayed")
+    resumed = trained(tmp_path, model, resume=tmp_path / "checkpoint-2")
+    assert "has no persistent scales" in caplog.text
+    again = trained(tmp_path, prepare_model_for_float8(llama(), "delayed"), resume=tmp_path / f"checkpoint-{BATCHES}")
+    assert_same(scales_of(again), scales_of(resumed))
+
+
+class FailingBatch(TrainerCallback):
+    """Raises between the two microbatches of the second step."""
+
+    def on_substep_end(self, args, state, control, **of_trainer):
+        if state.global_step == 1:
+            raise OSError("no batch")
+
+
+@proves("transformers' Trainer", "after a failed run")
+def test_a_run_after_a_failed_one_closes_what_that_left_open(tmp_path):
+    model, options = prepare_model_for_float8(llama(), "rowwise"), {"gradient_accumulation_steps": 2, "max_steps": 2}
+    callback = Float8Callback(monitor=1)
+    failing = trainer_of(tmp_path, model, [callback, FailingBatch()], **OPTIONS, **options)
+    with pytest.raises(OSError, match="no batch"):
+        failing.train()
+    with (
+        pytest.raises(RuntimeError, match="opened by a Trainer's Float8Callback, whose close"),
+        cast_weights_once(model),
+    ):
+        pass
+    model.load_state_dict(llama().state_dict())
+    run = trained(tmp_path / "second", model, Float8Callback(monitor=1), **options)
+    assert losses_of(run) == losses_of(
+        trained(tmp_path / "fresh", prepare_model_for_float8(llama(), "rowwise"), **options)
+    )
+    with cast_weights_once(model), pytest.raises(RuntimeError, match="leave it before you"), cast_weights_once(model):
+        pass
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_trials_of_one_trainer_start_afresh(tmp_path, recipe):
+    """As those of `hyperparameter_search`: `model_init` makes another model for each, and the callback stays."""
+    arguments = TrainingArguments(str(tmp_path), max_steps=3, logging_steps=1, use_cpu=True, report_to=[], seed=0)
+    models = {"model_init": lambda: prepare_model_for_float8(llama(), recipe), "train_dataset": Tokens()}
+    run, losses = Trainer(args=arguments, callbacks=[Float8Callback(monitor=1)], **models), []
+    for learning_rate in (1e-3, 1e-2, 1e-3):
+        arguments.learning_rate = learning_rate
+        run.train()
+        losses.append(losses_of(run))
+    assert losses[0] == losses[2] != losses[1]
+
+
+def test_the_log_says_how_much_is_in_float8_and_how_scales_fit(tmp_path):
+    run = trained(tmp_path, prepare_model_for_float8(llama(), "delayed"))
+    entry = [each for each in run.state.log_history if "loss" in each][-1]
+    assert entry["float8_flops"] == conversion_report(run.model).float8_flops_fraction > 0.5
+    assert entry["float8_saturated"] >= 0
+    assert entry["float8_scale_fit"] > 0
+
+
+def test_a_sample_of_zeros_has_no_sqnr_to_log():
+    callback = Float8Callback()
+    callback._monitor = types.SimpleNamespace(samples=[{"sqnr_db": [None, None]}])
+    logs = {"loss": 1.0}
+    callback.on_log(None, types.SimpleNamespace(log_history=[]), None, logs, model=llama())
+    assert "float8_flops" in logs
+    assert "float8_sqnr_min_db" not in logs
+
+
+def test_a_monitor_samples_every_step_and_changes_no_loss(tmp_path):
+    model = prepare_model_for_float8(llama(), "rowwise")
+    plain = trained(tmp_path / "plain", prepare_model_for_float8(llama(), "rowwise"))
+    run = trained(tmp_path, model, Float8Callback(monitor=2))
+    assert losses_of(run) == losses_of(plain)
+    again, callback = prepare_model_for_float8(llama(), "rowwise"), Float8Callback(monitor={"every": 1})
+    resumed = trained(tmp_path, again, callback, resume=tmp_path / "checkpoint-2")
+    record = Record.read(tmp_path)
+    assert record.steps.tolist() == [1, 2, *range(3, BATCHES + 1)]
+    assert resumed.state.log_history[-2]["float8_sqnr_min_db"] == pytest.approx(
+        np.nanmin(record.statistics["sqnr_db"][-1])
+    )
+    assert all(linear.probe is None for linear in model.modules() if isinstance(linear, Float8Linear))
+
+
+@proves("transformers' Trainer", "accumulate")
+def test_accumulation_quantizes_each_weight_once_and_changes_no_loss(tmp_path, monkeypatch):
+    options = {"gradient_accumulation_steps": 2, "max_steps": 2}
+    once = trainer(tmp_path / "once", prepare_model_for_float8(llama(), "rowwise"), **options)
+    scopes = []
+    enter = Float8Callback.on_pre_optimizer_step
+
+    def record(self, *args, **of_trainer):
+        linears = [m for m in of_trainer["model"].modules() if isinstance(m, Float8Linear)]
+        scopes.append([linear._prepared_weight is not None for linear in linears])
+        enter(self, *args, **of_trainer)
+
+    monkeypatch.setattr(Float8Callback, "on_pre_optimizer_step", record)
+    once.train()
+    assert scopes == [[True] * 14] * 2
+    each = trainer(tmp_path / "each", prepare_model_for_float8(llama(), "rowwise"), **options)
+    each.remove_callback(Float8Callback)
+    each.train()
+    assert losses_of(once) == losses_of(each)
+
+
+def scales_of(run):
+    return float8_scaling_state(run.model).state_dict()
+
+
+lacks(
+    "transformers' Trainer",
+    "adapters before",
+    "adapters after",
+    "merge",
+    "reference model",
+    sentence="adapters are PEFT's, and reference models TRL's.",
+)
+
+
+@proves("transformers' Trainer", "accumulate", "evaluate")
+@pytest.mark.parametrize("recipe", ["delayed", "delayed_with_dynamic_weight"])
+def test_evaluations_change_neither_losses_nor_scales(tmp_path, recipe):
+    """After an evaluation `on_step_begin` finds the model in eval mode. A resumed run does not."""
+    options = {"gradient_accumulation_steps": 2, "max_steps": 8, "save_steps": 6, "eval_steps": 6}
+    runs = {}
+    for evaluates in (True, False):
+        model = prepare_model_for_float8(llama(), recipe)
+        strategy = {"eval_strategy": "steps", "eval_on_start": True} if evaluates else {}
+        runs[evaluates] = trained(tmp_path / str(evaluates), model, **options, **strategy)
+    options |= {"eval_strategy": "steps", "resume": tmp_path / "True" / "checkpoint-6"}
+    resumed = trained(tmp_path / "True", prepare_model_for_float8(llama(), recipe), **options)
+    for run in (runs[False], resumed):
+        assert_same((losses_of(run), scales_of(run)), (losses_of(runs[True]), scales_of(runs[True])))
+
+
+class StopInTheMiddle(TrainerCallback):
+    """Stops between the two microbatches of the fourth step."""
+
+    def on_substep_end(self, args, state, control, **of_trainer):
+        control.should_training_stop = state.global_step == 3
+
+
+def test_a_run_that_stops_within_a_step_ends_with_the_weights_of_its_best_checkpoint(tmp_path):
+    options = {"gradient_accumulation_steps": 2, "max_steps": 6, "eval_steps": 2, "eval_strategy": "steps"}
+    model = prepare_model_for_float8(llama(), "delayed")
+    run = trainer(tmp_path, model, load_best_model_at_end=True, **options)
+    run.add_callback(StopInTheMiddle())
+    run.train()
+    assert run.state.global_step == 3
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert all(linear._prepared_weight is None for linear in model.modules() if isinstance(linear, Float8Linear))
+
+
+@pytest.mark.parametrize("first", ["convert", "adapt"])
+def test_adapters_and_the_head_stay_in_high_precision(first):
+    adapter = peft.LoraConfig(r=4, target_modules="all-linear")
+    if first == "convert":
+        model = peft.get_peft_model(prepare_model_for_float8(llama(), "rowwise"), adapter)
+    else:
+        model = prepare_model_for_float8(peft.get_peft_model(llama(), adapter), "rowwise")
+    report = conversion_report(model)
+    assert len(report.converted) == 14
+    assert all("lora" in layer.name or "lm_head" in layer.name for layer in report.skipped)
+    if first == "adapt":
+        assert {layer.reason for layer in report.skipped} == {"adapter", "output head"}
+    assert_float8_training(model, optimizer_of(model), allow_frozen=True)
+    with pytest.raises(RuntimeError, match="weights that require no gradient: .* and 11 more"):
+        assert_float8_training(model)
+
+
+def lora():
+    torch.manual_seed(1)
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
+    return peft.get_peft_model(prepare_model_for_float8(llama(), "tensorwise"), adapter)
+
+
+@proves("PEFT", "train", "accumulate", "checkpointing", "evaluate")
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_accumulation_steps": 2, "max_steps": BATCHES // 2}, {"gradient_checkpointing": True}]
+)
+def test_lora_trains_as_in_a_loop_by_hand(tmp_path, options):
+    model, every = lora(), options.get("gradient_accumulation_steps", 1)
+    losses = train_by_hand(model, every=every)
+    run = trained(tmp_path, lora(), **options)
+    by_step = torch.tensor(losses).view(-1, every).mean(1).tolist()
+    assert losses_of(run) == pytest.approx(by_step, abs=5e-5)
+    moved = {name for name, p in run.model.named_parameters() if not torch.equal(p, lora().get_parameter(name))}
+    assert moved == {name for name, _ in run.model.named_parameters() if "lora_" in name}
+    (everything,) = torch.utils.data.DataLoader(Tokens(), batch_size=len(Tokens()))
+    with torch.no_grad():
+        by_hand = model.eval()(**everything).loss.item()
+    assert run.evaluate(Tokens())["eval_loss"] == pytest.approx(by_hand, abs=1e-4)
+
+
+@proves("PEFT", "save, resume", "resume elsewhere")
+def test_a_resumed_lora_goes_on_as_before_and_its_adapter_fits_the_unconverted_model(tmp_path):
+    whole = trained(tmp_path, lora())
+    moved = (tmp_path / "checkpoint-2").rename(tmp_path / "moved")
+    resumed = trained(tmp_path / "other", lora(), resume=moved)
+    assert losses_of(resumed)[2:] == losses_of(whole)[2:]
+    whole.model.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter")
+    assert all(torch.equal(p, loaded.get_parameter(name)) for name, p in whole.model.named_parameters())
+
+
+@proves("PEFT", "best model")
+@pytest.mark.nightly
+def test_the_best_adapter_comes_back(tmp_path):
+    """The learning rate makes every step worse than the first."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "metric_for_best_model": "loss"}
+    best = trained(tmp_path, lora(), load_best_model_at_end=True, learning_rate=1e4, **options)
+    assert best.state.best_global_step == 1
+    short = trained(tmp_path / "1", lora(), max_steps=1, learning_rate=1e4)
+    assert_same(dict(best.model.named_parameters()), dict(short.model.named_parameters()))
+
+
+def test_a_model_that_was_not_converted_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match="no linear is in float8"):
+        trainer(tmp_path, llama()).train()
+
+
+@pytest.mark.parametrize("wrong", ["weight replaced", "optimizer of another model", "twice", "forward replaced"])
+def test_what_would_train_something_else_is_refused(wrong):
+    model = prepare_model_for_float8(llama(), "rowwise")
+    linear = model.model.layers[0].self_attn.q_proj
+    optimizer = optimizer_of(model)
+    assert_float8_training(model, optimizer)
+    expected = {
+        "weight replaced": "float8 weights that the optimizer does not hold: model.layers.0.self_attn.q_proj; make",
+        "optimizer of another model": "the optimizer holds 21 parameters that the model does not have",
+        "twice": "holds more than once: model.layers.0.self_attn.q_proj.weight",
+        "forward replaced": "model.layers.0.self_attn.q_proj: its forward was replaced on the instance, and it has",
+    }
+    if wrong == "weight replaced":
+        linear.weight = torch.nn.Parameter(linear.weight.clone())
+    elif wrong == "optimizer of another model":
+        optimizer = optimizer_of(llama())
+    elif wrong == "twice":
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            optimizer = torch.optim.SGD([{"params": [*model.parameters(), linear.weight]}], lr=0.1)
+    else:
+        model(torch.arange(8)[None])
+        linear.forward = linear.forward
+    with pytest.raises(RuntimeError, match=expected[wrong]):
+        assert_float8_training(model, optimizer)
+
+
+def test_an_optimizer_may_train_a_loss_beside_the_model():
+    model = prepare_model_for_float8(llama(), "rowwise")
+    loss = torch.nn.Linear(16, 16)
+    assert_float8_training(model, torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1))
+    with pytest.raises(RuntimeError, match="holds 2 parameters that the model does not have"):
+        assert_float8_training(model, torch.optim.SGD([*model.model.parameters(), *loss.parameters()], lr=0.1))
+
+
+def test_an_ordinary_trainer_takes_the_callback_with_a_plain_conversion(tmp_path):
+    model = convert_to_float8_training(llama(), config="tensorwise")
+    run = trained(tmp_path, model)
+    assert isinstance(run, Trainer)
+    assert conversion_report(run.model).float8_flops_fraction == 1.0

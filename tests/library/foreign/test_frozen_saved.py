@@ -1,0 +1,155 @@
+"""What other libraries write of a frozen float8 base, and what they read of that: its values in high precision."""
+
+import accelerate
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+from quaver import convert_to_high_precision, freeze_to_float8
+from quaver.runtime.slow_paths import slow_paths
+from tests.library.foreign.llama import not_the_head
+from tests.steps import assert_same
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+OTHERS = {"vocab_size": 32, "num_key_value_heads": 2, "use_cache": False}
+
+
+def plain(kind):
+    torch.manual_seed(0)
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(**SIZES, **OTHERS)).bfloat16()
+    return MixtralForCausalLM(MixtralConfig(num_local_experts=2, **SIZES, **OTHERS)).bfloat16()
+
+
+def frozen(kind, recipe="tensorwise"):
+    return freeze_to_float8(plain(kind), recipe, module_filter_fn=not_the_head)
+
+
+def trainer_saves(model, folder):
+    Trainer(model, TrainingArguments(folder, report_to=[], use_cpu=True)).save_model()
+
+
+def merged(model, folder):
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))  # its delta is 0
+    model.merge_and_unload().save_pretrained(folder)
+
+
+SAVE = {
+    "save_pretrained": lambda model, folder: model.save_pretrained(folder),
+    "shards": lambda model, folder: model.save_pretrained(folder, max_shard_size="20KB"),
+    "a state_dict": lambda model, folder: model.save_pretrained(folder, state_dict=model.state_dict()),
+    "Trainer": trainer_saves,
+    "merged": merged,
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("way", SAVE)
+def test_from_pretrained_reads_what_was_saved(way, kind, tmp_path):
+    model = frozen(kind)
+    expected = convert_to_high_precision(frozen(kind)).state_dict()
+    SAVE[way](model, tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.bfloat16)
+    assert not any(info.values()), info
+    assert_same(loaded.state_dict(), expected)
+
+
+def read_torch(model, folder):
+    model.load_state_dict(torch.load(folder / "x", weights_only=True))
+
+
+def read_dcp(model, folder):
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state)
+
+
+WRITE_AND_READ = {
+    "torch": (lambda model, folder: torch.save(model.state_dict(), folder / "x"), read_torch),
+    "safetensors": (
+        lambda model, folder: safetensors.torch.save_model(model, folder / "x"),
+        lambda model, folder: safetensors.torch.load_model(model, folder / "x"),
+    ),
+    "accelerate": (
+        lambda model, folder: accelerate.Accelerator(cpu=True).save_model(model, folder),
+        lambda model, folder: accelerate.load_checkpoint_in_model(model, folder),
+    ),
+    "DCP": (lambda model, folder: dcp.save(model.state_dict(), checkpoint_id=folder), read_dcp),
+    "strict=False": (
+        lambda model, folder: torch.save({**model.state_dict(), "more": torch.ones(1)}, folder / "x"),
+        lambda model, folder: model.load_state_dict(torch.load(folder / "x"), strict=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WRITE_AND_READ)
+def test_a_state_dict_is_read_by_a_plain_model_and_by_a_frozen_one(way, tmp_path):
+    write, read = WRITE_AND_READ[way]
+    model = frozen("llama")
+    write(model, tmp_path)
+    other, again = plain("llama"), frozen("llama")
+    torch.nn.init.normal_(other.model.layers[0].mlp.up_proj.weight)
+    read(other, tmp_path)
+    read(again, tmp_path)
+    assert_same(other.state_dict(), convert_to_high_precision(frozen("llama")).state_dict())
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "data_fp8"):
+            assert_same(again.get_parameter(name).data_fp8, parameter.data_fp8, name)
+            assert_same(again.get_parameter(name).dequant_scale, parameter.dequant_scale, name)
+
+
+def cpu_offloaded(model, folder):
+    accelerate.cpu_offload(model, torch.device("cpu"))
+
+
+def disk_offloaded(model, folder):
+    accelerate.disk_offload(model, folder, torch.device("cpu"))
+
+
+def dispatched(model, folder):
+    """As a device map of a GPU and the CPU does, which asks for the memory of what is offloaded."""
+    weights = {name: value.to("cpu") for name, value in model.state_dict().items()}
+    accelerate.hooks.attach_align_device_hook(
+        model, execution_device=torch.device("cpu"), offload=True, weights_map=weights, tied_params_map={}
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("offload", [cpu_offloaded, disk_offloaded, dispatched])
+def test_accelerate_offloads_a_frozen_base(offload, recipe, kind, tmp_path):
+    model, tokens = frozen(kind, recipe), torch.arange(16).view(2, 8)
+    expected = model(tokens).logits
+    codes = [weight.data_fp8 for weight in model.parameters() if hasattr(weight, "data_fp8")]
+    offload(model, tmp_path)
+    for _ in range(2):
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert_same(model(tokens).logits, expected)
+    accelerate.hooks.remove_hook_from_submodules(model)
+    assert_same(model(tokens).logits, expected)
+    if offload is disk_offloaded:  # it stores values
+        assert any("as Accelerate's disk offload stores them" in each for each in slow_paths())
+    else:
+        assert_same([weight.data_fp8 for weight in model.parameters() if hasattr(weight, "data_fp8")], codes)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_peft_prepares_a_frozen_base(kind):
+    """It presents float32, as all other parameters, and keeps its codes."""
+    model = prepare_model_for_kbit_training(frozen(kind), use_gradient_checkpointing=False)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    for name, parameter in frozen(kind).named_parameters():
+        if hasattr(parameter, "data_fp8"):
+            assert_same(model.get_parameter(name).data_fp8, parameter.data_fp8, name)
+    assert_same(model(torch.arange(8).view(1, 8)).logits, frozen(kind).float()(torch.arange(8).view(1, 8)).logits)

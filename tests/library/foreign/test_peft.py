@@ -1,0 +1,122 @@
+"""PEFT on a converted model, and the conversion of a PEFT model."""
+
+import copy
+
+import peft
+import pytest
+import torch
+
+from quaver import (
+    Float8Linear,
+    conversion_report,
+    convert_to_float8_training,
+    convert_to_high_precision,
+    freeze_to_float8,
+)
+from tests.library.foreign.llama import Tokens, llama, not_the_head, train_by_hand
+from tests.library.foreign.table import proves
+from tests.thinned import thinned
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"]}
+
+
+def adapted(recipe, order, adapter=None):
+    """A Llama with adapters, converted before or after they are added; adapters and head stay in high precision."""
+    adapter = adapter or peft.LoraConfig(**LORA)
+    torch.manual_seed(1)
+    if order == "convert, then adapt":
+        return peft.get_peft_model(llama(recipe), adapter)
+    model = peft.get_peft_model(llama(), adapter)
+    return convert_to_float8_training(model, config=recipe, module_filter_fn=not_the_head)
+
+
+def float8_names(model):
+    return {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+
+
+@proves("PEFT", "adapters before", "adapters after")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_the_order_of_conversion_and_adapters_does_not_matter(recipe):
+    first, second = (adapted(recipe, order) for order in ("convert, then adapt", "adapt, then convert"))
+    for wrapped, converted in zip(first.parameters(), second.parameters(), strict=True):
+        converted.data.copy_(wrapped)
+    assert float8_names(first) == float8_names(second)
+    assert len(float8_names(first)) == 14
+    assert not any("lora" in name for name in float8_names(first))
+    assert train_by_hand(first) == train_by_hand(second)
+
+
+@proves("PEFT", "merge")
+def test_merging_gives_the_float8_model_of_the_merged_weights():
+    model = adapted("tensorwise", "convert, then adapt")
+    train_by_hand(model)
+    merged = model.merge_and_unload().eval()
+    expected = llama().eval()
+    expected.load_state_dict(merged.state_dict())
+    convert_to_float8_training(expected, config="tensorwise", module_filter_fn=not_the_head)
+    tokens = Tokens()[0]["input_ids"][None]
+    assert len(float8_names(merged)) == 14
+    assert torch.equal(merged(input_ids=tokens).logits, expected(input_ids=tokens).logits)
+
+
+def test_the_way_back_and_the_report_of_an_adapted_model():
+    model = adapted("rowwise", "convert, then adapt")
+    report = {layer.name: layer.converted for layer in conversion_report(model).layers}
+    assert sum(report.values()) == 14
+    assert not any(converted for name, converted in report.items() if "lora" in name)
+    assert float8_names(convert_to_high_precision(model)) == set()
+    assert all(loss > 0 for loss in train_by_hand(model))
+
+
+TARGETS = {"target_modules": LORA["target_modules"]}
+ADAPTERS = {
+    "pissa": peft.LoraConfig(**LORA, init_lora_weights="pissa"),
+    "olora": peft.LoraConfig(**LORA, init_lora_weights="olora"),
+    "dora": peft.LoraConfig(**LORA, use_dora=True),
+    "head trains": peft.LoraConfig(**LORA, modules_to_save=["lm_head"]),
+    "adalora": peft.AdaLoraConfig(total_step=10, **TARGETS),
+    "ia3": peft.IA3Config(task_type="CAUSAL_LM"),
+    "loha": peft.LoHaConfig(r=4, **TARGETS),
+    "lokr": peft.LoKrConfig(r=4, **TARGETS),
+    "vera": peft.VeraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    "fourier": peft.FourierFTConfig(n_frequency=10, **TARGETS),
+    "oft": peft.OFTConfig(r=0, oft_block_size=16, **TARGETS),
+    "boft": peft.BOFTConfig(boft_block_size=8, **TARGETS),
+    "hra": peft.HRAConfig(r=4, **TARGETS),
+    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+}
+NEED_THE_TRANSPOSED_WEIGHT = {"hra"}
+
+
+def converted():
+    return llama("rowwise")
+
+
+def frozen():
+    return freeze_to_float8(llama(), "rowwise", module_filter_fn=not_the_head)
+
+
+@pytest.mark.parametrize(("kind", "base"), thinned(ADAPTERS, [frozen, converted], together=1))
+def test_other_adapters_train_and_load(kind, base, tmp_path):
+    torch.manual_seed(1)
+    if base is frozen and kind in NEED_THE_TRANSPOSED_WEIGHT:
+        with pytest.raises(NotImplementedError, match=r"has no views in high precision.*call to_high_precision\(\)"):
+            train_by_hand(peft.get_peft_model(base(), ADAPTERS[kind]))
+        return
+    model = peft.get_peft_model(base(), ADAPTERS[kind])
+    before = copy.deepcopy([p for p in model.parameters() if p.requires_grad])
+    assert all(loss > 0 for loss in train_by_hand(model))
+    after = [p for p in model.parameters() if p.requires_grad]
+    assert any(not torch.equal(new, old) for new, old in zip(after, before, strict=True))
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(base(), tmp_path)
+    tokens = Tokens()[0]["input_ids"][None]
+    assert torch.equal(loaded.eval()(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
+
+
+@proves("PEFT", "compile")
+@pytest.mark.nightly
+def test_compilation_changes_no_loss():
+    eager, compiled = (adapted("rowwise", "convert, then adapt") for _ in range(2))
+    losses = train_by_hand(torch.compile(compiled, backend="aot_eager", fullgraph=True))
+    assert losses == pytest.approx(train_by_hand(eager), rel=1e-4)

@@ -1,0 +1,87 @@
+"""Float8 primary weights in transformers' Trainer and in Accelerate: ordinary weights to the bit, resumed and saved."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from transformers import LlamaForCausalLM
+
+from quaver import use_float8_primary_weights
+from quaver.integrations.transformers import Float8Callback
+from quaver.weights.primary import Float8PrimaryWeight
+from tests.library.foreign.llama import BATCHES, batches, llama, optimizer_of
+from tests.library.foreign.test_transformers_trainer import trainer as trainer_of
+from tests.steps import assert_same
+
+
+def trainer(folder, *, primary, **options):
+    model = llama("tensorwise")
+    optimizer = optimizer_of(model)
+    if primary:
+        optimizer = use_float8_primary_weights(model, optimizer)
+    options = {"warmup_steps": 2, "lr_scheduler_type": "linear", **options}
+    return trainer_of(folder, model, [Float8Callback()], (optimizer, None), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "bf16": True}], ids=["", "accumulate bf16"])
+def test_transformers_trainer(tmp_path, options):
+    runs = [trainer(tmp_path / str(primary), primary=primary, **options) for primary in (False, True)]
+    for run in runs:
+        run.train()
+    plain, primary = (run.model.state_dict() for run in runs)
+    assert_same(primary, plain)
+    assert isinstance(runs[1].model.model.layers[0].mlp.up_proj.weight, Float8PrimaryWeight)
+    if options:
+        return
+    resumed = trainer(tmp_path / "True", primary=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "True" / "checkpoint-2"))
+    assert_same(resumed.model.state_dict(), plain)
+    resumed.model.save_pretrained(tmp_path / "saved")
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "saved").state_dict(), plain)
+
+
+def _train_with_accelerate(folder, primary):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = llama("rowwise")
+    optimizer = optimizer_of(model)
+    if primary:
+        optimizer = use_float8_primary_weights(model, optimizer)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, batches())
+    losses = []
+
+    def epoch():
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+
+    epoch()
+    accelerator.save_state(folder)
+    epoch()
+    accelerator.load_state(folder)
+    epoch()
+    assert losses[BATCHES : 2 * BATCHES] == losses[2 * BATCHES :]
+    return losses
+
+
+def test_accelerate(tmp_path):
+    plain, primary = (_train_with_accelerate(tmp_path / str(primary), primary) for primary in (False, True))
+    assert primary == plain
+
+
+def test_the_state_dicts_of_torch_distributed_checkpoint():
+    model = llama("tensorwise")
+    optimizer = use_float8_primary_weights(model, optimizer_of(model))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    of_model, of_optimizer = get_state_dict(model, optimizer)  # makes the optimizer's state by a step without effect
+    assert_same(of_model, before)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert type(of_model[name]) is torch.Tensor
+    assert of_optimizer["state"][name]["exp_avg"].shape == of_model[name].shape
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)

@@ -1,0 +1,164 @@
+"""Stored activations in other people's models and trainers: gradients are near, and losses those of a loop by hand."""
+
+import copy
+from unittest import mock
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from quaver import Float8LinearConfig, convert_to_float8_training
+from quaver.checkpointing import activation_report, keep_activations, store_activations_in_float8
+from tests.library.foreign.llama import BATCHES, batches, llama, optimizer_of, train_by_hand
+from tests.library.foreign.test_accelerate import save_and_resume, variant_and_loop_by_hand
+from tests.library.foreign.test_transformers_trainer import losses_of, trainer
+from tests.library.foreign.test_two_ranks import sharded
+from tests.ranks import run as run_on_ranks
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
+WORDS = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MODELS = {
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SHAPE, **WORDS, num_key_value_heads=1, attn_implementation="sdpa")
+    ),
+    "llama, eager attention": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SHAPE, **WORDS, num_key_value_heads=1, attn_implementation="eager")
+    ),
+    "bert": lambda: transformers.BertForMaskedLM(
+        transformers.BertConfig(**SHAPE, **WORDS, attention_probs_dropout_prob=0.0)
+    ),
+    "t5": lambda: transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            d_model=128, d_ff=256, num_layers=1, num_heads=2, d_kv=64, decoder_start_token_id=0, **WORDS
+        )
+    ),
+    "qwen3 with experts": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            **SHAPE, **WORDS, num_key_value_heads=1, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_padded_batch(name):
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    config = Float8LinearConfig.from_recipe_name("rowwise")
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, fqn: "lm_head" not in fqn)
+    tokens = torch.randint(3, 64, (2, 128))
+    mask = torch.ones_like(tokens)
+    mask[1, -40:] = 0
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=tokens, attention_mask=mask, labels=tokens).loss.backward()
+
+    store_activations_in_float8(model)
+    report = activation_report(model, step)
+    assert min(report.gradient_sqnr_db.values()) > 18
+    assert report.bytes_after < 0.6 * report.bytes_before
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_transformers_trainer(tmp_path, options):
+    """The losses of a run that stores are near those of one that keeps, and generate() says the same."""
+    runs = []
+    for stores in (False, True):
+        model = llama("rowwise")
+        if stores:
+            tokens = torch.arange(8)[None]
+            expected = model.generate(tokens, max_new_tokens=4, do_sample=False)
+            store_activations_in_float8(model)
+            assert torch.equal(model.generate(tokens, max_new_tokens=4, do_sample=False), expected)
+        runs.append(trainer(tmp_path / str(stores), model, max_steps=4, **options))
+        runs[-1].train()
+        assert runs[-1].evaluate()["eval_loss"] > 0
+    assert losses_of(runs[1]) == pytest.approx(losses_of(runs[0]), rel=0.01)
+    weights = zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True)
+    assert not all(torch.equal(kept, stored) for kept, stored in weights)
+
+
+def stored_llama(recipe="rowwise"):
+    model = llama(recipe)
+    store_activations_in_float8(model)
+    return model
+
+
+@pytest.mark.parametrize("variant", ["accumulate", "checkpointing"])
+def test_accelerate(variant):
+    """Accumulated gradients or checkpoints under DDP, and an evaluation: the losses of torch's DDP by hand."""
+    for by_accelerate, by_hand in run_on_ranks(2, variant_and_loop_by_hand, variant, stored_llama):
+        assert variant == "checkpointing" or by_accelerate == by_hand
+        assert by_accelerate == pytest.approx(by_hand, rel=0.01)
+
+
+def test_accelerate_with_fsdp2_goes_on_after_a_save(tmp_path):
+    options = "FSDP2", True, "SHARDED_STATE_DICT", str(tmp_path)
+    runs = run_on_ranks(2, save_and_resume, *options, optimizer_of, store_activations_in_float8)
+    for whole, resumed in runs:
+        assert resumed == whole
+
+
+def with_fsdp2(checkpointing):
+    """The losses of this rank: of a model that keeps, of one that stores before it is sharded, and of one after."""
+    losses = []
+    for when in ("never", "before", "after"):
+        model = llama("rowwise")
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if when == "before":
+            store_activations_in_float8(model)
+        model = sharded(model)
+        if when == "after":
+            store_activations_in_float8(model)
+        losses.append(train_by_hand(model, rank=dist.get_rank()))
+    return losses
+
+
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_fsdp2(checkpointing):
+    for kept, before, after in run_on_ranks(2, with_fsdp2, checkpointing):
+        assert before == after
+        assert before == pytest.approx(kept, rel=0.01)
+        assert before != kept  # of checkpointed blocks the last norm alone, which is outside
+
+
+def test_lightning(tmp_path):
+    """Accumulated gradients with a validation in between, a checkpoint in mid-epoch, and a resumed run."""
+    from tests.library.foreign import test_lightning
+
+    def fit(steps, **options):
+        with mock.patch.object(test_lightning, "llama", stored_llama):
+            module = test_lightning.Module("rowwise", False)
+        run = test_lightning.trainer(tmp_path / str(steps), steps, accumulate_grad_batches=2)
+        run.fit(module, batches(), batches(), **options)
+        return module, run.checkpoint_callback.best_model_path
+
+    whole, path = fit(BATCHES // 2)
+    assert whole.losses == train_by_hand(stored_llama(), every=2)
+    assert whole.losses != train_by_hand(llama("rowwise"), every=2)
+    resumed, _ = fit(BATCHES // 2 + 1, ckpt_path=path)
+    assert resumed.losses[0] < whole.losses[0]
+
+
+def test_peft():
+    """Stored before or after adapters are added; then merged, while a copy that keeps is a teacher."""
+    adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"])
+    stores_first, adapts_first = (peft.get_peft_model(make("rowwise"), adapter) for make in (stored_llama, llama))
+    adapts_first.load_state_dict(stores_first.state_dict())
+    teacher = copy.deepcopy(adapts_first)
+    store_activations_in_float8(adapts_first)
+    kept = train_by_hand(copy.deepcopy(teacher))
+    for model in (stores_first, adapts_first):
+        losses = train_by_hand(model)
+        assert losses == pytest.approx(kept, rel=0.01)
+        assert losses != kept
+    prompt = torch.arange(8)[None]
+    merged = stores_first.merge_and_unload().requires_grad_()
+    logits = merged(prompt).logits
+    (logits - teacher(prompt).logits.detach()).square().mean().backward()
+    keep_activations(merged)
+    assert torch.equal(merged(prompt).logits, logits)

@@ -1,0 +1,196 @@
+"""transformers' Trainer, PEFT, Fabric and Lightning under DDP and FSDP2: the losses of a loop written by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from quaver import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
+from quaver.fsdp.gathered import Float8AllGatherWeight
+from tests.library.foreign.llama import batches, clip, llama, mixture, not_the_head, optimizer_of, train_by_hand
+from tests.library.foreign.table import proves
+from tests.library.foreign.test_accelerate import accelerator_on, as_torchrun_starts_a_rank, make_fsdp2
+from tests.ranks import run
+from tests.thinned import at_night, first
+
+WAYS = [("DDP", False), ("FSDP2", False), ("FSDP2", True)]
+"""Strategy, and whether weights are gathered in float8."""
+MODELS_AND_WAYS = first(2, [(llama, *WAYS[0]), (mixture, *WAYS[2]), *((llama, *way) for way in WAYS[1:])])
+
+
+def replicated(model):
+    return DistributedDataParallel(model)
+
+
+def sharded(model, mesh=None):
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def rowwise(float8_all_gather):
+    return replace(Float8LinearConfig.from_recipe_name("rowwise"), enable_fsdp_float8_all_gather=float8_all_gather)
+
+
+def converted(float8_all_gather, make=llama):
+    return convert_to_float8_training(make(), config=rowwise(float8_all_gather), module_filter_fn=not_the_head)
+
+
+def is_distributed_as(strategy, float8_all_gather, model):
+    shards = [weight.to_local() for weight in model.parameters() if isinstance(weight, DTensor)]
+    gathered = {shard.dim() for shard in shards if isinstance(shard, Float8AllGatherWeight)}
+    matrices = {shard.dim() for shard in shards} - {1}
+    return bool(shards) == (strategy == "FSDP2") and gathered == (matrices if float8_all_gather else set())
+
+
+def by_hand(model, rank, distribute=replicated, **options):
+    """The losses of this rank."""
+    after = precompute_float8_dynamic_scale_for_fsdp
+    return train_by_hand(distribute(model), rank=rank, after=after, **options)
+
+
+def transformers_trainer(folder, model, **options):
+    from quaver.integrations.transformers import Float8Callback
+    from tests.library.foreign.test_transformers_trainer import trainer
+
+    return trainer(folder, model, [Float8Callback()], **options)
+
+
+def trl_trainer(folder, model, **options):
+    from tests.library.foreign.test_trl import sft
+
+    return sft(folder, model, **options)
+
+
+def with_a_trainer(made_by, folder, make, strategy, float8_all_gather):
+    """The losses that it logs, means over the ranks, and those of this rank by hand."""
+    from tests.library.foreign.test_transformers_trainer import losses_of
+
+    with as_torchrun_starts_a_rank() as rank:
+        trained = made_by(folder, converted(float8_all_gather, make), per_device_train_batch_size=1)
+        if strategy == "FSDP2":
+            make_fsdp2(trained.accelerator)
+            trained.is_fsdp_enabled = True
+        trained.train()
+    assert is_distributed_as(strategy, float8_all_gather, trained.model)
+    distribute = sharded if strategy == "FSDP2" else replicated
+    return losses_of(trained), by_hand(converted(float8_all_gather, make), rank, distribute, before=clip)
+
+
+@proves("transformers' Trainer", "DDP", "FSDP2", "FSDP2, float8 gather")
+@proves("TRL", "DDP", "FSDP2", "FSDP2, float8 gather")
+@pytest.mark.parametrize(
+    ("made_by", "make", "strategy", "float8_all_gather"),
+    [
+        (transformers_trainer, llama, *WAYS[0]),
+        (transformers_trainer, mixture, *WAYS[2]),
+        *at_night((made_by, llama, *way) for made_by in (transformers_trainer, trl_trainer) for way in WAYS),
+    ],
+)
+def test_a_trainer(tmp_path, made_by, make, strategy, float8_all_gather):
+    (logged, first), (_, second) = run(2, with_a_trainer, made_by, tmp_path, make, strategy, float8_all_gather)
+    assert logged == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)], abs=1e-4)
+
+
+def with_adapters(strategy, float8_all_gather):
+    """The losses of this rank with Accelerate and by hand."""
+    from tests.library.foreign.test_peft import adapted
+
+    accelerator = accelerator_on(strategy, "no")
+    rank = accelerator.process_index
+    made, plain = (adapted(rowwise(float8_all_gather), "convert, then adapt") for _ in range(2))
+    model, optimizer = made, optimizer_of(made)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    after = precompute_float8_dynamic_scale_for_fsdp
+    losses = train_by_hand(model, optimizer, accelerator.backward, rank=rank, after=after)
+    assert is_distributed_as(strategy, float8_all_gather, model)
+
+    def distribute(model):
+        if strategy == "DDP":
+            return replicated(model)
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    return losses, by_hand(plain, rank, distribute=distribute)
+
+
+@proves("PEFT", "DDP", "FSDP2", "FSDP2, float8 gather")
+@pytest.mark.parametrize(("strategy", "float8_all_gather"), [WAYS[2], *at_night(WAYS[:2])])
+def test_adapters(strategy, float8_all_gather):
+    for by_accelerate, expected in run(2, with_adapters, strategy, float8_all_gather):
+        assert by_accelerate == expected
+
+
+def with_fabric(make, strategy, float8_all_gather):
+    """The losses of this rank with Fabric and by hand."""
+    from lightning_fabric import Fabric
+    from lightning_fabric.plugins.environments import TorchElasticEnvironment
+    from lightning_fabric.strategies import ModelParallelStrategy
+
+    from quaver.integrations.lightning import Float8FabricPrecision
+
+    config = rowwise(float8_all_gather)
+    precision = Float8FabricPrecision(config, module_filter_fn=not_the_head, autocast_dtype=None)
+    how = "ddp"
+    if strategy == "FSDP2":
+        parallelize = lambda model, mesh: sharded(model, mesh["data_parallel"])  # noqa: E731
+        how = ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1)
+    with as_torchrun_starts_a_rank() as rank:
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=how, plugins=[precision, TorchElasticEnvironment()])
+        fabric.launch()
+        model = fabric.setup_module(make())
+        optimizer = fabric.setup_optimizers(optimizer_of(model))
+        losses = train_by_hand(model, optimizer, fabric.backward, rank=rank)
+    assert is_distributed_as(strategy, float8_all_gather, model)
+    distribute = sharded if strategy == "FSDP2" else replicated
+    return losses, by_hand(converted(float8_all_gather, make), rank, distribute=distribute)
+
+
+@proves("Fabric", "DDP", "FSDP2", "FSDP2, float8 gather")
+@pytest.mark.parametrize(("make", "strategy", "float8_all_gather"), MODELS_AND_WAYS)
+def test_fabric(make, strategy, float8_all_gather):
+    for by_the_library, expected in run(2, with_fabric, make, strategy, float8_all_gather):
+        assert by_the_library == expected
+
+
+def with_lightning(folder, make, strategy, float8_all_gather):
+    """The losses of this rank with Lightning's Trainer and by hand."""
+    from lightning_fabric.plugins.environments import TorchElasticEnvironment
+    from pytorch_lightning.strategies import ModelParallelStrategy
+
+    from tests.library.foreign.test_lightning import Module, trainer
+
+    class ShardedModule(Module):
+        def configure_model(self):
+            if strategy == "FSDP2" and not self.is_sharded:
+                self.model = sharded(converted(float8_all_gather, make), self.device_mesh["data_parallel"])
+                self.is_sharded = True
+
+        def on_train_batch_end(self, *args):
+            super().on_train_batch_end(*args)
+            precompute_float8_dynamic_scale_for_fsdp(self)
+
+        is_sharded = False
+
+    module = ShardedModule("rowwise", False)
+    with as_torchrun_starts_a_rank() as rank:
+        parts = [{name: part[rank : rank + 1] for name, part in batch.items()} for batch in batches()]
+        how = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if strategy == "FSDP2" else "ddp"
+        options = {"devices": 2, "strategy": how, "use_distributed_sampler": False}
+        trainer(folder, len(parts), plugins=[TorchElasticEnvironment()], **options).fit(
+            module, torch.utils.data.DataLoader(parts, batch_size=None), []
+        )
+    assert is_distributed_as(strategy, float8_all_gather, module)
+    distribute = sharded if strategy == "FSDP2" else replicated
+    return module.losses, by_hand(converted(float8_all_gather, make), rank, distribute=distribute)
+
+
+@proves("Lightning's Trainer", "DDP", "FSDP2", "FSDP2, float8 gather")
+@pytest.mark.parametrize(("make", "strategy", "float8_all_gather"), MODELS_AND_WAYS)
+def test_lightnings_trainer(tmp_path, make, strategy, float8_all_gather):
+    for by_the_library, expected in run(2, with_lightning, tmp_path, make, strategy, float8_all_gather):
+        assert by_the_library == expected

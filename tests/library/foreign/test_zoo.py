@@ -1,0 +1,116 @@
+"""Architectures of transformers: conversion, report, one step, gradients against float32, and the way back."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from quaver import Float8Linear, conversion_report, convert_to_high_precision
+from quaver.experts.module import Float8Experts, weights_of
+from quaver.integrations.transformers import prepare_model_for_float8
+from tests.library.foreign.zoo import MODELS, loss_of, make
+from tests.reference import sqnr_db
+
+ONE_MATMUL_DB = {"tensorwise": 24.6, "rowwise": 28.4}
+"""The worst of a linear's three matmuls with Gaussian operands (docs/numerics.md)."""
+NEVER_CONVERTED = {
+    "mixtral": {"MixtralTopKRouter": 2},
+    "qwen3_moe": {"Qwen3MoeTopKRouter": 2},
+    "deepseek_v3": {"DeepseekV3TopkRouter": 1},
+}
+"""How many weights belong to modules that are no nn.Linear: the report has to name each."""
+KEY_BIASES = ("opt", "bert", "roberta", "vit", "clip")
+"""Models whose keys have a bias and no rotary embedding: softmax(q (k + b)) has no b, so its gradient is rounding."""
+EVERY_RUN = ("llama", "qwen3_moe", "bert")
+NAMES = [name for name in MODELS if name != "sam"]  # whose gradients are zero until its first step
+
+
+def is_key_bias(parameter):
+    return parameter.endswith(("k_proj.bias", "key.bias"))
+
+
+def gradients(name, recipe=None):
+    """The model after a backward, converted if a recipe is given, and its gradients in the shapes of the original."""
+    torch.manual_seed(0)
+    model, inputs = make(name)
+    if recipe is not None:
+        prepare_model_for_float8(model, recipe, include_subclasses=name == "falcon")
+    loss_of(model, inputs).backward()
+    modules = model.named_modules()
+    transposed = [f"{each}.weight" for each, module in modules if getattr(module, "state_dict_is_transposed", False)]
+    grads = {each: p.grad for each, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+    return model, {each: grad.t() if each in transposed else grad for each, grad in grads.items()}
+
+
+def weights_in_float8(module):
+    if isinstance(module, Float8Experts):
+        return list(weights_of(module))
+    return ["weight"] if isinstance(module, Float8Linear) else []
+
+
+def flat(gradients):
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+@pytest.mark.filterwarnings("ignore:nothing to convert")
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        pytest.param(name, recipe, marks=() if name in EVERY_RUN and recipe == "rowwise" else pytest.mark.nightly)
+        for name in NAMES
+        for recipe in ONE_MATMUL_DB
+    ],
+)
+def test_an_architecture(name, recipe):
+    """The floor: each of n linears adds the error of its three matmuls, which are independent, so 3n times the noise.
+
+    It holds for the gradient as a whole. One parameter's gradient may cancel (the biases of CLIP over a pair of images)
+    or a token may go to another expert, so each by itself is held to 3 dB: one that is zero, or another's, is below.
+    """
+    model, got = gradients(name, recipe)
+    _, expected = gradients(name)
+    report = conversion_report(model)
+    linears = [each for each, module in model.named_modules() if isinstance(module, nn.Linear)]
+    assert [layer.name for layer in report.converted] == [
+        f"{each}.{leaf}".removesuffix(".weight")
+        for each, module in model.named_modules()
+        for leaf in weights_in_float8(module)
+    ]
+    kinds = [layer.reason.removesuffix(", which is no nn.Linear").split()[-1] for layer in report.skipped]
+    for kind, count in NEVER_CONVERTED.get(name, {}).items():
+        assert kinds.count(kind) == count
+    assert not set(linears) - {layer.name for layer in report.layers}
+    assert all(layer.reason for layer in report.skipped)
+    assert report.converted
+
+    assert got.keys() == expected.keys()
+    whole = sqnr_db(flat(expected.values()), flat(got.values()))
+    assert whole > ONE_MATMUL_DB[recipe] - 10 * math.log10(3 * len(report.converted))
+    each = {n: sqnr_db(expected[n], got[n]) for n in expected if not (name in KEY_BIASES and is_key_bias(n))}
+    assert min(each.values()) > 3, min(each, key=each.get)
+
+    plain, inputs = copy.deepcopy(convert_to_high_precision(model)), make(name)[1]
+    torch.manual_seed(0)
+    original = make(name)[0]
+    assert [type(m) for m in plain.modules()] == [type(m) for m in original.modules()]
+    assert loss_of(plain, inputs).item() == loss_of(original, inputs).item()
+
+
+def test_a_router_stays_in_high_precision_whatever_its_size():
+    """A gate next to experts, or a router; the gate of a gated MLP is converted."""
+
+    class Mixture(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(32, 16)
+            self.experts = nn.ModuleList([nn.ModuleDict({"gate": nn.Linear(32, 32), "up": nn.Linear(32, 32)})])
+            self.router = nn.ModuleDict({"classifier": nn.Linear(32, 16)})
+
+    report = conversion_report(prepare_model_for_float8(Mixture(), "rowwise"))
+    assert [layer.name for layer in report.converted] == ["experts.0.gate", "experts.0.up"]
+    assert {layer.name: layer.reason.partition(":")[0] for layer in report.skipped} == {
+        "gate": "router",
+        "router.classifier": "router",
+    }

@@ -1,0 +1,181 @@
+"""Which kernel an operation runs on a GPU, by dtype and layout, and that it gives the reference's bits.
+
+The tensors are a CPU's that take a GPU's code (`standing_for_gpu`), and the kernels run in Triton's interpreter.
+"""
+
+import contextlib
+import itertools
+from collections import Counter
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("triton")
+
+from quaver.experts import gpu_gemm
+from quaver.experts.cast import group_amax
+from quaver.experts.groups import Form, GroupedOperand
+from quaver.kernels import cast, triton_amax, triton_blocks, triton_cast, triton_cast_blocks, triton_copy
+from quaver.recipes.scaling import PersistentScale
+from quaver.runtime.devices import standing_for_gpu
+from tests.library.kernels.triton_kernels import E4M3, E5M2, interpreting_process, varied
+from tests.reference import assert_same_bits
+
+HP_DTYPES = torch.float32, torch.bfloat16, torch.float16
+DTYPES = *HP_DTYPES, E4M3, E5M2, torch.uint8, torch.float64
+H100, A100 = (9, 0), (8, 0)
+
+
+def _persistent(scale):
+    def call(hp):
+        recorded = torch.full((2,), -1.0)
+        quant = PersistentScale(torch.tensor(scale), recorded, torch.tensor(scale > 0))
+        return cast.cast_with_persistent_scale(hp, quant, E5M2, True, True, False), recorded
+
+    return call
+
+
+def _by_group(hp):
+    return group_amax(hp, torch.arange(hp.shape[0]) // 5, 4)
+
+
+OPERATIONS = {
+    "cast_tensorwise": lambda hp: cast.cast_tensorwise(hp, E4M3, True, True, False),
+    "cast_rowwise": lambda hp: cast.cast_rowwise(hp, E5M2, True, True, True),
+    "cast_rowwise, rows": lambda hp: cast.cast_rowwise(hp, E4M3, True, False, True),
+    "cast_blockwise": lambda hp: cast.cast_blockwise(hp, E4M3, True, True, True, 1, 32, ""),
+    "cast_blockwise, square": lambda hp: cast.cast_blockwise(hp, E4M3, True, True, True, 128, 128, ""),
+    "cast_with_scale": lambda hp: cast.cast_with_scale(hp, E4M3, torch.tensor(3.0), torch.rand(1, hp.shape[1])),
+    "cast_with_persistent_scale": _persistent(2.0),
+    "cast_with_persistent_scale, unknown": _persistent(0.0),
+    "matrix_amax": lambda hp: cast.matrix_amax(hp, 1),
+    "group_amax": _by_group,
+    "column_major": cast.column_major,
+    "row_major": lambda codes: cast.row_major(codes.mT),
+}
+LAYOUTS = {
+    "contiguous": lambda matrix: matrix,
+    "off 16 bytes": lambda matrix: matrix.new_empty(matrix.numel() + 1)[1:].view(matrix.shape).copy_(matrix),
+    "transposed": lambda matrix: matrix.t().contiguous().t(),
+    "part of wider rows": lambda matrix: matrix.repeat(1, 2)[:, : matrix.shape[1]],
+    "two matrices": lambda matrix: matrix.repeat(2, 1, 1),
+}
+TAKEN = {
+    **{name: (HP_DTYPES, ("contiguous", "off 16 bytes")) for name in OPERATIONS},
+    **{name: ((E4M3, E5M2), ("contiguous", "off 16 bytes", "two matrices")) for name in ("column_major", "row_major")},
+}
+"""The dtypes and the layouts that the kernel of an operation takes; the reference computes the others."""
+
+
+@np.errstate(all="ignore")
+def run_table(capability, dtypes=DTYPES):
+    """(operation, dtype, layout) of every case that launched a kernel.
+
+    Asserts in each the reference's results, and that those of fake tensors lie alike.
+    """
+    launched = set()
+    for (name, call), dtype, (layout, laid_out) in itertools.product(OPERATIONS.items(), dtypes, LAYOUTS.items()):
+        matrix = laid_out(varied(17, 48, torch.float32).to(dtype))
+        with standing_for_gpu(capability), counting_launches() as kernels:
+            made = _result(call, matrix)
+        if (kernels and name.endswith("_major")) or set(kernels) - {
+            "_column_major"
+        }:  # the reference of a cast lays codes out by it
+            launched.add((name, dtype, layout))
+        with standing_for_gpu(capability), mock.patch.object(triton_blocks, "INTERPRETED", False):
+            expected = _result(call, matrix)
+        assert type(made) is type(expected), (name, dtype, layout, made, expected)
+        if matrix.dim() == 2:
+            with standing_for_gpu(capability), FakeTensorMode() as mode:
+                faked = _result(call, mode.from_tensor(matrix))
+        if isinstance(made, str):
+            assert made == expected, (name, dtype, layout)
+            assert matrix.dim() != 2 or made == faked, (name, dtype, layout)
+            continue
+        for got, reference in zip(_tensors(made), _tensors(expected), strict=True):
+            assert got.stride() == reference.stride(), (name, dtype, layout)
+            assert_same_bits(got, reference)
+        if matrix.dim() == 2:
+            assert list(map(_laid, _tensors(faked))) == list(map(_laid, _tensors(made))), (name, dtype, layout)
+    return launched
+
+
+@contextlib.contextmanager
+def counting_launches():
+    """How often each kernel is launched in the block, by its name; tiles are as [Note: transposing a tile] says."""
+    names = Counter()
+
+    def launch(kernel, matrix, tile, *args, **constants):
+        names[kernel.fn.__name__] += 1
+        of_load = 1 if tile[:2] == (64, 32) else 16 // matrix.itemsize
+        if tile.rows_of_thread > 1:
+            assert tile.rows * tile.columns == 32 * tile.warps * of_load * tile.rows_of_thread, (names, tile)
+        return triton_blocks.launch(kernel, matrix, tile, *args, **constants)
+
+    with contextlib.ExitStack() as stack:
+        for module in (triton_amax, triton_cast, triton_cast_blocks, triton_copy):
+            stack.enter_context(mock.patch.object(module, "launch", launch))
+        yield names
+
+
+def _result(call, matrix):
+    """What `call` returns, or the class of its error: that a dtype or a shape is refused."""
+    torch.manual_seed(0)
+    try:
+        return call(matrix)
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        return type(error).__name__
+
+
+def _laid(tensor):
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _tensors(made):
+    if isinstance(made, torch.Tensor):
+        return [made]
+    return [tensor for each in made if each is not None for tensor in _tensors(each)]
+
+
+def run_grouped_matmuls():
+    """The relative errors of torch's grouped matmul of matrices in high precision, by form and layout of weights."""
+    ends = torch.tensor([1, 1, 18, 35], dtype=torch.int32)  # each group takes the most padding
+    tokens, gradients, weights = torch.randn(37, 24), torch.randn(37, 16), torch.randn(4, 16, 24)
+    errors = {}
+    for form, transposed in itertools.product(Form, (False, True)):
+        stored = weights.transpose(1, 2).contiguous() if transposed else weights
+        left = tokens if form is Form.OUTPUT else gradients
+        right = tokens if form is Form.GRAD_WEIGHT else stored.flatten(0, 1)
+        with standing_for_gpu(H100), counting_launches() as kernels:
+            pair = (GroupedOperand(each.bfloat16()) for each in (left, right))
+            made = gpu_gemm.widened(*pair, ends, form, transposed).float()
+        expected = torch.zeros_like(made)
+        for group, (start, stop) in enumerate(((0, 1), (1, 1), (1, 18), (18, 35))):
+            if form is Form.GRAD_WEIGHT:
+                product = gradients[start:stop].t() @ tokens[start:stop]
+                expected[group] = product.t() if transposed else product
+            else:
+                weight = weights[group].t() if form is Form.OUTPUT else weights[group]
+                expected[start:stop] = left[start:stop] @ weight
+        errors[form, transposed] = ((made - expected).norm() / expected.norm()).item()
+        assert not kernels  # this matmul reads either layout
+    return errors
+
+
+def test_an_operation_gives_a_kernel_what_it_takes_and_the_rest_to_the_reference():
+    expected = {
+        (name, dtype, layout) for name, (dtypes, layouts) in TAKEN.items() for dtype in dtypes for layout in layouts
+    }
+    with interpreting_process() as call:
+        taken = call(run_table, H100)
+        assert taken - expected == set()
+        assert expected - taken == set()
+        assert call(run_table, A100, (torch.bfloat16, E4M3)) == set()
+        assert all(error < 2**-8 for error in call(run_grouped_matmuls).values())
+
+
+def test_the_table_has_every_operation_with_a_kernel():
+    assert {name.partition(",")[0] for name in OPERATIONS} >= set(triton_cast.__all__) - {"amax", "takes"}

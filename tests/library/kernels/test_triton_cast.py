@@ -1,0 +1,225 @@
+"""The Triton casts without a GPU, in Triton's interpreter: the oracle's bits in both layouts, and the bytes moved.
+
+Two conversions are all that the interpreter does by other instructions than a GPU (see the end of triton_blocks.py):
+bfloat16 to float32, and float32 to float8. test_triton_cast_compiled.py reads the code that a GPU would run.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from quaver.kernels import triton_blocks, triton_cast
+from quaver.recipes import scaling
+from quaver.recipes.config import BLOCK_SIZES
+from tests.library.kernels.triton_kernels import (
+    BOTH,
+    COLUMNS,
+    E4M3,
+    E5M2,
+    ROWS,
+    UNUSUAL,
+    assert_block_casts,
+    assert_casts,
+    assert_operands,
+    counting_bytes,
+    interpreting_process,
+    varied,
+)
+from tests.reference import every_value
+from tests.thinned import at_night
+
+INF, NAN = math.inf, math.nan
+
+
+# What runs in the interpreter's process.
+
+
+def _every_value(hp_dtype, float8_dtype):
+    """A row, or a column, has the values that share their upper 8 bits: all magnitudes of an amax, and all kinds."""
+    hp = every_value(hp_dtype).view(256, 256)
+    scales = (0.37, 448e12, 3e38, 1e-42, INF)
+    assert_casts(hp, float8_dtype, persistent=scales, given=[(torch.tensor(3.7), torch.tensor(1e-42))], wanted=[BOTH])
+    assert_casts(hp.t().contiguous(), float8_dtype, power_of_2=True, wanted=[BOTH, ROWS])
+    assert_casts(hp[hp.isfinite().all(1)], float8_dtype, wanted=[BOTH])
+
+
+def _unusual_amaxes(hp_dtype, float8_dtype):
+    unknown = itertools.cycle((0.0, -0.0, -3.0, NAN, -0.0, 0.0, NAN, -3.0))
+    for values, power_of_2 in itertools.product(UNUSUAL, (False, True)):
+        hp = torch.tensor(values).repeat(2, 1).to(hp_dtype)
+        assert_casts(hp, float8_dtype, persistent=[next(unknown)], power_of_2=power_of_2, wanted=[BOTH, ROWS])
+
+
+def _shapes(hp_dtype, float8_dtype):
+    for shape in ((1, 40), (33, 1), (3, 5), (70, 45), (144, 80)):
+        of_rows, of_columns = torch.rand(shape[0], 3)[:, 1:2] * 9, torch.rand(1, shape[1]) * 9  # one has strides
+        given = [(of_rows, of_columns), (None, torch.tensor(0.7)), (of_rows, None)]
+        assert_casts(varied(*shape, hp_dtype), float8_dtype, persistent=[100.0], given=given, power_of_2=True)
+    assert_casts(varied(6, 16, hp_dtype).view(-1)[1:81].view(5, 16), float8_dtype)  # starts off 16 bytes
+
+
+def _blocks(hp_dtype, float8_dtype, power_of_2, mode):
+    """Ragged shapes, a block of zeros, and every magnitude of an amax; then unusual amaxes, with NaN and inf."""
+    scales = {"power_of_2": power_of_2, "mode": mode}
+    for block_size in BLOCK_SIZES:
+        assert_block_casts(varied(144, 144, hp_dtype), float8_dtype, block_size, **scales)
+    assert_block_casts(varied(130, 140, hp_dtype), float8_dtype, (128, 128), **scales)
+    assert_block_casts(varied(130, 48, hp_dtype), float8_dtype, (1, 128), **scales)
+    assert_block_casts(varied(70, 45, hp_dtype), float8_dtype, (1, 32), **scales, wanted=[ROWS, COLUMNS])
+    assert_block_casts(varied(1, 1, hp_dtype), float8_dtype, (32, 32), **scales, wanted=[ROWS, COLUMNS])
+    assert_block_casts(every_value(hp_dtype).view(256, 256), float8_dtype, (1, 128), **scales, wanted=[ROWS])
+    for values in UNUSUAL:
+        assert_block_casts(torch.tensor(values).repeat(16, 8).to(hp_dtype), float8_dtype, (1, 32), **scales)
+
+
+@np.errstate(all="ignore")
+def _rows_of_every_width():
+    """Tiles of many rows, of one row, rows that do not fill their tile, and rows too wide for one read."""
+    default = triton_cast.WIDEST_ROW
+    for width, widest in ((7, default), (64, default), (100, default), (4096, default), (5000, default), (80, 64)):
+        hp = varied(6 if width < 4096 else 3, width, torch.bfloat16)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton_cast, "WIDEST_ROW", widest)
+            made = triton_cast.cast_rowwise(hp, E4M3, *ROWS, False)
+        of_rows = scaling.dynamic_cast(hp, E4M3, 1)
+        assert_operands(made, of_rows, of_rows, *ROWS)
+
+
+def _saturated_elements_are_counted():
+    for float8_dtype, limit in ((E4M3, 464.0), (E5M2, 61440.0)):  # halfway from 448 to 480, from 57344 to 65536
+        above = np.nextafter(np.float32(limit), np.float32(INF))
+        hp = torch.zeros(200, 100)
+        hp[::50, ::99] = torch.tensor([[limit, -limit], [above, -above], [INF, NAN], [above, 0.0]])
+        assert_casts(hp, float8_dtype, persistent=[1.0], wanted=[BOTH])
+        assert scaling.cast_with_persistent_scale(hp, torch.tensor(1.0), float8_dtype)[3][1] == 3
+
+
+def _copies():
+    """Every byte lands where it belongs, in tiles that are whole, cut, and narrow; each is read and written once."""
+    shapes = (1, 40), (33, 1), (3, 5), (70, 45), (144, 80), (272, 160)
+    every_byte = torch.arange(272 * 160).to(torch.uint8)
+    for source in (
+        *(every_byte[: rows * columns].view(rows, columns) for rows, columns in shapes),
+        every_byte[1:81].view(5, 16),
+        every_byte[:3960].view(3, 33, 40),
+        every_byte[: 2 * 144 * 80].view(2, 144, 80),
+    ):
+        codes = (source * 7).view(E5M2)
+        with counting_bytes() as counted:
+            copy = triton_cast.column_major(codes)
+        assert (copy.dtype, copy.shape, copy.stride()[-2:]) == (E5M2, codes.shape, (1, codes.shape[-2]))
+        assert copy.mT.is_contiguous()
+        assert torch.equal(copy.mT.view(torch.uint8), codes.view(torch.uint8).mT)
+        assert sum(counted.values()) == 2 * codes.numel()
+    refused = codes.mT, codes[:0], codes.float(), codes.bfloat16(), codes[0, 0], codes.new_zeros(70_000, 1, 1)
+    assert all(triton_cast.column_major(each) is None for each in refused)
+
+
+@np.errstate(all="ignore")
+def _groups():
+    """Rows of a group in one tile, over several, in a tile with others, and apart; empty groups, NaN, inf, 0."""
+    for dtype, (rows, columns) in itertools.product(
+        (torch.bfloat16, torch.float32), ((1, 40), (33, 1), (70, 45), (300, 80))
+    ):
+        hp = varied(rows, columns, dtype)
+        sizes = torch.tensor([rows // 2, 0, rows // 3, rows - rows // 2 - rows // 3])
+        for group in (torch.arange(4).repeat_interleave(sizes), torch.randperm(rows) % 3, torch.zeros(rows).long()):
+            with counting_bytes() as counted:
+                made = triton_cast.group_amax(hp, group, 5)
+            expected = [hp[group == each].abs().float() for each in range(5)]
+            expected = [each.nan_to_num(INF, INF).amax(0) if len(each) else torch.zeros(columns) for each in expected]
+            has_nan = torch.stack([hp[group == each].isnan().any(0) for each in range(5)])
+            assert torch.equal(made.isnan(), has_nan)
+            assert torch.equal(made.nan_to_num(INF), torch.stack(expected))
+            assert counted[{torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]] >= hp.nbytes
+
+
+def _bytes(cast):
+    """The bytes of hp and codes, and of all else, per element, for row codes, column codes and both."""
+    hp = varied(256, 512, torch.bfloat16)
+    persistent = triton_cast.cast_with_persistent_scale
+    casts = {
+        "tensorwise": lambda *wanted: triton_cast.cast_tensorwise(hp, E4M3, *wanted, False),
+        "known": lambda *wanted: persistent(hp, E4M3, *wanted, False, torch.tensor(2.0)),
+        "unknown": lambda *wanted: persistent(hp, E4M3, *wanted, False, torch.tensor(0.0)),
+        "rowwise": lambda *wanted: triton_cast.cast_rowwise(hp, E4M3, *wanted, False),
+        "blocks": lambda *wanted: triton_cast.cast_blockwise(hp, E4M3, *wanted, True, 1, 128, ""),
+        "given": lambda rows, columns: triton_cast.cast_with_scale(
+            hp, E4M3, torch.tensor(2.0) if rows else None, torch.ones(1, 512) if columns else None
+        ),
+    }
+    moved = []
+    for wanted in (ROWS, COLUMNS, BOTH):
+        with counting_bytes() as counted:
+            casts[cast](*wanted)
+        of_hp_and_codes = counted.pop("bf16") + counted.pop("fp8e4nv")
+        moved.append((of_hp_and_codes / hp.numel(), sum(counted.values()) / hp.numel()))
+    return moved
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    with interpreting_process() as call:
+        yield call
+
+
+SOME = [(torch.float32, E4M3), (torch.bfloat16, E5M2), (torch.float16, E4M3)]
+OTHERS = [(torch.float32, E5M2), (torch.bfloat16, E4M3), (torch.float16, E5M2)]
+AT_NIGHT = [*((_every_value, *dtypes) for dtypes in (SOME[0], *OTHERS)), *((_shapes, *dtypes) for dtypes in OTHERS[1:])]
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        *((_every_value, *dtypes) for dtypes in SOME[1:]),
+        *((_unusual_amaxes, *dtypes) for dtypes in OTHERS[:2]),
+        (_shapes, *OTHERS[0]),
+        (_blocks, torch.bfloat16, E4M3, True, ""),
+        (_blocks, torch.float32, E4M3, False, ""),
+        (_blocks, torch.bfloat16, E4M3, True, "rceil"),
+        (_blocks, torch.float16, E5M2, True, "floor"),
+        (_rows_of_every_width,),
+        (_saturated_elements_are_counted,),
+        (_copies,),
+        (_groups,),
+        *(pytest.param(check, marks=pytest.mark.nightly) for check in AT_NIGHT),
+    ],
+    ids=lambda check: "-".join(str(getattr(each, "__name__", each)) for each in check),
+)
+def test_casts_have_the_oracles_bits(interpreter, check):
+    interpreter(*check)
+
+
+@pytest.mark.parametrize(
+    ("cast", "expected"),
+    [
+        ("tensorwise", [5, 5, 6]),
+        ("rowwise", [3, 5, 6]),
+        ("blocks", [3, 3, 4]),
+        *at_night([("known", [3, 3, 4]), ("unknown", [5, 5, 6]), ("given", [3, 3, 4])]),
+    ],
+)
+def test_bytes_of_a_bfloat16_element(interpreter, cast, expected):
+    moved = interpreter(_bytes, cast)
+    assert [of_hp_and_codes for of_hp_and_codes, _ in moved] == expected
+    assert max(rest for _, rest in moved) < 0.3  # scales and amaxes, of a small matrix
+
+
+def test_what_it_takes(interpreter):
+    for hp, float8_dtype, takes in (
+        (torch.ones(4, 6), E4M3, True),
+        (torch.nn.Parameter(torch.ones(4, 6)), E5M2, True),
+        (torch.ones(4, 6).t(), E4M3, False),
+        (torch.ones(0, 6), E4M3, False),
+        (torch.ones(4, 6).double(), E4M3, False),
+        (torch.ones(4, 6), torch.float8_e4m3fnuz, False),
+        (torch.ones(4, 6, device="meta"), E4M3, False),
+    ):
+        assert interpreter(triton_cast.takes, hp, float8_dtype) is takes
+        if not triton_blocks.INTERPRETED:
+            assert not triton_cast.takes(hp, float8_dtype)  # without the interpreter no CPU tensor is taken

@@ -1,0 +1,234 @@
+"""torch.compile: whole graphs, no recompilation, eager's codes, float8 kept for backward."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from quaver import (
+    Float8LinearConfig,
+    cast_weights_once,
+    convert_to_float8_training,
+    float8_linear,
+    sync_float8_amax_and_scale_history,
+)
+from quaver.kernels.cast import cast_rowwise, cast_tensorwise, cast_with_scale
+from quaver.recipes.scaling import scales_of
+from tests.library.conversion.test_delayed import Net, config_of, states
+from tests.library.distributed.models import DIM, Block
+from tests.library.linear.test_module import make, saved_bytes
+from tests.reference import BLOCK_RECIPES, PERSISTENT_RECIPES, RECIPES
+from tests.steps import assert_same, results_of
+from tests.thinned import at_night, thinned
+
+E4M3 = torch.float8_e4m3fn
+TRACED_ANEW = ("tensorwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+"""Recipes with casts or matmuls that the others lack."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "how", "by_layer", "backend"),
+    [
+        ("tensorwise", None, False, "aot_eager"),
+        ("blockwise", None, True, "aot_eager"),
+        ("delayed", "non-reentrant", True, "aot_eager"),
+        *at_night(
+            [
+                ("rowwise_with_gw_hp", None, True, "aot_eager"),
+                ("delayed_with_dynamic_weight", None, True, "aot_eager"),
+                ("rowwise", None, True, "aot_eager"),
+                ("rowwise_with_tensorwise_weight", None, True, "aot_eager"),
+                ("delayed", None, False, "aot_eager"),
+                ("tensorwise", None, False, "inductor"),
+                ("delayed", None, False, "inductor"),
+                ("delayed_with_dynamic_weight", "non-reentrant", False, "aot_eager"),
+            ]
+        ),
+    ],
+)
+def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer, backend):
+    """Updates, autocast, microbatches, recomputation and scopes included; one graph serves all layers by themselves."""
+    model = convert_to_float8_training(Net(how), config=config_of(recipe))
+    reference = copy.deepcopy(model)
+    if by_layer:
+        for layer in model.layers:
+            layer.compile(fullgraph=True, backend=backend)
+        forward = model
+    else:
+        forward = torch.compile(model, fullgraph=True, backend=backend)
+
+    def train_step(model, forward, seed, scope=contextlib.nullcontext):
+        model.zero_grad()
+        torch.manual_seed(seed)
+        losses = []
+        with scope(model):
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = forward((torch.randn(32, 64) * (seed + 1)).requires_grad_()).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+        sync_float8_amax_and_scale_history(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(0.01 * p.grad)
+        return losses
+
+    scopes = [contextlib.nullcontext] if recipe in PERSISTENT_RECIPES else [contextlib.nullcontext, cast_weights_once]
+    torch._dynamo.utils.counters.clear()
+    compiled = [train_step(model, forward, 0, scope) for scope in scopes]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(scopes)  # rows of a layer are tensors
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled += [train_step(model, forward, seed, scope) for seed in range(1, 4) for scope in scopes]
+    eager = [train_step(reference, reference, seed) for seed in range(4) for _ in scopes]
+    torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=1e-2, atol=0)
+    for name, scale in states(model).items():
+        torch.testing.assert_close(scale, states(reference)[name], rtol=0.3, atol=0)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", *at_night([("tensorwise",)])])
+def test_equal_blocks_share_one_graph(recipe):
+    """Dynamo compiles 8 variants of a function at most; it guards on the keys of hooks, so those may not differ.
+
+    On those of modules inside the compiled one, not on its own.
+    """
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Block()
+
+        def forward(self, hidden):
+            return self.inner(hidden)
+
+    model = convert_to_float8_training(nn.Sequential(*(Around() for _ in range(10))), config=recipe)
+    for block in model:
+        block.compile(fullgraph=True, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            model(torch.randn(4, DIM, requires_grad=True)).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_qkv_share_one_float8_input_in_compiled_code():
+    """The compiler keeps one byte per element of the shared input for backward, and no high-precision copy."""
+    m, k = 256, 64
+    config = Float8LinearConfig()
+    weights = [nn.Parameter(torch.randn(64, k, dtype=torch.bfloat16)) for _ in range(3)]
+
+    @torch.compile(fullgraph=True, backend="aot_eager_decomp_partition")  # Inductor's partitioner, without its code
+    def qkv(hidden):
+        normed = torch.nn.functional.rms_norm(hidden, (k,))
+        return [float8_linear(normed, w, config=config) for w in weights]
+
+    hidden, outputs = torch.randn(m, k, dtype=torch.bfloat16, requires_grad=True), []
+    kept = saved_bytes(lambda: outputs.extend(qkv(hidden)))
+    assert kept.get(E4M3, 0) <= m * k + 3 * 64 * k
+    assert (
+        kept.get(torch.bfloat16, 0) <= 2 * m * k + 3 * weights[0].nbytes
+    )  # `hidden`, which rms_norm keeps in any case
+    assert kept.get(torch.float32, 0) < 4 * m * k
+    sum(o.sum() for o in outputs).backward()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [
+        *((recipe, "aot_eager") for recipe in TRACED_ANEW),
+        *at_night([("rowwise", "inductor")]),
+        *at_night((recipe, "aot_eager") for recipe in (*RECIPES, *BLOCK_RECIPES) if recipe not in TRACED_ANEW),
+    ],
+)
+def test_dynamic_shapes_compile_once(recipe, backend):
+    linear = make(recipe, 200, 150)
+    compiled = torch.compile(linear, fullgraph=True, dynamic=True, backend=backend)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (300, 130, 256, 511):  # up to 128 there is one block of tokens, and sizes of 1 are compiled anew
+            input = torch.randn(tokens, 200).bfloat16()
+            results = results_of(linear, input), results_of(linear, input, call=compiled)
+            assert_same(*results) if backend == "aot_eager" else torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f: torch.func.grad(lambda x: f(x).sum()),
+        *at_night(
+            [(lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),), (lambda f: lambda x: torch.func.vjp(f, x)[0],)]
+        ),
+    ],
+)
+def test_functorch_transforms_are_refused(transformed):
+    """Dynamo would drop the backward, and return zeros."""
+    compiled = torch.compile(transformed(lambda x: float8_linear(x, torch.ones(16, 16))), backend="eager")
+    with pytest.raises(RuntimeError, match=r"float8 matmuls support no torch\.func\.grad"):
+        compiled(torch.ones(16, 16))
+
+
+@pytest.mark.parametrize(
+    ("float8_dtype", "dims", "power_of_2"),
+    thinned((E4M3, torch.float8_e5m2), ((), (0,), (1,), (1, 0)), (False, True), together=1),
+)
+def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dims, power_of_2):
+    """The cast reads the bfloat16 tensor that eager code would read, not what its producer had in float32.
+
+    Casts along both dims are one operation, with the codes of two.
+    """
+
+    def produce_and_cast(x, dims):
+        hp = x * 1.7
+        if not dims:
+            codes, dequant_scale, quant_scale = cast_tensorwise(hp, float8_dtype, True, False, power_of_2).row
+            return codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, quant_scale, None)[0]
+        made, results = cast_rowwise(hp, float8_dtype, 1 in dims, 0 in dims, power_of_2), ()
+        for dim in dims:
+            codes, dequant_scale, quant_scale = made.row if dim == 1 else made.column
+            scales = (quant_scale, None) if dim == 1 else (None, quant_scale)
+            results += codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, *scales)[1 - dim]
+        return results
+
+    x = torch.randn(120, 200).bfloat16()
+    compiled = torch.compile(produce_and_cast, fullgraph=True)(x, dims)
+    separate = [each for dim in dims for each in produce_and_cast(x, (dim,))] or produce_and_cast(x, ())
+    for expected, eager, got in zip(separate, produce_and_cast(x, dims), compiled, strict=True):
+        assert got.float().equal(expected.float())  # every float8 value is a float32 value
+        assert eager.float().equal(expected.float())
+
+
+def test_the_cast_operations_have_faithful_fakes():
+    ops = torch.ops.quaver
+    x, scale = torch.randn(17, 33).bfloat16(), torch.tensor(2.0)
+
+    def check(operation, *args):
+        torch.library.opcheck(operation, args, test_utils="test_faketensor")
+
+    for hp in (x, x.t(), torch.empty(0, 5)):
+        row_scale, column_scale = torch.ones(hp.shape[0], 1), torch.ones(1, hp.shape[1])
+        for rows, columns in ((True, False), (False, True)):
+            check(ops.cast_tensorwise, hp, E4M3, rows, columns, True)
+            check(ops.cast_with_persistent_scale, hp, E4M3, rows, columns, True, scale)
+            check(ops.cast_with_scale, hp, E4M3, scale if rows else None, scale if columns else None)
+            check(ops.cast_with_scale, hp, E4M3, row_scale if rows else None, column_scale if columns else None)
+        for rows, columns in ((True, False), (False, True), (True, True)):
+            check(ops.cast_rowwise, hp, E4M3, rows, columns, True)
+
+
+class ScalesInside(torch.autograd.Function):
+    """An autograd function that computes scales itself, as that of a tensor-parallel linear does."""
+
+    @staticmethod
+    def forward(ctx, values, power_of_2):
+        return torch.stack([*scales_of(values.abs().amax(), torch.float8_e4m3fn, power_of_2)])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.new_zeros(8), None
+
+
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_dynamic_shapes_make_no_inputs_of_the_constants_of_scales(power_of_2):
+    compiled = torch.compile(ScalesInside.apply, dynamic=True, backend="aot_eager", fullgraph=True)
+    values = torch.randn(8, requires_grad=True)
+    assert_same(compiled(values, power_of_2), ScalesInside.apply(values, power_of_2))

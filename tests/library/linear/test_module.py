@@ -1,0 +1,432 @@
+"""Float8Linear: its numbers, what it keeps, what it reads, and every way a module is used."""
+
+import copy
+import gc
+import pickle
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import quaver.linear.module
+import quaver.linear.quantize
+from quaver import Float8Linear, convert_to_float8_training, convert_to_high_precision, float8_linear
+from quaver.kernels import cpu
+from tests.library.distributed.models import config_of
+from tests.reference import RECIPES, sqnr_db
+from tests.steps import assert_same, by_torch_save, results_of
+from tests.thinned import thinned
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+HP = pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+EXPECTED_SQNR_DB = {
+    "tensorwise": (28.5, 24.6, 24.6),
+    "rowwise": (28.4, 28.5, 28.5),
+    "rowwise_with_gw_hp": (28.5, 28.5, None),
+    "rowwise_with_tensorwise_weight": (28.4, 28.5, 28.5),
+}
+
+
+def make(recipe, k=64, n=32, *, bias=False, dtype=torch.bfloat16, **options):
+    return Float8Linear(k, n, bias=bias, dtype=dtype, config=config_of(recipe, **options))
+
+
+class Qkv(nn.Module):
+    """Three linears that read one input."""
+
+    def __init__(self, k, n, dtype):
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(k, n, bias=False, dtype=dtype) for _ in range(3))
+
+    def forward(self, input):
+        return [linear(input) for linear in self.linears]
+
+
+def references(input, weight, grad_output):
+    input, weight, grad_output = input.double(), weight.double(), grad_output.double()
+    return input @ weight.t(), grad_output @ weight, grad_output.t() @ input
+
+
+@RECIPE
+@HP
+def test_sqnr_on_gaussian_operands(recipe, hp_dtype):
+    module = make(recipe, 512, 512, dtype=hp_dtype)
+    nn.init.normal_(module.weight, std=0.05)
+    input, grad_output = torch.randn(512, 512).to(hp_dtype), (torch.randn(512, 512) / 32).to(hp_dtype)
+    results = results_of(module, input, grad_output=grad_output)
+    expected = references(input, module.weight.detach(), grad_output)
+    for got, reference, decibels in zip(results, expected, EXPECTED_SQNR_DB[recipe], strict=True):
+        if decibels is None:  # computed in high precision
+            assert sqnr_db(reference, got) > 49
+        else:
+            assert sqnr_db(reference, got) == pytest.approx(decibels, abs=0.3)
+
+
+def saved_bytes(step):
+    """Bytes of the distinct storages that `step` saves for backward, by dtype."""
+    saved = {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = step()
+    by_dtype = {}
+    for tensor in saved.values():
+        by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.untyped_storage().nbytes()
+    del output
+    return by_dtype
+
+
+@RECIPE
+def test_bytes_kept_for_backward(recipe):
+    m, k, n = 256, 64, 32
+    module, plain = make(recipe, k, n), nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
+    input = torch.randn(m, k).bfloat16().requires_grad_()
+    weight_bytes = 2 * k * n
+    kept = saved_bytes(lambda: module(input))
+    in_bfloat16 = saved_bytes(lambda: plain(input))
+    assert in_bfloat16 == {torch.bfloat16: 2 * m * k + weight_bytes}
+    if recipe == "rowwise_with_gw_hp":  # grad_weight in high precision needs the input in high precision
+        assert kept.pop(torch.bfloat16) == 2 * m * k + weight_bytes
+    else:
+        assert kept.pop(torch.bfloat16) == weight_bytes  # the parameter itself
+        assert kept.pop(E4M3) == m * k
+    assert kept.pop(torch.float32, 0) <= 8 * (k + 2)  # scales
+    assert not kept
+
+
+@RECIPE
+@pytest.mark.parametrize("autocast", [False, True])
+def test_qkv_keep_their_input_once(recipe, autocast):
+    """grad_weight in high precision needs the input in autocast's dtype: one copy for three linears."""
+    m, k, dtype = 256, 64, torch.float32 if autocast else torch.bfloat16
+    qkv = convert_to_float8_training(Qkv(k, 32, dtype), config=config_of(recipe))
+    input = torch.randn(m, k, dtype=dtype, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        kept = saved_bytes(lambda: qkv(input))
+    if recipe == "rowwise_with_gw_hp":
+        weights = sum(linear.weight.nbytes for linear in qkv.linears)
+        assert kept[torch.bfloat16] == 2 * m * k + (0 if autocast else weights)
+        assert E4M3 not in kept
+    else:
+        assert kept[E4M3] == m * k
+
+
+@RECIPE
+def test_nothing_is_kept_for_a_gradient_that_nobody_wants(recipe):
+    module = make(recipe)
+    input = torch.randn(256, 64).bfloat16()
+    module.weight.requires_grad_(False)
+    frozen = saved_bytes(lambda: module(input.requires_grad_()))
+    assert frozen.get(E4M3, 0) == 0
+    assert frozen[torch.bfloat16] == module.weight.nbytes
+    module.weight.requires_grad_(True)
+    first_layer = saved_bytes(lambda: module(input.detach()))
+    assert first_layer.get(torch.bfloat16, 0) == (input.nbytes if recipe == "rowwise_with_gw_hp" else 0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "needs_input_grad", "needs_weight_grad"), thinned(RECIPES, (False, True), (False, True))
+)
+def test_no_matmul_for_a_gradient_that_nobody_wants(recipe, needs_input_grad, needs_weight_grad):
+    module = make(recipe, bias=True)
+    module.weight.requires_grad_(needs_weight_grad)
+    input = torch.randn(16, 64).bfloat16().requires_grad_(needs_input_grad)
+    with mock.patch.object(quaver.linear.function, "mm", wraps=quaver.linear.function.mm) as matmul:
+        module(input).sum().backward()
+    assert matmul.call_count == 1 + needs_input_grad + needs_weight_grad
+    assert (input.grad is not None) == needs_input_grad
+    assert (module.weight.grad is not None) == needs_weight_grad
+    assert module.bias.grad is not None
+
+
+@pytest.mark.parametrize(("recipe", "bias", "checkpointed"), thinned(RECIPES, (False, True), (False, True)))
+def test_a_backward_in_two_halves_makes_two_matmuls(recipe, bias, checkpointed):
+    """As torch.distributed.pipelining does in its zero-bubble schedules, to leaves and to tensors within the graph."""
+    module = make(recipe, bias=bias)
+    grad_output = torch.randn(16, 32).bfloat16()
+    leaf = torch.randn(16, 64).bfloat16().requires_grad_()
+    parameters = list(module.parameters())
+
+    def forward(input):
+        return checkpoint(module, input, use_reentrant=False) if checkpointed else module(input)
+
+    whole = torch.autograd.grad(forward(leaf), [leaf, *parameters], grad_output)
+    for input in (leaf, leaf * 1):
+        output = forward(input)
+        with mock.patch.object(quaver.linear.function, "mm", wraps=quaver.linear.function.mm) as matmul:
+            grad_input = torch.autograd.grad(output, [input], grad_output, retain_graph=True)
+            assert matmul.call_count == 1
+            grads = torch.autograd.grad(output, parameters, grad_output, retain_graph=True)
+            assert matmul.call_count == 2
+            torch.autograd.backward(output, grad_output, inputs=[module.weight])
+            assert matmul.call_count == 3
+        assert_same([*grad_input, *grads, module.weight.grad], [*whole, whole[1]])
+        module.zero_grad()
+    torch.autograd.backward(forward(leaf), grad_output)
+    assert_same([each.grad for each in (leaf, *parameters)], whole)
+
+
+def reads(step):
+    """How many elements the casts of `step()` read."""
+    before = cpu.elements_read()
+    step()
+    return cpu.elements_read() - before
+
+
+needs_counts = pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension counts what is read")
+M, K, N = 48, 32, 16
+
+
+# A tensorwise cast reads for the amax and again for the codes. A cast along rows reads once, one along columns twice;
+# both axes of the input take two reads together. The backward casts the weight again.
+@needs_counts
+@pytest.mark.parametrize(
+    ("recipe", "options", "input_weight_grad_output", "without_gradients"),
+    [
+        ("tensorwise", {}, (2, 3, 2), (2, 2, 0)),
+        ("tensorwise", {"keep_float8_weight_for_backward": True}, (2, 2, 2), (2, 2, 0)),
+        ("rowwise", {}, (2, 3, 3), (1, 1, 0)),
+        ("rowwise_with_gw_hp", {}, (1, 2, 1), (1, 1, 0)),
+        ("rowwise_with_tensorwise_weight", {}, (2, 3, 3), (1, 2, 0)),
+    ],
+)
+def test_reads_of_one_step(recipe, options, input_weight_grad_output, without_gradients):
+    def elements(times):
+        return sum(count * size for count, size in zip(times, (M * K, N * K, M * N), strict=True))
+
+    module = make(recipe, K, N, **options)
+    input, grad_output = torch.randn(M, K).bfloat16(), torch.randn(M, N).bfloat16()
+    assert reads(lambda: results_of(module, input, grad_output=grad_output)) == elements(input_weight_grad_output)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert reads(lambda: module(input.clone())) == elements(without_gradients)
+
+
+def test_sharing_prolongs_no_life():
+    def float8_tensors():
+        gc.collect()
+        return [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.dtype in (E4M3, E5M2)]
+
+    others = float8_tensors()  # of earlier tests; held, so that no new tensor gets the id of one
+    ids = {id(tensor) for tensor in others}
+
+    def new_ones():
+        return sum(id(tensor) not in ids for tensor in float8_tensors())
+
+    module = make("rowwise")
+    input = torch.randn(64, 64).bfloat16()
+    output = module(input)
+    assert new_ones() == 1  # the operand that backward reads
+    output.sum().backward()
+    del output
+    assert new_ones() == 0
+    with torch.no_grad():
+        module(input)
+    assert new_ones() == 0  # in evaluation nothing is shared
+    qkv = convert_to_float8_training(Qkv(64, 32, torch.bfloat16), config="rowwise")
+    outputs = qkv(input)
+    assert new_ones() == 1  # one for three linears, and none that is only remembered
+    del outputs
+    assert new_ones() == 0
+
+
+@RECIPE
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.weight.data.mul_(2),
+        lambda m: m.weight.detach().copy_(torch.randn(32, 64)),
+        lambda m: m.load_state_dict({"weight": torch.randn(32, 64)}),
+        lambda m: m.weight.numpy(force=True).fill(0.5) if m.weight.is_cpu else None,
+        lambda m: setattr(m, "weight", nn.Parameter(torch.randn(32, 64))),
+        lambda m: setattr(m.weight, "data", torch.randn(32, 64)),
+        lambda m: m.half().float(),
+    ],
+    ids=["data.mul_", "copy_", "load_state_dict", "numpy", "replaced", "data=", "dtype"],
+)
+def test_the_live_weight_is_what_counts(recipe, change):
+    module = make(recipe, dtype=torch.float32)
+    input = torch.randn(16, 64)
+    module(input).sum().backward()
+    change(module)
+    fresh = make(recipe, dtype=torch.float32)
+    fresh.load_state_dict(module.state_dict())
+    assert module(input).equal(fresh(input))
+
+
+def test_a_weight_changed_before_backward_is_an_error():
+    module = make("tensorwise")
+    output = module(torch.randn(16, 64).bfloat16().requires_grad_())
+    with torch.no_grad():
+        module.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "bias"),
+    thinned(RECIPES, [(64,), (1, 64), (3, 64), (2, 5, 64), (2, 1, 3, 64), (0, 64), (2, 0, 64)], (False, True)),
+)
+def test_any_leading_dims_and_zero_tokens(recipe, shape, bias):
+    module = make(recipe, bias=bias)
+    input = torch.randn(shape).bfloat16().requires_grad_()
+    output = module(input)
+    assert output.shape == (*shape[:-1], 32)
+    output.sum().backward()
+    assert input.grad.shape == shape
+    assert module.weight.grad.shape == (32, 64)
+    if 0 in shape:
+        assert not module.weight.grad.any()
+    rows = input.detach().reshape(-1, 64)
+    assert module(rows).reshape(output.shape).equal(output)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "pad"), thinned(RECIPES, [(7, 33, 5), (1, 1, 1), (130, 257, 63)], (False, True))
+)
+def test_odd_shapes(recipe, shape, pad):
+    m, k, n = shape
+    module = make(recipe, k, n, dtype=torch.float32, bias=True, pad_inner_dim=pad)
+    input, grad_output = torch.randn(m, k), torch.randn(m, n)
+    output, grad_input, grad_weight, grad_bias = results_of(module, input, grad_output=grad_output)
+    expected = references(input, module.weight.detach(), grad_output)
+    for got, reference in zip((output - module.bias.detach(), grad_input, grad_weight), expected, strict=True):
+        assert sqnr_db(reference, got) > 20
+    torch.testing.assert_close(grad_bias, grad_output.sum(0))
+
+
+@RECIPE
+def test_non_contiguous_and_expanded_inputs(recipe):
+    module = make(recipe)
+    base = torch.randn(64, 96).bfloat16()
+    strided = base[:, ::2].t()[:, :64]
+    for input in (base.t(), strided, base[:1, :64].expand(20, 64), torch.randn(4, 64, 3).bfloat16().mT):
+        grad_output = torch.randn(*input.shape[:-1], 32).bfloat16()
+        contiguous = input.clone(memory_format=torch.contiguous_format)
+        expected = results_of(module, contiguous, grad_output=grad_output)
+        assert_same(results_of(module, input, grad_output=grad_output), expected)
+    expanded_grad = torch.ones(1, 32).bfloat16().expand(20, 32)
+    results_of(module, base[:20, :64], grad_output=expanded_grad)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "autocast_dtype", "input_dtype"),
+    thinned(RECIPES, (torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)),
+)
+def test_autocast(recipe, autocast_dtype, input_dtype):
+    module = make(recipe, dtype=torch.float32, bias=True)
+    input = torch.randn(48, 64).to(input_dtype).requires_grad_()
+    with torch.autocast("cpu", dtype=autocast_dtype):
+        output = module(input)
+    assert output.dtype is autocast_dtype
+    output.float().square().sum().backward()
+    assert input.grad.dtype is input_dtype
+    assert module.weight.grad.dtype is torch.float32
+    assert module.bias.grad.dtype is torch.float32
+    plain = convert_to_high_precision(copy.deepcopy(module))
+    plain.zero_grad()
+    expected_input = input.detach().clone().requires_grad_()
+    with torch.autocast("cpu", dtype=autocast_dtype):
+        plain(expected_input).float().square().sum().backward()
+    assert sqnr_db(plain.weight.grad, module.weight.grad) > 18
+    assert sqnr_db(expected_input.grad, input.grad) > 18
+
+
+COPIES = [copy.deepcopy, lambda object: pickle.loads(pickle.dumps(object)), by_torch_save]
+
+
+@RECIPE
+@pytest.mark.parametrize("copied", [copy.copy, *COPIES])
+def test_copies_and_pickles(recipe, copied):
+    module = make(recipe, bias=True)
+    clone, input = copied(module), torch.randn(16, 64).bfloat16()
+    assert type(clone) is Float8Linear
+    assert clone.config == module.config
+    assert clone(input).equal(module(input))
+
+
+def test_state_dict_is_that_of_nn_linear():
+    module, plain = make("rowwise", bias=True), nn.Linear(64, 32, dtype=torch.bfloat16)
+    assert list(module.state_dict()) == list(plain.state_dict())
+    assert all(type(t) is torch.Tensor for t in module.state_dict().values())
+    plain.load_state_dict(module.state_dict())
+    module.load_state_dict(plain.state_dict())
+    assert module.state_dict()["weight"].equal(plain.weight)
+
+
+@RECIPE
+def test_functional_call(recipe):
+    module = make(recipe, dtype=torch.float32)
+    weight = torch.randn(32, 64, requires_grad=True)
+    input = torch.randn(16, 64)
+    output = torch.func.functional_call(module, {"weight": weight}, (input,))
+    assert output.equal(float8_linear(input, weight, config=module.config))
+    output.sum().backward()
+    assert weight.grad is not None
+    assert module.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("input", "message"),
+    [
+        (lambda: torch.tensor(1.0), r"expected an input of shape \[..., 64\] .* got \[\]"),
+        (lambda: torch.randn(3, 63), r"of shape \[..., 64\] for a weight of \[32, 64\], got \[3, 63\]"),
+        (lambda: torch.randint(9, (3, 64)), "expected an input of torch.float32, .* got torch.int64"),
+        (lambda: torch.randn(3, 64).double(), "expected an input of torch.float32, .* got torch.float64"),
+    ],
+    ids=["0-d", "features", "integer", "float64"],
+)
+def test_bad_inputs_say_what_was_expected(input, message):
+    with pytest.raises(ValueError, match=message):
+        make("tensorwise", dtype=torch.float32)(input())
+
+
+def nested(layout):
+    return torch.nested.nested_tensor([torch.randn(n, 64) for n in (3, 16, 5)], layout=layout, requires_grad=True)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "blockwise", "delayed"])
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_inputs_give_what_their_rows_give(recipe, layout):
+    linear, input = convert_to_float8_training(nn.Linear(64, 48), config=recipe), nested(layout)
+    rows = torch.cat([part.detach() for part in input.unbind()]).requires_grad_()
+    expected = linear(rows)
+    expected.square().sum().backward()
+    weight_grad, linear.weight.grad = linear.weight.grad, None
+    output = linear(input)
+    assert output.layout is layout
+    assert torch.cat(list(output.unbind())).equal(expected)
+    torch.cat(list(output.unbind())).square().sum().backward()
+    assert torch.cat(list(input.grad.unbind())).equal(rows.grad)
+    assert linear.weight.grad.equal(weight_grad)
+    assert (output + output).layout is layout
+
+
+def test_nested_inputs_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="of one length along its last dim"):
+        float8_linear(nested(torch.jagged).transpose(1, 2), torch.randn(8, 64))
+    with pytest.raises(NotImplementedError, match="holes between its sequences; call contiguous"):
+        lengths = torch.tensor([2, 2])
+        holes = torch.nested.narrow(torch.randn(2, 4, 64), 1, torch.zeros(2, dtype=torch.int64), lengths, torch.jagged)
+        float8_linear(holes, torch.randn(8, 64))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_an_encoder_with_a_padding_mask_is_evaluated(recipe):
+    """It makes its input a nested tensor; padded rows are zeros."""
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    input, mask = torch.randn(2, 8, 64), torch.zeros(2, 8, dtype=torch.bool)
+    mask[1, 5:] = True
+    with torch.no_grad():
+        expected = encoder(input, src_key_padding_mask=mask)
+        output = convert_to_float8_training(encoder, config=recipe)(input, src_key_padding_mask=mask)
+    assert output.shape == expected.shape
+    assert sqnr_db(expected, output) > 20
+    assert output[1, 5:].count_nonzero() == 0

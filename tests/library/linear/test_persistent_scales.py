@@ -1,0 +1,440 @@
+"""Persistent scales with everything around them: copies, checkpoints, devices, a compiled sync; and static scales."""
+
+import copy
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from quaver import (
+    CastConfig,
+    DelayedScalingConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    ScalingType,
+    calibrate_float8_static_scales,
+    convert_to_float8_training,
+    convert_to_high_precision,
+    float8_scaling_state,
+    sync_float8_amax_and_scale_history,
+)
+from quaver.compat.delayed_buffers import load_delayed_buffers
+from quaver.linear.scale_state import ScaleState
+from quaver.runtime.devices import standing_for_gpu
+from tests.library.conversion.test_delayed import Ffn, Net, config_of, fared, make, scale_of, states, step
+from tests.library.foreign.test_delayed_buffers import old_checkpoint
+from tests.library.linear.test_module import COPIES, references
+from tests.reference import sqnr_db
+from tests.steps import assert_same, results_of
+from tests.thinned import thinned
+
+STATIC = CastConfig(scaling_type=ScalingType.STATIC)
+
+
+def knows_what_is(model):
+    """Whether flags are those of the scales; and whether all scales are known."""
+    scalings = [module.scaling for module in model.modules() if isinstance(module, Float8Linear)]
+    scales = [scale for each in scalings for views in (each.recorded, each.unrecorded) for scale in views if scale]
+    assert all(scale.is_known is bool(scale.quant_scale > 0) is bool(scale.is_initialized) for scale in scales)
+    return all(scale.is_known for scale in scales)
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_has_a_state_of_its_own_which_its_linears_share(way):
+    model = convert_to_float8_training(Net(), config=config_of())
+    step(model, torch.randn(8, 64))
+    copied = way(model)
+    assert_same(states(model), states(copied))
+    before = states(model)
+    expected = step(copy.deepcopy(model), torch.ones(8, 64))
+    assert_same(step(copied, torch.ones(8, 64)), expected)
+    assert_same(before, states(model))
+    scalings = [m.scaling for m in copied.modules() if hasattr(m, "scaling")]
+    assert len({id(s.state) for s in scalings}) == 1
+    assert scalings[0].state is not model.layers[0].w1.scaling.state
+    assert copied.layers[0].w1.scaling.recorded.input is copied.layers[0].w3.scaling.recorded.input
+    assert knows_what_is(copied)
+    assert [t.amax > 0 for t in float8_scaling_state(copied).report()] == [True] * 16
+
+
+@pytest.mark.parametrize("operand", ["weight", "input"])
+def test_an_infinity_reaches_both_matmuls(operand):
+    """The backward casts the weight again, with the scale of the forward."""
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 16)), config=config_of())
+    step(model, torch.randn(8, 32))
+    input = torch.randn(8, 32, requires_grad=True)
+    with torch.no_grad():
+        (model[0].weight if operand == "weight" else input)[3, 5] = torch.inf
+    output = model(input)
+    output.sum().backward()
+    assert output.isnan().any()
+    assert (input if operand == "weight" else model[0].weight).grad.isnan().any()
+
+
+def test_the_models_state_dict_is_that_of_linears_and_conversion_goes_back():
+    plain = Net()
+    model = convert_to_float8_training(copy.deepcopy(plain), config=config_of())
+    step(model, torch.randn(8, 64))
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert not list(model.buffers())
+    plain.load_state_dict(model.state_dict())
+    back = convert_to_high_precision(model)
+    assert len(float8_scaling_state(back)) == 0
+    assert type(back.layers[0].w1) is nn.Linear
+    assert not hasattr(back.layers[0].w1, "scaling")
+
+
+def test_a_second_conversion_keeps_the_state_and_new_linears_get_another():
+    model = convert_to_float8_training(Net(), config=config_of(), module_filter_fn=lambda _, name: "layers.0" in name)
+    step(model, torch.randn(8, 64))
+    before = states(model)
+    convert_to_float8_training(model, config=config_of())
+    assert_same({name: value for name, value in states(model).items() if name in before}, before)
+    assert len(float8_scaling_state(model)) == 16
+    step(model, torch.randn(8, 64))
+    assert all(t.amax > 0 for t in float8_scaling_state(model).report())
+
+
+def test_a_checkpoint_without_history_starts_cold_and_says_so(caplog):
+    model = convert_to_float8_training(Net(), config=config_of())
+    dynamic = convert_to_float8_training(Net())
+    step(model, torch.randn(8, 64))
+    partial = {k: v for k, v in states(model).items() if k.startswith("layers.0.w1")}
+    state = float8_scaling_state(model)
+    state.load_state_dict(partial)
+    assert caplog.messages == [
+        "26 of 32 entries of persistent scales are not in the checkpoint: their tensors are scaled dynamically until "
+        "the first sync (static scales must be calibrated)"
+    ]
+    assert scale_of(model, "layers.0.w1.input") > 0
+    assert scale_of(model, "layers.1.w2.weight") == 0
+    assert not knows_what_is(model)
+    state.load_state_dict({})
+    assert_same(step(model, torch.ones(8, 64)), step(dynamic, torch.ones(8, 64)))
+    caplog.clear()
+    state.load_state_dict(states(model) | {"of another model": torch.zeros(3)})
+    assert caplog.messages == []
+
+
+def test_a_history_of_another_length_keeps_its_newest_entries():
+    short, long = make(history_len=3), make(history_len=5)
+    for factor in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0):
+        step(long, torch.full((2, 64), factor))
+    float8_scaling_state(short).load_state_dict(states(long))
+    assert states(short)["input.amax_history"].tolist() == [4.0, 5.0, 6.0]
+    float8_scaling_state(long).load_state_dict(states(short))
+    assert states(long)["input.amax_history"].tolist() == [0.0, 0.0, 4.0, 5.0, 6.0]
+
+
+@pytest.mark.parametrize("bad", [3.0, torch.zeros(2), "x"], ids=str)
+def test_a_bad_entry_is_refused_and_nothing_is_loaded(bad):
+    module = make()
+    step(module, torch.randn(2, 64))
+    before = states(module)
+    with pytest.raises(ValueError, match=r"grad_output.quant_scale: expected a tensor of 0 dims, got"):
+        float8_scaling_state(module).load_state_dict(
+            {k: v * 2 for k, v in before.items()} | {"grad_output.quant_scale": bad}
+        )
+    assert_same(before, states(module))
+
+
+def test_wrappers_do_not_change_names():
+    model = convert_to_float8_training(nn.Sequential(Ffn()), config=config_of())
+    names = float8_scaling_state(model).state_dict().keys()
+    assert float8_scaling_state(torch.compile(model)).state_dict().keys() == names
+    assert "0.w1.input.quant_scale" in names
+
+
+def compiled_sync(module, input):
+    step(module, input * 8, sync=False)
+    torch.compile(sync_float8_amax_and_scale_history, fullgraph=True, backend="aot_eager")(module)
+
+
+CHANGES = {
+    "sync after growth": lambda module, input: step(module, input * 8),
+    "compiled sync": compiled_sync,
+    "load": lambda module, input: float8_scaling_state(module).load_state_dict(
+        {name: value / 3 for name, value in states(module).items()}
+    ),
+    # What torch.distributed.checkpoint does.
+    "copy into the views": lambda module, input: float8_scaling_state(module).state_dict()["input.quant_scale"].div_(3),
+    "reset": lambda module, input: float8_scaling_state(module).reset(),
+    "load of torchao's": lambda module, input: load_delayed_buffers(
+        module, old_checkpoint(module, {"input": [1.0, 20.0], "weight": [0.5], "grad_output": [1.0]})
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_tensor_that_is_used_again_is_cast_with_the_scale_of_now(change):
+    module, input = make(), torch.randn(16, 64)
+    step(module, input * 1.7)
+    before = module(input)
+    change(module, input)
+    assert knows_what_is(module) is (change is not CHANGES["reset"])
+    after = module(input)
+    assert torch.equal(after, module(input.clone()))
+    assert not torch.equal(after, before)
+
+
+def test_a_calibration_changes_the_cast_of_a_tensor_that_is_used_again():
+    module, input = convert_to_float8_training(nn.Linear(64, 32), config=static_config()), torch.randn(16, 64)
+    for factor in (1.7, 5.0):
+        with calibrate_float8_static_scales(module):
+            module(input).sum().backward()
+            assert not knows_what_is(module)
+            module(input * factor).sum().backward()
+        assert knows_what_is(module)
+        assert torch.equal(module(input), module(input.clone()))
+
+
+def test_the_host_asks_seldom_for_the_scale_of_a_slot_that_is_never_cast(monkeypatch):
+    model = convert_to_float8_training(Net(), config=config_of())
+    asked, ask = [], ScaleState.refresh_is_initialized
+    monkeypatch.setattr(ScaleState, "refresh_is_initialized", lambda state: (asked.append(len(steps)), ask(state)))
+    steps = []
+    for _ in range(10):
+        steps.append(step(model.layers[0], torch.randn(8, 64), sync=False))
+        sync_float8_amax_and_scale_history(model)
+    assert asked == [1, 2, 4, 8]
+    assert knows_what_is(model.layers[0])
+    assert not knows_what_is(model)
+    float8_scaling_state(model).load_state_dict(states(model))
+    step(model, torch.randn(8, 64))
+    assert asked[4:] == [10, 10]  # the load, and the first sync after it
+    assert knows_what_is(model)
+
+
+def test_code_for_a_gpu_is_compiled_twice_and_a_scale_that_is_known_by_mistake_is_loud():
+    model = make()
+    twin, state = copy.deepcopy(model), float8_scaling_state(model)
+    torch._dynamo.utils.counters.clear()
+    with standing_for_gpu((8, 0)):  # casts and multiplies in PyTorch
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for _ in range(2):
+            for factor in (1.0, 3.0, 2.0):
+                input = torch.randn(8, 64) * factor
+                results = results_of(model, input, grad_output=1.0, call=compiled)
+                sync_float8_amax_and_scale_history(model)
+                assert_same(results, step(twin, input))
+                assert_same(states(model), states(twin))
+            state.reset()
+            float8_scaling_state(twin).reset()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+        step(compiled, input)
+        for view in state.state_dict().values():
+            view.zero_()  # and no load that says so
+        output, *gradients = results_of(model, input, grad_output=1.0, call=compiled)
+        assert not torch.cat([each.isfinite().flatten() for each in (output, *gradients)]).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "given_layers"),
+    [({}, True), ({"scale_fn_name": "most_recent", "nonfinite_amax": "keep_scale", "margin": 1}, False)],
+)
+def test_a_compiled_sync_is_one_graph_with_the_bits_of_eager(options, given_layers):
+    model = convert_to_float8_training(Net(), config=config_of(**options))
+    twin = copy.deepcopy(model)
+    sync = torch.compile(
+        sync_float8_amax_and_scale_history, fullgraph=True, backend="inductor" if given_layers else "aot_eager"
+    )
+    layers = [[module for module in twin.modules() if isinstance(module, Float8Linear)]] if given_layers else []
+    torch._dynamo.utils.counters.clear()
+    for factor in (1.0, 10.0, 100.0, float("inf"), 1.0):
+        input = torch.randn(8, 64) * factor
+        step(model, input)
+        step(twin, input, sync=False)
+        sync(twin, *layers)
+        torch.testing.assert_close(states(model), states(twin), rtol=0, atol=0, equal_nan=True)
+        assert repr(float8_scaling_state(model).report()) == repr(float8_scaling_state(twin).report())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_compiled_sync_tells_ranks_what_is_known_and_counts_as_a_sync():
+    module = make()
+    module.scaling.host_decides()
+    sync = torch.compile(sync_float8_amax_and_scale_history, fullgraph=True, backend="aot_eager")
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for _ in range(3):
+            step(module, torch.randn(4, 64), sync=False)
+            sync(module)
+            optimizer.step()
+    assert module.scaling.state.is_initialized.all()
+
+
+def test_a_negative_scale_of_an_earlier_version_is_unknown():
+    """It meant: scale this tensor dynamically for one step, and then by its history."""
+    module, twin, input = make(), make(), torch.randn(8, 64)
+    twin.load_state_dict(module.state_dict())
+    for each in (module, twin):
+        step(each, input)
+    saved = {name: -value if name == "input.quant_scale" else value for name, value in states(module).items()}
+    float8_scaling_state(module).load_state_dict(saved)
+    assert scale_of(module, "input") == 0
+    step(module, input * 3)
+    step(twin, input * 3)
+    assert fared(module, "input").is_dynamic
+    assert fared(module, "input").saturated == 0 < fared(twin, "input").saturated
+    assert_same(states(module), states(twin))
+    for view in float8_scaling_state(module).state_dict().values():  # torch.distributed.checkpoint loads into these
+        view.neg_() if view.dim() == 0 else None
+    step(module, input * 3)
+    assert fared(module, "input").is_dynamic
+    assert scale_of(module, "input") > 0
+
+
+def test_a_state_that_is_made_or_moved_in_inference_mode_can_train():
+    module = nn.Linear(64, 32, bias=False)
+    with torch.inference_mode():
+        convert_to_float8_training(module, config=config_of())
+        module.scaling.state.to(torch.device("cpu"))
+    step(module, torch.randn(4, 64))
+    step(module, torch.randn(4, 64))
+    assert scale_of(module, "input") > 0
+
+
+def test_the_state_follows_the_linears_to_their_device():
+    with torch.device("meta"):
+        module = nn.Linear(8, 8)
+    convert_to_float8_training(module, config=config_of())
+    state = module.scaling.state
+    assert state.device == torch.device("cpu")
+    module.to_empty(device="cpu")
+    nn.init.ones_(module.weight)
+    nn.init.ones_(module.bias)
+    step(module, torch.ones(2, 8))
+    assert scale_of(module, "input") == 448
+    moved = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(state), "to", lambda self, device: moved.append(device))
+        module.scaling.follow(torch.device("cuda"))
+        module.scaling.follow(torch.device("meta"))
+        module.scaling.follow(torch.device("cpu"))
+    assert moved == [torch.device("cuda")]
+
+
+def test_views_follow_a_move():
+    module = make()
+    state = module.scaling.state
+    before = module.scaling.recorded
+    state.to(torch.device("meta"))
+    assert module.scaling.recorded.input.quant_scale.is_meta
+    assert module.scaling.recorded.input.is_initialized is not None
+    assert not module.scaling.recorded.input.is_initialized.is_meta
+    assert not before.input.quant_scale.is_meta
+
+
+def test_a_dtype_change_of_the_model_leaves_the_scales_in_float32():
+    module = make().to(torch.bfloat16)
+    step(module, torch.randn(4, 64).bfloat16())
+    assert {value.dtype for value in states(module).values()} == {torch.float32}
+
+
+def static_config(**scales):
+    casts = {
+        f"cast_config_{operand}": CastConfig(ScalingType.STATIC, static_quant_scale=scales.get(operand))
+        for operand in ("input", "weight", "grad_output")
+    }
+    return Float8LinearConfig(**casts)
+
+
+def test_given_static_scales_are_used_and_stay():
+    module = convert_to_float8_training(
+        nn.Linear(64, 32, bias=False), config=static_config(input=100.0, weight=2000.0, grad_output=5000.0)
+    )
+    input = torch.randn(16, 64)
+    for _ in range(2):
+        step(module, input)
+    assert {t.quant_scale for t in float8_scaling_state(module).report()} == {100.0, 2000.0, 5000.0}
+    assert fared(module, "input").used_over_ideal == pytest.approx(100 * input.abs().max().item() / 448)
+    assert states(module) == {}  # a checkpoint cannot overrule the config
+    float8_scaling_state(module).load_state_dict({"input.quant_scale": torch.tensor(1.0)})
+    float8_scaling_state(module).reset()
+    assert module.scaling.state.quant_scale.tolist() == [100.0, 2000.0, 5000.0]
+
+
+def test_calibration_measures_the_largest_amax_of_its_batches():
+    model = convert_to_float8_training(Net(), config=static_config())
+    with pytest.raises(RuntimeError, match="static scales that were never measured"):
+        model(torch.randn(4, 64))
+    batches = [torch.randn(8, 64) * factor for factor in (1.0, 7.0, 2.0)]
+    with calibrate_float8_static_scales(model):
+        for batch in batches:
+            model.eval()(batch).sum().backward()
+    model.train()
+    seen = max(nn.functional.normalize(b, dim=-1).abs().max().item() for b in batches)
+    assert scale_of(model, "layers.0.w1.input") == pytest.approx(448 / seen)
+    assert scale_of(model, "layers.1.w2.weight") == pytest.approx(448 / model.layers[1].w2.weight.abs().max().item())
+    before = states(model)
+    outputs = [step(model, batches[1])[0] for _ in range(2)]
+    assert torch.equal(*outputs)
+    assert_same(before, states(model))
+    dynamic = convert_to_float8_training(Net())
+    assert sqnr_db(step(dynamic, batches[1])[0], outputs[0]) > 30
+    other = convert_to_float8_training(Net(), config=static_config())
+    float8_scaling_state(other).load_state_dict(before)
+    assert torch.equal(step(other, batches[1])[0], outputs[0])
+
+
+def test_a_calibration_that_saw_too_little_changes_nothing_and_says_what():
+    module = convert_to_float8_training(nn.Linear(8, 8), config=static_config())
+
+    def calibrate(run):
+        with calibrate_float8_static_scales(module):
+            run()
+
+    with pytest.raises(RuntimeError, match=r"grad_output was not cast. .*; no scale was changed"):
+        calibrate(lambda: module(torch.randn(2, 8)))
+    with pytest.raises(RuntimeError, match=r"input had an amax of 0.0, and 1 more"):
+        calibrate(lambda: module(torch.zeros(2, 8)).mul(0).sum().backward())
+    with pytest.raises(RuntimeError, match="never measured"):
+        module(torch.randn(2, 8))
+    with pytest.raises(ZeroDivisionError):
+        calibrate(lambda: 1 / 0)
+    with pytest.raises(ValueError, match="nothing to calibrate"), calibrate_float8_static_scales(make()):
+        pass
+
+
+def test_calibration_beside_delayed_scaling_leaves_that_alone():
+    config = replace(config_of(), cast_config_weight=STATIC, delayed_scaling_config=DelayedScalingConfig(headroom=2.0))
+    module = convert_to_float8_training(nn.Linear(64, 32, bias=False), config=config)
+    with calibrate_float8_static_scales(module):
+        step(module, torch.randn(4, 64), sync=False)
+    assert scale_of(module, "weight") == pytest.approx(448 / 2 / module.weight.abs().max().item())
+    assert scale_of(module, "input") == 0
+    step(module, torch.full((4, 64), 3.0))
+    assert scale_of(module, "input") == pytest.approx(448 / 6)
+    assert "weight.amax_history" not in states(module)
+
+
+SCALING = {"dynamic": CastConfig(), "delayed": CastConfig(ScalingType.DELAYED), "static": STATIC}
+
+
+@pytest.mark.parametrize(
+    ("input", "weight", "grad_output", "hp_grad_weight"), thinned(SCALING, SCALING, SCALING, (False, True))
+)
+def test_every_operand_may_be_scaled_in_its_own_way(input, weight, grad_output, hp_grad_weight):
+    kinds = [input, weight, grad_output]
+    casts = dict(zip(("cast_config_input", "cast_config_weight", "cast_config_grad_output"), kinds, strict=True))
+    options = {operand: SCALING[kind] for operand, kind in casts.items()}
+    if hp_grad_weight:
+        hp = CastConfig(ScalingType.DISABLED)
+        options |= {"cast_config_input_for_grad_weight": hp, "cast_config_grad_output_for_grad_weight": hp}
+    module = convert_to_float8_training(nn.Linear(256, 256, bias=False), config=Float8LinearConfig(**options))
+    if "static" in kinds:
+        with calibrate_float8_static_scales(module):
+            step(module, torch.randn(256, 256), torch.randn(256, 256), sync=False)
+    decibels = 28, 24, 100 if hp_grad_weight else 24
+    for _ in range(2):
+        input, grad_output = torch.randn(256, 256), torch.randn(256, 256)
+        results = step(module, input, grad_output)
+        for got, reference, least in zip(
+            results, references(input, module.weight.detach(), grad_output), decibels, strict=True
+        ):
+            assert sqnr_db(reference, got) > least
+    assert len(float8_scaling_state(module)) == 3 - kinds.count("dynamic")
+    assert sum(name.endswith("history") for name in states(module)) == kinds.count("delayed")

@@ -1,0 +1,142 @@
+"""Float8Tensor: what was cast elsewhere, given to a linear; and clear errors for everything else."""
+
+import copy
+import functools
+import itertools
+
+import pytest
+import torch
+
+from quaver import float8_linear
+from quaver.kernels.operands import Operand
+from quaver.linear.quantize import Quantizer
+from quaver.linear.tensor import Float8Tensor
+from tests.library.distributed.models import config_of
+from tests.reference import RECIPES
+from tests.steps import assert_same, results_of
+
+RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def both_operands(matrix, casts):
+    return Quantizer(casts, matrix.dtype)(matrix, row=True, column=True)
+
+
+def as_float8_weight(weight, config):
+    return Float8Tensor.from_operands(*both_operands(weight, config.casts.weight), weight.dtype)
+
+
+def as_float8_input(input, config):
+    """[B, T, K]"""
+    rows = input.flatten(0, -2)
+    whole = Float8Tensor.from_operands(*both_operands(rows, config.casts.input), input.dtype)
+    return whole.view(input.shape)
+
+
+def results(input, weight, config, grad, *, backend=None):
+    """The output, and the gradients of input and weight."""
+    linear = functools.partial(float8_linear, config=config)
+    call = torch.compile(linear, fullgraph=True, backend=backend) if backend else linear
+    return results_of(torch.nn.Module(), input, weight, grad_output=grad, call=call)
+
+
+@RECIPE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_linear_takes_a_weight_that_was_cast_before(recipe, dtype):
+    config = config_of(recipe)
+    input, weight, grad = (
+        torch.randn(2, 6, 20).to(dtype),
+        torch.randn(28, 20).to(dtype),
+        torch.randn(2, 6, 28).to(dtype),
+    )
+    expected = results(input, weight, config, grad)
+    got = results(input, as_float8_weight(weight, config), config, grad)
+    assert_same(got, expected)
+    assert {each.dtype for each in got} == {dtype}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"),
+    [
+        *itertools.product(["tensorwise", "rowwise", "rowwise_with_tensorwise_weight"], [None, "aot_eager"]),
+        pytest.param("rowwise", "inductor", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_linear_takes_an_input_that_was_cast_before(recipe, backend):
+    config = config_of(recipe)
+    input, weight, grad = torch.randn(2, 6, 20), torch.randn(28, 20), torch.randn(2, 6, 28)
+    expected = results(input, weight, config, grad)
+    got = results(as_float8_input(input, config), weight, config, grad, backend=backend)
+    for want, have in zip(expected, got, strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-6, atol=1e-6)
+
+
+def test_a_recipe_that_reads_the_input_in_high_precision_refuses_one_without():
+    config = config_of("rowwise_with_gw_hp")
+    whole = as_float8_input(torch.randn(1, 4, 16), config_of("rowwise"))
+    with pytest.raises(RuntimeError, match="reads its input in high precision too, and was given a quantized one"):
+        float8_linear(whole, torch.randn(16, 16, requires_grad=True), config=config)
+
+
+def sample(column="own"):
+    matrix = torch.randn(12, 8)
+    recipe = {"own": "rowwise", "shared": "tensorwise", "none": "rowwise"}[column]
+    operands = both_operands(matrix, config_of(recipe).casts.input)
+    return matrix, Float8Tensor.from_operands(
+        operands.row, None if column == "none" else operands.column, torch.bfloat16
+    )
+
+
+@pytest.mark.parametrize("column", ["own", "shared", "none"])
+def test_it_looks_like_the_tensor_that_was_cast(column):
+    matrix, whole = sample(column)
+    assert whole.shape == matrix.shape
+    assert whole.dtype is torch.bfloat16
+    assert whole.stride() == matrix.stride()
+    assert "for torch.bfloat16" in repr(whole)
+    close = whole.to_high_precision()
+    assert close.dtype is torch.bfloat16
+    assert ((close.float() - matrix).abs() <= matrix.abs() * 2**-3 + 2**-8).all()
+
+
+@pytest.mark.parametrize("column", ["own", "shared", "none"])
+def test_views_copies_and_flattening_keep_every_operand(column):
+    _, whole = sample(column)
+    names, meta = whole.__tensor_flatten__()
+    assert len(names) == (4 if column == "own" else 2)
+    again = Float8Tensor.__tensor_unflatten__({n: getattr(whole, n) for n in names}, meta, None, None)
+    for other in (again, whole.detach(), whole.clone(), copy.deepcopy(whole), whole.view(3, 4, 8), whole.view(-1, 8)):
+        assert (other.operands().column is None) == (column == "none")
+        for operand, expected in zip(other.operands(), whole.operands(), strict=True):
+            if expected is not None:
+                assert torch.equal(operand.data.float(), expected.data.float())
+                assert torch.equal(operand.dequant_scale, expected.dequant_scale)
+    assert (again.column_data_fp8 is again.data_fp8) == (column == "shared")
+
+
+def test_what_codes_cannot_do_says_so():
+    _, whole = sample()
+    for act in (
+        lambda: whole + 1,
+        lambda: whole.sum(),
+        lambda: whole.t(),
+        lambda: whole.float(),
+        lambda: whole.mul_(2),
+    ):
+        with pytest.raises(NotImplementedError, match="not defined on a Float8Tensor.*to_high_precision"):
+            act()
+    with pytest.raises(NotImplementedError, match="keep the last dim"):
+        whole.view(8, 12)
+    with pytest.raises(NotImplementedError, match="its own size and strides"):
+        whole.as_strided((2, 2), (1, 1))
+
+
+def test_operands_that_do_not_fit_are_refused():
+    _, whole = sample()
+    codes, scale, _ = whole.operands().row
+    with pytest.raises(ValueError, match="float8 data with a scale"):
+        Float8Tensor.from_operands(Operand(codes, None), None, torch.float32)
+    with pytest.raises(ValueError, match="float8 data with a scale, got torch.float32"):
+        Float8Tensor.from_operands(Operand(codes.float(), scale), None, torch.float32)
+    with pytest.raises(ValueError, match="two casts of one tensor"):
+        Float8Tensor.from_operands(Operand(codes, scale), Operand(codes[:2], scale), torch.float32)

@@ -1,0 +1,180 @@
+"""The monitor on experts: each group is observed as the linear of its expert, in eager and compiled code."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from quaver import Float8LinearConfig, convert_to_float8_training, freeze_to_float8
+from quaver.experts.grouped_mm import multiply_by_weight
+from quaver.linear.quantize import Quantizer
+from quaver.numerics.alarms import Alarms
+from quaver.numerics.monitor import monitor
+from quaver.numerics.observe import Sampling
+from quaver.numerics.probe import GroupedProbe
+from quaver.numerics.sites import sites_of
+from quaver.numerics.statistics import STATISTICS, finish, merge, new_slots, observe_matrix
+from tests.library.experts.test_grouped_mm import ENDS, RECIPES, operands
+from tests.mixture import make_mixture
+from tests.steps import assert_same, train
+
+CPU = torch.device("cpu")
+QUOTIENTS = ("rms", "sqnr_db", "scale_worst_sqnr_db", "underflow", "saturated", "zeros")
+
+
+@pytest.fixture
+def sampling():
+    sampling = Sampling(on=True)
+    yield sampling
+    sampling.close()
+
+
+def of_experts(site, casts, matrices):
+    """The statistics of the casts that linears would make of the matrices, merged."""
+    expected = new_slots(1, CPU)
+    for hp in matrices:
+        made = Quantizer(casts, hp.dtype)(hp, row=site.cast != "column", column=site.cast == "column")
+        codes, dequant, quant = made.row or made.column
+        merge(expected, observe_matrix(hp, codes, dequant, quant)[None])
+    return finish(expected, [None])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_sample_is_that_of_the_experts_linears(recipe, transposed, sampling):
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    a, b_t, ends = operands(transposed=transposed)
+    weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
+    grad_output = torch.randn(310, 160, dtype=a.dtype)
+    probe = GroupedProbe(sampling.take_number(), config, CPU)
+    multiply_by_weight(a, weight, ends, config, transposed, probe=probe).backward(grad_output)
+    groups = [slice(start, stop) for start, stop in zip([0, *ENDS], ENDS, strict=False) if start < stop]
+    hps = {
+        "input": [a.detach()[group] for group in groups],
+        "grad_output": [grad_output[group] for group in groups],
+        "weight": list(b_t.detach().transpose(1, 2).contiguous()),
+    }
+    for site in sites_of(config, True):
+        got = finish(probe.take(site)[None], [None])
+        if site.cast == "result":
+            continue
+        expected = of_experts(site, getattr(config.casts, site.operand), hps[site.operand])
+        for name in STATISTICS:
+            close = pytest.approx(expected[name][0], rel=1e-5) if name in QUOTIENTS else expected[name][0]
+            assert name == "scale_worst" or got[name][0] == close, (site, name)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_the_worst_scale_is_named_by_its_index_among_those_of_all_groups(recipe, sampling):
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    a, b_t, ends = operands()
+    with torch.no_grad():
+        a[250] = 1e-7  # of the last group, rows 200 to 300
+        a[250, 3] = 1e7
+    probe = GroupedProbe(sampling.take_number(), config, CPU)
+    multiply_by_weight(a, b_t.transpose(1, 2).contiguous(), ends, config, False, probe=probe)
+    site = sites_of(config, True)[0]
+    worst = finish(probe.take(site)[None], [None])["scale_worst"][0]
+    assert worst in (range(250, 251) if recipe == "rowwise" else range(250 * 3, 251 * 3))
+
+
+def test_results_are_those_of_rows_with_an_expert(sampling):
+    config = Float8LinearConfig()
+    a, b_t, ends = operands()
+    weight = b_t.detach().transpose(1, 2).contiguous().requires_grad_()
+    probe = GroupedProbe(sampling.take_number(), config, CPU)
+    output = multiply_by_weight(a, weight, ends, config, False, probe=probe)
+    output.square().sum().backward()
+    results = {"output": output[: ENDS[-1]], "grad_input": a.grad[: ENDS[-1]], "grad_weight": weight.grad}
+    for site in sites_of(config, True)[-3:]:
+        got, matrix = finish(probe.take(site)[None], [None]), results[site.operand]
+        assert got["numel"] == [matrix.numel()]
+        assert got["amax"] == [matrix.abs().max().item()]
+        assert got["zeros"] == [pytest.approx((matrix == 0).double().mean().item())]
+        assert got["sqnr_db"] == [None]
+
+
+# ---- a model ---------------------------------------------------------------------------------------------------------
+
+
+def make(recipe, mode="eager"):
+    model = convert_to_float8_training(make_mixture(layers=1), config=recipe)
+    if mode == "compiled":
+        model.compile(fullgraph=True, backend="aot_eager")
+    return model
+
+
+def trained(model, recomputed=False, change=lambda model, step: None, steps=3):
+    """The losses."""
+    torch.manual_seed(1)
+    batches = [torch.randn(64, 40, requires_grad=True) for _ in range(steps)]
+    optimizer, left = torch.optim.SGD(model.parameters(), lr=1e-3), iter(range(2, steps + 2))
+    change(model, 1)
+    call = (lambda tokens: checkpoint(model, tokens, use_reentrant=False)) if recomputed else None
+    return train(model, optimizer, batches, call=call, after=lambda model: change(model, next(left)))
+
+
+def sampled(model, **options):
+    """The losses, and the lines of the record."""
+    lines = []
+    with monitor(model, every=1, extras_every=0, sink=lines.append):
+        return trained(model, **options), lines
+
+
+def test_compiled_and_checkpointed_samples_are_those_of_eager_code():
+    recipe = "rowwise"
+    torch._dynamo.reset()
+    expected = sampled(make(recipe))
+    layers = dict.fromkeys(tensor["layer"] for tensor in expected[1][0]["tensors"])
+    assert list(layers) == ["0.experts.gate_up_proj", "0.experts.down_proj", "0.out"]
+    assert all(None not in line["amax"] for line in expected[1][1:])
+    assert sampled(make(recipe), recomputed=True) == expected
+    assert sampled(make(recipe, "compiled")) == expected
+
+
+def test_a_monitor_changes_nothing_and_leaves_nothing():
+    model, other = make("tensorwise"), make("tensorwise")
+    losses, _ = sampled(model)
+    assert "probes" not in vars(model[0].experts)
+    assert losses == trained(other)
+    assert_same(model.state_dict(), other.state_dict())
+
+
+def starve_first_expert(model, step):
+    with torch.no_grad():
+        if step == 1:
+            model[0].norm.bias[0] = 8  # the first feature of every token is positive
+        if step == 12:
+            model[0].router[0, 0] = -1e3
+
+
+def test_an_expert_without_tokens_raises_the_alarm():
+    _, (header, *samples) = sampled(make("tensorwise"), change=starve_first_expert, steps=16)
+    alarms = Alarms()
+    raised = [event for sample in samples for event in alarms.update(header, sample) if event.rule == "dead"]
+    assert (raised[0].layer, raised[0].operand) == ("0.experts.down_proj", "grad_weight")
+    assert raised[0].since == 12
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_frozen_modules_have_operands_and_the_scales_of_weights(recipe):
+    model = freeze_to_float8(make_mixture(layers=1), config=recipe)
+    _, (header, sample, *_) = sampled(model, steps=1)
+    assert {tensor["layer"] for tensor in header["tensors"]} == {
+        "0.experts.gate_up_proj",
+        "0.experts.down_proj",
+        "0.out",
+    }
+    for at, tensor in enumerate(header["tensors"]):
+        values = {name: sample[name][at] for name in header["statistics"]}
+        assert tensor["operand"] != "grad_weight"
+        assert (values["amax"] is None) == (tensor["operand"] == "weight"), tensor
+        assert (values["scale_max"] is None) == (tensor["cast"] == "result"), tensor
+
+
+def test_experts_of_a_copy_have_no_probes():
+    model = make("tensorwise")
+    with monitor(model):
+        assert model[0].experts.probes.keys() == {"gate_up_proj", "down_proj"}
+        assert copy.deepcopy(model)[0].experts.probes is None

@@ -1,0 +1,496 @@
+"""Float8AdamW in one process: numbers against torch's, bits in C, PyTorch and compiled code, refusals."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from quaver import convert_to_float8_training, use_float8_primary_weights
+from quaver.kernels import adamw as cpu_adamw
+from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, Float8Muon, buckets, float32_embeddings, update
+from quaver.optim.blocks import Run, block_numbers, grid_of
+from quaver.optim.combined import state_bytes
+from quaver.optim.rounding import block_keys, decode, encode, low16, random_bits, round_to_bfloat16, step_key
+from quaver.optim.update import Scalars
+from quaver.runtime.slow_paths import clear_slow_paths, slow_paths
+from tests.counting import CollectiveCounter
+from tests.steps import assert_same, by_torch_save, train
+
+SHAPES = [(64, 512), (100, 300), (300,), (4, 50, 100), (16, 32, 3, 3), (70, 1000), ()]
+STORAGES = [{}, {"exp_avg": "bfloat16", "exp_avg_sq": "float32", "masters": "float32"}, {"exp_avg": "bfloat16"}]
+
+
+def made(optimizer=Float8AdamW, shapes=SHAPES, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    parameters = [nn.Parameter((torch.randn(shape) * 0.1).to(dtype)) for shape in shapes]
+    return parameters, optimizer(parameters, **{"lr": 1e-2, **options})
+
+
+def give_gradients(parameters, seed):
+    """Of magnitudes that differ within a block."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        values = torch.randn(2, *parameter.shape, generator=generator)
+        parameter.grad = (values[0] * 10 ** values[1]).to(parameter.dtype)
+
+
+def stepped(optimizer=Float8AdamW, steps=3, ruined=(), **options):
+    parameters, its_optimizer = made(optimizer, **options)
+    for step in range(steps):
+        give_gradients(parameters, step)
+        for place in ruined:
+            parameters[0].grad[place] = float("nan") if step == 1 else 1.0
+        its_optimizer.step()
+    return parameters, its_optimizer
+
+
+def same(ours, theirs):
+    """All parameters and states of two (parameters, optimizer), to the bit."""
+    assert_same(*([(each, optimizer.state[each]) for each in parameters] for parameters, optimizer in (ours, theirs)))
+
+
+@pytest.fixture
+def in_pytorch(monkeypatch):
+    return lambda: monkeypatch.setattr(cpu_adamw, "takes", lambda *tensors: False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_c_and_pytorch_agree_in_every_bit(in_pytorch, monkeypatch, dtype, storage):
+    if not cpu_adamw.AVAILABLE:
+        pytest.skip("no C extension")
+    options = {"dtype": dtype, "ruined": [(3, 5), (60, 300)], **storage}
+    in_c = stepped(**options)
+    in_pytorch()
+    monkeypatch.setattr(buckets, "BUCKET", 5000)  # parameters in parts
+    same(in_c, stepped(**options))
+    assert in_c[1].skipped_blocks == 2
+
+
+def test_a_bucket_is_a_quarter_of_the_elements(in_pytorch, monkeypatch):
+    """Else the step of a small model would be the peak of its memory."""
+    in_pytorch()
+    sizes = []
+    run = buckets._run_bucket
+    monkeypatch.setattr(buckets, "_run_bucket", lambda bucket, *args: (sizes.append(bucket), run(bucket, *args))[1])
+    parameters = [torch.nn.Parameter(torch.ones(256, 256)) for _ in range(4)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    Float8AdamW(parameters).step()
+    assert [sum(run.blocks for _, run in bucket) for bucket in sizes] == [256] * 4
+
+
+def test_compiled_code_agrees_in_every_bit(in_pytorch):
+    expected = stepped()
+    in_pytorch()
+    same(expected, stepped(compile=True))
+
+
+def test_nothing_is_compiled_where_c_does_it(monkeypatch):
+    if not cpu_adamw.AVAILABLE:
+        pytest.skip("no C extension")
+    monkeypatch.setattr(buckets, "_compiled", lambda: pytest.fail("compiled"))
+    same(stepped(), stepped(compile=True))
+
+
+@pytest.mark.parametrize("storage", [FLOAT32_MOMENTS, {}])
+def test_it_is_adamw(storage):
+    """float32 moments are torch's up to rounding; float8 ones move parameters as far, within the codes' error."""
+    ours = stepped(steps=20, lr=1e-3, weight_decay=0.1, **storage)[0]
+    theirs, _ = made()
+    optimizer = torch.optim.AdamW(theirs, lr=1e-3, weight_decay=0.1)
+    before = [parameter.detach().clone() for parameter in theirs]
+    for step in range(20):
+        give_gradients(theirs, step)
+        optimizer.step()
+    for mine, other, start in zip(ours, theirs, before, strict=True):
+        error = (mine - other).norm() / (other - start).norm()
+        assert error < (1e-5 if storage or mine.numel() < 4096 else 0.06)
+
+
+@pytest.mark.parametrize("optimizer", [Float8AdamW, Float8Muon])
+def test_bfloat16_parameters_follow_their_float32_masters(optimizer):
+    parameters, its_optimizer = made(optimizer, SHAPES[:2], torch.bfloat16, masters="float32")
+    start = copy.deepcopy(parameters)
+    for step in range(3):
+        give_gradients(parameters, step)
+        its_optimizer.step()
+        for parameter in parameters:
+            assert torch.equal(parameter, its_optimizer.state[parameter]["master"].bfloat16())
+    for parameter, before in zip(parameters, start, strict=True):
+        assert (parameter != before).float().mean() > 0.5
+
+
+def test_a_parameter_of_other_strides_is_updated_in_place():
+    expected, _ = stepped(shapes=[(100, 300)])
+    transposed = nn.Parameter(made(shapes=[(100, 300)])[0][0].detach().t().contiguous().t())
+    memory, optimizer = transposed.data_ptr(), Float8AdamW([transposed], lr=1e-2)
+    for step in range(3):
+        give_gradients([transposed], step)
+        optimizer.step()
+    assert torch.equal(transposed, expected[0])
+    assert (transposed.data_ptr(), transposed.stride()) == (memory, (1, 100))
+
+
+# ---- rounding --------------------------------------------------------------------------------------------------------
+
+
+def decayed(beta2, *, stochastic, root):
+    """The mean second moment of 255 elements, over the true one, after 1 / (1 - beta2) steps without gradient."""
+    moment = torch.full((64, 256), 0.1)
+    moment[:, 0] = 1.0  # the largest of each block stays
+    steps = round(1 / (1 - beta2))
+    for step in range(steps):
+        moment *= beta2
+        moment[:, 0] = 1.0
+        values = moment.sqrt() if root else moment
+        keys = block_keys(torch.full((64,), step_key(0, step, 0) - 2**31, dtype=torch.int32), torch.arange(64).int())
+        noise = low16(random_bits(keys)) if stochastic else torch.full((64, 256), 2**15, dtype=torch.int32)
+        values = decode(*encode(values, values.amax(1), noise, is_root=True))
+        moment = values.square() if root else values
+    return (moment[:, 1:].mean() / (0.1 * beta2**steps)).item()
+
+
+@pytest.mark.parametrize("root", [False, True])
+@pytest.mark.parametrize("beta2", [0.95, 0.99, 0.999])
+def test_stochastic_rounding_does_not_freeze_second_moments(beta2, root):
+    assert decayed(beta2, stochastic=False, root=root) > 2.3
+    assert decayed(beta2, stochastic=True, root=root) == pytest.approx(1.0, abs=0.08)
+
+
+def distance(storage, steps, gradient_of, **options):
+    """The mean square of parameters that begin at 1, but for the first of a block; 0 is best."""
+    x = nn.Parameter(torch.ones(16, 256))
+    optimizer = Float8AdamW([x], lr=1e-2, weight_decay=0.0, exp_avg=storage, exp_avg_sq=storage, **options)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        x.grad = gradient_of(x.detach(), step, generator)
+        optimizer.step()
+    return x[:, 1:].square().mean().item()
+
+
+def test_an_ill_conditioned_problem_converges():
+    """Curvatures 1 to 1e-4 within a block, gradients in a tenth of the steps: second moments span 1e8."""
+    curvature = torch.logspace(-4, 0, 256).repeat(16, 1)
+
+    def gradient(x, step, generator):
+        noise, chosen = torch.randn(2, 16, 256, generator=generator)
+        return curvature * (x + 0.1 * noise) * (chosen > 1.28)
+
+    exact = distance("float32", 600, gradient)
+    assert exact < 0.02
+    assert distance("float8", 600, gradient) < 2 * exact
+
+
+def test_an_ill_conditioned_problem_on_which_nearest_rounding_diverges(in_pytorch, monkeypatch):
+    """Features of curvature 1e-5 occur in 20 steps, beside one whose gradient is 1. Then first moments of up to 4 steps
+    of e4m3's subnormal numbers stay under 0.9 * m, and parameters go on in their direction for ever."""
+
+    def gradient(x, step, generator):
+        grad = 1e-5 * x * (step < 20)
+        grad[:, 0] = 1.0
+        return grad
+
+    exact, ours = (distance(storage, 400, gradient, betas=(0.9, 0.99)) for storage in ("float32", "float8"))
+    assert ours == pytest.approx(exact, rel=0.05)
+    assert exact < 0.6
+    in_pytorch()
+    halves = -0x7FFF8000  # 2^15 in the lower and in the upper 16 bits
+    monkeypatch.setattr(update, "random_bits", lambda keys: torch.full((len(keys), 256), halves, dtype=torch.int32))
+    assert distance("float8", 400, gradient, betas=(0.9, 0.99)) > 5
+
+
+@pytest.mark.parametrize("is_root", [False, True])
+def test_codes_keep_what_they_hold_and_the_expected_value(is_root):
+    exact = torch.arange(127, dtype=torch.uint8)
+    values = torch.zeros(1, 256)
+    values[0, :127] = decode(exact[None], torch.ones(1))
+    for noise in (0, 65535):  # what a code holds is not moved
+        codes, scale = encode(values, values.amax(1), torch.full((1, 256), noise, dtype=torch.int32), is_root)
+        assert scale.item() == 1
+        assert torch.equal(codes[0, :127], exact)
+    values = torch.logspace(-5, 0, 256).repeat(4096, 1)
+    keys = block_keys(torch.zeros(4096, dtype=torch.int32), torch.arange(4096).int())
+    rounded = decode(*encode(values, values.amax(1), low16(random_bits(keys)), is_root)).mean(0)
+    normal = values[0] > 2**-9 / 448 if is_root else values[0] > 0
+    torch.testing.assert_close(rounded[normal], values[0][normal], rtol=0.01, atol=1e-7)
+    assert (
+        round_to_bfloat16(torch.tensor([float("nan"), float("-inf")]), torch.tensor([65535] * 2).int()).isfinite().sum()
+        == 0
+    )
+
+
+def test_random_bits_are_those_of_the_element_in_the_whole_parameter():
+    whole = torch.empty(6, 4, 700)
+    key, number = block_numbers([Run(grid_of(whole), 0, 24, 7)], whole.device)
+    bits = random_bits(block_keys(key, number))
+    assert number.tolist() == list(range(72))
+    assert (bits.view(-1).unique().numel() - 72 * 256) > -3
+    assert abs(low16(bits).double().mean() / 65535 - 0.5) < 0.01
+    part = Run(grid_of(whole), 5, 9, 7)
+    assert torch.equal(block_numbers([part], whole.device)[1], number[15:27])
+    assert len({step_key(*words) for words in [(0, 1, 2), (1, 0, 2), (0, 2, 1), (2**32, 1, 2)]}) == 4
+
+
+# ---- gradients, scaler, hooks ----------------------------------------------------------------------------------------
+
+
+def test_blocks_with_gradients_that_are_not_finite_stay_and_are_reported(caplog):
+    parameters, optimizer = made(shapes=[(64, 512)])
+    give_gradients(parameters, 0)
+    optimizer.step()
+    before = parameters[0].detach().clone(), copy.deepcopy(optimizer.state[parameters[0]])
+    parameters[0].grad[3, 300] = float("inf")
+    optimizer.step()
+    state = optimizer.state[parameters[0]]
+    assert torch.equal(parameters[0][3, 256:], before[0][3, 256:])
+    assert not (parameters[0][3, :256] == before[0][3, :256]).any()
+    assert torch.equal(state["exp_avg_fp8"][3, 256:], before[1]["exp_avg_fp8"][3, 256:])
+    assert torch.equal(state["exp_avg_sq_root_scale"][3, 1], before[1]["exp_avg_sq_root_scale"][3, 1])
+    assert optimizer.skipped_blocks == 1
+    assert "gradients are not finite in 1 blocks of 256 elements" in caplog.text
+
+
+def test_a_gradient_scaler_leaves_everything_untouched():
+    parameters, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for loss in (1.0, float("inf")):
+        give_gradients(parameters, 0)
+        before = copy.deepcopy((parameters, optimizer.state_dict()))
+        scaler.scale(sum((p * loss).sum() for p in parameters)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert_same((parameters, optimizer.state_dict()["state"]), (before[0], before[1]["state"]))
+
+
+def test_steps_in_hooks_of_backward_are_the_same():
+    def trained(fused):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 64), nn.Linear(64, 256))
+        optimizers = {p: Float8AdamW([p]) for p in model.parameters()}
+        if fused:
+            for parameter, optimizer in optimizers.items():
+                parameter.register_post_accumulate_grad_hook(lambda p, made=optimizer: made.step() or made.zero_grad())
+        for step in range(3):
+            model(torch.randn(8, 256, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            if not fused:
+                for optimizer in optimizers.values():
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return list(model.parameters())
+
+    assert_same(trained(True), trained(False))
+
+
+def test_weights_in_another_layout_and_primary_weights_are_trained():
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(256, 64, bias=False)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        convert_to_float8_training(model, config="tensorwise")
+    optimizers = [Float8AdamW(model.parameters(), lr=1e-2) for model in models]
+    optimizers[1] = use_float8_primary_weights(models[1], optimizers[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, [torch.ones(16, 256)] * 3)
+    assert_same(*(model.state_dict() for model in models))
+    assert_same(*(optimizer.state_dict()["state"] for optimizer in optimizers))
+
+    rows, columns = made(shapes=[(128, 64)]), made(shapes=[(128, 64)])
+    columns[0][0].data = columns[0][0].data.t().contiguous().t()
+    for parameters, optimizer in (rows, columns):
+        give_gradients(parameters, 0)
+        optimizer.step()
+    same(rows, columns)
+
+
+def test_a_step_between_forward_and_backward_is_noticed():
+    model, x = nn.Linear(64, 64), torch.ones(2, 64, requires_grad=True)
+    optimizer = Float8AdamW(model.parameters())
+    model(x).sum().backward()
+    loss = model(x).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_operations_do_not_grow_with_parameters(in_pytorch):
+    in_pytorch()
+    counts = []
+    for number in (8, 80):
+        parameters, optimizer = made(shapes=[(16, 256)] * number)
+        give_gradients(parameters, 0)
+        optimizer.step()
+        grid, scalars = grid_of(parameters[0]), Scalars.of(optimizer.param_groups[0], 1)
+        updates = [optimizer._update_of(p, optimizer.param_groups[0], 0, []) for p in parameters]
+        with CollectiveCounter() as counter:
+            buckets.run_updates(updates, scalars, optimizer._counter, False)
+        counts.append(counter.kernels.total())
+        assert grid.rows == 16
+    assert counts[0] == counts[1]
+
+
+# ---- storage and state dicts -----------------------------------------------------------------------------------------
+
+
+def test_bytes_and_which_parameters_stay_in_float32():
+    model = nn.Sequential(nn.Embedding(100, 256), nn.Linear(512, 512), nn.LayerNorm(8192), nn.Linear(8, 8))
+    optimizer = Float8AdamW(float32_embeddings(model, weight_decay=0.1))
+    give_gradients(list(model.parameters()), 0)
+    optimizer.step()
+
+    def per_element(parameter):
+        return sum(t.nbytes for t in optimizer.state[parameter].values() if t.dim()) / parameter.numel()
+
+    assert per_element(model[1].weight) == 2 + 2 * 4 / 256 <= 2.04
+    in_float32 = [model[0].weight, model[1].bias, model[2].weight, model[3].weight]
+    assert [per_element(parameter) for parameter in in_float32] == [8] * 4
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1}
+
+
+@pytest.mark.parametrize("exp_avg", ["float8", "bfloat16", "float32"])
+@pytest.mark.parametrize("exp_avg_sq", ["float8", "bfloat16", "float32"])
+def test_a_spike_in_a_block_leaves_the_steps_of_its_neighbours_bounded(exp_avg, exp_avg_sq):
+    """Or the pair is refused, when an optimizer is made and when one is loaded."""
+    x = nn.Parameter(torch.zeros(16, 256))
+    options = {"lr": 1.0, "weight_decay": 0.0, "eps": 0.0, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    if exp_avg == "float8" != exp_avg_sq:
+        with pytest.raises(
+            ValueError, match=f"exp_avg_sq: expected 'float8' with exp_avg='float8', got '{exp_avg_sq}'"
+        ):
+            Float8AdamW([x], **options)
+        optimizer = Float8AdamW([x], **(options | {"exp_avg_sq": "float8"}))
+        saved = optimizer.state_dict()
+        saved["param_groups"][0]["exp_avg_sq"] = exp_avg_sq
+        with pytest.raises(ValueError, match="expected 'float8' with"):
+            optimizer.load_state_dict(saved)
+        return
+    optimizer = Float8AdamW([x], **options)
+    for step in range(20):
+        x.grad = torch.randn(16, 256)
+        x.grad[:, 7] *= 1e9 if step == 10 else 1
+        before = x.detach().clone()
+        optimizer.step()
+        steps = (x.detach() - before).abs()
+        steps[:, 7] = 0
+        assert steps.max() < 2.5
+
+
+def test_large_vectors_are_said_once_to_stay_in_float32():
+    """As FSDP1's flat parameters are, and what it makes of parameters with use_orig_params."""
+    clear_slow_paths()
+    stepped(steps=2, shapes=[(8192,), (1 << 16,), (1 << 17,)])
+    (said,) = slow_paths()
+    assert "[65536] stay in float32" in said
+    assert "fully_shard" in said
+    clear_slow_paths()
+
+
+def test_the_documented_bytes_are_those_of_each_choice():
+    page = (Path(__file__).parents[3] / "docs" / "optimizer.md").read_text()
+    choice = r"^\| (float8|bfloat16|float32) \| (\w+) \| (\w+) \| (-|\w+) "
+    rows = re.findall(choice + r"\| ([\d.]+) " * 4 + r"\|$", page, re.MULTILINE)
+    assert len(rows) == 7
+    for exp_avg, exp_avg_sq, dtype, masters, *documented in rows:
+        options = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        options |= {} if masters == "-" else {"masters": masters}
+        (parameter,), optimizer = stepped(steps=1, shapes=[(64, 512)], dtype=getattr(torch, dtype), **options)
+        state = {name: tensor.nbytes for name, tensor in optimizer.state[parameter].items() if tensor.dim()}
+        assert state_bytes(optimizer) == sum(state.values()) + 4
+        counted = [parameter.nbytes + parameter.grad.nbytes, state.pop("master", 0)]
+        counted.append(sum(state.values()))
+        assert [f"{each / parameter.numel():.3f}" for each in (*counted, sum(counted))] == documented
+
+
+def test_the_code_of_the_page_runs(monkeypatch, tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "optimizer.md").read_text()
+    for code, moment in zip(
+        re.findall(r"```python\n(.*?)```", page, re.DOTALL), ("exp_avg_fp8", "momentum_buffer_fp8"), strict=True
+    ):
+        names = {}
+        exec(code.replace("/tmp", str(tmp_path)), names)
+        assert moment in names["optimizer"].state[names["model"][1].weight]
+
+
+MUON = {"shapes": [(64, 300), (300, 64), (128, 512), (30, 40)], "masters": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        *((Float8AdamW, {"dtype": torch.bfloat16, **storage}) for storage in STORAGES),
+        *((Float8Muon, {"dtype": dtype, **MUON}) for dtype in (torch.float32, torch.bfloat16)),
+    ],
+)
+def test_a_saved_state_goes_on_to_the_same_bits(optimizer, options):
+    run = stepped(optimizer, **options)
+    resumed = copy.deepcopy(run[0])
+    other = optimizer(resumed)
+    other.load_state_dict(by_torch_save(run[1].state_dict(), weights_only=True))
+    for parameters, its_optimizer in (run, (resumed, other)):
+        give_gradients(parameters, 9)
+        its_optimizer.step()
+    same(run, (resumed, other))
+    same(run, copy.deepcopy(run))
+
+
+def test_states_of_adamw_are_converted_in_both_directions():
+    theirs, _ = made()
+    adamw = torch.optim.AdamW(theirs, lr=3e-3, betas=(0.8, 0.9))
+    give_gradients(theirs, 0)
+    adamw.step()
+    ours = copy.deepcopy(theirs)
+    optimizer = Float8AdamW(ours)
+    optimizer.load_adamw_state_dict(adamw.state_dict())
+    back = optimizer.adamw_state_dict()
+    assert back["param_groups"][0]["betas"] == (0.8, 0.9)
+    assert back["param_groups"][0].keys() == adamw.state_dict()["param_groups"][0].keys()
+    for index, state in adamw.state_dict()["state"].items():
+        assert back["state"][index]["step"] == state["step"]
+        for name, tolerance in (("exp_avg", 0.05), ("exp_avg_sq", 0.1)):
+            error = (back["state"][index][name] - state[name]).norm() / state[name].norm()
+            assert error < (tolerance if state[name].numel() >= 4096 else 1e-6)
+    adamw.load_state_dict(back)
+    again, resumed = Float8AdamW(ours), Float8AdamW(copy.deepcopy(ours))
+    again.load_adamw_state_dict(adamw.state_dict())
+    resumed.load_state_dict(adamw.state_dict())  # as a trainer does, which knows no other method
+    give_gradients(ours, 1)
+    give_gradients(resumed.param_groups[0]["params"], 1)
+    again.step()
+    resumed.step()
+    same((ours, again), (resumed.param_groups[0]["params"], resumed))
+
+
+def test_states_that_do_not_fit_are_refused():
+    parameters, optimizer = stepped()
+    saved = optimizer.state_dict()
+    newer = copy.deepcopy(saved)
+    newer["param_groups"][0]["state_version"] = 9
+    with pytest.raises(ValueError, match="state_version 1, or of torch.optim.AdamW, got state_version 9"):
+        optimizer.load_state_dict(newer)
+    theirs = torch.optim.AdamW(parameters)
+    theirs.step()
+    more = torch.optim.AdamW([*parameters, torch.zeros(4, requires_grad=True)])
+    with pytest.raises(ValueError, match="expected an AdamW state dict with the param groups of this optimizer"):
+        optimizer.load_state_dict(more.state_dict())
+    momentum = torch.optim.SGD(parameters, momentum=0.9)
+    momentum.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="or of torch.optim.AdamW, got one without .*betas"):
+        optimizer.load_state_dict(momentum.state_dict())
+    assert_same(optimizer.state_dict(), before)
+    _, other = made(shapes=[(64, 256), *SHAPES[1:]])
+    with pytest.raises(
+        ValueError, match=r"expected exp_avg_fp8 in torch.uint8 \[64, 256\], got torch.uint8 \[64, 512\]"
+    ):
+        other.load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"exp_avg: expected a Parameter \[64, 256\], got Tensor \[64, 512\]"):
+        other.load_adamw_state_dict(theirs.state_dict())
+    parameters[-1].grad = torch.zeros_like(parameters[-1]).to_sparse()
+    with pytest.raises(ValueError, match="expected a dense gradient"):
+        optimizer.step()
+    assert_same(optimizer.state_dict(), before)

@@ -1,0 +1,127 @@
+"""Float8Muon in one process: numbers against torch's, non-finite gradients, state dicts, refusals."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from quaver.optim import Float8AdamW, Float8Muon, buckets
+from quaver.optim.combined import state_bytes
+from tests.library.optim import test_adamw
+from tests.library.optim.test_adamw import give_gradients, same
+from tests.steps import assert_same
+
+SHAPES = [(64, 300), (300, 64), (128, 512), (30, 40)]
+made = partial(test_adamw.made, optimizer=Float8Muon, shapes=SHAPES)
+stepped = partial(test_adamw.stepped, optimizer=Float8Muon, shapes=SHAPES, steps=5)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.8}]
+)
+@pytest.mark.parametrize(("storage", "bound"), [("float32", 1e-3), ("bfloat16", 0.02), ("float8", 0.08)])
+def test_it_is_muon(options, storage, bound):
+    """float32 momentum is torch's up to rounding in bfloat16; others are within the error of their codes."""
+    ours, optimizer = stepped(momentum_buffer=storage, **options)
+    theirs, muon = stepped(optimizer=torch.optim.Muon, **options)
+    for mine, other, start in zip(ours, theirs, made(**options)[0], strict=True):
+        error = (mine - other).norm() / (other - start).norm()
+        assert error < (bound if mine.numel() >= 4096 else 1e-3)
+        stored = optimizer.muon_state_dict()["state"][SHAPES.index(tuple(mine.shape))]["momentum_buffer"]
+        momentum = muon.state[other]["momentum_buffer"]
+        assert (stored - momentum).norm() / momentum.norm() < (bound if mine.numel() >= 4096 else 1e-5)
+
+
+def test_momentum_of_rare_gradients_decays_and_does_not_freeze():
+    """After 100 steps without gradient the mean momentum beside a large one is the true one."""
+    (parameter,), optimizer = made(shapes=[(64, 256)], lr=0.0)
+    for step in range(100):
+        parameter.grad = torch.zeros(64, 256)
+        parameter.grad[:, 0] = 10.0
+        if step == 0:
+            parameter.grad[:, 1:] = 100.0
+        optimizer.step()
+    stored = optimizer.muon_state_dict()["state"][0]["momentum_buffer"]
+    assert stored[:, 1:].mean().item() == pytest.approx(5 * 0.95**99, rel=0.1)
+
+
+def test_a_momentum_below_the_smallest_code_is_rounded_to_zero():
+    """Stochastically. A second moment's root never is, or a step would divide by eps alone."""
+    parameter = torch.nn.Parameter(torch.zeros(64, 256))
+    optimizer = Float8Muon([parameter], lr=1e-3)
+    parameter.grad = torch.full((64, 256), 1e-9)
+    parameter.grad[:, 0] = 1.0
+    optimizer.step()
+    stored = optimizer.muon_state_dict()["state"][0]["momentum_buffer"]
+    assert (stored[:, 1:] == 0).float().mean() > 0.99
+    assert (stored[:, 0] > 0).all()
+
+
+@pytest.mark.parametrize("masters", ["bfloat16", "float32"])
+def test_bfloat16_parameters_move_by_less_than_their_spacing(masters):
+    parameters, optimizer = made(dtype=torch.bfloat16, lr=1e-4, weight_decay=0.0, masters=masters)
+    exact = [p.detach().float() for p in parameters]
+    start, muon = copy.deepcopy(exact), torch.optim.Muon([nn.Parameter(p) for p in exact], lr=1e-4, weight_decay=0.0)
+    for _ in range(20):
+        give_gradients(parameters, 0)
+        for mine, other in zip(parameters, muon.param_groups[0]["params"], strict=True):
+            other.grad = mine.grad.float()
+        optimizer.step()
+        muon.step()
+    for mine, other, before in zip(parameters, exact, start, strict=True):
+        ours = optimizer.state[mine].get("master", mine).detach().float()
+        moved = ((ours - before) * (other - before)).sum() / (other - before).square().sum()
+        assert moved.item() == pytest.approx(1.0, abs=0.2)
+
+
+def test_matrices_in_parts_have_the_same_bits(monkeypatch):
+    whole = stepped()
+    monkeypatch.setattr(buckets, "BUCKET", 5000)
+    same(whole, stepped())
+
+
+def test_a_matrix_whose_gradient_is_not_finite_stays_and_is_reported(caplog):
+    parameters, optimizer = stepped(steps=1)
+    before = copy.deepcopy((parameters, optimizer))
+    give_gradients(parameters, 1)
+    parameters[0].grad[3, 250] = float("inf")
+    optimizer.step()
+    ours, earlier = (made.state_dict()["state"][0] for made in (optimizer, before[1]))
+    assert ours.pop("step") == earlier.pop("step") + 1
+    assert_same((parameters[0], ours), (before[0][0], earlier))
+    assert not (parameters[1] == before[0][1]).all()
+    assert optimizer.skipped_parameters == 1
+    assert "gradients are not finite in 1 matrices" in caplog.text
+
+
+def test_states_of_muon_are_converted_in_both_directions():
+    theirs, muon = stepped(optimizer=torch.optim.Muon, momentum=0.8)
+    ours = copy.deepcopy(theirs)
+    optimizer = Float8Muon(ours)
+    optimizer.load_muon_state_dict(muon.state_dict())
+    back = optimizer.muon_state_dict()
+    assert back["param_groups"] == muon.state_dict()["param_groups"]
+    for index, state in muon.state_dict()["state"].items():
+        assert back["state"][index].keys() == state.keys()
+        stored, exact = back["state"][index]["momentum_buffer"], state["momentum_buffer"]
+        assert (stored - exact).norm() / exact.norm() < (0.05 if exact.numel() >= 4096 else 1e-6)
+    muon.load_state_dict(back)
+    muon.step()
+
+
+def test_a_byte_per_element_and_a_scale_per_256():
+    (parameter,), optimizer = stepped(shapes=[(64, 512)])
+    counted = sum(tensor.nbytes for tensor in optimizer.state[parameter].values() if tensor.dim())
+    assert counted / parameter.numel() == 1 + 4 / 256
+    assert state_bytes(optimizer) == counted + 4
+
+
+def test_states_of_other_optimizers_are_refused():
+    _, optimizer = made()
+    optimizer.load_state_dict(made(optimizer=torch.optim.Muon)[1].state_dict())
+    with pytest.raises(ValueError, match="of Float8Muon or of torch.optim.Muon, got one without .*momentum"):
+        optimizer.load_state_dict(made(optimizer=torch.optim.AdamW)[1].state_dict())
+    with pytest.raises(ValueError, match="expected a state dict of Float8Muon, got one without adjust_lr_fn, momentum"):
+        optimizer.load_state_dict(made(optimizer=Float8AdamW)[1].state_dict())

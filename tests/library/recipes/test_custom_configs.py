@@ -1,0 +1,91 @@
+"""Configs that are no recipe: every mix of granularities, matmuls left in high precision, other formats."""
+
+import contextlib
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from quaver import CastConfig, Float8Linear, Float8LinearConfig, ScalingGranularity, ScalingType, cast_weights_once
+from tests.library.linear.test_module import references
+from tests.reference import sqnr_db
+from tests.steps import assert_same, results_of
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TENSOR, ROW = CastConfig(), CastConfig(scaling_granularity=ScalingGranularity.ROWWISE)
+HP = CastConfig(scaling_type=ScalingType.DISABLED)
+NAMES = (
+    "input",
+    "input_for_grad_weight",
+    "weight",
+    "weight_for_grad_input",
+    "grad_output",
+    "grad_output_for_grad_weight",
+)
+
+
+def config_of(casts, **options):
+    fields = {f"cast_config_{name}": cast for name, cast in zip(NAMES, casts, strict=True)}
+    return Float8LinearConfig(**fields, **options)
+
+
+def results(config, input, grad_output, weight, *, scoped=False):
+    module = Float8Linear(64, 48, bias=False, dtype=weight.dtype, config=config)
+    module.load_state_dict({"weight": weight})
+    with cast_weights_once(module) if scoped else contextlib.nullcontext():
+        return results_of(module, input, grad_output=grad_output)
+
+
+@pytest.fixture
+def operands():
+    return torch.randn(80, 64), torch.randn(80, 48), torch.randn(48, 64)
+
+
+@pytest.mark.parametrize(
+    "casts",
+    itertools.product((TENSOR, ROW), repeat=6),
+    ids=lambda casts: "".join("r" if cast is ROW else "t" for cast in casts),
+)
+@pytest.mark.parametrize("power_of_2", [False, True])
+def test_every_mix_of_granularities(casts, power_of_2, operands):
+    input, grad_output, weight = operands
+    config = config_of(casts, round_scales_to_power_of_2=power_of_2)
+    got = results(config, input, grad_output, weight)
+    for reference, result in zip(references(input, weight, grad_output), got, strict=True):
+        assert sqnr_db(reference, result) > 22
+    kept = dataclasses.replace(config, keep_float8_weight_for_backward=True)
+    for other in (results(kept, input, grad_output, weight), results(config, input, grad_output, weight, scoped=True)):
+        assert_same(other, got)
+
+
+@pytest.mark.parametrize("in_float8", [*itertools.product((False, True), repeat=3)], ids=str)
+@pytest.mark.parametrize("hp_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_any_matmul_may_stay_in_high_precision(in_float8, hp_dtype, autocast, operands):
+    input, grad_output, weight = (tensor.to(hp_dtype) for tensor in operands)
+    output_fp8, grad_input_fp8, grad_weight_fp8 = in_float8
+    row, row_of_gradient, column_of_weight, column = (
+        cast if fp8 else HP
+        for cast, fp8 in ((ROW, output_fp8), (ROW, grad_input_fp8), (TENSOR, grad_input_fp8), (TENSOR, grad_weight_fp8))
+    )
+    config = config_of((row, column, row, column_of_weight, row_of_gradient, column))
+    for scoped in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            got = results(config, input, grad_output.bfloat16() if autocast else grad_output, weight, scoped=scoped)
+        exact_db = 45 if autocast or hp_dtype is torch.bfloat16 else 100
+        for fp8, reference, result in zip(in_float8, references(input, weight, grad_output), got, strict=True):
+            assert (sqnr_db(reference, result) > exact_db) == (not fp8)
+            assert sqnr_db(reference, result) > 22
+
+
+@pytest.mark.parametrize(
+    ("input_dtype", "weight_dtype", "grad_dtype", "decibels"),
+    [(E5M2, None, E4M3, 22), (torch.float8_e4m3fnuz,) * 3 + (26,)],  # fnuz formats run on the exact backend
+)
+def test_formats_may_be_others(input_dtype, weight_dtype, grad_dtype, decibels, operands):
+    input, grad_output, weight = operands
+    casts = [CastConfig(target_dtype=dtype) for dtype in (input_dtype, weight_dtype, grad_dtype) for _ in range(2)]
+    got = results(config_of(casts), input, grad_output, weight)
+    for reference, result in zip(references(input, weight, grad_output), got, strict=True):
+        assert sqnr_db(reference, result) > decibels

@@ -1,0 +1,193 @@
+"""Slow paths: each is said once, listed by the report and by `quaver doctor`, or raises."""
+
+import importlib
+import json
+import logging
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from quaver import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    error_on_slow_path,
+    freeze_to_float8,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
+from quaver.kernels import cast, cpu, operation
+from quaver.lab.cli import main
+from quaver.runtime import devices
+from quaver.runtime.slow_paths import clear_slow_paths, say_once, slow_paths
+from tests.isolated import isolated
+
+
+def test_each_is_said_once_until_it_is_cleared(caplog):
+    say_once("matmul cuda:0", "slow on cuda:0: 100%")
+    say_once("matmul cuda:0", "slow on cuda:0: 100%")
+    say_once("matmul cuda:1", "slow on cuda:1")
+    assert [(each.name, each.levelno, each.getMessage()) for each in caplog.records] == [
+        ("quaver", logging.WARNING, "slow on cuda:0: 100%"),
+        ("quaver", logging.WARNING, "slow on cuda:1"),
+    ]
+    assert slow_paths() == ["slow on cuda:0: 100%", "slow on cuda:1"]
+    clear_slow_paths()
+    assert slow_paths() == []
+    say_once("matmul cuda:0", "slow on cuda:0")
+    assert len(caplog.records) == 3
+
+
+def test_the_switch_raises_every_time():
+    say_once("key", "slow")
+    with error_on_slow_path():
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="^slow$"):
+                say_once("key", "slow")
+        with error_on_slow_path(False):
+            say_once("key", "slow")
+        with pytest.raises(RuntimeError, match="slow"):
+            say_once("key", "slow")
+    say_once("key", "slow")
+    scope = error_on_slow_path(True)  # as a function, it holds until it is called again
+    try:
+        with pytest.raises(RuntimeError, match="slow"):
+            say_once("key", "slow")
+    finally:
+        scope.__exit__(None, None, None)
+
+
+def _say_with(value: str, raises: bool) -> None:
+    os.environ["QUAVER_ERROR_ON_SLOW_PATH"] = value
+    reloaded = importlib.reload(sys.modules["quaver.runtime.slow_paths"])
+    try:
+        reloaded.say_once("key", "slow")
+    except RuntimeError:
+        assert raises
+    else:
+        assert not raises
+
+
+@pytest.mark.parametrize(("value", "raises"), [("1", True), ("0", False), ("", False)])
+def test_the_environment_variable(value, raises):
+    isolated(_say_with, value, raises)
+
+
+@pytest.fixture
+def without_extension(monkeypatch):
+    monkeypatch.setattr(cpu, "AVAILABLE", False)
+    monkeypatch.setattr(cpu, "UNAVAILABLE_BECAUSE", "quaver._cpu was not built at install")
+    monkeypatch.setattr(cpu, "_PURE_PYTORCH", False)
+
+
+NO_EXTENSION = "float8 casts on the CPU run in PyTorch, up to 10 times slower: quaver._cpu was not built at install"
+
+
+def test_casts_without_the_extension(without_extension, monkeypatch, caplog):
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    assert slow_paths() == []
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        cast.cast_tensorwise(torch.ones(16, 16), torch.float8_e4m3fn, True, False, False)
+    assert slow_paths() == []  # nothing was cast
+    model(torch.randn(4, 16)).sum().backward()
+    assert slow_paths() == [NO_EXTENSION]
+    assert caplog.text.count(NO_EXTENSION) == 1
+    with error_on_slow_path(), pytest.raises(RuntimeError, match="not built at install"):
+        model(torch.randn(4, 16))
+    monkeypatch.setattr(cpu, "_PURE_PYTORCH", True)  # the user asked for it
+    clear_slow_paths()
+    with error_on_slow_path():
+        model(torch.randn(4, 16))
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_scales_that_are_computed_for_no_all_gather(gathers):
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers)
+    precompute_float8_dynamic_scale_for_fsdp(convert_to_float8_training(nn.Linear(16, 16), config=config))
+    precompute_float8_dynamic_scale_for_fsdp(nn.Linear(16, 16))
+    assert bool(slow_paths()) is not gathers
+    assert all("so FSDP2 gathers its weights in high precision" in each for each in slow_paths())
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension is off")
+def test_casts_with_the_extension_say_nothing():
+    with error_on_slow_path():
+        convert_to_float8_training(nn.Linear(16, 16))(torch.randn(4, 16)).sum().backward()
+
+
+def test_casts_without_triton(monkeypatch, caplog):
+    for name in ("triton_cast", "triton_blocks", "triton_amax"):
+        monkeypatch.delitem(sys.modules, f"quaver.kernels.{name}", raising=False)
+        monkeypatch.delattr(f"quaver.kernels.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    on_gpu = SimpleNamespace(is_cuda=True, is_cpu=False, device=torch.device("cuda", 0), dtype=torch.float32)
+    for _ in range(2):
+        assert operation.triton_kernels(on_gpu) is None
+    assert len(caplog.records) == len(slow_paths()) == 1
+    assert "casts on cuda:0 run in PyTorch" in slow_paths()[0]
+    assert "import of triton halted" in slow_paths()[0]
+    with error_on_slow_path(), pytest.raises(RuntimeError, match="Triton cannot be imported"):
+        operation.triton_kernels(on_gpu)
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "because"), [((8, 9), None, "this is sm_89"), ((9, 4), "6.4", "for NVIDIA GPUs")]
+)
+def test_casts_on_gpus_without_kernels(capability, hip, because, monkeypatch):
+    triton_blocks = pytest.importorskip("quaver.kernels.triton_blocks")
+    monkeypatch.setattr(triton_blocks, "UNAVAILABLE_BECAUSE", None)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(devices, "_compute_capability", lambda index: capability)
+    on_gpu = SimpleNamespace(is_cuda=True, is_cpu=False, device=torch.device("cuda", 0), dtype=torch.float32)
+    assert operation.triton_kernels(on_gpu) is None
+    assert len(slow_paths()) == 1
+    assert because in slow_paths()[0]
+
+
+def frozen():
+    return freeze_to_float8(nn.Linear(16, 32, bias=False))
+
+
+def test_an_op_that_dequantizes_a_frozen_weight(caplog):
+    linear, input = frozen(), torch.randn(4, 16)
+    expected = input @ linear.weight.to_high_precision().t()
+    for _ in range(2):
+        assert torch.mm(torch.randn(2, 32), linear.weight).shape == (2, 16)
+        assert (linear.weight + torch.zeros(32, 16)).equal(linear.weight.to_high_precision())
+    assert [message.partition(":")[0] for message in slow_paths()] == [
+        "aten.mm.default dequantizes a whole frozen float8 weight, [32, 16], to torch.float32",
+        "aten.add.Tensor dequantizes a whole frozen float8 weight, [32, 16], to torch.float32",
+    ]
+    assert len(caplog.records) == 2
+    with error_on_slow_path(), pytest.raises(RuntimeError, match=r"aten\.mul\.Tensor dequantizes a whole"):
+        linear.weight * 2
+    assert torch.nn.functional.cosine_similarity(linear(input).flatten(), expected.flatten(), 0) > 0.99
+
+
+def test_what_is_meant_to_read_or_write_a_frozen_weight_is_no_slow_path():
+    linear = frozen()
+    with error_on_slow_path():
+        linear(torch.randn(4, 16, requires_grad=True)).sum().backward()
+        weight = linear.weight
+        values = weight.to_high_precision()
+        assert torch.isfinite(weight).all()
+        assert not torch.isnan(weight).any()
+        assert torch.equal(weight, values)
+        assert torch.empty(32, 16).copy_(weight).equal(values)
+        weight.view(-1)  # as DistributedDataParallel
+        weight.data += torch.ones(32, 16)  # a merge
+        weight.data = values
+        linear.load_state_dict(linear.state_dict())
+        linear.to(torch.bfloat16)
+    assert slow_paths() == []
+
+
+def test_doctor_lists_them_and_does_not_raise(without_extension, capsys):
+    with error_on_slow_path():
+        assert main(["doctor", "--no-compile"]) == 0
+        assert f"slow path: {NO_EXTENSION}" in capsys.readouterr().out
+        assert main(["doctor", "--no-compile", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["slow_paths"] == [NO_EXTENSION]

@@ -1,0 +1,117 @@
+"""The memory table: float8 takes no more than bfloat16, steps that do not repeat are refused, the table is whole."""
+
+import json
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.memory import PAGE, PROMISED, RECORD, case_of, cases, exceptions, measure_row, name_of, ratios, tables
+from benchmarks.memory_modules import Case, Size, predict
+from benchmarks.record import fill
+from quaver.lab.recorder.allocator import measure_usage
+
+CPU = torch.device("cpu")
+SMALL = Size(dim=128, hidden_dim=448, sequences=4, seq_len=128)
+FLOAT8 = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+
+
+def rows_of(module: str, checkpointing: str, precisions=("bfloat16", *FLOAT8), compiled=False) -> list[dict]:
+    made = [Case(module, precision, checkpointing, compiled=compiled) for precision in precisions]
+    return [measure_row(case, SMALL, CPU) for case in made]
+
+
+def no_more_than_bfloat16(rows: list[dict]) -> bool:
+    """Whether no peak is above bfloat16's; of what is saved, scales may be 8% of the smallest modules' inputs."""
+    return all(of["peak"] <= 1 and of["saved"] <= 1.08 for of in (ratios(row, rows) for row in rows))
+
+
+def quick(*most: tuple[str, str]) -> list:
+    """All modules with all checkpointing; those that are not named are for the night."""
+    every = product(("attention", "ffn", "1 block"), ("none", "full", "op"))
+    return [pytest.param(*each, marks=() if each in most else pytest.mark.nightly) for each in every]
+
+
+@pytest.mark.parametrize(
+    ("module", "checkpointing"), quick(("attention", "op"), ("ffn", "full"), ("1 block", "none"), ("1 block", "op"))
+)
+def test_float8_takes_no_more_than_bfloat16(module, checkpointing):
+    """Except attention checkpointed by itself: its linears save codes in addition to its input (docs/design/0008).
+
+    Of mxfp8 also a float32 scale for 32 codes.
+    """
+    rows = rows_of(module, checkpointing)
+    if (module, checkpointing) in {("attention", "full"), ("attention", "op")}:
+        for row in rows:
+            full = 1.03 if row["precision"] in ("blockwise", "mxfp8") else 1.02  # float32 scales of blocks
+            assert ratios(row, rows)["peak"] <= {"full": full, "op": 1.15}[checkpointing], row["precision"]
+        return
+    assert no_more_than_bfloat16(rows)
+    if (module, checkpointing) == ("1 block", "none"):
+        saved = {row["precision"]: ratios(row, rows)["saved"] for row in rows}
+        assert max(saved["tensorwise"], saved["rowwise"]) <= 0.75
+
+
+@pytest.mark.nightly  # test_compiled.py compares predictions with the committed table
+def test_compiled_float8_takes_no_more_than_bfloat16():
+    rows = rows_of("ffn", "none", ("bfloat16", "rowwise"), compiled=True)
+    assert no_more_than_bfloat16(rows)
+    assert ratios(rows[1], rows)["saved"] < 0.9
+
+
+def predicted_peaks(case: Case, precisions=("bfloat16", *FLOAT8)) -> dict[str, int]:
+    """What a step adds at its peak, by precision; nothing runs."""
+    made = (replace(case, precision=precision) for precision in precisions)
+    return {each.precision: predict(each, SMALL).step_peak_bytes for each in made}
+
+
+@pytest.mark.parametrize(("module", "checkpointing"), quick(("attention", "none")))
+def test_sharded_float8_takes_no_more_than_bfloat16(module, checkpointing):
+    """But for attention by itself, whose row-wise weights are all-gathered in two casts (docs/design/0008)."""
+    peaks = predicted_peaks(Case(module, "bfloat16", checkpointing, ranks=2))
+    above = {recipe: peaks[recipe] / peaks["bfloat16"] for recipe in FLOAT8}
+    assert max(above.values()) <= (1.15 if module == "attention" else 0.9), above
+    assert above["tensorwise"] <= (1.03 if module == "attention" else 0.9), above
+
+
+def test_scratch_is_what_an_operation_frees_before_it_returns():
+    query = torch.randn(1, 4, 256, 64)
+    with measure_usage(CPU) as measured:
+        out = nn.functional.scaled_dot_product_attention(query, query, query)
+        del out
+        measured.mark()
+    assert measured.usage.peak_bytes > measured.usage.tensor_peak_bytes >= query.nbytes
+
+
+@pytest.mark.parametrize("problem", ["no mark", "something left"])
+def test_a_step_that_does_not_repeat_is_refused(problem):
+    left = []
+    message = "expected one mark" if problem == "no mark" else "left 4000 bytes behind"
+    with pytest.raises(RuntimeError, match=message), measure_usage(CPU) as measured:
+        if problem == "something left":
+            measured.mark()
+            left.append(torch.empty(1000))
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict:
+    return json.loads(RECORD.read_text())
+
+
+def test_the_committed_table_is_whole(recorded):
+    assert [case_of(row) for row in recorded["rows"]] == cases([])
+    assert len(recorded["rows"]) == 576
+    assert fill(PAGE.read_text(), tables(recorded)) == PAGE.read_text()
+
+
+def test_what_the_committed_table_shows_to_hold(recorded):
+    """Blocks and models keep the promise; attention and a feed-forward by themselves do not, which the page says."""
+    rows = recorded["rows"]
+    above = exceptions(rows)
+    assert {row["module"] for row in above} <= {"attention", "ffn"}
+    assert not [row for row in above if row["module"] == "ffn" and not (row["compiled"] and row["ranks"] == 2)]
+    assert all(name_of(row) in PAGE.read_text() for row in above)
+    models = [ratios(row, rows)["peak"] for row in rows if row["module"].endswith("0 blocks")]
+    assert max(models) <= PROMISED

@@ -1,0 +1,58 @@
+"""What 1.0 promises: the names of `quaver.__all__`, each documented, and the exit codes of docs/commands.md."""
+
+import enum
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import quaver
+from quaver.lab.cli import errors
+
+ROOT = Path(__file__).parents[2]
+
+PUBLIC = """
+CastConfig ConversionReport DelayedScalingConfig FilterDecision Float8ColwiseParallel Float8GemmConfig Float8Linear
+Float8LinearConfig Float8LinearRecipeName Float8RowwiseParallel Float8ScalingState FrozenFloat8Experts
+FrozenFloat8Linear LayerRecipes PrepareFloat8ModuleInput ScaleCalculationMode ScalingGranularity ScalingType
+TensorScaling assert_float8_training auto_filter_for_recipe calibrate_float8_static_scales cast_weights_once
+conversion_report convert_to_float8_training convert_to_high_precision error_on_slow_path float8_grouped_mm
+float8_linear float8_scaling_state freeze_to_float8 monitor precompute_float8_dynamic_scale_for_fsdp
+sync_float8_amax_and_scale_history use_float8_primary_weights
+"""
+"""A name leaves this list in a major version only, after a release that warned of it (CONTRIBUTING.md)."""
+
+NAMES = PUBLIC.split()
+
+
+def test_the_public_names():
+    assert quaver.__all__ == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_public_name_has_a_docstring_of_its_own(name):
+    value = getattr(quaver, name)
+    if name == "FilterDecision":  # a type alias
+        return
+    documented = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+    assert documented
+    assert not documented.startswith(f"{name}("), "the signature that dataclasses write is no docstring"
+    if isinstance(value, enum.EnumMeta):
+        assert documented != enum.Enum.__doc__
+
+
+def test_another_name_is_an_error():
+    with pytest.raises(AttributeError, match="no attribute 'Float8Lineal'"):
+        _ = quaver.Float8Lineal
+
+
+def test_the_documentation_has_the_exit_codes():
+    documented = set(map(int, re.findall(r"^\| (\d+) \|", (ROOT / "docs/commands.md").read_text(), re.M)))
+    defined = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert documented == defined | {0, 1, 141}
+
+
+@pytest.mark.parametrize(("file", "line"), [("CITATION.cff", "version: {}"), ("CHANGELOG.md", "## {}")])
+def test_the_version_stands_where_readers_look(file, line):
+    assert re.search(rf"^{re.escape(line.format(quaver.__version__))}\b", (ROOT / file).read_text(), re.M)

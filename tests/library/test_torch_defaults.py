@@ -1,0 +1,111 @@
+"""quaver under torch's process-wide defaults: a default dtype, a default device, a fake mode at its import."""
+
+import subprocess
+import sys
+import textwrap
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from quaver import convert_to_float8_training, float8_scaling_state, sync_float8_amax_and_scale_history
+from quaver.kernels import cpu, widen
+from quaver.kernels.exact_mm import exact_float8_mm
+from quaver.linear import gemm, shared_input
+from tests.library.linear.test_module import Qkv
+from tests.steps import assert_same, results_of
+
+IMPORTED_LATE = """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    torch.set_default_dtype(torch.bfloat16)
+    with FakeTensorMode(), torch.device("meta"):
+        import quaver
+    torch.set_default_dtype(torch.float32)
+
+    from quaver.recipes.scaling import amax_to_quant_scale
+    for dtype, largest in ((torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)):
+        for amax in (0.0, 1e-20, 0.7, 3e4):
+            expected = torch.tensor(largest / max(amax, 1e-12), dtype=torch.float64).float()
+            scale = amax_to_quant_scale(torch.tensor(amax), dtype)
+            assert torch.equal(scale, expected.clamp(max=largest / 1e-12)), (amax, scale)
+    for recipe in ("tensorwise", "rowwise", "delayed"):
+        model = quaver.convert_to_float8_training(torch.nn.Linear(128, 128), config=recipe)
+        model(torch.randn(128, 128)).sum().backward()
+        assert model.weight.grad.isfinite().all()
+"""
+
+
+def test_an_import_under_other_defaults():
+    subprocess.run([sys.executable, "-c", textwrap.dedent(IMPORTED_LATE)], check=True, timeout=120)
+
+
+@contextmanager
+def other_defaults(name):
+    """The process-wide defaults of another program."""
+    if name == "meta":
+        with torch.device("meta"):
+            yield
+        return
+    torch.set_default_dtype(getattr(torch, name))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+DEFAULTS = pytest.mark.parametrize("defaults", ["float64", "bfloat16", "meta"])
+
+
+@DEFAULTS
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp", "delayed"])
+def test_a_step(recipe, defaults, monkeypatch):
+    monkeypatch.setattr(cpu, "AVAILABLE", False)  # casts by PyTorch
+    model = convert_to_float8_training(nn.Linear(128, 128), config=recipe)
+    input = torch.randn(128, 128)
+
+    def step():
+        widen._pair_table.cache_clear()
+        return results_of(model, input, grad_output=1.0)
+
+    expected = step()
+    with other_defaults(defaults):
+        made = step()
+        sync_float8_amax_and_scale_history(model)
+        float8_scaling_state(model).reset()
+    assert_same(made, expected)
+
+
+@DEFAULTS
+@pytest.mark.parametrize("kind", [gemm.ScaleKind.TENSORWISE, gemm.ScaleKind.BLOCKS_OF_128])
+def test_the_probe_of_a_gpu(kind, defaults, monkeypatch):
+    """With scales of another dtype `_scaled_mm` fails, and the process would multiply exactly instead of natively."""
+    seen = []
+
+    def native_mm(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum):
+        seen.extend([a_scale.dtype, b_scale.dtype])
+        return exact_float8_mm(a, b, a_scale, b_scale, bias, out_dtype, False)
+
+    with other_defaults(defaults):
+        monkeypatch.setattr(gemm, "_native_mm", native_mm)
+        assert gemm.probe_native_mm(torch.device("cpu"), kind) is None
+        assert set(seen) == {torch.float32}
+        monkeypatch.setattr(gemm, "_native_mm", lambda *args: native_mm(*args) * 1.1)
+        assert "wrong result" in gemm.probe_native_mm(torch.device("cpu"), kind)
+
+
+def test_another_thread_replaces_the_cached_operands_at_a_hit(monkeypatch):
+    serves = shared_input._Entry.serves
+
+    def serves_and_goes(*args):
+        hit = serves(*args)
+        shared_input.clear_cached_operands()
+        return hit
+
+    model = convert_to_float8_training(Qkv(32, 32, torch.float32), config="tensorwise")
+    x = torch.randn(32, 32)
+    expected = model(x)
+    monkeypatch.setattr(shared_input._Entry, "serves", serves_and_goes)
+    assert all(map(torch.equal, model(x), expected))

@@ -1,0 +1,488 @@
+"""The private names of PyTorch exist, do what quaver relies on, and stand in quaver/torch_private alone."""
+
+import importlib
+import pkgutil
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as checkpointed
+
+import quaver
+from quaver import torch_private
+from quaver.torch_private import (
+    autograd,
+    checkpoint,
+    collectives,
+    compiler,
+    dispatch,
+    dtensor,
+    fake_ranks,
+    fsdp,
+    hardware,
+    memory,
+    muon,
+    policies,
+    profiler,
+    tracing,
+    versions,
+)
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def mesh():
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=fake_ranks.FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    torch.distributed.destroy_process_group()
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("retain_graph", [True, False])
+def test_a_node_knows_itself_and_whether_its_graph_is_kept(retain_graph):
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    first = autograd.next_sequence_number()
+    z = y * 3
+    y.register_hook(lambda _: seen.append((autograd.current_node(), autograd.backward_keeps_graph())))
+    y.register_hook(lambda _: seen.append(autograd.runs_in_backward()))
+    assert not autograd.runs_in_backward()
+    assert autograd.sequence_number(z.grad_fn) == first == autograd.next_sequence_number() - 1
+    assert autograd.sequence_number(y.grad_fn) == first - 1
+    assert autograd.current_node() is None
+    z.sum().backward(retain_graph=retain_graph)
+    assert seen == [(y.grad_fn, retain_graph), True]
+    assert not autograd.runs_in_backward()
+
+
+def test_leaves_are_created_after_every_node():
+    """quaver.lab.recorder.modules tells AccumulateGrad by its number."""
+    leaf = torch.ones(2, requires_grad=True)
+    accumulate = (leaf * 1).grad_fn.next_functions[0][0]
+    assert autograd.sequence_number(accumulate) == 2**64 - 1
+
+
+def test_the_hooks_of_saved_tensors_on_top():
+    assert autograd.top_saved_tensors_hooks(True) is None
+    outer, inner = (lambda t: t, lambda t: t), (lambda t: t, lambda t: t)
+    with saved_tensors_hooks(*outer), saved_tensors_hooks(*inner):
+        assert autograd.top_saved_tensors_hooks(True) == inner
+
+
+def test_the_frame_of_a_checkpoint_is_that_of_its_recomputation():
+    frames = []
+
+    def block(x):
+        frames.append(autograd.frame_of(autograd.top_saved_tensors_hooks(True)))
+        return x.sin()
+
+    checkpointed(block, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    (frame, in_forward), (same, in_recomputation) = frames
+    assert (frame is same, in_forward, in_recomputation) == (True, False, True)
+    assert autograd.frame_of((lambda t: t, lambda t: t)) is None
+
+
+def test_the_gradients_that_a_backward_wants():
+    wanted = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b, c):
+            return a * b
+
+        @staticmethod
+        def backward(ctx, grad):
+            wanted.append(autograd.wanted_gradients(ctx, 3))
+            return grad, grad, None
+
+    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    inner = a * 1
+    c = Product.apply(inner, b, None).sum()
+    for inputs in ([a], [inner], [b], [a, b]):
+        torch.autograd.grad(c, inputs, retain_graph=True)
+    torch.autograd.backward(c, inputs=[b], retain_graph=True)
+    c.backward()
+    Product.apply(a.detach(), b, a).sum().backward()
+    first, second, both = (True, False, False), (False, True, False), (True, True, False)
+    assert wanted == [first, first, second, both, second, both, (False, True, True)]
+
+
+def test_the_level_of_forward_mode_autodiff():
+    assert autograd.forward_ad_level() == -1
+    with forward_ad.dual_level():
+        assert autograd.forward_ad_level() == 0
+
+
+def test_a_group_by_its_name(mesh):
+    group = mesh.get_group()
+    assert collectives.group_of_name(group.group_name) is group
+
+
+# ---- dispatch and tracing --------------------------------------------------------------------------------------------
+
+
+def test_the_stacks_of_modes():
+    assert dispatch.count_dispatch_modes() == dispatch.count_function_modes() == 0
+    with Mode() as outer, Mode() as inner, FunctionMode():
+        assert (dispatch.count_dispatch_modes(), dispatch.count_function_modes()) == (2, 1)
+        assert dispatch.dispatch_mode_at(1) is inner
+        assert dispatch.dispatch_modes() == [outer, inner]
+        with dispatch.without_dispatch_modes():
+            assert dispatch.count_dispatch_modes() == 0
+        assert dispatch.count_dispatch_modes() == 2
+
+
+def test_fakes():
+    assert not dispatch.fake_mode_is_on()
+    with tracing.FakeTensorMode():
+        assert dispatch.fake_mode_is_on()
+        assert isinstance(torch.ones(2), tracing.FakeTensor)
+    asked = []
+
+    class Parameter(torch.nn.Parameter):
+        def untyped_storage(self):
+            asked.append(tracing.fake_tensors_ask())
+            return super().untyped_storage()
+
+    parameter = Parameter(torch.ones(2))
+    parameter.untyped_storage()
+    tracing.FakeTensorMode().from_tensor(parameter)
+    assert asked[:2] == [False, True]
+
+
+def test_the_innermost_transform():
+    seen, names = [], []
+    assert dispatch.innermost_transform() is None
+    assert dispatch.transforms() == ()
+
+    def f(x):
+        seen.append(dispatch.innermost_transform())
+        names.append(dispatch.transforms())
+        return x.sum()
+
+    for transform in (torch.func.vmap, torch.func.grad):
+        transform(f)(torch.ones(2))
+    torch.func.jvp(f, (torch.ones(2),), (torch.ones(2),))
+    torch.func.functionalize(f)(torch.ones(2))
+    torch.func.jacrev(f)(torch.ones(2))
+    assert len(seen) == 5
+    assert None not in seen
+    assert names == [("Vmap",), ("Grad",), ("Jvp",), ("Functionalize",), ("Grad",)]
+
+
+def test_dispatch_keys_tell_ordinary_tensors():
+    def keys(tensor):
+        return dispatch.dispatch_keys(tensor).raw_repr()
+
+    ordinary = dispatch.DispatchKeySet(dispatch.DispatchKey.CPU)
+    for key in ("AutocastCPU", "ADInplaceOrView", "AutogradCPU"):
+        ordinary = ordinary | dispatch.DispatchKeySet(getattr(dispatch.DispatchKey, key))
+    x = torch.ones(2, 2)
+    assert keys(x) == keys(nn.Parameter(x)) == keys(x.t()) == ordinary.raw_repr()
+    for other in (x.to_sparse(), x.to("meta"), torch._neg_view(x), torch._efficientzerotensor(2)):
+        assert keys(other) != ordinary.raw_repr()
+
+
+def test_a_subclass_without_torch_function_reaches_its_dispatch_as_itself():
+    class Plain(torch.Tensor):
+        __torch_function__ = dispatch.skip_torch_function
+
+    assert type(torch.ones(2).as_subclass(Plain) + 1) is torch.Tensor
+
+
+def test_operators():
+    add = torch.ops.aten.add
+    assert isinstance(add, dispatch.OpOverloadPacket)
+    assert isinstance(add.Tensor, dispatch.OpOverload)
+    assert dispatch.overload_packet(add.Tensor) is add
+    assert dispatch.decomposed(torch.ops.aten.reshape.default, (torch.ones(2, 2), [4]), {}).shape == (4,)
+    assert isinstance(torch.ops.higher_order.cond, dispatch.HigherOrderOperator)
+
+
+def test_a_constant_is_computed_while_dynamo_traces():
+    calls = []
+
+    @tracing.assume_constant_result
+    def constant():
+        calls.append(torch.compiler.is_dynamo_compiling())
+        return 3
+
+    compiled = torch.compile(lambda x: x * constant(), backend="eager", fullgraph=True)
+    assert [compiled(torch.ones(())).item() for _ in range(2)] == [3, 3]
+    assert len(calls) == 1
+
+
+def test_disabled_code_is_not_compiled():
+    seen = []
+
+    @tracing.disable_compile
+    def disabled(x):
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    assert torch.compile(lambda x: disabled(x * 2) * 2, backend="eager")(torch.ones(())).item() == 6
+    assert seen == [False]
+
+
+def test_the_jit_tracer():
+    seen = []
+
+    def f(x):
+        seen.append(tracing.is_jit_tracing())
+        return x + 1
+
+    f(torch.ones(2))
+    torch.jit.trace(f, torch.ones(2), check_trace=False)
+    assert seen == [False, True]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exports_and_not_compilations_are_exports(strict):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return x + 1 if tracing.is_exporting() else x - 1
+
+    module, x = Module(), torch.zeros(1)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    assert [module(x).item(), compiled(x).item()] == [-1, -1]
+    assert torch.export.export(module, (x,), strict=strict).module()(x).item() == 1
+    assert compiled(x).item() == -1
+
+
+def test_the_tracing_context_of_the_compiler():
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(tracing.current_tracing_context())
+        return graph
+
+    assert tracing.current_tracing_context() is None
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert len(seen) == 1
+    assert seen[0] is not None
+
+
+# ---- the compiler ----------------------------------------------------------------------------------------------------
+
+
+def test_compiled_modules_and_settings():
+    linear = nn.Linear(2, 2)
+    assert isinstance(torch.compile(linear, backend="eager"), compiler.OptimizedModule)
+    with compiler.functorch_config.patch(activation_memory_budget=1.0):
+        compiler.set_activation_memory_budget(0.5)
+        assert compiler.functorch_config.activation_memory_budget == 0.5
+    before = compiler.dynamo_config.recompile_limit
+    with compiler.recompile_limit(before + 1):
+        assert compiler.dynamo_config.recompile_limit == before + 1
+    assert compiler.dynamo_config.recompile_limit == before
+
+
+# ---- versions, DTensor, FSDP2, collectives ---------------------------------------------------------------------------
+
+
+def test_version_counters():
+    x = torch.ones(2)
+    before = versions.version_of(x)
+    x.add_(1)
+    assert versions.version_of(x) == versions.version_of(x.detach()) == before + 1
+    with versions.keep_versions(x):
+        x.add_(1)
+    assert versions.version_of(x) == before + 1
+    with torch.inference_mode():
+        inference = torch.ones(2)
+    with pytest.raises(RuntimeError, match="version counter"):
+        versions.version_of(inference)
+
+
+def test_the_local_tensor_of_a_dtensor_is_the_object_itself(mesh):
+    local = torch.ones(2)
+    assert dtensor.local_tensor(local) is local
+    distributed = nn.Parameter(DTensor.from_local(local, mesh, [Replicate()]))
+    part = dtensor.local_tensor(distributed)
+    assert part.data_ptr() == local.data_ptr()
+    assert dtensor.local_tensor(distributed) is part
+    other = torch.zeros(2)
+    dtensor.set_local_tensor(distributed, other)
+    assert dtensor.local_tensor(distributed) is other
+    assert dtensor.local_shape_and_offset(distributed) == ((2,), (0,))
+
+
+def test_fsdp2_allocates_in_its_collectives(mesh):
+    """The recorder finds buffers of collectives by the name of the Python module that allocates them."""
+    allocating = set()
+
+    class Frames(Mode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            frame = sys._getframe(1)
+            while frame is not None:
+                allocating.add((str(func), frame.f_globals.get("__name__")))
+                frame = frame.f_back
+            return func(*args, **(kwargs or {}))
+
+    model = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh)
+    with Frames():
+        model(torch.ones(2, 4)).sum().backward()
+    assert {"aten.empty.memory_format"} <= {name for name, module in allocating if module == fsdp.COLLECTIVES_MODULE}
+
+
+def test_policies_of_selective_checkpoints_see_nothing_inside_the_block_that_other_modes_see():
+    seen = {"policy": 0, "mode": 0}
+
+    class Counting(Mode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen["mode"] += func is torch.ops.aten.cos.default
+            return func(*args, **(kwargs or {}))
+
+    def decide(ctx, func, *args, **kwargs):
+        # torch 2.11 asks the policy in the recomputation as well
+        seen["policy"] += func is torch.ops.aten.cos.default and not ctx.is_recompute
+        return CheckpointPolicy.PREFER_SAVE
+
+    x, modes = torch.ones(2), create_selective_checkpoint_contexts(decide)
+    for policy in modes:
+        with Counting(), policy, Counting():
+            with policies.without_policies():
+                assert not any(mode in modes for mode in dispatch.dispatch_modes())
+                x.cos()
+            on = dispatch.dispatch_modes()
+            assert (len(on), on[1]) == (3, policy)
+            x.cos()
+    assert seen == {"policy": 1, "mode": 7}  # a result that the policy saved is not computed again
+
+
+def test_functional_collectives(mesh):
+    group = mesh.get_group()
+    x = torch.ones(4)
+    for result, length in (
+        (collectives.all_reduce(x, "sum", group), 4),
+        (collectives.all_gather_single(x, 0, group), 8),
+        (collectives.reduce_scatter_single(x, "sum", 0, group), 2),
+    ):
+        assert isinstance(result, collectives.AsyncCollectiveTensor)
+        waited = collectives.wait_tensor(result)
+        assert type(waited) is torch.Tensor
+        assert waited.shape == (length,)
+
+
+def test_metadata_of_a_checkpoint_says_where_its_tensors_are(tmp_path):
+    torch.distributed.checkpoint.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    (place,) = torch.distributed.checkpoint.FileSystemReader(tmp_path).read_metadata().storage_data.values()
+    assert place == checkpoint.StorageInfo(place.relative_path, place.offset, place.length)
+
+
+# ---- profiler, memory, hardware --------------------------------------------------------------------------------------
+
+
+def test_ranges_and_events_of_the_profiler():
+    recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True, with_stack=True)
+    with recorded as profiled, profiler.named_range("here"):
+        torch.ones(1000).add_(1)
+    assert "here" in {event.name for event in profiled.events()}
+    assert {event.device_type for event in profiled.events()} == {profiler.DeviceType.CPU}
+    assert profiler.DeviceType.CUDA != profiler.DeviceType.CPU
+    nodes, found = list(profiled.profiler.kineto_results.experimental_event_tree()), []
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children
+        found += [node.typed[1].alloc_size] if node.typed[0] == profiler.EventType.Allocation else []
+    assert 4000 in found
+
+
+def test_keys_of_storages():
+    x, y = torch.ones(4), torch.ones(4)
+    assert memory.storage_key(x.untyped_storage()) == memory.storage_key(x[2:].untyped_storage())
+    assert memory.storage_key(x.untyped_storage()) != memory.storage_key(y.untyped_storage())
+
+
+def test_questions_to_the_cpu():
+    answers = hardware.has_amx_tiles(), hardware.has_avx512_bfloat16(), hardware.onednn_has_bfloat16()
+    assert {type(answer) for answer in answers} == {bool}
+
+
+def test_the_scaled_matmul_takes_these_arguments():
+    a = torch.ones(16, 32).to(torch.float8_e4m3fn)
+    b = torch.ones(16, 32).to(torch.float8_e4m3fn).t()
+    scale = torch.tensor(0.5)
+    options = {"bias": None, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+    assert hardware.scaled_mm(a, b, scale_a=scale, scale_b=scale, **options).unique().item() == 8
+
+
+def test_the_arithmetic_of_muon():
+    weight = nn.Parameter(torch.zeros(8, 4))
+    weight.grad = torch.randn(8, 4)
+    torch.optim.Muon([weight], lr=0.5, momentum=0.0).step()
+    whole = muon.zeropower_via_newtonschulz(weight.grad, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    assert torch.equal(weight, -muon.adjust_lr(0.5, None, weight.shape) * whole.float())
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+FILES = [module.name for module in pkgutil.iter_modules(torch_private.__path__)]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_each_name_stands_in_the_first_lines_of_its_file(file):
+    module = importlib.import_module(f"quaver.torch_private.{file}")
+    assert f"| `{file}` |" in torch_private.__doc__
+    source = Path(module.__file__).read_text()
+    defined = set(re.findall(r"^(?:def )?(\w+)(?: = |\()", source, re.M)) | set(getattr(module, "__all__", ()))
+    assert defined - {"__all__"}
+    for name in defined - {"__all__"}:
+        assert f"`{name}" in module.__doc__, name
+
+
+PRIVATE = re.compile(
+    r"\btorch\.(?:[a-z]\w*\.)*_[A-Za-z]\w*|\b_guards\.\w+|\bforward_ad\._\w+|"
+    r"\b\w+\._(?:local_tensor|cdata|overloadpacket|sequence_nr|version|get_fsdp_state|fsdp_param_groups?)\b"
+)
+DOCUMENTED = re.compile(
+    r"\btorch\.(?:utils\._pytree|utils\._python_dispatch|_foreach_\w+|ops\.\w+\._\w+)|\bself\._version"
+)
+"""Operators and modules that are private in name only, and an attribute of quaver's own."""
+
+ELSEWHERE = {
+    "lab/memory/compiling": "replaces parts of Inductor",
+    "lab/memory/faking": "replaces parts of fake tensors",
+    "phases.py": "reads the profiler's flag",
+}
+
+
+def private_names(path):
+    code = re.sub(r'""".*?"""|#[^\n]*|"[^"\n]*"', "", path.read_text(), flags=re.S)
+    names = {match[0] for match in PRIVATE.finditer(code) if not DOCUMENTED.match(match[0])}
+    imported = re.findall(r"^\s*from torch(?:\.[\w.]+)? import ([^(\n]+|\([^)]*\))", code, re.M)
+    return names | {name for line in imported for name in re.findall(r"\b_[A-Za-z]\w+", line)}
+
+
+def test_private_names_stand_nowhere_else():
+    root = Path(quaver.__file__).parent
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if not name.startswith(("torch_private/", *ELSEWHERE)) and private_names(path):
+            found[name] = private_names(path)
+    assert found == {}

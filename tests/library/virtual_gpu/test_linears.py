@@ -1,0 +1,185 @@
+"""Linears and experts on virtual GPUs: what multiplied, and the results of a CPU."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.profiler import profile
+
+pytest.importorskip("triton")
+
+from quaver import convert_to_float8_training, float8_grouped_mm, float8_linear, monitor
+from quaver.lab.bench.modules import Subject
+from quaver.lab.settings import Model
+from quaver.lab.trainer.float8 import fuse_producers
+from quaver.runtime.slow_paths import clear_slow_paths, slow_paths
+from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
+from tests.steps import train
+from tests.thinned import at_night
+from tests.virtual_gpu import virtual_gpu
+
+ALL = (*RECIPES, *BLOCK_RECIPES)
+
+
+def results(function, *tensors):
+    """The output and the gradients of what requires one."""
+    tensors = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in tensors]
+    output = function(*tensors)
+    output.backward(torch.linspace(-1, 1, output.numel()).view(output.shape).to(output.dtype))
+    return [output.detach(), *(each.grad for each in tensors if each.requires_grad)]
+
+
+def _linear(recipe, shape, dtype, has_bias, backend):
+    tokens, k, n = shape
+    tensors = torch.randn(tokens, k), torch.randn(n, k), *([torch.randn(n)] if has_bias else [])
+    return results(
+        compiled(lambda input, weight, bias=None: float8_linear(input, weight, bias, config=recipe), backend),
+        *(each.to(dtype) for each in tensors),
+    )
+
+
+def _experts(recipe, transposed, backend):
+    tokens, weights = torch.randn(50, 40).bfloat16(), torch.randn(3, 40, 24).bfloat16()
+    weights = weights.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weights
+    ends = torch.tensor([20, 20, 43], dtype=torch.int32)
+    function = compiled(lambda a, b_t: float8_grouped_mm(a, b_t, ends, config=recipe), backend)
+    return results(function, tokens, weights)
+
+
+def _block(recipe):
+    torch.manual_seed(0)
+    subject = Subject(Model(dim=64, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=96), 32)
+    if recipe:
+        convert_to_float8_training(subject, config=recipe)
+        fuse_producers(subject)
+    made = results(compiled(subject, "aot_eager"), torch.randn(1, 32, 64))
+    return [*made, *(each.grad for each in subject.parameters())]
+
+
+def compiled(function, backend):
+    return torch.compile(function, fullgraph=True, backend=backend) if backend else function
+
+
+@np.errstate(all="ignore")
+def on_card(name, make, *args):
+    """The results on a virtual GPU and on the CPU, the vendor's matmuls that ran, and the slow paths."""
+    torch.manual_seed(0)
+    expected = make(*args)
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    clear_slow_paths()
+    with virtual_gpu(name) as card:
+        made = make(*args)
+    torch.compiler.reset()
+    return made, expected, dict(card.calls), slow_paths()
+
+
+def assert_results(made, expected, floor):
+    for got, reference in zip(made, expected, strict=True):
+        assert got.shape == reference.shape
+        assert got.isfinite().all()
+        assert sqnr_db(reference.float(), got.float()) > floor
+
+
+@pytest.mark.parametrize(("recipe", "floor"), [(None, 80), ("blockwise", 25)])
+def test_a_compiled_block_has_the_gradients_of_a_cpu(interpreter, recipe, floor):
+    made, expected, *_ = interpreter(on_card, "h100", _block, recipe)
+    assert_results(made, expected, floor)
+
+
+NATIVE = {
+    "h100": {"tensorwise", "rowwise", "BlockWise1x128 x BlockWise128x128", "BlockWise1x128 x BlockWise1x128"},
+    "b200": {"tensorwise", "rowwise", "BlockWise1x32 x BlockWise1x32"},
+    "rtx5090": {"tensorwise"},
+    "a100": set(),
+}
+"""The kinds of scales that each card multiplies."""
+NATIVE_RECIPES = {
+    "tensorwise": ("h100", "b200", "rtx5090"),
+    "blockwise": ("h100",),
+    "blockwise_with_gw_hp": ("h100",),
+    "mxfp8": ("b200",),
+    "mxfp8_with_gw_hp": ("b200",),
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "shape", "dtype", "has_bias", "backend"),
+    [
+        *((recipe, "h100", (48, 272, 144), torch.bfloat16, False, None) for recipe in ALL),
+        ("tensorwise", "h100", (33, 40, 24), torch.float32, True, None),
+        ("rowwise", "h100", (33, 40, 24), torch.bfloat16, True, "aot_eager"),
+        ("mxfp8", "b200", (33, 100, 60), torch.bfloat16, False, None),
+        ("rowwise", "rtx5090", (48, 64, 32), torch.bfloat16, False, None),
+        ("tensorwise", "a100", (48, 64, 32), torch.bfloat16, True, None),
+    ],
+)
+def test_a_linear_has_the_results_of_a_cpu(interpreter, recipe, name, shape, dtype, has_bias, backend):
+    made, expected, calls, _ = interpreter(on_card, name, _linear, recipe, shape, dtype, has_bias, backend)
+    assert_results(made, expected, 40)
+    assert {kind for _, kind in calls} <= NATIVE[name]
+    assert bool(calls) == (name in NATIVE_RECIPES.get(recipe, ("h100", "b200")))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "transposed", "backend"),
+    [
+        *((recipe, "h100", False, None) for recipe in ALL),
+        ("rowwise_with_gw_hp", "h100", True, "aot_eager"),
+        ("rowwise", "b200", True, None),
+        ("rowwise", "a100", False, None),
+    ],
+)
+def test_experts_have_the_results_of_a_cpu(interpreter, recipe, name, transposed, backend):
+    made, expected, _, slow = interpreter(on_card, name, _experts, recipe, transposed, backend)
+    assert_results(made, expected, 40)
+    assert any("waits for the sizes" in each for each in slow) == (name == "a100" or recipe == "tensorwise")
+
+
+def _copies(recipe, backend, length):
+    """The native matmuls of a linear, and how often they copy something before the vendor's runs."""
+    torch.compiler.reset()
+    function = compiled(lambda input, weight: float8_linear(input, weight, config=recipe), backend)
+    tensors = torch.randn(length, 4 * length).bfloat16(), torch.randn(4 * length, 4 * length).bfloat16()
+    with virtual_gpu("h100") as card:
+        results(function, *tensors)
+        card.calls.clear()
+        with profile() as recorded:
+            results(function, *tensors)
+    torch.compiler.reset()
+    copies = [each for each in recorded.events() if each.name in ("aten::copy_", "aten::constant_pad_nd")]
+    around = [set(names_around(each)) for each in copies]
+    ours = [each for each in around if {"quaver::gemm", "quaver::native_block_mm"} & each and not VENDORS & each]
+    return sum(card.calls.values()), len(ours)
+
+
+VENDORS = {"aten::_scaled_mm", "aten::_scaled_mm_v2"}
+
+
+def names_around(event):
+    while event.cpu_parent is not None:
+        event = event.cpu_parent
+        yield event.name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend", "length"),
+    [("tensorwise", None, 16), ("rowwise", None, 16), ("blockwise", None, 128), ("blockwise", "aot_eager", 128)],
+)
+def test_matmuls_read_codes_and_scales_as_the_casts_wrote_them(interpreter, recipe, backend, length):
+    assert interpreter(_copies, recipe, backend, length) == (3, 0)
+
+
+def _sample(recipe):
+    model, lines = convert_to_float8_training(nn.Linear(64, 32, dtype=torch.bfloat16), config=recipe), []
+    with monitor(model, every=1, sink=lines.append):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.randn(48, 64).bfloat16()])
+    return [lines[1]["sqnr_db"]]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", *at_night([("rowwise",), ("mxfp8",)])])
+def test_a_monitor_compares_the_same_results(interpreter, recipe):
+    """On a GPU the input's column codes, which are saved for grad_weight, are not its row codes."""
+    (made,), (expected,), *_ = interpreter(on_card, "h100", _sample, recipe)
+    for got, reference in zip(made, expected, strict=True):
+        assert got == (None if reference is None else pytest.approx(reference, abs=0.1))

@@ -1,0 +1,57 @@
+"""Ranks with virtual GPUs, over gloo: under FSDP2 and tensor parallelism a GPU's branches have one card's losses.
+
+Casts are the reference's, in a GPU's layouts; kernels of Triton are tested in one process.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.library.distributed.models import config_of, single_process_losses
+from tests.library.distributed.test_fsdp import STEPS, _losses
+from tests.library.distributed.test_tensor_parallel import ARRANGEMENTS, _check_results
+from tests.ranks import run
+from tests.reference import RECIPES
+from tests.thinned import at_night
+from tests.virtual_gpu import virtual_gpu
+
+
+def _on_card(function, *args):
+    """What it returns, and how often the vendor's matmuls ran on this rank."""
+    with virtual_gpu("h100") as card:
+        found = function(*args)
+    return found, sum(card.calls.values())
+
+
+FSDP = [
+    (recipe, *gather, compiled, torch.bfloat16)
+    for recipe in ("rowwise", "tensorwise", "rowwise_with_tensorwise_weight", "blockwise")
+    for gather in ((True, True), (True, False), (False, False))
+    for compiled in (None, "aot_eager")
+]
+
+
+@pytest.mark.parametrize("case", [FSDP[0], *at_night((each,) for each in FSDP[1:])], ids=str)
+def test_fsdp_computes_what_one_card_does(case):
+    """As test_fsdp.py of tests/library/distributed, with the same bound on the order of sums."""
+    recipe, gather, _, _, param_dtype = case
+    options = {"param_dtype": param_dtype, "float8_gather": gather, "compiled": None}
+    expected, _ = _on_card(lambda: single_process_losses(config_of(recipe), STEPS, 2, **options))
+    for losses, calls in run(2, _on_card, _losses, [case], STEPS):
+        assert calls > 3 * 3 * STEPS
+        assert losses[0] == pytest.approx(expected, rel=1e-5)
+
+
+TP = [
+    ("rowwise by sequence", "tensorwise", "aot_eager"),
+    *itertools.product(ARRANGEMENTS, RECIPES, (None, "aot_eager")),
+]
+
+
+@pytest.mark.parametrize("case", [TP[0], *at_night((each,) for each in TP[1:])], ids=str)
+def test_tensor_parallel_computes_what_one_card_does(case):
+    """As test_tensor_parallel.py of tests/library/distributed, with its bounds."""
+    name, recipe, backend = case
+    for _, calls in run(2, _on_card, _check_results, name, recipe, torch.bfloat16, backend):
+        assert calls >= 2 * 2  # one device's and this rank's

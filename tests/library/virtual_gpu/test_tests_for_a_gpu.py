@@ -1,0 +1,63 @@
+"""The tests for a GPU pass on a virtual one: in every run a case of each, at night all of them but for a twentieth.
+
+What is not in FILES runs at night: tests/library/kernels/test_triton_cast.py runs the kernels of test_triton_cast.py in
+every run, and test_trainer.py is about what only a card records.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.library.kernels.triton_kernels import patch_the_language_once, process
+from tests.thinned import at_night
+
+FILES = "test_native.py", "test_features.py", "test_delayed.py", "test_linear_kernels.py", "test_distributed.py"
+
+
+class Cases:
+    """Keeps the first cases of each test, and counts how they end."""
+
+    def __init__(self, most):
+        self.most, self.passed, self.failed, self.skipped = most, 0, [], Counter()
+
+    def pytest_collection_modifyitems(self, items):
+        seen = Counter()
+        for item in list(items):
+            seen[item.location[0], item.originalname] += 1
+            if self.most is not None and seen[item.location[0], item.originalname] > self.most:
+                items.remove(item)
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.failed.append(report.nodeid)
+        elif report.skipped:
+            self.skipped[report.longrepr[2]] += 1
+        elif report.when == "call":
+            self.passed += 1
+
+
+def run(files, most):
+    patch_the_language_once()
+    cases = Cases(most)
+    folder = Path(__file__).parents[2] / "gpu"
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", "0"]
+    if most:
+        options += ["-k", "not activations_are_stored"]  # each case casts for ten seconds
+    pytest.main([*(str(folder / name) for name in files or [""]), *options], plugins=[cases])
+    return cases.passed, cases.failed, dict(cases.skipped)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("card", "files", "most"), [("h100", FILES, 1), *at_night((card, (), None) for card in ("h100", "b200"))]
+)
+def test_they_pass(card, files, most):
+    with process(TRITON_INTERPRET="1", QUAVER_VIRTUAL_GPU=card) as call:
+        passed, failed, skipped = call(run, files, most)
+    assert failed == []
+    assert all("only a GPU can say" in reason for reason in skipped), skipped
+    assert passed >= 20
+    assert most or passed >= 0.95 * (passed + sum(skipped.values())), (passed, skipped)

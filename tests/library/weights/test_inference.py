@@ -1,0 +1,80 @@
+"""Primary, frozen and gathered weights under torch.inference_mode, as under no_grad, and in a torch.export."""
+
+import copy
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+from quaver import Float8LinearConfig, convert_to_float8_training, convert_to_high_precision, freeze_to_float8
+from quaver.linear.weight_form import WeightForm
+from tests.library.weights.test_primary import bf16_pair, experts, linears, pair
+from tests.mixture import DIM
+from tests.steps import assert_same, draw, results_of
+from tests.thinned import at_night
+
+GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+KINDS = {
+    "primary": lambda make: pair(make=make)[0],
+    "bfloat16 masters": lambda make: bf16_pair(make=make)[0],
+    "frozen": lambda make: freeze_to_float8(convert_to_high_precision(make()), "tensorwise"),
+    "gathered": lambda make: convert_to_float8_training(convert_to_high_precision(make()), config=GATHERED),
+}
+
+
+def loaded(model):
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    return model
+
+
+def averaged(model):
+    average = AveragedModel(model)
+    for _ in range(2):
+        average.update_parameters(model)
+    return average.module
+
+
+def written(model):
+    for value in model.state_dict().values():
+        value.view(-1)[0].item()
+        value.mul_(2)
+    for parameter in model.parameters():
+        parameter.copy_(parameter * 2)
+    return model
+
+
+WAYS = {
+    "load": loaded,
+    "deepcopy": copy.deepcopy,
+    "to": lambda model: model.to(torch.float32),
+    "averaged": averaged,
+    "written": written,
+    "written copy": lambda model: written(copy.deepcopy(model)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [linears, experts])
+def test_what_is_made_in_inference_mode_is_what_no_grad_makes(kind, make, way):
+    results, input = [], draw(8, DIM)
+    for mode in (torch.no_grad, torch.inference_mode):
+        model = KINDS[kind](make)
+        forms = [type(parameter) for parameter in model.parameters()]
+        with mode():
+            made = WAYS[way](model)
+            results.append([value.clone() for value in made.state_dict().values()] + [made(input)])
+        with torch.no_grad():
+            results[-1].append(made(input))
+        assert any(issubclass(form, WeightForm) for form in forms)
+        assert [type(parameter) for parameter in made.parameters()] == forms
+        results_of(model, input)
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [linears, *at_night([(experts,)])])
+def test_an_export_without_dynamo_computes_the_same(kind, make):
+    model, input = KINDS[kind](make), draw(8, DIM)
+    expected = model(input).detach()
+    assert_same(torch.export.export(model, (input,), strict=False).module()(input).detach(), expected)
