@@ -18,6 +18,9 @@ from quaver.export.folders import file_threads
 from quaver.runtime.names import listed
 
 RECORD = "quaver_export.json"
+HEADER_RECORD = "quaver_export"
+"""The key of the record in the header of a format that is one file."""
+
 CARD = "README.md"
 GENERATION = "generation_config.json"
 

@@ -28,11 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from quaver.experts.module import is_experts, is_transposed, weights_of
-from quaver.export.comfyui import PREFIXES
 from quaver.runtime.names import plain_name
 
 Parts = tuple[str, ...]
 """The names of the matrices of one expert, whose rows follow each other in the stack."""
+
+PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
+"""Prefixes of the names of a diffusion model in files that hold other models, too."""
 
 KEPT_IN_FLOAT32 = "e_score_correction_bias"
 """The end of the name of what no export rounds: routers add it to scores to choose experts."""
@@ -65,10 +67,14 @@ class CheckpointNames:
     base_prefix: str = ""
     """The prefix of the base model, which may be loaded alone, in the names of the model."""
 
+    def parts(self, name: str) -> list[Parts]:
+        """The names of the parts of each matrix of a stack; another tensor is one part."""
+        stack = self.stacks.get(name)
+        return [(self.renamed(name),)] if stack is None else stack
+
     def of(self, name: str) -> list[str]:
         """The names of a tensor of the model: one, or one for each matrix of a stack."""
-        stack = self.stacks.get(name)
-        return [self.renamed(name)] if stack is None else [part for parts in stack for part in parts]
+        return [part for parts in self.parts(name) for part in parts]
 
     def modules(self, name: str) -> list[str]:
         """The modules that a tensor, or each matrix of a stack, belongs to, by both names.

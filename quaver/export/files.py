@@ -27,11 +27,19 @@ def read_json_object(path: Path) -> dict[str, Any]:
         ValueError: it is not a JSON object.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return json_object(repr(str(path)), path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{error}; download it again") from error
+
+
+def json_object(name: str, text: bytes | str) -> dict[str, Any]:
+    """Return the JSON object in `text`. Raises ValueError, about `name`, if it is none."""
+    try:
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is not JSON: {error}; download it again") from error
+        raise ValueError(f"{name} must be a JSON object: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{str(path)!r} must be a JSON object, got a {type(found).__name__}; download it again")
+        raise ValueError(f"{name} must be a JSON object, got a {type(found).__name__}")
     return found
 
 
@@ -137,9 +145,8 @@ def _read_index(folder: Path) -> dict[str, Path] | None:
     if (folder / SINGLE).is_file() or not path.is_file():
         return None
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): folder / file for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        files = {name: folder / file for name, file in read_json_object(path)["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(path)!r} has no weight_map from tensors to files; download it again") from error
     check_names(files, path)
     for file in sorted(set(files.values())):

@@ -17,7 +17,7 @@ from quaver.conversion.report import obstacle_of
 from quaver.experts.module import Float8Experts, obstacle_of_experts
 from quaver.export.checkpoint_names import Parts
 from quaver.export.kv_cache import set_kv_scales
-from quaver.export.layouts import StoredScale
+from quaver.export.formats.stored import StoredScale
 from quaver.export.load import Float8Checkpoint, ModelTensors
 from quaver.linear.module import Float8Linear
 from quaver.linear.shared_input import share_inputs

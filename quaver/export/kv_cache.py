@@ -25,8 +25,6 @@ from quaver.recipes.formats import E4M3
 from quaver.runtime.names import listed, plain_name
 
 LEAVES = ("k_scale", "v_scale")
-SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-"""The kv_cache_scheme of compressed-tensors."""
 
 _ATTRIBUTE = "_float8_kv_scales"
 _CACHES = ("past_key_values", "past_key_value", "layer_past")

@@ -1,40 +1,25 @@
-"""How a float8 checkpoint stores its weights, found by the names, dtypes and shapes of its tensors.
+"""What the tensors of a float8 checkpoint are, found by their names and dtypes.
 
     weight      `<name>.weight` in e4m3 or e5m2 [N, K], or a stack of matrices [E, N, K]; value = code * scale
     scale       the tensor next to it with one of `SCALE_NAMES`: float32, bfloat16, float16 or E8M0, also as raw bytes
-    its shape   one number        () [1] [1, 1]                            the whole matrix
-                a row             [N] [N, 1]                               [E, N, 1] of a stack, and so on
-                a column          [1, K], or [K] where K is not N
-                a block           [n, k] or [n, 1, k, 1]                   of config.json, or of powers of two
 
-A block that does not divide the matrix has the size that config.json gives; without it the scale is ambiguous. Scales
-of a KV cache have a mapping of their own (kv_cache.py); those of activations are left out. ComfyUI's files mark their
-layers, and may have float8 tensors without a scale (comfyui.py). docs/export.md lists who writes which layout.
+Scales of a KV cache have a mapping of their own (kv_cache.py); those of activations are left out.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from quaver.conversion.quantized_configs import QUANTIZATION_KEYS
-from quaver.export.comfyui import Marks, plain_tensors
+from quaver.export.formats import METHODS
+from quaver.export.formats.stored import StoredFormat
 from quaver.export.kv_cache import LEAVES, stored_kv_scales
-from quaver.recipes.scaling import BLOCK_LENGTHS, dequantize
 from quaver.runtime.names import listed
 
 CODES = ("F8_E4M3", "F8_E5M2")
 """Dtypes of weights, as headers of files name them."""
-
-METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "mxfp8", "quark")
-"""Values of `quant_method` whose float8 weights are codes times a scale."""
 
 SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale", "scale_inv", "qscale_weight", "scale_weight")
 """Leaf names of the scale of a module's weight; the scales of a stack are `<stack>_scale`, `<stack>_scale_inv`."""
@@ -66,128 +51,8 @@ _KNOWN = (
 )
 
 
-LINEARS = "Linear"
-"""The target of a group that is for all linears, as far as no other names them."""
-
-
-class StoredScale(NamedTuple):
-    """The scale of a matrix [N, K]."""
-
-    values: Tensor
-    """float32: () of the whole matrix, [N, 1] of rows, [1, K] of columns, or one a block."""
-    kind: str
-    """tensor, channel, column, or block ROWS x COLUMNS."""
-    block_size: tuple[int, int] | None = None
-
-    def dequantized(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """RN(RN32(code * scale)) in `dtype`."""
-        values = self.values
-        if self.block_size not in (None, (128, 128), (32, 32)):
-            rows, columns = self.block_size
-            values = values.repeat_interleave(rows, 0)[: codes.shape[0]]
-            values = values.repeat_interleave(columns, 1)[:, : codes.shape[1]]
-            return codes.float().mul_(values).to(dtype)
-        return dequantize(codes, values, dtype)
-
-
-@dataclass(frozen=True)
-class StoredFormat:
-    """The format of the float8 weights as config.json states it; empty where it is silent."""
-
-    method: str | None
-    block_sizes: tuple[tuple[int, int], ...]
-    """The rows and columns of the blocks of its groups."""
-    rows: Mapping[str, bool]
-    """Whether activations are quantized by token, or by groups of one, and not by tensor: by the target of a group."""
-
-    def has_rows(self, weights: Iterable[str]) -> bool:
-        """Whether the activations of any of these weights are quantized by token, or by groups of one."""
-        return any(self._has_rows(name.removesuffix(".weight")) for name in weights)
-
-    def _has_rows(self, module: str) -> bool:
-        """Whether the group that compressed-tensors matches, by name, pattern or class, scales activations by token."""
-        if module in self.rows:
-            return self.rows[module]
-        patterns = (each for each in self.rows if each.startswith("re:"))
-        found = next((each for each in patterns if re.match(each.removeprefix("re:"), module)), LINEARS)
-        return self.rows.get(found, any(self.rows.values()))
-
-    def scale(self, name: str, shape: Sequence[int], stored: Tensor) -> StoredScale:
-        """Interpret the scale of the matrix `name` [N, K]; see the top of the file.
-
-        Raises:
-            ValueError: it has the shape of no granularity, or of several, or is not finite.
-            NotImplementedError: it has another dtype.
-        """
-        values = _float32(name, stored)
-        rows, columns = shape
-        if values.dim() == 4 and values.shape[1] == values.shape[3] == 1:
-            values = values[:, 0, :, 0]
-        counts = tuple(values.shape)
-        sizes = [size for size in self.block_sizes if _block_counts(shape, size) == counts]
-        is_of_config = bool(sizes) and (counts != (rows, 1) or all(size[0] == 1 for size in sizes))
-        if not is_of_config:
-            if math.prod(counts) == 1 and (len(counts) < 2 or not self.block_sizes):
-                return StoredScale(values.reshape(()), "tensor")
-            if counts in ((rows,), (rows, 1)) and rows > 1:
-                return StoredScale(values.reshape(rows, 1), "channel")
-            if counts in ((columns,), (1, columns)):
-                return StoredScale(values.reshape(1, columns), "column")
-            if len(counts) == 2 and counts != (1, 1):
-                sizes = list(_exact_blocks(shape, counts))
-        if len(sizes) != 1:
-            blocks = [f"{list(_block_counts(shape, size))} ({size[0]} x {size[1]} blocks)" for size in self.block_sizes]
-            blocks = blocks or ["one a block whose rows and columns are powers of two and divide it"]
-            raise ValueError(
-                f"the scale of {name} {[rows, columns]} must be [1], {[rows, 1]}, {[1, columns]} or "
-                f"{' or '.join(blocks)}, got {list(stored.shape)}"
-                + ("" if self.block_sizes else "; weight_block_size in config.json says which blocks")
-            )
-        values, size = _in_squares(values, sizes[0])
-        return StoredScale(values, f"block {size[0]} x {size[1]}", size)
-
-
-def _float32(name: str, scale: Tensor) -> Tensor:
-    if scale.dtype is torch.uint8:  # E8M0 as raw bytes
-        scale = scale.contiguous().view(torch.float8_e8m0fnu)
-    if scale.dtype is not torch.float8_e8m0fnu and (not scale.is_floating_point() or scale.itemsize == 1):
-        raise NotImplementedError(f"the scale of {name} must be F32, BF16, F16, F8_E8M0 or U8, got {scale.dtype}")
-    scale = scale.float()
-    if not scale.isfinite().all():
-        raise ValueError(f"the scale of {name} has an inf or a NaN: the model that was exported has diverged")
-    return scale
-
-
-def _in_squares(values: Tensor, size: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
-    """Scales of groups of a row as those of square blocks, where the rows of each block have the same ones.
-
-    So files of MXFP8 hold the blocks of quaver's recipe, which frozen weights have.
-    """
-    length = size[1]
-    squares = values[::length]
-    if size[0] == 1 and length in BLOCK_LENGTHS and squares.repeat_interleave(length, 0)[: len(values)].equal(values):
-        return squares, (length, length)
-    return values, size
-
-
-def _block_counts(shape: Sequence[int], size: tuple[int, int]) -> tuple[int, int]:
-    return -(-shape[0] // size[0]), -(-shape[1] // size[1])
-
-
-def _exact_blocks(shape: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The block whose rows and columns are powers of two and divide the matrix, or all of its rows or columns."""
-    lengths = []
-    for elements, count in zip(shape, counts, strict=True):
-        length, rest = divmod(elements, max(count, 1))
-        if rest or not (count == 1 or (length and length & (length - 1) == 0)):
-            return
-        lengths.append(length)
-    rows, columns = lengths
-    yield max(rows, columns if counts[0] == 1 else 0), max(columns, rows if counts[1] == 1 else 0)
-
-
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:
-    """Return what a config.json says of float8 weights; a config of a part, as text_config, may say it.
+    """What a config.json says of float8 weights; a config of a part, as text_config, may say it.
 
     Raises:
         ValueError: its quantization_config is damaged.
@@ -195,35 +60,15 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
     """
     quantization = quantization_of(config)
     if quantization is None:
-        return StoredFormat(None, (), {})
+        return StoredFormat()
     if not isinstance(quantization, dict):
         raise ValueError(f"quantization_config in config.json must be an object, got a {type(quantization).__name__}")
     method = quantization.get("quant_method")
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise NotImplementedError(
             f"quant_method in config.json is {method!r}; {_KNOWN}; dequantize the model with the library that made it"
         )
-    if quantization.get("transform_config"):
-        raise NotImplementedError(
-            "transform_config in config.json: the weights are those of a rotated model; dequantize the model with "
-            "compressed-tensors, which rotates them back"
-        )
-    if method != "compressed-tensors":
-        size = quantization.get("weight_block_size")
-        algorithm = str(quantization.get("quant_algo") or "")
-        blocks = () if size is None else (_block(size),)
-        has_rows = bool(blocks) or method in ("fbgemm_fp8", "mxfp8") or "TOKEN" in algorithm or "_PB" in algorithm
-        return StoredFormat(str(method), blocks, {LINEARS: has_rows})
-    groups = quantization.get("config_groups")
-    if not isinstance(groups, dict) or not groups or not all(isinstance(each, dict) for each in groups.values()):
-        raise ValueError(f"config_groups in config.json must be an object of groups, got {type(groups).__name__}")
-    rows: dict[str, bool] = {}
-    for group in groups.values():
-        inputs, targets = group.get("input_activations"), group.get("targets")
-        has_rows = isinstance(inputs, dict) and inputs.get("strategy") != "tensor"
-        rows |= dict.fromkeys(map(str, targets if isinstance(targets, list) else [LINEARS]), has_rows)
-    sizes = dict.fromkeys(size for group in groups.values() for size in _blocks_of(group))
-    return StoredFormat(str(method), tuple(sizes), rows)
+    return METHODS[method](quantization)
 
 
 def quantization_of(config: Mapping[str, Any]) -> Any:
@@ -242,30 +87,6 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _blocks_of(group: dict[str, Any]) -> Iterator[tuple[int, int]]:
-    """The blocks of a group of compressed-tensors, if it has any."""
-    weights = group.get("weights")
-    weights = weights if isinstance(weights, dict) else {}
-    got = {name: weights.get(name) for name in ("type", "num_bits", "strategy")}
-    strategies = ("tensor", "channel", "block", "group")
-    if (got["type"], got["num_bits"]) != ("float", 8) or got["strategy"] not in strategies:
-        raise NotImplementedError(
-            f"the weights in config.json must be 8-bit floats with one scale per {', '.join(strategies)}, got {got}; "
-            "dequantize the model with compressed-tensors"
-        )
-    if got["strategy"] == "block":
-        yield _block(weights.get("block_structure"))
-    elif got["strategy"] == "group":
-        yield _block([1, weights.get("group_size")])
-
-
-def _block(size: Any) -> tuple[int, int]:
-    is_size = isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)
-    if not is_size:
-        raise ValueError(f"blocks in config.json must be [rows, columns], such as [128, 128], got {size!r}")
-    return size[0], size[1]
-
-
 class Tensors(NamedTuple):
     """The tensors of a checkpoint by what they are."""
 
@@ -279,12 +100,12 @@ class Tensors(NamedTuple):
     """The scales of activations, and those of a cache that are none of keys or values."""
 
 
-def sort_tensors(dtypes: Mapping[str, str], marks: Marks | None = None) -> Tensors:
+def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
     """Say what each tensor of a checkpoint is, from its name and its dtype.
 
     Args:
         dtypes: of the tensors, by name.
-        marks: of a file, whose float8 tensors without a scale may be plain values (comfyui.py).
+        format: of the checkpoint, which may have float8 tensors without a scale.
     Raises:
         ValueError: a float8 weight has no scale or several, or a scale no weight.
         NotImplementedError: weights have another dtype.
@@ -306,7 +127,7 @@ def sort_tensors(dtypes: Mapping[str, str], marks: Marks | None = None) -> Tenso
         name: [each for each in _scales(name) if each in dtypes] for name, dtype in dtypes.items() if dtype in CODES
     }
     scaled = [name for name, scales in found_scales.items() if scales]
-    plain = [] if marks is None else plain_tensors(found_scales, scaled, marks)
+    plain = format.plain(found_scales, scaled)
     scale_of: dict[str, str | None] = {}
     for name, scales in found_scales.items():
         if len(scales) != 1 and name not in plain:
@@ -314,7 +135,7 @@ def sort_tensors(dtypes: Mapping[str, str], marks: Marks | None = None) -> Tenso
             raise ValueError(
                 f"{name} ({dtypes[name]}) must have one scale, got {listed(scales) or 'none'}"
                 + (f", next to it {listed(found)}" if found and not scales else "")
-                + ("" if scaled or marks else "; give the file and not its folder if the codes are the values")
+                + ("" if scaled or format.is_file else "; give the file and not its folder if the codes are the values")
                 + f"; {_KNOWN}"
             )
         scale_of[name] = scales[0] if scales else None

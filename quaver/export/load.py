@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.quantized_configs import keep_configs_true
-from quaver.export.bundle import check_bundle, copied_files
-from quaver.export.checkpoint_names import Parts, checkpoint_names
-from quaver.export.comfyui import METADATA, PREFIXES, RECORD, LayerMark, marks_of, padded_shape, untiled
+from quaver.export.bundle import HEADER_RECORD, check_bundle, copied_files
+from quaver.export.checkpoint_names import PREFIXES, Parts, checkpoint_names
 from quaver.export.files import SINGLE, SUFFIX, SafetensorsWriter, StoredTensors, read_config, write_model
 from quaver.export.folders import check_new, new_folder
-from quaver.export.layouts import LINEARS, StoredFormat, StoredScale, sort_tensors, stored_format, without_quantization
+from quaver.export.formats.comfyui import MarkedFormat
+from quaver.export.formats.stored import StoredFormat, StoredScale
+from quaver.export.layouts import sort_tensors, stored_format, without_quantization
 from quaver.recipes.formats import FORMATS, HP_DTYPES
 from quaver.runtime.names import listed, owners_of_parameters, plain_name
 
@@ -73,26 +74,26 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         if dtype not in HP_DTYPES:
             raise ValueError(f"dtype: expected one of {', '.join(map(str, HP_DTYPES))}, got {dtype}")
         keep_configs_true()
-        self._is_file = folder.is_file()
-        self._config = {} if self._is_file else read_config(folder)
-        self.format: StoredFormat = stored_format(self._config)
+        self._config = {} if folder.is_file() else read_config(folder)
+        of_config = stored_format(self._config)
         self._stored, self.dtype = StoredTensors(folder), dtype
         check_bundle(folder)
+        self.format: StoredFormat = MarkedFormat(of_config, self._stored, folder.is_file())
         self._check()
 
     def _check(self) -> None:
-        stored, marks = self._stored, marks_of(self._stored)
-        dtypes = {name: stored.dtype(name) for name in stored if name not in marks.tensors}
-        tensors = sort_tensors(dtypes, marks if self._is_file else None)
-        self._marks, self._cut = marks.layers, dict[str, list[int]]()
-        self._scale_of, self._names, left_out = tensors.scale_of, tensors.others, tensors.left_out
+        stored = self._stored
+        tensors = sort_tensors(
+            {name: stored.dtype(name) for name in stored if name not in self.format.marks}, self.format
+        )
+        self._scale_of, self._names = tensors.scale_of, tensors.others
         if not self._scale_of:
             if self.format.method is None:
                 raise ValueError("no weight is in float8: the model is in high precision already; use it as it is")
             raise ValueError(f"quant_method in config.json is {self.format.method!r}, and no weight is in float8")
-        for name, mark in self._marks.items():
-            if mark.shape is not None:
-                self.cut(name, mark.shape)
+        self._cut: dict[str, list[int]] = {}
+        for name, shape in self.format.shapes.items():
+            self.cut(name, shape)
         for name in self._scale_of:
             self._scales(name)
         self.float8_names = list(self._scale_of)
@@ -104,40 +105,20 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         plain = [name for name, scale in self._scale_of.items() if scale is None]
         if plain:
             logger.warning("%s: float8 without a scale; the codes are the values", listed(plain))
-        if left_out:
+        if tensors.left_out:
             logger.warning(
-                "%s: scales of activations are left out; activations are scaled dynamically", listed(left_out)
+                "%s: scales of activations are left out; activations are scaled dynamically", listed(tensors.left_out)
             )
 
     def _scales(self, name: str) -> list[StoredScale]:
         """The scale of a matrix, or of each matrix of a stack."""
-        shape, stored, mark = self.shape(name), self._scale_of[name], self._marks.get(name)
-        scale = torch.ones(()) if stored is None else self._stored[stored]
-        if mark is not None and mark.block_size is not None:
-            return self._of_blocks(name, shape, scale, mark)
-        if len(shape) == 2:
-            return [self.format.scale(name, shape, scale)]
-        if scale.numel() == 1:
-            return [self.format.scale(name, (1, math.prod(shape)), scale.reshape(()))]
-        if len(shape) != 3 or scale.shape[0] != shape[0]:
-            raise ValueError(
-                f"{name} {shape} must be a matrix, or a stack with scales of each, got a scale {list(scale.shape)}"
-            )
-        return [self.format.scale(name, shape[1:], each) for each in scale]
-
-    def _of_blocks(self, name: str, shape: list[int], scale: Tensor, mark: LayerMark) -> list[StoredScale]:
-        """The scale of a matrix, or of each matrix of a stack, in the blocks of a mark."""
-        if len(shape) == 3 and shape[0] == scale.shape[0]:
-            return [each for matrix in scale for each in self._of_blocks(name, shape[1:], matrix, mark)]
-        if len(shape) != 2 or mark.block_size is None:
-            raise ValueError(f"{name} {shape} is marked as {mark.format}: expected a matrix, or a stack of them")
-        format = StoredFormat(self.format.method, (mark.block_size,), {LINEARS: True})
-        return [format.scale(name, shape, untiled(name, scale, shape) if mark.is_mx else scale)]
+        stored = self._scale_of[name]
+        return self.format.scales(name, self.shape(name), torch.ones(()) if stored is None else self._stored[stored])
 
     def cut(self, name: str, shape: Sequence[int]) -> None:
-        """Read the part [N, K] of a matrix that ComfyUI's MXFP8 has padded, where it has padded a matrix of `shape`."""
-        mark, stored = self._marks.get(name), self._stored.shape(name)
-        if mark is not None and mark.is_mx and len(shape) == 2 and padded_shape(shape) == stored:
+        """Read the part of `shape` of a matrix, where the file has padded a matrix of this shape."""
+        padded = self.format.padded_shape(name, shape)
+        if padded is not None and padded == self._stored.shape(name):
             self._cut[name] = list(shape)
 
     def _read(self, name: str) -> Tensor:
@@ -182,9 +163,9 @@ class Float8Checkpoint(Mapping[str, Tensor]):
     def write_file(self, path: Path) -> None:
         """Write all tensors in high precision as the new file `path`, with what the header says of the model."""
         with new_folder(path, file=SINGLE) as partial:
-            writer = SafetensorsWriter(partial, None)
+            writer, own = SafetensorsWriter(partial, None), (*self.format.metadata_keys, HEADER_RECORD)
             for each in self._stored.metadata:
-                writer.metadata |= {key: text for key, text in each.items() if key not in (METADATA, RECORD)}
+                writer.metadata |= {key: text for key, text in each.items() if key not in own}
             for name, tensor in self.items():
                 writer.add(name, tensor)
             writer.close()

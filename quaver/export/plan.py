@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from quaver.conversion.report import ConversionReport, conversion_report
-from quaver.experts.module import Float8Experts, weights_of
-from quaver.experts.module_weight import weights_under
+from quaver.experts.module import Float8Experts
+from quaver.experts.module_weight import ModuleWeight, weights_under
 from quaver.experts.seam import Float8GroupedMM
-from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names, is_of_transformers
-from quaver.export.formats import (
-    BLOCKS,
-    COMFYUI,
-    COMPRESSED_TENSORS,
-    FORMATS,
-    FP8,
-    GROUP_SIZE,
-    HIGH_PRECISION,
-    WeightFormat,
-    weight_format,
-)
+from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
+from quaver.export.formats import FORMATS, WeightFormat, format_named, weight_format
 from quaver.linear.frozen_weight import FrozenFloat8Weight
-from quaver.linear.module import Float8Linear
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scaling import BLOCK_SIZE
 from quaver.runtime.names import listed, owners_of_parameters, plain_name
-from quaver.weights.frozen_modules import SCALE_SUFFIX
-
-_HAS_LINEARS = tuple(each for each in FORMATS if each.startswith(COMPRESSED_TENSORS))
-"""The formats that hold a linear for each of Llama 4's experts; others, and high precision, hold stacks."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """The tensors that an export of a model writes, decided before a tensor is read."""
 
-    linears: dict[str, Float8Linear]
-    """The linears that are stored in float8, by their names without wrappers."""
-    experts: dict[str, Float8Experts]
-    """The experts that are stored in float8, by the name of each stack of their weights."""
+    float8: dict[str, ModuleWeight]
+    """The weights that are stored in float8, of linears and of experts, by their names without wrappers."""
     whole_stacks: list[str]
     """The stacks of float8 experts that stay in high precision, because checkpoints hold no matrices of theirs."""
     kept: list[str]
@@ -59,122 +42,107 @@ class Plan:
     recipe: str
     report: ConversionReport
 
-    def float8_weight(self, name: str) -> Tensor:
-        """The parameter of a float8 linear or of float8 experts, as it is now."""
-        owner, _, leaf = name.rpartition(".")
-        parameter: Tensor = getattr(self.experts[name] if name in self.experts else self.linears[owner], leaf)
-        return parameter
-
     @property
     def count(self) -> int:
         """How many matrices are stored in float8."""
-        return len(self.linears) + sum(len(self.checkpoint.of(name)) for name in self.experts)
+        return sum(len(self.checkpoint.of(name)) for name in self.float8)
+
+
+def linear_of(name: str) -> str:
+    """The name of the linear of a float8 weight; of experts, that of the stack."""
+    return name.removesuffix(".weight")
 
 
 def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | None) -> Plan:
     """Decide what an export of `model` writes; see `iter_float8_weights` for the arguments and the errors."""
-    modules = [(plain_name(name), each) for name, each in model.named_modules()]
-    linears = {name: each for name, each in modules if isinstance(each, Float8Linear)}
-    linears = {name: each for name, each in linears.items() if not each.config.casts.weight.row.is_disabled}
-    transposed = [name for name, each in linears.items() if getattr(each, "state_dict_is_transposed", False)]
-    linears = {name: each for name, each in linears.items() if name not in transposed}
-    kept = _kept_by_transformers(model, linears) if format == FP8 else []
-    linears = {name: each for name, each in linears.items() if name not in kept}
-    report, checkpoint = conversion_report(model), checkpoint_names(model, has_linears=format in _HAS_LINEARS)
-    stacks = _float8_stacks(modules)
-    experts = {name: each for name, each in stacks.items() if name in checkpoint.stacks}
-    if transposed and not linears and not experts:
+    kind = format_named(format)
+    converted = {
+        name: each for name, each in float8_weights(model).items() if not each.config.casts.weight.row.is_disabled
+    }
+    _check_experts(converted)
+    stacks = [name for name, each in converted.items() if isinstance(each.module, Float8Experts)]
+    transposed = [name for name, each in converted.items() if getattr(each.module, "state_dict_is_transposed", False)]
+    linears = [linear_of(name) for name in converted if name not in (*stacks, *transposed)]
+    kept = kind.left_out(model, linears, stacks)
+    report, checkpoint = conversion_report(model), checkpoint_names(model, has_linears=kind.has_linears)
+    whole = [name for name in stacks if name not in checkpoint.stacks]
+    left_out = {*transposed, *whole, *(f"{name}.weight" for name in kept)}
+    float8 = {name: each for name, each in converted.items() if name not in left_out}
+    if transposed and not float8:
         raise ValueError(
-            f"no server reads Conv1D weights in float8, and the model's float8 layers are such ({listed(transposed)}); "
-            "save_pretrained writes them in high precision"
+            f"no server reads Conv1D weights in float8, and the model's float8 layers are such "
+            f"({listed([linear_of(name) for name in transposed])}); save_pretrained writes them in high precision"
         )
-    if format == COMFYUI and stacks:
-        raise NotImplementedError(
-            f"{COMFYUI}: ComfyUI reads no matrices of single experts, got {listed(list(stacks))}; leave them in high "
-            "precision"
-        )
-    config, stored = _one_format(COMPRESSED_TENSORS if format == HIGH_PRECISION else format, linears, experts)
+    config, stored = _one_format(format, float8)
     names, tied = _names(model)
     if hasattr(model, "get_base_model") or any(".base_layer." in name for name in names):
         raise ValueError(
             "the model has adapters of PEFT, under names that no server loads; export model.merge_and_unload(), or "
             "model.get_base_model() where the adapters are prompts"
         )
-    both = [name for name in tied if name.removesuffix(".weight") in linears or name in experts]
+    both = [name for name in tied if name in float8]
     if both:
         raise ValueError(
             f"a tied weight cannot be stored in float8: {listed(both)}; filter the linear out, or untie it"
         )
     if weights is not None:
-        names = _names_of_given(names, weights, checkpoint, [*(f"{name}.weight" for name in linears), *experts])
-    in_float8 = {*(f"{name}.weight" for name in linears), *experts}
-    ignore = _ignored(model, names, tied, in_float8, checkpoint)
-    if format == FP8 and is_of_transformers(model):
-        _check_ends(linears, ignore)
-    recipe = config.recipe_name.value if config.recipe_name else str(config)
-    whole = [name for name in stacks if name not in experts] + _stacks_of_torchtitan(modules)
-    sizes = {} if stored.block_size is None else _sizes(linears, experts, checkpoint)
-    if stored.is_mx:
-        if format not in (HIGH_PRECISION, COMFYUI):
-            _check_groups(sizes)
-        sizes = {}
-    ragged = [name for name, size in sizes.items() if any(length % BLOCK_SIZE for length in size)]
-    cut = [name if name in experts else f"{name}.weight" for name in ragged if sizes[name][1] % BLOCK_SIZE]
-    cut_inputs = list(dict.fromkeys(module for name in cut for module in checkpoint.modules(name)))
-    return Plan(linears, experts, whole, kept, names, checkpoint, ignore, stored, ragged, cut_inputs, recipe, report)
+        names = _names_of_given(names, weights, checkpoint, float8)
+    ignore = _ignored(model, names, tied, float8, checkpoint)
+    sizes = {name: _size(name, each, checkpoint) for name, each in float8.items()}
+    stored.check(model, sizes, ignore)
+    has_blocks = stored.block_size == (BLOCK_SIZE, BLOCK_SIZE)
+    ragged = [name for name, size in sizes.items() if has_blocks and any(length % BLOCK_SIZE for length in size)]
+    cut = (module for name in ragged if sizes[name][1] % BLOCK_SIZE for module in checkpoint.modules(name))
+    return Plan(
+        float8=float8 if format in FORMATS else {},
+        whole_stacks=whole + _stacks_of_torchtitan(model),
+        kept=kept,
+        names=names,
+        checkpoint=checkpoint,
+        ignore=ignore,
+        format=stored,
+        ragged=[linear_of(name) for name in ragged],
+        cut_inputs=list(dict.fromkeys(cut)),
+        recipe=config.recipe_name.value if config.recipe_name else str(config),
+        report=report,
+    )
 
 
-def _check_groups(sizes: Mapping[str, list[int]]) -> None:
-    """Refuse weights whose rows groups do not divide: compressed-tensors reads none, and a row has no other scales."""
-    cut = [f"{name} {size}" for name, size in sizes.items() if size[1] % GROUP_SIZE]
-    if cut:
-        raise NotImplementedError(
-            f"MXFP8 has a scale for each {GROUP_SIZE} columns of a weight, expected a multiple of them, got "
-            f"{listed(cut)}; use the format {BLOCKS}, which quantizes again, or leave these in high precision"
-        )
+def _check_experts(float8: Mapping[str, ModuleWeight]) -> None:
+    for name, weight in float8.items():
+        if getattr(weight.module, "_is_expert_parallel", False):
+            raise NotImplementedError(
+                f"{name.rpartition('.')[0] or 'the model'}: expected all experts of a layer, got those of one rank of "
+                "an expert parallel model; save it with save_pretrained, load it without expert parallelism and export "
+                "that"
+            )
 
 
-def _float8_stacks(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Float8Experts]:
-    """The experts that multiply in float8, by the names of their weights."""
-    stacks: dict[str, Float8Experts] = {}
-    for prefix, module in modules:
-        if isinstance(module, Float8Experts) and not module.float8_config.casts.weight.row.is_disabled:
-            if getattr(module, "_is_expert_parallel", False):
-                raise NotImplementedError(
-                    f"{prefix or 'the model'}: expected all experts of a layer, got those of one rank of an expert "
-                    "parallel model; save it with save_pretrained, load it without expert parallelism and export that"
-                )
-            stacks |= {f"{prefix}{'.' if prefix else ''}{leaf}": module for leaf in weights_of(module)}
-    return stacks
-
-
-def _stacks_of_torchtitan(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+def _stacks_of_torchtitan(model: nn.Module) -> list[str]:
     return [
-        f"{prefix}{'.' if prefix else ''}{leaf}"
-        for prefix, module in modules
+        plain_name(f"{prefix}.{leaf}".lstrip("."))
+        for prefix, module in model.named_modules()
         if isinstance(module, Float8GroupedMM)
         for leaf, weight in module.named_parameters(recurse=False)
         if weight.dim() > 2
     ]
 
 
-def _one_format(
-    format: str, linears: Mapping[str, Float8Linear], experts: Mapping[str, Float8Experts]
-) -> tuple[Float8LinearConfig, WeightFormat]:
+def _one_format(format: str, float8: Mapping[str, ModuleWeight]) -> tuple[Float8LinearConfig, WeightFormat]:
     """The config of all weights, and how `format` holds it."""
-    configs = [each.config for each in linears.values()] + [each.float8_config for each in experts.values()]
+    configs = {str(each.config): each.config for each in float8.values()}
     if not configs:
         raise ValueError("no linear of the model is in float8; convert it, or give a recipe")
-    stored = {str(each): weight_format(format, each) for each in configs}
-    if len(set(stored.values())) > 1:
+    stored = [weight_format(format, each) for each in configs.values()]
+    if any(each != stored[0] for each in stored):
         raise NotImplementedError(
-            f"the float8 linears must have one recipe, got {'; '.join(stored)}; export them alone"
+            f"the float8 linears must have one recipe, got {'; '.join(configs)}; export them alone"
         )
-    return configs[0], stored[str(configs[0])]
+    return next(iter(configs.values())), stored[0]
 
 
 def _names_of_given(
-    names: list[str], weights: Mapping[str, Tensor], checkpoint: CheckpointNames, float8: list[str]
+    names: list[str], weights: Mapping[str, Tensor], checkpoint: CheckpointNames, float8: Iterable[str]
 ) -> list[str]:
     """The names in the model of the tensors that a user gave, in their order."""
     given = checkpoint.in_model(names, weights)
@@ -191,18 +159,8 @@ def _names_of_given(
     return list(dict.fromkeys(given.values()))
 
 
-def _kept_by_transformers(model: nn.Module, linears: Iterable[str]) -> list[str]:
-    """The linears that transformers never quantizes in fp8, whatever config.json says, as T5's `wo`."""
-    patterns = getattr(model, "_keep_in_fp32_modules", None) if is_of_transformers(model) else None
-    if not patterns:
-        return []
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    return [name for name in linears if not should_convert_module(name, list(patterns))]
-
-
 def _ignored(
-    model: nn.Module, names: list[str], tied: list[str], in_float8: set[str], checkpoint: CheckpointNames
+    model: nn.Module, names: list[str], tied: list[str], in_float8: Iterable[str], checkpoint: CheckpointNames
 ) -> list[str]:
     """The modules whose matrices stay in high precision, under every name that a reader may have for them.
 
@@ -223,16 +181,6 @@ def _ignored(
     return sorted(ignored)
 
 
-def _check_ends(linears: Iterable[str], ignore: list[str]) -> None:
-    """Refuse what transformers would read in high precision, because a module that is so has the end of its name."""
-    hidden = [name for name in linears if name.endswith(tuple(ignore))]
-    if hidden:
-        raise NotImplementedError(
-            f"{FP8}: transformers skips a linear whose name ends as that of one in high precision: {listed(hidden)}; "
-            f"leave these in high precision, too, or use the format {BLOCKS}"
-        )
-
-
 def _modules_in_readers(name: str, checkpoint: CheckpointNames) -> Iterator[str]:
     """The modules that have a tensor, and what readers look for instead of experts.
 
@@ -248,16 +196,11 @@ def _modules_in_readers(name: str, checkpoint: CheckpointNames) -> Iterator[str]
     yield from found
 
 
-def _sizes(
-    linears: Mapping[str, Float8Linear], experts: Mapping[str, Float8Experts], checkpoint: CheckpointNames
-) -> dict[str, list[int]]:
-    """The rows and columns of each matrix in a checkpoint, by the names of linears and of stacks."""
-    sizes = {name: list(each.weight.shape) for name, each in linears.items()}
-    for name, each in experts.items():
-        _, *size = getattr(each, name.rpartition(".")[2]).shape
-        rows, columns = reversed(size) if name in checkpoint.transposed else size
-        sizes[name] = [rows // len(checkpoint.stacks[name][0]), columns]
-    return sizes
+def _size(name: str, weight: ModuleWeight, checkpoint: CheckpointNames) -> Sequence[int]:
+    """The rows and columns of each matrix of a float8 weight in a checkpoint."""
+    size = list(weight.parameter.shape[-2:])
+    rows, columns = reversed(size) if name in checkpoint.transposed else size
+    return [rows // len(checkpoint.parts(name)[0]), columns]
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -265,13 +208,18 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {plain_name(name): tensor for name, tensor in model.state_dict().items()}
 
 
-def frozen_weights(model: nn.Module) -> dict[str, FrozenFloat8Weight]:
-    """The weights that are stored in float8, or this rank's shards of them, by their names without wrappers."""
+def float8_weights(model: nn.Module) -> dict[str, ModuleWeight]:
+    """The weights of float8 modules by their names without wrappers."""
     return {
-        plain_name(f"{name}.weight".lstrip(".") if weight.name == "weight" else name): weight.local
+        plain_name(f"{name}.weight".lstrip(".") if weight.name == "weight" else name): weight
         for name, weight in weights_under(model)
-        if isinstance(weight.local, FrozenFloat8Weight)
     }
+
+
+def frozen_weights(model: nn.Module) -> dict[str, FrozenFloat8Weight]:
+    """The weights that `float8_weights` holds as codes, or this rank's shards of them."""
+    found = {name: weight.local for name, weight in float8_weights(model).items()}
+    return {name: local for name, local in found.items() if isinstance(local, FrozenFloat8Weight)}
 
 
 def _names(model: nn.Module) -> tuple[list[str], list[str]]:
@@ -279,5 +227,4 @@ def _names(model: nn.Module) -> tuple[list[str], list[str]]:
     owners = [[plain_name(name) for name in names] for names in owners_of_parameters(model).values()]
     again = {name for names in owners for name in names[1:]}
     tied = [name for names in owners if len(names) > 1 for name in names]
-    scales = {f"{name}{SCALE_SUFFIX}" for name in frozen_weights(model)}
-    return [name for name in named_tensors(model) if name not in again | scales], tied
+    return [name for name in named_tensors(model) if name not in again], tied

@@ -1,12 +1,12 @@
-"""`save_float8`: writes a model with float8 weights as a Hugging Face folder, or as a file of ComfyUI's."""
+"""`save_float8`: writes a model with float8 weights as a Hugging Face folder, or as one file."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quaver.export import comfyui
-from quaver.export.bundle import GENERATION, write_bundle
-from quaver.export.files import CONFIG, SINGLE, SUFFIX, SafetensorsWriter, config_text, json_text
+from quaver.export.bundle import GENERATION, HEADER_RECORD, write_bundle
+from quaver.export.files import CONFIG, SINGLE, SafetensorsWriter, config_text, json_text
 from quaver.export.folders import new_folder
-from quaver.export.formats import COMFYUI, COMPRESSED_TENSORS, FP8
-from quaver.export.kv_cache import SCHEME
+from quaver.export.formats import COMPRESSED_TENSORS
 from quaver.export.load import load_float8
 from quaver.export.plan import Plan, frozen_weights
 from quaver.export.weights import Float8Weights, iter_float8_weights
@@ -73,10 +71,6 @@ def save_float8(
         ValueError, NotImplementedError: as `iter_float8_weights`; `config` or `about` has what JSON does not hold.
         NotImplementedError: ComfyUI loses the scales of the model, because it renames its tensors.
     """
-    folder = Path(folder)
-    is_file = format == COMFYUI
-    if is_file:
-        _check_file(folder, {"files": files, "high_precision_model": high_precision_model})
     tensors = iter_float8_weights(
         model,
         format=format,
@@ -85,51 +79,79 @@ def save_float8(
         forward_dtype=forward_dtype,
         share_fused_scales=share_fused_scales,
     )
-    plan = tensors.plan
-    if is_file:
-        comfyui.check_names_of_model(plan.names)
-    about = dict(about or {})
+    folder, stored = Path(folder), tensors.plan.format
+    stored.check_target(folder, tensors.plan.names, files=files, high_precision_model=high_precision_model)
+    record = {"format": format, "recipe": tensors.plan.recipe, **(about or {})}
+    if stored.is_file:
+        target = _file(folder, model, tensors, record)
+    else:
+        measure = (
+            None
+            if high_precision_model is None
+            else lambda path: _measured(high_precision_model(), path, measure_tokens)
+        )
+        of_model = _own_config(model) if config is None else config
+        target = _folder(folder, model, tensors, record, of_model, dtype, max_shard_bytes, files, measure)
     is_sharded = any(isinstance(each, DTensor) for each in model.parameters())
     write: Callable[[Callable[[], None]], None] = on_first_rank if is_sharded else (lambda action: action())
-    partial, writer, max_bytes = folder, SafetensorsWriter(folder, None), None if is_file else max_shard_bytes
-    text = ""
+    writers: list[SafetensorsWriter] = []
+    with ExitStack() as stack:
+        write(lambda: writers.append(stack.enter_context(target)))
+        for name, tensor in tensors:
+            write(lambda name=name, tensor=tensor: writers[0].add(name, tensor))  # type: ignore[misc]
+        write(stack.close)
+    return tensors
 
-    def begin() -> None:
-        nonlocal partial, writer, text
-        json_text("about", about)  # raises before anything is written
-        if not is_file:
-            text = _text_of_config(_own_config(model) if config is None else config, model, tensors, dtype)
-        _warn(plan)
-        partial = stack.enter_context(new_folder(folder, file=SINGLE if is_file else ""))
-        writer = SafetensorsWriter(partial, max_bytes)
 
-    def finish() -> None:
-        costs = {name: without_inf(each._asdict()) for name, each in tensors.requantized.items()}
-        written = {name: each.requantized_sqnr_db for name, each in frozen_weights(model).items()}
-        written = without_inf({name: each for name, each in written.items() if each is not None})
-        record = {"format": format, "recipe": plan.recipe, **about, "requantized": costs, "written": written}
-        if is_file:
-            writer.metadata[comfyui.RECORD] = json.dumps({"quaver": version("quaver"), **record})
-            writer.close()
-            stack.close()
-            return
+@contextmanager
+def _file(path: Path, model: nn.Module, tensors: Float8Weights, record: dict[str, Any]) -> Iterator[SafetensorsWriter]:
+    """A file with all tensors, and in its header the record."""
+    json_text("about", record)  # raises before anything is written
+    _warn(tensors.plan)
+    with new_folder(path, file=SINGLE) as partial:
+        writer = SafetensorsWriter(partial, None)
+        yield writer
+        writer.metadata[HEADER_RECORD] = json.dumps({"quaver": version("quaver"), **record, **_costs(model, tensors)})
+        writer.close()
+
+
+@contextmanager
+def _folder(
+    path: Path,
+    model: nn.Module,
+    tensors: Float8Weights,
+    record: dict[str, Any],
+    config: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    files: Sequence[Path],
+    measure: Callable[[Path], dict[str, Any]] | None,
+) -> Iterator[SafetensorsWriter]:
+    """A folder with the tensors, config.json, other files, the record and the model card."""
+    json_text("about", record)  # raises before anything is written
+    plan, text = tensors.plan, _text_of_config(config, model, tensors, dtype)
+    _warn(plan)
+    with new_folder(path) as partial:
+        writer = SafetensorsWriter(partial, max_shard_bytes)
+        yield writer
         writer.close()
         (partial / CONFIG).write_text(text, encoding="utf-8")
-        _write_others(model, partial, files)
-        logits = None
-        if high_precision_model is not None:
-            logits = _measured(high_precision_model(), partial, measure_tokens)
-        record |= {"ragged": plan.ragged, "whole_stacks": plan.whole_stacks, "logits": logits}
-        record["bytes"] = writer.total_bytes
-        write_bundle(partial, record, plan.report)
-        stack.close()
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            generation.to_json_file(partial / GENERATION)
+        for file in files:  # which may have another generation config
+            shutil.copyfile(file, partial / file.name)
+        logits = None if measure is None else measure(partial)
+        record |= {**_costs(model, tensors), "ragged": plan.ragged, "whole_stacks": plan.whole_stacks, "logits": logits}
+        write_bundle(partial, {**record, "bytes": writer.total_bytes}, plan.report)
 
-    with ExitStack() as stack:
-        write(begin)
-        for name, tensor in tensors:
-            write(lambda name=name, tensor=tensor: writer.add(name, tensor))  # type: ignore[misc]
-        write(finish)
-    return tensors
+
+def _costs(model: nn.Module, tensors: Float8Weights) -> dict[str, Any]:
+    """What the format and writes to frozen weights cost, by weight."""
+    requantized = {name: without_inf(each._asdict()) for name, each in tensors.requantized.items()}
+    written = {name: each.requantized_sqnr_db for name, each in frozen_weights(model).items()}
+    written = without_inf({name: each for name, each in written.items() if each is not None})
+    return {"requantized": requantized, "written": written}
 
 
 def _text_of_config(
@@ -137,9 +159,7 @@ def _text_of_config(
 ) -> str:
     """The config.json: `config` with how the weights are quantized, and the dtype of the others."""
     plan = tensors.plan
-    quantization = plan.format.quantization_config(plan.ignore, plan.cut_inputs)
-    if tensors.kv_scales and plan.format.method == COMPRESSED_TENSORS:
-        quantization["kv_cache_scheme"] = SCHEME
+    quantization = plan.format.quantization_config(plan.ignore, plan.cut_inputs, has_kv_scales=bool(tensors.kv_scales))
     written = {**config, "quantization_config": quantization}
     key = "dtype" if "dtype" in config else "torch_dtype"
     stored = dtype if dtype is not None or config.get(key) else getattr(model, "dtype", None)
@@ -148,29 +168,10 @@ def _text_of_config(
     return config_text(written)
 
 
-def _check_file(path: Path, given: Mapping[str, Any]) -> None:
-    """Raise ValueError for a name or for arguments that are those of a folder."""
-    if path.suffix != SUFFIX:
-        raise ValueError(f"{str(path)!r} must end in {SUFFIX}: the format {COMFYUI} is one file")
-    of_folder = [name for name, value in given.items() if value]
-    if of_folder:
-        raise ValueError(f"{', '.join(of_folder)}: not in the format {COMFYUI}, which is one file")
-
-
 def _warn(plan: Plan) -> None:
     """Say what readers of the export cannot do, and what of the training it does not have."""
-    if plan.ragged and plan.format.method == FP8:
-        logger.warning(
-            "%s: a dimension is no multiple of 128, and transformers 5.23, without a GPU or with dequantize=True, "
-            "refuses such fp8 weights or reads wrong values; it reads those of the format compressed-tensors-block",
-            listed(plan.ragged),
-        )
-    if plan.kept:
-        logger.warning(
-            "%s: these linears are float8 in training and in high precision in the export, because transformers keeps "
-            "them in float32 and reads no float8 for them in fp8; the formats of compressed-tensors hold them",
-            listed(plan.kept),
-        )
+    for warning in plan.format.warnings(plan.ragged, plan.kept):
+        logger.warning(warning)
     if plan.whole_stacks:
         logger.warning(
             "%s: these experts are float8 in training and in high precision in the export, because checkpoints of "
@@ -184,15 +185,6 @@ def _own_config(model: nn.Module) -> dict[str, Any]:
     if to_dict is None:
         raise ValueError("config: expected the content of config.json for a model that is not of transformers")
     return to_dict()
-
-
-def _write_others(model: nn.Module, folder: Path, files: Sequence[Path]) -> None:
-    """Write the generation config of a transformers model, and copy `files`, which may have another one."""
-    generation = getattr(model, "generation_config", None)
-    if generation is not None:
-        generation.to_json_file(folder / GENERATION)
-    for file in files:
-        shutil.copyfile(file, folder / file.name)
 
 
 @torch.no_grad()

@@ -5,18 +5,19 @@ they are those of the next training step, to the bit. Two exceptions, whose cost
     one scale per tensor    servers fuse q, k, v and gate, up into one linear with one scale. Such siblings share the
                             smallest of their scales, unless the caller asks for their own.
     blocks                  formats of blocks hold blocks of 128 x 128, or those of MXFP8; weights of other recipes are
-                            quantized again.
+                            quantized again. So are gate and up, which are one matrix in the forward of experts and two
+                            in a checkpoint, where a block has rows of both: each in blocks from its own first row.
 
 The weights of a frozen base (`freeze_to_float8`, `load_frozen`) are written with the codes that they hold.
 
 A model with experts gets the names of its checkpoints (checkpoint_names.py), and each expert its own matrices with
-their codes and scales (experts.py), one expert after the other.
+their codes and scales, one expert after the other. A linear is a stack of one matrix.
 """
 
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -24,20 +25,26 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from quaver.export import comfyui
+from quaver.experts.module_weight import ModuleWeight
 from quaver.export.checkpoint_names import KEPT_IN_FLOAT32, Parts
-from quaver.export.experts import quantize_expert, store_expert
-from quaver.export.formats import COMPRESSED_TENSORS, FORMATS, FUSED, HIGH_PRECISION
+from quaver.export.formats import COMPRESSED_TENSORS, WeightFormat
 from quaver.export.kv_cache import kv_scales_of
-from quaver.export.plan import Plan, frozen_weights, named_tensors, plan_export
+from quaver.export.plan import Plan, frozen_weights, linear_of, named_tensors, plan_export
 from quaver.kernels.operands import Operand, present
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
 from quaver.linear.weight_form import WrappedTensor
-from quaver.recipes.scaling import PersistentScales, Scales, dequantize, sqnr_db, to_dequant_scale
+from quaver.recipes.linear_casts import OperandCasts
+from quaver.recipes.scaling import Scales, dequantize, sqnr_db, to_dequant_scale
 from quaver.runtime.names import plain_name
-from quaver.torch_private.dtensor import local_tensor
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Sibling linears that servers fuse into one, which has one scale where scales are per tensor."""
+
+
+_Matrix = tuple[Parts, Tensor, Operand]
+"""The names of a matrix, or of its parts, in the checkpoint, its values and the operand of its forward."""
 
 
 class Requantized(NamedTuple):
@@ -68,7 +75,7 @@ def iter_float8_weights(
             no forward runs meanwhile: each gathers one whole weight at a time (the weights of fused linears together,
             and of all experts in a stack), or, where FSDP2 shards float8 weights, the weights of one FSDPModule.
         format: "compressed-tensors", "compressed-tensors-block", "compressed-tensors-mxfp8", "fp8" or "comfyui" (see
-            formats.py); "high-precision" for the plain tensors, which is the control.
+            formats/); "high-precision" for the plain tensors, which is the control.
         weights: the tensors by name, where `model` is on the meta device; the model's own by default. Experts may be
             stacks, as in the model, or matrices, as in a checkpoint.
         dtype: of the tensors that stay in high precision, but for e_score_correction_bias, which routers add to scores;
@@ -109,10 +116,7 @@ class Float8Weights:
         forward_dtype: torch.dtype | None,
         share_fused_scales: bool,
     ) -> None:
-        if format not in (*FORMATS, HIGH_PRECISION):
-            raise ValueError(f"format: expected one of {', '.join(FORMATS)}, {HIGH_PRECISION}, got {format!r}")
         model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        self._is_float8 = format != HIGH_PRECISION
         self.plan = plan_export(model, format, weights)
         self.bytes_yielded = self.bytes_moved = 0
         self.requantized: dict[str, Requantized] = {}
@@ -120,13 +124,12 @@ class Float8Weights:
         self._given = {
             name: stored for stored, name in self.plan.checkpoint.in_model(self.plan.names, weights or ()).items()
         }
-        self._dtype = dtype
-        format_of_plan = self.plan.format
-        self._shares = share_fused_scales and format_of_plan.weights == "tensor" and not format_of_plan.is_file
-        self._forward_dtype = forward_dtype
+        is_file = self.plan.format.is_file
+        self._shares = share_fused_scales and self.plan.format.weights == "tensor" and not is_file
+        self._dtype, self._forward_dtype = dtype, forward_dtype
         self._frozen = frozen_weights(model)
         self._buffers = {plain_name(name) for name, _ in model.named_buffers()}
-        kv_scales = {} if format_of_plan.is_file else kv_scales_of(model)
+        kv_scales = {} if is_file else kv_scales_of(model)
         self.kv_scales = {self.plan.checkpoint.renamed(name): each for name, each in kv_scales.items()}
         self._fsdp_modules = {} if forward_dtype or weights is not None else _fsdp_modules(model, self.plan)
         self._gathered: dict[str, Tensor] = {}
@@ -144,17 +147,13 @@ class Float8Weights:
     def _run(self) -> Iterator[tuple[str, Tensor]]:
         done: set[str] = set()
         for name in self.plan.names:
-            linear = name.removesuffix(".weight")
-            if name in self.plan.experts and self._is_float8:
-                yield from self._quantized_experts(name)
-            elif name in self.plan.checkpoint.stacks:
-                for parts, matrix, _ in self._matrices(name, None):
-                    for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+            if name not in self.plan.float8:
+                for parts, matrix in self._matrices(name):
+                    rows_of_parts = matrix.chunk(len(parts)) if len(parts) > 1 else [matrix]
+                    for part, rows in zip(parts, rows_of_parts, strict=True):
                         yield part, self._converted(part, rows)
-            elif linear not in self.plan.linears or not name.endswith(".weight") or not self._is_float8:
-                yield self.plan.checkpoint.renamed(name), self._converted(name, self._read(name))
-            elif linear not in done:
-                fused = self._fused_with(linear) if self._shares else [linear]
+            elif name not in done:
+                fused = self._fused_with(name) if self._shares else [name]
                 done.update(fused)
                 yield from self._quantized(fused)
         for name, scale in self.kv_scales.items():
@@ -166,100 +165,67 @@ class Float8Weights:
         return tensor if is_kept else tensor.to(self._dtype)
 
     def _fused_with(self, name: str) -> list[str]:
-        """The float8 linears that a server fuses with this one, itself included."""
-        parent, dot, leaf = name.rpartition(".")
+        """The float8 linears that a server fuses with this one, itself included, by the names of their weights."""
+        parent, dot, leaf = linear_of(name).rpartition(".")
         group = next((names for names in FUSED if leaf in names), (leaf,))
-        return [each for each in (f"{parent}{dot}{sibling}" for sibling in group) if each in self.plan.linears]
+        siblings = [f"{parent}{dot}{sibling}.weight" for sibling in group]
+        return [each for each in siblings if each in self.plan.float8] or [name]
 
     def _quantized(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        """The codes and scales of linears that share a scale, or of one linear."""
-        own = [self._of_forward(name) for name in names]
-        shared = min((each[2] for each in own), key=lambda scales: scales.quant.item()) if len(names) > 1 else None
-        format = self.plan.format
-        for name, (weight, operand, scales) in zip(names, own, strict=True):
-            held = format.held(operand, self.plan.linears[name].config.casts.weight.row)
-            stored = format.quantized(weight) if held is None else held
-            if shared is not None and scales.quant != shared.quant:
-                stored = self._quantize(name, weight, shared)[0]
-            if stored is not held:
-                self.requantized[name] = Requantized(_cost(weight, operand), _cost(weight, stored))
-            weight_name = self.plan.checkpoint.renamed(f"{name}.weight")
-            yield from self._stored(weight_name, stored)
-            if format.is_static:
-                yield f"{weight_name.removesuffix('weight')}input_scale", format.stored_scale(self._input_scale(name))
+        """The codes and scales of a weight, one matrix after the other, or of linears that share a scale."""
+        format, shared = self.plan.format, None
+        matrices: list[Iterable[_Matrix]] = [self._of_forward(name) for name in names]
+        if len(names) > 1:
+            matrices = [list(each) for each in matrices]
+            scales = [_scales_of(operand) for linear in matrices for _, _, operand in linear]
+            shared = min(scales, key=lambda each: each.quant.item())
+        for name, of_weight in zip(names, matrices, strict=True):
+            weight_of = self.plan.float8[name]
+            for parts, weight, operand in of_weight:
+                if shared is not None and _scales_of(operand).quant != shared.quant:
+                    stored, is_requantized = [_quantize(weight_of, weight, shared)], True
+                else:
+                    casts = weight_of.config.casts.weight
+                    stored, is_requantized = store_matrix(weight, operand, casts, len(parts), format)
+                if is_requantized:
+                    cost = Requantized(_cost(weight, operand), _cost(weight, *stored))
+                    known = self.requantized.get(linear_of(name), cost)
+                    self.requantized[linear_of(name)] = min(known, cost, key=lambda each: each.stored_db)
+                for part, each in zip(parts, stored, strict=True):
+                    yield from format.tensors(part, each)
+            if format.is_static and isinstance(weight_of.module, Float8Linear):
+                prefix = self.plan.checkpoint.renamed(name).removesuffix("weight")
+                yield f"{prefix}input_scale", format.stored_scale(_input_scale(linear_of(name), weight_of.module))
 
-    def _stored(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
-        format, prefix = self.plan.format, name.removesuffix("weight")
-        yield name, format.stored_codes(operand.data)
-        yield f"{prefix}{format.scale_name}", format.stored_scale(typing.cast(Tensor, operand.dequant_scale))
-        if (mark := format.mark) is not None:
-            yield f"{prefix}{comfyui.MARK}", mark
-
-    def _quantized_experts(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """The codes and scales of a stack, one expert after the other."""
-        casts = self.plan.experts[name].float8_config.casts.weight
-        for parts, weight, frozen in self._matrices(name, self._forward_dtype):
-            of_forward = frozen or quantize_expert(weight, casts)
-            stored, is_requantized = store_expert(weight, of_forward, casts, len(parts), self.plan.format)
-            if is_requantized:
-                cost = Requantized(_cost(weight, of_forward), _cost(weight, *stored))
-                known = self.requantized.get(name, cost)
-                self.requantized[name] = min(known, cost, key=lambda each: each.stored_db)
-            for part, operand in zip(parts, stored, strict=True):
-                yield from self._stored(part, operand)
-
-    def _matrices(self, name: str, dtype: torch.dtype | None) -> Iterator[tuple[Parts, Tensor, Operand | None]]:
-        """The matrix [N, K] of each expert of a stack in `dtype`, with the names of its parts and its frozen codes."""
-        stack, transposed = self.plan.checkpoint.stacks[name], name in self.plan.checkpoint.transposed
-        if name in self._frozen and name in self._weights:
-            frozen = self._frozen_weight(name)
-            for parts, stored in zip(stack, frozen.matrices(), strict=True):
-                operand = stored.t() if transposed else stored
-                yield parts, dequantize(operand.data, typing.cast(Tensor, operand.dequant_scale), frozen.dtype), operand
+    def _of_forward(self, name: str) -> Iterator[_Matrix]:
+        """Each matrix of a float8 weight, as the forward reads it and as it multiplies by it."""
+        weight_of, transposed = self.plan.float8[name], name in self.plan.checkpoint.transposed
+        if name not in self._frozen or (name in self.plan.checkpoint.stacks and name not in self._weights):
+            for parts, matrix in self._matrices(name, self._forward_dtype):
+                yield parts, matrix, _quantize(weight_of, matrix)
             return
-        held: Tensor | None = None
-        if name in self._fsdp_modules:
-            held = self._unsharded(name)
-        elif name in self._weights:
-            held = self._whole(name)
-        for index, parts in enumerate(stack):
-            if held is None:
-                matrix = torch.cat([self._whole(part) for part in parts])
-            else:
-                matrix = held[index].t().contiguous() if transposed else held[index]
-            yield parts, _finite(f"expert {index} of {name}", matrix if dtype is None else matrix.to(dtype)), None
+        frozen = self._frozen_weight(name)
+        for parts, stored in zip(self.plan.checkpoint.parts(name), frozen.matrices(), strict=True):
+            operand = stored.t() if transposed else stored
+            yield parts, dequantize(operand.data, typing.cast(Tensor, operand.dequant_scale), frozen.dtype), operand
 
-    def _quantize(self, name: str, weight: Tensor, scales: Scales | None = None) -> tuple[Operand, Scales]:
-        """The operand of the forward's matmul, and the scales that it was quantized with."""
-        linear = self.plan.linears[name]
-        quantizer = Quantizer(linear.config.casts.weight, weight.dtype, _scales(linear).weight)
-        operand = present(quantizer(weight, row=True, column=False, scales=scales).row)
-        if operand.quant_scale is None or operand.dequant_scale is None:
-            raise RuntimeError(f"{name}: the weight of a float8 linear stayed in high precision")
-        return operand, Scales(operand.quant_scale, operand.dequant_scale)
-
-    def _input_scale(self, name: str) -> Tensor:
-        scale = _scales(self.plan.linears[name]).input
-        if scale is None or not scale.quant_scale > 0:
-            raise ValueError(
-                f"the scale of the input of {name} is unknown: train a step, or calibrate, before the export; or give "
-                "a recipe with dynamic scaling"
-            )
-        return to_dequant_scale(scale.quant_scale)
-
-    def _of_forward(self, name: str) -> tuple[Tensor, Operand, Scales]:
-        """The weight that the forward reads, the operand of its matmul, and the scales of that."""
-        if f"{name}.weight" in self._frozen:
-            frozen = self._frozen_weight(f"{name}.weight")
-            dequant = frozen.dequant_scale
-            operand = Operand(frozen.data_fp8, dequant)
-            return frozen.to_high_precision(), operand, Scales(to_dequant_scale(dequant), dequant)
-        if f"{name}.weight" in self._fsdp_modules:
-            weight = _finite(f"{name}.weight", self._unsharded(f"{name}.weight"))
+    def _matrices(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[Parts, Tensor]]:
+        """A tensor, or each matrix [N, K] of a stack, in `dtype`, with the names of its parts in the checkpoint."""
+        checkpoint, is_stack = self.plan.checkpoint, name in self.plan.checkpoint.stacks
+        held: Iterable[Tensor]
+        if not is_stack:
+            held = [self._read(name)]
+        elif name in self._fsdp_modules or name in self._weights:
+            transposed = name in checkpoint.transposed
+            held = (matrix.t().contiguous() if transposed else matrix for matrix in self._read(name))
         else:
-            weight = self._read(f"{name}.weight")
-            weight = weight if self._forward_dtype is None else weight.to(self._forward_dtype)
-        return weight, *self._quantize(name, weight)
+            held = (torch.cat([self._whole(part) for part in parts]) for parts in checkpoint.stacks[name])
+        for index, (parts, matrix) in enumerate(zip(checkpoint.parts(name), held, strict=True)):
+            is_free = name in self._buffers and not matrix.isnan().any()  # as limits of Gemma 4's clipped linears, inf
+            if matrix.is_floating_point() and not (is_free or matrix.isfinite().all()):
+                what = f"expert {index} of {name}" if is_stack else name
+                raise ValueError(f"{what} has an inf or a NaN: the model has diverged; export an earlier checkpoint")
+            yield parts, matrix if dtype is None else matrix.to(dtype)
 
     def _unsharded(self, name: str) -> Tensor:
         """A weight as FSDP2 gathers it for the forward, in `mp_policy.param_dtype`, which has no public reader.
@@ -275,7 +241,7 @@ class Float8Weights:
                 gathered = [new for old, new in zip(sharded, parameters(), strict=True) if new is not old]
                 self.bytes_moved += sum(each.nbytes for each in gathered)
                 for each in (each for each, owner in self._fsdp_modules.items() if owner is module):
-                    weight = self.plan.float8_weight(each).detach()  # a DTensor still under tensor parallelism
+                    weight = self.plan.float8[each].parameter.detach()  # a DTensor still under tensor parallelism
                     self._gathered[each] = weight.full_tensor() if isinstance(weight, DTensor) else weight.clone()
             finally:
                 module.reshard()
@@ -297,10 +263,7 @@ class Float8Weights:
     def _read(self, name: str) -> Tensor:
         if name in self._frozen:
             return self._frozen_weight(name).to_high_precision()
-        whole = self._whole(name)
-        if name in self._buffers and not whole.isnan().any():
-            return whole  # infinite limits, as those of Gemma 4's clipped linears, are a model's choice
-        return _finite(name, whole)
+        return self._unsharded(name) if name in self._fsdp_modules else self._whole(name)
 
     def _held(self, name: str) -> Tensor:
         """A tensor under its name in the model or in a checkpoint."""
@@ -319,20 +282,56 @@ class Float8Weights:
         return tensor
 
 
-def _finite(name: str, tensor: Tensor) -> Tensor:
-    if tensor.is_floating_point() and not tensor.isfinite().all():
-        raise ValueError(f"{name} has an inf or a NaN: the model has diverged; export an earlier checkpoint")
-    return tensor
+def store_matrix(
+    weight: Tensor, of_forward: Operand, casts: OperandCasts, parts: int, format: WeightFormat
+) -> tuple[list[Operand], bool]:
+    """A matrix as a checkpoint stores it, with the codes of its forward where they fit, or quantized again.
+
+    Args:
+        weight: [N, K], as the forward reads it.
+        of_forward: the operand of its matmul.
+        casts: of the weight.
+        parts: into how many matrices of N / parts rows a checkpoint cuts it.
+        format: of the checkpoint.
+    Returns:
+        The parts, and whether they have other codes or scales than the forward.
+    """
+    held, rows = format.held(of_forward, casts.row), weight.shape[0] // parts
+    if held is None or (parts > 1 and format.block_size is not None and rows % format.block_size[0]):
+        power_of_2 = held is not None and casts.power_of_2
+        return [format.quantized(each, power_of_2=power_of_2) for each in weight.chunk(parts)], True
+    scale = typing.cast(Tensor, held.dequant_scale)
+    scales = scale.chunk(parts) if scale.dim() else [scale] * parts
+    return [Operand(*each) for each in zip(held.data.chunk(parts), scales, strict=True)], False
+
+
+def _quantize(weight_of: ModuleWeight, weight: Tensor, scales: Scales | None = None) -> Operand:
+    """A matrix [N, K] as the forward multiplies by it, or with other `scales`."""
+    module, scale = weight_of.module, None
+    if isinstance(module, Float8Linear):
+        scale = module.persistent_scales(module.weight.device, recording=False).weight
+    quantizer = Quantizer(weight_of.config.casts.weight, weight.dtype, scale)
+    return present(quantizer(weight, row=True, column=False, scales=scales).row)
+
+
+def _scales_of(operand: Operand) -> Scales:
+    dequant = typing.cast(Tensor, operand.dequant_scale)
+    return Scales(to_dequant_scale(dequant) if operand.quant_scale is None else operand.quant_scale, dequant)
+
+
+def _input_scale(name: str, linear: Float8Linear) -> Tensor:
+    scale = linear.persistent_scales(linear.weight.device, recording=False).input
+    if scale is None or not scale.quant_scale > 0:
+        raise ValueError(
+            f"the scale of the input of {name} is unknown: train a step, or calibrate, before the export; or give a "
+            "recipe with dynamic scaling"
+        )
+    return to_dequant_scale(scale.quant_scale)
 
 
 def _cost(hp: Tensor, *operands: Operand) -> float:
     """The SQNR of dequantized values, one operand above the other, in dB."""
     return sqnr_db(hp, torch.cat([dequantize(each.data, typing.cast(Tensor, each.dequant_scale)) for each in operands]))
-
-
-def _scales(linear: Float8Linear) -> PersistentScales:
-    weight = linear.weight
-    return linear.persistent_scales(weight.device, recording=False)
 
 
 def _fsdp_modules(model: nn.Module, plan: Plan) -> dict[str, FSDPModule]:
@@ -341,12 +340,10 @@ def _fsdp_modules(model: nn.Module, plan: Plan) -> dict[str, FSDPModule]:
     for module in model.modules():  # parents come before their children
         if isinstance(module, FSDPModule):
             innermost |= dict.fromkeys(map(id, typing.cast(nn.Module, module).modules()), module)
-    owners: dict[str, nn.Module] = {f"{name}.weight": linear for name, linear in plan.linears.items()}
-    owners |= plan.experts
     return {
-        name: innermost[id(owner)]
-        for name, owner in owners.items()
-        if id(owner) in innermost
-        and isinstance(plan.float8_weight(name), DTensor)
-        and not isinstance(local_tensor(plan.float8_weight(name)), FrozenFloat8Weight | WrappedTensor)
+        name: innermost[id(weight.module)]
+        for name, weight in plan.float8.items()
+        if id(weight.module) in innermost
+        and isinstance(weight.parameter, DTensor)
+        and not isinstance(weight.local, FrozenFloat8Weight | WrappedTensor)
     }

@@ -362,7 +362,7 @@ def test_files_that_are_missing_or_damaged_are_refused_in_one_line(copy, tmp_pat
     }.items():
         (folder / "model.safetensors.index.json").write_text(text)
         assert message in told(folder)
-    for text, message in {"[1]": "must be a JSON object, got a list", "{": "is not JSON"}.items():
+    for text, message in {"[1]": "must be a JSON object, got a list", "{": "must be a JSON object: Expecting"}.items():
         (folder / "config.json").write_text(text)
         assert message in told(folder)
 

@@ -120,12 +120,13 @@ def test_transformers_quantizes_the_linears_that_are_stored_so(family, format, t
 
     ours = prepare_model_for_float8(model(family), "rowwise", module_filter_fn=is_quantized)
     plan = save_float8(ours, tmp_path / "out", format=format).plan
+    linears = {name.removesuffix(".weight") for name in plan.float8}
     if format == "fp8":
-        assert in_fp8(tmp_path / "out", model(family)) == set(plan.linears)
+        assert in_fp8(tmp_path / "out", model(family)) == linears
         return
     theirs, info = type(ours).from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
     assert not any(info.values()), info
-    assert {name for name, each in theirs.named_modules() if hasattr(each, "weight_scale")} == set(plan.linears)
+    assert {name for name, each in theirs.named_modules() if hasattr(each, "weight_scale")} == linears
     tokens = torch.arange(1, 25).view(1, 24)
     with torch.no_grad():
         assert sqnr_db(*(each.eval()(tokens, use_cache=False).logits for each in (ours, theirs))) > 20

@@ -1,0 +1,89 @@
+"""The formats of float8 checkpoints, in a file each: what a recipe becomes in them, and how they are read.
+
+    format                      recipe                          weights                 activations
+    compressed-tensors          rowwise, rowwise_with_gw_hp     a scale per row         dynamic, per token
+                                rowwise_with_tensorwise_weight  one scale               dynamic, per token
+                                tensorwise                      one scale               dynamic, per tensor
+                                delayed, static                 one scale               static, per tensor
+    compressed-tensors-block    any                             a scale per 128 x 128   dynamic, per 128 of a token
+    compressed-tensors-mxfp8    any                             E8M0, a scale per 32    dynamic, per 32 of a token
+    fp8                         any                             a scale per 128 x 128   dynamic, per 128 of a token
+    comfyui                     mxfp8, mxfp8_with_gw_hp         E8M0, a scale per 32    dynamic, per 32 of a token
+                                delayed, static                 one scale               static, per tensor
+                                any other                       one scale               in high precision
+
+A float8 weight `<linear>.weight`, e4m3 [N, K], comes with its scale, float32: [N, 1] per row, [1] per tensor,
+[ceil(N / 128), ceil(K / 128)] per block; or the bytes of E8M0, uint8 [N, K / 32]; value = code * scale. It is called
+`<linear>.weight_scale`, in fp8 `<linear>.weight_scale_inv`. Static activations add `<linear>.input_scale`, [1].
+
+The formats of 128 x 128 hold the codes of the recipe `blockwise` and of weights that `freeze_to_float8` stored so,
+compressed-tensors-mxfp8 those of `mxfp8`, whose 32 x 32 blocks have 32 equal rows of scales; weights of other recipes
+are quantized again. Under a blockwise config compressed-tensors is that of the two which has its blocks.
+
+comfyui is one file for ComfyUI; it holds the codes of recipes with one scale and of `mxfp8`.
+
+Folders of other writers are read by their `quant_method`, see `METHODS`; docs/export.md lists who writes which layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from quaver.export.formats import compressed_tensors, fp8, modelopt
+from quaver.export.formats.base import WeightFormat
+from quaver.export.formats.comfyui import COMFYUI, ComfyUI
+from quaver.export.formats.stored import StoredFormat, with_blocks
+from quaver.recipes.config import Float8LinearConfig
+
+COMPRESSED_TENSORS = compressed_tensors.METHOD
+
+FORMATS: dict[str, type[WeightFormat]] = {
+    COMPRESSED_TENSORS: compressed_tensors.CompressedTensors,
+    compressed_tensors.BLOCKS: compressed_tensors.CompressedTensorsBlocks,
+    "compressed-tensors-mxfp8": compressed_tensors.CompressedTensorsMXFP8,
+    fp8.METHOD: fp8.FP8,
+    COMFYUI: ComfyUI,
+}
+"""The formats that are written, by the name that `save_float8` takes."""
+
+CONTROL = {"high-precision": compressed_tensors.HighPrecision}
+"""The control, which `iter_float8_weights` takes: the same names in high precision."""
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], StoredFormat]] = {
+    COMPRESSED_TENSORS: compressed_tensors.stored_format,
+    fp8.METHOD: partial(with_blocks, fp8.METHOD),
+    "fbgemm_fp8": partial(with_blocks, "fbgemm_fp8", by_token=True),
+    "modelopt": modelopt.stored_format,
+    "mxfp8": partial(with_blocks, "mxfp8", by_token=True),
+    "quark": partial(with_blocks, "quark"),
+}
+"""The formats that are read, by `quant_method` in config.json: what a quantization_config says of float8 weights. They
+raise ValueError or NotImplementedError.
+"""
+
+
+def format_named(format: str) -> type[WeightFormat]:
+    """The format, or the control, of this name. Raises ValueError for an unknown one."""
+    known = {**FORMATS, **CONTROL}
+    if format not in known:
+        raise ValueError(f"format: expected one of {', '.join(known)}, got {format!r}")
+    return known[format]
+
+
+def weight_format(format: str, config: Float8LinearConfig) -> WeightFormat:
+    """Return how `format` holds the linears with `config`.
+
+    Raises:
+        ValueError: an unknown format.
+        NotImplementedError: the format does not hold the codes, because they are not e4m3.
+    """
+    weight, input = config.casts.weight.row, config.casts.input.row
+    for name, cast in (("weight", weight), ("input", input)):
+        if not cast.is_disabled and cast.float8_dtype is not torch.float8_e4m3fn:
+            raise NotImplementedError(f"{name}: checkpoints hold codes in e4m3, got {cast}; export with another recipe")
+    weight.known_sharing("export")
+    return format_named(format).of(weight, input)

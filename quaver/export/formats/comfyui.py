@@ -1,0 +1,256 @@
+"""comfyui: ComfyUI's single files of diffusion models and text encoders, whose layers are marked.
+
+    mark        `<layer>.comfy_quant`: the bytes of a JSON object, {"format": "float8_e4m3fn"}; or the same objects by
+                layer in the metadata of the file, {"layers": {...}} under `_quantization_metadata`, which come first
+    older mark  `scaled_fp8`, one for a file or a part of it; scales are `<layer>.scale_weight`
+    no mark     a float8 tensor without a scale is its codes, as in files that were cast
+    scale       `<layer>.weight_scale`, one number, or E8M0 per 1 x 32 in MXFP8, in the tiles of NVIDIA's tensor cores
+
+The layer of a mark has float8 codes with a scale. MXFP8 pads rows and columns with zeros to multiples of 32. ComfyUI
+scales activations dynamically only in MXFP8: without a static scale it would cast them unscaled, so the mark of such a
+layer asks for a matmul in high precision.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quaver.export.checkpoint_names import PREFIXES
+from quaver.export.files import SUFFIX, StoredTensors, check_names, json_object
+from quaver.export.formats.base import WeightFormat
+from quaver.export.formats.compressed_tensors import has_mx_scales
+from quaver.export.formats.stored import StoredFormat, StoredScale
+from quaver.kernels.operands import Operand
+from quaver.recipes.config import CastConfig
+from quaver.runtime.names import listed
+
+COMFYUI = "comfyui"
+"""The name of the format."""
+
+_MARK = "comfy_quant"
+_METADATA = "_quantization_metadata"
+_OLDER_MARK = "scaled_fp8"
+_TOKENIZERS = ("spiece_model", "tekken_model", "tokenizer_json")
+_CODES = {
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn_rowwise": "F8_E4M3",
+    "float8_e4m3fn_blockwise": "F8_E4M3",
+    "mxfp8": "F8_E4M3",
+}
+"""The formats of marks, and the dtype of their codes. ComfyUI has no scales by row and block; convert_to_quant has."""
+
+_REPLACED = {
+    "Flux or AuraFlow": ("single_transformer_blocks.0.attn.to_q.",),
+    "SD3": ("transformer_blocks.0.attn.add_q_proj.", "pos_embed.proj."),
+    "PixArt": ("transformer_blocks.0.", "adaln_single.emb.timestep_embedder.", "pos_embed.proj."),
+    "Z-Image": ("noise_refiner.0.attention.to_q.",),
+    "a UNet": ("down_blocks.0.", "mid_block.", "up_blocks.0.", "conv_in."),
+}
+"""The models of diffusers whose names ComfyUI replaces, and how some of their names begin."""
+
+_PADDED = 32
+_TILE = (128, 4)
+"""The rows and columns of scales in a tile: those of 4 x 32 rows of a matrix follow each other, 32 at a time."""
+
+
+class ComfyUI(WeightFormat):
+    """The format as it is written."""
+
+    is_file = True
+
+    @classmethod
+    def of(cls, weight: CastConfig, input: CastConfig) -> Self:
+        if has_mx_scales(weight):
+            return cls("group", "group")
+        return cls("tensor", "tensor", True) if input.is_persistent else cls("tensor", None)
+
+    @classmethod
+    def left_out(cls, model: nn.Module, linears: Sequence[str], stacks: Sequence[str]) -> list[str]:
+        if stacks:
+            raise NotImplementedError(
+                f"{COMFYUI}: ComfyUI reads no matrices of single experts, got {listed(stacks)}; leave them in high "
+                "precision"
+            )
+        return []
+
+    def tensors(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
+        yield from super().tensors(name, operand)
+        mark: dict[str, Any] = {"format": "mxfp8" if self.is_mx else "float8_e4m3fn"}
+        if self.activations is None:
+            mark["full_precision_matrix_mult"] = True
+        text = bytearray(json.dumps(mark).encode())
+        yield f"{name.removesuffix('weight')}{_MARK}", torch.frombuffer(text, dtype=torch.uint8)
+
+    def stored_codes(self, codes: Tensor) -> Tensor:
+        if not self.is_mx:
+            return super().stored_codes(codes)
+        rows, columns = (to - length for to, length in zip(_padded_shape(codes.shape), codes.shape, strict=True))
+        return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
+
+    def stored_scale(self, dequant_scale: Tensor) -> Tensor:
+        stored = super().stored_scale(dequant_scale)
+        return _tiled(stored) if self.is_mx else stored.reshape(())
+
+    def check_target(self, path: Path, names: Sequence[str], **of_folder: object) -> None:
+        """Refuse the path or the options of a folder, and names of diffusers that ComfyUI replaces when it loads."""
+        if path.suffix != SUFFIX:
+            raise ValueError(f"{str(path)!r} must end in {SUFFIX}: the format {COMFYUI} is one file")
+        given = [name for name, value in of_folder.items() if value]
+        if given:
+            raise ValueError(f"{', '.join(given)}: not in the format {COMFYUI}, which is one file")
+        for model, parts in _REPLACED.items():
+            if all(any(name.startswith(part) for name in names) for part in parts):
+                raise NotImplementedError(
+                    f"{COMFYUI}: ComfyUI replaces the names of {model} in diffusers, and would read codes without "
+                    "their scales; give the tensors ComfyUI's names (iter_float8_weights has them), or export another "
+                    "format"
+                )
+
+
+@dataclass(frozen=True)
+class _LayerMark:
+    """The mark of a layer in a file: how its weight is quantized."""
+
+    format: str
+    group_size: int | None = None
+    shape: tuple[int, int] | None = None
+    """Shape of the matrix before it was padded, where the mark has it: convert_to_quant writes it, ComfyUI does not."""
+
+    @property
+    def is_mx(self) -> bool:
+        """Whether scales are E8M0 in tiles, and the codes padded."""
+        return self.format == "mxfp8"
+
+    @property
+    def block_size(self) -> tuple[int, int] | None:
+        """The rows and columns that share a scale; None where the shape of the scale says it."""
+        if self.is_mx:
+            return 1, _PADDED
+        return None if self.group_size is None else (self.group_size, self.group_size)
+
+
+class MarkedFormat(StoredFormat):
+    """The format of a file, or of a folder in which layers are marked."""
+
+    metadata_keys = (_METADATA,)
+
+    def __init__(self, config: StoredFormat, stored: StoredTensors, is_file: bool) -> None:
+        """Read the marks of a checkpoint; there are none in those of other libraries.
+
+        Raises:
+            ValueError: a mark is damaged, or its layer is missing or has codes of another dtype.
+            NotImplementedError: a layer has a format that is no float8.
+        """
+        super().__init__(config.method, config.block_sizes, config.rows)
+        leaves = {name: name.rpartition(".")[2] for name in stored}
+        objects = {
+            name.removesuffix(f".{_MARK}"): json_object(name, bytes(stored[name].flatten().tolist()))
+            for name, leaf in leaves.items()
+            if leaf == _MARK and stored.dtype(name) == "U8"
+        }
+        objects |= _of_metadata(stored)
+        layers = {f"{layer}.weight": _mark(layer, each) for layer, each in objects.items()}
+        unknown = [f"{name} ({each.format})" for name, each in layers.items() if each.format not in _CODES]
+        if unknown:
+            raise NotImplementedError(
+                f"formats of ComfyUI that are no float8: {listed(unknown)}; known are {', '.join(_CODES)}"
+            )
+        for name, each in layers.items():
+            got = stored.dtype(name) if name in stored else "no such tensor"
+            if got != _CODES[each.format]:
+                raise ValueError(f"{name} is marked as {each.format}: expected {_CODES[each.format]}, got {got}")
+        self.layers, self.is_file = layers, is_file
+        self.marks = [name for name, leaf in leaves.items() if leaf in (_MARK, _OLDER_MARK, *_TOKENIZERS)]
+        self.shapes = {name: each.shape for name, each in layers.items() if each.shape is not None}
+
+    def padded_shape(self, name: str, shape: Sequence[int]) -> list[int] | None:
+        is_padded = name in self.layers and self.layers[name].is_mx and len(shape) == 2
+        return _padded_shape(shape) if is_padded else None
+
+    def plain(self, float8: Collection[str], scaled: Collection[str]) -> list[str]:
+        """Those without a scale, in a file that has marks or no scale at all."""
+        has_marks = bool(self.layers) or any(name.endswith((_MARK, _OLDER_MARK)) for name in self.marks)
+        if not self.is_file or (scaled and not has_marks):
+            return []
+        return [name for name in float8 if name not in scaled and name not in self.layers]
+
+    def scales(self, name: str, shape: Sequence[int], stored: Tensor) -> list[StoredScale]:
+        mark = self.layers.get(name)
+        if mark is None or mark.block_size is None:
+            return super().scales(name, shape, stored)
+        if len(shape) == 3 and shape[0] == stored.shape[0]:
+            return [each for matrix in stored for each in self.scales(name, shape[1:], matrix)]
+        if len(shape) != 2:
+            raise ValueError(f"{name} {shape} is marked as {mark.format}: expected a matrix, or a stack of them")
+        format = StoredFormat(self.method, (mark.block_size,))
+        return [format.scale(name, shape, _untiled(name, stored, shape) if mark.is_mx else stored)]
+
+
+def _of_metadata(stored: StoredTensors) -> Iterator[tuple[str, Any]]:
+    """The objects by layer in the metadata, under the names in the file, which may have a prefix."""
+    for text in (each[_METADATA] for each in stored.metadata if _METADATA in each):
+        layers = json_object(_METADATA, text).get("layers")
+        if not isinstance(layers, dict):
+            raise ValueError(f"{_METADATA} must have an object of layers, got a {type(layers).__name__}")
+        check_names(layers, stored.path)
+        for layer, each in layers.items():
+            names = (f"{prefix}{layer}" for prefix in ("", *PREFIXES))
+            yield next((name for name in names if f"{name}.weight" in stored), layer), each
+
+
+def _mark(layer: str, found: Any) -> _LayerMark:
+    format = found.get("format") if isinstance(found, dict) else None
+    if not isinstance(format, str) or not format.isprintable():
+        raise ValueError(f"the mark of {layer} must name a format, got {str(found)[:80]!r}")
+    parameters = found.get("params")
+    size = found.get("group_size", parameters.get("group_size") if isinstance(parameters, dict) else None)
+    if format == "float8_e4m3fn_blockwise":
+        if type(size) is not int or size < 1:
+            raise ValueError(f"the mark of {layer} must have a group_size, got {str(size)[:80]!r}")
+        return _LayerMark(format, size)
+    shape = found.get("orig_shape")
+    is_shape = isinstance(shape, list) and len(shape) == 2 and all(type(each) is int and each > 0 for each in shape)
+    return _LayerMark(format, shape=(shape[0], shape[1]) if is_shape else None)
+
+
+def _padded_shape(shape: Sequence[int]) -> list[int]:
+    """The shape that MXFP8 stores a matrix with."""
+    return [-(-length // _PADDED) * _PADDED for length in shape]
+
+
+def _tiled(scales: Tensor) -> Tensor:
+    """Scales [R, C], one byte each, in tiles: [R', C'], multiples of 128 and 4; what is padded is 0.
+
+    Within a tile, the scale of row r and column c is at (r % 32) * 16 + r // 32 * 4 + c: "scaling factors layout" in
+    NVIDIA's documentation of cuBLAS.
+    """
+    rows, columns = (-(-length // tile) for length, tile in zip(scales.shape, _TILE, strict=True))
+    whole = F.pad(scales, (0, columns * 4 - scales.shape[1], 0, rows * 128 - scales.shape[0]))
+    return whole.view(rows, 4, 32, columns, 4).permute(0, 3, 2, 1, 4).reshape(whole.shape)
+
+
+def _untiled(name: str, scales: Tensor, shape: Sequence[int]) -> Tensor:
+    """The scales [N, K / 32] of the matrix `name` [N, K] from those in tiles; see `_tiled`.
+
+    Raises:
+        ValueError: they are too few or too many.
+    """
+    rows, length = shape
+    columns = -(-length // _PADDED)
+    tiles = -(-rows // 128), -(-columns // 4)
+    if scales.itemsize != 1 or scales.numel() != tiles[0] * tiles[1] * 512:
+        raise ValueError(
+            f"the scale of {name} {list(shape)} must be {[tiles[0] * 128, tiles[1] * 4]} bytes, got "
+            f"{list(scales.shape)} in {scales.dtype}"
+        )
+    parts = scales.view(torch.uint8).reshape(*tiles, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return parts.reshape(tiles[0] * 128, tiles[1] * 4)[:rows, :columns]

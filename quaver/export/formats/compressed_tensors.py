@@ -1,0 +1,161 @@
+"""compressed-tensors: scales of rows, tensors, 128 x 128 blocks or MXFP8, in groups of linears by name.
+
+The tensors have the names, shapes and dtypes that compressed-tensors 0.20 and transformers 5.23 write, and that the
+CompressedTensorsW8A8Fp8 of vLLM (its main branch, October 2025) and of SGLang register, and vLLM's
+CompressedTensorsW8A8Mxfp8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+from torch import nn
+
+from quaver.export.formats.base import GROUP_SIZE, WeightFormat
+from quaver.export.formats.stored import LINEARS, StoredFormat, block_of
+from quaver.recipes.cast_config import ALL
+from quaver.recipes.config import CastConfig
+from quaver.recipes.scaling import BLOCK_SIZE
+from quaver.runtime.names import listed
+
+METHOD = "compressed-tensors"
+BLOCKS = "compressed-tensors-block"
+
+
+class CompressedTensors(WeightFormat):
+    """The format with the codes of the recipe, whatever its granularity."""
+
+    has_linears = True
+
+    @classmethod
+    def of(cls, weight: CastConfig, input: CastConfig) -> Self:
+        sharing = weight.known_sharing("export")
+        if has_mx_scales(weight):
+            return cls("group", "group")
+        if ALL not in sharing:
+            return cls("block", "group")
+        weights = "tensor" if sharing == (ALL, ALL) else "channel"
+        return cls(weights, _activations(input), input.is_persistent)
+
+    def check(self, model: nn.Module, sizes: Mapping[str, Sequence[int]], ignore: Sequence[str]) -> None:
+        """Refuse rows that groups of MXFP8 do not divide: compressed-tensors reads none."""
+        cut = [f"{name.removesuffix('.weight')} {size}" for name, size in sizes.items() if size[1] % GROUP_SIZE]
+        if cut and self.is_mx:
+            raise NotImplementedError(
+                f"MXFP8 has a scale for each {GROUP_SIZE} columns of a weight, expected a multiple of them, got "
+                f"{listed(cut)}; use the format {BLOCKS}, which quantizes again, or leave these in high precision"
+            )
+
+    def quantization_config(
+        self, ignore: Sequence[str], cut_inputs: Sequence[str] = (), *, has_kv_scales: bool = False
+    ) -> dict[str, Any]:
+        inputs = None
+        if self.activations is not None:
+            inputs = self._quantization_args(self.activations, is_dynamic=not self.is_static)
+        group = {
+            "targets": ["Linear"],
+            "weights": self._quantization_args(self.weights, is_dynamic=False),
+            "input_activations": inputs,
+            "output_activations": None,
+        }
+        groups = {"group_0": group}
+        if cut_inputs and self.activations == "group":  # for groups that do not divide the inputs it raises
+            groups["group_1"] = {**group, "targets": list(cut_inputs), "input_activations": None}
+        return {
+            "quant_method": METHOD,
+            "format": "mxfp8-quantized" if self.is_mx else "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": list(ignore),
+            **({"kv_cache_scheme": _args("tensor", is_dynamic=False)} if has_kv_scales else {}),
+        }
+
+    def _quantization_args(self, strategy: str, *, is_dynamic: bool) -> dict[str, Any]:
+        args = _args(strategy, is_dynamic=is_dynamic)
+        if self.is_mx:
+            return {**args, "group_size": GROUP_SIZE, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+        if strategy == "group":
+            args["group_size"] = BLOCK_SIZE
+        if strategy == "block":
+            args["block_structure"] = [BLOCK_SIZE, BLOCK_SIZE]
+        return args
+
+
+class CompressedTensorsBlocks(CompressedTensors):
+    """Blocks of 128 x 128 for any recipe."""
+
+    @classmethod
+    def of(cls, weight: CastConfig, input: CastConfig) -> Self:
+        return cls("block", "group")
+
+
+class CompressedTensorsMXFP8(CompressedTensors):
+    """MXFP8 for any recipe."""
+
+    @classmethod
+    def of(cls, weight: CastConfig, input: CastConfig) -> Self:
+        return cls("group", "group")
+
+
+class HighPrecision(CompressedTensors):
+    """The control, in which nothing is in float8."""
+
+    has_linears = False
+
+    def check(self, model: nn.Module, sizes: Mapping[str, Sequence[int]], ignore: Sequence[str]) -> None:
+        pass
+
+
+def has_mx_scales(weight: CastConfig) -> bool:
+    """Whether MXFP8 holds the scales of this cast."""
+    return weight.scale_calculation_mode is not None and weight.known_sharing("export")[1] == GROUP_SIZE
+
+
+def _args(strategy: str, *, is_dynamic: bool) -> dict[str, Any]:
+    return {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": is_dynamic}
+
+
+def _activations(input: CastConfig) -> str | None:
+    if input.is_disabled:
+        return None
+    sharing = input.known_sharing("export")
+    if ALL not in sharing:
+        raise NotImplementedError(f"input: expected tensorwise or row-wise scales as those of the weight, got {input}")
+    return "tensor" if sharing == (ALL, ALL) else "token"
+
+
+def stored_format(quantization: Mapping[str, Any]) -> StoredFormat:
+    """The format of a folder with this quantization_config. Raises ValueError, NotImplementedError."""
+    if quantization.get("transform_config"):
+        raise NotImplementedError(
+            "transform_config in config.json: the weights are those of a rotated model; dequantize the model with "
+            "compressed-tensors, which rotates them back"
+        )
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict) or not groups or not all(isinstance(each, dict) for each in groups.values()):
+        raise ValueError(f"config_groups in config.json must be an object of groups, got {type(groups).__name__}")
+    rows: dict[str, bool] = {}
+    for group in groups.values():
+        inputs, targets = group.get("input_activations"), group.get("targets")
+        has_rows = isinstance(inputs, dict) and inputs.get("strategy") != "tensor"
+        rows |= dict.fromkeys(map(str, targets if isinstance(targets, list) else [LINEARS]), has_rows)
+    sizes = dict.fromkeys(size for group in groups.values() for size in _blocks_of(group))
+    return StoredFormat(METHOD, tuple(sizes), rows)
+
+
+def _blocks_of(group: dict[str, Any]) -> Iterator[tuple[int, int]]:
+    """The blocks of a group, if it has any."""
+    weights = group.get("weights")
+    weights = weights if isinstance(weights, dict) else {}
+    got = {name: weights.get(name) for name in ("type", "num_bits", "strategy")}
+    strategies = ("tensor", "channel", "block", "group")
+    if (got["type"], got["num_bits"]) != ("float", 8) or got["strategy"] not in strategies:
+        raise NotImplementedError(
+            f"the weights in config.json must be 8-bit floats with one scale per {', '.join(strategies)}, got {got}; "
+            "dequantize the model with compressed-tensors"
+        )
+    if got["strategy"] == "block":
+        yield block_of(weights.get("block_structure"))
+    elif got["strategy"] == "group":
+        yield block_of([1, weights.get("group_size")])

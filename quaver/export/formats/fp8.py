@@ -1,0 +1,72 @@
+"""fp8, the format of DeepSeek's checkpoints: scales of 128 x 128 blocks, called `weight_scale_inv`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+from torch import nn
+
+from quaver.export.checkpoint_names import is_of_transformers
+from quaver.export.formats.base import WeightFormat
+from quaver.export.formats.compressed_tensors import BLOCKS
+from quaver.recipes.config import CastConfig
+from quaver.recipes.scaling import BLOCK_SIZE
+from quaver.runtime.names import listed
+
+METHOD = "fp8"
+
+
+class FP8(WeightFormat):
+    """See the top of the file."""
+
+    scale_name = "weight_scale_inv"
+
+    @classmethod
+    def of(cls, weight: CastConfig, input: CastConfig) -> Self:
+        return cls("block", "group")
+
+    @classmethod
+    def left_out(cls, model: nn.Module, linears: Sequence[str], stacks: Sequence[str]) -> list[str]:
+        """The linears that transformers never quantizes in fp8, whatever config.json says, as T5's `wo`."""
+        patterns = getattr(model, "_keep_in_fp32_modules", None) if is_of_transformers(model) else None
+        if not patterns:
+            return []
+        from transformers.quantizers.quantizers_utils import should_convert_module
+
+        return [name for name in linears if not should_convert_module(name, list(patterns))]
+
+    def check(self, model: nn.Module, sizes: Mapping[str, Sequence[int]], ignore: Sequence[str]) -> None:
+        """Refuse linears that transformers would skip, because the name of a module in `ignore` ends as theirs."""
+        linears = [name.removesuffix(".weight") for name in sizes if name.endswith(".weight")]
+        hidden = [name for name in linears if name.endswith(tuple(ignore))]
+        if hidden and is_of_transformers(model):
+            raise NotImplementedError(
+                f"{METHOD}: transformers skips a linear whose name ends as that of one in high precision: "
+                f"{listed(hidden)}; leave these in high precision, too, or use the format {BLOCKS}"
+            )
+
+    def quantization_config(
+        self, ignore: Sequence[str], cut_inputs: Sequence[str] = (), *, has_kv_scales: bool = False
+    ) -> dict[str, Any]:
+        return {
+            "quant_method": METHOD,
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK_SIZE, BLOCK_SIZE],
+            "modules_to_not_convert": list(ignore),
+        }
+
+    def warnings(self, ragged: Sequence[str], kept: Sequence[str]) -> Iterator[str]:
+        if ragged:
+            yield (
+                f"{listed(ragged)}: a dimension is no multiple of 128, and transformers 5.23, without a GPU or with "
+                "dequantize=True, refuses such fp8 weights or reads wrong values; it reads those of the format "
+                f"{BLOCKS}"
+            )
+        if kept:
+            yield (
+                f"{listed(kept)}: these linears are float8 in training and in high precision in the export, because "
+                "transformers keeps them in float32 and reads no float8 for them in fp8; the formats of "
+                "compressed-tensors hold them"
+            )

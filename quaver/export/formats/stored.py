@@ -1,0 +1,186 @@
+"""`StoredFormat`: how a checkpoint stores its float8 weights, by config.json, and the shapes of its scales.
+
+    its shape   one number        () [1] [1, 1]                            the whole matrix
+                a row             [N] [N, 1]                               [E, N, 1] of a stack, and so on
+                a column          [1, K], or [K] where K is not N
+                a block           [n, k] or [n, 1, k, 1]                   of config.json, or of powers of two
+
+A block that does not divide the matrix has the size that config.json gives; without it the scale is ambiguous.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.recipes.scaling import BLOCK_LENGTHS, dequantize
+
+LINEARS = "Linear"
+"""The target of a group that is for all linears, as far as no other names them."""
+
+
+class StoredScale(NamedTuple):
+    """The scale of a matrix [N, K]."""
+
+    values: Tensor
+    """float32: () of the whole matrix, [N, 1] of rows, [1, K] of columns, or one a block."""
+    kind: str
+    """tensor, channel, column, or block ROWS x COLUMNS."""
+    block_size: tuple[int, int] | None = None
+
+    def dequantized(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """RN(RN32(code * scale)) in `dtype`."""
+        values = self.values
+        if self.block_size not in (None, (128, 128), (32, 32)):
+            rows, columns = self.block_size
+            values = values.repeat_interleave(rows, 0)[: codes.shape[0]]
+            values = values.repeat_interleave(columns, 1)[:, : codes.shape[1]]
+            return codes.float().mul_(values).to(dtype)
+        return dequantize(codes, values, dtype)
+
+
+@dataclass
+class StoredFormat:
+    """The format of the float8 weights as config.json states it; empty where it is silent."""
+
+    method: str | None = None
+    block_sizes: tuple[tuple[int, int], ...] = ()
+    """The rows and columns of the blocks of its groups."""
+    rows: Mapping[str, bool] = field(default_factory=dict)
+    """Whether activations are quantized by token, or by groups of one, and not by tensor: by the target of a group."""
+    is_file: bool = False
+    """Whether the checkpoint is one file, in which a float8 tensor without a scale may be plain values."""
+    marks: Collection[str] = ()
+    """The names of tensors that say how others are quantized, or are none of the model."""
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """The shapes of matrices that are stored padded, by name, where the file has them."""
+    metadata_keys: ClassVar[tuple[str, ...]] = ()
+    """The keys in the header of a file that say how it is quantized."""
+
+    def padded_shape(self, name: str, shape: Sequence[int]) -> list[int] | None:
+        """The shape that a matrix is stored with; None where the format pads none."""
+        return None
+
+    def plain(self, float8: Collection[str], scaled: Collection[str]) -> list[str]:
+        """Of the names of the `float8` tensors, of which `scaled` have a scale, those whose values are their codes."""
+        return []
+
+    def has_rows(self, weights: Iterable[str]) -> bool:
+        """Whether the activations of any of these weights are quantized by token, or by groups of one."""
+        return any(self._has_rows(name.removesuffix(".weight")) for name in weights)
+
+    def _has_rows(self, module: str) -> bool:
+        """Whether the group that compressed-tensors matches, by name, pattern or class, scales activations by token."""
+        if module in self.rows:
+            return self.rows[module]
+        patterns = (each for each in self.rows if each.startswith("re:"))
+        found = next((each for each in patterns if re.match(each.removeprefix("re:"), module)), LINEARS)
+        return self.rows.get(found, any(self.rows.values()))
+
+    def scales(self, name: str, shape: Sequence[int], stored: Tensor) -> list[StoredScale]:
+        """The scale of the matrix `name`, or of each matrix of a stack. Raises as `scale`."""
+        if len(shape) == 2:
+            return [self.scale(name, shape, stored)]
+        if stored.numel() == 1:
+            return [self.scale(name, (1, math.prod(shape)), stored.reshape(()))]
+        if len(shape) != 3 or stored.shape[0] != shape[0]:
+            raise ValueError(
+                f"{name} {shape} must be a matrix, or a stack with scales of each, got a scale {list(stored.shape)}"
+            )
+        return [self.scale(name, shape[1:], each) for each in stored]
+
+    def scale(self, name: str, shape: Sequence[int], stored: Tensor) -> StoredScale:
+        """Interpret the scale of the matrix `name` [N, K]; see the top of the file.
+
+        Raises:
+            ValueError: it has the shape of no granularity, or of several, or is not finite.
+            NotImplementedError: it has another dtype.
+        """
+        values = _float32(name, stored)
+        rows, columns = shape
+        if values.dim() == 4 and values.shape[1] == values.shape[3] == 1:
+            values = values[:, 0, :, 0]
+        counts = tuple(values.shape)
+        sizes = [size for size in self.block_sizes if _block_counts(shape, size) == counts]
+        is_of_config = bool(sizes) and (counts != (rows, 1) or all(size[0] == 1 for size in sizes))
+        if not is_of_config:
+            if math.prod(counts) == 1 and (len(counts) < 2 or not self.block_sizes):
+                return StoredScale(values.reshape(()), "tensor")
+            if counts in ((rows,), (rows, 1)) and rows > 1:
+                return StoredScale(values.reshape(rows, 1), "channel")
+            if counts in ((columns,), (1, columns)):
+                return StoredScale(values.reshape(1, columns), "column")
+            if len(counts) == 2 and counts != (1, 1):
+                sizes = list(_exact_blocks(shape, counts))
+        if len(sizes) != 1:
+            blocks = [f"{list(_block_counts(shape, size))} ({size[0]} x {size[1]} blocks)" for size in self.block_sizes]
+            blocks = blocks or ["one a block whose rows and columns are powers of two and divide it"]
+            raise ValueError(
+                f"the scale of {name} {[rows, columns]} must be [1], {[rows, 1]}, {[1, columns]} or "
+                f"{' or '.join(blocks)}, got {list(stored.shape)}"
+                + ("" if self.block_sizes else "; weight_block_size in config.json says which blocks")
+            )
+        values, size = _in_squares(values, sizes[0])
+        return StoredScale(values, f"block {size[0]} x {size[1]}", size)
+
+
+def _float32(name: str, scale: Tensor) -> Tensor:
+    if scale.dtype is torch.uint8:  # E8M0 as raw bytes
+        scale = scale.contiguous().view(torch.float8_e8m0fnu)
+    if scale.dtype is not torch.float8_e8m0fnu and (not scale.is_floating_point() or scale.itemsize == 1):
+        raise NotImplementedError(f"the scale of {name} must be F32, BF16, F16, F8_E8M0 or U8, got {scale.dtype}")
+    scale = scale.float()
+    if not scale.isfinite().all():
+        raise ValueError(f"the scale of {name} has an inf or a NaN: the model that was exported has diverged")
+    return scale
+
+
+def _in_squares(values: Tensor, size: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+    """Scales of groups of a row as those of square blocks, where the rows of each block have the same ones.
+
+    So files of MXFP8 hold the blocks of quaver's recipe, which frozen weights have.
+    """
+    length = size[1]
+    squares = values[::length]
+    if size[0] == 1 and length in BLOCK_LENGTHS and squares.repeat_interleave(length, 0)[: len(values)].equal(values):
+        return squares, (length, length)
+    return values, size
+
+
+def _block_counts(shape: Sequence[int], size: tuple[int, int]) -> tuple[int, int]:
+    return -(-shape[0] // size[0]), -(-shape[1] // size[1])
+
+
+def _exact_blocks(shape: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The block whose rows and columns are powers of two and divide the matrix, or all of its rows or columns."""
+    lengths = []
+    for elements, count in zip(shape, counts, strict=True):
+        length, rest = divmod(elements, max(count, 1))
+        if rest or not (count == 1 or (length and length & (length - 1) == 0)):
+            return
+        lengths.append(length)
+    rows, columns = lengths
+    yield max(rows, columns if counts[0] == 1 else 0), max(columns, rows if counts[1] == 1 else 0)
+
+
+def block_of(size: Any) -> tuple[int, int]:
+    """The block that a config.json states. Raises ValueError for what is no [rows, columns]."""
+    is_size = isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)
+    if not is_size:
+        raise ValueError(f"blocks in config.json must be [rows, columns], such as [128, 128], got {size!r}")
+    return size[0], size[1]
+
+
+def with_blocks(method: str, quantization: Mapping[str, Any], *, by_token: bool = False) -> StoredFormat:
+    """The format of a config with one `weight_block_size`, or none.
+
+    `by_token`: whether activations are quantized by token where it has none.
+    """
+    size = quantization.get("weight_block_size")
+    return StoredFormat(method, () if size is None else (block_of(size),), {LINEARS: by_token or size is not None})
