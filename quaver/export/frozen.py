@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,10 @@ from quaver.conversion.freeze import blockwise_config, obstacle_to_storing, stor
 from quaver.conversion.report import obstacle_of
 from quaver.experts.module import Float8Experts, obstacle_of_experts
 from quaver.export.checkpoint_names import Parts
-from quaver.export.kv_cache import set_kv_scales
 from quaver.export.formats.stored import StoredScale
+from quaver.export.kv_cache import set_kv_scales
 from quaver.export.load import Float8Checkpoint, ModelTensors
+from quaver.export.plan import linear_of
 from quaver.linear.module import Float8Linear
 from quaver.linear.shared_input import share_inputs
 from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
@@ -65,40 +65,46 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
     if any(each.is_meta for each in model.parameters()) and callable(tie := getattr(model, "tie_weights", None)):
         tie()  # transformers tied them when it made the model, and init_empty_weights made parameters of its own
     tensors, loaded = model.state_dict(keep_vars=True), ModelTensors(model, checkpoint)
-    float8, modules = set(checkpoint.float8_names), dict(model.named_modules())
-    stored_once = {name: stored for name, stored in loaded.stored.items() if name not in loaded.tied}
-    linears = {name.removesuffix(".weight"): stored for name, stored in stored_once.items() if stored in float8}
-    linears = {name: stored for name, stored in linears.items() if isinstance(modules.get(name), nn.Linear)}
-    stacks = {name: stack for name, stack in loaded.stacks.items() if float8.issuperset(itertools.chain(*stack))}
-    in_model = [*linears.values(), *(part for s in stacks.values() for p in s for part in p)]
-    granularity = _granularity(checkpoint, in_model)
-    problem = next(_problems(model, tensors, checkpoint, loaded, linears, stacks), None)
+    weights = _float8_weights(model, checkpoint, loaded)
+    names = [part for stack in weights.values() for parts in stack for part in parts]
+    granularity = _granularity(checkpoint, names)
+    problem = next(_problems(model, tensors, checkpoint, loaded, weights), None)
     if problem is not None:
         raise ValueError(problem)
-    config = _config(checkpoint, granularity, in_model)
-    cut = [name for name, stack in stacks.items() if not _has_scales_of_stack(checkpoint, stack)]
-    dequantized = {name.rpartition(".")[0] for name in cut}
-    stacks = {name: stack for name, stack in stacks.items() if name.rpartition(".")[0] not in dequantized}
+    config = _config(checkpoint, granularity, names)
+    dequantized = {_owner(name) for name, stack in weights.items() if not _has_scales_of_stack(checkpoint, stack)}
+    weights = {name: stack for name, stack in weights.items() if _owner(name) not in dequantized}
     set_kv_scales(model, checkpoint.kv_scales)
-    frozen = {*linears, *(name.rpartition(".")[0] for name in stacks)}
+    frozen = set(map(_owner, weights))
     convert_to_float8_training(
         model,
         config=config,
         module_filter_fn=lambda _, name: name in frozen or (_DEQUANTIZED if name in dequantized else _LEFT_OUT),
     )
-    parts: dict[str, list[Parts]] = {f"{name}.weight": [(stored,)] for name, stored in linears.items()}
-    parts |= stacks
-    for name, stack in parts.items():
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
+    for name, stack in weights.items():
+        module, leaf = model.get_submodule(_owner(name)), name.rpartition(".")[2]
         weight = getattr(module, leaf)
-        device = torch.device("cpu") if weight.is_meta else weight.device
-        transposed = name in loaded.transposed
-        codes, scale = _codes_and_scale(checkpoint, stack, weight.shape, device, transposed, granularity)
+        codes, scale = _codes_and_scale(checkpoint, stack, weight, name in loaded.transposed, granularity)
         store_float8_weight(module, codes, scale, config=config, dtype=weight.dtype, name=leaf)
     share_inputs(model, Float8Linear)
-    _load_others(model, tensors, loaded, [name for name in loaded if name not in parts])
+    _load_others(model, tensors, loaded, [name for name in loaded if name not in weights])
     return model
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _float8_weights(model: nn.Module, checkpoint: Float8Checkpoint, loaded: ModelTensors) -> dict[str, list[Parts]]:
+    """The weights of linears and the stacks of experts that the checkpoint has in float8, a tied one once."""
+    float8, modules = set(checkpoint.float8_names), dict(model.named_modules())
+    return {
+        name: stack
+        for name, stack in loaded.parts.items()
+        if float8.issuperset(itertools.chain(*stack))
+        and name not in loaded.tied
+        and (name in loaded.stacks or (name.endswith(".weight") and isinstance(modules[_owner(name)], nn.Linear)))
+    }
 
 
 def _has_scales_of_stack(checkpoint: Float8Checkpoint, stack: list[Parts]) -> bool:
@@ -116,24 +122,23 @@ def _has_scales_of_stack(checkpoint: Float8Checkpoint, stack: list[Parts]) -> bo
 def _codes_and_scale(
     checkpoint: Float8Checkpoint,
     stack: list[Parts],
-    shape: torch.Size,
-    device: torch.device,
+    weight: Tensor,
     transposed: bool,
     granularity: str,
 ) -> tuple[Tensor, Tensor]:
-    """The codes and the scale of a weight [N, K], or of a stack, in memory of their own."""
-    codes, scales = None, []
+    """The codes and the scale of a `weight` [N, K], or of a stack, in memory of their own."""
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    codes, scales = torch.empty(weight.shape, dtype=E4M3.dtype, device=device), []
     for index, parts in enumerate(stack):
         made = [checkpoint.codes_and_scale(part) for part in parts]
-        codes = torch.empty(shape, dtype=made[0][0].dtype, device=device) if codes is None else codes
         matrix = codes if codes.dim() == 2 else codes[index].t() if transposed else codes[index]
         for rows, (part, _) in zip(matrix.chunk(len(parts)), made, strict=True):
             rows.copy_(part)
         of_parts = [_expanded(scale, part.shape, granularity) for part, scale in made]
         scale = torch.cat(of_parts) if of_parts[0].dim() else of_parts[0]
         scales.append(scale.t() if transposed and scale.dim() else scale)
-    scale = torch.stack(scales) if len(shape) == 3 else scales[0].clone()  # not the file
-    return typing.cast(Tensor, codes), scale.to(device)
+    scale = torch.stack(scales) if codes.dim() == 3 else scales[0].clone()  # not the file
+    return codes, scale.to(device)
 
 
 _GRANULARITIES = {"tensor": None, "channel": None, **{f"block {each} x {each}": each for each in BLOCK_LENGTHS}}
@@ -199,8 +204,7 @@ def _problems(
     tensors: dict[str, Tensor],
     checkpoint: Float8Checkpoint,
     loaded: ModelTensors,
-    linears: dict[str, str],
-    stacks: dict[str, list[Parts]],
+    weights: Mapping[str, list[Parts]],
 ) -> Iterator[str]:
     """Why the checkpoint cannot be loaded, the first reason first; the codes are read last."""
     modules, owners = dict(model.named_modules()), owners_of_parameters(model)
@@ -220,21 +224,21 @@ def _problems(
             f"buffers that no checkpoint has are on the meta device: {listed(on_meta)}; make the model in accelerate's "
             "init_empty_weights(), which leaves buffers where they are"
         )
-    weights = {name: (modules[name], f"{name}.weight", [stored]) for name, stored in linears.items()}
-    for name, stack in stacks.items():
-        weights[name] = modules[name.rpartition(".")[0]], name, list(itertools.chain(*stack))
-    for name, (module, weight, stored_parts) in weights.items():
+    frozen = set()
+    for name, stack in weights.items():
+        module, label = modules[_owner(name)], linear_of(name)
         if isinstance(module, Float8Linear | Float8Experts):
-            yield f"{name} is converted to float8 already; call convert_to_high_precision first"
+            yield f"{label} is converted to float8 already; call convert_to_high_precision first"
         elif obstacle := _obstacle(module):
-            yield f"{name} cannot be stored in float8: {obstacle}"
-        elif obstacle := obstacle_to_storing(name, tensors[weight], owners):
+            yield f"{label} cannot be stored in float8: {obstacle}"
+        elif obstacle := obstacle_to_storing(label, tensors[name], owners):
             yield obstacle
-        for stored in stored_parts:
+        for stored in itertools.chain(*stack):
+            frozen.add(stored)
             if not (checkpoint.codes_and_scale(stored)[1].values > 0).all():
                 yield f"the scale of {stored} must be above 0"
-    frozen, float8 = {part for *_, parts in weights.values() for part in parts}, set(checkpoint.float8_names)
-    for stored in (float8 - frozen).intersection(loaded.stored.values()):
+    others = {part for stack in loaded.parts.values() for parts in stack for part in parts} - frozen
+    for stored in others.intersection(checkpoint.float8_names):
         checkpoint.codes_and_scale(stored)  # of an embedding, say; it raises ValueError for a NaN
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import re
@@ -191,8 +190,8 @@ class ModelTensors(Mapping[str, Tensor]):
     """The tensors of a checkpoint under the names of a model, whose stacks of experts are put together when asked for.
 
     Attributes:
-        stored: the name in the checkpoint of each tensor that is no stack.
-        stacks: the names in the checkpoint of the matrices of each expert, by the name of the stack.
+        parts: the names in the checkpoint of each matrix of a stack; of another tensor one.
+        stacks: the names of the stacks.
         transposed: the stacks that hold each matrix transposed.
         tied: the names of tied tensors that the checkpoint has under another one.
         kv_scales: as in `Float8Checkpoint`.
@@ -202,40 +201,41 @@ class ModelTensors(Mapping[str, Tensor]):
 
     def __init__(self, model: nn.Module, checkpoint: Float8Checkpoint) -> None:
         self._names, self._checkpoint = checkpoint_names(model), checkpoint
-        self.kv_scales = checkpoint.kv_scales
+        self.kv_scales, self.transposed = checkpoint.kv_scales, self._names.transposed
         tensors = {plain_name(name): each for name, each in model.state_dict().items()}
-        known = set(tensors)
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-        self.transposed, stacks = self._names.transposed, self._names.stacks
-        self.stored: dict[str, str] = {}
-        self.stacks: dict[str, list[Parts]] = {}
+        self.parts: dict[str, list[Parts]] = {}
+        stacks: dict[str, list[Parts]] = {}
         self._stored_parts = self._names.stored_parts(checkpoint)
-        beyond, in_model = [], self._names.in_model(known, checkpoint)
+        beyond, in_model = [], self._names.in_model(tensors, checkpoint)
         prefix = next((each for each in PREFIXES if any(s == f"{each}{name}" for s, name in in_model.items())), "")
         for stored, name in in_model.items():
-            if name in stacks and stored != name:
-                self.stacks[name] = [tuple(map(self._stored_part, parts)) for parts in stacks[name]]
-            elif name not in known and (checkpoint.has_part(model) or not stored.startswith(prefix)):
-                beyond.append(stored)
-            elif name in known or not any(re.search(pattern, name) for pattern in ignored):
-                self.stored[name] = stored
-                if name in known and isinstance(tensors[name], Tensor):
+            if name in self._names.stacks and stored != name:
+                stacks[name] = [tuple(map(self._stored_part, parts)) for parts in self._names.stacks[name]]
+            elif name in tensors:
+                self.parts[name] = [(stored,)]
+                if isinstance(tensors[name], Tensor):
                     checkpoint.cut(stored, tensors[name].shape)
+            elif checkpoint.has_part(model) or not stored.startswith(prefix):
+                beyond.append(stored)
+            elif not any(re.search(pattern, name) for pattern in ignored):
+                self.parts[name] = [(stored,)]
         if beyond:
             logger.warning("the model is a part of the checkpoint's, which has more: %s", listed(sorted(beyond)))
-        for stack in self.stacks.values():
+        for stack in stacks.values():
             self._check(stack)
-        self.tied = self._tie(model)
+        self.tied, self.stacks = self._tie(model), frozenset(stacks)
+        self.parts |= stacks
 
     def _tie(self, model: nn.Module) -> set[str]:
         """Give every name of a tied tensor, of which the checkpoint has one; returns the names that it lacks."""
-        tied: dict[str, str] = {}
+        tied: dict[str, list[Parts]] = {}
         for names in owners_of_parameters(model).values():
             own = [plain_name(name) for name in names]
-            first = next((name for name in own if name in self.stored), None)
+            first = next((name for name in own if name in self.parts), None)
             if first is not None:
-                tied |= {name: self.stored[first] for name in own if name not in self.stored}
-        self.stored |= tied
+                tied |= {name: self.parts[first] for name in own if name not in self.parts}
+        self.parts |= tied
         return set(tied)
 
     def _stored_part(self, part: str) -> str:
@@ -257,25 +257,25 @@ class ModelTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.stacks:
-            return self._checkpoint[self.stored[name]]
+            return self._checkpoint[self.parts[name][0][0]]
         return self._names.stacked(
             name, self.shape(name), self._checkpoint.dtype, lambda part: self._checkpoint[self._stored_part(part)]
         )
 
     def shape(self, name: str) -> list[int]:
         """The shape of a tensor, from the headers of the files."""
+        first, *others = self.parts[name][0]
         if name not in self.stacks:
-            return self._checkpoint.shape(self.stored[name])
-        stack = self.stacks[name]
-        shapes = [self._checkpoint.shape(part) for part in stack[0]]
-        rows, columns = sum(each for each, *_ in shapes), shapes[0][1]
-        return [len(stack), columns, rows] if name in self.transposed else [len(stack), rows, columns]
+            return self._checkpoint.shape(first)
+        rows, columns = self._checkpoint.shape(first)
+        matrix = [rows * (1 + len(others)), columns]
+        return [len(self.parts[name]), *(reversed(matrix) if name in self.transposed else matrix)]
 
     def __iter__(self) -> Iterator[str]:
-        return itertools.chain(self.stored, self.stacks)
+        return iter(self.parts)
 
     def __len__(self) -> int:
-        return len(self.stored) + len(self.stacks)
+        return len(self.parts)
 
 
 def _tell_of_kv_scales(checkpoint: Float8Checkpoint, call: str) -> None:
