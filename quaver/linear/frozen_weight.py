@@ -27,7 +27,7 @@ import logging
 import math
 import typing
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -39,12 +39,11 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import (
     COLLECTIVES,
     COPIES,
-    TensorForm,
+    ReadOnly,
     WeightForm,
     inference_mode_of,
     is_parameter,
     is_view,
-    make_wrapper,
 )
 from quaver.recipes.formats import FORMATS, HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
@@ -69,14 +68,6 @@ logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 
-class _Metadata(NamedTuple):
-    """The metadata that `fsdp_pre_all_gather` hands to `fsdp_post_all_gather`."""
-
-    dequant_scale: Tensor
-    size: torch.Size
-    float8_dtype: torch.dtype
-
-
 class FrozenFloat8Weight(WeightForm, Float8Tensor):
     """A frozen weight [N, K], or a stack of matrices, in float8; see the top of the file.
 
@@ -84,11 +75,13 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         data_fp8: float8 [N, K] or [E, rows, columns]; of a part, fewer of the first dim, or flat.
         dequant_scale: float32 (), [N, 1] or one a block (`block_counts`), of the whole weight; of a stack see the top.
         whole_rows: of a shard, how many rows, or matrices, the whole weight has; else 0. See [Note: parts].
+        first_row: of a shard in a state_dict, the row, or the matrix, of the whole weight that it begins with.
         requantized_sqnr_db: of the last write in high precision; None if there was none.
     """
 
-    whole_rows: int
-    requantized_sqnr_db: float | None
+    whole_rows: int = 0
+    first_row: int = 0
+    requantized_sqnr_db: float | None = None
 
     @staticmethod
     def __new__(
@@ -109,7 +102,6 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         if isinstance(row, Tensor):
             return
         super().__init__(row, column, typing.cast(torch.dtype, dtype))
-        self.whole_rows, self.requantized_sqnr_db = 0, None
 
     @classmethod
     def from_codes(cls, codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> FrozenFloat8Weight:
@@ -147,7 +139,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         operand = Operand(codes, self.dequant_scale if dequant_scale is None else dequant_scale)
         made = typing.cast(FrozenFloat8Weight, self.from_operands(operand, operand, dtype or self.dtype))
         made.whole_rows = self.whole_rows or (self.shape[0] if part else 0)
-        made.requantized_sqnr_db = self.requantized_sqnr_db
+        made.first_row, made.requantized_sqnr_db = self.first_row, self.requantized_sqnr_db
         return made
 
     @property
@@ -190,10 +182,15 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         return math.prod(self.dequant_scale.shape[-2:]) if self.dequant_scale.dim() > 1 else 1
 
     def matrices(self) -> list[Operand]:
-        """The codes and the scale of each matrix, views: of the weight alone, or of those of a stack."""
+        """The codes and the scale of each matrix: of the weight alone, or of those of a stack; views but of parts."""
+        scale, size = self.dequant_scale, self.block_size
+        if self.is_part and scale.dim():
+            if size is not None and self.data_fp8.dim() == 2:
+                scale = scale.repeat_interleave(size[0], 0)
+            scale = scale[self.first_row : self.first_row + self.shape[0]]
         if self.data_fp8.dim() == 2:
-            return [Operand(self.data_fp8, self.dequant_scale)]
-        return [Operand(*each) for each in zip(self.data_fp8, self.dequant_scale, strict=True)]
+            return [Operand(self.data_fp8, scale)]
+        return [Operand(*each) for each in zip(self.data_fp8, scale, strict=True)]
 
     def to_high_precision(self) -> Tensor:
         """The dequantized values in the weight's dtype.
@@ -206,6 +203,10 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
                 "a shard of a frozen float8 weight has no values of its own; read the weight while FSDP2 holds it "
                 "unsharded (model.unshard()), or the codes and weight_dequant_scale in the state_dict"
             )
+        return self.dequantized()
+
+    def dequantized(self) -> Tensor:
+        """The values of the codes, of a part whose `first_row` is known, too, in the weight's dtype."""
         with torch.no_grad():
             values = torch.empty_like(self.data_fp8, dtype=self.dtype)
             for to, codes, scale in self._matrices_with(values):
@@ -214,7 +215,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     def _matrices_with(self, other: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Each matrix of `other`, of this shape, with the codes and the scale of its place here."""
-        for matrix, own in zip(other.view(-1, *self.shape[-2:]), self.matrices(), strict=True):
+        for matrix, own in zip([other] if other.dim() == 2 else other, self.matrices(), strict=True):
             yield matrix, own.data, typing.cast(Tensor, own.dequant_scale)
 
     def write(self, hp: Tensor) -> None:
@@ -229,7 +230,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
                 f"{', '.join(map(str, HP_DTYPES))} for it, got {hp.dtype}; leave its module out, as "
                 "skip_modules_classes=(FrozenFloat8Linear,) does in diffusers' layerwise casting"
             )
-        before = self.to_high_precision()
+        before = self.dequantized()
         if hp.shape != self.shape:
             raise ValueError(f"expected a weight of shape {list(self.shape)}, got {list(hp.shape)}")
         if torch.equal(before, hp.to(before)):  # DistributedDataParallel broadcasts parameters, for one
@@ -336,14 +337,15 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         return self.data_fp8
 
     def state(self) -> tuple[Any, ...]:
-        return self.data_fp8, self.dequant_scale, self.dtype, self.whole_rows, self.requantized_sqnr_db
+        rows = self.whole_rows, self.first_row
+        return self.data_fp8, self.dequant_scale, self.dtype, *rows, self.requantized_sqnr_db
 
     @classmethod
     def from_state(cls, *state: Any) -> FrozenFloat8Weight:
-        codes, scale, dtype, whole_rows, requantized_sqnr_db = state
+        codes, scale, dtype, whole_rows, first_row, requantized_sqnr_db = state
         operand = Operand(codes, scale)
         weight = typing.cast(FrozenFloat8Weight, cls.from_operands(operand, operand, dtype))
-        weight.whole_rows, weight.requantized_sqnr_db = whole_rows, requantized_sqnr_db
+        weight.whole_rows, weight.first_row, weight.requantized_sqnr_db = whole_rows, first_row, requantized_sqnr_db
         return weight
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -354,7 +356,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         inner: dict[str, Tensor], meta: Any, outer_size: object, outer_stride: object
     ) -> FrozenFloat8Weight:
         dtype, whole_rows = meta
-        return FrozenFloat8Weight.from_state(inner["data_fp8"], inner["dequant_scale"], dtype, whole_rows, None)
+        return FrozenFloat8Weight.from_state(inner["data_fp8"], inner["dequant_scale"], dtype, whole_rows, 0, None)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         what = "a part of " if self.is_part else ""
@@ -370,17 +372,17 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[Tensor, ...], _Metadata]:
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, torch.Size, torch.dtype]]:
         """The codes of this shard as one uint8 tensor of the padded shard's shape."""
         codes = self.data_fp8.view(torch.uint8)
         missing = -(-outer_size[0] // mesh.size()) - codes.shape[0]
         padding = (0, 0) * (codes.dim() - 1) + (0, missing)
-        return (F.pad(codes, padding),), _Metadata(self.dequant_scale, outer_size, self.data_fp8.dtype)
+        return (F.pad(codes, padding),), (self.dequant_scale, outer_size, self.data_fp8.dtype)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: _Metadata,
+        metadata: tuple[Tensor, torch.Size, torch.dtype],
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
@@ -416,7 +418,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             return self
         if func is aten.view.default and list(args[1]) == [-1]:
             with inference_mode_of(self):
-                return ReadOnly(self.to_high_precision().view(-1))
+                return ReadOnly.of(self.to_high_precision().view(-1))
         if is_view(func):
             raise NotImplementedError(
                 f"{func}: a frozen float8 weight has no views in high precision, since a write to one would be lost; "
@@ -448,40 +450,13 @@ torch.serialization.add_safe_globals([FrozenFloat8Weight])
 def _without_state(value: Tensor) -> Tensor:
     """A weight of the codes of `value`, which may stand in a state_dict; a tensor without codes itself."""
     if isinstance(value, FrozenFloat8Weight) and value.has_codes:
-        return FrozenFloat8Weight.from_state(*value.state()[:5])
+        return FrozenFloat8Weight.from_state(*value.state())
     say_once(
         "frozen weights from values",
         f"a frozen module was given values in high precision, {list(value.shape)}, as Accelerate's disk offload stores "
         "them: it quantizes them at each use",
     )
     return value.to_high_precision() if isinstance(value, FrozenFloat8Weight) else value
-
-
-class ReadOnly(TensorForm):
-    """Values that a form was read as. A write to them is refused, since the form would not get it."""
-
-    wrapped: Tensor
-
-    @staticmethod
-    def __new__(cls, values: Tensor) -> ReadOnly:
-        return typing.cast(ReadOnly, make_wrapper(cls, values, values.dtype))
-
-    def __init__(self, values: Tensor) -> None:
-        self.wrapped = values
-
-    def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
-        if is_written:
-            raise NotImplementedError(
-                f"{func}: this is a view of a frozen float8 weight, which would not get what is written; write to the "
-                "weight itself"
-            )
-        return self.wrapped
-
-    def view_of(self, view: Tensor) -> Tensor:
-        return ReadOnly(view)
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"ReadOnly({self.wrapped})"
 
 
 def is_as_strided_of_all(func: OpOverload, args: tuple[Any, ...]) -> bool:

@@ -1,6 +1,7 @@
 """Base classes of tensor subclasses that stand for a high-precision tensor: dispatch of ops, copies, pickles, `.data`.
 
     TensorForm       a tensor in another form than its values: what an op does with it (tensor.py, weights)
+    ReadOnly         the values of one whose memory they are not
     WeightForm       a weight that is copied and pickled by its state, and presents memory that is not its own
     WrappedTensor    a weight around a plain tensor in high precision (fsdp/gathered.py, weights/primary.py)
 
@@ -131,6 +132,33 @@ def make_wrapper(cls: type[Tensor], wrapped: Tensor, dtype: torch.dtype) -> Tens
             device=wrapped.device,
             requires_grad=False,
         )
+
+
+class ReadOnly(TensorForm):
+    """Values that a frozen weight was read as. A write to them is refused, since the weight would not get it."""
+
+    wrapped: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor) -> ReadOnly:
+        """`values` without a way to write to them."""
+        made = typing.cast(ReadOnly, make_wrapper(cls, values, values.dtype))
+        made.wrapped = values
+        return made
+
+    def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
+        if is_written:
+            raise NotImplementedError(
+                f"{func}: this is a view of a frozen float8 weight, which would not get what is written; write to the "
+                "weight itself"
+            )
+        return self.wrapped
+
+    def view_of(self, view: Tensor) -> Tensor:
+        return ReadOnly.of(view)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"ReadOnly({self.wrapped})"
 
 
 class WeightForm(TensorForm):

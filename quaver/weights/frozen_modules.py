@@ -22,7 +22,7 @@ from quaver.linear.frozen_state import FrozenState
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.recipes.formats import FORMATS
-from quaver.torch_private.dtensor import distributed_like, is_dtensor, local_shape_and_offset
+from quaver.torch_private.dtensor import distributed_like, is_dtensor, local_shape_and_offset, local_tensor
 
 SCALE_SUFFIX = "_dequant_scale"
 """The suffix that makes the name of a weight that of its scales, where a state_dict has plain codes."""
@@ -49,14 +49,15 @@ class FrozenModule(nn.Module):
         is_transposed = getattr(self, "state_dict_is_transposed", False)
         for weight, local in self._frozen_weights():
             name = prefix + weight.name
-            if (value := state_dict.get(name)) is None or _has_codes(value):
-                scale = None  # one that stands there without plain codes is an unexpected key
-            else:
+            value, scale = state_dict.get(name), None
+            if value is None:
+                continue
+            given = local_tensor(value)
+            if not (isinstance(given, FrozenFloat8Weight) and given.has_codes):  # beside these it is unexpected
                 scale = state_dict.pop(name + SCALE_SUFFIX, None)
             try:
-                if value is not None:
-                    value = value.t() if is_transposed and value.dim() == 2 else value
-                    state_dict[name] = _loadable(local, value, scale, weight)
+                value = value.t() if is_transposed and value.dim() == 2 else value
+                state_dict[name] = _loadable(local, value, scale, weight)
             except ValueError as error:
                 lists[-1].append(f"{name}: {error}")
                 del state_dict[name]
@@ -83,53 +84,46 @@ def _loadable(own: FrozenFloat8Weight, value: Tensor, scale: Tensor | None, weig
     Raises:
         ValueError: codes, scales or values that `own` cannot have.
     """
-    local, power_of_2 = value.to_local() if is_dtensor(value) else value, weight.config.round_scales_to_power_of_2
-    if _has_codes(value):
-        local = typing.cast(FrozenFloat8Weight, local)
-        own.check_stored_alike(local)
-        if not local.is_meta:
-            local.check_numbers(power_of_2=power_of_2)
-        return _as(value, FrozenFloat8Weight.from_state(*local.state()[:5]))
-    local = local.to_high_precision() if isinstance(local, FrozenFloat8Weight) else local
-    if local.dtype not in FORMATS:
-        codes = _exact_codes(own, local, weight.parameter) if local.shape == own.shape and scale is None else None
-        if codes is not None:
-            return _as(value, own.like(codes))
-        if own.is_part and scale is None and local.shape == own.shape:
-            raise ValueError(
-                "the scales of this base do not hold these values, and a shard cannot have others; load them before "
-                "fully_shard, or into a base that was frozen from the same weights"
-            )
-        if scale is not None or local.shape != own.shape:
+    local, power_of_2 = local_tensor(value), weight.config.round_scales_to_power_of_2
+    if isinstance(local, FrozenFloat8Weight) and local.has_codes:
+        loaded = typing.cast(FrozenFloat8Weight, FrozenFloat8Weight.from_state(*local.state()))
+    elif isinstance(local, FrozenFloat8Weight) or local.dtype not in FORMATS:
+        values = local.to_high_precision() if isinstance(local, FrozenFloat8Weight) else local
+        if scale is not None or values.shape != own.shape:
             expected = f"expected float8 codes {list(weight.parameter.shape)} and {weight.name}{SCALE_SUFFIX}"
             raise ValueError(f"{expected}, got {value.dtype} {list(value.shape)}")
-        quantized = typing.cast(FrozenFloat8Weight, own.clone())
-        quantized.write(local)
-        return quantized
-    if scale is None or scale.shape != own.dequant_scale.shape or scale.dtype is not torch.float32:
+        return _as(value, _of_values(own, values, weight.parameter))
+    elif scale is None or scale.shape != own.dequant_scale.shape or scale.dtype is not torch.float32:
         expected = f"{weight.name}{SCALE_SUFFIX} {list(own.dequant_scale.shape)} in torch.float32 with float8 codes"
         got = "none" if scale is None else f"{list(scale.shape)} in {scale.dtype}"
         raise ValueError(f"expected {expected}, got {got}")
-    loaded = own.like(local, scale, part=is_dtensor(value))
+    else:
+        loaded = own.like(local, scale, part=is_dtensor(value))
     own.check_stored_alike(loaded)
-    loaded.check_numbers(power_of_2=power_of_2)
+    if not loaded.is_meta:
+        loaded.check_numbers(power_of_2=power_of_2)
     return _as(value, loaded)
 
 
-def _has_codes(value: Tensor) -> bool:
-    """Whether a state_dict's value is a frozen weight with scales of its own."""
-    local = value.to_local() if is_dtensor(value) else value
-    return isinstance(local, FrozenFloat8Weight) and local.has_codes
+def _of_values(own: FrozenFloat8Weight, values: Tensor, parameter: Tensor) -> FrozenFloat8Weight:
+    """A weight of `values` with the scales of `own` where these hold them exactly, else with scales of its own."""
+    codes = _state(parameter, own).codes_of(values.to(own.data_fp8.device, own.dtype))
+    if codes is not None:
+        return own.like(codes)
+    if own.is_part:
+        raise ValueError(
+            "the scales of this base do not hold these values, and a shard cannot have others; load them before "
+            "fully_shard, or into a base that was frozen from the same weights"
+        )
+    quantized = typing.cast(FrozenFloat8Weight, own.clone())
+    quantized.write(values)
+    return quantized
 
 
 def _state(parameter: Tensor, local: FrozenFloat8Weight) -> FrozenState:
-    first = local_shape_and_offset(parameter)[1][0] if is_dtensor(parameter) else 0
-    return FrozenState.of(local, first, parameter.shape[0])
-
-
-def _exact_codes(own: FrozenFloat8Weight, values: Tensor, parameter: Tensor) -> Tensor | None:
-    """The codes that have these values under the scales of `own`; None if there are none."""
-    return _state(parameter, own).codes_of(values.to(own.data_fp8.device, own.dtype))
+    state = typing.cast(FrozenState, FrozenState.from_state(*local.state()))
+    state.first_row = local_shape_and_offset(parameter)[1][0] if is_dtensor(parameter) else 0
+    return state
 
 
 def _as(weight: Tensor, local: Tensor) -> Tensor:
