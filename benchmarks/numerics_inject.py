@@ -121,7 +121,7 @@ def quantized_by(factor: float) -> OnOperand:
     def change(operand: Operand, hp: Tensor) -> Operand:
         dequant = operand.dequant_scale / factor
         wide = hp.float() * (1 / dequant)
-        return Operand(cast_to_float8(wide, torch.ones(()), operand.data.dtype), dequant, 1 / dequant)
+        return Operand(cast_to_float8(wide, torch.ones(()), operand.data.dtype), dequant, operand.layout, 1 / dequant)
 
     return change
 
@@ -139,9 +139,9 @@ class Stale:
 
     def __call__(self, operand: Operand, hp: Tensor) -> Operand:
         if self.first is None:
-            self.first = Operand(*(None if each is None else each.clone() for each in operand))
+            self.first = Operand(operand.data.clone(), operand.dequant_scale.clone(), operand.layout)
         if self.what == "codes":
             return self.first
         quant = 1 / self.first.dequant_scale
         codes = cast_to_float8(hp.float() * quant, torch.ones(()), operand.data.dtype)
-        return Operand(codes, self.first.dequant_scale, quant)
+        return Operand(codes, self.first.dequant_scale, operand.layout, quant)

@@ -7,7 +7,7 @@ matrix. Where blocks do not fill the tensor, they start again at each row of the
 
 from __future__ import annotations
 
-import typing
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from quaver.kernels.cast import cast_blockwise
 from quaver.kernels.operands import Operand
 from quaver.kernels.operation import operation
 from quaver.kernels.widen import widen
-from quaver.recipes.scaling import BLOCK_LENGTHS
+from quaver.recipes.scale_layout import ScaleLayout
 from quaver.runtime.devices import is_cpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,46 +52,40 @@ class Layout:
         return matrix.view(self.shape).permute(back)
 
 
-def encode(matrix: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+def encode(matrix: Tensor, block_size: int) -> Operand:
     """Codes [rows, columns] in float8_e4m3fn, and dequantization scales float32 [rows, ceil(columns / block_size)]."""
     row: Operand = cast_blockwise(matrix, torch.float8_e4m3fn, True, False, True, 1, block_size, "").row
-    return row.data, typing.cast(Tensor, row.dequant_scale)
+    return row
 
 
-def _decode_blocks(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values in `dtype` of what `encode` returned."""
-    block_size = _block_size(codes, scale)
-    wide_dtype = torch.float32 if dtype is torch.float16 else dtype
-    if scale.shape[1] > 1:
-        scale = scale.repeat_interleave(block_size, dim=1)[:, : codes.shape[1]]
-    return (codes.to(wide_dtype) * scale.to(wide_dtype)).to(dtype)
-
-
-def _block_size(codes: Tensor, scale: Tensor) -> int:
-    """The elements of a row of codes that share a scale.
+def _decode_blocks(codes: Tensor, scale: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The values in `dtype` of what `encode` returned.
 
     Raises:
         ValueError: a scale of another shape.
     """
-    if codes.dim() == scale.dim() == 2 and codes.shape[0] == scale.shape[0]:
-        columns, blocks = codes.shape[1], scale.shape[1]
-        fits = [each for each in (columns, *BLOCK_LENGTHS) if each and -(-columns // each) == blocks]
-        if fits:
-            return fits[0]
-    raise ValueError(
-        f"expected scales [rows, blocks of {' or '.join(map(str, BLOCK_LENGTHS))}] for codes {list(codes.shape)}, got "
-        f"{list(scale.shape)}"
-    )
+    _, columns = _checked(codes, scale, layout).block(codes.shape)
+    wide_dtype = torch.float32 if dtype is torch.float16 else dtype
+    if scale.shape[1] > 1:
+        scale = scale.repeat_interleave(columns, dim=1)[:, : codes.shape[1]]
+    return (codes.to(wide_dtype) * scale.to(wide_dtype)).to(dtype)
 
 
-def _cpu_decode_blocks(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    _block_size(codes, scale)
-    return widen(codes, torch.float32 if dtype is torch.float16 else dtype, scale).to(dtype)
+def _cpu_decode_blocks(codes: Tensor, scale: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
+    of_scale = _checked(codes, scale, layout)
+    return widen(codes, torch.float32 if dtype is torch.float16 else dtype, scale, of_scale).to(dtype)
+
+
+def _checked(codes: Tensor, scale: Tensor, layout: Sequence[int]) -> ScaleLayout:
+    known = ScaleLayout(*layout)
+    if codes.dim() != 2 or scale.shape != known.scale_shape(codes.shape[0], codes.shape[1]):
+        raise ValueError(f"expected a {known} scale for codes {list(codes.shape)}, got {list(scale.shape)}")
+    return known
 
 
 decode = operation(_decode_blocks, results=1, cpu=_cpu_decode_blocks)
 
 
-def decode_in_graph(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def decode_in_graph(codes: Tensor, scale: Tensor, layout: ScaleLayout, dtype: torch.dtype) -> Tensor:
     """`decode` for a graph: the operation on a CPU; on a GPU PyTorch, which Inductor fuses with what reads it."""
-    return (decode if is_cpu(codes) else _decode_blocks)(codes, scale, dtype)
+    return (decode if is_cpu(codes) else _decode_blocks)(codes, scale, layout, dtype)

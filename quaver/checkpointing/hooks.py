@@ -41,6 +41,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from quaver.checkpointing.codes import DTYPES, Layout, decode, encode
+from quaver.kernels.operands import present
 from quaver.linear.saved_tensors import HeldTensor, PackHook, are_of_checkpoint
 from quaver.torch_private.autograd import runs_in_backward, top_saved_tensors_hooks
 from quaver.torch_private.dtensor import is_dtensor, local_tensor, waited_local_tensor
@@ -60,10 +61,11 @@ SMALL = 8
 class StoredCodes:
     """Codes and scales of consecutive elements of a storage, as outer hooks keep them."""
 
-    __slots__ = ("__weakref__", "_codes", "_outer", "_scale", "_source", "_unpack", "bytes")
+    __slots__ = ("__weakref__", "_codes", "_layout", "_outer", "_scale", "_source", "_unpack", "bytes")
 
     def __init__(self, matrix: Tensor, block_size: int, outer: tuple[Any, Any] | None) -> None:
-        codes, scale = encode(matrix, block_size)
+        made = encode(matrix, block_size)
+        codes, scale, self._layout = made.data, present(made.dequant_scale), made.layout
         pack: Any = _itself if outer is None else outer[0]
         self._unpack: Any = _itself if outer is None else outer[1]
         self.bytes = codes.nbytes + scale.nbytes
@@ -73,7 +75,7 @@ class StoredCodes:
 
     def restored(self, dtype: torch.dtype) -> Tensor:
         """The matrix again, in `dtype`."""
-        return decode(self._unpack(self._codes), self._unpack(self._scale), dtype)
+        return decode(self._unpack(self._codes), self._unpack(self._scale), self._layout, dtype)
 
 
 def _itself(tensor: Any) -> Any:

@@ -30,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from quaver.checkpointing.codes import DTYPES, Layout, decode_in_graph, encode
 from quaver.checkpointing.hooks import SMALL, STORED_IN, Around
 from quaver.checkpointing.policy import MATMULS
+from quaver.recipes.scale_layout import ScaleLayout
 from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.compiler import CustomPartitionerFn, decompositions, partition
 
@@ -159,7 +160,10 @@ def _store(forward: Graph, backward: Graph, node: Node, saved: Node, block_size:
     """Put codes and scales in the place of a saved tensor, `node` of the forward and `saved` of the backward."""
     value = node.meta["val"]
     layout = Layout(value, block_size)
-    made = _copy(forward, lambda tensor: encode(layout.matrix_of(tensor), block_size), [node], _after(forward, node))
+    made = _copy(
+        forward, lambda tensor: encode(layout.matrix_of(tensor), block_size)[:2], [node], _after(forward, node)
+    )
+    of_scales = ScaleLayout(1, block_size)
     for each in made:
         if node.meta.get("saved_tensor_with_no_vc_check", False):
             each.meta["saved_tensor_with_no_vc_check"] = True
@@ -173,9 +177,11 @@ def _store(forward: Graph, backward: Graph, node: Node, saved: Node, block_size:
             inputs.append(backward.placeholder(f"{saved.name}_{what}"))  # a name that the graph has is no parameter's
         inputs[-1].meta.update(each.meta)
     first_user = next(each for each in backward.nodes if each in saved.users)
-    restored = _copy(
-        backward, lambda codes, scale: layout.tensor_of(decode_in_graph(codes, scale, value.dtype)), inputs, first_user
-    )[0]
+
+    def decoded(codes: Tensor, scale: Tensor) -> Tensor:
+        return layout.tensor_of(decode_in_graph(codes, scale, of_scales, value.dtype))
+
+    restored = _copy(backward, decoded, inputs, first_user)[0]
     for user in users:
         user.replace_input_with(saved, restored)
     backward.erase_node(saved)

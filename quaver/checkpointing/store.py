@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from quaver.checkpointing.hooks import STORED_IN, Around, Storage, leaving, storing
 from quaver.kernels.operation import library
 from quaver.recipes.config import Float8LinearConfig
-from quaver.recipes.scaling import BLOCK_LENGTHS
+from quaver.recipes.scale_layout import BLOCK_SIZES
 from quaver.runtime.names import modules_around
 from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.tracing import is_exporting
@@ -58,8 +58,9 @@ def store_activations_in_float8(
         ValueError: another block size, a pattern that matches no module that can store, no module to choose, a module
             that stores already, or one whose forward was replaced on the instance.
     """
-    if block_size not in BLOCK_LENGTHS:
-        raise ValueError(f"block_size must be one of {', '.join(map(str, BLOCK_LENGTHS))}, got {block_size!r}")
+    lengths = sorted(block.columns for block in BLOCK_SIZES if block.rows == 1)
+    if block_size not in lengths:
+        raise ValueError(f"block_size must be one of {', '.join(map(str, lengths))}, got {block_size!r}")
     chosen = default_modules(model) if modules is None else _matching(model, modules)
     if not chosen:
         raise ValueError(

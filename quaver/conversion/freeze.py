@@ -127,8 +127,8 @@ def _quantize(weight: ModuleWeight) -> tuple[Tensor, Tensor]:
     """The codes and scales that the forward multiplies by; matrix by matrix, those of a stack."""
     quantizer = Quantizer(weight.config.casts.weight, weight.parameter.dtype)
     if weight.parameter.dim() == 2:
-        codes, scale, _ = present(quantizer(weight.parameter.detach(), row=True, column=False).row)
-        return codes, typing.cast(Tensor, scale)
+        made = present(quantizer(weight.parameter.detach(), row=True, column=False).row)
+        return made.data, present(made.dequant_scale)
     transposed, stack = is_transposed(weight.module), weight.parameter.detach()
     codes = torch.empty(stack.shape, dtype=weight.config.casts.weight.row.float8_dtype, device=stack.device)
     scales = []
@@ -181,7 +181,7 @@ def _resolved(config: Float8LinearConfig | Float8LinearRecipeName | str | None) 
     weight = config.casts.weight
     if config.has_persistent_scales:
         raise ValueError(f"freeze_to_float8 scales dynamically: expected no delayed or static scaling, got {config}")
-    weight.row.known_sharing("freeze_to_float8")
+    weight.row.known_layout("freeze_to_float8")
     if not weight.is_one or weight.row.is_disabled:
         raise ValueError(
             "freeze_to_float8 stores a weight once: expected one float8 cast for both of its matmuls, got "

@@ -13,23 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quaver.experts.groups import (
-    Block,
-    GroupedOperand,
-    GroupedOperands,
-    block_of,
     bounds_of,
     count_of_scales,
     first_scale,
+    layout_of_cast,
     scale_rows,
     shape_of_scales,
 )
 from quaver.kernels import cpu
 from quaver.kernels.cast import CASTS, cast_blocks_with_scale, computed_once
-from quaver.kernels.operands import Operand, Operands, of_blocks, present
+from quaver.kernels.operands import Operand, Operands, asked_for, cast_by_layout, present
 from quaver.kernels.operation import operation
 from quaver.recipes import scaling
-from quaver.recipes.cast_config import ALL
 from quaver.recipes.config import CastConfig, ScalingGranularity
+from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.runtime.phases import phase
 
 # ---- the reference ---------------------------------------------------------------------------------------------------
@@ -59,34 +56,34 @@ def _cast_groups(
     """
     cpu.check_memory(hp, ends)
     block_mode = mode if granularity == ScalingGranularity.BLOCKWISE.value else None
-    row_block = block_of(granularity, (dot_products, length))
+    row_layout = layout_of_cast(granularity, (dot_products, length))
 
-    def cast(block: Block) -> Operand:
-        rows, columns = block
+    def cast(layout: ScaleLayout) -> Operand:
+        rows, columns = layout
         count = count_of_scales(rows, groups, hp.shape[0])
         scale_row = scale_rows(ends, groups, hp.shape[0], rows, hp.device)
-        amax = _amaxes(hp, ends, groups, block, scale_row)
+        amax = _amaxes(hp, ends, groups, layout, scale_row)
         quant, dequant = computed_once(scaling.scales_of(amax, float8_dtype, power_of_2, block_mode))
-        shape = shape_of_scales(block, groups, *hp.shape)
-        row_scales, part = scales_per_row(hp, quant, scale_row, columns)
-        if column and not (row and block == row_block) and torch.compiler.is_dynamo_compiling():
+        shape = shape_of_scales(layout, groups, *hp.shape)
+        row_scales, of_row = scales_per_row(hp, quant, scale_row, columns)
+        if column and not (row and layout == row_layout) and torch.compiler.is_dynamo_compiling():
             # The transpose shares no node with row codes, so that the backward can compute its own (kernels/cast.py).
-            codes = cast_blocks_with_scale(hp.t(), row_scales.t(), float8_dtype, part[::-1], True).t().contiguous()
+            codes = cast_blocks_with_scale(hp.t(), row_scales.t(), float8_dtype, of_row.t(), True).t().contiguous()
         else:
-            codes = cast_blocks_with_scale(hp, row_scales, float8_dtype, part, True)
-        return Operand(codes, dequant[:count].view(shape), quant[:count].view(shape))
+            codes = cast_blocks_with_scale(hp, row_scales, float8_dtype, of_row, True)
+        return Operand(codes, dequant[:count].view(shape), layout, quant[:count].view(shape))
 
-    return of_blocks(cast, row, column, *row_block)
-
-
-def _part_of_row(hp: Tensor, columns: int) -> Block:
-    """The block of one row with so many columns."""
-    return 1, columns or max(hp.shape[1], 1)
+    return cast_by_layout(cast, row, column, row_layout)
 
 
-def _amaxes(hp: Tensor, ends: Tensor | None, groups: int, block: Block, scale_row: Tensor) -> Tensor:
+def _part_of_row(hp: Tensor, columns: int) -> ScaleLayout:
+    """Blocks of one row with so many columns."""
+    return ScaleLayout(1, columns or max(hp.shape[1], 1))
+
+
+def _amaxes(hp: Tensor, ends: Tensor | None, groups: int, layout: ScaleLayout, scale_row: Tensor) -> Tensor:
     """`amax_of_scale_rows`, without a scatter where each row has its own scale, or all scales have as many rows."""
-    rows, columns = block
+    rows, columns = layout
     is_even = rows == ALL and ends is None and hp.shape[0] > 0
     if rows != 1 and not is_even:
         return amax_of_scale_rows(hp, scale_row, count_of_scales(rows, groups, hp.shape[0]), columns)
@@ -104,7 +101,7 @@ def amax_of_scale_rows(hp: Tensor, scale_row: Tensor, count: int, columns: int) 
 
 def _group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
     """The amax of each column of `hp` [R, C] over the rows of each group, float32 [groups, C]; `group` is int64 [R]."""
-    return _largest_by(group, groups, scaling.block_amax(hp, (1, 1)))
+    return _largest_by(group, groups, scaling.block_amax(hp, ScaleLayout(1, 1)))
 
 
 def _fake_group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
@@ -124,8 +121,8 @@ def _largest_by(group: Tensor, groups: int, magnitudes: Tensor) -> Tensor:
     return largest.scatter_reduce(0, group[:, None].expand(bits.shape), bits, "amax").view(torch.float32)
 
 
-def scales_per_row(hp: Tensor, quant_scale: Tensor, scale_row: Tensor, columns: int) -> tuple[Tensor, Block]:
-    """The scales of the rows of `hp` and their blocks, as `cast_blocks_with_scale` takes them.
+def scales_per_row(hp: Tensor, quant_scale: Tensor, scale_row: Tensor, columns: int) -> tuple[Tensor, ScaleLayout]:
+    """The scales of the rows of `hp` and their layout, as `cast_blocks_with_scale` takes them.
 
     `quant_scale` has a number per row of scales, or a row of them, one for `columns` columns each.
     """
@@ -139,15 +136,16 @@ def _fake_groups(
     scaling.check_hp(hp)
     _, granularity, *options = rest
 
-    def cast(block: Block) -> Operand:
-        return Operand(hp.new_empty(hp.shape, dtype=float8_dtype), *_new_scales(hp, block, groups))
+    def cast(layout: ScaleLayout) -> Operand:
+        dequant, quant = _new_scales(hp, layout, groups)
+        return Operand(hp.new_empty(hp.shape, dtype=float8_dtype), dequant, layout, quant)
 
-    return of_blocks(cast, row, column, *block_of(granularity, options))
+    return cast_by_layout(cast, row, column, layout_of_cast(granularity, options))
 
 
-def _new_scales(hp: Tensor, block: Block, groups: int) -> tuple[Tensor, Tensor]:
+def _new_scales(hp: Tensor, layout: ScaleLayout, groups: int) -> tuple[Tensor, Tensor]:
     """Zeros for dequant_scale and quant_scale."""
-    dequant = hp.new_zeros(shape_of_scales(block, groups, *hp.shape), dtype=torch.float32)
+    dequant = hp.new_zeros(shape_of_scales(layout, groups, *hp.shape), dtype=torch.float32)
     return dequant, torch.zeros_like(dequant)
 
 
@@ -163,38 +161,42 @@ def _cpu_groups(
     power_of_2, granularity, *options = rest
     name, bounds = ScalingGranularity(granularity), bounds_of(ends, groups, hp.shape[0])
     block_options = options if name is ScalingGranularity.BLOCKWISE else ()
-    row_block = block_of(granularity, options)
+    row_layout = layout_of_cast(granularity, options)
 
-    def cast(block: Block) -> Operand:
-        is_column = block != row_block
+    def cast(layout: ScaleLayout) -> Operand:
+        is_column = layout != row_layout
 
         def in_table(matrix: Tensor) -> Operand:
             operands = CASTS[name](matrix, float8_dtype, not is_column, is_column, power_of_2, *block_options)
             operand: Operand = operands.column if is_column else operands.row
             return operand
 
-        if block[0] == 1:
+        if layout.rows == 1:
             return in_table(hp)
-        if ends is None and block[0] != ALL and (hp.shape[0] // groups) % block[0] == 0:
-            all_codes, *all_scales = (present(each) for each in in_table(hp))
-            return Operand(all_codes, *(_with_unused_rows(each, groups) for each in all_scales))
-        codes, scales = torch.empty_like(hp, dtype=float8_dtype), _new_scales(hp, block, groups)
+        if ends is None and layout.rows != ALL and (hp.shape[0] // groups) % layout.rows == 0:
+            made = in_table(hp)
+            dequant, quant = (
+                _with_unused_rows(present(each), groups) for each in (made.dequant_scale, made.quant_scale)
+            )
+            return Operand(made.data, dequant, layout, quant)
+        codes, scales = torch.empty_like(hp, dtype=float8_dtype), _new_scales(hp, layout, groups)
         for group, (start, stop) in enumerate(bounds):
             if block_options:
-                group_codes, *group_scales = (present(each) for each in in_table(hp[start:stop]))
-                codes[start:stop] = group_codes
+                of_group = in_table(hp[start:stop])
+                codes[start:stop] = of_group.data
+                group_scales = [present(of_group.dequant_scale), present(of_group.quant_scale)]
             else:
                 dim = 0 if is_column else None
                 rows = hp[start:stop], codes[start:stop]
-                made: Any = cpu.dynamic_cast(rows[0], float8_dtype, dim, power_of_2=power_of_2, codes=rows[1])
-                group_scales = [made[2], made[1]]
-            first = first_scale(block[0], group, start)
+                parts: Any = cpu.dynamic_cast(rows[0], float8_dtype, dim, power_of_2=power_of_2, codes=rows[1])
+                group_scales = [parts[2], parts[1]]
+            first = first_scale(layout.rows, group, start)
             for scale, group_scale in zip(scales, group_scales, strict=True):
                 scale[first : first + (group_scale.shape[0] if group_scale.dim() else 1)] = group_scale
         codes[bounds[-1][1] :].view(torch.uint8).zero_()
-        return Operand(codes, *scales)
+        return Operand(codes, scales[0], layout, scales[1])
 
-    return of_blocks(cast, row, column, *row_block)
+    return cast_by_layout(cast, row, column, row_layout)
 
 
 def _with_unused_rows(scales: Tensor, groups: int) -> Tensor:
@@ -202,13 +204,17 @@ def _with_unused_rows(scales: Tensor, groups: int) -> Tensor:
     return F.pad(scales.view(groups, -1, scales.shape[1]), (0, 0, 0, 1)).view(-1, scales.shape[1])
 
 
-_operation = operation(_cast_groups, cpu=_cpu_groups, fake=_fake_groups)
+def _row_layout(*args: Any) -> ScaleLayout:
+    return layout_of_cast(args[7], args[8:])
+
+
+_operation = operation(_cast_groups, cpu=_cpu_groups, fake=_fake_groups, layout=_row_layout)
 
 
 @phase("quaver::cast")
 def cast_groups(
     hp: Tensor, cast: CastConfig, ends: Tensor | None, groups: int, row: bool, column: bool, power_of_2: bool
-) -> GroupedOperands:
+) -> Operands:
     """Quantize groups of rows by one cast; a disabled one gives `hp` itself.
 
     Args:
@@ -216,14 +222,8 @@ def cast_groups(
         ends, groups: see groups.py.
     """
     if cast.is_disabled:
-        operand = GroupedOperand(hp)
-        return GroupedOperands(operand if row else None, operand if column else None)
+        return asked_for(Operand(hp), row, column)
     granularity, options = cast.scaling_granularity.value, cast.block_options or (0, 0, "")
-    block = cast.known_sharing("grouped matmuls")
-    rows_of_column = block[1] if cast.has_two_casts else block[0]  # Dynamo of torch 2.11 takes no bool for an index
-    made = _operation(hp, cast.float8_dtype, ends, groups, row, column, power_of_2, granularity, *options)
-    return GroupedOperands(_in_groups(made.row, block[0]), _in_groups(made.column, rows_of_column))
-
-
-def _in_groups(operand: Operand | None, block_rows: int) -> GroupedOperand | None:
-    return None if operand is None else GroupedOperand(operand.data, operand.dequant_scale, block_rows)
+    cast.known_layout("grouped matmuls")
+    operands: Operands = _operation(hp, cast.float8_dtype, ends, groups, row, column, power_of_2, granularity, *options)
+    return operands

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from quaver.experts.groups import GroupedOperands
+from quaver.kernels.operands import Operands
 from quaver.recipes.linear_casts import OperandCasts
 
 
@@ -28,7 +28,7 @@ class Dispatch(Protocol):
     def combine(self, rows: Tensor) -> Tensor:
         """The way back; rows of no expert are 0."""
 
-    def quantize(self, hp: Tensor, casts: OperandCasts, row: bool, column: bool) -> GroupedOperands:
+    def quantize(self, hp: Tensor, casts: OperandCasts, row: bool, column: bool) -> Operands:
         """The operands of `dispatch(hp)`, to the bit; codes travel where they can."""
 
 

@@ -21,6 +21,7 @@ second and the third differ in the order of sums only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from quaver.experts import gpu_gemm
-from quaver.experts.groups import Form, GroupedOperand, bounds_of, scale_of_group
+from quaver.experts.groups import Form, bounds_of, of_group
 from quaver.kernels.exact_mm import exact_float8_mm_into
 from quaver.kernels.operands import Operand
 from quaver.kernels.operation import operation
@@ -45,6 +46,7 @@ from quaver.linear.gemm import (
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E4M3
 from quaver.recipes.linear_casts import MatmulOptions
+from quaver.recipes.scale_layout import ROWWISE, ScaleLayout
 from quaver.runtime.devices import compute_capability, is_cpu
 from quaver.runtime.phases import phase
 from quaver.runtime.slow_paths import say_once
@@ -59,8 +61,8 @@ def _grouped_mm(
     ends: Tensor,
     form: str,
     transposed: bool,
-    a_block_rows: int,
-    b_block_rows: int,
+    a_layout: Sequence[int],
+    b_layout: Sequence[int],
     out_dtype: torch.dtype,
     use_fast_accum: bool,
     scales_are_powers_of_2: bool,
@@ -69,8 +71,8 @@ def _grouped_mm(
 ) -> Tensor:
     """The grouped matmul of a form; see the top of the file."""
     of_form = Form(form)
-    a_operand = GroupedOperand(a, a_dequant_scale, a_block_rows)
-    b_operand = GroupedOperand(b, b_dequant_scale, b_block_rows)
+    a_operand = Operand(a, a_dequant_scale, ScaleLayout(*a_layout))
+    b_operand = Operand(b, b_dequant_scale, ScaleLayout(*b_layout))
     options = MatmulOptions(use_fast_accum, scales_are_powers_of_2, emulate, pad)
     if not is_cpu(a):
         made = None
@@ -125,8 +127,8 @@ def _native_works(device_index: int, kind: ScaleKind) -> bool:
 
 
 def _one_by_one(
-    a: GroupedOperand,
-    b: GroupedOperand,
+    a: Operand,
+    b: Operand,
     ends: Tensor,
     form: Form,
     transposed: bool,
@@ -138,10 +140,7 @@ def _one_by_one(
     b_bounds = bounds if form is Form.GRAD_WEIGHT else bounds_of(None, groups, b.data.shape[0])
     out = a.data.new_empty(_shape(a.data, b.data, groups, form, transposed), dtype=out_dtype)
     for group, (start, stop) in enumerate(bounds):
-        left, right = (
-            Operand(each.data[s:e], scale_of_group(each, group, s, e))
-            for each, (s, e) in ((a, (start, stop)), (b, b_bounds[group]))
-        )
+        left, right = (of_group(each, group, *rows) for each, rows in ((a, (start, stop)), (b, b_bounds[group])))
         if form is not Form.GRAD_WEIGHT:
             _multiply(left, right.t() if (form is Form.OUTPUT) is not transposed else right, options, out[start:stop])
         elif transposed:
@@ -155,11 +154,11 @@ def _one_by_one(
 
 def _multiply(a: Operand, b: Operand, options: MatmulOptions, out: Tensor) -> None:
     """`gemm.mm` into rows of the result."""
-    scales = a.dequant_scale, b.dequant_scale
-    if scales[0] is None or scales[1] is None or not (is_cpu(out) and a.data.numel() and b.data.numel()) or options.pad:
-        out.copy_(mm(a, b, options, out.dtype))
+    is_float8 = a.dequant_scale is not None and b.dequant_scale is not None
+    if is_float8 and is_cpu(out) and a.data.numel() and b.data.numel() and not options.pad:
+        exact_float8_mm_into(out, a, b, options.scales_are_powers_of_2)
     else:
-        exact_float8_mm_into(out, a.data, b.data, scales[0], scales[1], options.scales_are_powers_of_2)
+        out.copy_(mm(a, b, options, out.dtype))
 
 
 def _shape(a: Tensor, b: Tensor, groups: int, form: Form, transposed: bool) -> tuple[int, ...]:
@@ -182,8 +181,8 @@ _operation = operation(_grouped_mm, results=1, fake=_fake_grouped_mm, in_graphs=
 
 @phase("quaver::gemm")
 def grouped_mm(
-    a: GroupedOperand,
-    b: GroupedOperand,
+    a: Operand,
+    b: Operand,
     ends: Tensor,
     form: Form,
     options: MatmulOptions,
@@ -192,9 +191,9 @@ def grouped_mm(
 ) -> Tensor:
     """The grouped matmul of a form; see the top of the file. Operands without scales are in high precision, both."""
     if a.dequant_scale is None or b.dequant_scale is None:
-        a, b = (GroupedOperand(each.data.to(out_dtype)) for each in (a, b))
-    scales, block_rows = (a.dequant_scale, b.dequant_scale), (a.block_rows, b.block_rows)
-    out: Tensor = _operation(a.data, b.data, *scales, ends, form.value, transposed, *block_rows, out_dtype, *options)
+        a, b = (Operand(each.data.to(out_dtype)) for each in (a, b))
+    scales, layouts = (a.dequant_scale, b.dequant_scale), (a.layout, b.layout)
+    out: Tensor = _operation(a.data, b.data, *scales, ends, form.value, transposed, *layouts, out_dtype, *options)
     return out
 
 
@@ -220,11 +219,10 @@ def probe_native_grouped_mm(device: torch.device, kind: ScaleKind) -> str | None
     a, b = ((numbers % modulus - modulus // 2).float().to(E4M3.dtype) for modulus in (13, 7))
     a_scale, b_scale = ((numbers[:, :1] % modulus + 1).float() for modulus in (5, 3))
     ends = torch.tensor([20, 20, 48], dtype=torch.int32, device="cpu")
-    on_cpu = GroupedOperand(a, a_scale, 1), GroupedOperand(b, b_scale, 1)
-    expected = _one_by_one(*on_cpu, ends, Form.OUTPUT, False, MatmulOptions(), torch.float32)
-    moved = GroupedOperand(a.to(device), a_scale.to(device), 1), GroupedOperand(b.to(device), b_scale.to(device), 1)
+    left, right = Operand(a, a_scale, ROWWISE), Operand(b, b_scale, ROWWISE)
+    expected = _one_by_one(left, right, ends, Form.OUTPUT, False, MatmulOptions(), torch.float32)
     try:
-        out = gpu_gemm.scaled(*moved, ends.to(device), Form.OUTPUT, False, False)
+        out = gpu_gemm.scaled(left.to(device), right.to(device), ends.to(device), Form.OUTPUT, False, False)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return failure_of_hardware(error)
     wrong = out is None or bool((out.float().cpu() - expected).abs().max() > expected.abs().max() * 2**-7)

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.experts.groups import Form, GroupedOperand, group_of_rows, scale_rows
+from quaver.experts.groups import Form, group_of_rows, scale_rows
 from quaver.kernels.cast import row_major
 from quaver.kernels.native_blocks import ALIGNMENT
-from quaver.kernels.operands import present
+from quaver.kernels.operands import Operand, present
 from quaver.kernels.widen import widen
-from quaver.recipes.cast_config import ALL
 from quaver.recipes.formats import E4M3
+from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.torch_private.hardware import grouped_mm, scaled_grouped_mm
 
 GROUPED_ON = (9, 10)
@@ -41,9 +41,7 @@ class _Factor(NamedTuple):
     """float32 [E, columns], where each column of a group has one; both of a tensorwise scale."""
 
 
-def scaled(
-    a: GroupedOperand, b: GroupedOperand, ends: Tensor, form: Form, transposed: bool, use_fast_accum: bool
-) -> Tensor | None:
+def scaled(a: Operand, b: Operand, ends: Tensor, form: Form, transposed: bool, use_fast_accum: bool) -> Tensor | None:
     """The grouped matmul of gemm.py in float8; None where a scale varies along the contracted dim, and for e5m2."""
     if a.data.dtype is not E4M3.dtype or b.data.dtype is not E4M3.dtype:
         return None
@@ -58,7 +56,7 @@ def scaled(
     return _multiply(a.data, b.data, scales, ends, form, transposed, use_fast_accum)
 
 
-def widened(a: GroupedOperand, b: GroupedOperand, ends: Tensor, form: Form, transposed: bool) -> Tensor:
+def widened(a: Operand, b: Operand, ends: Tensor, form: Form, transposed: bool) -> Tensor:
     """The grouped matmul of gemm.py in bfloat16. The scales of codes are powers of two."""
     wide = _widened(a, ends, ends.shape[0]), _widened(b, _ends_of_b(ends, form), ends.shape[0])
     return _multiply(*wide, None, ends, form, transposed, False)
@@ -69,24 +67,24 @@ def _ends_of_b(ends: Tensor, form: Form) -> Tensor | None:
     return ends if form is Form.GRAD_WEIGHT else None
 
 
-def _factor(operand: GroupedOperand, ends: Tensor | None, groups: int) -> _Factor:
+def _factor(operand: Operand, ends: Tensor | None, groups: int) -> _Factor:
     (rows, columns), scale = operand.data.shape, present(operand.dequant_scale)
     if scale.dim() == 1:
         group = group_of_rows(ends, groups, rows, scale.device)[0]
         return _Factor(F.pad(scale, (0, 1))[group], scale[:, None].expand(groups, columns))
-    if operand.block_rows == 1 and scale.shape[1] == 1:
+    if operand.layout.rows == 1 and scale.shape[1] == 1:
         return _Factor(scale.view(-1), None)
-    return _Factor(None, scale if operand.block_rows == ALL and scale.shape == (groups, columns) else None)
+    return _Factor(None, scale if operand.layout.rows == ALL and scale.shape == (groups, columns) else None)
 
 
-def _widened(operand: GroupedOperand, ends: Tensor | None, groups: int) -> Tensor:
+def _widened(operand: Operand, ends: Tensor | None, groups: int) -> Tensor:
     """In bfloat16, times the scales."""
-    data, scale, block_rows = operand
+    data, scale, layout, _ = operand
     if scale is None:
         return data.to(torch.bfloat16)
-    scale_row = scale_rows(ends, groups, data.shape[0], block_rows, data.device)
+    scale_row = scale_rows(ends, groups, data.shape[0], layout.rows, data.device)
     with_none = F.pad(scale.view(len(scale), -1), (0, 0, 0, 1))  # rows of no group become 0, or NaN
-    return widen(data, torch.bfloat16, with_none[scale_row])
+    return widen(data, torch.bfloat16, with_none[scale_row], ScaleLayout(1, layout.columns))
 
 
 def _multiply(

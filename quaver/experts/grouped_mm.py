@@ -20,17 +20,17 @@ from torch import Tensor
 from quaver.experts.cast import cast_groups
 from quaver.experts.dispatch import Dispatch
 from quaver.experts.gemm import grouped_mm
-from quaver.experts.groups import Block, Form, GroupedOperand, GroupedOperands, in_scale_rows
+from quaver.experts.groups import Form, in_scale_rows
 from quaver.experts.probe import ExpertsProbe
-from quaver.kernels.operands import present
+from quaver.kernels.operands import Operand, Operands, present
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.function import NoSecondDerivative, compute_dtype, refuse_transforms
 from quaver.linear.saved_tensors import save, saved
 from quaver.linear.tensor import Float8Tensor
-from quaver.recipes.cast_config import ALL
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
+from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.runtime.compile_hints import add_dependency
 from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
 
@@ -45,7 +45,7 @@ class _Args(NamedTuple):
     hp_dtype: torch.dtype
     transposed: bool
     """Whether weights are stored [E, K, N]."""
-    weight_operands: GroupedOperands | None = None
+    weight_operands: Operands | None = None
     """The weight's operands, if it was quantized before."""
     dispatch: Dispatch | None = None
     """Brings rows of `a` to their experts; None where they are there."""
@@ -65,11 +65,11 @@ class _Float8GroupedMM(torch.autograd.Function):
         keeps_codes = needs_grad_a and (is_prepared or args.config.keep_float8_weight_for_backward)
         a_operands = _quantize_tokens(a, ends, args, "input", True, needs_grad_weight)
         quantized_weight = _weight_operands(weight, args, keeps_codes)
-        saved_a = present(a_operands.column) if needs_grad_weight else GroupedOperand(a.new_empty(0))
+        saved_a = present(a_operands.column) if needs_grad_weight else Operand(a.new_empty(0))
         # As in linear/function.py, backward quantizes the weight again, unless its codes are kept.
-        saved_weight = present(quantized_weight.column) if keeps_codes else GroupedOperand(weight.detach())
+        saved_weight = present(quantized_weight.column) if keeps_codes else Operand(weight.detach())
         ctx.args = args
-        ctx.block_rows = saved_a.block_rows, saved_weight.block_rows
+        ctx.layouts = saved_a.layout, saved_weight.layout
         tensors = (*saved_a[:2], *(saved_weight[:2] if needs_grad_a else (None, None)), ends)
         save(ctx, tensors)
         return _output(present(a_operands.row), present(quantized_weight.row), ends, args)
@@ -84,7 +84,7 @@ class _Float8GroupedMM(torch.autograd.Function):
         return *recorded, None, None
 
 
-def _output(a: GroupedOperand, weight: GroupedOperand, ends: Tensor, args: _Args) -> Tensor:
+def _output(a: Operand, weight: Operand, ends: Tensor, args: _Args) -> Tensor:
     output = grouped_mm(a, weight, ends, Form.OUTPUT, args.config.matmuls.output, args.hp_dtype, args.transposed)
     if args.probe is not None:
         args.probe.result("output", output, ends)
@@ -102,7 +102,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     grad_operands = _quantize_tokens(grad_output, ends, args, "grad_output", needs_grad_a, needs_grad_weight)
     grad_a = grad_weight = None
     if needs_grad_weight:
-        saved_a = GroupedOperand(a_data, a_scale, ctx.block_rows[0])
+        saved_a = Operand(a_data, a_scale, ctx.layouts[0])
         column = present(grad_operands.column)
         grad_weight = grouped_mm(
             column, saved_a, ends, Form.GRAD_WEIGHT, matmuls.grad_weight, args.hp_dtype, args.transposed
@@ -110,7 +110,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         if args.probe is not None:
             args.probe.result("grad_weight", grad_weight, None)
     if needs_grad_a:
-        weight = GroupedOperand(weight_data, weight_scale, ctx.block_rows[1])
+        weight = Operand(weight_data, weight_scale, ctx.layouts[1])
         if weight_data.dim() == 3:
             scale = present(grad_operands.row).dequant_scale
             if scale is not None:  # as in linear/function.py: the compiler saves the weight, not its column codes
@@ -133,19 +133,17 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
 
 def quantize_groups(
     hp: Tensor, casts: OperandCasts, ends: Tensor | None, groups: int, row: bool, column: bool
-) -> GroupedOperands:
+) -> Operands:
     """Quantize groups of rows [rows, columns] for one of their matmuls, or for both."""
     if not (row or column):
-        return GroupedOperands(None, None)
+        return Operands(None, None)
     if casts.is_one or not (row and column):
         return cast_groups(hp, casts.row if row else casts.column, ends, groups, row, column, casts.power_of_2)
     row_operand = cast_groups(hp, casts.row, ends, groups, True, False, casts.power_of_2).row
-    return GroupedOperands(
-        row_operand, cast_groups(hp, casts.column, ends, groups, False, True, casts.power_of_2).column
-    )
+    return Operands(row_operand, cast_groups(hp, casts.column, ends, groups, False, True, casts.power_of_2).column)
 
 
-def _quantize_tokens(hp: Tensor, ends: Tensor, args: _Args, name: str, row: bool, column: bool) -> GroupedOperands:
+def _quantize_tokens(hp: Tensor, ends: Tensor, args: _Args, name: str, row: bool, column: bool) -> Operands:
     """The operands of "input" or "grad_output", at their experts."""
     casts: OperandCasts = getattr(args.config.casts, name)
     dispatch = args.dispatch if name == "input" else args.combine
@@ -158,7 +156,7 @@ def _quantize_tokens(hp: Tensor, ends: Tensor, args: _Args, name: str, row: bool
     return operands
 
 
-def _weight_operands(weight: Tensor, args: _Args, column: bool) -> GroupedOperands:
+def _weight_operands(weight: Tensor, args: _Args, column: bool) -> Operands:
     if args.weight_operands is None:
         return _quantize_weight(weight, args, True, column)
     if args.probe is not None:
@@ -167,7 +165,7 @@ def _weight_operands(weight: Tensor, args: _Args, column: bool) -> GroupedOperan
     return args.weight_operands
 
 
-def _quantize_weight(weight: Tensor, args: _Args, row: bool, column: bool) -> GroupedOperands:
+def _quantize_weight(weight: Tensor, args: _Args, row: bool, column: bool) -> Operands:
     operands = quantize_weight(weight, args.config, args.transposed, row, column)
     if args.probe is not None:
         stored = weight.view(-1, weight.shape[2])
@@ -181,44 +179,39 @@ def casts_of_stored(config: Float8LinearConfig, transposed: bool) -> OperandCast
     return OperandCasts(casts.column, casts.row, casts.power_of_2, casts.is_one) if transposed else casts
 
 
-def blocks_of_stored(config: Float8LinearConfig, transposed: bool) -> tuple[Block, Block]:
-    """The blocks of the row codes and of the column codes of weights as they are stored."""
+def layouts_of_stored(config: Float8LinearConfig, transposed: bool) -> tuple[ScaleLayout, ScaleLayout]:
+    """The layouts of the row codes and of the column codes of weights as they are stored."""
     casts = casts_of_stored(config, transposed)[:2]
-    row, column = (cast.known_sharing("grouped matmuls") for cast in casts)
-    return row, (column[1], column[0])
+    row, column = (cast.known_layout("grouped matmuls") for cast in casts)
+    return row, column.t()
 
 
-def operands_of_quantized(weight: Float8Tensor, config: Float8LinearConfig, transposed: bool) -> GroupedOperands:
+def operands_of_quantized(weight: Float8Tensor, transposed: bool) -> Operands:
     """The operands of a weight that was quantized before: all-gathered, or primary; codes [E, rows, columns]."""
     row, column = (
-        GroupedOperand(present(each).data.view(-1, weight.shape[2]), present(each).dequant_scale, block[0])
-        for each, block in zip(weight.stored(), blocks_of_stored(config, transposed), strict=True)
+        present(each)._replace(data=present(each).data.view(-1, weight.shape[2])) for each in weight.stored()
     )
-    return GroupedOperands(column, row) if transposed else GroupedOperands(row, column)
+    return Operands(column, row) if transposed else Operands(row, column)
 
 
-def operands_of_frozen(weight: FrozenFloat8Weight) -> GroupedOperands:
+def operands_of_frozen(weight: FrozenFloat8Weight) -> Operands:
     """The operands of a stack that is stored in float8; both matmuls read the same codes."""
     scale, (_, rows, columns) = weight.dequant_scale, weight.shape
-    block_rows = ALL
-    if scale.dim() == 3 and scale.shape[1] == 1:
+    layout = weight.scale_layout
+    if scale.dim() == 3 and layout.rows == ALL:
         scale = scale.squeeze(1)
-    elif scale.dim() == 3 and weight.block_size is None:
-        block_rows, scale = 1, scale.flatten(0, 1)
-    elif weight.block_size is not None:
-        block_rows, scale = weight.block_size[0], in_scale_rows(scale, rows, weight.block_size[0])
-    operand = GroupedOperand(weight.data_fp8.view(-1, columns), scale, block_rows)
-    return GroupedOperands(operand, operand)
+    elif scale.dim() == 3:
+        scale = scale.flatten(0, 1) if layout.rows == 1 else in_scale_rows(scale, rows, layout.rows)
+    operand = Operand(weight.data_fp8.view(-1, columns), scale, layout)
+    return Operands(operand, operand)
 
 
-def quantize_weight(
-    weight: Tensor, config: Float8LinearConfig, transposed: bool, row: bool, column: bool
-) -> GroupedOperands:
+def quantize_weight(weight: Tensor, config: Float8LinearConfig, transposed: bool, row: bool, column: bool) -> Operands:
     """The operands of every expert's [N, K], of a weight that is stored so or, if `transposed`, [E, K, N]."""
     casts, stored = casts_of_stored(config, transposed), weight.view(-1, weight.shape[2])
     if not transposed:
         return quantize_groups(stored, casts, None, weight.shape[0], row, column)
-    return GroupedOperands(*reversed(quantize_groups(stored, casts, None, weight.shape[0], column, row)))
+    return Operands(*reversed(quantize_groups(stored, casts, None, weight.shape[0], column, row)))
 
 
 def float8_grouped_mm(
@@ -260,7 +253,7 @@ def multiply_by_weight(
     offs: Tensor,
     config: Float8LinearConfig,
     transposed: bool,
-    operands: GroupedOperands | None = None,
+    operands: Operands | None = None,
     *,
     dispatch: Dispatch | None = None,
     combine: Dispatch | None = None,

@@ -4,11 +4,12 @@
     groups of weights    no ends: E groups with as many rows each, a weight [E, R, C] as [E * R, C]
 
 The scales of a group are those of the group alone, as if it were a matrix of its own: it has its own amax tensorwise,
-its own column scales row-wise, and its blocks begin at its first row. So each cast has blocks, of `rows` x `columns`:
+its own column scales row-wise, and its blocks begin at its first row. A layout (recipes/scale_layout.py) counts rows of
+a group:
 
     granularity       row codes      column codes     scales
-    tensorwise        all x all      the same         [E]
-    rowwise           1 x all        all x 1          [rows, 1] and [E, columns]
+    tensorwise        ALL x ALL      the same         [E]
+    rowwise           1 x ALL        ALL x 1          [rows, 1] and [E, columns]
     blockwise r x c   r x c          c x r            [rows of scales, ceil(columns / c)]; r rows of a group share one
 
 [Note: scale rows] A scale's row cannot be where the number of earlier blocks puts it: a GPU would have to tell the host
@@ -21,33 +22,15 @@ from __future__ import annotations
 import enum
 import typing
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.recipes.cast_config import ALL, ScalingGranularity
-
-Block = tuple[int, int]
-"""The rows of a group and the columns that share a scale; `ALL` of them, or a number."""
-
-
-class GroupedOperand(NamedTuple):
-    """Groups of rows as one operand of grouped matmuls: float8 codes with scales, or a matrix in high precision."""
-
-    data: Tensor
-    """[rows, columns]."""
-    dequant_scale: Tensor | None = None
-    block_rows: int = ALL
-    """How many rows of a group share a scale."""
-
-
-class GroupedOperands(NamedTuple):
-    """Groups of rows as both of their matmuls read them; None for one that was not asked for."""
-
-    row: GroupedOperand | None
-    column: GroupedOperand | None
+from quaver.kernels.operands import Operand
+from quaver.recipes.cast_config import ScalingGranularity
+from quaver.recipes.scale_layout import ALL, ScaleLayout
 
 
 class Form(enum.Enum):
@@ -90,10 +73,10 @@ def count_of_scales(block_rows: int, groups: int, rows: int) -> int:
     return groups if block_rows == ALL else rows if block_rows == 1 else rows // block_rows + groups
 
 
-def shape_of_scales(block: Block, groups: int, rows: int, columns: int) -> tuple[int, ...]:
-    """The shape of the scales of a cast with this block; see the table at the top."""
-    count = count_of_scales(block[0], groups, rows)
-    return (count,) if block == (ALL, ALL) else (count, 1 if block[1] == ALL else -(-columns // block[1]))
+def shape_of_scales(layout: ScaleLayout, groups: int, rows: int, columns: int) -> tuple[int, ...]:
+    """The shape of the scales of groups; see the table at the top."""
+    count = count_of_scales(layout.rows, groups, rows)
+    return (count,) if layout.is_tensorwise else (count, layout.scale_shape(1, columns)[1])
 
 
 def in_scale_rows(scale: Tensor, rows: int, block_rows: int) -> Tensor:
@@ -112,23 +95,23 @@ def first_scale(block_rows: int, group: int, start: int) -> int:
     return group if block_rows == ALL else start if block_rows == 1 else start // block_rows + group
 
 
-def scale_of_group(operand: GroupedOperand, group: int, start: int, stop: int) -> Tensor | None:
-    """The scale of one group, as the matmul of one matrix takes it."""
-    scale = operand.dequant_scale
-    if scale is None:
-        return None
-    first = first_scale(operand.block_rows, group, start)
-    count = 1 if operand.block_rows == ALL else -(-(stop - start) // operand.block_rows)
-    return scale[group] if scale.dim() == 1 else scale.narrow(0, first, count)
+def of_group(operand: Operand, group: int, start: int, stop: int) -> Operand:
+    """The rows of one group, as an operand of one matmul."""
+    scale, layout = operand.dequant_scale, operand.layout
+    if scale is not None and scale.dim() == 1:
+        scale = scale[group]
+    elif scale is not None:
+        count = 1 if layout.rows == ALL else -(-(stop - start) // layout.rows)
+        scale = scale.narrow(0, first_scale(layout.rows, group, start), count)
+    return Operand(operand.data[start:stop], scale, layout)
 
 
-def block_of(granularity: str, block_options: Sequence[Any]) -> Block:
-    """The block of the row codes; that of the column codes is the same turned. See the table at the top."""
-    block_size = tuple(block_options[:2]) or None
-    sharing = ScalingGranularity(granularity).sharing(typing.cast("Block | None", block_size))
-    if sharing is None:
+def layout_of_cast(granularity: str, block_options: Sequence[Any]) -> ScaleLayout:
+    """The layout of row codes; see the table at the top."""
+    layout = ScalingGranularity(granularity).layout(typing.cast("tuple[int, int]", tuple(block_options[:2])))
+    if layout is None:
         raise NotImplementedError(f"experts: which elements of a {granularity} cast share a scale is not known")
-    return sharing
+    return layout
 
 
 def scale_rows(ends: Tensor | None, groups: int, rows: int, block_rows: int, device: torch.device) -> Tensor:

@@ -166,7 +166,7 @@ class Float8Experts(Float8Grouped, RoutedExperts):
         if isinstance(weight, FrozenFloat8Weight):
             operands = operands_of_frozen(weight)
         elif isinstance(weight, Float8Tensor):
-            operands = operands_of_quantized(weight, config, transposed)
+            operands = operands_of_quantized(weight, transposed)
         else:
             weight = (weight.plain() if isinstance(weight, WrappedTensor) else weight).contiguous()
         prepared = self._prepared_weights.get(name)
@@ -219,7 +219,7 @@ def obstacle_of_experts(module: nn.Module, config: Float8LinearConfig) -> str:
     if config.has_persistent_scales:
         return DYNAMIC_ONLY
     casts = [cast for operand in config.casts for cast in operand[:2]]
-    unknown = next((cast.granularity for cast in casts if cast.sharing is None and not cast.is_disabled), "")
+    unknown = next((cast.granularity for cast in casts if cast.layout is None and not cast.is_disabled), "")
     return f"which elements of a {unknown} cast share a scale is not known" if unknown else ""
 
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from quaver.experts.grouped_mm import quantize_weight
-from quaver.experts.groups import GroupedOperands
 from quaver.experts.module import Float8Experts, is_transposed, weights_of
 from quaver.kernels.operands import Operands
 from quaver.linear.module import Float8Linear
@@ -41,7 +40,7 @@ class ModuleWeight(NamedTuple):
     def config(self) -> Float8LinearConfig:
         return self.module.config if isinstance(self.module, Float8Linear) else self.module.float8_config
 
-    def quantize(self) -> Operands | GroupedOperands:
+    def quantize(self) -> Operands:
         """Quantize the whole weight for both of its matmuls."""
         weight = self.parameter.detach()
         if isinstance(self.module, Float8Experts):

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quaver.experts.groups import GroupedOperands
+from quaver.kernels.operands import Operands
 
 
 class ExpertsProbe(Protocol):
@@ -19,7 +19,7 @@ class ExpertsProbe(Protocol):
         """Forget what was observed."""
 
     def operands(
-        self, name: str, hp: Tensor | None, operands: GroupedOperands, ends: Tensor | None, groups: int, *, moved: bool
+        self, name: str, hp: Tensor | None, operands: Operands, ends: Tensor | None, groups: int, *, moved: bool
     ) -> None:
         """A cast: "input", "weight" or "grad_output".
 

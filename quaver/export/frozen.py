@@ -23,7 +23,7 @@ from quaver.linear.module import Float8Linear
 from quaver.linear.shared_input import share_inputs
 from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
 from quaver.recipes.formats import E4M3
-from quaver.recipes.scaling import BLOCK_LENGTHS, BLOCK_SIZE, block_counts
+from quaver.recipes.scale_layout import BLOCK_SIZES, ROWWISE, SQUARE_BLOCKS, ScaleLayout
 from quaver.runtime.names import listed, owners_of_parameters
 
 _LEFT_OUT = FilterDecision(False, "in high precision in the checkpoint")
@@ -141,8 +141,12 @@ def _codes_and_scale(
     return codes, scale.to(device)
 
 
-_GRANULARITIES = {"tensor": None, "channel": None, **{f"block {each} x {each}": each for each in BLOCK_LENGTHS}}
-"""The granularities of frozen weights, with the length of a block."""
+_GRANULARITIES = {
+    "tensor": ROWWISE,
+    "channel": ROWWISE,
+    **{f"block {rows} x {columns}": ScaleLayout(rows, columns) for rows, columns in BLOCK_SIZES if rows == columns},
+}
+"""The granularities of frozen weights, with the layout of scales that are not one number."""
 
 
 def _granularity(checkpoint: Float8Checkpoint, names: list[str]) -> str:
@@ -167,8 +171,7 @@ def _expanded(scale: StoredScale, shape: torch.Size, granularity: str) -> Tensor
     """The values of a scale in a granularity; those of one number are repeated."""
     if scale.kind == granularity or scale.kind != "tensor":
         return scale.values
-    length = _GRANULARITIES[granularity]
-    return scale.values.expand((shape[0], 1) if length is None else block_counts(shape[0], shape[1], (length, length)))
+    return scale.values.expand(_GRANULARITIES[granularity].scale_shape(shape[0], shape[1]))
 
 
 def _config(checkpoint: Float8Checkpoint, granularity: str, names: list[str]) -> Float8LinearConfig:
@@ -178,10 +181,10 @@ def _config(checkpoint: Float8Checkpoint, granularity: str, names: list[str]) ->
     """
     scales = (checkpoint.scale(name).values for name in names)
     power_of_2 = all(bool(torch.frexp(each)[0].eq(0.5).all()) for each in scales)
-    length = _GRANULARITIES[granularity]
-    if length == BLOCK_SIZE:
+    layout = _GRANULARITIES[granularity]
+    if layout == SQUARE_BLOCKS:
         return blockwise_config(power_of_2=power_of_2)
-    if length is not None:
+    if layout.is_blockwise:
         mx = Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.MXFP8)
         return mx if power_of_2 else _with_float32_scales(mx)
     if granularity == "tensor" and not checkpoint.format.has_rows(names):

@@ -12,10 +12,11 @@ from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_under
 from quaver.experts.seam import Float8GroupedMM
 from quaver.export.checkpoint_names import CheckpointNames, checkpoint_names
-from quaver.export.formats import FORMATS, WeightFormat, format_named, weight_format
+from quaver.export.formats import FORMATS, format_named, weight_format
+from quaver.export.formats.base import WeightFormat
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.recipes.config import Float8LinearConfig
-from quaver.recipes.scaling import BLOCK_SIZE
+from quaver.recipes.scale_layout import BLOCK_SIZE
 from quaver.runtime.names import listed, owners_of_parameters, plain_name
 
 

@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from quaver.experts.module_weight import ModuleWeight
 from quaver.export.checkpoint_names import KEPT_IN_FLOAT32, Parts
-from quaver.export.formats import COMPRESSED_TENSORS, WeightFormat
+from quaver.export.formats import COMPRESSED_TENSORS
+from quaver.export.formats.base import WeightFormat
 from quaver.export.kv_cache import kv_scales_of
 from quaver.export.plan import Plan, frozen_weights, linear_of, named_tensors, plan_export
 from quaver.kernels.operands import Operand, present
@@ -207,7 +208,7 @@ class Float8Weights:
         frozen = self._frozen_weight(name)
         for parts, stored in zip(self.plan.checkpoint.parts(name), frozen.matrices(), strict=True):
             operand = stored.t() if transposed else stored
-            yield parts, dequantize(operand.data, typing.cast(Tensor, operand.dequant_scale), frozen.dtype), operand
+            yield parts, _dequantized(operand, frozen.dtype), operand
 
     def _matrices(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[Parts, Tensor]]:
         """A tensor, or each matrix [N, K] of a stack, in `dtype`, with the names of its parts in the checkpoint."""
@@ -258,7 +259,7 @@ class Float8Weights:
             ).full_tensor()
             self.bytes_moved += whole.nbytes
             codes = whole.view(local.data_fp8.dtype)
-        return FrozenFloat8Weight.from_codes(codes, local.dequant_scale, local.dtype)
+        return FrozenFloat8Weight.from_codes(codes, local.dequant_scale, local.dtype, local.scale_layout)
 
     def _read(self, name: str) -> Tensor:
         if name in self._frozen:
@@ -302,7 +303,7 @@ def store_matrix(
         return [format.quantized(each, power_of_2=power_of_2) for each in weight.chunk(parts)], True
     scale = typing.cast(Tensor, held.dequant_scale)
     scales = scale.chunk(parts) if scale.dim() else [scale] * parts
-    return [Operand(*each) for each in zip(held.data.chunk(parts), scales, strict=True)], False
+    return [Operand(*each, held.layout) for each in zip(held.data.chunk(parts), scales, strict=True)], False
 
 
 def _quantize(weight_of: ModuleWeight, weight: Tensor, scales: Scales | None = None) -> Operand:
@@ -329,9 +330,13 @@ def _input_scale(name: str, linear: Float8Linear) -> Tensor:
     return to_dequant_scale(scale.quant_scale)
 
 
+def _dequantized(operand: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
+    return dequantize(operand.data, present(operand.dequant_scale), dtype, operand.layout)
+
+
 def _cost(hp: Tensor, *operands: Operand) -> float:
     """The SQNR of dequantized values, one operand above the other, in dB."""
-    return sqnr_db(hp, torch.cat([dequantize(each.data, typing.cast(Tensor, each.dequant_scale)) for each in operands]))
+    return sqnr_db(hp, torch.cat([_dequantized(each) for each in operands]))
 
 
 def _fsdp_modules(model: nn.Module, plan: Plan) -> dict[str, FSDPModule]:

@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from quaver.experts.cast import scales_per_row
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_of_module
-from quaver.fsdp.scales import Grouping, WholeScales, groupings
+from quaver.fsdp.scales import WholeScales, layouts_of
 from quaver.fsdp.shard import Shard
 from quaver.fsdp.siblings import AllGatherState, NamedWeights, Siblings, all_gather_state, current_shard, whole_scales
 from quaver.kernels.cast import (
@@ -57,6 +57,7 @@ from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrappedTensor
+from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import Scales
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.dtensor import is_dtensor, local_tensor, set_local_tensor
@@ -101,6 +102,7 @@ class _Metadata(NamedTuple):
     """The metadata that `fsdp_pre_all_gather` hands to `fsdp_post_all_gather`."""
 
     scales: WholeScales
+    layouts: list[ScaleLayout]
     size: tuple[int, ...]
     float8_dtype: torch.dtype
 
@@ -181,7 +183,7 @@ class Float8AllGatherWeight(WrappedTensor):
         if isinstance(weight.module, Float8Linear) and weight.module.scaling is not None:
             scale = weight.module.scaling.observe_weight(shard.device, self.box.observed)
             self.box.observed = weight.module.scaling.weight_observed
-        float8_dtype = config.casts.weight.row.float8_dtype
+        float8_dtype, layouts = config.casts.weight.row.float8_dtype, layouts_of(weight)
         scales: WholeScales
         if scale is not None and scale.is_initialized:  # equal on every rank, so nothing is exchanged
             power_of_2 = config.round_scales_to_power_of_2
@@ -192,15 +194,15 @@ class Float8AllGatherWeight(WrappedTensor):
         else:
             scales = whole_scales(weight)
             codes = [
-                _quantize(shard, cast_scales.quant, float8_dtype, grouping)
-                for cast_scales, grouping in zip(scales, groupings(weight), strict=True)
+                _quantize(shard, cast_scales.quant, float8_dtype, layout)
+                for cast_scales, layout in zip(scales, layouts, strict=True)
             ]
             if scale is not None:
                 record_amax(scale, matrix_amax(shard.local, None))
         payloads = [_payload(shard, code) for code in codes]
         if len(payloads) > 1 and mesh.size() == 1:
             payloads = [torch.cat(payloads)]  # without an all-gather, FSDP2 passes on the first payload only
-        return tuple(payloads), _Metadata(scales, shard.size, float8_dtype)
+        return tuple(payloads), _Metadata(scales, layouts, shard.size, float8_dtype)
 
     def fsdp_post_all_gather(
         self,
@@ -214,7 +216,7 @@ class Float8AllGatherWeight(WrappedTensor):
 
         Its dequant_scales are one vector, allocated once, whose memory FSDP2 frees with that of the codes.
         """
-        scales, size, float8_dtype = metadata
+        scales, layouts, size, float8_dtype = metadata
         payloads: Sequence[Tensor] = all_gather_outputs
         if len(payloads) < len(scales):
             payloads = all_gather_outputs[0].chunk(len(scales))
@@ -229,8 +231,10 @@ class Float8AllGatherWeight(WrappedTensor):
             vector = unsharded.dequant_scale.as_strided((sum(lengths),), (1,), 0)
         operands = []
         with torch.no_grad(), keep_versions(vector):  # as that of the codes
-            for code, part, cast_scales in zip(codes, vector.split(lengths), scales, strict=True):
-                operands.append(Operand(code, part.view(cast_scales.dequant.shape).copy_(cast_scales.dequant)))
+            parts = vector.split(lengths)
+            for code, part, cast_scales, layout in zip(codes, parts, scales, layouts, strict=True):
+                scale = part.view(cast_scales.dequant.shape).copy_(cast_scales.dequant)
+                operands.append(Operand(code, scale, layout))
         if unsharded is None:
             return Float8Tensor.from_operands(operands[0], operands[-1], param_dtype), (vector,)
         unsharded.set_operands(operands[0], operands[-1])
@@ -311,15 +315,15 @@ def _payload(shard: Shard, codes: Tensor) -> Tensor:
     return F.pad(payload, (0, 0) * (payload.dim() - 1) + (0, missing)) if missing else payload  # FSDP2 pads dim 0 only
 
 
-def _quantize(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype, grouping: Grouping) -> Tensor:
+def _quantize(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype, layout: ScaleLayout) -> Tensor:
     """The codes of a shard; `quant_scale` is that of the whole weight (`WholeScales`)."""
-    if isinstance(grouping, tuple) and len(shard.size) == 3:
-        rows, scale_row = shard.local.flatten(0, 1), shard.scale_rows(grouping)
-        scale, block_size = scales_per_row(rows, quant_scale, scale_row, grouping[1])
-        return cast_blocks_with_scale(rows, scale, float8_dtype, block_size).view(shard.local.shape)
-    if isinstance(grouping, tuple):
-        scale, block_size = shard.part_of_blocks(quant_scale, grouping)
-        return cast_blocks_with_scale(shard.local, scale, float8_dtype, block_size)
+    if len(shard.size) == 3:
+        rows, scale_row = shard.local.flatten(0, 1), shard.scale_rows(layout)
+        scale, of_row = scales_per_row(rows, quant_scale, scale_row, layout.columns)
+        return cast_blocks_with_scale(rows, scale, float8_dtype, of_row).view(shard.local.shape)
+    if layout.is_blockwise:
+        scale, of_part = shard.part_of_blocks(quant_scale, layout)
+        return cast_blocks_with_scale(shard.local, scale, float8_dtype, of_part)
     scale = shard.part(quant_scale)
     by_column = scale.dim() == 2 and scale.shape[0] == 1 != shard.local.shape[0]
     codes = cast_with_scale(shard.local, float8_dtype, None if by_column else scale, scale if by_column else None)

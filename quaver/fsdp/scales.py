@@ -26,53 +26,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quaver.experts.cast import amax_of_scale_rows
-from quaver.experts.grouped_mm import blocks_of_stored
-from quaver.experts.groups import Block, count_of_scales, shape_of_scales
+from quaver.experts.grouped_mm import layouts_of_stored
+from quaver.experts.groups import count_of_scales, shape_of_scales
 from quaver.experts.module import Float8Experts, is_transposed
 from quaver.experts.module_weight import ModuleWeight
 from quaver.fsdp.shard import Shard
 from quaver.recipes import scaling
-from quaver.recipes.cast_config import ALL
-from quaver.recipes.config import CastConfig, Float8LinearConfig
+from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.scale_layout import ALL, ScaleLayout
 from quaver.recipes.scaling import Scales, scales_of
 from quaver.runtime.collectives import max_over_ranks
 
-Grouping = int | None | tuple[int, int]
-"""Which elements of a weight share a scale: those along a dim, all of them (None), or those of a block of this size.
-
-Of experts always a `Block` of experts/groups.py."""
-
 WholeScales = Sequence[Scales]
-"""The scales of one weight [N, K], one for each cast, in the order of `groupings`: (), [1, K], [N, 1] or blocks'.
-Of experts those of experts/groups.py."""
+"""The scales of one weight [N, K], one for each cast, in the order of `layouts_of`; of experts those of
+experts/groups.py."""
 
 
-def _scale_shape(grouping: Grouping, size: tuple[int, ...]) -> tuple[int, ...]:
+def _scale_shape(layout: ScaleLayout, size: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the scales of a weight of `size`."""
-    if isinstance(grouping, tuple):
-        if len(size) == 3:
-            return shape_of_scales(grouping, size[0], size[0] * size[1], size[2])
-        return scaling.block_counts(size[0], size[1], grouping)
-    return {None: (), 0: (1, size[1]), 1: (size[0], 1)}[grouping]
+    if len(size) == 3:
+        return shape_of_scales(layout, size[0], size[0] * size[1], size[2])
+    return layout.scale_shape(size[0], size[1])
 
 
-def groupings(weight: ModuleWeight) -> list[Grouping]:
+def layouts_of(weight: ModuleWeight) -> list[ScaleLayout]:
     """How a weight is scaled, one for each cast that differs."""
-    row: Grouping
-    column: Grouping
     if isinstance(weight.module, Float8Experts):
-        row, column = blocks_of_stored(weight.config, is_transposed(weight.module))
+        row, column = layouts_of_stored(weight.config, is_transposed(weight.module))
     else:
-        row, column = (_grouping(cast, dim) for cast, dim in zip(weight.config.casts.weight[:2], (1, 0), strict=True))
+        row, column = (cast.known_layout("float8 all-gather") for cast in weight.config.casts.weight[:2])
+        column = column.t()
     return [row] if row == column else [row, column]
-
-
-def _grouping(cast: CastConfig, dim: int) -> Grouping:
-    """`dim`: the one that the matmul contracts."""
-    sharing = cast.known_sharing("float8 all-gather")
-    if ALL not in sharing:
-        return sharing if dim == 1 else sharing[::-1]
-    return None if sharing == (ALL, ALL) else dim
 
 
 def compute_whole_scales(shards: Sequence[Shard], weights: Sequence[ModuleWeight]) -> list[WholeScales]:
@@ -83,22 +67,22 @@ def compute_whole_scales(shards: Sequence[Shard], weights: Sequence[ModuleWeight
         weights: what they are shards of, in the same order, of one float8 dtype and one way to round scales.
     """
 
-    def is_over_tp(key: tuple[int, Grouping]) -> bool:
+    def is_over_tp(key: tuple[int, ScaleLayout]) -> bool:
         """Whether tensor parallelism sharded the dim that the scales of a cast reduce."""
         tp_dim = shards[key[0]].tp_dim
-        return tp_dim is not None and key[1] in (None, tp_dim)
+        return tp_dim is not None and key[1][tp_dim] == ALL
 
-    # The key of a cast: the index of its weight, and the dim that its scales reduce. Those over TP stand last.
-    casts = sorted(((i, each) for i, weight in enumerate(weights) for each in groupings(weight)), key=is_over_tp)
+    # The key of a cast: the index of its weight, and the layout of its scales. Those over TP stand last.
+    casts = sorted(((i, each) for i, weight in enumerate(weights) for each in layouts_of(weight)), key=is_over_tp)
     shapes = [_scale_shape(each, shards[i].size) for i, each in casts]
     lengths = [math.prod(shape) for shape in shapes]
     only_fsdp = sum(length for key, length in zip(casts, lengths, strict=True) if not is_over_tp(key))
     amaxes = _max_over_groups(_local_amaxes(shards, casts).to(shards[0].device), only_fsdp, shards[0])
     quant, dequant = scales_of(amaxes, *rounding_rule(weights[0].config))
-    made: dict[tuple[int, Grouping], Scales] = {}
+    made: dict[tuple[int, ScaleLayout], Scales] = {}
     for key, shape, *scale_pair in zip(casts, shapes, quant.split(lengths), dequant.split(lengths), strict=True):
         made[key] = Scales(*(vector.view(shape) for vector in scale_pair))
-    return [[made[i, each] for each in groupings(weight)] for i, weight in enumerate(weights)]
+    return [[made[i, each] for each in layouts_of(weight)] for i, weight in enumerate(weights)]
 
 
 def rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, str | None]:
@@ -107,22 +91,28 @@ def rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, str | 
     return weight.row.float8_dtype, weight.power_of_2, weight.row.e8m0_mode if weight.row.is_blockwise else None
 
 
-def _local_amaxes(shards: Sequence[Shard], casts: Sequence[tuple[int, Grouping]]) -> Tensor:
+def _local_amaxes(shards: Sequence[Shard], casts: Sequence[tuple[int, ScaleLayout]]) -> Tensor:
     """This rank's amaxes for `casts`, one after another, float32; 0 where another rank's shard is."""
-    tensorwise = [i for i, each in casts if each is None and shards[i].local.numel()]
+    of_linears = {i for i, each in casts if each.is_tensorwise and len(shards[i].size) == 2}
+    tensorwise = [i for i, each in casts if i in of_linears and each.is_tensorwise and shards[i].local.numel()]
     # One multi-tensor kernel for all tensorwise scales.
     norms = torch._foreach_norm([shards[i].local for i in tensorwise], torch.inf) if tensorwise else []
     norm_of = {i: norm.view(1) for i, norm in zip(tensorwise, norms, strict=True)}
     zero = shards[0].local.new_zeros(1)
-    vectors = [norm_of.get(i, zero) if each is None else _local_vector(shards[i], each) for i, each in casts]
+    vectors = [
+        norm_of.get(i, zero) if each.is_tensorwise and i in of_linears else _local_vector(shards[i], each)
+        for i, each in casts
+    ]
     return torch.cat(vectors).float()
 
 
-def _local_vector(shard: Shard, dim: int | tuple[int, int]) -> Tensor:
-    """The amaxes along `dim` (or of blocks) of the shard, in their rows and columns of those of the whole weight."""
-    if isinstance(dim, tuple):
-        block_amaxes = _local_blocks if len(shard.size) == 2 else _local_scale_rows
-        return block_amaxes(shard, dim).flatten()
+def _local_vector(shard: Shard, layout: ScaleLayout) -> Tensor:
+    """The amaxes of the shard, in their rows and columns of those of the whole weight."""
+    if len(shard.size) == 3:
+        return _local_scale_rows(shard, layout).flatten()
+    if layout.is_blockwise:
+        return _local_blocks(shard, layout).flatten()
+    dim = layout.index(ALL)
     amax = scaling.amax(shard.local, dim).flatten()
     if shard.dim == dim:
         return amax
@@ -131,22 +121,22 @@ def _local_vector(shard: Shard, dim: int | tuple[int, int]) -> Tensor:
     return whole
 
 
-def _local_blocks(shard: Shard, block_size: tuple[int, int]) -> Tensor:
+def _local_blocks(shard: Shard, layout: ScaleLayout) -> Tensor:
     """The amaxes of the parts of blocks that the shard holds; see [Note: cut blocks]."""
-    whole = shard.local.new_zeros(_scale_shape(block_size, shard.size))
+    whole = shard.local.new_zeros(_scale_shape(layout, shard.size))
     if shard.local.numel() == 0:
         return whole
-    first, cut = divmod(shard.offset, block_size[shard.dim])
+    first, cut = divmod(shard.offset, layout[shard.dim])
     before = (0, 0, cut, 0) if shard.dim == 0 else (cut, 0)  # zeros in place of the rows that other ranks hold
-    amax = scaling.block_amax(F.pad(shard.local, before) if cut else shard.local, block_size)
+    amax = scaling.block_amax(F.pad(shard.local, before) if cut else shard.local, layout)
     whole.narrow(shard.dim, first, amax.shape[shard.dim]).copy_(amax)
     return whole
 
 
-def _local_scale_rows(shard: Shard, block: Block) -> Tensor:
+def _local_scale_rows(shard: Shard, layout: ScaleLayout) -> Tensor:
     """The amaxes of the parts of blocks that a shard of experts holds; see [Note: experts]."""
-    count = count_of_scales(block[0], shard.size[0], shard.size[0] * shard.size[1])
-    return amax_of_scale_rows(shard.local.flatten(0, 1), shard.scale_rows(block), count, block[1])[:count]
+    count = count_of_scales(layout.rows, shard.size[0], shard.size[0] * shard.size[1])
+    return amax_of_scale_rows(shard.local.flatten(0, 1), shard.scale_rows(layout), count, layout.columns)[:count]
 
 
 def _max_over_groups(amaxes: Tensor, only_fsdp: int, shard: Shard) -> Tensor:

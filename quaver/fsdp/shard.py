@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from quaver.experts.groups import Block, scale_rows
+from quaver.experts.groups import scale_rows
+from quaver.recipes.scale_layout import ScaleLayout
 from quaver.torch_private.dtensor import is_dtensor
 
 if TYPE_CHECKING:
@@ -57,18 +58,18 @@ class Shard(NamedTuple):
             return of_whole
         return of_whole.narrow(self.dim, self.offset, self.local.shape[self.dim])
 
-    def part_of_blocks(self, of_whole: Tensor, block_size: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
-        """This shard's part of the scales of blocks, and the size of its blocks: 1 along the dim that may be cut."""
-        length, n = block_size[self.dim], self.local.shape[self.dim]
+    def part_of_blocks(self, of_whole: Tensor, layout: ScaleLayout) -> tuple[Tensor, ScaleLayout]:
+        """This shard's part of the scales of blocks, and its layout: 1 along the dim that may be cut."""
+        length, n = layout[self.dim], self.local.shape[self.dim]
         first, last = self.offset // length, -(-(self.offset + n) // length)
         scale = of_whole.narrow(self.dim, first, last - first) if n else of_whole.narrow(self.dim, 0, 0)
         scale = scale.repeat_interleave(length, self.dim).narrow(self.dim, self.offset - first * length if n else 0, n)
-        return scale, (1, block_size[1]) if self.dim == 0 else (block_size[0], 1)
+        return scale, layout._replace(**{layout._fields[self.dim]: 1})
 
-    def scale_rows(self, block: Block) -> Tensor:
+    def scale_rows(self, layout: ScaleLayout) -> Tensor:
         """For each row of a shard of experts, the row of its scale among the scales of the whole weight, int64."""
         experts, rows, _ = self.size
-        whole = scale_rows(None, experts, experts * rows, block[0], self.local.device).view(experts, rows)
+        whole = scale_rows(None, experts, experts * rows, layout.rows, self.local.device).view(experts, rows)
         return whole.narrow(self.dim, self.offset, self.local.shape[self.dim]).flatten()
 
 

@@ -40,9 +40,9 @@ from quaver.kernels.operands import (
     Operand,
     Operands,
     asked_for,
+    cast_by_layout,
     empty_block_scales,
     has_scales_by_columns,
-    of_blocks,
     of_one_scale,
     unflattened,
 )
@@ -50,6 +50,7 @@ from quaver.kernels.operation import library, operation, returning_operands, tri
 from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
 from quaver.recipes.formats import FORMATS
+from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout
 from quaver.recipes.scaling import PersistentScale
 from quaver.runtime.compile_hints import apart
 from quaver.runtime.devices import is_cpu
@@ -113,7 +114,7 @@ def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
             scales = scaling.scales_of(_amax(hp, dim), float8_dtype, power_of_2)
             quant, dequant = scales if dim else computed_once(scales)  # a kernel that reads rows computes theirs once
             codes = (_row_codes if dim else _column_codes)(hp, quant, float8_dtype, is_of_amax=True)
-            made.append(Operand(codes, dequant, quant))
+            made.append(Operand(codes, dequant, ROWWISE if dim else COLUMNWISE, quant))
         else:
             made.append(None)
     return Operands(*made)
@@ -153,20 +154,19 @@ def _cast_blockwise(
     """
     cpu.check_memory(hp)
 
-    def cast(block_size: tuple[int, int]) -> Operand:
-        amax = scaling.block_amax(hp, block_size)
-        by_columns = not is_cpu(hp) and has_scales_by_columns(block_size, row)
+    def cast(layout: ScaleLayout) -> Operand:
+        amax = scaling.block_amax(hp, layout)
+        by_columns = not is_cpu(hp) and has_scales_by_columns(layout, row)
         quant, dequant = scaling.scales_of(amax, float8_dtype, power_of_2, mode)
         dequant = dequant.t().contiguous() if by_columns else dequant
         quant, dequant = computed_once(scaling.Scales(quant, dequant))
         dequant = dequant.t() if by_columns else dequant
-        return Operand(scaling.cast_blocks(hp, quant, float8_dtype, block_size, True), dequant, quant)
+        return Operand(scaling.cast_blocks(hp, quant, float8_dtype, layout, True), dequant, layout, quant)
 
-    made = of_blocks(cast, row, column, dot_products, length)
+    made = cast_by_layout(cast, row, column, ScaleLayout(dot_products, length))
     if is_cpu(hp) or made.column is None:
         return made
-    codes, *scales = made.column
-    return Operands(made.row, Operand(_transposed(codes), *scales))
+    return Operands(made.row, made.column._replace(data=_transposed(made.column.data)))
 
 
 def _cpu_blockwise(
@@ -175,13 +175,14 @@ def _cpu_blockwise(
     """The rules of scales are PyTorch's here too: C finds the amaxes and casts with the scales."""
     dot_products, length, mode = blocks
 
-    def cast(block_size: tuple[int, int]) -> Operand:
-        amax: Any = cpu.block_amax(hp, block_size)
+    def cast(layout: ScaleLayout) -> Operand:
+        amax: Any = cpu.block_amax(hp, layout)
         quant, dequant = scaling.scales_of(amax, float8_dtype, power_of_2, mode)
-        codes: Any = cpu.cast_with_scale(hp, quant, float8_dtype)
-        return Operand(codes, dequant, quant)
+        codes: Any = cpu.cast_with_scale(hp, quant, float8_dtype, layout)
+        return Operand(codes, dequant, layout, quant)
 
-    return of_blocks(cast, row, column, dot_products, length) if cpu.takes(hp, float8_dtype) else None
+    layout = ScaleLayout(dot_products, length)
+    return cast_by_layout(cast, row, column, layout) if cpu.takes(hp, float8_dtype) else None
 
 
 def _fake_blockwise(
@@ -190,22 +191,22 @@ def _fake_blockwise(
     """Shapes only: the reference asks where blocks are cut, which would bind a dynamic shape."""
     scaling.check_hp(hp)
 
-    def cast(block_size: tuple[int, int]) -> Operand:
-        by_columns = not is_cpu(hp) and has_scales_by_columns(block_size, row)
-        quant, dequant = empty_block_scales(hp, block_size, by_columns)
-        return Operand(hp.new_empty(hp.shape, dtype=float8_dtype), dequant, quant)
+    def cast(layout: ScaleLayout) -> Operand:
+        by_columns = not is_cpu(hp) and has_scales_by_columns(layout, row)
+        quant, dequant = empty_block_scales(hp, layout, by_columns)
+        return Operand(hp.new_empty(hp.shape, dtype=float8_dtype), dequant, layout, quant)
 
-    made = of_blocks(cast, row, column, dot_products, length)
+    made = cast_by_layout(cast, row, column, ScaleLayout(dot_products, length))
     if is_cpu(hp) or made.column is None:
         return made
     column_codes = hp.new_empty(hp.shape[1], hp.shape[0], dtype=float8_dtype).t()
-    return Operands(made.row, Operand(column_codes, *made.column[1:]))
+    return Operands(made.row, made.column._replace(data=column_codes))
 
 
 def _laid_out(codes: Tensor, quant: Tensor, dequant: Tensor, row: bool, column: bool) -> Operands:
     """One set of codes in the layouts that were asked for; on a CPU one serves both."""
     if is_cpu(codes):
-        return asked_for(Operand(codes, dequant, quant), row, column)
+        return asked_for(Operand(codes, dequant, TENSORWISE, quant), row, column)
     return of_one_scale(*_in_layouts(codes, row, column), quant, dequant)
 
 
@@ -231,16 +232,17 @@ def _cpu_tensorwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool
 ) -> Operands | None:
     made = cpu.dynamic_cast(hp, float8_dtype, power_of_2=power_of_2)
-    return None if made is None else asked_for(Operand(made[0], made[2], made[1]), row, column)
+    return None if made is None else asked_for(Operand(made[0], made[2], TENSORWISE, made[1]), row, column)
 
 
 def _cpu_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands | None:
     made: Any
     if row and column:
         made = cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
-        return None if made is None else unflattened(made, row, column)
+        return None if made is None else unflattened(made, row, column, ROWWISE)
     made = cpu.dynamic_cast(hp, float8_dtype, 1 if row else 0, power_of_2=power_of_2)
-    return None if made is None else asked_for(Operand(made[0], made[2], made[1]), row, column)
+    layout = ROWWISE if row else COLUMNWISE
+    return None if made is None else asked_for(Operand(made[0], made[2], layout, made[1]), row, column)
 
 
 def _fake_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool) -> Operands:
@@ -254,21 +256,43 @@ def _fake_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
     scaling.check_hp(hp)
     rows, columns = hp.shape
 
-    def operand(shape: tuple[int, int], is_column: bool) -> Operand:
+    def operand(layout: ScaleLayout) -> Operand:
+        shape = layout.scale_shape(rows, columns)
         quant, dequant = (hp.new_empty(shape, dtype=torch.float32) for _ in range(2))
         codes = torch.empty_like(hp, dtype=float8_dtype)
         if not is_cpu(hp):
-            codes = column_major(codes) if is_column else codes.contiguous()
-        return Operand(codes, dequant, quant)
+            codes = column_major(codes) if layout == COLUMNWISE else codes.contiguous()
+        return Operand(codes, dequant, layout, quant)
 
-    return Operands(operand((rows, 1), False) if row else None, operand((1, columns), True) if column else None)
+    return Operands(operand(ROWWISE) if row else None, operand(COLUMNWISE) if column else None)
+
+
+def _tensorwise(*_: object) -> ScaleLayout:
+    return TENSORWISE
+
+
+def _rowwise(*_: object) -> ScaleLayout:
+    return ROWWISE
+
+
+def _of_blocks(*args: Any) -> ScaleLayout:
+    return ScaleLayout(args[5], args[6])
 
 
 cast_tensorwise = operation(
-    _cast_tensorwise, cpu=_cpu_tensorwise, gpu="cast_tensorwise", fake=_fake_tensorwise, phase=CAST
+    _cast_tensorwise,
+    cpu=_cpu_tensorwise,
+    gpu="cast_tensorwise",
+    fake=_fake_tensorwise,
+    phase=CAST,
+    layout=_tensorwise,
 )
-cast_rowwise = operation(_cast_rowwise, cpu=_cpu_rowwise, gpu="cast_rowwise", fake=_fake_rowwise, phase=CAST)
-cast_blockwise = operation(_cast_blockwise, cpu=_cpu_blockwise, gpu="cast_blockwise", fake=_fake_blockwise, phase=CAST)
+cast_rowwise = operation(
+    _cast_rowwise, cpu=_cpu_rowwise, gpu="cast_rowwise", fake=_fake_rowwise, phase=CAST, layout=_rowwise
+)
+cast_blockwise = operation(
+    _cast_blockwise, cpu=_cpu_blockwise, gpu="cast_blockwise", fake=_fake_blockwise, phase=CAST, layout=_of_blocks
+)
 
 CASTS = {
     ScalingGranularity.TENSORWISE: cast_tensorwise,
@@ -304,8 +328,8 @@ def _by_rows(hp: Tensor) -> Tensor:
 
 CASTS_OF_STORED: dict[ScalingGranularity, Any] = {
     ScalingGranularity.TENSORWISE: _stored_tensorwise,
-    ScalingGranularity.ROWWISE: returning_operands(torch.ops.quaver.cast_rowwise),
-    ScalingGranularity.BLOCKWISE: returning_operands(torch.ops.quaver.cast_blockwise),
+    ScalingGranularity.ROWWISE: returning_operands(torch.ops.quaver.cast_rowwise, _rowwise),
+    ScalingGranularity.BLOCKWISE: returning_operands(torch.ops.quaver.cast_blockwise, _of_blocks),
 }
 """As `CASTS`, by operations that store both layouts.
 
@@ -431,13 +455,13 @@ def cast_with_persistent_scale(
     if is_cpu(hp) and amax_buffer is not None and not torch.compiler.is_dynamo_compiling():
         made = cpu.cast_and_observe(hp, scale.quant_scale, float8_dtype, power_of_2, amax_buffer)
         if made is not None:  # C updated the buffer
-            return asked_for(Operand(made[0], made[2], made[1]), row, column)
+            return asked_for(Operand(made[0], made[2], TENSORWISE, made[1]), row, column)
     row_codes, quant, dequant, column_codes, observed = _persistent(
         hp, float8_dtype, row, column, power_of_2, scale.quant_scale
     )
     record(scale, observed)
     if is_cpu(hp):
-        return asked_for(Operand(row_codes, dequant, quant), row, column)
+        return asked_for(Operand(row_codes, dequant, TENSORWISE, quant), row, column)
     return of_one_scale(row_codes if row else None, column_codes if column else None, quant, dequant)
 
 

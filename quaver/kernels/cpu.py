@@ -6,7 +6,7 @@ multiplies bfloat16 comes with it (quaver/csrc/matmul.h). QUAVER_PURE_PYTORCH=1 
 
 Casts. Every matrix is [rows, columns] and contiguous. hp is float32, bfloat16 or float16; float8 is e4m3fn or e5m2.
 `dim` is the one that an amax reduces: None for one scale (), 1 for one per row [rows, 1], 0 for one per column
-[1, columns]; `scaling.scale_blocks` says which scales of blocks there are. Scales are float32 and contiguous. Results
+[1, columns]; a `ScaleLayout` says which elements share one of blocks. Scales are float32 and contiguous. Results
 have no autograd history. Large matrices are split between torch.get_num_threads() threads, in PyTorch's OpenMP pool on
 Linux.
 
@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, empty_like
 
-from quaver.recipes.scaling import PLAIN_TYPES, block_counts, scale_blocks
+from quaver.recipes.scale_layout import TENSORWISE, ScaleLayout
+from quaver.recipes.scaling import PLAIN_TYPES
 from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.dispatch import (
     DispatchKey,
@@ -192,8 +193,8 @@ def _new_scales(*shape: int) -> tuple[Tensor, Tensor]:
     return quant_scale, empty_like(quant_scale)
 
 
-def _granularity_of(scale: Tensor, rows: int, columns: int) -> dict[str, Any]:
-    """`dim` and `block_size` of `_call` for a scale of any granularity."""
+def _granularity_of(scale: Tensor, layout: ScaleLayout, rows: int, columns: int) -> dict[str, Any]:
+    """`dim` and `block_size` of `_call` for a scale."""
     if is_plain(scale) and scale.dtype is torch.float32 and scale.is_contiguous():
         if scale.numel() == 1:
             return {"dim": _TENSORWISE}
@@ -201,10 +202,10 @@ def _granularity_of(scale: Tensor, rows: int, columns: int) -> dict[str, Any]:
             return {"dim": 1}
         if scale.shape == (1, columns):
             return {"dim": 0}
-        block_size = scale_blocks(scale, (rows, columns))
-        if block_size is not None:
-            return {"dim": _BLOCKS, "block_size": block_size}
-    raise _refuse(scale, f"expected a contiguous float32 scale of shape (), {[rows, 1]}, {[1, columns]} or of blocks")
+        if scale.shape == layout.scale_shape(rows, columns):
+            return {"dim": _BLOCKS, "block_size": layout.block((rows, columns))}
+    shape = list(layout.scale_shape(rows, columns))
+    raise _refuse(scale, f"expected a contiguous float32 scale of shape {shape} ({layout})")
 
 
 def dynamic_cast(
@@ -249,24 +250,26 @@ def dynamic_cast_axes(
     return *by_rows, *by_columns
 
 
-def cast_with_scale(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor | None:
-    """Cast `hp` [rows, columns] with a scale of any granularity, saturating; NaN stays NaN."""
+def cast_with_scale(
+    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, layout: ScaleLayout = TENSORWISE
+) -> Tensor | None:
+    """Cast `hp` [rows, columns] with a scale of `layout`, of rows or of columns, saturating; NaN stays NaN."""
     codes = _new_codes(hp, float8_dtype)
     if codes is None:
         return None
-    granularity = _granularity_of(quant_scale, *hp.shape)
+    granularity = _granularity_of(quant_scale, layout, *hp.shape)
     addresses = hp.data_ptr(), codes.data_ptr(), quant_scale.data_ptr()
     _call(extension.cast_with_scale, hp.dtype, codes, *addresses, **granularity)
     return codes
 
 
-def block_amax(hp: Tensor, block_size: Sequence[int]) -> Tensor | None:
+def block_amax(hp: Tensor, layout: ScaleLayout) -> Tensor | None:
     """`quaver.recipes.scaling.block_amax` of `hp` [rows, columns]."""
     if hp.dtype not in HP_KIND or not takes(hp, torch.float8_e4m3fn):
         return None
-    amax = hp.new_empty(block_counts(hp.shape[0], hp.shape[1], block_size))
+    amax = hp.new_empty(layout.scale_shape(hp.shape[0], hp.shape[1]))
     addresses = hp.data_ptr(), 0, amax.data_ptr()
-    _call(extension.block_amax, hp.dtype, hp, *addresses, dim=_BLOCKS, block_size=block_size)
+    _call(extension.block_amax, hp.dtype, hp, *addresses, dim=_BLOCKS, block_size=layout)
     return amax
 
 
@@ -305,15 +308,17 @@ def elements_read() -> int:
     return int(extension.elements_read())
 
 
-def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor | None:
+def widen(
+    codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None, layout: ScaleLayout = TENSORWISE
+) -> Tensor | None:
     """float8 [rows, columns] -> bfloat16 or float32, exactly, NaN and inf included; times a scale where given.
 
-    The scale is of any granularity. For bfloat16 its numbers must be powers of two, 2^-110 or more (or
+    The scale is of `layout`, of rows or of columns. For bfloat16 its numbers must be powers of two, 2^-110 or more (or
     0, inf, NaN): then products are exact. For float32 any will do, and products are rounded once.
     """
     if dtype not in _WIDER or not takes(codes, dtype):
         return None
-    granularity = {} if scale is None else _granularity_of(scale, *codes.shape)
+    granularity = {} if scale is None else _granularity_of(scale, layout, *codes.shape)
     out = codes.new_empty(codes.shape, dtype=dtype)
     scale_address = 0 if scale is None else scale.data_ptr()
     _call(extension.widen, dtype, codes, out.data_ptr(), codes.data_ptr(), scale_address, **granularity)
@@ -370,13 +375,13 @@ def mm(
 
 
 def observe(
-    hp: Tensor, codes: Tensor | None, quant_scale: Tensor, dequant_scale: Tensor, block_size: Sequence[int]
+    hp: Tensor, codes: Tensor | None, quant_scale: Tensor, dequant_scale: Tensor, layout: ScaleLayout
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Statistics of `hp` [rows, columns] and its cast, in one read; numerics/statistics.py is the oracle.
 
     Args:
         codes: float8 [rows, columns], or None.
-        quant_scale, dequant_scale: float64, contiguous, one number for each block of `block_size`.
+        quant_scale, dequant_scale: float64, contiguous, one number for each block of `layout`.
     Returns:
         signal and noise, float64, one number for each block; float64 [6]: zeros, non-finite elements, underflow,
         saturated elements, amax and the smallest nonzero magnitude of the finite ones. None for what it does not take.
@@ -388,7 +393,7 @@ def observe(
         return None
     codes = codes if codes is None or codes.stride(1) == 1 else codes.contiguous()
     threads = 1 if hp.numel() < THREADS_PAY_FROM else min(torch.get_num_threads(), _MOST_THREADS)
-    blocks = block_counts(rows, columns, block_size)
+    block_size, blocks = layout.block(hp.shape), layout.scale_shape(rows, columns) or (1, 1)
     for scale in (quant_scale, dequant_scale):
         if not (is_plain(scale) and scale.dtype is torch.float64 and scale.numel() == blocks[0] * blocks[1]):
             raise _refuse(scale, f"expected {blocks[0] * blocks[1]} scales in contiguous float64")

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import platform
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +32,11 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from quaver.kernels import cpu
+from quaver.kernels.operands import Operand, present
 from quaver.kernels.operation import operation
 from quaver.kernels.widen import widen
-from quaver.recipes.scaling import multiply_scale_, scale_blocks
+from quaver.recipes.scale_layout import ScaleLayout
+from quaver.recipes.scaling import multiply_scale_
 from quaver.runtime.devices import compute_capability, is_cpu, is_cuda, is_cuda_device
 from quaver.torch_private.hardware import has_avx512_bfloat16, onednn_has_bfloat16
 
@@ -73,72 +76,59 @@ def _exact_float8_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     scales_are_powers_of_2: bool,
+    a_layout: Sequence[int],
+    b_layout: Sequence[int],
 ) -> Tensor:
     """See the top of the file, and `linear.gemm.float8_mm` for the arguments. Runs on plain tensors, never traced."""
-    return _multiply(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype, scales_are_powers_of_2, None)
+    operands = Operand(a, a_dequant_scale, ScaleLayout(*a_layout)), Operand(b, b_dequant_scale, ScaleLayout(*b_layout))
+    return _multiply(*operands, bias, out_dtype, scales_are_powers_of_2, None)
 
 
-def exact_float8_mm_into(
-    out: Tensor, a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, scales_are_powers_of_2: bool
-) -> None:
+def exact_float8_mm_into(out: Tensor, a: Operand, b: Operand, scales_are_powers_of_2: bool) -> None:
     """Write `exact_float8_mm` into contiguous rows [M, N]. On plain tensors alone, inside of another operation."""
+    tensors = a.data, b.data, present(a.dequant_scale), present(b.dequant_scale)
     rest = None, out.dtype, scales_are_powers_of_2
-    made = _cpu_mm(a, b, a_dequant_scale, b_dequant_scale, *rest) if is_cpu(a) else None
+    made = _cpu_mm(*tensors, *rest, a.layout, b.layout) if is_cpu(a.data) else None
     if made is None:
-        _multiply(a, b, a_dequant_scale, b_dequant_scale, *rest, out)
+        _multiply(a, b, *rest, out)
     else:
         out.copy_(made)
 
 
 def _multiply(
-    a: Tensor,
-    b: Tensor,
-    a_dequant_scale: Tensor,
-    b_dequant_scale: Tensor,
+    a_operand: Operand,
+    b_operand: Operand,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     scales_are_powers_of_2: bool,
     out: Tensor | None,
 ) -> Tensor:
     """Into `out`, or new memory."""
-    scales = a_dequant_scale, b_dequant_scale
-    varies = varies_along_contracted(a, a_dequant_scale, 1), varies_along_contracted(b, b_dequant_scale, 0)
+    a, b, layouts = a_operand.data, b_operand.data, (a_operand.layout, b_operand.layout)
+    varies = layouts[0].varies_along(1, a.shape), layouts[1].varies_along(0, b.shape)
     if is_cpu(a) and _largest(a, b) < CALLS_WEIGH_BELOW:
         folded = [
-            each or (scales_are_powers_of_2 and scale.dim() > 0) for each, scale in zip(varies, scales, strict=True)
+            each or (scales_are_powers_of_2 and not layout.is_tensorwise)
+            for each, layout in zip(varies, layouts, strict=True)
         ]
-        small = _small_mm((a, b), scales, folded, bias, out_dtype)
+        small = _small_mm((a_operand, b_operand), folded, bias, out_dtype)
         return small if out is None else out.copy_(small)
     # bfloat16 operands leave room for one scale of the whole result, or for scales that change no mantissa.
-    tensorwise = a_dequant_scale.dim() == 0 and b_dequant_scale.dim() == 0
+    tensorwise = layouts[0].is_tensorwise and layouts[1].is_tensorwise
     bfloat16 = (tensorwise or scales_are_powers_of_2) and _bfloat16_pays(a, b, out_dtype)
     wide = torch.bfloat16 if bfloat16 else torch.float32
     multiply = _bfloat16_mm if bfloat16 else _float32_mm
     dim = 0 if a.numel() >= b.numel() else 1  # of the larger operand, and of the result
-    larger, larger_scale = (b, b_dequant_scale) if dim else (a, a_dequant_scale)
-    smaller, smaller_scale = (a, a_dequant_scale) if dim else (b, b_dequant_scale)
+    larger, smaller = (b_operand, a_operand) if dim else (a_operand, b_operand)
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
-    whole = _widened(smaller, smaller_scale, wide, scales_are_powers_of_2, varies[1 - dim])
-    blocks = scale_blocks(larger_scale, larger.shape)
-    block = blocks[dim] if varies[dim] and blocks is not None and larger_scale.shape[dim] != 1 else 1
-    for start, length in _panels(larger, dim, block):
-        scale = _scale_of_panel(larger_scale, dim, start, length, block)
-        panel = _widened(larger.narrow(dim, start, length), scale, wide, scales_are_powers_of_2, varies[dim])
+    whole = _widened(smaller, wide, scales_are_powers_of_2, varies[1 - dim])
+    for start, length in _panels(larger.data, dim, larger.layout[dim] or 1):
+        panel = _widened(larger.part(dim, start, length), wide, scales_are_powers_of_2, varies[dim])
         panel_bias = bias.narrow(0, start, length) if dim and bias is not None else bias
         operands = (whole, panel) if dim else (panel, whole)
         multiply(*operands, panel_bias, out.narrow(dim, start, length))
         del panel, operands  # before the next is widened
     return out
-
-
-def varies_along_contracted(codes: Tensor, dequant_scale: Tensor, dim: int) -> bool:
-    """Whether the scales of an operand cannot be applied to the result: not one, and not one per row (or column).
-
-    They differ along `dim`, which the matmul contracts, or belong to blocks; see the note at the top.
-    """
-    if dequant_scale.dim() == 0:
-        return False
-    return dequant_scale.shape[dim] != 1 or dequant_scale.shape[1 - dim] != codes.shape[1 - dim]
 
 
 def _largest(a: Tensor, b: Tensor) -> int:
@@ -160,20 +150,12 @@ class _Wide(NamedTuple):
     scale_left: Tensor | None
 
 
-def _widened(
-    codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype, scales_are_powers_of_2: bool, varies: bool
-) -> _Wide:
+def _widened(operand: Operand, dtype: torch.dtype, scales_are_powers_of_2: bool, varies: bool) -> _Wide:
     """Times the scales where they vary along the contracted dim, and the row scales where that is exact."""
-    if varies or (scales_are_powers_of_2 and dequant_scale.dim()):
-        return _Wide(widen(codes, dtype, dequant_scale), None)
+    codes, dequant_scale, layout, _ = operand
+    if varies or (scales_are_powers_of_2 and not layout.is_tensorwise):
+        return _Wide(widen(codes, dtype, dequant_scale, layout), None)
     return _Wide(widen(codes, dtype), dequant_scale)
-
-
-def _scale_of_panel(scale: Tensor, dim: int, start: int, length: int, block: int) -> Tensor:
-    """The scale of a panel that begins at a block of `block` rows (or columns)."""
-    if scale.dim() == 0 or scale.shape[dim] == 1:
-        return scale
-    return scale.narrow(dim, start // block, -(-length // block))
 
 
 def _panels(codes: Tensor, dim: int, multiple: int = 1) -> list[tuple[int, int]]:
@@ -229,20 +211,20 @@ def _float32_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
 
 
 def _small_mm(
-    codes: tuple[Tensor, Tensor],
-    scales: tuple[Tensor, Tensor],
+    operands: tuple[Operand, Operand],
     folded: list[bool],
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
     """The bits of `_float32_mm` on widened operands, in the fewest calls; `folded`: which scales to multiply in."""
     a, b = (
-        multiply_scale_(each.float(), scale) if fold else each.float()
-        for each, scale, fold in zip(codes, scales, folded, strict=True)
+        multiply_scale_(each.data.float(), present(each.dequant_scale), each.layout) if fold else each.data.float()
+        for each, fold in zip(operands, folded, strict=True)
     )
     sums = a.new_empty(a.shape[0], b.shape[1])
     torch.mm(a, b, out=sums)
-    for scale in _scales_of_sums(*(None if fold else scale for scale, fold in zip(scales, folded, strict=True))):
+    left = (None if fold else each.dequant_scale for each, fold in zip(operands, folded, strict=True))
+    for scale in _scales_of_sums(*left):
         sums.mul_(scale)
     if bias is not None:
         sums.add_(bias)
@@ -250,14 +232,14 @@ def _small_mm(
 
 
 def _cpu_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, *rest: Any) -> Tensor | None:
-    if varies_along_contracted(a, a_dequant_scale, 1) or varies_along_contracted(b, b_dequant_scale, 0):
+    bias, out_dtype, _, a_layout, b_layout = rest
+    if ScaleLayout(*a_layout).varies_along(1, a.shape) or ScaleLayout(*b_layout).varies_along(0, b.shape):
         return None
-    bias, out_dtype, _ = rest
     return cpu.mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype)
 
 
 def _fake_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    *_, out_dtype, _ = rest
+    _, _, _, out_dtype, *_ = rest
     return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 

@@ -30,26 +30,14 @@ ALIGNMENT = 16
 _ROWS_OF_TILE, _BLOCKS_OF_TILE = 128, 4
 
 
-def block_length(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor) -> int | None:
-    """128 or 32 where the scales of a [M, K] and b [K, N] are of such blocks as hardware multiplies; else None."""
-    if a_dequant_scale.dim() == 0 or b_dequant_scale.dim() == 0:
-        return None
-    (m, k), n = a.shape, b.shape[1]
-    for length in (128, 32):
-        blocks = -(-k // length)
-        of_b = ((blocks, n), (blocks, -(-n // length)))
-        if a_dequant_scale.shape == (m, blocks) and b_dequant_scale.shape in of_b:
-            return length
-    return None
-
-
-def _native_block_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, length: int) -> Tensor:
-    """a [M, K] @ b [K, N], both e4m3 with scales of blocks, -> bfloat16 [M, N].
+def _native_block_mm(
+    a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, length: int, is_square: bool
+) -> Tensor:
+    """a [M, K] @ b [K, N], both e4m3 with scales of blocks, -> bfloat16 [M, N]; `is_square`: the blocks of b.
 
     cuBLAS reads each column of the scales of 1 x 128 at a multiple of 16 bytes, so rows are completed too.
     """
     (m, k), n = a.shape, b.shape[1]
-    is_square = b_dequant_scale.shape[1] != b.shape[1]
     rows, columns = -m % ALIGNMENT, -n % (length if is_square else ALIGNMENT)
     a = row_major(pad_codes(a, rows, -k % length))
     b = row_major(pad_codes(b, -k % length, columns).t()).t()

@@ -8,22 +8,44 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from quaver.recipes.scaling import block_counts
+from quaver.recipes.scale_layout import ALL, TENSORWISE, ScaleLayout
 
 
 class Operand(NamedTuple):
     """One operand of one matmul: float8 codes with their scales, or a matrix in high precision without."""
 
     data: Tensor
-    dequant_scale: Tensor | None
-    """float32: (), the matrix's with the contracted dim 1, or blocks'."""
+    dequant_scale: Tensor | None = None
+    """float32, of the shape that `layout` gives it."""
+    layout: ScaleLayout = TENSORWISE
+    """Which elements of `data` share a scale; of rows that belong to groups (experts/groups.py), which of a group."""
     quant_scale: Tensor | None = None
     """The scale that the codes were made with, where it is known."""
 
     def t(self) -> Operand:
         """The transposed operand; scales of rows, columns or blocks are transposed with it."""
         dequant = self.dequant_scale
-        return Operand(self.data.t(), dequant if dequant is None or dequant.dim() == 0 else dequant.t())
+        dequant = dequant if dequant is None or dequant.dim() == 0 else dequant.t()
+        return Operand(self.data.t(), dequant, self.layout.t())
+
+    def to(self, device: torch.device) -> Operand:
+        """The operand on `device`."""
+        scale = self.dequant_scale
+        return Operand(self.data.to(device), None if scale is None else scale.to(device), self.layout)
+
+    def part(self, dim: int, start: int, length: int) -> Operand:
+        """Rows (dim 0) or columns (dim 1) of a matrix from the beginning of a block; it shares the memory."""
+        scale, block = self.dequant_scale, self.layout[dim]
+        if scale is not None and block != ALL:
+            scale = scale.narrow(dim, start // block, -(-length // block))
+        return Operand(self.data.narrow(dim, start, length), scale, self.layout)
+
+    def rows(self, indices: Tensor) -> Operand:
+        """Some rows of a matrix, copied; each has scales of its own, unless all rows share them."""
+        scale, layout = self.dequant_scale, self.layout
+        if scale is not None and layout.rows != ALL:
+            scale, layout = scale[indices // layout.rows], ScaleLayout(1, layout.columns)
+        return Operand(self.data[indices], scale, layout)
 
 
 class Operands(NamedTuple):
@@ -51,32 +73,39 @@ def asked_for(operand: Operand, row: bool, column: bool) -> Operands:
     return Operands(operand if row else None, operand if column else None)
 
 
-def of_one_scale(row_codes: Tensor | None, column_codes: Tensor | None, quant: Tensor, dequant: Tensor) -> Operands:
-    """Two layouts of codes with one scale; None for a layout that was not asked for."""
-    row = None if row_codes is None else Operand(row_codes, dequant, quant)
-    return Operands(row, None if column_codes is None else Operand(column_codes, dequant, quant))
-
-
-def of_blocks(
-    cast: Callable[[tuple[int, int]], Operand], row: bool, column: bool, dot_products: int, length: int
+def of_one_scale(
+    row_codes: Tensor | None,
+    column_codes: Tensor | None,
+    quant: Tensor,
+    dequant: Tensor,
+    layout: ScaleLayout = TENSORWISE,
 ) -> Operands:
-    """The operands, of `cast` for each direction that is asked for; square blocks are cast once."""
-    if dot_products == length:
-        return asked_for(cast((length, length)), row, column)
-    return Operands(cast((dot_products, length)) if row else None, cast((length, dot_products)) if column else None)
+    """Two copies of codes with the same scales; None for one that was not asked for."""
+    row = None if row_codes is None else Operand(row_codes, dequant, layout, quant)
+    return Operands(row, None if column_codes is None else Operand(column_codes, dequant, layout, quant))
 
 
-def has_scales_by_columns(block_size: tuple[int, int], row: bool) -> bool:
+def cast_by_layout(cast: Callable[[ScaleLayout], Operand], row: bool, column: bool, layout: ScaleLayout) -> Operands:
+    """The operands of `cast` for each direction that is asked for, of row codes of `layout`.
+
+    Where the transposed layout is the same, as that of square blocks, one cast serves both.
+    """
+    if layout.rows == layout.columns:
+        return asked_for(cast(layout), row, column)
+    return Operands(cast(layout) if row else None, cast(layout.t()) if column else None)
+
+
+def has_scales_by_columns(layout: ScaleLayout, row: bool) -> bool:
     """Whether a GPU's dequant_scale of blocks is column-major, as the hardware's matmul reads it.
 
     Those of row codes in blocks of 1 x n are, and those of square blocks where no row codes are made.
     """
-    return block_size[0] == 1 or (block_size[0] == block_size[1] and not row)
+    return layout.rows == 1 or (layout.rows == layout.columns and not row)
 
 
-def empty_block_scales(hp: Tensor, block_size: tuple[int, int], by_columns: bool) -> list[Tensor]:
+def empty_block_scales(hp: Tensor, layout: ScaleLayout, by_columns: bool) -> list[Tensor]:
     """Memory for the quant_scale and the dequant_scale of the blocks of `hp` [R, C], float32."""
-    down, across = block_counts(hp.shape[0], hp.shape[1], block_size)
+    down, across = layout.scale_shape(hp.shape[0], hp.shape[1])
     quant = hp.new_empty(down, across, dtype=torch.float32)
     if by_columns:
         return [quant, hp.new_empty(across, down, dtype=torch.float32).t()]
@@ -103,11 +132,14 @@ def flattened(operands: Operands) -> list[Tensor | None]:
     return flat
 
 
-def unflattened(flat: Sequence[Any], row: bool, column: bool) -> Operands:
-    """The operands of which an operation returned the tensors; those that are absent are of shape (0,)."""
-    of_row = Operand(flat[0], flat[2], flat[1]) if row else None
+def unflattened(flat: Sequence[Any], row: bool, column: bool, layout: ScaleLayout) -> Operands:
+    """The operands of which an operation returned the tensors; those that are absent are of shape (0,).
+
+    `layout`: that of row codes.
+    """
+    of_row = Operand(flat[0], flat[2], layout, flat[1]) if row else None
     if not column:
         return Operands(of_row, None)
     if of_row is None or flat[4].shape != (0,):
-        return Operands(of_row, Operand(flat[3], flat[5], flat[4]))
-    return Operands(of_row, of_row if flat[3].shape == (0,) else Operand(flat[3], *of_row[1:]))
+        return Operands(of_row, Operand(flat[3], flat[5], layout.t(), flat[4]))
+    return Operands(of_row, of_row if flat[3].shape == (0,) else of_row._replace(data=flat[3]))

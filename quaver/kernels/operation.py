@@ -31,6 +31,7 @@ from torch.autograd import profiler
 
 from quaver.kernels.cpu import check_memory, runs_directly
 from quaver.kernels.operands import FLAT, Operands, flattened, unflattened
+from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import PLAIN_TYPES
 from quaver.runtime import phases
 from quaver.runtime.devices import is_cpu, is_cuda
@@ -40,7 +41,7 @@ is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 library = torch.library.Library("quaver", "FRAGMENT")
 
-_SCHEMA_TYPES = {"torch.dtype": "ScalarType", "Tensor | None": "Tensor?"}
+_SCHEMA_TYPES = {"torch.dtype": "ScalarType", "Tensor | None": "Tensor?", "Sequence[int]": "int[]"}
 
 
 def operation(
@@ -52,6 +53,7 @@ def operation(
     fake: Callable[..., Any] | None = None,
     in_graphs: bool = False,
     phase: str = "",
+    layout: Callable[..., ScaleLayout] | None = None,
 ) -> Callable[..., Any]:
     """Register `torch.ops.quaver.<name>` and return the function that calls the kernel, the reference or the operation.
 
@@ -65,6 +67,7 @@ def operation(
         gpu: the name of such a function in triton_cast.py. The function says which tensors its kernel takes.
         fake: computes results on fake tensors; None for the reference.
         in_graphs: whether code compiled for a GPU calls the operation, instead of the reference.
+        layout: of a cast, from its arguments the layout of the scales of row codes.
         phase: the name of the range that a call is while a profiler or a recorder runs (runtime/phases.py).
     """
     name = reference.__name__.removeprefix("_")
@@ -97,8 +100,8 @@ def operation(
     library.impl(name, as_operation(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"quaver::{name}", as_operation(fake or reference), lib=library)
     registered = getattr(torch.ops.quaver, name)
-    if results is None:
-        registered = returning_operands(registered)
+    if layout is not None:
+        registered = returning_operands(registered, layout)
 
     def call(first: Tensor, *args: Any) -> Any:
         # As `phases.phase`, without a call of its own: casts and matmuls are small where a host is too slow.
@@ -111,13 +114,13 @@ def operation(
     return call
 
 
-def returning_operands(registered: Any) -> Callable[..., Operands]:
-    """The function that calls a registered cast, which returns tensors, and returns `Operands`."""
+def returning_operands(registered: Any, layout: Callable[..., ScaleLayout]) -> Callable[..., Operands]:
+    """The function that calls a registered cast, which returns tensors, and returns `Operands`; `layout` as above."""
     names = [each.name for each in registered.default._schema.arguments]
     row, column = names.index("row"), names.index("column")
 
     def call(*args: Any) -> Operands:
-        return unflattened(registered(*args), args[row], args[column])
+        return unflattened(registered(*args), args[row], args[column], layout(*args))
 
     return call
 

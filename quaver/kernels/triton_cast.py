@@ -58,6 +58,7 @@ from quaver.kernels.triton_blocks import (
 )
 from quaver.kernels.triton_cast_blocks import cast_blockwise
 from quaver.kernels.triton_copy import column_major
+from quaver.recipes.scale_layout import ROWWISE
 
 try:
     import triton
@@ -135,11 +136,11 @@ def cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool,
         quant, dequant = (hp.new_empty(hp.shape[0], 1, dtype=torch.float32) for _ in range(2))
         tile, cast = tile_of_whole_rows(hp.shape[1]), cast_to(float8_dtype, power_of_2)
         launch(_cast_whole_rows, hp, tile, codes, quant, dequant, CAST=cast)
-        return asked_for(Operand(codes, dequant, quant), row, column)
+        return asked_for(Operand(codes, dequant, ROWWISE, quant), row, column)
     row_amax, column_amax = amax_by_dim(hp, rows=row, columns=column)
     row_scales, column_scales = _empty_scales(row_amax), _empty_scales(column_amax)
     row_codes, column_codes = _cast_by_dim(hp, float8_dtype, row_scales, column_scales, power_of_2)
-    return unflattened((row_codes, *row_scales[1:], column_codes, *column_scales[1:]), row, column)
+    return unflattened((row_codes, *row_scales[1:], column_codes, *column_scales[1:]), row, column, ROWWISE)
 
 
 @accepts(takes)

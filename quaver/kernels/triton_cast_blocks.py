@@ -38,6 +38,7 @@ from quaver.kernels.triton_blocks import (
     to_quant_scale,
     widen,
 )
+from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import e8m0_offset
 
 try:
@@ -73,16 +74,17 @@ def cast_blockwise(
         Operands; square blocks are cast once.
     """
 
-    def cast(block_size: tuple[int, int], row: bool, column: bool) -> Operands:
-        return _cast(hp, float8_dtype, power_of_2, block_size, mode, row, column)
+    def cast(layout: ScaleLayout, row: bool, column: bool) -> Operands:
+        return _cast(hp, float8_dtype, power_of_2, layout, mode, row, column)
 
+    layout = ScaleLayout(dot_products, length)
     if dot_products == length:
-        return cast((length, length), row, column)
+        return cast(layout, row, column)
     if row and column and dot_products == 1 and hp.data_ptr() % 16 == 0 and casts_both_at_once(*hp.shape):
         return _cast_both(hp, float8_dtype, power_of_2, length, mode)
     return Operands(
-        cast((dot_products, length), True, False).row if row else None,
-        cast((length, dot_products), False, True).column if column else None,
+        cast(layout, True, False).row if row else None,
+        cast(layout.t(), False, True).column if column else None,
     )
 
 
@@ -102,7 +104,8 @@ def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: 
     computes while the other waits for memory. Of programs of 64 threads enough do without a limit.
     """
     row_codes, column_codes = empty_codes(hp, float8_dtype, True, True)
-    row_scales, column_scales = (empty_block_scales(hp, (1, length), True), empty_block_scales(hp, (length, 1), False))
+    layout = ScaleLayout(1, length)
+    row_scales, column_scales = empty_block_scales(hp, layout, True), empty_block_scales(hp, layout.t(), False)
     columns = max(length, 128)
     tile = _tile(length, columns, length * columns // 2048, hp.element_size() * 4)
     cast = cast_to(float8_dtype, power_of_2)
@@ -110,27 +113,27 @@ def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: 
     results = row_codes, *row_scales, column_codes, *column_scales
     registers = 128 if tile.warps == 8 else None
     launch(_cast_rows_and_columns, hp, tile, *results, CAST=cast, BLOCKS=blocks, maxnreg=registers)
-    return unflattened(results, True, True)
+    return unflattened(results, True, True, layout)
 
 
 def _cast(
     hp: Tensor,
     float8_dtype: torch.dtype,
     power_of_2: bool,
-    block_size: tuple[int, int],
+    layout: ScaleLayout,
     mode: str,
     row: bool,
     column: bool,
 ) -> Operands:
     """Operands of blocks of one size, which one read of the matrix makes."""
     codes = empty_codes(hp, float8_dtype, row, column)
-    quant, dequant = empty_block_scales(hp, block_size, has_scales_by_columns(block_size, row))
-    rows, columns = (max(size, 32) for size in block_size)
+    quant, dequant = empty_block_scales(hp, layout, has_scales_by_columns(layout, row))
+    rows, columns = (max(size, 32) for size in layout)
     rows_of_thread = hp.element_size() * 2 if column else 1
     tile, cast = _tile(rows, columns, rows * columns // 1024, rows_of_thread), cast_to(float8_dtype, power_of_2)
-    blocks = Blocks(*block_size, bool(mode), e8m0_offset(float8_dtype, mode))
+    blocks = Blocks(*layout, bool(mode), e8m0_offset(float8_dtype, mode))
     launch(_cast_blocks, hp, tile, *codes, quant, dequant, *dequant.stride(), CAST=cast, BLOCKS=blocks)
-    return of_one_scale(*codes, quant, dequant)
+    return of_one_scale(*codes, quant, dequant, layout)
 
 
 @jit

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels import cpu
+from quaver.recipes.scale_layout import TENSORWISE, ScaleLayout
 from quaver.recipes.scaling import multiply_scale_
 from quaver.runtime.devices import is_cpu
 
@@ -20,24 +21,24 @@ _LEAST_EXACT = 2.0**-110  # scale for bfloat16 products that C computes
 _PAIR_STORAGE = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
 
 
-def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+def widen(codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None, layout: ScaleLayout = TENSORWISE) -> Tensor:
     """The float8 values of `codes` [rows, columns], any strides, in bfloat16 or float32, NaN and inf included.
 
-    `scale`: float32 of any granularity, to multiply in; for bfloat16 powers of two, so that products are exact. The
+    `scale`: float32 of `layout`, to multiply in; for bfloat16 powers of two, so that products are exact. The
     result is column-major where `codes` is, or is part of what is.
     """
     if is_cpu(codes):
         if codes.stride(1) != 1 and codes.stride(0) == 1:
-            return widen(codes.t(), dtype, None if scale is None else scale.t()).t()
+            return widen(codes.t(), dtype, None if scale is None else scale.t(), layout.t()).t()
         if scale is None or dtype is torch.float32 or not _may_lose_bits(scale):
-            wide = cpu.widen(codes, dtype, None if scale is None else scale.contiguous())
+            wide = cpu.widen(codes, dtype, None if scale is None else scale.contiguous(), layout)
             if wide is not None:
                 return wide
         if codes.numel() >= _TABLE_PAYS_FROM and codes.numel() % 2 == 0:
             looked_up = _widen_by_table(codes.contiguous(), dtype)
-            return looked_up if scale is None else multiply_scale_(looked_up, scale.to(dtype))
+            return looked_up if scale is None else multiply_scale_(looked_up, scale.to(dtype), layout)
     wide = codes.to(dtype)
-    return wide if scale is None else multiply_scale_(wide, scale.to(dtype))
+    return wide if scale is None else multiply_scale_(wide, scale.to(dtype), layout)
 
 
 def _may_lose_bits(scale: Tensor) -> bool:

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from quaver.kernels.operands import Operand
+from quaver.kernels.operands import Operand, present
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import (
     COLLECTIVES,
@@ -47,15 +47,8 @@ from quaver.linear.weight_form import (
 )
 from quaver.recipes.formats import FORMATS, HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
-from quaver.recipes.scaling import (
-    BLOCK_LENGTHS,
-    amax,
-    block_counts,
-    decibels,
-    dequantize,
-    dynamic_cast,
-    dynamic_cast_blocks,
-)
+from quaver.recipes.scale_layout import ALL, BLOCK_SIZES, COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout
+from quaver.recipes.scaling import amax, decibels, dequantize, dynamic_cast, dynamic_cast_blocks
 from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.dispatch import OpOverload
 from quaver.torch_private.dtensor import local_tensor
@@ -67,13 +60,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
+LAYOUTS = (TENSORWISE, ROWWISE, COLUMNWISE, *(block for block in BLOCK_SIZES if block.rows == block.columns))
+"""Which elements of a frozen matrix may share a scale; COLUMNWISE of stacks [E, K, N] alone."""
+
 
 class FrozenFloat8Weight(WeightForm, Float8Tensor):
     """A frozen weight [N, K], or a stack of matrices, in float8; see the top of the file.
 
     Attributes:
         data_fp8: float8 [N, K] or [E, rows, columns]; of a part, fewer of the first dim, or flat.
-        dequant_scale: float32 (), [N, 1] or one a block (`block_counts`), of the whole weight; of a stack see the top.
+        dequant_scale: float32 (), [N, 1] or one a block, of the whole weight; of a stack see the top.
         whole_rows: of a shard, how many rows, or matrices, the whole weight has; else 0. See [Note: parts].
         first_row: of a shard in a state_dict, the row, or the matrix, of the whole weight that it begins with.
         requantized_sqnr_db: of the last write in high precision; None if there was none.
@@ -104,8 +100,12 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         super().__init__(row, column, typing.cast(torch.dtype, dtype))
 
     @classmethod
-    def from_codes(cls, codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype) -> FrozenFloat8Weight:
+    def from_codes(
+        cls, codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype, layout: ScaleLayout | None = None
+    ) -> FrozenFloat8Weight:
         """The weight of `codes` (float8 [N, K], or a stack) and `dequant_scale` (float32), which presents `dtype`.
+
+        `layout`: which elements of a matrix share a scale; None for the first of `LAYOUTS` that fits the scale.
 
         Raises:
             ValueError: codes, scale or dtype do not fit together.
@@ -115,16 +115,15 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         if dtype not in HP_DTYPES:
             raise ValueError(f"dtype: expected {', '.join(map(str, HP_DTYPES))}, got {dtype}")
         *stack, rows, columns = codes.shape
-        squares = [block_counts(rows, columns, (length, length)) for length in reversed(BLOCK_LENGTHS)]
-        of_columns = [(1, columns)] if stack else []
-        shapes = [[*stack, *each] for each in ((), (rows, 1), *of_columns, *squares)]
+        layouts = [each for each in LAYOUTS if (stack or each != COLUMNWISE) and layout in (None, each)]
+        shapes = [[*stack, *each.scale_shape(rows, columns)] for each in layouts]
         if dequant_scale.dtype is not torch.float32 or list(dequant_scale.shape) not in shapes:
+            known = " or ".join(f"{shape} ({each})" for shape, each in zip(shapes, layouts, strict=True))
             raise ValueError(
-                f"dequant_scale: expected float32 of shape {', '.join(map(str, shapes[:-1]))} or {shapes[-1]} (blocks "
-                f"of {BLOCK_LENGTHS[1]} or {BLOCK_LENGTHS[0]} squared) for a weight of {list(codes.shape)}, got "
+                f"dequant_scale: expected float32 of shape {known} for a weight of {list(codes.shape)}, got "
                 f"{dequant_scale.dtype} of {list(dequant_scale.shape)}"
             )
-        operand = Operand(codes.detach(), dequant_scale.detach())
+        operand = Operand(codes.detach(), dequant_scale.detach(), layouts[shapes.index(list(dequant_scale.shape))])
         return typing.cast(FrozenFloat8Weight, cls.from_operands(operand, operand, dtype))
 
     def like(
@@ -136,7 +135,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         part: bool = False,
     ) -> FrozenFloat8Weight:
         """A weight of other codes, and of other scales where they are given."""
-        operand = Operand(codes, self.dequant_scale if dequant_scale is None else dequant_scale)
+        operand = Operand(codes, self.dequant_scale if dequant_scale is None else dequant_scale, self.scale_layout)
         made = typing.cast(FrozenFloat8Weight, self.from_operands(operand, operand, dtype or self.dtype))
         made.whole_rows = self.whole_rows or (self.shape[0] if part else 0)
         made.first_row, made.requantized_sqnr_db = self.first_row, self.requantized_sqnr_db
@@ -153,29 +152,14 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         return bool(torch.frexp(self.dequant_scale)[0].eq(0.5).all())
 
     @property
-    def granularity(self) -> str:
-        """ "tensorwise", "rowwise" or "blockwise ROWS x COLUMNS"."""
-        if self.dequant_scale.dim() < 2:
-            return "tensorwise"
-        size = self.block_size
-        return "rowwise" if size is None else f"blockwise {size[0]} x {size[1]}"
+    def scale_layout(self) -> ScaleLayout:
+        """Which elements of a matrix share a scale, as it is stored: the rows of [E, K, N] are columns of a linear."""
+        return self.layouts[0]
 
     @property
-    def block_size(self) -> tuple[int, int] | None:
-        """The rows and columns that share a scale of a block-wise weight, else None.
-
-        A weight that fits into one block of each size counts as the larger one: the scale is the same.
-        """
-        counts, is_stack = tuple(self.dequant_scale.shape[-2:]), self.dequant_scale.dim() == 3
-        if self.dequant_scale.dim() < 2:
-            return None
-        rows, columns = self.shape[-2] if is_stack else self.whole_rows or self.shape[0], self.shape[-1]
-        if (counts[1] == 1 and counts[0] >= rows) or (is_stack and counts == (1, columns)):
-            return None
-        for size in ((length, length) for length in reversed(BLOCK_LENGTHS)):
-            if counts == block_counts(rows, columns, size):
-                return size
-        raise RuntimeError(f"expected scales of blocks for a weight of {list(self.shape)}, got {list(counts)}")
+    def granularity(self) -> str:
+        """ "tensorwise", "rowwise" or "blockwise ROWS x COLUMNS"."""
+        return str(ROWWISE if self.scale_layout == COLUMNWISE else self.scale_layout)
 
     @property
     def scales_a_matrix(self) -> int:
@@ -183,14 +167,15 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     def matrices(self) -> list[Operand]:
         """The codes and the scale of each matrix: of the weight alone, or of those of a stack; views but of parts."""
-        scale, size = self.dequant_scale, self.block_size
-        if self.is_part and scale.dim():
-            if size is not None and self.data_fp8.dim() == 2:
-                scale = scale.repeat_interleave(size[0], 0)
-            scale = scale[self.first_row : self.first_row + self.shape[0]]
+        scale, layout, end = self.dequant_scale, self.scale_layout, self.first_row + self.shape[0]
+        if self.is_part and self.data_fp8.dim() == 3:
+            scale = scale[self.first_row : end]
+        elif self.is_part and layout.rows != ALL:
+            scale = scale.repeat_interleave(layout.rows, 0)[self.first_row : end]
+            layout = ScaleLayout(1, layout.columns)
         if self.data_fp8.dim() == 2:
-            return [Operand(self.data_fp8, scale)]
-        return [Operand(*each) for each in zip(self.data_fp8, scale, strict=True)]
+            return [Operand(self.data_fp8, scale, layout)]
+        return [Operand(*each, layout) for each in zip(self.data_fp8, scale, strict=True)]
 
     def to_high_precision(self) -> Tensor:
         """The dequantized values in the weight's dtype.
@@ -209,14 +194,13 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         """The values of the codes, of a part whose `first_row` is known, too, in the weight's dtype."""
         with torch.no_grad():
             values = torch.empty_like(self.data_fp8, dtype=self.dtype)
-            for to, codes, scale in self._matrices_with(values):
-                to.copy_(dequantize(codes, scale, self.dtype))
+            for to, own in self.matrices_with(values):
+                to.copy_(dequantize(own.data, present(own.dequant_scale), self.dtype, own.layout))
             return values
 
-    def _matrices_with(self, other: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def matrices_with(self, other: Tensor) -> Iterator[tuple[Tensor, Operand]]:
         """Each matrix of `other`, of this shape, with the codes and the scale of its place here."""
-        for matrix, own in zip([other] if other.dim() == 2 else other, self.matrices(), strict=True):
-            yield matrix, own.data, typing.cast(Tensor, own.dequant_scale)
+        return zip([other] if other.dim() == 2 else other, self.matrices(), strict=True)
 
     def write(self, hp: Tensor) -> None:
         """Quantize `hp`, of this shape, in the granularity of this weight, into its memory.
@@ -240,17 +224,18 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
                 f"expected finite values for a frozen float8 weight {list(self.shape)}, got NaN or inf; it stays as it "
                 "was"
             )
-        power_of_2, block_size = self.has_power_of_2_scales, self.block_size
+        power_of_2, layout = self.has_power_of_2_scales, self.scale_layout
         float8_dtype, norms = self.data_fp8.dtype, []
-        for matrix, codes, scale in self._matrices_with(hp.contiguous()):
-            if block_size is not None:
-                made = dynamic_cast_blocks(matrix, float8_dtype, power_of_2=power_of_2, block_size=block_size)
+        for matrix, own in self.matrices_with(hp.contiguous()):
+            if layout.is_blockwise:
+                made = dynamic_cast_blocks(matrix, float8_dtype, power_of_2=power_of_2, block_size=layout)
             else:
-                dim = None if scale.dim() == 0 else int(scale.shape[1] == 1)
+                dim = None if layout.is_tensorwise else layout.index(ALL)
                 made = dynamic_cast(matrix, float8_dtype, dim, power_of_2=power_of_2)
-            codes.copy_(made[0])
+            scale = present(own.dequant_scale)
+            own.data.copy_(made[0])
             scale.copy_(made[2])
-            norms.append(dequantize(codes, scale).sub_(matrix).norm().item())
+            norms.append(dequantize(own.data, scale, layout=layout).sub_(matrix).norm().item())
         self.requantized_sqnr_db = decibels(hp.float().norm().item(), math.hypot(*norms))
         logger.info("a frozen float8 weight was quantized again: SQNR %.1f dB", self.requantized_sqnr_db)
         _tell_of_writes()
@@ -268,7 +253,8 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     def check_stored_alike(self, other: FrozenFloat8Weight) -> None:
         """Raise ValueError if `other` has scales of another granularity, or another float8 dtype."""
-        if other.dequant_scale.shape != self.dequant_scale.shape or other.data_fp8.dtype is not self.data_fp8.dtype:
+        is_as_this = other.scale_layout == self.scale_layout and other.data_fp8.dtype is self.data_fp8.dtype
+        if other.dequant_scale.shape != self.dequant_scale.shape or not is_as_this:
             raise ValueError(f"expected {self.granularity} {self.data_fp8.dtype} codes, got {other}")
 
     def copy_codes(self, source: Any) -> bool:
@@ -311,7 +297,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         elif new.dtype is not self.dtype:  # which a tensor around others has for life
             torch.utils.swap_tensors(self, nn.Parameter(new, False) if is_parameter(self) else new.detach())
         else:
-            operand = Operand(new.data_fp8, new.dequant_scale)
+            operand = Operand(new.data_fp8, new.dequant_scale, new.scale_layout)
             self.set_operands(operand, operand)
             self.requantized_sqnr_db = new.requantized_sqnr_db
 
@@ -337,26 +323,25 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         return self.data_fp8
 
     def state(self) -> tuple[Any, ...]:
-        rows = self.whole_rows, self.first_row
-        return self.data_fp8, self.dequant_scale, self.dtype, *rows, self.requantized_sqnr_db
+        layout, rows = tuple(self.scale_layout), (self.whole_rows, self.first_row)
+        return self.data_fp8, self.dequant_scale, self.dtype, layout, *rows, self.requantized_sqnr_db
 
     @classmethod
     def from_state(cls, *state: Any) -> FrozenFloat8Weight:
-        codes, scale, dtype, whole_rows, first_row, requantized_sqnr_db = state
-        operand = Operand(codes, scale)
+        codes, scale, dtype, layout, whole_rows, first_row, requantized_sqnr_db = state
+        operand = Operand(codes, scale, ScaleLayout(*layout))
         weight = typing.cast(FrozenFloat8Weight, cls.from_operands(operand, operand, dtype))
         weight.whole_rows, weight.first_row, weight.requantized_sqnr_db = whole_rows, first_row, requantized_sqnr_db
         return weight
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["data_fp8", "dequant_scale"], (self.dtype, self.whole_rows)
+        return ["data_fp8", "dequant_scale"], (self.dtype, self.scale_layout, self.whole_rows)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], meta: Any, outer_size: object, outer_stride: object
     ) -> FrozenFloat8Weight:
-        dtype, whole_rows = meta
-        return FrozenFloat8Weight.from_state(inner["data_fp8"], inner["dequant_scale"], dtype, whole_rows, 0, None)
+        return FrozenFloat8Weight.from_state(inner["data_fp8"], inner["dequant_scale"], *meta, 0, None)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         what = "a part of " if self.is_part else ""
@@ -372,28 +357,28 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         outer_stride: tuple[int, ...],
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, torch.Size, torch.dtype]]:
+    ) -> tuple[tuple[Tensor, ...], tuple[Operand, torch.Size]]:
         """The codes of this shard as one uint8 tensor of the padded shard's shape."""
         codes = self.data_fp8.view(torch.uint8)
         missing = -(-outer_size[0] // mesh.size()) - codes.shape[0]
         padding = (0, 0) * (codes.dim() - 1) + (0, missing)
-        return (F.pad(codes, padding),), (self.dequant_scale, outer_size, self.data_fp8.dtype)
+        return (F.pad(codes, padding),), (Operand(self.data_fp8, self.dequant_scale, self.scale_layout), outer_size)
 
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: tuple[Tensor, torch.Size, torch.dtype],
+        metadata: tuple[Operand, torch.Size],
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The unsharded weight over the memory that FSDP2 all-gathers into."""
-        scale, size, float8_dtype = metadata
-        codes = all_gather_outputs[0].view(-1)[: size.numel()].view(size).view(float8_dtype)
+        shard, size = metadata
+        codes = all_gather_outputs[0].view(-1)[: size.numel()].view(size).view(shard.data.dtype)
+        operand = shard._replace(data=codes)
         if out is None:
-            return FrozenFloat8Weight.from_codes(codes, scale, param_dtype), ()
-        unsharded = typing.cast(FrozenFloat8Weight, local_tensor(out))
-        unsharded.set_operands(Operand(codes, scale), Operand(codes, scale))
+            return FrozenFloat8Weight.from_codes(codes, present(operand.dequant_scale), param_dtype, operand.layout), ()
+        typing.cast(FrozenFloat8Weight, local_tensor(out)).set_operands(operand, operand)
         return None
 
     # ---- ops -----------------------------------------------------------------------------------------------------

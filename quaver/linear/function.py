@@ -49,6 +49,7 @@ from quaver.linear.shared_input import cached_quantizer, clear_cached_operands
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.formats import HP_DTYPES
+from quaver.recipes.scale_layout import TENSORWISE, ScaleLayout
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales, Scales
 from quaver.runtime.compile_hints import add_dependency, apart, materialize
 from quaver.runtime.devices import is_cpu
@@ -96,10 +97,11 @@ class _Float8Linear(torch.autograd.Function):
         needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
         ctx.has_gathered_weight = needs_grad_weight and isinstance(weight, Float8Tensor)
         input_q = _quantize_input(input, args, needs_grad_weight)
-        weight_row, saved_weight = _quantize_weight(weight, args, needs_grad_input)
-        saved_input = present(input_q.column)[:2] if needs_grad_weight else (None, None)
+        weight_row, saved_weight, weight_layout = _quantize_weight(weight, args, needs_grad_input)
+        saved_input = present(input_q.column) if needs_grad_weight else None
         ctx.args, ctx.input_shape, ctx.bias_dtype = args, input.shape, None if bias is None else bias.dtype
-        save(ctx, [*saved_input, *saved_weight])
+        ctx.layouts = TENSORWISE if saved_input is None else saved_input.layout, weight_layout
+        save(ctx, [*((None, None) if saved_input is None else saved_input[:2]), *saved_weight])
         return _output(present(input_q.row), weight_row, bias, args, input, weight)
 
     @staticmethod
@@ -135,7 +137,8 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     if ctx.has_gathered_weight and not needs_grad_weight:
         warnings.warn(_ZERO_BUBBLE_WITH_FSDP2, stacklevel=2)
     tensors = saved_tensors(ctx)
-    saved_input, saved_weight = Operand(*tensors[:2]), _SavedWeight(*tensors[2:])
+    input_layout, weight_layout = ctx.layouts
+    saved_input, saved_weight = Operand(tensors[0], tensors[1], input_layout), _SavedWeight(*tensors[2:])
     del tensors
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()  # autograd then holds none of them, unless the graph is retained
@@ -165,7 +168,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     if row is not None:  # grad_input [M, K] = grad_output [M, N] @ weight [N, K]
         if grad_weight is not None and row.dequant_scale is not None:
             add_dependency(row.dequant_scale, grad_weight)
-        weight = _weight_for_grad_input(args, saved_weight, row)
+        weight = _weight_for_grad_input(args, saved_weight, weight_layout, row)
         grad_input = mm(row, weight, matmuls.grad_input, args.hp_dtype).view(ctx.input_shape)
         if args.probe is not None:
             args.probe.grad_input(grad_input, grad_output, saved_weight.hp, weight)
@@ -194,34 +197,37 @@ def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) ->
     return operands
 
 
-def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -> tuple[Operand, _SavedWeight]:
-    """The weight's row operand, for output, and what to save of it."""
+def _quantize_weight(
+    weight: Tensor, args: LinearArgs, needs_grad_input: bool
+) -> tuple[Operand, _SavedWeight, ScaleLayout]:
+    """The weight's row operand, for output; what to save of it, and the layout of the scales of saved codes."""
     keeps_codes = args.weight_operands is not None or args.config.keep_float8_weight_for_backward
     quantizer, operands = _weight_quantizer(args), args.weight_operands
     if operands is None:
         operands = quantizer(weight, row=True, column=needs_grad_input and keeps_codes)
     if args.probe is not None:
         args.probe.operands("weight", weight, operands)
-    saved = _SavedWeight()
+    saved, layout = _SavedWeight(), TENSORWISE
     if needs_grad_input and keeps_codes:
         column = present(operands.column)
+        layout = column.layout
         saved = _SavedWeight(data=column.data, dequant_scale=column.dequant_scale)
     elif needs_grad_input:
         scales = quantizer.scales_for(args.config.casts.weight.column, operands)
         if scales is not None:
             scales = scales._replace(quant=apart(scales.quant, present(operands.row).data))
         saved = _SavedWeight(weight.detach(), *(scales or ()))
-    return present(operands.row), saved
+    return present(operands.row), saved, layout
 
 
-def _weight_for_grad_input(args: LinearArgs, saved: _SavedWeight, grad_output: Operand) -> Operand:
-    """The weight's column operand, for grad_input."""
+def _weight_for_grad_input(args: LinearArgs, saved: _SavedWeight, layout: ScaleLayout, grad_output: Operand) -> Operand:
+    """The weight's column operand, for grad_input; `layout` of saved codes."""
     if saved.data is not None:
         check_memory(saved.data, saved.dequant_scale)  # FSDP2 frees what it gathered
         if saved.dequant_scale is None:
-            return Operand(saved.data, None)
+            return Operand(saved.data)
         data = laid_out_for_columns_after(saved.data, grad_output.data, emulate=args.config.emulate)
-        return Operand(data, saved.dequant_scale)
+        return Operand(data, saved.dequant_scale, layout)
     scales = None
     if saved.quant_scale is not None and saved.dequant_scale is not None:
         scales = Scales(saved.quant_scale, saved.dequant_scale)

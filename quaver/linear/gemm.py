@@ -32,13 +32,14 @@ from torch import Tensor
 
 from quaver.kernels.cast import column_major_after, row_major
 from quaver.kernels.cpu import check_memory
-from quaver.kernels.exact_mm import exact_float8_mm, varies_along_contracted
-from quaver.kernels.native_blocks import ALIGNMENT, block_length, native_block_mm, pad_codes
-from quaver.kernels.operands import Operand
+from quaver.kernels.exact_mm import exact_float8_mm
+from quaver.kernels.native_blocks import ALIGNMENT, native_block_mm, pad_codes
+from quaver.kernels.operands import Operand, present
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E5M2, FORMATS
 from quaver.recipes.linear_casts import MATMULS, MatmulOptions
-from quaver.recipes.scaling import BLOCK_SIZE, multiply_scale_, scale_blocks
+from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout, layout_of
+from quaver.recipes.scaling import multiply_scale_
 from quaver.runtime.devices import cuda_device, has_cuda, is_capturing, is_cpu, is_cuda_device
 from quaver.runtime.phases import phase
 from quaver.runtime.slow_paths import say_once
@@ -84,26 +85,31 @@ def float8_mm(
     scales_are_powers_of_2: bool = False,
     emulate: bool = False,
     pad: bool = False,
+    a_layout: ScaleLayout | None = None,
+    b_layout: ScaleLayout | None = None,
 ) -> Tensor:
     """Multiply two scaled float8 matrices.
 
     Args:
         a: float8 [M, K], any strides.
         b: float8 [K, N], any strides.
-        a_dequant_scale: float32, (), [M, 1], or any that `scaling.multiply_scale_` takes for a.
-        b_dequant_scale: float32, (), [1, N], or any that it takes for b: [K, 1] or one a block of 128 x 128, say.
+        a_dequant_scale: float32, the scales of a: (), [M, 1] or one a block, say.
+        b_dequant_scale: float32, the scales of b: (), [1, N] or one a block, say.
         out_dtype: float32, bfloat16 or float16.
         bias: [N] in a high-precision dtype, added before the last rounding where the backend can.
         use_fast_accum, scales_are_powers_of_2, emulate, pad: see `MatmulOptions` in config.py.
+        a_layout, b_layout: which elements share a scale; None to find it by the shape of the scale (`layout_of`).
     Returns:
         [M, N] in out_dtype.
     Raises:
         ValueError: shapes, dtypes or scale shapes that do not fit.
     """
-    _check_operands(a, b, a_dequant_scale, b_dequant_scale)
+    _check_codes(a, b)
+    a_operand = _checked_operand("a", a, a_dequant_scale, a_layout)
+    b_operand = _checked_operand("b", b, b_dequant_scale, b_layout)
     check_memory(a, b, a_dequant_scale, b_dequant_scale, bias)
     options = MatmulOptions(use_fast_accum, scales_are_powers_of_2, emulate, pad)
-    return mm(Operand(a, a_dequant_scale), Operand(b, b_dequant_scale), options, out_dtype, bias)
+    return mm(a_operand, b_operand, options, out_dtype, bias)
 
 
 @phase("quaver::gemm")
@@ -118,31 +124,45 @@ def mm(a: Operand, b: Operand, options: MatmulOptions, out_dtype: torch.dtype, b
     if a.data.numel() == 0 or b.data.numel() == 0:
         out = torch.zeros((a.data.shape[0], b.data.shape[1]), dtype=out_dtype, device=a.data.device)
         return out if bias is None else out + bias.to(out_dtype)
-    tensors = a.data, b.data, a.dequant_scale, b.dequant_scale
-    if not is_cpu(a.data) and _backend_of(*tensors, options) is GemmBackend.NATIVE:
-        return _native_mm(*tensors, bias, out_dtype, options.use_fast_accum)
+    if not is_cpu(a.data) and _backend_of(a, b, options) is GemmBackend.NATIVE:
+        return _native_mm(a, b, bias, out_dtype, options.use_fast_accum)
     if not options.pad:
-        return exact_float8_mm(*tensors, bias, out_dtype, options.scales_are_powers_of_2)
+        return _exact_mm(a, b, bias, out_dtype, options.scales_are_powers_of_2)
     columns = b.data.shape[1]
-    padded = _padded(*tensors)
-    bias = bias if bias is None else F.pad(bias, (0, padded[1].shape[1] - columns))
-    out = exact_float8_mm(*padded, bias, out_dtype, options.scales_are_powers_of_2)
+    a, b = _padded(a, b)
+    bias = bias if bias is None else F.pad(bias, (0, b.data.shape[1] - columns))
+    out = _exact_mm(a, b, bias, out_dtype, options.scales_are_powers_of_2)
     return out if out.shape[1] == columns else out[:, :columns].contiguous()  # autograd.Functions return no views
 
 
-def _check_operands(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor) -> None:
+def _exact_mm(
+    a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, scales_are_powers_of_2: bool
+) -> Tensor:
+    tensors = a.data, b.data, a.dequant_scale, b.dequant_scale
+    out: Tensor = exact_float8_mm(*tensors, bias, out_dtype, scales_are_powers_of_2, a.layout, b.layout)
+    return out
+
+
+def _check_codes(a: Tensor, b: Tensor) -> None:
     if a.dtype not in FORMATS or b.dtype not in FORMATS:
         raise ValueError(f"expected two float8 matrices, got {a.dtype} and {b.dtype}")
     if a.dtype is E5M2.dtype and b.dtype is E5M2.dtype:
         raise ValueError("no hardware multiplies e5m2 by e5m2; cast one operand to e4m3")
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(f"expected [M, K] and [K, N], got {list(a.shape)} and {list(b.shape)}")
-    for name, codes, scale in (("a_dequant_scale", a, a_dequant_scale), ("b_dequant_scale", b, b_dequant_scale)):
-        if scale.dtype is not torch.float32 or scale_blocks(scale, codes.shape) is None:
-            raise ValueError(
-                f"{name}: expected float32 of shape (), with 1 or all of the {list(codes.shape)} rows and columns, or "
-                f"one a block of {BLOCK_SIZE}; got {scale.dtype} of {list(scale.shape)}"
-            )
+
+
+def _checked_operand(name: str, codes: Tensor, dequant_scale: Tensor, layout: ScaleLayout | None) -> Operand:
+    try:
+        if dequant_scale.dtype is not torch.float32:
+            raise ValueError(f"expected float32, got {dequant_scale.dtype}")
+        layout = layout or layout_of(dequant_scale, codes.shape)
+        shape = layout.scale_shape(codes.shape[0], codes.shape[1])
+        if dequant_scale.shape != shape:
+            raise ValueError(f"expected a {layout} scale of shape {list(shape)}, got {list(dequant_scale.shape)}")
+    except ValueError as error:
+        raise ValueError(f"{name}_dequant_scale: {error}") from None
+    return Operand(codes, dequant_scale, layout)
 
 
 # ---- choosing a backend ------------------------------------------------------------------------------------------
@@ -165,21 +185,25 @@ def backend_for(
     return GemmBackend.NATIVE
 
 
-def _backend_of(
-    a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, options: MatmulOptions
-) -> GemmBackend:
-    kind = kind_of(a, b, a_dequant_scale, b_dequant_scale)
+def _backend_of(a: Operand, b: Operand, options: MatmulOptions) -> GemmBackend:
+    kind = kind_of(a, b)
     if kind is ScaleKind.BLOCKS_OF_32 and not options.scales_are_powers_of_2:
         kind = None  # they have no mantissa in hardware
-    return backend_for(a.device, kind, emulate=options.emulate)
+    return backend_for(a.data.device, kind, emulate=options.emulate)
 
 
-def kind_of(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor) -> ScaleKind | None:
+def kind_of(a: Operand, b: Operand) -> ScaleKind | None:
     """The kind of the scales of a [M, K] and b [K, N]; None for those that no hardware multiplies."""
-    if varies_along_contracted(a, a_dequant_scale, 1) or varies_along_contracted(b, b_dequant_scale, 0):
-        length = block_length(a, b, a_dequant_scale, b_dequant_scale)
-        return None if length is None or a.dtype is E5M2.dtype or b.dtype is E5M2.dtype else _BLOCKS[length]
-    return ScaleKind.ROWWISE if a_dequant_scale.dim() > 0 or b_dequant_scale.dim() > 0 else ScaleKind.TENSORWISE
+    if a.layout.varies_along(1, a.data.shape) or b.layout.varies_along(0, b.data.shape):
+        kind = _kind_of_blocks(a.layout, b.layout)
+        return None if E5M2.dtype in (a.data.dtype, b.data.dtype) else kind
+    return ScaleKind.TENSORWISE if a.layout.is_tensorwise and b.layout.is_tensorwise else ScaleKind.ROWWISE
+
+
+def _kind_of_blocks(a: ScaleLayout, b: ScaleLayout) -> ScaleKind | None:
+    """The kind of a [M, K] in blocks of 1 x n, and b [K, N] in such of n x 1 or of n x n."""
+    length = a.columns
+    return _BLOCKS.get(length) if a.rows == 1 and b.rows == length and b.columns in (1, length) else None
 
 
 @assume_constant_result
@@ -261,17 +285,16 @@ _NOT_THE_HARDWARE = (
 
 def kind_of_casts(left: CastConfig, right: CastConfig) -> ScaleKind | None:
     """The kind of the scales of a matmul whose operands are cast so; None for those that no hardware multiplies."""
-    if left.sharing is None or right.sharing is None:
+    a, b = left.layout, None if right.layout is None else right.layout.t()
+    if a is None or b is None:
         return None
     if not (left.is_blockwise or right.is_blockwise):
-        return ScaleKind.ROWWISE if left.is_rowwise or right.is_rowwise else ScaleKind.TENSORWISE
-    if left.block_size is None or right.block_size is None or not left.has_two_casts:
-        return None
+        return ScaleKind.TENSORWISE if a.is_tensorwise and b.is_tensorwise else ScaleKind.ROWWISE
     has_mantissas = not (left.e8m0_mode and right.e8m0_mode)
-    length, dtypes = left.block_size[1], (left.target_dtype, right.target_dtype)
-    if length != right.block_size[1] or (length == 32 and has_mantissas) or E5M2.dtype in dtypes:
+    kind = _kind_of_blocks(a, b)
+    if (kind is ScaleKind.BLOCKS_OF_32 and has_mantissas) or E5M2.dtype in (left.target_dtype, right.target_dtype):
         return None
-    return _BLOCKS[length]
+    return kind
 
 
 def backend_of_casts(left: CastConfig, right: CastConfig, device: torch.device, *, emulate: bool) -> GemmBackend:
@@ -302,17 +325,16 @@ def probe_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
 
     Dtypes and devices are explicit: the verdict must not depend on torch's defaults at the first call.
     """
-    for a, b, a_scale, b_scale in _probes(kind):
-        values = multiply_scale_(a.double(), a_scale.double()), multiply_scale_(b.double(), b_scale.double())
-        expected = torch.mm(*values)
+    for operands in _probes(kind):
+        a, b = (multiply_scale_(each.data.double(), present(each.dequant_scale), each.layout) for each in operands)
+        expected = torch.mm(a, b)
         try:
-            scales = a_scale.to(device), b_scale.to(device)
-            out = _native_mm(a.to(device), b.to(device), *scales, None, torch.bfloat16, False)
+            out = _native_mm(operands[0].to(device), operands[1].to(device), None, torch.bfloat16, False)
             wrong = (out.float().cpu() - expected).abs().max() > expected.abs().max() * 2**-7
         except (RuntimeError, ValueError, NotImplementedError) as error:
             return failure_of_hardware(error)
         if wrong:
-            return f"a {a.shape[0]} x {b.shape[1]} matmul with {kind.value} scales gave a wrong result"
+            return f"a {expected.shape[0]} x {expected.shape[1]} matmul with {kind.value} scales gave a wrong result"
     return None
 
 
@@ -323,28 +345,30 @@ def failure_of_hardware(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-def _probes(kind: ScaleKind) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Codes and scales of both kinds of matmuls of a linear; scales differ from each other."""
-    size = 2 * kind.block_length or 32
+def _probes(kind: ScaleKind) -> Iterator[tuple[Operand, Operand]]:
+    """Operands of both kinds of matmuls of a linear; scales differ from each other."""
+    length = kind.block_length
+    size = 2 * length or 32
     numbers = torch.arange(size * size, device="cpu")
     a, b = ((numbers % modulus - modulus // 2).float().view(size, size) for modulus in (13, 7))
     a_codes = a.to(torch.float8_e4m3fn)
-    if kind.block_length:
+    if length:
         powers = torch.exp2((numbers % 7).float() - 3)
-        for blocks in (2, size):
+        for columns in (length, 1):
+            blocks = size // columns
             yield (
-                a_codes,
-                b.to(torch.float8_e4m3fn),
-                powers[: 2 * size].view(size, 2),
-                powers[: 2 * blocks].view(2, blocks),
+                Operand(a_codes, powers[: 2 * size].view(size, 2), ScaleLayout(1, length)),
+                Operand(b.to(torch.float8_e4m3fn), powers[: 2 * blocks].view(2, blocks), ScaleLayout(length, columns)),
             )
         return
     row_scales = torch.arange(1, size + 1, dtype=torch.float32, device="cpu")
+    is_rowwise = kind is ScaleKind.ROWWISE
     # In memory of its own: `_aligned` copies no scale while compiled code probes.
-    a_scale = row_scales.view(size, 1) if kind is ScaleKind.ROWWISE else row_scales[1].clone()
-    b_scale = row_scales.view(1, size) if kind is ScaleKind.ROWWISE else 1 / row_scales[1]
+    a_scale = row_scales.view(size, 1) if is_rowwise else row_scales[1].clone()
+    b_scale = row_scales.view(1, size) if is_rowwise else 1 / row_scales[1]
+    layouts = (ROWWISE, COLUMNWISE) if is_rowwise else (TENSORWISE, TENSORWISE)
     for b_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        yield a_codes, b.to(b_dtype), a_scale, b_scale
+        yield Operand(a_codes, a_scale, layouts[0]), Operand(b.to(b_dtype), b_scale, layouts[1])
 
 
 # ---- native ------------------------------------------------------------------------------------------------------
@@ -381,16 +405,15 @@ def laid_out_for_columns_after(codes: Tensor, gradient: Tensor, *, emulate: bool
     return laid_out
 
 
-def native_operands(
-    a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def native_operands(a: Operand, b: Operand) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The operands as the hardware reads them: K and N padded to 16, contiguous along K, both scales of one kind."""
-    a, b, a_dequant_scale, b_dequant_scale = _padded(a, b, a_dequant_scale, b_dequant_scale)
-    a, b = row_major(a), row_major(b.t()).t()
-    if a_dequant_scale.dim() or b_dequant_scale.dim():
-        a_dequant_scale = a_dequant_scale.expand(a.shape[0], 1).contiguous()
-        b_dequant_scale = b_dequant_scale.expand(1, b.shape[1]).contiguous()
-    return a, b, _aligned(a_dequant_scale), _aligned(b_dequant_scale)
+    a, b = _padded(a, b)
+    a_codes, b_codes = row_major(a.data), row_major(b.data.t()).t()
+    a_scale, b_scale = present(a.dequant_scale), present(b.dequant_scale)
+    if not (a.layout.is_tensorwise and b.layout.is_tensorwise):
+        a_scale = a_scale.expand(a_codes.shape[0], 1).contiguous()
+        b_scale = b_scale.expand(1, b_codes.shape[1]).contiguous()
+    return a_codes, b_codes, _aligned(a_scale), _aligned(b_scale)
 
 
 def _aligned(scale: Tensor) -> Tensor:
@@ -401,30 +424,23 @@ def _aligned(scale: Tensor) -> Tensor:
     return scale if torch.compiler.is_compiling() or scale.storage_offset() % 4 == 0 else scale.clone()
 
 
-def _native_mm(
-    a: Tensor,
-    b: Tensor,
-    a_dequant_scale: Tensor,
-    b_dequant_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-) -> Tensor:
-    rows, columns = a.shape[0], b.shape[1]
-    kind = kind_of(a, b, a_dequant_scale, b_dequant_scale)
+def _native_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
+    rows, columns = a.data.shape[0], b.data.shape[1]
+    kind = kind_of(a, b)
     if kind is not None and kind.block_length:
-        blocks = native_block_mm(a, b, a_dequant_scale, b_dequant_scale, kind.block_length)
+        tensors, is_square = (a.data, b.data, a.dequant_scale, b.dequant_scale), b.layout.rows == b.layout.columns
+        blocks = native_block_mm(*tensors, kind.block_length, is_square)
         return _finished(blocks, rows, columns, bias, out_dtype)
-    a, b, a_dequant_scale, b_dequant_scale = native_operands(a, b, a_dequant_scale, b_dequant_scale)
-    native_dtype = torch.bfloat16 if a_dequant_scale.dim() else out_dtype
-    bias_inside = bias is not None and bias.dtype is native_dtype is torch.bfloat16 and b.shape[1] == columns
+    a_codes, b_codes, a_scale, b_scale = native_operands(a, b)
+    native_dtype = torch.bfloat16 if a_scale.dim() else out_dtype
+    bias_inside = bias is not None and bias.dtype is native_dtype is torch.bfloat16 and b_codes.shape[1] == columns
     # torch.nn.functional.scaled_mm would be the public name. The operation below is the one that the compiler's
     # templates, its FLOP counter and its recomputation policies know (torch 2.11 and 2.13).
     out = scaled_mm(
-        a,
-        b,
-        scale_a=a_dequant_scale,
-        scale_b=b_dequant_scale,
+        a_codes,
+        b_codes,
+        scale_a=a_scale,
+        scale_b=b_scale,
         bias=bias if bias_inside else None,
         out_dtype=native_dtype,
         use_fast_accum=use_fast_accum,
@@ -441,18 +457,18 @@ def _finished(out: Tensor, rows: int, columns: int, bias: Tensor | None, out_dty
     return out if out.dtype is out_dtype else out.to(out_dtype)
 
 
-def _padded(
-    a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """a [M, K] and b [K, N] with their scales, K and N completed to multiples of 16."""
-    k, n = -a.shape[1] % ALIGNMENT, -b.shape[1] % ALIGNMENT
-    scales = _padded_scale(a, a_dequant_scale, 0, k), _padded_scale(b, b_dequant_scale, k, n)
-    return pad_codes(a, 0, k), pad_codes(b, k, n), *scales
+def _padded(a: Operand, b: Operand) -> tuple[Operand, Operand]:
+    """a [M, K] and b [K, N], with K and N completed to multiples of 16."""
+    k, n = -a.data.shape[1] % ALIGNMENT, -b.data.shape[1] % ALIGNMENT
+    return _completed(a, 0, k), _completed(b, k, n)
 
 
-def _padded_scale(codes: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
-    """A scale for each new row or column where each has its own; the padding of blocks lies inside blocks."""
-    if scale.dim() == 0:
-        return scale
-    more = [new if scale.shape[dim] == codes.shape[dim] != 1 else 0 for dim, new in enumerate((rows, columns))]
-    return F.pad(scale, (0, more[1], 0, more[0]), value=1.0) if any(more) else scale
+def _completed(operand: Operand, rows: int, columns: int) -> Operand:
+    """With so many rows and columns of zeros more, and scales of 1 for blocks that begin there."""
+    codes, scale, layout, _ = operand
+    padded = pad_codes(codes, rows, columns)
+    if scale is not None and not layout.is_tensorwise:
+        down, across = layout.scale_shape(padded.shape[0], padded.shape[1])
+        more = (0, across - scale.shape[1], 0, down - scale.shape[0])
+        scale = F.pad(scale, more, value=1.0) if any(more) else scale
+    return Operand(padded, scale, layout)

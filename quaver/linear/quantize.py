@@ -42,6 +42,7 @@ from quaver.kernels.cast import (
 from quaver.kernels.operands import Operand, Operands, asked_for, of_one_scale
 from quaver.recipes.config import CastConfig
 from quaver.recipes.linear_casts import OperandCasts
+from quaver.recipes.scale_layout import TENSORWISE
 from quaver.recipes.scaling import PersistentScale, Scales, to_dequant_scale
 from quaver.runtime.devices import is_cpu
 
@@ -83,14 +84,14 @@ class Quantizer:
     def cast(self, cast: CastConfig, hp: Tensor, row: bool, column: bool, scales: Scales | None) -> Operands:
         """Quantize `hp` [rows, columns] by one cast."""
         if cast.is_disabled:
-            converted = Operand(hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype), None)
+            converted = Operand(hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype))
             return Operands(converted if row else None, converted if column else None)
         float8_dtype, power_of_2 = cast.float8_dtype, self.casts.power_of_2
         if cast.is_tensorwise and scales is not None:
             quant, dequant = scales
             if is_cpu(hp):  # one set of codes serves both
                 codes, _ = cast_with_scale(hp, float8_dtype, quant, None)
-                return asked_for(Operand(codes, dequant, quant), row, column)
+                return asked_for(Operand(codes, dequant, TENSORWISE, quant), row, column)
             codes = cast_with_scale(hp, float8_dtype, quant if row else None, quant if column else None)
             return of_one_scale(codes[0] if row else None, codes[1] if column else None, quant, dequant)
         if cast.is_persistent and self.scale is not None:
@@ -149,8 +150,8 @@ def as_matrix(hp: Tensor) -> Tensor:
 class PreparedOperands(Protocol):
     """The operands of a weight while a `cast_weights_once` is open (weights/cast_once.py)."""
 
-    operands: Any
-    """`Operands`; of the weights of experts, `GroupedOperands`."""
+    operands: Operands
+    """Of the weight as its module multiplies by it."""
     holder: str
     """Who opened the scope; "" for a `with` statement of the user."""
 

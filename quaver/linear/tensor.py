@@ -22,10 +22,15 @@ from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, present
 from quaver.linear.weight_form import TensorForm, make_wrapper
 from quaver.recipes.linear_casts import OperandCasts
+from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import dequantize
 from quaver.torch_private.dispatch import OpOverload
 
 aten = torch.ops.aten
+
+Metadata = tuple[torch.dtype, str, tuple[ScaleLayout, ScaleLayout]]
+"""Of a flattened `Float8Tensor`: its dtype; whether its column operand is "none", "shared" or its "own"; its layouts.
+"""
 
 
 class Float8Tensor(TensorForm):
@@ -36,12 +41,14 @@ class Float8Tensor(TensorForm):
             or, for blocks of one row, [..., n].
         column_data_fp8, column_dequant_scale: its column operand. float8 [..., K]; float32 (), [1, K] or [n, K]. The
             same objects as above where one cast serves both; None where the tensor was not quantized for it.
+        layouts: which elements of the matrix share a scale, of both operands.
     """
 
     data_fp8: Tensor
     dequant_scale: Tensor
     column_data_fp8: Tensor | None
     column_dequant_scale: Tensor | None
+    layouts: tuple[ScaleLayout, ScaleLayout]
 
     @staticmethod
     def __new__(cls, row: Operand, column: Operand | None, dtype: torch.dtype) -> Float8Tensor:
@@ -68,6 +75,7 @@ class Float8Tensor(TensorForm):
     def set_operands(self, row: Operand, column: Operand | None) -> None:
         """Replace codes and scales by others of the same shape."""
         self.data_fp8, self.dequant_scale = row.data, _scale(row)
+        self.layouts = row.layout, (row if column is None else column).layout
         if column is None:
             self.column_data_fp8 = self.column_dequant_scale = None
         else:
@@ -76,21 +84,22 @@ class Float8Tensor(TensorForm):
     def stored(self) -> Operands:
         """Both operands in the shape of the tensor; None for the column operand if it was not quantized for that."""
         check_memory(self.data_fp8, self.dequant_scale, self.column_data_fp8)  # FSDP2 frees what it gathered
-        row = Operand(self.data_fp8, self.dequant_scale)
+        row = Operand(self.data_fp8, self.dequant_scale, self.layouts[0])
         if self.column_data_fp8 is None:
             return Operands(row, None)
         is_one = self.column_data_fp8 is self.data_fp8
-        return Operands(row, row if is_one else Operand(self.column_data_fp8, self.column_dequant_scale))
+        column = row if is_one else Operand(self.column_data_fp8, self.column_dequant_scale, self.layouts[1])
+        return Operands(row, column)
 
     def operands(self) -> Operands:
         """Both operands of the matrix [rows, K]; None for the column operand if it was not quantized for that."""
         row, column = self.stored()
-        (codes, scale, _), column_operand = present(row), column
+        codes, scale, layout, _ = present(row)
         if scale is not None and scale.dim() > 0:
             scale = scale.reshape(-1, scale.shape[-1])
-        if column_operand is not None:
-            column_operand = Operand(_rows(column_operand.data), column_operand.dequant_scale)
-        return Operands(Operand(_rows(codes), scale), column_operand)
+        if column is not None:
+            column = column._replace(data=_rows(column.data))
+        return Operands(Operand(_rows(codes), scale, layout), column)
 
     def check_casts(self, casts: OperandCasts) -> None:
         """Raise RuntimeError if this was quantized otherwise than a module does that casts its weight so."""
@@ -104,28 +113,28 @@ class Float8Tensor(TensorForm):
     def to_high_precision(self) -> Tensor:
         """The dequantized values of the row codes, in the tensor's dtype. Not differentiable."""
         with torch.no_grad():
-            data, scale, _ = present(self.operands().row)
-            return dequantize(data, typing.cast(Tensor, scale), self.dtype).view(self.shape)
+            data, scale, layout, _ = present(self.operands().row)
+            return dequantize(data, typing.cast(Tensor, scale), self.dtype, layout).view(self.shape)
 
     # ---- what torch asks of a subclass ---------------------------------------------------------------------------
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, str]]:
+    def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
         names = ["data_fp8", "dequant_scale"]
         if self.column_data_fp8 is None:
-            return names, (self.dtype, "none")
+            return names, (self.dtype, "none", self.layouts)
         if self.column_data_fp8 is self.data_fp8:
-            return names, (self.dtype, "shared")
-        return [*names, "column_data_fp8", "column_dequant_scale"], (self.dtype, "own")
+            return names, (self.dtype, "shared", self.layouts)
+        return [*names, "column_data_fp8", "column_dequant_scale"], (self.dtype, "own", self.layouts)
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], meta: tuple[torch.dtype, str], outer_size: object, outer_stride: object
+        cls, inner: dict[str, Tensor], meta: Metadata, outer_size: object, outer_stride: object
     ) -> Float8Tensor:
-        dtype, which = meta
-        row = Operand(inner["data_fp8"], inner["dequant_scale"])
+        dtype, which, layouts = meta
+        row = Operand(inner["data_fp8"], inner["dequant_scale"], layouts[0])
         column = row if which == "shared" else None
         if which == "own":
-            column = Operand(inner["column_data_fp8"], inner["column_dequant_scale"])
+            column = Operand(inner["column_data_fp8"], inner["column_dequant_scale"], layouts[1])
         return cls.from_operands(row, column, dtype)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -159,13 +168,13 @@ def _map(
 
     The column operand's scales are one per column, which no operation here moves.
     """
-    row = Operand(map_data(tensor.data_fp8), map_scale(tensor.dequant_scale))
+    row = Operand(map_data(tensor.data_fp8), map_scale(tensor.dequant_scale), tensor.layouts[0])
     if tensor.column_data_fp8 is None:
         column = None
     elif tensor.column_data_fp8 is tensor.data_fp8:
         column = row
     else:
-        column = Operand(map_data(tensor.column_data_fp8), tensor.column_dequant_scale)
+        column = Operand(map_data(tensor.column_data_fp8), tensor.column_dequant_scale, tensor.layouts[1])
     return Float8Tensor.from_operands(row, column, tensor.dtype)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quaver.kernels.operands import present
+from quaver.kernels.operands import Operand, present
 from quaver.linear.quantize import Quantizer, as_matrix
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.expected import bulk_db
@@ -27,7 +27,7 @@ from quaver.numerics.matmul_sums import WIDTH as SUMS_WIDTH
 from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
 from quaver.numerics.record import encode_counts
 from quaver.numerics.sites import OPERANDS
-from quaver.numerics.statistics import SlotIndex, Values, observe_matrix, scales_of, spread, sqnr_db
+from quaver.numerics.statistics import SlotIndex, Values, observe_matrix, spread, sqnr_db
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import multiply_scale_
@@ -90,8 +90,7 @@ def _noises(hp: Tensor, operand: str, direction: str, names: Iterable[str]) -> t
         elif key not in made:
             alone = OperandCasts(cast, cast, casts.power_of_2, is_one=True)
             operands = Quantizer(alone, hp.dtype)(hp, row=direction == "row", column=direction == "column")
-            codes, dequant, quant = present(operands.row or operands.column)
-            slot = observe_matrix(hp, codes, dequant, quant)
+            slot = observe_matrix(hp, present(operands.row or operands.column))
             made[key], signal = _noise_of(slot), slot[SlotIndex.SIGNAL].item()
         noises.append(made[key])
     return signal, noises
@@ -104,14 +103,15 @@ def _noise_of(slot: Tensor) -> float:
     return max(slot[SlotIndex.NOISE].item(), slot[SlotIndex.SIGNAL].item() * 10 ** (-bulk_db(underflow) / 10))
 
 
-def extras_of(hp: Tensor, codes: Tensor, dequant_scale: Tensor, operand: str, direction: str) -> Tensor:
-    """The sums of one cast, float64 [WIDTH]; `hp` and `codes` are [rows, columns]."""
+def extras_of(hp: Tensor, made: Operand, operand: str, direction: str) -> Tensor:
+    """The sums of one cast of `hp` [rows, columns], float64 [WIDTH]."""
     extras = torch.zeros(WIDTH, dtype=torch.float64, device=hp.device)
     if not hp.numel():
         return extras
     rows = spread(len(hp), HISTOGRAM_ROWS, hp.device)
     extras[:_EXPONENTS] = _exponents(hp[rows])
-    extras[_EXPONENTS:_SIGNAL] = _exponents(multiply_scale_(codes[rows].float(), scales_of(rows, dequant_scale, hp)))
+    codes, scale, layout, _ = made.rows(rows)
+    extras[_EXPONENTS:_SIGNAL] = _exponents(multiply_scale_(codes.float(), present(scale), layout))
     signal, noises = _noises(hp, operand, direction, RECIPES)
     extras[_SIGNAL:_SUMS] = torch.tensor([signal, *noises], dtype=torch.float64)
     return extras

@@ -63,6 +63,6 @@ def _figure_of(matrix: Tensor, casts: OperandCasts) -> float | None:
 
 
 def _of_cast(matrix: Tensor, made: Operand) -> float | None:
-    slot = observe_matrix(matrix, made.data, made.dequant_scale, made.quant_scale)
+    slot = observe_matrix(matrix, made)
     values = finish(slot[None].cpu(), [None])
     return figure(values["sqnr_db"][0], values["underflow"][0])

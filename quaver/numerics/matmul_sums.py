@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quaver.kernels.operands import Operand, present
 from quaver.numerics.accumulation import Accumulation, accumulate, chains
-from quaver.numerics.statistics import scales_of, signal_and_noise, spread, sqnr_db
+from quaver.numerics.statistics import signal_and_noise, spread, sqnr_db
 from quaver.recipes.formats import E5M2
-from quaver.recipes.scaling import multiply_scale_, scale_blocks
+from quaver.recipes.scaling import multiply_scale_
 
 SAMPLED = 16
 """Rows of each operand: the noise of 256 sums is known to about 0.4 dB."""
@@ -39,19 +40,26 @@ class Rows(NamedTuple):
     """Some rows of one operand, whose columns a matmul contracts."""
 
     hp: Tensor
-    codes: Tensor
-    """float8, [rows, K] as `hp`."""
-    dequant_scale: Tensor
-    """(), [rows, 1], or one a block of the contracted dim."""
+    made: Operand
+    """What they were cast to."""
+
+    @property
+    def codes(self) -> Tensor:
+        """float8, [rows, K] as `hp`."""
+        return self.made.data
+
+    @property
+    def dequant_scale(self) -> Tensor:
+        """(), [rows, 1], or one a block of the contracted dim."""
+        return present(self.made.dequant_scale)
 
 
-def some_rows(hp: Tensor, codes: Tensor, dequant_scale: Tensor, direction: str) -> Rows:
+def some_rows(hp: Tensor, made: Operand, direction: str) -> Rows:
     """`SAMPLED` rows, evenly spread, of a matrix that was cast; of its transpose where `direction` is "column"."""
     if direction == "column":
-        hp, codes = hp.t(), codes.t()
-        dequant_scale = dequant_scale.t() if dequant_scale.dim() else dequant_scale
+        hp, made = hp.t(), made.t()
     rows = spread(len(hp), SAMPLED, hp.device)
-    return Rows(hp[rows], codes[rows], scales_of(rows, dequant_scale, hp))
+    return Rows(hp[rows], made.rows(rows))
 
 
 class Sums(NamedTuple):
@@ -84,7 +92,9 @@ def observe_sums(left: Rows, right: Rows, rule: Accumulation) -> Tensor:
     found = torch.zeros(WIDTH, dtype=torch.float64, device=left.hp.device)
     sums = _hardware_sums(left, right, rule)
     if sums is not None:
-        operands = (multiply_scale_(each.codes.double(), each.dequant_scale) for each in (left, right))
+        operands = (
+            multiply_scale_(each.codes.double(), each.dequant_scale, each.made.layout) for each in (left, right)
+        )
         of_codes = next(operands) @ next(operands).t()
         found[0], found[1] = signal_and_noise(left.hp.double() @ right.hp.double().t(), of_codes)
         found[2], found[3] = signal_and_noise(of_codes, sums[0])
@@ -119,4 +129,4 @@ def _block_length(rows: Rows) -> int | None:
     scale = rows.dequant_scale
     if scale.dim() == 0 or scale.shape[1] == 1:
         return None
-    return (scale_blocks(scale, rows.codes.shape) or (1, 1))[1]
+    return rows.made.layout.columns

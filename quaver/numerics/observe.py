@@ -26,7 +26,7 @@ them (matmul_sums.py): by number, operand and direction; those of the input's co
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.cpu import check_memory, has_memory
+from quaver.kernels.operands import Operand
 from quaver.kernels.operation import library
 from quaver.linear.quantize import as_matrix
 from quaver.numerics.accumulation import Accumulation
@@ -42,7 +43,7 @@ from quaver.numerics.extras import extras_of, extras_of_result
 from quaver.numerics.matmul_sums import Rows, some_rows
 from quaver.numerics.statistics import merge, new_slots, observe_matrix, observe_result, observe_scales, spread
 from quaver.recipes.linear_casts import MATMULS
-from quaver.recipes.scaling import scale_blocks
+from quaver.recipes.scale_layout import ScaleLayout
 from quaver.runtime.devices import is_capturing, is_cpu
 from quaver.torch_private.autograd import runs_in_backward
 from quaver.torch_private.dispatch import without_dispatch_modes
@@ -175,17 +176,20 @@ def _observe_operand(
     hp: Tensor | None,
     codes: Tensor,
     dequant_scale: Tensor,
+    layout: Sequence[int],
     quant_scale: Tensor | None,
     is_forward: bool,
     keeps_columns: bool,
 ) -> None:
     matrix, codes = None if hp is None else as_matrix(hp), codes.reshape(-1, codes.shape[-1])
     dequant_scale = dequant_scale.reshape(-1, dequant_scale.shape[-1]) if dequant_scale.dim() > 2 else dequant_scale
-    fits = matrix is not None and matrix.shape == codes.shape and scale_blocks(dequant_scale, codes.shape) is not None
+    made = Operand(codes, dequant_scale, ScaleLayout(*layout), quant_scale)
+    of_codes = made.layout.scale_shape(codes.shape[0], codes.shape[1])
+    fits = matrix is not None and matrix.shape == codes.shape and dequant_scale.shape == of_codes
     operand, cast = site.split(".")
     sampled = None
     if matrix is not None and fits and number in sampling.with_sums:
-        sampled = Rows(matrix, codes, dequant_scale)
+        sampled = matrix, made
     if matrix is not None and keeps_columns and matrix.shape == codes.shape:
         columns = matrix[:, spread(matrix.shape[1], COMPARED, matrix.device)]
         kept = None if sampled is None else some_rows(*sampled, "column")
@@ -203,13 +207,13 @@ def _observe_operand(
         observed = new_slots(1, slot.device)[0]
         observe_scales(observed, dequant_scale)
     elif fits:
-        observed = observe_matrix(matrix, codes, dequant_scale, quant_scale)
+        observed = observe_matrix(matrix, made)
         key = number, site
         if number in sampling.with_extras:
-            extras = extras_of(matrix, codes, dequant_scale, operand, "column" if cast == "column" else "row")
+            extras = extras_of(matrix, made, operand, "column" if cast == "column" else "row")
             sampling.extras[key] = extras + sampling.extras.get(key, 0)
     else:
-        observed = observe_matrix(matrix, None, None, None)
+        observed = observe_matrix(matrix, None)
         observe_scales(observed, dequant_scale)
     merge(slot, observed)
 
@@ -343,7 +347,7 @@ def observing_operation(name: str, arguments: str, run: Callable[..., None]) -> 
 
 observe_operand = observing_operation(
     "observe_operand",
-    "str site, Tensor? hp, Tensor codes, Tensor dequant_scale, Tensor? quant_scale, bool is_forward, "
+    "str site, Tensor? hp, Tensor codes, Tensor dequant_scale, int[] layout, Tensor? quant_scale, bool is_forward, "
     "bool keeps_columns",
     _observe_operand,
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quaver.experts.groups import GroupedOperand, GroupedOperands
 from quaver.kernels.operands import Operand, Operands
 from quaver.linear.tensor import Float8Tensor
 from quaver.numerics import observe, observe_groups
@@ -49,7 +48,7 @@ class Slots:
         # Compiled code always calls the operations, and is not to be guarded by the key.
         return torch.compiler.is_compiling() or observe.observes(self._key)
 
-    def _is_forward(self, name: str, operands: Operands | GroupedOperands) -> bool:
+    def _is_forward(self, name: str, operands: Operands) -> bool:
         return name == "input" or (name == "weight" and operands.row is not None)
 
 
@@ -72,10 +71,9 @@ class Probe(Slots):
     def _cast(self, name: str, cast: str, hp: Tensor | None, operand: Operand | None, is_forward: bool) -> None:
         if operand is None or operand.dequant_scale is None:
             return
-        data, dequant_scale, quant_scale = operand
         sites, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
         site, keeps_columns = Site(name, cast), name == "input" and cast != "row"
-        of_cast = site.name, hp, data, dequant_scale, quant_scale, is_forward, keeps_columns
+        of_cast = site.name, hp, *operand, is_forward, keeps_columns
         observe.observe_operand(slots, sites.index(site), self.number, *of_cast)
 
     def output(self, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -104,7 +102,7 @@ class GroupedProbe(Slots):
     """Hands what a grouped matmul computes with to the operations of observe_groups.py."""
 
     def operands(
-        self, name: str, hp: Tensor | None, operands: GroupedOperands, ends: Tensor | None, groups: int, *, moved: bool
+        self, name: str, hp: Tensor | None, operands: Operands, ends: Tensor | None, groups: int, *, moved: bool
     ) -> None:
         if not self._observes():
             return
@@ -120,7 +118,7 @@ class GroupedProbe(Slots):
         self,
         site: Site,
         hp: Tensor | None,
-        operand: GroupedOperand | None,
+        operand: Operand | None,
         groups: tuple[Tensor | None, int],
         is_forward: bool,
         moved: bool,
@@ -128,7 +126,7 @@ class GroupedProbe(Slots):
         if operand is None or operand.dequant_scale is None:
             return
         sites, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
-        made = operand.data, operand.dequant_scale, *groups, operand.block_rows
+        made = operand.data, operand.dequant_scale, *groups, operand.layout
         observe_groups.observe_groups(slots, sites.index(site), self.number, site.name, hp, *made, is_forward, moved)
 
     def result(self, name: str, result: Tensor, ends: Tensor | None) -> None:

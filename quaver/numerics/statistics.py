@@ -32,8 +32,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quaver.kernels import cpu
+from quaver.kernels.operands import Operand, present
 from quaver.recipes.formats import format_of
-from quaver.recipes.scaling import scale_blocks
+from quaver.recipes.scale_layout import TENSORWISE
 from quaver.runtime.devices import is_cpu
 
 
@@ -128,36 +129,31 @@ def merge(slots: Tensor, observed: Tensor) -> None:
 # ---- one matrix ------------------------------------------------------------------------------------------------------
 
 
-def observe_matrix(
-    hp: Tensor, codes: Tensor | None, dequant_scale: Tensor | None, quant_scale: Tensor | None
-) -> Tensor:
+def observe_matrix(hp: Tensor, made: Operand | None) -> Tensor:
     """The slot of one matrix [R, C], with what it was cast to, if it was.
 
     Args:
         hp: float32, bfloat16 or float16, any strides.
-        codes: float8 [R, C].
-        dequant_scale: its scale, of any granularity that `scale_blocks` takes.
-        quant_scale: the one that the codes were made with; None for the reciprocal of `dequant_scale`.
+        made: its codes [R, C] and scales. Without a quant_scale, codes were made with the reciprocal of dequant_scale.
     """
     slot = new_slots(1, hp.device)[0]
     if hp.numel() == 0:
         return slot
     slot[SlotIndex.NUMEL] = hp.numel()
-    blocks, quant, dequant = (hp.shape[0], hp.shape[1]), _ONE, _ONE
-    if codes is not None and dequant_scale is not None:
-        blocks = scale_blocks(dequant_scale, hp.shape) or (0, 0)
-        dequant = dequant_scale.double().contiguous()
-        quant = dequant.reciprocal() if quant_scale is None else quant_scale.double().contiguous()
-    seen = cpu.observe(hp, codes, quant, dequant, blocks) if is_cpu(hp) else None
+    codes, layout, quant, dequant = None, TENSORWISE, _ONE, _ONE
+    if made is not None:
+        codes, layout, dequant = made.data, made.layout, present(made.dequant_scale).double().contiguous()
+        quant = dequant.reciprocal() if made.quant_scale is None else made.quant_scale.double().contiguous()
+    seen = cpu.observe(hp, codes, quant, dequant, layout) if is_cpu(hp) else None
     if seen is None:
-        seen = _observe_in_pytorch(hp, codes, quant, dequant, blocks)
+        seen = _observe_in_pytorch(hp, codes, quant, dequant, layout.block(hp.shape))
     signal, noise, counts = seen
     slot[_COUNTED] = counts
     slot[SlotIndex.SIGNAL] = signal.sum()
-    if codes is not None and dequant_scale is not None:
+    if made is not None:
         slot[SlotIndex.CAST], slot[SlotIndex.REFERENCE] = hp.numel(), slot[SlotIndex.SIGNAL]
         slot[SlotIndex.NOISE] = noise.sum()
-        observe_scales(slot, dequant_scale)
+        observe_scales(slot, present(made.dequant_scale))
         observe_worst(slot, signal.flatten(), noise.flatten())
     return slot
 
@@ -252,7 +248,7 @@ def observe_worst(slot: Tensor, signal: Tensor, noise: Tensor) -> None:
 
 def observe_result(result: Tensor, actual: Tensor | None, reference: Tensor | None) -> Tensor:
     """The slot of a result [M, N]; `actual`, a part of it, is compared with a high-precision `reference`."""
-    slot = observe_matrix(result, None, None, None)
+    slot = observe_matrix(result, None)
     if actual is not None and reference is not None:
         slot[SlotIndex.REFERENCE], slot[SlotIndex.NOISE] = signal_and_noise(reference, actual)
     return slot
@@ -270,14 +266,6 @@ def spread(length: int, count: int, device: torch.device) -> Tensor:
     """`count` indices, or all, evenly from 0 to `length`."""
     count = min(count, length)
     return torch.arange(count, device=device) * length // max(count, 1)
-
-
-def scales_of(rows: Tensor, scale: Tensor, hp: Tensor) -> Tensor:
-    """The scales of some rows of `hp`, as a scale of the matrix that they are."""
-    if scale.dim() == 0 or scale.shape[0] == 1:
-        return scale
-    height, _ = scale_blocks(scale, hp.shape) or (1, 1)
-    return scale[rows // height]
 
 
 def compared_of(slot: Tensor) -> Values | None:

@@ -94,7 +94,7 @@ def _rows_of(hp: Tensor, operand: str, config: Float8LinearConfig) -> dict[tuple
     matrix = as_matrix(hp)
     made = Quantizer(casts, matrix.dtype)(matrix, row=True, column=True)
     return {
-        (operand, direction): some_rows(matrix, of_cast.data, of_cast.dequant_scale, direction)
+        (operand, direction): some_rows(matrix, of_cast, direction)
         for direction, of_cast in (("row", made.row), ("column", made.column))
         if of_cast is not None and of_cast.dequant_scale is not None
     }

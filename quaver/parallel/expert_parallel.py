@@ -40,16 +40,16 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from quaver.experts.cast import amax_of_scale_rows, cast_groups
 from quaver.experts.grouped_mm import quantize_groups
-from quaver.experts.groups import GroupedOperand, GroupedOperands, group_of_rows
+from quaver.experts.groups import group_of_rows
 from quaver.experts.module import RoutedExperts, weights_of
 from quaver.kernels.cast import cast_with_scale
-from quaver.kernels.operands import present
+from quaver.kernels.operands import Operand, Operands, present
 from quaver.linear.tensor import Float8Tensor
 from quaver.parallel.linear_sharding import local_part
 from quaver.recipes import scaling
-from quaver.recipes.cast_config import ALL
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.linear_casts import OperandCasts
+from quaver.recipes.scale_layout import ALL
 from quaver.runtime.agreement import check_ranks_agree
 from quaver.runtime.collectives import all_to_all, max_over_ranks
 
@@ -94,7 +94,7 @@ class TokenDispatch:
         missing = self._pairs - back.shape[0]
         return F.pad(back, (0, 0, 0, missing)) if missing else back
 
-    def quantize(self, hp: Tensor, casts: OperandCasts, row: bool, column: bool) -> GroupedOperands:
+    def quantize(self, hp: Tensor, casts: OperandCasts, row: bool, column: bool) -> Operands:
         """The operands of `dispatch(hp)`; see [Note: what travels as codes]."""
         if not _travels_as_codes(casts, row, column, self._grad_weight_from_codes):
             return quantize_groups(self.dispatch(hp), casts, self.ends, self.ends.shape[0], row, column)
@@ -102,9 +102,9 @@ class TokenDispatch:
         if not cast.is_tensorwise:
             return self._quantize_rows(hp, casts, column)
         operand = self._quantize_tensorwise(hp, cast, casts.power_of_2)
-        return GroupedOperands(operand if row else None, operand if column else None)
+        return Operands(operand if row else None, operand if column else None)
 
-    def _quantize_tensorwise(self, hp: Tensor, cast: CastConfig, power_of_2: bool) -> GroupedOperand:
+    def _quantize_tensorwise(self, hp: Tensor, cast: CastConfig, power_of_2: bool) -> Operand:
         """One scale for each expert, of its tokens on all ranks."""
         experts = self._all_ends.shape[0]
         expert = group_of_rows(self._all_ends, experts, hp.shape[0], hp.device)[0]
@@ -112,9 +112,9 @@ class TokenDispatch:
         quant, dequant = scaling.scales_of(amax, cast.float8_dtype, power_of_2)
         codes = cast_with_scale(hp, cast.float8_dtype, quant[expert], None)[0]
         here = self.ends.shape[0]
-        return GroupedOperand(self.dispatch(codes), dequant[:, 0].narrow(0, self._group.rank() * here, here))
+        return Operand(self.dispatch(codes), dequant[:, 0].narrow(0, self._group.rank() * here, here))
 
-    def _quantize_rows(self, hp: Tensor, casts: OperandCasts, column: bool) -> GroupedOperands:
+    def _quantize_rows(self, hp: Tensor, casts: OperandCasts, column: bool) -> Operands:
         """Codes with the scales of their rows, in one message."""
         made = present(cast_groups(hp, casts.row, None, 1, True, False, casts.power_of_2).row)
         scale_dtype = torch.float8_e8m0fnu if casts.row.scale_calculation_mode else torch.float32
@@ -124,10 +124,10 @@ class TokenDispatch:
             bytes_of.contiguous().view(part.dtype)
             for bytes_of, part in zip(arrived.tensor_split([hp.shape[1]], 1), parts, strict=True)
         )
-        operand = GroupedOperand(codes, scale.float(), 1)
+        operand = Operand(codes, scale.float(), made.layout)
         if not column:
-            return GroupedOperands(operand, None)
-        rounded = scaling.dequantize(codes, scale.float(), hp.dtype)
+            return Operands(operand, None)
+        rounded = scaling.dequantize(codes, scale.float(), hp.dtype, made.layout)
         return quantize_groups(rounded, casts, self.ends, self.ends.shape[0], False, True)._replace(row=operand)
 
 

@@ -208,8 +208,8 @@ def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> N
     # The blocks of row codes have the sizes (dot products, length), those of column codes (length, dot products).
     along = [(operand.row, dim) for operand, dim in sharded]
     along += [(operand.column, 1 - dim) for operand, dim in sharded]
-    sharing = [cast.known_sharing("tensor parallelism")[dim] for cast, dim in along if not cast.is_disabled]
-    block = max([1, *sharing])
+    lengths = [cast.known_layout("tensor parallelism")[dim] for cast, dim in along if not cast.is_disabled]
+    block = max([1, *lengths])
     name, features = (("out", linear.out_features), ("in", linear.in_features))[weight_dim]
     part = -(-features // ranks)
     if ranks > 1 and part % block:
@@ -318,7 +318,7 @@ def _shaped(operand: Operand, shape: Sequence[int]) -> Operand:
     scale = operand.dequant_scale
     if scale is not None and scale.dim():
         scale = scale.view(*shape[:-1], -1)
-    return Operand(operand.data.view(shape), scale)
+    return Operand(operand.data.view(shape), scale, operand.layout)
 
 
 class PartOfSum(torch.autograd.Function):

@@ -26,9 +26,9 @@ from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, present
 from quaver.linear.gemm import laid_out_for_columns, laid_out_for_rows
 from quaver.linear.quantize import Quantizer
-from quaver.recipes.cast_config import ALL
 from quaver.recipes.config import CastConfig
 from quaver.recipes.linear_casts import OperandCasts
+from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE
 from quaver.recipes.scaling import PLAIN_TYPES, PersistentScale, Scales, scales_of
 from quaver.runtime.collectives import all_gather, max_over_ranks
 from quaver.runtime.compile_hints import is_compiling, materialize
@@ -60,10 +60,10 @@ class TensorParallelQuantizer(Quantizer):
         """See `Quantizer`; scales that reduce the sharded dim are agreed on."""
         if cast.is_disabled:
             return super().cast(cast, hp, row, column, scales)
-        sharing = cast.known_sharing("tensor parallelism")
-        if ALL not in sharing:
+        layout = cast.known_layout("tensor parallelism")
+        if layout.is_blockwise:
             return super().cast(cast, hp, row, column, scales)
-        if sharing != (ALL, ALL):
+        if not layout.is_tensorwise:
             return self._cast_rowwise(cast, hp, row, column)
         if scales is not None or self.scale is None:
             return super().cast(cast, hp, row, column, scales or self._agreed_scales(cast, hp, None))
@@ -73,8 +73,8 @@ class TensorParallelQuantizer(Quantizer):
         codes, quant, dequant, observed = quantize(hp, quant_scale, is_initialized, dtype, power_of_2, group_name)
         record(self.scale, observed)
         return Operands(
-            Operand(laid_out_for_rows(codes), dequant, quant) if row else None,
-            Operand(laid_out_for_columns(codes), dequant, quant) if column else None,
+            Operand(laid_out_for_rows(codes), dequant, TENSORWISE, quant) if row else None,
+            Operand(laid_out_for_columns(codes), dequant, TENSORWISE, quant) if column else None,
         )
 
     def _cast_rowwise(self, cast: CastConfig, hp: Tensor, row: bool, column: bool) -> Operands:
@@ -85,8 +85,8 @@ class TensorParallelQuantizer(Quantizer):
             row_scale, column_scale = (quant, None) if agrees_on_rows else (None, quant)
             codes = cast_with_scale(hp, cast.float8_dtype, row_scale, column_scale)
             agreed = Operands(
-                Operand(codes[0], dequant, quant) if agrees_on_rows else None,
-                Operand(codes[1], dequant, quant) if agrees_on_columns else None,
+                Operand(codes[0], dequant, ROWWISE, quant) if agrees_on_rows else None,
+                Operand(codes[1], dequant, COLUMNWISE, quant) if agrees_on_columns else None,
             )
         if row != agrees_on_rows or column != agrees_on_columns:
             own = super().cast(cast, hp, row and not agrees_on_rows, column and not agrees_on_columns, None)
@@ -149,7 +149,7 @@ class GatheringQuantizer(TensorParallelQuantizer):
         if scale is not None and tokens_per_scale:  # scales of tokens travel too
             run_scales = scale.view(math.prod(shape[:token_dim]), -1, scale.shape[1])
             scale = all_gather(run_scales, 1, self.group).flatten(0, 1)
-        return Operand(codes.flatten(0, -2), scale)
+        return Operand(codes.flatten(0, -2), scale, operand.layout)
 
 
 def _by_columns(codes: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def _by_columns(codes: Tensor) -> Tensor:
 
 def _tokens_per_scale(cast: CastConfig, direction: int) -> int:
     """How many tokens share a scale of their own in row (0) or column (1) codes; 0 where all do."""
-    return cast.known_sharing("tensor parallelism")[direction]
+    return cast.known_layout("tensor parallelism")[direction]
 
 
 # ---- with a persistent scale -----------------------------------------------------------------------------------------

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 
 from quaver.recipes.formats import FORMATS
+from quaver.recipes.scale_layout import BLOCK_SIZES, ROWWISE, TENSORWISE, ScaleLayout
 from quaver.recipes.torchao_forms import from_torchao
-
-ALL = 0
-"""As a number of dot products, or of elements along them, that share a scale: all of them."""
 
 
 class ScalingType(enum.Enum):
@@ -55,14 +53,15 @@ class ScalingGranularity(enum.Enum):
         """ "ten", "axs" or "blk"."""
         return {ScalingGranularity.ROWWISE: "axs", ScalingGranularity.BLOCKWISE: "blk"}.get(self, self.value[:3])
 
-    def sharing(self, block_size: tuple[int, int] | None) -> tuple[int, int] | None:
-        """How many dot products, and how many elements along them, share a scale; `ALL` of them, or a number.
+    def layout(self, block_size: tuple[int, int] | None) -> ScaleLayout | None:
+        """Which elements of row codes share a scale; column codes have the transposed layout.
 
-        The one place that knows. None for a granularity that is not in the table: who cuts, sends, stores or checks
-        scales asks `CastConfig.known_sharing`, which refuses it.
+        None for a granularity that is not in the table: who cuts, sends, stores or checks scales asks
+        `CastConfig.known_layout`, which refuses it.
         """
-        table = {ScalingGranularity.TENSORWISE: (ALL, ALL), ScalingGranularity.ROWWISE: (1, ALL)}
-        return block_size if self is ScalingGranularity.BLOCKWISE else table.get(self)
+        if self is ScalingGranularity.BLOCKWISE and block_size is not None:
+            return ScaleLayout(*block_size)
+        return {ScalingGranularity.TENSORWISE: TENSORWISE, ScalingGranularity.ROWWISE: ROWWISE}.get(self)
 
 
 class ScaleCalculationMode(enum.Enum):
@@ -72,10 +71,6 @@ class ScaleCalculationMode(enum.Enum):
     """The smallest power of two with which nothing saturates; NVIDIA's rule."""
     FLOOR = "floor"
     """The power of two below: the rule of the OCP MX specification. Elements up to 8/7 of the range saturate."""
-
-
-BLOCK_SIZES = ((128, 128), (1, 128), (32, 32), (1, 32))
-"""The supported sizes of blocks."""
 
 
 def check_type(config: object, name: str, expected: type) -> None:
@@ -131,8 +126,8 @@ class CastConfig:
     is_blockwise: bool = field(init=False, repr=False, compare=False)
     is_persistent: bool = field(init=False, repr=False, compare=False)
     """Whether the scale is known before the tensor is: delayed or static."""
-    sharing: tuple[int, int] | None = field(init=False, repr=False, compare=False)
-    """`ScalingGranularity.sharing`."""
+    layout: ScaleLayout | None = field(init=False, repr=False, compare=False)
+    """`ScalingGranularity.layout`."""
     has_two_casts: bool = field(init=False, repr=False, compare=False)
     """Whether rows and columns have scales of their own, so that each direction takes its own cast."""
     block_options: tuple[int | str, ...] = field(init=False, repr=False, compare=False)
@@ -170,32 +165,33 @@ class CastConfig:
             for name, given in (("block_size", self.block_size), ("scale_calculation_mode", mode)):
                 check(given is None, name, f"None unless scaling_granularity is {blocks}", given)
             object.__setattr__(self, "block_options", ())
-            self._set_sharing(None)
+            self._set_layout(None)
             return
         size = (128, 128) if self.block_size is None else self.block_size
         size = tuple(size) if isinstance(size, list) else size
-        check(size in BLOCK_SIZES, "block_size", f"one of {', '.join(map(str, BLOCK_SIZES))}", size)
+        sizes = ", ".join(str(tuple(each)) for each in BLOCK_SIZES)
+        check(size in BLOCK_SIZES, "block_size", f"one of {sizes}", size)
         object.__setattr__(self, "block_size", size)
         object.__setattr__(self, "block_options", (*size, self.e8m0_mode))
-        self._set_sharing(size)
+        self._set_layout(size)
 
-    def _set_sharing(self, block_size: tuple[int, int] | None) -> None:
-        sharing = self.scaling_granularity.sharing(block_size)
-        object.__setattr__(self, "sharing", sharing)
-        object.__setattr__(self, "has_two_casts", sharing is None or sharing[0] != sharing[1])
+    def _set_layout(self, block_size: tuple[int, int] | None) -> None:
+        layout = self.scaling_granularity.layout(block_size)
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "has_two_casts", layout is None or layout.rows != layout.columns)
 
-    def known_sharing(self, asker: str) -> tuple[int, int]:
-        """`sharing`, for `asker`, the name of a feature that depends on it.
+    def known_layout(self, asker: str) -> ScaleLayout:
+        """`layout`, for `asker`, the name of a feature that depends on it.
 
         Raises:
             NotImplementedError: a granularity that does not say which elements share a scale.
         """
-        if self.sharing is None:
+        if self.layout is None:
             raise NotImplementedError(
                 f"{asker}: which elements of a {self.granularity} cast share a scale is not known "
-                "(ScalingGranularity.sharing); use tensorwise, row-wise or block-wise scales, or turn it off"
+                "(ScalingGranularity.layout); use tensorwise, row-wise or block-wise scales, or turn it off"
             )
-        return self.sharing
+        return self.layout
 
     def _check_static_scale(self, given: float) -> None:
         is_number = isinstance(given, int | float) or (isinstance(given, torch.Tensor) and given.numel() == 1)

@@ -14,7 +14,6 @@ from dataclasses import InitVar, dataclass, field, fields, replace
 import torch
 
 from quaver.recipes.cast_config import (
-    BLOCK_SIZES,
     CastConfig,
     DelayedScalingConfig,
     FieldsThatWereGiven,
@@ -26,6 +25,7 @@ from quaver.recipes.cast_config import (
 )
 from quaver.recipes.formats import E4M3, E5M2, FORMATS
 from quaver.recipes.linear_casts import MATMULS, LinearCasts, LinearMatmuls, MatmulOptions, OperandCasts
+from quaver.recipes.scale_layout import BLOCK_SIZES
 from quaver.recipes.torchao_forms import LinearMMConfig, ScaledMMConfig, from_torchao
 
 __all__ = [
@@ -207,7 +207,7 @@ class Float8LinearConfig:
         if self.round_scales_to_power_of_2:
             _check_powers_of_2(casts)
         for cast in casts.weight[:2] if self.enable_fsdp_float8_all_gather else ():
-            cast.known_sharing("enable_fsdp_float8_all_gather")
+            cast.known_layout("enable_fsdp_float8_all_gather")
         if self.enable_fsdp_float8_all_gather and not casts.weight.is_float8:
             raise ValueError(
                 "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output "

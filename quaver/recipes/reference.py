@@ -72,9 +72,13 @@ def quantize(
         )
         persistent.amax = torch.maximum(persistent.amax, amax)
     elif cast.is_blockwise:
-        block_size = (cast.block_size or (128, 128))[:: 1 if direction == ROW else -1]
+        layout = cast.known_layout("the reference")
         codes, _, dequant_scale = scaling.dynamic_cast_blocks(
-            hp, dtype, power_of_2=power_of_2, block_size=block_size, mode=cast.e8m0_mode
+            hp,
+            dtype,
+            power_of_2=power_of_2,
+            block_size=layout if direction == ROW else layout.t(),
+            mode=cast.e8m0_mode,
         )
     else:
         amax = scaling.amax(hp, direction if cast.is_rowwise else None)

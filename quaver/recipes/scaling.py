@@ -49,6 +49,7 @@ import torch
 from torch import Tensor
 
 from quaver.recipes.formats import FORMATS, HP_DTYPES, format_of
+from quaver.recipes.scale_layout import SQUARE_BLOCKS, ScaleLayout, layout_of
 from quaver.runtime.devices import is_cpu
 from quaver.torch_private.dispatch import without_dispatch_modes
 from quaver.torch_private.tracing import assume_constant_result
@@ -58,12 +59,6 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 EPS = 1e-12
 """The smallest amax that still moves the scale; the field's constant (torchao.float8, TransformerEngine)."""
-
-BLOCK_SIZE = 128
-"""Rows and columns of a block with a scale of its own (blockwise): that of DeepSeek's checkpoints."""
-
-BLOCK_LENGTHS = (32, BLOCK_SIZE)
-"""How many rows or columns of a matrix may share an element of its scale, besides 1 and all."""
 
 _INT_VIEW = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _ABS_MASK = {torch.int16: 0x7FFF, torch.int32: 0x7FFFFFFF}
@@ -315,13 +310,8 @@ def dynamic_cast(
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def block_counts(rows: int, columns: int, block_size: Sequence[int] = (BLOCK_SIZE, BLOCK_SIZE)) -> tuple[int, int]:
-    """The shape of the scales of a matrix [rows, columns] in blocks."""
-    return -(-rows // block_size[0]), -(-columns // block_size[1])
-
-
-def block_amax(hp: Tensor, block_size: Sequence[int] = (BLOCK_SIZE, BLOCK_SIZE)) -> Tensor:
-    """The largest magnitude in each block of `hp` [R, C], in its dtype, of the shape of `block_counts`.
+def block_amax(hp: Tensor, layout: ScaleLayout = SQUARE_BLOCKS) -> Tensor:
+    """The largest magnitude in each block of `hp` [R, C], in its dtype, of the shape of its scales.
 
     Raises:
         ValueError: hp is no matrix of a high-precision dtype.
@@ -329,12 +319,12 @@ def block_amax(hp: Tensor, block_size: Sequence[int] = (BLOCK_SIZE, BLOCK_SIZE))
     if hp.dtype not in HP_DTYPES or hp.dim() != 2:
         expected = f"expected a matrix of {', '.join(map(str, HP_DTYPES))}"
         raise ValueError(f"{expected}, got {hp.dtype} of {list(hp.shape)}")
-    rows, columns = block_size
+    rows, columns = layout
     magnitude = hp.abs()
     missing = -hp.shape[0] % rows, -hp.shape[1] % columns
     if any(missing):
         magnitude = torch.nn.functional.pad(magnitude, (0, missing[1], 0, missing[0]))
-    counts = block_counts(hp.shape[0], hp.shape[1], block_size)
+    counts = layout.scale_shape(hp.shape[0], hp.shape[1])
     return magnitude.view(counts[0], rows, counts[1], columns).amax((1, 3)) if hp.numel() else hp.new_zeros(counts)
 
 
@@ -343,7 +333,7 @@ def dynamic_cast_blocks(
     float8_dtype: torch.dtype,
     *,
     power_of_2: bool = False,
-    block_size: Sequence[int] = (BLOCK_SIZE, BLOCK_SIZE),
+    block_size: Sequence[int] = SQUARE_BLOCKS,
     mode: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cast a matrix with the scale of each block's own amax.
@@ -355,10 +345,11 @@ def dynamic_cast_blocks(
         block_size: rows and columns of a block.
         mode: "rceil" or "floor" for E8M0 scales; "" for the rule of all other casts.
     Returns:
-        float8 [R, C], contiguous; float32 quant_scale and dequant_scale of the shape of `block_counts`.
+        float8 [R, C], contiguous; float32 quant_scale and dequant_scale [ceil(R / rows), ceil(C / columns)].
     """
-    quant_scale, dequant_scale = scales_of(block_amax(hp, block_size), float8_dtype, power_of_2, mode)
-    codes = cast_blocks(hp, quant_scale, float8_dtype, block_size, is_of_amax=True)
+    layout = ScaleLayout(*block_size)
+    quant_scale, dequant_scale = scales_of(block_amax(hp, layout), float8_dtype, power_of_2, mode)
+    codes = cast_blocks(hp, quant_scale, float8_dtype, layout, is_of_amax=True)
     return codes, quant_scale, dequant_scale
 
 
@@ -366,12 +357,12 @@ def cast_blocks(
     hp: Tensor,
     quant_scale: Tensor,
     float8_dtype: torch.dtype,
-    block_size: Sequence[int],
+    layout: ScaleLayout,
     is_of_amax: bool = False,
 ) -> Tensor:
     """`cast_to_float8` of a matrix [R, C], contiguous. `quant_scale` has one element a block."""
     scaled = hp.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    _multiply_blocks_(scaled, quant_scale, block_size)
+    _multiply_blocks_(scaled, quant_scale, layout)
     return _saturate_(scaled if is_of_amax else _nan_for_inf_(scaled, hp), float8_dtype)
 
 
@@ -400,43 +391,20 @@ def e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> Scales:
     return Scales(*(torch.where(is_finite, bits, _NAN_BITS).view(torch.float32) for bits in (quant, dequant)))
 
 
-def scale_blocks(scale: Tensor, size: Sequence[int]) -> tuple[int, int] | None:
-    """The rows and columns of a matrix of `size` that share an element of its scale; None for a scale of another shape.
+def multiply_scale_(wide: Tensor, scale: Tensor, layout: ScaleLayout | None = None) -> Tensor:
+    """Multiply a matrix [R, C] in place by its scale.
 
-    `scale` is (), or a matrix that has in each dim 1 element, all of them, or one a block.
+    `layout`: None to find it by the shape of the scale (`layout_of`, which raises ValueError for one that has none).
     """
-    if scale.dim() == 0:
-        return size[0], size[1]
-    lengths = []
-    for elements, count in zip(size, scale.shape, strict=False):
-        if count == 1 != elements:
-            lengths.append(max(elements, 1))
-        else:
-            fits = (length for length in (1, *BLOCK_LENGTHS) if count == -(-elements // length))
-            lengths.append(next(fits, 0))
-    return (lengths[0], lengths[1]) if scale.dim() == 2 and all(lengths) else None
+    layout = layout or layout_of(scale, wide.shape)
+    return wide.mul_(scale) if scale.dim() == 0 else _multiply_blocks_(wide, scale, layout)
 
 
-def multiply_scale_(wide: Tensor, scale: Tensor) -> Tensor:
-    """Multiply a matrix [R, C] in place by its scale of any granularity; see `scale_blocks`.
-
-    Raises:
-        ValueError: a scale of another shape.
-    """
-    rows, columns = wide.shape
-    blocks = scale_blocks(scale, wide.shape)
-    if blocks is None:
-        raise ValueError(
-            f"expected a scale of shape (), {[rows, 1]}, {[1, columns]} or {list(block_counts(rows, columns))} "
-            f"({BLOCK_SIZE} x {BLOCK_SIZE} blocks) for a matrix of {[rows, columns]}, got {list(scale.shape)}"
-        )
-    return wide.mul_(scale) if scale.dim() == 0 else _multiply_blocks_(wide, scale, blocks)
-
-
-def _multiply_blocks_(wide: Tensor, scale: Tensor, block_size: Sequence[int]) -> Tensor:
+def _multiply_blocks_(wide: Tensor, scale: Tensor, layout: ScaleLayout) -> Tensor:
     """Multiply a matrix in place by one number a block."""
     if all(count in (1, elements) for count, elements in zip(scale.shape, wide.shape, strict=True)):
         return wide.mul_(scale)
+    block_size = layout.block(wide.shape)
     for in_rows, of_rows, rows in _block_parts(wide.shape[0], block_size[0]):
         for in_columns, of_columns, columns in _block_parts(wide.shape[1], block_size[1]):
             blocks = wide[in_rows, in_columns].unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
@@ -453,13 +421,15 @@ def _block_parts(elements: int, length: int) -> Iterator[tuple[slice, slice, int
         yield slice(whole * length, elements), slice(whole, whole + 1), elements % length
 
 
-def dequantize(codes: Tensor, dequant_scale: Tensor, hp_dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize(
+    codes: Tensor, dequant_scale: Tensor, hp_dtype: torch.dtype = torch.float32, layout: ScaleLayout | None = None
+) -> Tensor:
     """RN(RN32(codes * dequant_scale)): the values of a float8 matrix [R, C] in a high-precision dtype.
 
-    `dequant_scale`: float32, of any granularity (see `multiply_scale_`, which raises ValueError for another shape).
+    `dequant_scale`: float32, of `layout`; see `multiply_scale_`.
     """
     wide = codes.to(torch.float32, memory_format=torch.contiguous_format)
-    return multiply_scale_(wide, dequant_scale.float()).to(hp_dtype)
+    return multiply_scale_(wide, dequant_scale.float(), layout).to(hp_dtype)
 
 
 def sqnr_db(exact: Tensor, rounded: Tensor) -> float:

@@ -154,7 +154,7 @@ def _operand_casts(casts: OperandCasts, *, apart: bool = False) -> Casts:
     if not in_float8:
         return NO_CASTS
     for cast in in_float8:
-        cast.known_sharing("roofline")
+        cast.known_layout("roofline")
     if len(in_float8) == 1:
         return _one_layout(in_float8[0])
     if row.is_blockwise:

@@ -86,7 +86,7 @@ def _loadable(own: FrozenFloat8Weight, value: Tensor, scale: Tensor | None, weig
     """
     local, power_of_2 = local_tensor(value), weight.config.round_scales_to_power_of_2
     if isinstance(local, FrozenFloat8Weight) and local.has_codes:
-        loaded = typing.cast(FrozenFloat8Weight, FrozenFloat8Weight.from_state(*local.state()))
+        loaded = FrozenFloat8Weight.from_state(*local.state())
     elif isinstance(local, FrozenFloat8Weight) or local.dtype not in FORMATS:
         values = local.to_high_precision() if isinstance(local, FrozenFloat8Weight) else local
         if scale is not None or values.shape != own.shape:

@@ -196,7 +196,7 @@ def _quantize(master: Tensor, config: Float8LinearConfig, transposed: bool) -> t
     casts = config.casts.weight
     if master.dim() == 3:
         both = quantize_weight(master.detach().contiguous(), config, transposed, row=True, column=True)
-        row, column = (Operand(present(each).data.view(master.shape), present(each).dequant_scale) for each in both)
+        row, column = (present(each)._replace(data=present(each).data.view(master.shape)) for each in both)
         row, column = (column, row) if transposed else (row, column)
         return row, row if column.data.data_ptr() == row.data.data_ptr() else column
     shared = not (casts.row.has_two_casts or casts.column.has_two_casts)
@@ -442,7 +442,7 @@ def _obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -> str:
         return f"it is a {type(parameter).__name__}; under FSDP2 use cast_weights_once"
     if not casts.weight.is_float8:
         return "one of its matmuls runs in high precision"
-    if casts.weight.row.sharing is None or casts.weight.column.sharing is None:
+    if casts.weight.row.layout is None or casts.weight.column.layout is None:
         return f"which elements of a {casts.weight.row.granularity} cast share a scale is not known"
     if casts.weight.row.is_persistent:
         return "its scale is delayed or static; the recipe delayed_with_dynamic_weight scales weights dynamically"

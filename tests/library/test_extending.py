@@ -1,4 +1,4 @@
-"""docs/extending.md: its diff, applied to a copy of the package, gives a granularity that trains."""
+"""docs/extending.md: its diffs, applied to a copy of the package, give a size of blocks and a granularity that train."""
 
 import os
 import re
@@ -45,28 +45,44 @@ def sqnr_db(expected, got):
 
 def values(casts, hp):
     for operand in Quantizer(casts, hp.dtype)(hp, row=True, column=True):
-        yield dequantize(operand.data.contiguous(), operand.dequant_scale).double()
+        yield dequantize(operand.data.contiguous(), operand.dequant_scale, layout=operand.layout).double()
 
 
-linear = nn.Linear(200, 150, dtype=torch.bfloat16)
-model = convert_to_float8_training(nn.Sequential(linear), config=config)
-input = (torch.randn(130, 200) * torch.logspace(-3, 3, 200)).bfloat16().requires_grad_()
-grad_output = (torch.randn(130, 150) * torch.logspace(-3, 3, 150)).bfloat16()
-for compute in (model, torch.compile(model, fullgraph=True, backend=sys.argv[1])):
-    input.grad = linear.weight.grad = None
-    output = compute(input)
-    output.backward(grad_output)
-    (i_row, i_column), (w_row, w_column), (g_row, g_column) = (
-        values(casts, hp.detach())
-        for casts, hp in zip(config.casts, (input, linear.weight, grad_output), strict=True)
-    )
-    for got, exact in (
-        (output, i_row @ w_row.t() + linear.bias.double()),
-        (input.grad, g_row @ w_column),
-        (linear.weight.grad, g_column.t() @ i_column),
-    ):
-        assert sqnr_db(exact, got.double()) > 45, sqnr_db(exact, got.double())  # bfloat16 results
-assert i_row.shape == input.shape and sqnr_db(input.double(), i_row) > 28
+def trains(config, *backends):
+    linear = nn.Linear(200, 150, dtype=torch.bfloat16)
+    model = convert_to_float8_training(nn.Sequential(linear), config=config)
+    input = (torch.randn(130, 200) * torch.logspace(-3, 3, 200)).bfloat16().requires_grad_()
+    grad_output = (torch.randn(130, 150) * torch.logspace(-3, 3, 150)).bfloat16()
+    for compute in (model, *(torch.compile(model, fullgraph=True, backend=each) for each in backends)):
+        input.grad = linear.weight.grad = None
+        output = compute(input)
+        output.backward(grad_output)
+        (i_row, i_column), (w_row, w_column), (g_row, g_column) = (
+            values(casts, hp.detach())
+            for casts, hp in zip(config.casts, (input, linear.weight, grad_output), strict=True)
+        )
+        for got, exact in (
+            (output, i_row @ w_row.t() + linear.bias.double()),
+            (input.grad, g_row @ w_column),
+            (linear.weight.grad, g_column.t() @ i_column),
+        ):
+            assert sqnr_db(exact, got.double()) > 45, sqnr_db(exact, got.double())  # bfloat16 results
+    assert i_row.shape == input.shape and sqnr_db(input.double(), i_row) > 28
+    return linear, model, input
+
+
+blocks = {"scaling_granularity": ScalingGranularity.BLOCKWISE, "target_dtype": torch.float8_e4m3fn}
+of_64, squares = CastConfig(**blocks, block_size=(1, 64)), CastConfig(**blocks, block_size=(64, 64))
+of_blocks = Float8LinearConfig(cast_config_input=of_64, cast_config_weight=squares, cast_config_grad_output=of_64)
+linear, model, _ = trains(of_blocks)
+assert "blockwise 64 x 64" in str(conversion_report(model))
+frozen = freeze_to_float8(nn.Sequential(nn.Linear(200, 150)), config=of_blocks)[0].weight
+assert (frozen.granularity, tuple(frozen.dequant_scale.shape)) == ("blockwise 64 x 64", (3, 4))
+experts = convert_to_float8_training(make_mixture(layers=1), config=of_blocks)
+assert any(isinstance(each, Float8Experts) for each in experts.modules())
+assert kind_of_casts(of_64, squares) is None
+
+linear, model, input = trains(config, sys.argv[1])
 assert "segments" in str(conversion_report(model))
 
 # What depends on which elements share a scale refuses a granularity that does not say.
@@ -115,11 +131,14 @@ def _apply(diff: str, root: Path) -> list[str]:
 
 
 @BACKEND
-def test_the_diff_adds_a_granularity_in_three_files(tmp_path, backend):
+def test_each_diff_touches_one_file_a_table(tmp_path, backend):
     page = (ROOT.parent / "docs" / "extending.md").read_text()
     shutil.copytree(ROOT, tmp_path / "quaver", ignore=shutil.ignore_patterns("__pycache__"))
-    changed = _apply(DIFF.search(page)[1], tmp_path)
-    assert changed == ["quaver/recipes/cast_config.py", "quaver/recipes/scaling.py", "quaver/kernels/cast.py"]
+    changed = [_apply(diff, tmp_path) for diff in DIFF.findall(page)]
+    assert changed == [
+        ["quaver/recipes/scale_layout.py"],
+        ["quaver/recipes/cast_config.py", "quaver/kernels/cast.py"],
+    ]
     # A cache of its own, because other tests compile kernels of the same names at the same time; and of the environment
     # only what a shell has, because in whole test runs the compiler was seen to link without the C++ library.
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR") if name in os.environ}

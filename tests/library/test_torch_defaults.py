@@ -11,7 +11,6 @@ from torch import nn
 
 from quaver import convert_to_float8_training, float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.kernels import cpu, widen
-from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.linear import gemm, shared_input
 from tests.library.linear.test_module import Qkv
 from tests.steps import assert_same, results_of
@@ -84,9 +83,9 @@ def test_the_probe_of_a_gpu(kind, defaults, monkeypatch):
     """With scales of another dtype `_scaled_mm` fails, and the process would multiply exactly instead of natively."""
     seen = []
 
-    def native_mm(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum):
-        seen.extend([a_scale.dtype, b_scale.dtype])
-        return exact_float8_mm(a, b, a_scale, b_scale, bias, out_dtype, False)
+    def native_mm(a, b, bias, out_dtype, use_fast_accum):
+        seen.extend([a.dequant_scale.dtype, b.dequant_scale.dtype])
+        return gemm._exact_mm(a, b, bias, out_dtype, False)
 
     with other_defaults(defaults):
         monkeypatch.setattr(gemm, "_native_mm", native_mm)

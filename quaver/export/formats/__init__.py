@@ -85,5 +85,5 @@ def weight_format(format: str, config: Float8LinearConfig) -> WeightFormat:
     for name, cast in (("weight", weight), ("input", input)):
         if not cast.is_disabled and cast.float8_dtype is not torch.float8_e4m3fn:
             raise NotImplementedError(f"{name}: checkpoints hold codes in e4m3, got {cast}; export with another recipe")
-    weight.known_sharing("export")
+    weight.known_layout("export")
     return format_named(format).of(weight, input)

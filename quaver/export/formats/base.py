@@ -15,7 +15,8 @@ from quaver.kernels.operands import Operand
 from quaver.recipes.cast_config import ScaleCalculationMode
 from quaver.recipes.config import CastConfig
 from quaver.recipes.formats import E4M3
-from quaver.recipes.scaling import BLOCK_SIZE, dynamic_cast, dynamic_cast_blocks
+from quaver.recipes.scale_layout import BLOCK_SIZE, ROWWISE, TENSORWISE, ScaleLayout
+from quaver.recipes.scaling import dynamic_cast, dynamic_cast_blocks
 
 GROUP_SIZE = 32
 """How many elements of a row share a scale in MXFP8."""
@@ -68,7 +69,8 @@ class WeightFormat:
         if self.is_mx:
             if weight.block_size is None or weight.block_size[1] != GROUP_SIZE or not _is_e8m0(scale):
                 return None
-            return Operand(operand.data, scale.repeat_interleave(weight.block_size[0], 0)[: operand.data.shape[0]])
+            of_rows = scale.repeat_interleave(weight.block_size[0], 0)[: operand.data.shape[0]]
+            return Operand(operand.data, of_rows, ScaleLayout(1, GROUP_SIZE))
         if self.weights == "tensor":
             return operand if scale.numel() == 1 else None
         return operand if self.block_size in (None, weight.block_size) else None
@@ -79,14 +81,16 @@ class WeightFormat:
         `power_of_2`: round the scales to powers of two; those of MXFP8 are such.
         """
         if self.block_size is None:
-            dim = 1 if self.weights == "channel" else None
+            layout = ROWWISE if self.weights == "channel" else TENSORWISE
+            dim = None if layout.is_tensorwise else 1
             codes, _, scale = dynamic_cast(weight, E4M3.dtype, dim, power_of_2=power_of_2)
         else:
+            layout = ScaleLayout(*self.block_size)
             mode = ScaleCalculationMode.RCEIL.value if self.is_mx else ""
             codes, _, scale = dynamic_cast_blocks(
                 weight, E4M3.dtype, power_of_2=power_of_2, block_size=self.block_size, mode=mode
             )
-        return Operand(codes, scale)
+        return Operand(codes, scale, layout)
 
     def tensors(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the weight `name` in a checkpoint."""

@@ -14,9 +14,8 @@ from torch import nn
 
 from quaver.export.formats.base import GROUP_SIZE, WeightFormat
 from quaver.export.formats.stored import LINEARS, StoredFormat, block_of
-from quaver.recipes.cast_config import ALL
 from quaver.recipes.config import CastConfig
-from quaver.recipes.scaling import BLOCK_SIZE
+from quaver.recipes.scale_layout import BLOCK_SIZE
 from quaver.runtime.names import listed
 
 METHOD = "compressed-tensors"
@@ -30,12 +29,12 @@ class CompressedTensors(WeightFormat):
 
     @classmethod
     def of(cls, weight: CastConfig, input: CastConfig) -> Self:
-        sharing = weight.known_sharing("export")
+        layout = weight.known_layout("export")
         if has_mx_scales(weight):
             return cls("group", "group")
-        if ALL not in sharing:
+        if layout.is_blockwise:
             return cls("block", "group")
-        weights = "tensor" if sharing == (ALL, ALL) else "channel"
+        weights = "tensor" if layout.is_tensorwise else "channel"
         return cls(weights, _activations(input), input.is_persistent)
 
     def check(self, model: nn.Module, sizes: Mapping[str, Sequence[int]], ignore: Sequence[str]) -> None:
@@ -109,7 +108,7 @@ class HighPrecision(CompressedTensors):
 
 def has_mx_scales(weight: CastConfig) -> bool:
     """Whether MXFP8 holds the scales of this cast."""
-    return weight.scale_calculation_mode is not None and weight.known_sharing("export")[1] == GROUP_SIZE
+    return weight.scale_calculation_mode is not None and weight.known_layout("export").columns == GROUP_SIZE
 
 
 def _args(strategy: str, *, is_dynamic: bool) -> dict[str, Any]:
@@ -119,10 +118,10 @@ def _args(strategy: str, *, is_dynamic: bool) -> dict[str, Any]:
 def _activations(input: CastConfig) -> str | None:
     if input.is_disabled:
         return None
-    sharing = input.known_sharing("export")
-    if ALL not in sharing:
+    layout = input.known_layout("export")
+    if layout.is_blockwise:
         raise NotImplementedError(f"input: expected tensorwise or row-wise scales as those of the weight, got {input}")
-    return "tensor" if sharing == (ALL, ALL) else "token"
+    return "tensor" if layout.is_tensorwise else "token"
 
 
 def stored_format(quantization: Mapping[str, Any]) -> StoredFormat:

@@ -11,7 +11,7 @@ from quaver.export.checkpoint_names import is_of_transformers
 from quaver.export.formats.base import WeightFormat
 from quaver.export.formats.compressed_tensors import BLOCKS
 from quaver.recipes.config import CastConfig
-from quaver.recipes.scaling import BLOCK_SIZE
+from quaver.recipes.scale_layout import BLOCK_SIZE
 from quaver.runtime.names import listed
 
 METHOD = "fp8"

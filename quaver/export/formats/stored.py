@@ -19,7 +19,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.recipes.scaling import BLOCK_LENGTHS, dequantize
+from quaver.recipes.scale_layout import BLOCK_SIZES, ScaleLayout
+from quaver.recipes.scaling import dequantize
 
 LINEARS = "Linear"
 """The target of a group that is for all linears, as far as no other names them."""
@@ -36,13 +37,7 @@ class StoredScale(NamedTuple):
 
     def dequantized(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """RN(RN32(code * scale)) in `dtype`."""
-        values = self.values
-        if self.block_size not in (None, (128, 128), (32, 32)):
-            rows, columns = self.block_size
-            values = values.repeat_interleave(rows, 0)[: codes.shape[0]]
-            values = values.repeat_interleave(columns, 1)[:, : codes.shape[1]]
-            return codes.float().mul_(values).to(dtype)
-        return dequantize(codes, values, dtype)
+        return dequantize(codes, self.values, dtype, None if self.block_size is None else ScaleLayout(*self.block_size))
 
 
 @dataclass
@@ -107,7 +102,7 @@ class StoredFormat:
         if values.dim() == 4 and values.shape[1] == values.shape[3] == 1:
             values = values[:, 0, :, 0]
         counts = tuple(values.shape)
-        sizes = [size for size in self.block_sizes if _block_counts(shape, size) == counts]
+        sizes = [size for size in self.block_sizes if ScaleLayout(*size).scale_shape(rows, columns) == counts]
         is_of_config = bool(sizes) and (counts != (rows, 1) or all(size[0] == 1 for size in sizes))
         if not is_of_config:
             if math.prod(counts) == 1 and (len(counts) < 2 or not self.block_sizes):
@@ -119,7 +114,8 @@ class StoredFormat:
             if len(counts) == 2 and counts != (1, 1):
                 sizes = list(_exact_blocks(shape, counts))
         if len(sizes) != 1:
-            blocks = [f"{list(_block_counts(shape, size))} ({size[0]} x {size[1]} blocks)" for size in self.block_sizes]
+            known = ((size, ScaleLayout(*size).scale_shape(rows, columns)) for size in self.block_sizes)
+            blocks = [f"{list(counts)} ({size[0]} x {size[1]} blocks)" for size, counts in known]
             blocks = blocks or ["one a block whose rows and columns are powers of two and divide it"]
             raise ValueError(
                 f"the scale of {name} {[rows, columns]} must be [1], {[rows, 1]}, {[1, columns]} or "
@@ -147,14 +143,10 @@ def _in_squares(values: Tensor, size: tuple[int, int]) -> tuple[Tensor, tuple[in
     So files of MXFP8 hold the blocks of quaver's recipe, which frozen weights have.
     """
     length = size[1]
-    squares = values[::length]
-    if size[0] == 1 and length in BLOCK_LENGTHS and squares.repeat_interleave(length, 0)[: len(values)].equal(values):
+    squares, is_known = values[::length], size[0] == 1 and ScaleLayout(length, length) in BLOCK_SIZES
+    if is_known and squares.repeat_interleave(length, 0)[: len(values)].equal(values):
         return squares, (length, length)
     return values, size
-
-
-def _block_counts(shape: Sequence[int], size: tuple[int, int]) -> tuple[int, int]:
-    return -(-shape[0] // size[0]), -(-shape[1] // size[1])
 
 
 def _exact_blocks(shape: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -99,7 +99,7 @@ def _gathered_bytes(casts: OperandCasts | None, tokens: int, dim: int, ranks: in
     if casts is None or not casts.is_float8:
         return [2 * elements]
     if casts.row.is_blockwise:
-        length = (casts.row.sharing or (1, 1))[1]
+        length = (casts.row.layout or (1, 1))[1]
         if tokens // ranks % length:
             return [2 * elements]
         return [elements, elements, 4 * elements / length, 4 * elements / length]

@@ -14,9 +14,11 @@ from quaver import Float8LinearConfig, Float8LinearRecipeName, float8_grouped_mm
 from quaver.experts import gemm, gpu_gemm, grouped_mm
 from quaver.experts.cast import _cast_groups, cast_groups
 from quaver.experts.gemm import Form
-from quaver.experts.groups import GroupedOperand, bounds_of, count_of_scales, first_scale
+from quaver.experts.groups import bounds_of, count_of_scales, first_scale
+from quaver.kernels.operands import Operand
 from quaver.linear.gemm import ScaleKind
 from quaver.recipes.linear_casts import MatmulOptions
+from quaver.recipes.scale_layout import ROWWISE
 from tests.reference import assert_same_bits
 from tests.steps import assert_same, results_of
 from tests.thinned import thinned
@@ -164,7 +166,7 @@ def test_operations_have_fake_kernels_and_flops():
     torch.library.opcheck(torch.ops.quaver.cast_groups, args, test_utils="test_faketensor")
     tokens = cast_groups(a.detach(), cast, ends, 4, False, True, True).column
     args = tokens.data, tokens.data, tokens.dequant_scale, tokens.dequant_scale, ends, "grad_weight", False
-    args += (128, 128, torch.bfloat16, False, True, False, False)
+    args += ([128, 1], [128, 1], torch.bfloat16, False, True, False, False)
     torch.library.opcheck(torch.ops.quaver.grouped_mm, args, test_utils="test_faketensor")
     with FlopCounterMode(display=False) as counted:
         step(a, b_t, ends, torch.randn(310, 160, dtype=a.dtype), "rowwise")
@@ -198,14 +200,15 @@ def test_the_reference_gives_the_codes_and_scales_of_the_cpu(recipe, operand, di
         options = cast.block_options or (0, 0, "")
         granularity = cast.scaling_granularity.value
         operands = _cast_groups(hp, cast.float8_dtype, ends, groups, True, True, power_of_2, granularity, *options)
-        codes, scale, _ = getattr(operands, direction)
+        codes, scale, *_ = getattr(operands, direction)
         end = ENDS[-1] if ends is not None else 310
         nan = made.data[:end].float().isnan()
         assert torch.equal(nan, codes[:end].float().isnan())
         assert torch.equal(made.data[:end].float().masked_fill(nan, 0), codes[:end].float().masked_fill(nan, 0))
         stops = ends if ends is not None else torch.arange(62, 311, 62, dtype=torch.int32)
-        used = sorted(set(used_places(made.block_rows, stops)))
+        used = sorted(set(used_places(made.layout.rows, stops)))
         assert scale.shape == made.dequant_scale.shape
+        assert made.layout == getattr(operands, direction).layout
         assert torch.equal(scale[used].nan_to_num(-1), made.dequant_scale[used].nan_to_num(-1))
 
 
@@ -323,8 +326,8 @@ def test_scales_that_vary_along_the_contracted_dim_are_not_the_hardwares():
     a, b_t, ends = operands(k=70, n=33)
     pair = grouped_operands(Form.OUTPUT, "blockwise", False, a.detach(), b_t.detach(), a.detach()[:, :33], ends)
     assert gpu_gemm.scaled(*pair, ends, Form.OUTPUT, False, False) is None
-    stored_once = GroupedOperand(pair[1].data, torch.ones(4 * 33, 1), 1)
-    grad_output = GroupedOperand(pair[0].data[:, :33].contiguous(), torch.ones(310, 1), 1)
+    stored_once = Operand(pair[1].data, torch.ones(4 * 33, 1), ROWWISE)
+    grad_output = Operand(pair[0].data[:, :33].contiguous(), torch.ones(310, 1), ROWWISE)
     assert gpu_gemm.scaled(grad_output, stored_once, ends, Form.GRAD_INPUT, False, False) is None
 
 

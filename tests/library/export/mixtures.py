@@ -5,7 +5,7 @@ from torch import nn
 
 import quaver.experts.grouped_mm
 from quaver import convert_to_float8_training
-from quaver.experts.groups import Form, bounds_of, scale_of_group
+from quaver.experts.groups import Form, bounds_of, of_group
 from tests.mixture import Experts
 
 EXPERTS = 3
@@ -58,7 +58,7 @@ def multiplied_experts(forward, monkeypatch):
     def recorded(a, b, ends, form, *args):
         assert form is Form.OUTPUT
         bounds = bounds_of(None, ends.shape[0], b.data.shape[0])
-        seen.append([(b.data[s:e], scale_of_group(b, group, s, e)) for group, (s, e) in enumerate(bounds)])
+        seen.append([of_group(b, group, *rows)[:2] for group, rows in enumerate(bounds)])
         return multiply(a, b, ends, form, *args)
 
     with monkeypatch.context() as patch:

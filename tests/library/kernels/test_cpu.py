@@ -14,6 +14,7 @@ from torch import Tensor
 from quaver.kernels import cpu
 from quaver.kernels.widen import widen
 from quaver.recipes import scaling
+from quaver.recipes.scale_layout import ALL, BLOCK_SIZES, ScaleLayout, layout_of
 from tests.isolated import isolated
 from tests.reference import assert_same_bits, every_value, reference_amax, reference_cast, reference_scales
 from tests.thinned import thinned
@@ -70,9 +71,10 @@ def test_blocks_of_whole_rows_are_of_any_width():
     hp = gaussian((130, 4101), torch.float32)
     quant_scale = torch.tensor([[2.0], [0.25]])
     expected = reference_cast(hp, quant_scale.repeat_interleave(128, 0)[:130], E4M3)
-    assert_same_bits(cpu.cast_with_scale(hp, quant_scale, E4M3), expected)
-    wide = cpu.widen(expected, torch.float32, quant_scale)
-    assert torch.equal(wide, scaling.dequantize(expected, quant_scale))
+    layout = ScaleLayout(128, ALL)
+    assert_same_bits(cpu.cast_with_scale(hp, quant_scale, E4M3, layout), expected)
+    wide = cpu.widen(expected, torch.float32, quant_scale, layout)
+    assert torch.equal(wide, scaling.dequantize(expected, quant_scale, layout=layout))
 
 
 @pytest.mark.parametrize("float8_dtype", FLOAT8_DTYPES)
@@ -121,31 +123,29 @@ def test_dynamic_cast(
             assert_same_bits(codes, reference_cast(hp, expected[0], float8_dtype))
 
 
-BLOCK_SIZES = [(1, 128), (128, 1), (128, 128), (1, 32), (32, 1), (32, 32)]
+LAYOUTS = [*BLOCK_SIZES, *(layout.t() for layout in BLOCK_SIZES if layout.rows == 1)]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "block_size", "threads"), thinned(HP_DTYPES, BLOCK_SIZES, (1, 3)), indirect=["threads"]
-)
-def test_blocks(dtype: torch.dtype, block_size: tuple[int, int], threads: None) -> None:
+@pytest.mark.parametrize(("dtype", "layout", "threads"), thinned(HP_DTYPES, LAYOUTS, (1, 3)), indirect=["threads"])
+def test_blocks(dtype: torch.dtype, layout: ScaleLayout, threads: None) -> None:
     """Amaxes, codes and what is widened again; a run of columns ends between blocks, within one and at the last."""
     for shape in [*SHAPES, LARGE, (130, 2048), (33, 2100), (2, 4101)]:
         for hp in (gaussian(shape, dtype), random_bits(shape, dtype)):
-            amax = scaling.block_amax(hp, block_size)
-            assert_same_bits(cpu.block_amax(hp, block_size), amax)
+            amax = scaling.block_amax(hp, layout)
+            assert_same_bits(cpu.block_amax(hp, layout), amax)
             quant, dequant = scaling.scales_of(amax, E4M3, True, "")
-            codes = scaling.cast_blocks(hp, quant, E4M3, block_size)
-            assert_same_bits(cpu.cast_with_scale(hp, quant, E4M3), codes)
+            codes = scaling.cast_blocks(hp, quant, E4M3, layout)
+            assert_same_bits(cpu.cast_with_scale(hp, quant, E4M3, layout), codes)
             for wide in (torch.bfloat16, torch.float32):
-                expected = scaling.multiply_scale_(codes.to(wide), dequant.to(wide))
-                assert_same_bits(widen(codes, wide, dequant), expected)
+                expected = scaling.multiply_scale_(codes.to(wide), dequant.to(wide), layout)
+                assert_same_bits(widen(codes, wide, dequant, layout), expected)
 
 
 def test_products_that_are_subnormal_are_not_truncated() -> None:
     codes = torch.arange(120, dtype=torch.uint8).view(E4M3).repeat(64, 2)
     for scale in (torch.full((64, 2), 2.0**-127), torch.full((2, 240), 2.0**-120), torch.full((2, 2), 2.0**-126)):
         expected = scaling.multiply_scale_(codes.to(torch.bfloat16), scale.to(torch.bfloat16))
-        assert_same_bits(widen(codes, torch.bfloat16, scale), expected)
+        assert_same_bits(widen(codes, torch.bfloat16, scale, layout_of(scale, codes.shape)), expected)
 
 
 @pytest.fixture
@@ -211,8 +211,9 @@ def test_widen_some_columns(dtype: torch.dtype, threads: None) -> None:
         for shape in ((1, stop - start), (400, 1)):
             scale = 2.0 ** torch.randint(-40, 40, shape)
             expected = codes.to(dtype) * scale.to(dtype)
-            assert_same_bits(widen(codes, dtype, scale), expected)
-            assert_same_bits(widen(codes.t(), dtype, scale.t()).t(), expected)
+            layout = layout_of(scale, codes.shape)
+            assert_same_bits(widen(codes, dtype, scale, layout), expected)
+            assert_same_bits(widen(codes.t(), dtype, scale.t(), layout.t()).t(), expected)
 
 
 def test_takes() -> None:

@@ -17,8 +17,10 @@ pytest.importorskip("triton")
 
 from quaver.experts import gpu_gemm
 from quaver.experts.cast import group_amax
-from quaver.experts.groups import Form, GroupedOperand
+from quaver.experts.groups import Form
 from quaver.kernels import cast, triton_amax, triton_blocks, triton_cast, triton_cast_blocks, triton_copy
+from quaver.kernels.operands import Operand
+from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import PersistentScale
 from quaver.runtime.devices import standing_for_gpu
 from tests.library.kernels.triton_kernels import E4M3, E5M2, interpreting_process, varied
@@ -137,7 +139,9 @@ def _laid(tensor):
 def _tensors(made):
     if isinstance(made, torch.Tensor):
         return [made]
-    return [tensor for each in made if each is not None for tensor in _tensors(each)]
+    return (
+        [] if made is None or isinstance(made, ScaleLayout) else [tensor for each in made for tensor in _tensors(each)]
+    )
 
 
 def run_grouped_matmuls():
@@ -150,7 +154,7 @@ def run_grouped_matmuls():
         left = tokens if form is Form.OUTPUT else gradients
         right = tokens if form is Form.GRAD_WEIGHT else stored.flatten(0, 1)
         with standing_for_gpu(H100), counting_launches() as kernels:
-            pair = (GroupedOperand(each.bfloat16()) for each in (left, right))
+            pair = (Operand(each.bfloat16()) for each in (left, right))
             made = gpu_gemm.widened(*pair, ends, form, transposed).float()
         expected = torch.zeros_like(made)
         for group, (start, stop) in enumerate(((0, 1), (1, 1), (1, 18), (18, 35))):

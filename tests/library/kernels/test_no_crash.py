@@ -23,9 +23,11 @@ from quaver.kernels import cpu
 from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.kernels.widen import widen
 import quaver.kernels.cast
+from quaver.recipes.scale_layout import TENSORWISE, ScaleLayout
 
 E4M3, ROWS, COLUMNS = torch.float8_e4m3fn, 600, 400  # enough bytes that a wrong address is not mapped by chance
 ones = torch.ones(ROWS, COLUMNS)
+LAYOUTS = TENSORWISE, TENSORWISE
 codes, scale, observed = ones.to(E4M3), torch.tensor(1.0), torch.zeros(2)
 
 
@@ -33,18 +35,19 @@ def calls(hp=ones, codes=codes, scale=scale, observed=observed):
     for dim in (None, 0, 1):
         yield lambda: cpu.dynamic_cast(hp, E4M3, dim)
     yield lambda: cpu.dynamic_cast_axes(hp, E4M3)
-    yield lambda: cpu.block_amax(hp, (1, 128))
+    yield lambda: cpu.block_amax(hp, ScaleLayout(1, 128))
     yield lambda: cpu.cast_with_scale(hp, scale, E4M3)
     yield lambda: cpu.cast_and_observe(hp, scale, E4M3, False, observed)
     yield lambda: cpu.widen(codes, torch.bfloat16, scale)
     yield lambda: widen(codes, torch.bfloat16)
     yield lambda: cpu.mm(codes, codes.t(), scale, scale, None, torch.float32)
-    yield lambda: exact_float8_mm(codes, codes.t(), scale, scale, None, torch.bfloat16, True)
+    yield lambda: exact_float8_mm(codes, codes.t(), scale, scale, None, torch.bfloat16, True, *LAYOUTS)
     yield lambda: torch.ops.quaver.cast_tensorwise(hp, E4M3, True, False, False)
     yield lambda: torch.ops.quaver.cast_rowwise(hp, E4M3, True, True, False)
     yield lambda: torch.ops.quaver.cast_with_scale(hp, E4M3, scale, None)
     yield lambda: torch.ops.quaver.cast_with_persistent_scale(hp, E4M3, True, False, False, scale)
-    yield lambda: torch.ops.quaver.exact_float8_mm(codes, codes.t(), scale, scale, None, torch.bfloat16, False)
+    rest = None, torch.bfloat16, False, *LAYOUTS
+    yield lambda: torch.ops.quaver.exact_float8_mm(codes, codes.t(), scale, scale, *rest)
 
 
 def attempt(**tensors):
@@ -257,8 +260,9 @@ def arguments(schema, name: str) -> dict[str, object]:
         "group": torch.arange(2).repeat_interleave(ROWS // 2),
         "granularity": "axiswise",
         "form": "output",
-        "a_block_rows": 1,
-        "b_block_rows": 1,
+        "a_layout": [1, 0],
+        "b_layout": [1, 0],
+        "layout": [1, 0],
     }
     if name == "adamw_":
         codes = torch.zeros(ROWS, COLUMNS, dtype=torch.uint8)
@@ -373,7 +377,9 @@ def test_more_elements_than_an_int32_counts():
     codes[-1] = 3.0
     one = torch.tensor(1.0)
     for b in (torch.ones(columns, 16), torch.ones(16, columns).t()):
-        out = torch.ops.quaver.exact_float8_mm(codes, b.to(codes.dtype), one, one, None, torch.float32, False)
+        out = torch.ops.quaver.exact_float8_mm(
+            codes, b.to(codes.dtype), one, one, None, torch.float32, False, [0, 0], [0, 0]
+        )
         assert torch.equal(out[:-1], torch.full((rows - 1, 16), 2.0 * columns))
         assert torch.equal(out[-1], torch.full((16,), 3.0 * columns))
     wide = cpu.widen(codes, torch.bfloat16)

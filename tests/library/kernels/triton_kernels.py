@@ -67,7 +67,8 @@ def assert_operands(operands, of_rows, of_columns, rows, columns):
     for operand, laid, (_, quant, dequant) in zip(operands, codes, (of_rows, of_columns), strict=True):
         assert (operand is None) == (laid is None)
         if operand is not None:
-            assert_equal(operand, (laid, dequant, quant))
+            assert_equal((operand.data, operand.dequant_scale, operand.quant_scale), (laid, dequant, quant))
+            assert dequant.shape == operand.layout.scale_shape(*laid.shape)
 
 
 @np.errstate(all="ignore")  # the interpreter's infinities and NaNs are wanted

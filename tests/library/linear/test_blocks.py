@@ -11,6 +11,7 @@ from quaver.linear.gemm import float8_mm
 from quaver.linear.quantize import Quantizer
 from quaver.recipes import scaling
 from quaver.recipes.config import BLOCK_SIZES
+from quaver.recipes.scale_layout import ScaleLayout
 from tests.reference import (
     BLOCK_RECIPES,
     assert_matmul_exact,
@@ -89,7 +90,7 @@ def test_codes_and_scales_of_each_block(shape, size, mode, dtype):
     codes, quant, dequant = scaling.dynamic_cast_blocks(hp.t().contiguous().t(), E4M3, **options)
     assert codes.shape == hp.shape
     assert codes.is_contiguous()
-    assert quant.shape == dequant.shape == scaling.block_counts(*shape, size)
+    assert quant.shape == dequant.shape == ScaleLayout(*size).scale_shape(*shape)
     for i in range(quant.shape[0]):
         for j in range(quant.shape[1]):
             rows, columns = (slice(k * n, (k + 1) * n) for k, n in zip((i, j), size, strict=True))
@@ -121,7 +122,7 @@ def test_the_matmul_of_blocks_is_exact(sizes, pad, powers_of_2, out_dtype):
     for m, k, n in ((70, 200, 50), (1100, 520, 300), (40, 390, 1200)):
         a, b = (torch.randn(shape).to(E4M3) for shape in ((m, k), (k, n)))
         a_scale, b_scale = (
-            torch.exp2(torch.randint(-6, 7, scaling.block_counts(*codes.shape, size)).float())
+            torch.exp2(torch.randint(-6, 7, ScaleLayout(*size).scale_shape(*codes.shape)).float())
             for codes, size in ((a, a_size), (b, b_size))
         )
         if not powers_of_2:
@@ -139,7 +140,7 @@ def test_sums_in_the_order_of_hardware_are_within_the_same_bound(length, columns
     a, b = (torch.randn(shape).to(E4M3) for shape in ((m, k), (k, n)))
     sizes = (1, length), (length, columns)
     a_scale, b_scale = (
-        torch.exp2(torch.randint(-6, 7, scaling.block_counts(*codes.shape, size)).float())
+        torch.exp2(torch.randint(-6, 7, ScaleLayout(*size).scale_shape(*codes.shape)).float())
         for codes, size in zip((a, b), sizes, strict=True)
     )
     spread = _spread(a_scale, (m, k), sizes[0]), _spread(b_scale, (k, n), sizes[1])

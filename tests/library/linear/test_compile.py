@@ -180,11 +180,11 @@ def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dims, power
     def produce_and_cast(x, dims):
         hp = x * 1.7
         if not dims:
-            codes, dequant_scale, quant_scale = cast_tensorwise(hp, float8_dtype, True, False, power_of_2).row
+            codes, dequant_scale, _, quant_scale = cast_tensorwise(hp, float8_dtype, True, False, power_of_2).row
             return codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, quant_scale, None)[0]
         made, results = cast_rowwise(hp, float8_dtype, 1 in dims, 0 in dims, power_of_2), ()
         for dim in dims:
-            codes, dequant_scale, quant_scale = made.row if dim == 1 else made.column
+            codes, dequant_scale, _, quant_scale = made.row if dim == 1 else made.column
             scales = (quant_scale, None) if dim == 1 else (None, quant_scale)
             results += codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, *scales)[1 - dim]
         return results

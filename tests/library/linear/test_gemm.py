@@ -13,8 +13,10 @@ from quaver import CastConfig, Float8LinearConfig, ScalingGranularity
 from quaver.kernels import cpu, exact_mm
 from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.kernels.native_blocks import _native_block_mm, native_block_mm
+from quaver.kernels.operands import Operand
 from quaver.linear import gemm
 from quaver.linear.gemm import GemmBackend, ScaleKind, backend_for, float8_mm, native_operands
+from quaver.recipes.scale_layout import TENSORWISE, layout_of
 from quaver.recipes.scaling import dynamic_cast, dynamic_cast_blocks, multiply_scale_
 from quaver.runtime.slow_paths import error_on_slow_path
 from tests.reference import assert_matmul_exact
@@ -77,9 +79,10 @@ def test_panels_make_up_the_whole(scaling, out_dtype, shape, power_of_2, transpo
     panels = exact_mm._panels(a, 0) if m > n else exact_mm._panels(b, 1)
     assert [start for start, _ in panels] == [0, 75, 150, 225]
     assert [length for _, length in panels] == [75, 75, 75, 76]
-    out = exact_float8_mm(a, b, a_scale, b_scale, None, out_dtype, power_of_2)
+    layouts = layout_of(a_scale, a.shape), layout_of(b_scale, b.shape)
+    out = exact_float8_mm(a, b, a_scale, b_scale, None, out_dtype, power_of_2, *layouts)
     assert_matmul_exact(out, a, b, a_scale, b_scale)
-    with_bias = exact_float8_mm(a, b, a_scale, b_scale, bias, out_dtype, power_of_2)
+    with_bias = exact_float8_mm(a, b, a_scale, b_scale, bias, out_dtype, power_of_2, *layouts)
     off = (with_bias.float() - (out.float() + bias)).abs()
     assert (off <= 2**-7 * (out.float().abs() + bias.abs())).all()  # as many roundings to out_dtype as there are terms
 
@@ -113,11 +116,16 @@ def test_a_weight_stored_once_multiplies_exactly_both_ways(kind, out_dtype, powe
         assert_matmul_exact(padded, a, b, a_scale, b_spread)
 
 
+def of_shape(codes, scale):
+    """An operand whose layout is that of its scale."""
+    return Operand(codes, scale, layout_of(scale, codes.shape))
+
+
 def test_scales_along_the_contracted_dim_never_go_to_the_hardware():
     a, one = torch.ones(16, 256).to(E4M3), torch.tensor(1.0)
     b = torch.ones(256, 160).to(E4M3)
     shapes = [(1, 160), (256, 1), (2, 2)]
-    kinds = {shape: gemm.kind_of(a, b, one, torch.ones(shape)) for shape in shapes}
+    kinds = {shape: gemm.kind_of(Operand(a, one), of_shape(b, torch.ones(shape))) for shape in shapes}
     assert kinds == {(1, 160): ScaleKind.ROWWISE, (256, 1): None, (2, 2): None}
 
 
@@ -201,14 +209,15 @@ def test_float32_matmul_setting_is_restored():
     float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32)
     assert setting.fp32_precision == before
     with pytest.raises(RuntimeError):
-        exact_float8_mm(a, b[:5], a_scale, b_scale, None, torch.float32, False)
+        exact_float8_mm(a, b[:5], a_scale, b_scale, None, torch.float32, False, TENSORWISE, TENSORWISE)
     assert setting.fp32_precision == before
 
 
 def test_the_operation_has_a_faithful_fake():
     for scaling, bias, out_dtype in itertools.product(SCALINGS, (None, torch.ones(8)), DTYPES):
         a, a_scale, b, b_scale = operands(16, 32, 8, scaling)
-        args = (a, b, a_scale, b_scale, bias, out_dtype, False)
+        layouts = [*layout_of(a_scale, a.shape)], [*layout_of(b_scale, b.shape)]
+        args = (a, b, a_scale, b_scale, bias, out_dtype, False, *layouts)
         # The schema test multiplies every argument, which torch cannot do in float8.
         torch.library.opcheck(torch.ops.quaver.exact_float8_mm, args, test_utils="test_faketensor")
 
@@ -220,9 +229,12 @@ def test_the_operation_has_a_faithful_fake():
         (lambda a, b, s, t: (a.float().to(E5M2), b.float().to(E5M2), s, t), "no hardware multiplies e5m2 by e5m2"),
         (lambda a, b, s, t: (a[:, :5], b, s, t), r"expected \[M, K\] and \[K, N\], got \[16, 5\] and \[16, 16\]"),
         (lambda a, b, s, t: (a[0], b, s, t), r"expected \[M, K\] and \[K, N\]"),
-        (lambda a, b, s, t: (a, b, torch.ones(16), t), "a_dequant_scale: expected float32 of shape"),
-        (lambda a, b, s, t: (a, b, s, torch.ones(15, 1)), "b_dequant_scale: expected float32 of shape"),
-        (lambda a, b, s, t: (a, b, s.double(), t), "a_dequant_scale: expected float32 of shape"),
+        (
+            lambda a, b, s, t: (a, b, torch.ones(16), t),
+            r"a_dequant_scale: expected a scale of shape \[\]",
+        ),
+        (lambda a, b, s, t: (a, b, s, torch.ones(15, 1)), r"b_dequant_scale: expected a scale of .* got \[15, 1\]"),
+        (lambda a, b, s, t: (a, b, s.double(), t), "a_dequant_scale: expected float32, got torch.float64"),
     ],
 )
 def test_bad_operands(change, message):
@@ -247,7 +259,7 @@ def test_emulate_never_takes_the_native_path():
 @pytest.mark.parametrize("shape", [(16, 16, 16), (33, 17, 5), (1, 64, 48), (40, 100, 16)], ids=str)
 def test_native_operands_obey_the_hardware_and_mean_the_same(scaling, shape):
     a, a_scale, b, b_scale = operands(*shape, scaling)
-    na, nb, na_scale, nb_scale = native_operands(a.t().contiguous().t(), b, a_scale, b_scale)
+    na, nb, na_scale, nb_scale = native_operands(of_shape(a.t().contiguous().t(), a_scale), of_shape(b, b_scale))
     assert na.shape[1] % 16 == nb.shape[0] % 16 == nb.shape[1] % 16 == 0
     assert na.is_contiguous()
     assert nb.t().is_contiguous()
@@ -289,7 +301,7 @@ def test_native_matmuls_read_scales_at_multiples_of_16_bytes():
     """As cuBLAS requires of pointers; experts' scales and FSDP2's are elements of one tensor."""
     scales, codes = torch.arange(1.0, 9.0), torch.ones(16, 16).to(E4M3)
     for index in range(1, 6):
-        *_, a_scale, b_scale = native_operands(codes, codes.t(), scales[index], scales[index + 1])
+        *_, a_scale, b_scale = native_operands(Operand(codes, scales[index]), Operand(codes.t(), scales[index + 1]))
         assert (a_scale.item(), b_scale.item()) == (index + 1, index + 2)
         assert a_scale.data_ptr() % 16 == b_scale.data_ptr() % 16 == 0
 
@@ -345,17 +357,17 @@ def test_blocks_reach_the_hardware_in_its_layouts(shape, length, is_square, monk
     a, b, a_scale, b_scale = block_operands(*shape, length, is_square)
     monkeypatch.setattr(F, "scaled_mm", hardware)
     expected = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.float32, scales_are_powers_of_2=True)
-    out = native_block_mm(a, b, a_scale, b_scale, length)
+    out = native_block_mm(a, b, a_scale, b_scale, length, is_square)
     torch.testing.assert_close(out, expected.bfloat16(), rtol=2**-7, atol=1e-6)
     if min(shape) > length:
-        assert gemm.kind_of(a, b, a_scale, b_scale).block_length == length
+        assert gemm.kind_of(of_shape(a, a_scale), of_shape(b, b_scale)).block_length == length
 
 
 @pytest.mark.parametrize("is_square", [True, False])
 def test_complete_blocks_are_not_padded(is_square, monkeypatch):
     monkeypatch.setattr(F, "scaled_mm", hardware)
     with mock.patch.object(F, "pad", side_effect=AssertionError):
-        native_block_mm(*block_operands(128, 512, 256, 128, is_square), 128)
+        native_block_mm(*block_operands(128, 512, 256, 128, is_square), 128, is_square)
 
 
 def test_padded_codes_lie_as_they_lay():
@@ -377,7 +389,7 @@ def test_padded_codes_lie_as_they_lay():
 def test_native_blocks_pass_torchs_checks_for_a_gpu(shape, length, is_square):
     operands = [each.to("meta") for each in block_operands(*shape, length, is_square)]
     with mock.patch("torch._meta_registrations.device_hint", return_value="cuda") as hint:
-        out = _native_block_mm(*operands, length)
+        out = _native_block_mm(*operands, length, is_square)
     assert hint.called
     assert (out.shape, out.dtype, out.is_contiguous()) == ((shape[0], shape[2]), torch.bfloat16, True)
 
@@ -387,17 +399,18 @@ def test_a_probe_sees_each_wrong_scale(kind, monkeypatch):
     """It multiplies as a linear does; one scale of a wrong block is enough."""
     calls = []
 
-    def native_mm(a, b, a_scale, b_scale, bias, out_dtype, use_fast_accum):
-        calls.append(b_scale.shape)
-        return exact_float8_mm(a, b, a_scale, b_scale, bias, out_dtype, False)
+    def native_mm(a, b, bias, out_dtype, use_fast_accum):
+        calls.append(b.dequant_scale.shape)
+        return gemm._exact_mm(a, b, bias, out_dtype, False)
 
     monkeypatch.setattr(gemm, "_native_mm", native_mm)
     assert gemm.probe_native_mm(torch.device("cpu"), kind) is None
     assert len(calls) == 2
     if kind.block_length:
 
-        def transposes_scales(a, b, a_scale, b_scale, *options):
-            return native_mm(a, b, a_scale.t().contiguous().view(a_scale.shape), b_scale, *options)
+        def transposes_scales(a, b, *options):
+            scale = a.dequant_scale
+            return native_mm(a._replace(dequant_scale=scale.t().contiguous().view(scale.shape)), b, *options)
 
         monkeypatch.setattr(gemm, "_native_mm", transposes_scales)
         assert "wrong result" in gemm.probe_native_mm(torch.device("cpu"), kind)
@@ -458,11 +471,11 @@ def gpu_probe(monkeypatch):
     def install(errors):
         calls = []
 
-        def native_mm(a, b, a_scale, b_scale, *options):
+        def native_mm(a, b, *options):
             calls.append("failed" if errors else "multiplied")
             if errors:
                 raise errors.pop()
-            return ((a.float() * a_scale) @ (b.float() * b_scale)).bfloat16()
+            return ((a.data.float() * a.dequant_scale) @ (b.data.float() * b.dequant_scale)).bfloat16()
 
         monkeypatch.setattr(gemm, "_native_failures", {})
         monkeypatch.setattr(gemm, "_native_mm", native_mm)

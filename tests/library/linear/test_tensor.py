@@ -133,9 +133,9 @@ def test_what_codes_cannot_do_says_so():
 
 def test_operands_that_do_not_fit_are_refused():
     _, whole = sample()
-    codes, scale, _ = whole.operands().row
+    codes, scale, *_ = whole.operands().row
     with pytest.raises(ValueError, match="float8 data with a scale"):
-        Float8Tensor.from_operands(Operand(codes, None), None, torch.float32)
+        Float8Tensor.from_operands(Operand(codes), None, torch.float32)
     with pytest.raises(ValueError, match="float8 data with a scale, got torch.float32"):
         Float8Tensor.from_operands(Operand(codes.float(), scale), None, torch.float32)
     with pytest.raises(ValueError, match="two casts of one tensor"):

@@ -35,8 +35,7 @@ def of_experts(site, casts, matrices):
     expected = new_slots(1, CPU)
     for hp in matrices:
         made = Quantizer(casts, hp.dtype)(hp, row=site.cast != "column", column=site.cast == "column")
-        codes, dequant, quant = made.row or made.column
-        merge(expected, observe_matrix(hp, codes, dequant, quant)[None])
+        merge(expected, observe_matrix(hp, made.row or made.column)[None])
     return finish(expected, [None])
 
 

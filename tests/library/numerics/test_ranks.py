@@ -21,7 +21,7 @@ def slots_of(weight, casts=1):
     hp[5, 7] = {SAME: 0.5, OTHER: 0.501, NOT_FINITE: math.nan, NOTHING: 0}[weight]
     made = Quantizer(Float8LinearConfig().casts.weight, hp.dtype)(hp, row=True, column=False).row
     for _ in range(casts if weight else 0):
-        merge(slots, observe_matrix(hp, made.data, made.dequant_scale, made.quant_scale)[None])
+        merge(slots, observe_matrix(hp, made)[None])
     return slots
 
 

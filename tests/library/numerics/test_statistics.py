@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from quaver.kernels import cpu
+from quaver.kernels.operands import Operand
 from quaver.linear.quantize import Quantizer
 from quaver.numerics import statistics
 from quaver.numerics.extras import CONFIGS, HISTOGRAM_ROWS, RECIPES, describe_extras, extras_of, what_if
 from quaver.numerics.record import decode_counts
 from quaver.numerics.statistics import SlotIndex, finish, merge, new_slots, observe_matrix, sqnr_db
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
-from quaver.recipes.scaling import decibels, scale_blocks, without_inf
+from quaver.recipes.scaling import decibels, without_inf
 from tests.reference import sqnr_db as reference_sqnr_db
 from tests.thinned import thinned
 
@@ -37,10 +38,11 @@ def operand_of(hp: torch.Tensor, recipe: str, operand: str, column: bool):
     return made.column if column else made.row
 
 
-def reference(hp: torch.Tensor, codes: torch.Tensor, dequant: torch.Tensor, quant: torch.Tensor) -> dict[str, float]:
+def reference(hp: torch.Tensor, made: Operand) -> dict[str, float]:
     """Every statistic by its definition, in float64."""
+    codes, dequant, layout, quant = made
     values, fp8 = hp.double().numpy(), codes.double().numpy()
-    height, width = scale_blocks(dequant, hp.shape)
+    height, width = layout.block(hp.shape)
     rows, columns = np.arange(hp.shape[0]) // height, np.arange(hp.shape[1]) // width
     grid = [scale.double().reshape(rows[-1] + 1, columns[-1] + 1).numpy() for scale in (dequant, quant)]
     back, by = (scale[rows][:, columns] for scale in grid)
@@ -83,9 +85,9 @@ def test_statistics_of_a_cast_are_those_of_a_float64_reference(implementation, s
     hp = hostile(*shape, dtype)
     for operand in ("input", "weight", "grad_output"):
         for column in (False, True):
-            codes, dequant, quant = operand_of(hp, recipe, operand, column)
-            found = finish(observe_matrix(hp, codes, dequant, quant)[None], [None])
-            for name, value in reference(hp, codes, dequant, quant).items():
+            made = operand_of(hp, recipe, operand, column)
+            found = finish(observe_matrix(hp, made)[None], [None])
+            for name, value in reference(hp, made).items():
                 (got,) = found[name]
                 if name in EXACT or value is None:
                     assert got == value or (math.isnan(got) and math.isnan(value)), (name, operand, column)
@@ -98,12 +100,11 @@ def test_statistics_of_a_cast_are_those_of_a_float64_reference(implementation, s
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_threads_and_pytorch_agree_on_every_block(monkeypatch, recipe, threads):
     hp = hostile(300, 1100, torch.bfloat16)
-    codes, dequant, quant = operand_of(hp, recipe, "input", True)
+    codes, dequant, layout, quant = operand_of(hp, recipe, "input", True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    blocks = scale_blocks(dequant, hp.shape)
     wide = quant.double().contiguous(), dequant.double().contiguous()
-    signal, noise, counts = cpu.observe(hp, codes, *wide, blocks)
-    expected = statistics._observe_in_pytorch(hp, codes, *wide, blocks)
+    signal, noise, counts = cpu.observe(hp, codes, *wide, layout)
+    expected = statistics._observe_in_pytorch(hp, codes, *wide, layout.block(hp.shape))
     assert torch.equal(counts, expected[2])
     for got, want in zip((signal, noise), expected[:2], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
@@ -112,9 +113,9 @@ def test_threads_and_pytorch_agree_on_every_block(monkeypatch, recipe, threads):
 def test_the_worst_scale_is_the_one_with_the_lowest_sqnr():
     hp = torch.randn(64, 64)
     hp[17, 3] = 3e4  # the rest of the row loses its bits
-    codes, dequant, quant = operand_of(hp, "rowwise", "input", False)
-    found = finish(observe_matrix(hp, codes, dequant, quant)[None], [None])
-    error = hp - codes.float() * dequant
+    made = operand_of(hp, "rowwise", "input", False)
+    found = finish(observe_matrix(hp, made)[None], [None])
+    error = hp - made.data.float() * made.dequant_scale
     worst = [reference_sqnr_db(hp[row], hp[row] - error[row]) for row in range(64)]
     assert found["scale_worst"] == [int(np.argmin(worst))]
     assert found["scale_worst_sqnr_db"][0] == pytest.approx(min(worst), abs=1e-3)
@@ -122,11 +123,12 @@ def test_the_worst_scale_is_the_one_with_the_lowest_sqnr():
 
 def test_slots_of_parts_merge_to_the_slot_of_the_whole():
     hp = hostile(96, 64, torch.bfloat16)
-    codes, dequant, quant = operand_of(hp, "rowwise", "input", False)
+    made = operand_of(hp, "rowwise", "input", False)
     merged = new_slots(1, torch.device("cpu"))
     for rows in (slice(0, 32), slice(32, 33), slice(33, 96)):
-        merge(merged, observe_matrix(hp[rows], codes[rows], dequant[rows], quant[rows])[None])
-    whole = observe_matrix(hp, codes, dequant, quant)
+        codes, dequant, quant = (each[rows] for each in (made.data, made.dequant_scale, made.quant_scale))
+        merge(merged, observe_matrix(hp[rows], Operand(codes, dequant, made.layout, quant))[None])
+    whole = observe_matrix(hp, made)
     apart = [SlotIndex.SIGNAL, SlotIndex.NOISE, SlotIndex.REFERENCE, SlotIndex.WORST_INDEX]
     torch.testing.assert_close(merged[0, apart[:3]], whole[apart[:3]], rtol=1e-12, atol=0)
     merged[0, apart] = whole[apart] = 0
@@ -135,11 +137,11 @@ def test_slots_of_parts_merge_to_the_slot_of_the_whole():
 
 def test_elements_of_a_weight_count_once():
     hp = torch.randn(32, 16)
-    codes, dequant, quant = operand_of(hp, "tensorwise", "weight", False)
+    made = operand_of(hp, "tensorwise", "weight", False)
     slots = new_slots(1, torch.device("cpu"))
     for _ in range(3):  # micro-batches
-        merge(slots, observe_matrix(hp, codes, dequant, quant)[None])
-    once = finish(observe_matrix(hp, codes, dequant, quant)[None], [None])
+        merge(slots, observe_matrix(hp, made)[None])
+    once = finish(observe_matrix(hp, made)[None], [None])
     assert finish(slots, [hp.numel()]) == once
     assert finish(slots, [None])["numel"] == [3 * hp.numel()]
 
@@ -158,9 +160,10 @@ def test_sqnr(signal, noise, decibels):
 @pytest.mark.parametrize("column", [False, True])
 def test_histograms_count_powers_of_two(recipe, column):
     hp = hostile(2 * HISTOGRAM_ROWS, 64, torch.bfloat16)
-    codes, dequant, _ = operand_of(hp, recipe, "input", column)
-    histogram = describe_extras(extras_of(hp, codes, dequant, "input", "row")[None].numpy())["histogram"]
-    height, width = scale_blocks(dequant, hp.shape)
+    made = operand_of(hp, recipe, "input", column)
+    codes, dequant, layout, _ = made
+    histogram = describe_extras(extras_of(hp, made, "input", "row")[None].numpy())["histogram"]
+    height, width = layout.block(hp.shape)
     rows, columns = torch.arange(hp.shape[0]) // height, torch.arange(hp.shape[1]) // width
     scale = dequant.reshape(rows[-1] + 1, -1)[rows][:, columns]
     for side, values in (("before", hp.float()), ("after", codes.float() * scale)):
@@ -183,7 +186,7 @@ def test_what_if_is_the_sqnr_of_each_recipes_own_cast(operand, direction):
         if made.dequant_scale is None:
             assert value == math.inf
         else:
-            slot = observe_matrix(hp, *made)
+            slot = observe_matrix(hp, made)
             assert value == pytest.approx(float(sqnr_db(slot[SlotIndex.SIGNAL].numpy(), slot[SlotIndex.NOISE].numpy())))
 
 

@@ -8,8 +8,10 @@ pytest.importorskip("triton")
 from quaver import Float8LinearConfig
 from quaver.experts.gemm import grouped_backends_of
 from quaver.kernels.cast import cast_blockwise
+from quaver.kernels.operands import Operand
 from quaver.linear import gemm
 from quaver.linear.gemm import float8_mm
+from quaver.recipes.scale_layout import layout_of
 from tests.reference import assert_same_bits
 from tests.virtual_gpu import virtual_gpu
 
@@ -46,8 +48,9 @@ def test_codes_lie_along_the_contracted_dim_where_the_hardware_multiplies():
 )
 def test_the_scales_say_who_multiplies(card, scales, powers_of_2, calls):
     a, b, (a_scale, b_scale) = CODES, CODES.t(), (torch.full(shape, 2.0) for shape in scales)
+    operands = (Operand(each, s, layout_of(s, each.shape)) for each, s in ((a, a_scale), (b, b_scale)))
     with virtual_gpu(card) as gpu:
-        gemm.native_failure(0, gemm.kind_of(a, b, a_scale, b_scale) or gemm.ScaleKind.TENSORWISE)  # multiplies, too
+        gemm.native_failure(0, gemm.kind_of(*operands) or gemm.ScaleKind.TENSORWISE)  # multiplies, too
         gpu.calls.clear()
         out = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.bfloat16, scales_are_powers_of_2=powers_of_2)
     assert {kind for _, kind in gpu.calls} == calls
@@ -62,8 +65,10 @@ def test_square_blocks_have_both_layouts_in_compiled_code():
         row, column = cast(hp)
     for made, stored in ((row, row.data), (column, column.data.t())):
         assert stored.is_contiguous()
-        for got, expected in zip(made, cast_blockwise(hp, *blocks).row, strict=True):
-            assert_same_bits(got, expected)
+        expected = cast_blockwise(hp, *blocks).row
+        for name in ("data", "dequant_scale", "quant_scale"):
+            assert_same_bits(getattr(made, name), getattr(expected, name))
+        assert made.layout == expected.layout
 
 
 @pytest.mark.parametrize(("card", "backends"), [("h100", "native"), ("a100", "exact")])

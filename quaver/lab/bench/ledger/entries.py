@@ -221,7 +221,9 @@ def _expert_matmul(entry: Entry) -> list[Entry]:
 
 def _block_matmul(entry: Entry) -> list[Entry]:
     """A matmul with scales of blocks, and before it copies and pads of codes and scales."""
-    calls = called_inside(_native_block_mm, entry.launch.reads, scale_kind(entry).block_length)
+    b, b_scale = entry.launch.reads[1], entry.launch.reads[3]
+    is_square = b_scale.size[-1] != b.size[-1]
+    calls = called_inside(_native_block_mm, entry.launch.reads, scale_kind(entry).block_length, is_square)
     return [made for call in calls for made in _inside(entry, call)]
 
 
