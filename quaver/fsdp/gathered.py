@@ -47,12 +47,11 @@ from quaver.fsdp.shard import Shard
 from quaver.fsdp.siblings import AllGatherState, NamedWeights, Siblings, all_gather_state, current_shard, whole_scales
 from quaver.kernels.cast import (
     cast_blocks_with_scale,
-    cast_with_persistent_scale,
     cast_with_scale,
     matrix_amax,
-    record_amax,
 )
 from quaver.kernels.operands import Operand, present
+from quaver.kernels.persistent_cast import cast_with_persistent_scale, record_amax
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.tensor import Float8Tensor

@@ -36,10 +36,10 @@ from torch import Tensor
 from quaver.kernels.cast import (
     CASTS,
     CASTS_OF_STORED,
-    cast_with_persistent_scale,
     cast_with_scale,
 )
 from quaver.kernels.operands import Operand, Operands, asked_for, of_one_scale
+from quaver.kernels.persistent_cast import cast_with_persistent_scale
 from quaver.recipes.config import CastConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import TENSORWISE

@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from quaver.kernels.cast import record
+from quaver.kernels.persistent_cast import record
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
 from quaver.recipes.formats import FORMATS

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from quaver.kernels.cast import cast_with_persistent_scale, cast_with_scale, matrix_amax, record, record_amax, row_major
+from quaver.kernels.cast import cast_with_scale, matrix_amax, row_major
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, present
+from quaver.kernels.persistent_cast import cast_with_persistent_scale, record, record_amax
 from quaver.linear.gemm import laid_out_for_columns, laid_out_for_rows
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import CastConfig

@@ -14,7 +14,7 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
-from quaver.kernels.cast import cast_with_persistent_scale
+from quaver.kernels.persistent_cast import cast_with_persistent_scale
 from quaver.recipes.scaling import PersistentScale
 from quaver.recipes.scaling import cast_with_persistent_scale as oracle
 from tests.gpu.device import BACKEND, DEVICE, host, waiting_refused

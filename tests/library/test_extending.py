@@ -1,4 +1,4 @@
-"""docs/extending.md: its diffs, applied to a copy of the package, give a size of blocks and a granularity that train."""
+"""docs/extending.md: its diffs, applied to a copy of the package, give blocks and a granularity that train."""
 
 import os
 import re

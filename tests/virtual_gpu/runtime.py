@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from quaver.roofline.device_specs import find_device_spec
-from quaver.runtime.devices import standing_for_capture
+from quaver.runtime.devices import is_capturing, standing_for_capture
 
 if TYPE_CHECKING:
     from tests.virtual_gpu import Card
@@ -56,7 +56,7 @@ def cuda_functions(card: Card, gpus: int = 1) -> Iterator[None]:
         "get_device_name": lambda device=None: properties.name,
         "get_device_properties": lambda device=None: properties,
         "device_count": lambda: gpus,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": is_capturing,
         "set_device": set_device,
         "reset_peak_memory_stats": lambda device=None: None,
         "memory_stats": lambda device=None: _memory_stats(),

@@ -18,7 +18,15 @@ pytest.importorskip("triton")
 from quaver.experts import gpu_gemm
 from quaver.experts.cast import group_amax
 from quaver.experts.groups import Form
-from quaver.kernels import cast, triton_amax, triton_blocks, triton_cast, triton_cast_blocks, triton_copy
+from quaver.kernels import (
+    cast,
+    persistent_cast,
+    triton_amax,
+    triton_blocks,
+    triton_cast,
+    triton_cast_blocks,
+    triton_copy,
+)
 from quaver.kernels.operands import Operand
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import PersistentScale
@@ -35,7 +43,7 @@ def _persistent(scale):
     def call(hp):
         recorded = torch.full((2,), -1.0)
         quant = PersistentScale(torch.tensor(scale), recorded, torch.tensor(scale > 0))
-        return cast.cast_with_persistent_scale(hp, quant, E5M2, True, True, False), recorded
+        return persistent_cast.cast_with_persistent_scale(hp, quant, E5M2, True, True, False), recorded
 
     return call
 

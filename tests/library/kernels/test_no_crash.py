@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quaver.kernels import cpu
 from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.kernels.widen import widen
-import quaver.kernels.cast
+import quaver.kernels.persistent_cast
 from quaver.recipes.scale_layout import TENSORWISE, ScaleLayout
 
 E4M3, ROWS, COLUMNS = torch.float8_e4m3fn, 600, 400  # enough bytes that a wrong address is not mapped by chance

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels import cpu
-from quaver.kernels.cast import cast_with_persistent_scale
+from quaver.kernels.persistent_cast import cast_with_persistent_scale
 from quaver.recipes import scaling
 from quaver.recipes.formats import FORMATS
 from quaver.recipes.scaling import PersistentScale

@@ -182,10 +182,11 @@ def test_blocks(compiled, hp_dtype, tmp_path):
         for wanted in (BOTH, ROWS, COLUMNS) if 1 in block_size else (BOTH,):
             triton_cast.cast_blockwise(empty(hp_dtype, 144, 304), E4M3, *wanted, True, *block_size, mode)
     assert {name: len(asms) for name, asms in compiled.items()} == {"_cast_blocks": 2 + 4, "_cast_rows_and_columns": 2}
-    for asm in itertools.chain(*compiled.values()):
-        assert ".ftz" not in asm["ptx"]
-        assert CONVERSION[E4M3] in asm["ptx"]
-        assert_fits(asm, tmp_path, 208)
+    for name, asms in compiled.items():
+        for asm in asms:
+            assert ".ftz" not in asm["ptx"]
+            assert CONVERSION[E4M3] in asm["ptx"]
+            assert_fits(asm, tmp_path, 208 if name == "_cast_rows_and_columns" else 200)
 
 
 @pytest.mark.parametrize(
