@@ -118,7 +118,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         layouts = [each for each in LAYOUTS if (stack or each != COLUMNWISE) and layout in (None, each)]
         shapes = [[*stack, *each.scale_shape(rows, columns)] for each in layouts]
         if dequant_scale.dtype is not torch.float32 or list(dequant_scale.shape) not in shapes:
-            known = " or ".join(f"{shape} ({each})" for shape, each in zip(shapes, layouts, strict=True))
+            known = ", ".join(f"{shape} ({each})" for shape, each in zip(shapes, layouts, strict=True))
             raise ValueError(
                 f"dequant_scale: expected float32 of shape {known} for a weight of {list(codes.shape)}, got "
                 f"{dequant_scale.dtype} of {list(dequant_scale.shape)}"

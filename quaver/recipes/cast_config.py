@@ -6,8 +6,8 @@ config.py puts the casts of the three operands together. Import these names from
 from __future__ import annotations
 
 import enum
-from dataclasses import InitVar, dataclass, field, is_dataclass
-from typing import Any
+from dataclasses import InitVar, dataclass, is_dataclass
+from functools import cached_property
 
 import torch
 
@@ -119,29 +119,48 @@ class CastConfig:
     block_size: tuple[int, int] | None = None
     scale_calculation_mode: ScaleCalculationMode | None = None
 
-    # Attributes, not properties: every forward of every linear reads them.
-    is_disabled: bool = field(init=False, repr=False, compare=False)
-    is_tensorwise: bool = field(init=False, repr=False, compare=False)
-    is_rowwise: bool = field(init=False, repr=False, compare=False)
-    is_blockwise: bool = field(init=False, repr=False, compare=False)
-    is_persistent: bool = field(init=False, repr=False, compare=False)
-    """Whether the scale is known before the tensor is: delayed or static."""
-    layout: ScaleLayout | None = field(init=False, repr=False, compare=False)
-    """`ScalingGranularity.layout`."""
-    has_two_casts: bool = field(init=False, repr=False, compare=False)
-    """Whether rows and columns have scales of their own, so that each direction takes its own cast."""
-    block_options: tuple[int | str, ...] = field(init=False, repr=False, compare=False)
-    """The arguments that only a cast of blocks takes, `e8m0_mode` last; () for other granularities."""
+    # Derived once, into the instance: every forward of every linear reads them, and Dynamo sees plain attributes.
+
+    @cached_property
+    def is_disabled(self) -> bool:
+        """Whether the operand stays in high precision."""
+        return self.scaling_type is ScalingType.DISABLED
+
+    @cached_property
+    def is_tensorwise(self) -> bool:
+        return not self.is_disabled and self.scaling_granularity is ScalingGranularity.TENSORWISE
+
+    @cached_property
+    def is_rowwise(self) -> bool:
+        return self.scaling_granularity is ScalingGranularity.ROWWISE
+
+    @cached_property
+    def is_blockwise(self) -> bool:
+        return self.scaling_granularity is ScalingGranularity.BLOCKWISE
+
+    @cached_property
+    def is_persistent(self) -> bool:
+        """Whether the scale is known before the tensor is: delayed or static."""
+        return self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC)
+
+    @cached_property
+    def layout(self) -> ScaleLayout | None:
+        """`ScalingGranularity.layout`."""
+        return self.scaling_granularity.layout(self.block_size)
+
+    @cached_property
+    def has_two_casts(self) -> bool:
+        """Whether rows and columns have scales of their own, so that each direction takes its own cast."""
+        return self.layout is None or self.layout.rows != self.layout.columns
+
+    @cached_property
+    def block_options(self) -> tuple[int | str, ...]:
+        """The arguments that only a cast of blocks takes, `e8m0_mode` last; () for other granularities."""
+        return () if self.block_size is None else (*self.block_size, self.e8m0_mode)
 
     def __post_init__(self, static_scale: float | torch.Tensor | None) -> None:
         check_type(self, "scaling_type", ScalingType)
         check_type(self, "scaling_granularity", ScalingGranularity)
-        object.__setattr__(self, "is_disabled", self.scaling_type is ScalingType.DISABLED)
-        is_tensorwise = not self.is_disabled and self.scaling_granularity is ScalingGranularity.TENSORWISE
-        object.__setattr__(self, "is_tensorwise", is_tensorwise)
-        object.__setattr__(self, "is_rowwise", self.scaling_granularity is ScalingGranularity.ROWWISE)
-        object.__setattr__(self, "is_blockwise", self.scaling_granularity is ScalingGranularity.BLOCKWISE)
-        object.__setattr__(self, "is_persistent", self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC))
         self._check_blocks()
         if self.is_persistent and not self.is_tensorwise:
             raise ValueError(
@@ -156,6 +175,8 @@ class CastConfig:
             object.__setattr__(self, "static_quant_scale", static_scale)
         if self.static_quant_scale is not None:
             self._check_static_scale(self.static_quant_scale)
+        for name in _DERIVED:
+            getattr(self, name)
 
     def _check_blocks(self) -> None:
         mode, blocks = self.scale_calculation_mode, ScalingGranularity.BLOCKWISE
@@ -164,21 +185,12 @@ class CastConfig:
         if not self.is_blockwise:
             for name, given in (("block_size", self.block_size), ("scale_calculation_mode", mode)):
                 check(given is None, name, f"None unless scaling_granularity is {blocks}", given)
-            object.__setattr__(self, "block_options", ())
-            self._set_layout(None)
             return
         size = (128, 128) if self.block_size is None else self.block_size
         size = tuple(size) if isinstance(size, list) else size
         sizes = ", ".join(str(tuple(each)) for each in BLOCK_SIZES)
         check(size in BLOCK_SIZES, "block_size", f"one of {sizes}", size)
         object.__setattr__(self, "block_size", size)
-        object.__setattr__(self, "block_options", (*size, self.e8m0_mode))
-        self._set_layout(size)
-
-    def _set_layout(self, block_size: tuple[int, int] | None) -> None:
-        layout = self.scaling_granularity.layout(block_size)
-        object.__setattr__(self, "layout", layout)
-        object.__setattr__(self, "has_two_casts", layout is None or layout.rows != layout.columns)
 
     def known_layout(self, asker: str) -> ScaleLayout:
         """`layout`, for `asker`, the name of a feature that depends on it.
@@ -235,25 +247,7 @@ class CastConfig:
         return f"{self.scaling_type.value} {_granularity(self)} {name}{scale}"
 
 
-class FieldsThatWereGiven:
-    """`__dataclass_fields__` of a config: the fields that its constructor takes, but those that were filled in.
-
-    `dataclasses.replace` and `asdict` hand over the fields that they find here. So a config that is made of them
-    derives anew what was filled in, and takes what its caller gives, be it the very cast that was filled in. Of the
-    class all fields.
-    """
-
-    def __init__(self, of_class: dict[str, Any]) -> None:
-        self.of_class = of_class
-
-    def __get__(self, config: Any, kind: type) -> dict[str, Any]:
-        if config is None:
-            return self.of_class
-        derived = getattr(config, "_derived", ())
-        return {name: each for name, each in self.of_class.items() if each.init and name not in derived}
-
-
-CastConfig.__dataclass_fields__ = FieldsThatWereGiven(CastConfig.__dataclass_fields__)  # type: ignore
+_DERIVED = [name for name, each in vars(CastConfig).items() if isinstance(each, cached_property)]
 
 
 def _granularity(cast: CastConfig) -> str:

@@ -10,13 +10,13 @@ import enum
 import math
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field, fields, replace
+from typing import Any
 
 import torch
 
 from quaver.recipes.cast_config import (
     CastConfig,
     DelayedScalingConfig,
-    FieldsThatWereGiven,
     ScaleCalculationMode,
     ScalingGranularity,
     ScalingType,
@@ -174,7 +174,7 @@ class Float8LinearConfig:
     force_recompute_fp8_weight_in_bwd: InitVar[bool | None] = None
 
     _derived: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
-    """The fields that were left out and filled in; see `FieldsThatWereGiven`."""
+    """The fields that were left out and filled in; see `_FieldsThatWereGiven`."""
     casts: LinearCasts = field(init=False, repr=False, compare=False)
     """The casts by operand and direction."""
     matmuls: LinearMatmuls = field(init=False, repr=False, compare=False)
@@ -273,7 +273,25 @@ class Float8LinearConfig:
         return "; ".join([*matmuls, scales, *([str(self.delayed_scaling_config)] if is_delayed else [])])
 
 
-Float8LinearConfig.__dataclass_fields__ = FieldsThatWereGiven(Float8LinearConfig.__dataclass_fields__)  # type: ignore
+class _FieldsThatWereGiven:
+    """`__dataclass_fields__` of a config: the fields that its constructor takes, but those that were filled in.
+
+    `dataclasses.replace` and `asdict` hand over the fields that they find here. So a config that is made of them
+    derives anew what was filled in, and takes what its caller gives, be it the very cast that was filled in. Of the
+    class all fields.
+    """
+
+    def __init__(self, of_class: dict[str, Any]) -> None:
+        self.of_class = of_class
+
+    def __get__(self, config: Any, kind: type) -> dict[str, Any]:
+        if config is None:
+            return self.of_class
+        derived = getattr(config, "_derived", ())
+        return {name: each for name, each in self.of_class.items() if each.init and name not in derived}
+
+
+Float8LinearConfig.__dataclass_fields__ = _FieldsThatWereGiven(Float8LinearConfig.__dataclass_fields__)  # type: ignore
 
 _OPERANDS = (
     ("input", "grad_weight", E4M3.dtype),

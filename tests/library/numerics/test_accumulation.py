@@ -99,7 +99,7 @@ def sums_of(recipe, left, right):
     rows = []
     for operand, hp in (("input", left), ("weight", right)):
         made = Quantizer(getattr(casts, operand), hp.dtype)(hp, row=True, column=False).row
-        rows.append(some_rows(hp, made.data, made.dequant_scale, "row"))
+        rows.append(some_rows(hp, made, "row"))
     return Sums.of(observe_sums(*rows, HOPPER).tolist())
 
 
