@@ -22,7 +22,6 @@ VERBS = {
     "convert": "convert weights from and to Hugging Face's Llama",
     "export": "write float8 weights for transformers, vLLM and SGLang",
     "import": "dequantize float8 weights into a folder to train from",
-    "completion": "print a script that completes these words in bash and zsh",
 }
 
 _FILES = {"import": "import_weights"}

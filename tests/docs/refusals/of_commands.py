@@ -142,7 +142,7 @@ PAGES: Pages = {
             Command("bench linear --shapes x", "shape 'x': expected a size"),
             Command("memory nowhere.toml", "config file 'nowhere.toml' does not exist; give"),
             Command("doctor --recipes x", "unknown flag: '--recipes'"),
-            Command("completion x", "unexpected argument 'x'; see quaver completion --help"),
+            Command("doctor x", "unexpected argument 'x'; see quaver doctor --help"),
         ],
     },
 }
