@@ -1,30 +1,19 @@
-"""Output of a run: progress bars on a terminal, plain lines elsewhere, and a table at the end."""
+"""Output of a run: plain lines, and a table at the end."""
 
 import os
 import sys
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 from quaver.lab.data.progress import Advance, CacheProgress
 from quaver.lab.trainer.memory import memory_words
-
-_WIDE = 120
-"""Columns of a terminal on which a progress bar has all numbers; on fewer they would take the name's."""
 
 
 class Stdout:
@@ -105,25 +94,21 @@ class Display:
     """Prints training steps and validations."""
 
     console: Console
-    progress: Progress
-    tasks: dict[str, TaskID]
     log_freq: int
     peak_source: str
 
     def line(self, text: str) -> None:
-        """Print one line, above the progress bars if there are any, without wrapping or styles."""
+        """Print one line, without wrapping or styles."""
         self.console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def step(self, record: dict[str, Any]) -> None:
         """Show the record of one training step."""
-        loss, speed = f"loss {record['loss']:.4f}", f"{record['tokens_per_s']:,.0f} tokens/s"
-        norm, used = f"grad norm {record['grad_norm']:.2f}", _used(record, self.peak_source)
-        shown = (loss, speed, norm, used) if self.console.width >= _WIDE else (loss, speed)
-        self.progress.update(self.tasks[record["run"]], completed=record["step"], numbers=" ".join(shown))
+        loss = f"loss {record['loss']:.4f}"
         if record["loss_spike"]:
             self._of(record, f"{loss} is a spike: far above the previous losses")
-        if not self.console.is_terminal and record["step"] % self.log_freq == 0:
-            tflops = f"{record['tflops']:.3g} TFLOP/s"
+        if record["step"] % self.log_freq == 0:
+            norm, speed = f"grad norm {record['grad_norm']:.2f}", f"{record['tokens_per_s']:,.0f} tokens/s"
+            tflops, used = f"{record['tflops']:.3g} TFLOP/s", _used(record, self.peak_source)
             self._of(record, "  ".join((loss, norm, memory_words(record), speed, tflops, used)))
 
     def skipped(self, step: int, run: str, why: str) -> None:
@@ -137,28 +122,6 @@ class Display:
 
     def _of(self, record: dict[str, Any], text: str) -> None:
         self.line(f"step {record['step']:5d}  {record['run']:<18}  {text}")
-
-
-@contextmanager
-def training_display(
-    names: Sequence[str], steps: int, log_freq: int, *, peak_source: str, quiet: bool = False
-) -> Iterator[Display]:
-    """Show a progress bar per model in `names` while the block runs; nothing if `quiet`."""
-    console = stdout_console(quiet=quiet)
-    progress = Progress(
-        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(table_column=Column(no_wrap=True)),
-        TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
-        console=console,
-        disable=quiet or not console.is_terminal,
-        expand=True,
-        refresh_per_second=2,  # each refresh takes milliseconds of a core from the training
-    )
-    with progress:
-        tasks = {name: progress.add_task(name, total=steps, numbers="") for name in names}
-        yield Display(console, progress, tasks, log_freq, peak_source)
 
 
 def print_results(summary: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from quaver.lab.runs.run_folder import RunFolder, replaced
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.alarms import RunAlarms, fall_back
-from quaver.lab.trainer.display import Display, print_results, say, training_display
+from quaver.lab.trainer.display import Display, print_results, say, stdout_console
 from quaver.lab.trainer.float8_scales import saturation_summary, scales_record
 from quaver.lab.trainer.flops import MASKED, utilization
 from quaver.lab.trainer.initialize import allocate, initialize
@@ -349,7 +349,6 @@ class Outputs:
 @contextmanager
 def _outputs(run: Run, failures: OutputFailures) -> Iterator[Outputs]:
     folder, config = run.folder, run.config.metrics
-    names, steps = [model.name for model in run.models], run.config.training.steps
     with ExitStack() as stack:
         loggers: list[Logger] = []
         scales = None
@@ -360,8 +359,7 @@ def _outputs(run: Run, failures: OutputFailures) -> Iterator[Outputs]:
                 if config.float8_scales_freq > 0 and any(model.scaling for model in run.models):
                     scales = JsonLines(folder.float8_scales)
                     stack.callback(scales.close)
-        shown = training_display(names, steps, config.log_freq, peak_source=run.peak.source, quiet=folder is None)
-        display = stack.enter_context(shown)
+        display = Display(stdout_console(quiet=folder is None), config.log_freq, run.peak.source)
         alarms = RunAlarms(run.config.numerics, display, run.progress.fallbacks)
         sink = None
         if run.config.numerics.every:

@@ -27,7 +27,6 @@ from quaver.lab.plan.advise import Advice, Row
 from quaver.lab.plan.step_cost import StepCost
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.float8 import RECIPES
-from quaver.lab.trainer.display import training_display
 from quaver.numerics.matmul_sums import Sums
 from quaver.numerics.survey import SurveyedLinear
 from quaver.numerics.survey_sums import MatmulSums
@@ -130,21 +129,6 @@ def test_what_takes_long_is_said_in_a_pipe_in_whole_lines(monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert set(err.splitlines()) == {"... counting, 0 s", "... counting again, 0 s"}
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_the_progress_of_a_run_breaks_no_word(columns, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("TERM", "xterm-256color")
-    record = {"run": LONGEST, "step": 400, "loss": 1.2345, "loss_spike": False, "tokens_per_s": 123456.0}
-    record |= {"grad_norm": 1.23, "mfu_by_precision": 0.123}
-    with redirect_stdout(Terminal()) as out, training_display([LONGEST], 400, 10, peak_source="measured") as display:
-        display.step(record)
-    text = out.getvalue()
-    assert "…" not in text
-    assert f"{LONGEST} " in text
-    assert "loss 1.2345 " in text
-    assert ("grad norm" in text) == (columns == 120)
 
 
 def bench_views(verb):
