@@ -33,7 +33,7 @@ class JsonLines:
             self._file.write(line)
             self._file.flush()
 
-    def write_tensors(self, step: int, scalars: dict[str, float], histograms: dict[str, Any]) -> None:
+    def write_numerics(self, step: int, scalars: dict[str, float]) -> None:
         """Nothing: numerics.jsonl has them."""
 
     def close(self) -> None:

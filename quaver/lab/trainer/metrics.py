@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,10 +33,6 @@ MIN_RELATIVE_STD = 1e-3
 """A lower bound of the deviation, relative to the median: differences in the last digits are not spikes."""
 
 
-Histograms = tuple[list[int], list[float]]
-"""The edges of bins, and how many values each has."""
-
-
 class _TensorBoard:
     """Its methods raise OutputError; a thread writes, so that an error of one record may be raised by a later one."""
 
@@ -47,23 +42,12 @@ class _TensorBoard:
             self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(log_dir=str(folder))
 
     def write(self, record: dict[str, Any]) -> None:
-        self._write_scalars(record["step"], _numbers(record))
+        self.write_numerics(record["step"], _numbers(record))
 
-    def write_tensors(self, step: int, scalars: dict[str, float], histograms: dict[str, Histograms]) -> None:
-        self._write_scalars(step, scalars)
-        with writing(self._folder):
-            self._write_histograms(step, histograms)
-
-    def _write_scalars(self, step: int, scalars: dict[str, float]) -> None:
+    def write_numerics(self, step: int, scalars: dict[str, float]) -> None:
         with writing(self._folder):
             for name, value in scalars.items():
                 self._writer.add_scalar(name, value, step)
-
-    def _write_histograms(self, step: int, histograms: dict[str, Histograms]) -> None:
-        for name, (edges, counts) in histograms.items():
-            middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
-            sums = [sum(count * x**power for count, x in zip(counts, middles, strict=True)) for power in (0, 1, 2)]
-            self._writer.add_histogram_raw(name, edges[0], edges[-1], *sums, edges[1:], counts, step)
 
     def close(self) -> None:
         with writing(self._folder):
@@ -81,14 +65,11 @@ class _Wandb:
             )
 
     def write(self, record: dict[str, Any]) -> None:
-        with _reaching_wandb():
-            self._run.log({**_numbers(record), "step": record["step"]})
+        self.write_numerics(record["step"], _numbers(record))
 
-    def write_tensors(self, step: int, scalars: dict[str, float], histograms: dict[str, Histograms]) -> None:
-        made = importlib.import_module("wandb").Histogram
-        drawn = {name: made(np_histogram=(counts, edges)) for name, (edges, counts) in histograms.items()}
+    def write_numerics(self, step: int, scalars: dict[str, float]) -> None:
         with _reaching_wandb():
-            self._run.log({**scalars, **drawn, "step": step})
+            self._run.log({**scalars, "step": step})
 
     def close(self) -> None:
         with _reaching_wandb():

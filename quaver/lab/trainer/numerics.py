@@ -5,8 +5,8 @@ from typing import Any
 
 from quaver.lab.runs.errors import OutputFailures, writing
 from quaver.lab.runs.run_folder import RunFolder
-from quaver.lab.trainer.metrics import Histograms, Logger
-from quaver.numerics.record import RecordWriter, decode_counts
+from quaver.lab.trainer.metrics import Logger
+from quaver.numerics.record import RecordWriter
 
 LOGGED = ("amax", "underflow", "saturated", "sqnr_db", "nonfinite")
 """The statistics that loggers get; the file has all."""
@@ -26,10 +26,10 @@ class NumericsLog:
         if line["kind"] == "header":
             self._names = [name_of(tensor) for tensor in line["tensors"]]
         elif line["kind"] == "sample":
-            scalars, histograms = dict(_scalars(line, self._names)), dict(_histograms(line, self._names))
+            scalars = dict(_scalars(line, self._names))
             for logger in self._loggers:
                 with self._failures.noting():
-                    logger.write_tensors(line["step"], scalars, histograms)
+                    logger.write_numerics(line["step"], scalars)
 
     def close(self) -> None:
         """The loggers belong to the run."""
@@ -46,14 +46,3 @@ def _scalars(sample: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str
         for name, value in zip(names, sample[statistic], strict=True):
             if value is not None:
                 yield f"numerics/{statistic}/{name}", value
-
-
-def _histograms(sample: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Histograms]]:
-    histogram = sample.get("histogram")
-    if histogram is None:
-        return
-    edges = list(range(histogram["low"], histogram["low"] + histogram["bins"] + 1))
-    for side in ("before", "after"):
-        for name, counts in zip(names, histogram[side], strict=True):
-            if counts is not None:
-                yield f"numerics/log2_{side}/{name}", (edges, decode_counts(counts).tolist())

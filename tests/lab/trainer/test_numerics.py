@@ -97,7 +97,6 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     wandb.logged, wandb.asked, wandb.finished = [], {}, []
     run = types.SimpleNamespace(log=wandb.logged.append, finish=lambda: wandb.finished.append(True))
     wandb.init = lambda **options: wandb.asked.update(options) or run
-    wandb.Histogram = lambda np_histogram: np_histogram
     wandb.__spec__ = types.SimpleNamespace(name="wandb")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     return wandb
@@ -108,7 +107,7 @@ def test_loggers_get_every_number(watched_config, wandb):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     loggers = {"enable_tensorboard": True, "enable_wandb": True, "wandb_project": "p"}
-    run = run_to_end(changed(watched_config, metrics=loggers, numerics={"extras_every": 1}))
+    run = run_to_end(changed(watched_config, metrics=loggers))
     events = EventAccumulator(str(run.folder.path / "tb")).Reload()
 
     def in_tensorboard(name: str) -> dict[int, float]:
@@ -127,10 +126,6 @@ def test_loggers_get_every_number(watched_config, wandb):
     amaxes = dict(zip([1, 2, 4], record.statistics["amax"][:, at], strict=True))
     assert in_wandb(f"numerics/amax/{name}") == amaxes
     assert in_tensorboard(f"numerics/amax/{name}") == pytest.approx(amaxes)
-    histogram = events.Histograms(f"numerics/log2_before/{name}")[-1].histogram_value
-    assert histogram.num == pytest.approx(record.histograms[2].before[at].sum())
-    counts, edges = in_wandb(f"numerics/log2_before/{name}")[1]
-    assert len(edges) == len(counts) + 1
     assert (wandb.asked["project"], wandb.asked["name"], wandb.asked["resume"]) == ("p", "tiny", "allow")
     assert wandb.asked["config"]["model"]["dim"] == 32
     assert wandb.finished == [True]
