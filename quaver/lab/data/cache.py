@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,9 +16,6 @@ from quaver.lab.data.token_files import ENTRY, FORMAT, DamagedEntryError, Entry,
 from quaver.lab.data.tokenizer import Tokenizer
 from quaver.lab.settings import require
 from quaver.lab.settings.fields import expanded
-
-STAMP = "checked.json"
-"""In an entry: what `_stamp` returned when its files were written or read whole."""
 
 Build = Callable[[Path, Advance], None]
 """Writes an entry into a folder and reports the bytes of the source that it reads."""
@@ -42,9 +38,9 @@ class TokenCache:
     def get(self, build: Build, label: str, total_bytes: int, *, check: bool = False) -> Entry:
         """Return the entry, made by `build` if it is not there; `label` is shown meanwhile.
 
-        Of several processes that ask at once, one builds. A damaged entry is made again. An entry is read whole to be
-        checked where its files are not those that this cache wrote or checked before, or with `check`; see `_stamp`. An
-        entry that is whole needs no right to write.
+        Of several processes that ask at once, one builds. A damaged entry is made again: one whose entry.json or sizes
+        are wrong, and with `check`, which reads it whole, one with other content. An entry that is whole needs no right
+        to write.
 
         Raises:
             ValueError: if the folder belongs to another user and this one may write it.
@@ -77,10 +73,8 @@ class TokenCache:
             for name in ("vocab_size", "eos_id"):
                 if entry.about[name] != getattr(self.tokenizer, name):
                     raise DamagedEntryError(f"{ENTRY} has the {name} of another tokenizer")
-            if check or not self._is_checked():
+            if check:
                 check_content(self.entry_folder, entry, self.tokenizer.vocab_size)
-                with suppress(OSError):  # a folder that is read-only is checked each time
-                    self._write_stamp()
         except FileNotFoundError:
             return None
         except DamagedEntryError as error:
@@ -95,19 +89,6 @@ class TokenCache:
         belongs = self.folder.stat().st_uid in (os.getuid(), 0)
         what = "a folder that belongs to you, or that you cannot write"
         require(belongs or not os.access(self.folder, os.W_OK), "data.cache_folder", what, str(self.folder))
-
-    def _stamp(self) -> str:
-        """Sizes, times and numbers of the files: every write changes a ctime, which programs cannot set back."""
-        status = {path.name: path.stat() for path in sorted(self.entry_folder.iterdir()) if path.name != STAMP}
-        found = {name: [each.st_size, each.st_ctime_ns, each.st_ino] for name, each in status.items()}
-        return json.dumps(found)
-
-    def _is_checked(self) -> bool:
-        path = self.entry_folder / STAMP
-        return path.is_file() and path.read_bytes() == self._stamp().encode()
-
-    def _write_stamp(self) -> None:
-        (self.entry_folder / STAMP).write_text(self._stamp(), encoding="utf-8")
 
     def _wait(self, lock: FileLock) -> None:
         self.progress.say("waiting for another process, which makes the tokens")
@@ -124,7 +105,6 @@ class TokenCache:
             with writing(self.folder):
                 _remove(self.entry_folder)
                 partial.rename(self.entry_folder)
-                self._write_stamp()
         finally:
             _remove(partial)
 
