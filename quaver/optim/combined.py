@@ -20,9 +20,7 @@ from torch.optim import Optimizer
 from quaver.optim.base import Float8Optimizer
 from quaver.optim.groups import with_own_options
 from quaver.optim.options import check_same_algorithm
-from quaver.optim.state import new_state
 from quaver.runtime.optimizer_states import StatesView, replace_states
-from quaver.torch_private.dtensor import local_tensor
 from quaver.torch_private.optimizer import loading, saved
 
 
@@ -172,20 +170,6 @@ def load_states_of(target: Optimizer, source: Optimizer) -> None:
                 part.load_state_dict(_torch_state_dict(part, found))
     if isinstance(target, CombinedOptimizer):
         target._share()
-
-
-def state_bytes(optimizer: Optimizer) -> int:
-    """The bytes of the state of such an optimizer on this rank after its first step; for meta tensors too."""
-    size = 0
-    for part in parts_of(optimizer):
-        for group in part.param_groups:
-            for parameter in group["params"]:
-                if isinstance(part, Float8Optimizer):
-                    size += sum(local_tensor(value).nbytes for value in new_state(parameter, group).values())
-                else:  # moments have the parameter's dtype; AdamW counts steps in a float32
-                    size += local_tensor(parameter).nbytes * (1 if _kind(part) is torch.optim.Muon else 2)
-                    size += 0 if _kind(part) is torch.optim.Muon else 4
-    return size
 
 
 def _torch_state_dict(target: Optimizer, found: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]]) -> dict[str, Any]:

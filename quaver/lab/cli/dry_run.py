@@ -41,7 +41,6 @@ def _views(run: DryRun) -> Iterator[str | Table]:
         "ranks": str(run.layout),
     }
     yield from (f"{name:<13}{text}" for name, text in about.items())
-    yield _held_table(run)
     yield from _linear_views(run)
     if run.report:
         yield run.report.summary()
@@ -49,22 +48,6 @@ def _views(run: DryRun) -> Iterator[str | Table]:
         if reasons:
             yield f"not in float8: {'; '.join(reasons)}"
     yield "nothing was trained or written; remove --dry-run to train"
-
-
-def _held_table(run: DryRun) -> Table:
-    held = run.held
-    sizes = {
-        f"parameters, {run.config.training.dtype}": held.parameters,
-        "gradients": held.gradients,
-        f"{run.config.optimizer.name}'s moments": held.optimizer,
-        "sum": held.total,
-    }
-    rows = [(name, f"{size:,}", f"{size / 2**30:.2f}") for name, size in sizes.items()]
-    title, numbers = (
-        "What each rank holds, without gathered weights and activations",
-        ("bytes", "GiB"),
-    )
-    return make_table(title, ("", *numbers), rows=rows, right=numbers)
 
 
 def _linear_views(run: DryRun) -> Iterator[str | Table]:

@@ -1,8 +1,7 @@
 """Sets up a run without data, devices or memory: models on the meta device and a fake process group.
 
 The model is made, converted and parallelized by the same code as in a run, as the first of `ranks` processes; torch's
-fake process group replaces its collectives. The bytes that each rank would hold are read off the result;
-`quaver memory` predicts those of a whole step.
+fake process group replaces its collectives. `quaver memory` predicts the bytes of a step.
 """
 
 from collections.abc import Iterator
@@ -23,28 +22,12 @@ from quaver.lab.trainer.model import training_flops_per_token
 from quaver.lab.trainer.optimizer import build_optimizer
 from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.run_setup import check_environment, make_models
-from quaver.optim.combined import state_bytes
-from quaver.runtime.ranks import plain_tensors
 from quaver.torch_private.fake_ranks import FakeStore
 
 
 @dataclass(frozen=True)
-class Held:
-    """The bytes that the first rank holds, which has the largest of uneven shards."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        """The sum, without gathered weights, activations and temporaries."""
-        return self.parameters + self.gradients + self.optimizer
-
-
-@dataclass(frozen=True)
 class DryRun:
-    """The run that a config describes: its ranks, data, model, precisions, and the bytes that a rank holds."""
+    """The run that a config describes: its ranks, data, model and precisions."""
 
     config: TrainConfig
     """With its global batch size resolved."""
@@ -58,7 +41,6 @@ class DryRun:
     linears: list[tuple[LinearPrecision, int]]
     """The effective-quantization table: groups of equal linears, with their sizes."""
     report: ConversionReport | None
-    held: Held
 
     @property
     def tokens(self) -> int:
@@ -85,13 +67,9 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with pretended_mesh(layout) as mesh:
         parallelize(model, config, mesh)
-        plain = [each for parameter in model.parameters() for each in plain_tensors(parameter)]
-        held = sum(each.numel() * each.element_size() for each in plain)
-        optimizer = state_bytes(build_optimizer(model, config.optimizer))
+        build_optimizer(model, config.optimizer)
     flops = training_flops_per_token(config.model, config.training.seq_len)
-    return DryRun(
-        config, layout, source, tokenizer.name, parameters, flops, linears, models.report, Held(held, held, optimizer)
-    )
+    return DryRun(config, layout, source, tokenizer.name, parameters, flops, linears, models.report)
 
 
 @contextmanager

@@ -9,12 +9,9 @@ import torch
 from quaver.lab.cli import main
 from quaver.lab.settings import Float8
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.settings.training import OPTIMIZERS
 from quaver.lab.trainer.dry_run import dry_run
 from quaver.lab.trainer.flops import MASKED, flops_per_token_by_precision, linear_precisions
-from quaver.lab.trainer.memory import storage_bytes
 from quaver.lab.trainer.run_setup import make_models
-from quaver.lab.trainer.train import prepare, train
 from quaver.linear.gemm import GemmBackend
 from tests.lab.trainer.runs import changed
 
@@ -38,20 +35,6 @@ def test_every_config_would_run(path):
     assert parameters == PARAMETERS.get(path.stem, parameters)
     assert result.layout.world_size == ranks
     assert not torch.distributed.is_initialized()
-    assert result.held.parameters * ranks == pytest.approx(4 * result.parameters, rel=0.01)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_a_process_holds(tiny_float8_config, name):
-    wide = {"dim": 128, "hidden_dim": 160}  # smaller matrices have float32 moments
-    config = changed(tiny_float8_config, job={"compare": False}, model=wide, optimizer={"name": name})
-    held = dry_run(config).held
-    run = prepare(config)
-    train(run)
-    (twin,) = run.models
-    assert held.parameters == storage_bytes(twin.model.parameters())
-    moments = (value for state in twin.optimizer.state.values() for value in state.values())
-    assert held.optimizer == storage_bytes(moments)
 
 
 @pytest.mark.parametrize(
@@ -84,5 +67,5 @@ def test_the_verb(capsys, tmp_path):
     output = capsys.readouterr().out
     assert "3,279,104 parameters" in output
     assert "dp_shard 2 x tp 2" in output
-    assert all(part in output for part in ("rowwise e4m3", "float8.filter_fqns has 'lm_head'", "sum"))
+    assert all(part in output for part in ("rowwise e4m3", "float8.filter_fqns has 'lm_head'"))
     assert not (tmp_path / "runs").exists()

@@ -12,7 +12,6 @@ from quaver import convert_to_float8_training, use_float8_primary_weights
 from quaver.kernels import adamw as cpu_adamw
 from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, Float8Muon, buckets, float32_embeddings, update
 from quaver.optim.blocks import Run, block_numbers, grid_of
-from quaver.optim.combined import state_bytes
 from quaver.optim.rounding import block_keys, decode, encode, low16, random_bits, round_to_bfloat16, step_key
 from quaver.optim.update import Scalars
 from quaver.runtime.slow_paths import clear_slow_paths, slow_paths
@@ -400,7 +399,6 @@ def test_the_documented_bytes_are_those_of_each_choice():
         options |= {} if masters == "-" else {"masters": masters}
         (parameter,), optimizer = stepped(steps=1, shapes=[(64, 512)], dtype=getattr(torch, dtype), **options)
         state = {name: tensor.nbytes for name, tensor in optimizer.state[parameter].items() if tensor.dim()}
-        assert state_bytes(optimizer) == sum(state.values()) + 4
         counted = [parameter.nbytes + parameter.grad.nbytes, state.pop("master", 0)]
         counted.append(sum(state.values()))
         assert [f"{each / parameter.numel():.3f}" for each in (*counted, sum(counted))] == documented
