@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from quaver.lab.bench.doctor import diagnose
 from quaver.lab.bench.working import working
 
-if TYPE_CHECKING:
-    from quaver.lab.bench.ledger.verdict import Verdict
 
-
-def print_machine(*, as_json: bool, try_compile: bool, ledger: Verdict | None = None) -> int:
-    """Print it, and a ledger's verdict; 0 if every recipe runs on every device, 1 if one does not."""
+def print_machine(*, as_json: bool, try_compile: bool) -> int:
+    """Print it; 0 if every recipe runs on every device, 1 if one does not."""
     with working("trying each recipe"):
         found = diagnose(try_compile=try_compile)
-    if ledger is not None:
-        found["ledger"] = asdict(ledger)
     if as_json:
         print(json.dumps(found, indent=2))
         return 0 if found["ok"] else 1
@@ -30,8 +23,6 @@ def print_machine(*, as_json: bool, try_compile: bool, ledger: Verdict | None = 
             if each["device"] == device:
                 print(f"  {each['recipe']:<31} {each['verdict']:<7} {each['detail']}")
         print(found["recommended"][device])
-    if ledger is not None:
-        print(ledger.sentence)
     for slow_path in found["slow_paths"]:
         print(f"slow path: {slow_path}")
     return 0 if found["ok"] else 1

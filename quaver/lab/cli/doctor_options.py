@@ -1,4 +1,4 @@
-"""The options of `quaver doctor`: `--json --no-compile --ledger RECIPE`, `--model RUN|FOLDER` (doctor_model.py), or
+"""The options of `quaver doctor`: `--json --no-compile`, `--model RUN|FOLDER` (doctor_model.py), or
 `--gpu NAME [--model RUN|FOLDER] [--recipe NAME]` (doctor_gpu.py)."""
 
 from dataclasses import dataclass
@@ -24,9 +24,6 @@ class Doctor(Settings):
 
     json: bool = setting(False, "Print JSON.")
     compile: bool = setting(True, "Try torch.compile, which takes seconds; --no-compile leaves it out.")
-    ledger: Annotated[str, OneOf(RECIPES, has_aliases=True)] | None = setting(
-        None, "A recipe: say what it gains on this GPU by `quaver bench ledger`, and what another would. Takes minutes."
-    )
     gpu: Annotated[str, OneOf(NVIDIA_GPUS, has_aliases=True)] | None = setting(
         None, "A GPU that need not be here: say what it multiplies natively, by which kernel, instead of trying."
     )
@@ -53,11 +50,11 @@ class Doctor(Settings):
         """Refuse options that nothing would read."""
         surveys = ("data", "budget_db", "out", "sequences", "seq_len", "hardware")
         if self.gpu is not None:
-            self.require_default(*surveys, "compile", "ledger", unless="--gpu is not given")
+            self.require_default(*surveys, "compile", unless="--gpu is not given")
         elif self.model is None:
             self.require_default(*surveys, unless="--model is given")
         else:
-            self.require_default("compile", "ledger", unless="--model is not given")
+            self.require_default("compile", unless="--model is not given")
         if self.gpu is None or self.model is None:
             self.require_default("recipe", unless="--gpu and --model are given")
 
@@ -74,9 +71,4 @@ def run(argv: list[str]) -> int:
                 found = survey_model(options.model, options)
             print_survey(found, as_json=options.json)
             return 0
-    verdict = None
-    if options.ledger is not None:
-        from quaver.lab.cli.doctor_ledger import verdict_for_this_gpu  # imports the compiler
-
-        verdict = verdict_for_this_gpu(options.ledger)
-    return print_machine(as_json=options.json, try_compile=options.compile, ledger=verdict)
+    return print_machine(as_json=options.json, try_compile=options.compile)

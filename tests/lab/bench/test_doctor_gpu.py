@@ -89,7 +89,7 @@ def test_a_run_has_its_recipe(capsys):
         (["--gpu=nope"], "name one of GB200"),
         (["--gpu=MI300X"], "expected an NVIDIA GPU"),
         (["--gpu=h100", "--model=/nowhere"], "has no config.json and no config.toml"),
-        (["--gpu=h100", "--ledger=rowwise"], "unless --gpu is not given"),
+        (["--gpu=h100", "--no-compile"], "unless --gpu is not given"),
         (["--recipe=rowwise"], "unless --gpu and --model are given"),
         (["--gpu=h100", "--model=train_configs/llama3_debug.toml", "--recipe=nope"], "nope"),
     ],

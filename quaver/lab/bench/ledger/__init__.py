@@ -5,6 +5,5 @@ entries.py       each launch with its category, its corrected bytes and its FLOP
 kernels.py       what the source of a Triton kernel tells: second reads, float64 an element
 ledger.py        sums of entries, what a recipe reads, stores and saves
 times.py         modelled milliseconds
-verdict.py       a sentence on what float8 gains
 table.py, picture.py, machine_code.py
 """
