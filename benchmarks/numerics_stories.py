@@ -4,7 +4,7 @@
     python -m benchmarks.numerics_stories --out /tmp/stories --only "dead expert"        # one
 
 Each is a run of `quaver train` of 60 steps with a fault from step 31 on. Its remedy comes after step 40; the same run
-without it is the control. `quaver report RUN --png` makes the pictures, of which the page has the curves and one map.
+without it is the control.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from PIL import Image
 
 from benchmarks.numerics_faults import STORIES_PAGE, config_of
 from benchmarks.numerics_inject import patch
+from benchmarks.numerics_picture import draw_run
 from benchmarks.numerics_scenarios import DOWN, EXPERTS, FAULTS, LAST, UP, Fault, expert_bias
 from benchmarks.record import ROOT, show
-from quaver.lab.cli import main as quaver
+from quaver.lab.report.run import read_runs
 from quaver.lab.report.statistics import STATISTICS
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.trainer.alarms import RunAlarms
@@ -37,8 +38,6 @@ STEPS, REMEDY_AFTER = 60, 40
 IMAGES = ROOT / "docs" / "images"
 WIDTH, COLORS = 1000, 48
 """Pixels and colors of a picture in the page."""
-TITLE = 0.01
-"""The share of a picture's height above the parts of report/picture.py."""
 
 Repair = Callable[[TrainedModel, dict[str, Any]], None]
 """Gets the states of before the fault."""
@@ -188,28 +187,19 @@ def main() -> None:
     for story in (each for each in STORIES if options.only in each.fault):
         runs = [told(story, options.out / f"{story.file}{end}", remedied=not end) for end in ("", "_control")]
         results.append(measured(story, *runs) | {"remedy": story.remedy, "statistic": story.statistic})
-        image = runs[0] / "report.png"
-        quaver(["report", str(runs[0]), "--png", str(image)])
+        image = runs[0] / "story.png"
+        draw_run(image, *read_runs(runs[:1]), next(each for each in STATISTICS if each.name == story.shown))
         if options.update_docs:
-            crop(image, IMAGES / f"story_{story.file}.png", story.shown)
+            shrink(image, IMAGES / f"story_{story.file}.png")
     (options.out / "stories.json").write_text(json.dumps(results, indent=1))
     show({"remedies": table(results)}, STORIES_PAGE, update=options.update_docs)
 
 
-def crop(image: Path, to: Path, statistic: str) -> None:
-    """The curves of a picture of `quaver report`, and its heat map of one statistic, smaller and in fewer colors."""
+def shrink(image: Path, to: Path) -> None:
+    """The picture, smaller and in fewer colors."""
     whole = Image.open(image).convert("RGB")
-    names = [each.name for each in STATISTICS]
-    units = 1 + 1.3 * len(names)
-    heights = [TITLE + (1 - TITLE) * (1 + 1.3 * index) / units for index in range(len(names) + 1)]
-    first = names.index(statistic)
-    parts = [(0.0, heights[0]), (heights[first], heights[first + 1])]
-    strips = [whole.crop((0, int(top * whole.height), whole.width, int(end * whole.height))) for top, end in parts]
-    joined = Image.new("RGB", (whole.width, sum(strip.height for strip in strips)))
-    for index, strip in enumerate(strips):
-        joined.paste(strip, (0, strips[0].height * index))
-    joined.thumbnail((WIDTH, WIDTH))
-    joined.quantize(COLORS, dither=Image.Dither.NONE).save(to, optimize=True)
+    whole.thumbnail((WIDTH, WIDTH))
+    whole.quantize(COLORS, dither=Image.Dither.NONE).save(to, optimize=True)
 
 
 def table(results: list[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""`quaver report RUN [RUN2 ...] [--html FILE] [--png FILE]`."""
+"""`quaver report RUN [RUN2 ...] [--html FILE]`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from quaver.lab.cli.console import make_table, show
 from quaver.lab.cli.errors import EXIT_NOT_WRITTEN, bad_input, print_error
 from quaver.lab.report.facts import facts_of, headline
 from quaver.lab.report.page import write_report
-from quaver.lab.report.picture import draw_report
 from quaver.lab.report.run import RunData, read_runs
 from quaver.lab.settings.fields import NotNegative, Settings, argument, expanded, setting
 from quaver.lab.settings.flags import parse_options
@@ -27,13 +26,10 @@ class Options(Settings):
 
     runs: tuple[str, ...] = argument("folders of quaver train, or numerics.jsonl files of quaver.monitor")
     html: str | None = setting(None, "File of the page; report.html in the folder of the first run by default.")
-    png: str | None = setting(None, "File of a picture, for where there is no browser.")
     top: NotNegative = setting(10, "Alarms to print of each run.")
 
     def check(self) -> None:
-        """Refuse a picture of another kind, and one run twice."""
-        if self.png is not None and not self.png.endswith(".png"):
-            raise ValueError(f"--png must be a file whose name ends with .png, got {self.png!r}")
+        """Refuse one run twice."""
         twice = [run for run in self.runs if self.runs.count(run) > 1]
         if twice:
             raise ValueError(f"expected different runs, got {twice[0]!r} twice")
@@ -48,17 +44,14 @@ def run(argv: list[str]) -> int:
             runs = read_runs(paths)
         first = paths[0] if paths[0].is_dir() else paths[0].parent
         page = writable(first / _PAGE if options.html is None else expanded(options.html), "--html")
-        image = None if options.png is None else writable(expanded(options.png), "--png")
     show(_views(runs, options.top))
-    files = {page: write_report} | ({} if image is None else {image: draw_report})
-    for file, write in files.items():
-        try:
-            with working(f"writing {file}"):
-                write(file, runs)
-        except OSError as error:
-            print_error(f"cannot write {file}: {error.strerror or error}")
-            return EXIT_NOT_WRITTEN
-        print(f"saved {file}")
+    try:
+        with working(f"writing {page}"):
+            write_report(page, runs)
+    except OSError as error:
+        print_error(f"cannot write {page}: {error.strerror or error}")
+        return EXIT_NOT_WRITTEN
+    print(f"saved {page}")
     return 0
 
 

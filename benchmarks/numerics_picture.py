@@ -1,8 +1,7 @@
-"""Draws the report of runs as one picture, for those without a browser."""
+"""Draws a run's curves and its heat map of one statistic: the pictures of docs/diagnosing.md."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from quaver.lab.report.maps import Limits, codes_of, every_of, limits_of
 from quaver.lab.report.merge import grid_of
 from quaver.lab.report.palette import SPECIAL, palette
 from quaver.lab.report.run import RunData
-from quaver.lab.report.series import Curve, curves, thinned
-from quaver.lab.report.statistics import BEST, MISSING, STATISTICS, WORST, Statistic
+from quaver.lab.report.series import curves, thinned
+from quaver.lab.report.statistics import BEST, MISSING, WORST, Statistic
 from quaver.numerics.record import Record
 
 _LINES = ("#0b5cad", "#c2410c", "#11773f", "#7a3e9d", "#8a6d00", "#5b6470")
@@ -27,59 +26,37 @@ _NONE = "#f5f7f9"
 _COLORS = ListedColormap([_NONE, SPECIAL["light"][0], *reversed(palette(WORST - 1)), *SPECIAL["light"][1:]])
 
 
-def draw_report(image: Path, runs: Sequence[RunData]) -> None:
-    """Write a PNG: the curves of all runs, and the heat maps of each run that has statistics.
-
-    Raises:
-        OSError: `image` cannot be written.
-    """
-    measured = [run for run in runs if run.numerics]
-    limits = limits_of([run.numerics for run in measured if run.numerics])
-    shown = [each for each in STATISTICS if each.name in limits]
-    image.parent.mkdir(parents=True, exist_ok=True)
-    title = " and ".join(run.label for run in runs)
-    with figure_of(image, (max(12, 8 * len(measured)), 2.6 + 3.4 * len(shown)), title=title) as figure:
-        ratios = [1.0, *[1.3] * len(shown)]
-        top, *parts = figure.subfigures(len(ratios), 1, squeeze=False, height_ratios=ratios)[:, 0]
-        _draw_curves(list(top.subplots(1, 4)), runs)
-        for statistic, part in zip(shown, parts, strict=True):
-            axes = part.subplots(1, len(measured), squeeze=False)
-            for axis, run in zip(axes[0], measured, strict=True):
-                _draw_map(axis, run, statistic, limits)
+def draw_run(image: Path, run: RunData, statistic: Statistic) -> None:
+    """Write a PNG of a run that has statistics."""
+    with figure_of(image, (12, 6), title=run.label) as figure:
+        top, bottom = figure.subfigures(2, 1, height_ratios=[1.0, 1.3])
+        _draw_curves(list(top.subplots(1, 4)), run)
+        _draw_map(bottom.subplots(), run, statistic)
 
 
-def _draw_curves(axes: list[Any], runs: Sequence[RunData]) -> None:
+def _draw_curves(axes: list[Any], run: RunData) -> None:
     panels = (
-        ("Loss (nats per token)", lambda run: curves(run.records, "loss"), 1),
-        ("Gradient norm", lambda run: curves(run.records, "grad_norm"), 1),
-        ("Tokens per second", lambda run: curves(run.records, "tokens_per_s"), 1),
-        ("Memory (GiB)", lambda run: memory_curves(run)[1], 2**30),
+        ("Loss (nats per token)", curves(run.records, "loss"), 1),
+        ("Gradient norm", curves(run.records, "grad_norm"), 1),
+        ("Tokens per second", curves(run.records, "tokens_per_s"), 1),
+        ("Memory (GiB)", memory_curves(run)[1], 2**30),
     )
-    for axis, (title, read, unit) in zip(axes, panels, strict=True):
-        found = [(_label(runs, run, curve), thinned(curve)) for run in runs for curve in read(run)]
-        for (label, curve), color in zip(found, [*_LINES] * len(found), strict=False):
-            axis.plot(curve.steps, np.array(curve.values) / unit, color=color, linewidth=0.9, label=label)
-        for run in runs:
-            for alarm in run.alarms:
-                axis.axvline(alarm["since"], color="#b3261e", linewidth=0.8, linestyle=":")
+    for axis, (title, found, unit) in zip(axes, panels, strict=True):
+        for curve, color in zip(map(thinned, found), _LINES, strict=False):
+            axis.plot(curve.steps, np.array(curve.values) / unit, color=color, linewidth=0.9)
+        for alarm in run.alarms:
+            axis.axvline(alarm["since"], color="#b3261e", linewidth=0.8, linestyle=":")
         axis.set_title(title)
         axis.set_xlabel("step")
         if not title.startswith(("Loss", "Gradient")):
-            axis.set_ylim(0, 1.1 * max((max(curve.values) for _, curve in found), default=1) / unit)
-        if len(found) > 1:
-            axis.legend(fontsize=7)
+            axis.set_ylim(0, 1.1 * max((max(curve.values) for curve in found), default=1) / unit)
 
 
-def _label(runs: Sequence[RunData], run: RunData, curve: Curve) -> str:
-    return " ".join(([run.label] if len(runs) > 1 else []) + ([curve.model] if len(run.models) > 1 else [])) or "run"
-
-
-def _draw_map(axis: Any, run: RunData, statistic: Statistic, limits: Limits) -> None:
-    axis.set_title(f"{statistic.title} ({statistic.unit}) of {run.label}", parse_math=False)
+def _draw_map(axis: Any, run: RunData, statistic: Statistic) -> None:
+    axis.set_title(f"{statistic.title} ({statistic.unit})")
     record = run.numerics
-    if record is None or statistic.name not in record.statistics:
-        axis.text(0.5, 0.5, "not recorded", ha="center", transform=axis.transAxes)
-        return
+    assert record is not None
+    limits = limits_of([record])
     cells, edges, names, row_of_tensor = _cells(record, statistic, limits)
     rows = np.arange(len(cells) + 1) - 0.5
     axis.pcolormesh(edges, rows, cells, cmap=_COLORS, vmin=0, vmax=255, rasterized=True)
