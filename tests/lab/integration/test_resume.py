@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import runpy
 import signal
 import subprocess
@@ -53,35 +52,6 @@ def wait_for(condition: Callable[[], bool], *processes: Forked) -> None:
 def has_steps(run: Path, number: int = 3) -> bool:
     metrics = run / "metrics.jsonl"
     return metrics.exists() and metrics.read_bytes().count(b"\n") >= number
-
-
-@pytest.mark.nightly  # each run kills one process at each step of a save, and ranks in test_optimizer_states.py
-def test_two_ranks_killed_at_a_random_step(where, tmp_path):
-    """FSDP2 with a float8 all-gather; then one process resumes from what two wrote."""
-    gather = ["--float8.enable_fsdp_float8_all_gather", "--training.global_batch_size=4"]
-    words = ["train", *where, *gather, "--job.name=killed", "--checkpoint.interval=2", "--checkpoint.resume=auto"]
-    run = tmp_path / "runs" / "killed"
-    ranks = quaver_on_ranks(2, [*words, "--training.steps=1000000"])
-    step = random.Random(2).randint(4, 12)
-    wait_for(lambda: (checkpoints(run).steps() or [0])[-1] >= step, *ranks)
-    for rank in ranks:
-        rank.send_signal(signal.SIGKILL)
-    for rank in ranks:
-        rank.communicate()
-    reached = checkpoints(run).steps()[-1]
-    resumed, *_ = [rank.finished() for rank in quaver_on_ranks(2, [*words, f"--training.steps={reached + 4}"])]
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"resumed      after step {reached}" in resumed.stdout
-
-    whole = ["train", *where, *gather, "--job.name=whole", f"--training.steps={reached + 4}"]
-    assert [rank.finished().returncode for rank in quaver_on_ranks(2, whole)] == [0, 0]
-    assert numbers(run) == numbers(tmp_path / "runs" / "whole")
-
-    alone = ["--float8.no-enable_fsdp_float8_all_gather", f"--training.steps={reached + 6}"]
-    assert main(["train", f"--resume={run}", *alone]) == 0
-    losses = numbers(run)
-    assert list(losses) == list(range(1, reached + 7))
-    assert losses[reached + 6][0] == pytest.approx(losses[reached + 4][0], rel=0.2)
 
 
 def test_ctrl_c_saves_and_the_run_resumes(where, tmp_path):

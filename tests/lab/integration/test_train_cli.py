@@ -102,9 +102,7 @@ def test_a_diverging_run_stops_with_one_line(where, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["none.toml"], "config file 'none.toml' does not exist"),
         (["."], "config file '.' is a folder; give its config.toml"),
-        (["--data", "none"], "data.path 'none' does not exist; give stdlib, a text file or a folder"),
         (["--data", "short.txt"], "give more text or a smaller training.seq_len"),
         (["--job.dump_folder", "short.txt"], "cannot write the run folder 'short.txt/r'"),
         (["--float8.filter_fqns", "proj", "lm_head"], "nothing|no linear"),

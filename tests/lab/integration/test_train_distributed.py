@@ -114,16 +114,8 @@ BAD = {
         [*ALL_GATHER, "--model.tie_word_embeddings", "--float8.filter_fqns=k_proj"],
         "the weight of lm_head is tied to model.embed_tokens, so it cannot be gathered in float8",
     ),
-    "flag": (["--parallelism.degree=2"], "unknown flag: 'parallelism.degree'"),
     "data": (["--data=none"], "data.path 'none' does not exist"),
-    "experts": ([*MIXTURE, *TENSOR], "model.n_experts must be 0 with parallelism.tensor_parallel_degree = 2, got 4"),
     "split": ([*MIXTURE, *SPLIT_BY_4], "must be a divisor of the 2 ranks over which FSDP2 shards, got 4"),
-    "dense": (SPLIT_BY_2, "model.n_experts must be above 0 with parallelism.expert_parallel_degree = 2, got 0"),
-    "uneven": (
-        [*MIXTURE, "--model.n_experts=5", *SPLIT_BY_2],
-        "model.n_experts must be a multiple of parallelism",
-    ),
-    "codes": ([*MIXTURE, "--float8.grad_weight_from_codes"], "float8.grad_weight_from_codes must be false without"),
     "folder": (["--job.name=used"], "has files already; give another job.name or remove it"),
 }
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quaver import Float8Linear
 from quaver.kernels import cpu
@@ -19,7 +18,6 @@ from quaver.lab.runs.errors import OutputError, OutputFailures
 from quaver.lab.settings import Profiling as ProfilingConfig
 from quaver.lab.settings import TrainConfig, Training
 from quaver.lab.trainer.profiling import Profiling
-from quaver.runtime.phases import phase, watch_phases
 from quaver.runtime.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -130,39 +128,6 @@ def test_how_often_each_phase_appears_for_one_linear(tmp_path, monkeypatch, reci
     if pure or not cpu.AVAILABLE:
         expected["quaver::amax"] = amaxes
     assert {name: count for name, count in found.items() if name in PHASES} == expected
-
-
-@phase("quaver::test")
-def double(tensor):
-    return tensor * 2
-
-
-def test_phases_are_nothing_to_the_compiler():
-    compiled = torch.compile(double, backend="eager", fullgraph=True)
-    one = torch.ones(3)
-    assert torch.equal(compiled(one), one * 2)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        with torch.profiler.profile():
-            compiled(one)
-        with watch_phases() as open_phases:
-            compiled(one)
-    assert open_phases == []
-
-
-def test_phases_are_nothing_to_a_tracer_of_fake_tensors():
-    with torch.profiler.profile(), FakeTensorMode():
-        assert double(torch.ones(3)).shape == (3,)
-
-
-def test_a_phase_that_raises_is_closed():
-    @phase("quaver::test")
-    def fail(tensor):
-        raise ValueError(tensor)
-
-    with watch_phases() as open_phases:
-        with pytest.raises(ValueError, match="1"):
-            fail(1)
-        assert open_phases == []
 
 
 def test_sigusr1_asks_for_the_next_step_of_each_model(tmp_path):
