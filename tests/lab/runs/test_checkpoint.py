@@ -21,7 +21,7 @@ from quaver.lab.trainer.optimizer import build_optimizer
 from quaver.lab.trainer.train import Run, prepare, train
 from quaver.optim import load_states_of
 from quaver.roofline.device_specs import peak_flops
-from tests.lab.trainer.conftest import resumable, tiny, write_text
+from tests.lab.conftest import resumable, tiny, write_text
 from tests.lab.trainer.runs import changed, numbers, run_to_end
 from tests.thinned import at_night
 
