@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 from rich.table import Table
@@ -29,25 +29,11 @@ from quaver.numerics.survey_sums import MatmulSums, survey_sums
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scaling import without_inf
 
+if TYPE_CHECKING:
+    from quaver.lab.cli.doctor_options import Doctor
+
 SHOWN = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 """The recipes with a column of the table; --json has all."""
-
-
-class Options(Protocol):
-    """The options of the verb that this file reads."""
-
-    @property
-    def data(self) -> str | None: ...
-    @property
-    def budget_db(self) -> float: ...
-    @property
-    def out(self) -> str | None: ...
-    @property
-    def sequences(self) -> int: ...
-    @property
-    def seq_len(self) -> int | None: ...
-    @property
-    def hardware(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +61,7 @@ class Survey:
         return "skipped" if name in self.skipped else self.recipes.of(name)
 
 
-def survey_model(path: str, options: Options) -> Survey:
+def survey_model(path: str, options: "Doctor") -> Survey:
     """Survey a model, and write its recipes. Raises OSError, ValueError and NotImplementedError for bad input."""
     out = None if options.out is None else expanded(options.out)
     if out is not None and out.exists():
