@@ -6,6 +6,7 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -41,6 +42,8 @@ GIB = 1 << 30
 LONGEST = max(RECIPES, key=len)
 CONFIG = Path(__file__).parents[3] / "train_configs" / "llama3_8b.toml"
 NAME = "model.layers.100.self_attn.q_proj"
+EXPERTS = "layers.*.feed_forward.experts.gate_up_proj"
+SOURCE = "quaver/lab/trainer/model/mixture_of_experts.py:123"
 
 
 class Terminal(io.StringIO):
@@ -166,6 +169,21 @@ def advice_views():
     return [views.advice_table(Advice([row, row], 80 * GIB, 1, None, "H200"))]
 
 
+def memory_views():
+    """The largest tensors, categories, and two runs compared, with the numbers of a large model."""
+    row = {"count": 128, "dtype": "bfloat16", "shape": "[8, 8192, 14336]", "bytes": 60 * GIB, "phase": "forward"}
+    row |= {"category": "saved_activations", "operator": "aten._scaled_mm", "module": EXPERTS, "source": SOURCE}
+    sizes = {"saved_activations": 60 * GIB, "optimizer_states": 200 * GIB}
+    taken = {"peak_bytes": 300 * GIB, "by_category": sizes, "at_peak": [], "saved_by_forward_bytes": 60 * GIB}
+    found = SimpleNamespace(**taken)
+    compared = {"label_a": "x", "label_b": "x", "peak_at_a": "forward", "peak_at_b": "forward"}
+    compared |= dict.fromkeys(("peak_a", "peak_b", "saved_a", "saved_b"), GIB)
+    comparison = SimpleNamespace(at=lambda moment: (), **compared)
+    with mock.patch.object(views, "merged_layers", return_value=[row] * 3):
+        tensors = views._tensor_table(found, 3)
+    return [tensors, views._category_table(found), next(views.comparison_views(comparison, found, found, 1))]
+
+
 def links_views():
     traffic = Traffic("dp_replicate", "reduce_scatter", "bfloat16", 512, 1024, 12345, 1022 * GIB)
     return views.links_views(Links("8: dp_shard 8", "rowwise", 10**11, 8, (traffic, traffic), 10**12), None)
@@ -197,6 +215,10 @@ def all_of_a_roofline():
 
 
 TABLES = {
+    "memory": (
+        memory_views,
+        ["60.000", "20.0%", "saved activations: 128 x bfloat16", "_scaled_mm", EXPERTS, SOURCE, f"{300 * GIB:,}"],
+    ),
     "memory --fit": (advice_views, ["1023 GiB", "0.000123 s", "10.0%"]),
     "memory --links": (links_views, ["dp_replicate", "512 / 1024", "reduce_scatter", "12,345", "1022 GiB"]),
     "doctor --model": (survey_of_a_model, [NAME, "grad_output", LONGEST, "25.1"]),
