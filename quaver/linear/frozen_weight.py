@@ -186,7 +186,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         if self.is_part:
             raise RuntimeError(
                 "a shard of a frozen float8 weight has no values of its own; read the weight while FSDP2 holds it "
-                "unsharded (model.unshard()), or the codes and weight_dequant_scale in the state_dict"
+                "unsharded (model.unshard()), or this rank's values in the state_dict"
             )
         return self.dequantized()
 

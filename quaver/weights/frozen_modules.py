@@ -2,8 +2,7 @@
 
 Their state_dicts hold a `FrozenState` for each weight (frozen_state.py), under the name that it has in high precision.
 They load those to the bit, and weights in high precision: those that the scales here hold exactly keep these scales,
-others are quantized. They also load plain codes with `weight_dequant_scale`, or `gate_up_proj_dequant_scale` and so on,
-next to them.
+others are quantized.
 """
 
 from __future__ import annotations
@@ -12,20 +11,15 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_of_module
-from quaver.fsdp.siblings import local_weight
 from quaver.linear.frozen_state import FrozenState
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.recipes.formats import FORMATS
 from quaver.torch_private.dtensor import distributed_like, is_dtensor, local_shape_and_offset, local_tensor
-
-SCALE_SUFFIX = "_dequant_scale"
-"""The suffix that makes the name of a weight that of its scales, where a state_dict has plain codes."""
 
 
 class FrozenModule(nn.Module):
@@ -49,15 +43,11 @@ class FrozenModule(nn.Module):
         is_transposed = getattr(self, "state_dict_is_transposed", False)
         for weight, local in self._frozen_weights():
             name = prefix + weight.name
-            value, scale = state_dict.get(name), None
-            if value is None:
+            if (value := state_dict.get(name)) is None:
                 continue
-            given = local_tensor(value)
-            if not (isinstance(given, FrozenFloat8Weight) and given.has_codes):  # beside these it is unexpected
-                scale = state_dict.pop(name + SCALE_SUFFIX, None)
             try:
                 value = value.t() if is_transposed and value.dim() == 2 else value
-                state_dict[name] = _loadable(local, value, scale, weight)
+                state_dict[name] = _loadable(local, value, weight)
             except ValueError as error:
                 lists[-1].append(f"{name}: {error}")
                 del state_dict[name]
@@ -68,48 +58,33 @@ class FrozenModule(nn.Module):
 class FrozenFloat8Linear(FrozenModule, Float8Linear):
     """A Float8Linear whose weight is stored in float8; `freeze_to_float8` makes it."""
 
-    @property
-    def weight_dequant_scale(self) -> Tensor:
-        """float32, (), [N, 1] or one a block; of the whole weight, also where FSDP2 shards it."""
-        return typing.cast(FrozenFloat8Weight, local_weight(self)).dequant_scale
-
 
 class FrozenFloat8Experts(FrozenModule, Float8Experts):
     """A Float8Experts whose weights are stored in float8; `freeze_to_float8` makes it."""
 
 
-def _loadable(own: FrozenFloat8Weight, value: Tensor, scale: Tensor | None, weight: ModuleWeight) -> Tensor:
+def _loadable(own: FrozenFloat8Weight, value: Tensor, weight: ModuleWeight) -> Tensor:
     """Make of a state_dict's `value` a frozen weight like `own`, this rank's part of `weight`.
 
     Raises:
         ValueError: codes, scales or values that `own` cannot have.
     """
-    local, power_of_2 = local_tensor(value), weight.config.round_scales_to_power_of_2
-    if isinstance(local, FrozenFloat8Weight) and local.has_codes:
-        loaded = FrozenFloat8Weight.from_state(*local.state())
-    elif isinstance(local, FrozenFloat8Weight) or local.dtype not in FORMATS:
-        values = local.to_high_precision() if isinstance(local, FrozenFloat8Weight) else local
-        if scale is not None or values.shape != own.shape:
-            expected = f"expected float8 codes {list(weight.parameter.shape)} and {weight.name}{SCALE_SUFFIX}"
-            raise ValueError(f"{expected}, got {value.dtype} {list(value.shape)}")
-        return _as(value, _of_values(own, values, weight.parameter))
-    elif scale is None or scale.shape != own.dequant_scale.shape or scale.dtype is not torch.float32:
-        expected = f"{weight.name}{SCALE_SUFFIX} {list(own.dequant_scale.shape)} in torch.float32 with float8 codes"
-        got = "none" if scale is None else f"{list(scale.shape)} in {scale.dtype}"
-        raise ValueError(f"expected {expected}, got {got}")
-    else:
-        loaded = own.like(local, scale, part=is_dtensor(value))
-    own.check_stored_alike(loaded)
-    if not loaded.is_meta:
-        loaded.check_numbers(power_of_2=power_of_2)
-    return _as(value, loaded)
-
-
-def _of_values(own: FrozenFloat8Weight, values: Tensor, parameter: Tensor) -> FrozenFloat8Weight:
-    """A weight of `values` with the scales of `own` where these hold them exactly, else with scales of its own."""
-    codes = _state(parameter, own).codes_of(values.to(own.data_fp8.device, own.dtype))
+    given = local_tensor(value)
+    if isinstance(given, FrozenFloat8Weight) and given.has_codes:
+        loaded = FrozenFloat8Weight.from_state(*given.state())
+        own.check_stored_alike(loaded)
+        if not loaded.is_meta:
+            loaded.check_numbers(power_of_2=weight.config.round_scales_to_power_of_2)
+        return _as(value, loaded)
+    values = given.to_high_precision() if isinstance(given, FrozenFloat8Weight) else given
+    if values.dtype in FORMATS or values.shape != own.shape:
+        raise ValueError(
+            f"expected {list(weight.parameter.shape)} in high precision, or a frozen weight's codes with their scales, "
+            f"got {value.dtype} {list(value.shape)}"
+        )
+    codes = _state(weight.parameter, own).codes_of(values.to(own.data_fp8.device, own.dtype))
     if codes is not None:
-        return own.like(codes)
+        return _as(value, own.like(codes))
     if own.is_part:
         raise ValueError(
             "the scales of this base do not hold these values, and a shard cannot have others; load them before "
