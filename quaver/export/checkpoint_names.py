@@ -21,7 +21,7 @@ import functools
 import importlib.util
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,30 +42,21 @@ KEPT_IN_FLOAT32 = "e_score_correction_bias"
 _LEAVES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 
 
-def _same(name: str) -> str:
-    return name
-
-
-def _own_name(name: str, known: set[str]) -> str:
-    return name
-
-
 @dataclass(frozen=True)
 class CheckpointNames:
     """The names in a checkpoint; see the top of the file. Names of the model are without wrappers."""
 
-    stacks: dict[str, list[Parts]] = field(default_factory=dict)
+    stacks: dict[str, list[Parts]]
     """The parts of each expert, by the name of the stack in the model."""
-    transposed: set[str] = field(default_factory=set)
+    transposed: set[str]
     """The stacks that the model holds as [E, K, N]; each matrix is [N, K] in the checkpoint."""
-    whole_stacks: list[str] = field(default_factory=list)
+    whole_stacks: list[str]
     """The stacks that checkpoints hold as the model does."""
-    renamed: Callable[[str], str] = _same
-    """The name of another tensor, or of a module with a dot at its end."""
-    other_name: Callable[[str, set[str]], str] = _own_name
-    """The name in the model, of those given, of a tensor under an older name, or under that of a larger model."""
-    base_prefix: str = ""
-    """The prefix of the base model, which may be loaded alone, in the names of the model."""
+    conversions: _Conversions
+
+    def renamed(self, name: str) -> str:
+        """The name of a tensor that is no stack, or of a module with a dot at its end."""
+        return self.conversions.renamed(name)
 
     def parts(self, name: str) -> list[Parts]:
         """The names of the parts of each matrix of a stack; another tensor is one part."""
@@ -110,7 +101,7 @@ class CheckpointNames:
         parts = {each: part for part, each in self.stored_parts(stored).items()}
         named = {each: each if each in known else owners.get(parts.get(each, each)) for each in stored}
         free = known.difference(named.values())
-        return {each: name or self.other_name(each, free) for each, name in named.items()}
+        return {each: name or self.conversions.other_name(each, free) for each, name in named.items()}
 
     def stored_parts(self, stored: Iterable[str]) -> dict[str, str]:
         """The stored name of each matrix of the stacks: its own, or that in a larger model or in one of its parts."""
@@ -143,9 +134,7 @@ def checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> Checkpoin
                 whole_stacks.append(name)
             else:
                 stacks[name] = parts
-    base = getattr(model, "base_model_prefix", "") if conversions.is_known else ""
-    prefix = f"{base}." if base else ""
-    return CheckpointNames(stacks, transposed, whole_stacks, conversions.renamed, conversions.other_name, prefix)
+    return CheckpointNames(stacks, transposed, whole_stacks, conversions)
 
 
 def _class_before(experts: nn.Module) -> str:
@@ -174,6 +163,9 @@ class _Conversions:
     def __init__(self, model: nn.Module) -> None:
         self._model = typing.cast(Any, model)
         self.is_known = is_of_transformers(model)
+        base = self._model.base_model_prefix if self.is_known else ""
+        self.base_prefix = f"{base}." if base else ""
+        """The prefix of the base model, which may be loaded alone, in the names of the model."""
         self._converters: list[Any] = []
         self._renamings: list[Any] = []
         if self.is_known:

@@ -11,7 +11,8 @@ The scales are no tensors of the state dict: a training that changes keys and va
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -162,12 +163,18 @@ def set_kv_scales(model: nn.Module, scales: Mapping[str, float]) -> None:
         modules[owner].__dict__.setdefault(_ATTRIBUTE, {})[leaf] = scales[stored]
 
 
-def stored_kv_scales(names: list[str]) -> dict[str, tuple[str, ...]]:
-    """The names in a model, one or two, of the scales of a file's KV cache, by the name in the file."""
-    found = {}
+def stored_kv_scales(names: list[str], quantized: Container[str]) -> dict[str, tuple[str, ...]]:
+    """The names in a model, one or two, of the scales of a file's KV cache, by the name in the file.
+
+    Other modules have such names, too: an attention has both scales, or is one of the `quantized` modules.
+    """
+    found: dict[str, tuple[str, ...]] = {}
     for name in names:
         suffix = next((leaf for leaf in _STORED if name.endswith(f".{leaf}")), None)
         owner = name.removesuffix(f".{suffix}")
         if suffix is not None and not owner.endswith("_proj"):
             found[name] = tuple(f"{owner}.{leaf}" for leaf in _STORED[suffix])
-    return found
+    in_model = set(itertools.chain(*found.values()))
+    attentions = {name: of_model[0].rpartition(".")[0] for name, of_model in found.items()}
+    both = [each for each in attentions.values() if in_model.issuperset(f"{each}.{leaf}" for leaf in LEAVES)]
+    return {name: found[name] for name, each in attentions.items() if each in quantized or each in both}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from quaver.conversion.quantized_configs import QUANTIZATION_KEYS
 from quaver.export.formats import METHODS
 from quaver.export.formats.stored import StoredFormat
-from quaver.export.kv_cache import LEAVES, stored_kv_scales
+from quaver.export.kv_cache import stored_kv_scales
 from quaver.runtime.names import listed
 
 CODES = ("F8_E4M3", "F8_E5M2")
@@ -141,7 +141,7 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
         scale_of[name] = scales[0] if scales else None
     used = set(scale_of.values())
     unused, quantized = [name for name in dtypes if name not in used], _quantized_modules(found_scales)
-    of_cache = _of_caches(unused, quantized)
+    of_cache = stored_kv_scales(unused, quantized)
     left_out = [name for name in unused if name in of_cache or _is_left_out(name, found_scales, quantized)]
     lost = [
         name
@@ -179,18 +179,3 @@ def _is_left_out(name: str, float8: Container[str], quantized: set[str]) -> bool
         return not quantized.isdisjoint((module, module.rpartition(".")[0]))
     stacks = (name.removesuffix(f"_{each}") for each in _OF_ACTIVATIONS if name.endswith(f"_{each}"))
     return any(stack in float8 or f"{stack}_weight" in float8 for stack in stacks)
-
-
-def _of_caches(names: list[str], quantized: set[str]) -> dict[str, tuple[str, ...]]:
-    """The scales of keys and values in a KV cache, as `stored_kv_scales` names them.
-
-    Both are there, or the attention is quantized.
-    """
-    found = stored_kv_scales(names)
-    in_model = {each for of_model in found.values() for each in of_model}
-    attention_of = {name: of_model[0].rpartition(".")[0] for name, of_model in found.items()}
-    return {
-        name: found[name]
-        for name, attention in attention_of.items()
-        if attention in quantized or in_model.issuperset(f"{attention}.{leaf}" for leaf in LEAVES)
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -206,12 +207,14 @@ class ModelTensors(Mapping[str, Tensor]):
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
         self.parts: dict[str, list[Parts]] = {}
         stacks: dict[str, list[Parts]] = {}
-        self._stored_parts = self._names.stored_parts(checkpoint)
+        stored_parts = self._names.stored_parts(checkpoint)
         beyond, in_model = [], self._names.in_model(tensors, checkpoint)
         prefix = next((each for each in PREFIXES if any(s == f"{each}{name}" for s, name in in_model.items())), "")
         for stored, name in in_model.items():
             if name in self._names.stacks and stored != name:
-                stacks[name] = [tuple(map(self._stored_part, parts)) for parts in self._names.stacks[name]]
+                stacks[name] = [
+                    tuple(stored_parts.get(part, part) for part in parts) for parts in self._names.stacks[name]
+                ]
             elif name in tensors:
                 self.parts[name] = [(stored,)]
                 if isinstance(tensors[name], Tensor):
@@ -238,10 +241,6 @@ class ModelTensors(Mapping[str, Tensor]):
         self.parts |= tied
         return set(tied)
 
-    def _stored_part(self, part: str) -> str:
-        """The name in the checkpoint of a matrix of a stack."""
-        return self._stored_parts.get(part, part)
-
     def _check(self, stack: list[Parts]) -> None:
         missing = [part for parts in stack for part in parts if part not in self._checkpoint]
         if missing:
@@ -258,9 +257,9 @@ class ModelTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.stacks:
             return self._checkpoint[self.parts[name][0][0]]
-        return self._names.stacked(
-            name, self.shape(name), self._checkpoint.dtype, lambda part: self._checkpoint[self._stored_part(part)]
-        )
+        stored = dict(zip(self._names.of(name), itertools.chain(*self.parts[name]), strict=True))
+        dtype = self._checkpoint.dtype
+        return self._names.stacked(name, self.shape(name), dtype, lambda part: self._checkpoint[stored[part]])
 
     def shape(self, name: str) -> list[int]:
         """The shape of a tensor, from the headers of the files."""

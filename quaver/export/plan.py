@@ -175,7 +175,8 @@ def _ignored(
     ignored = {module for name in matrices for module in _modules_in_readers(name, checkpoint)}
     quantized = {module for name in in_float8 for module in checkpoint.modules(name)}
     ends = {module[dot + 1 :] for module in quantized for dot, each in enumerate(module) if each == "."}
-    ignored |= {module.removeprefix(checkpoint.base_prefix) for module in ignored} - ends  # of the base model alone
+    base = checkpoint.conversions.base_prefix  # of a model that is loaded without its head
+    ignored |= {module.removeprefix(base) for module in ignored} - ends
     while quantized:
         ignored -= quantized
         quantized = {module.rpartition(".")[0] for module in quantized if module}

@@ -16,13 +16,9 @@ A float8 weight `<linear>.weight`, e4m3 [N, K], comes with its scale, float32: [
 [ceil(N / 128), ceil(K / 128)] per block; or the bytes of E8M0, uint8 [N, K / 32]; value = code * scale. It is called
 `<linear>.weight_scale`, in fp8 `<linear>.weight_scale_inv`. Static activations add `<linear>.input_scale`, [1].
 
-The formats of 128 x 128 hold the codes of the recipe `blockwise` and of weights that `freeze_to_float8` stored so,
-compressed-tensors-mxfp8 those of `mxfp8`, whose 32 x 32 blocks have 32 equal rows of scales; weights of other recipes
-are quantized again. Under a blockwise config compressed-tensors is that of the two which has its blocks.
-
-comfyui is one file for ComfyUI; it holds the codes of recipes with one scale and of `mxfp8`.
-
-Folders of other writers are read by their `quant_method`, see `METHODS`; docs/export.md lists who writes which layout.
+Weights whose codes a format cannot hold are quantized again. The 32 x 32 blocks of `mxfp8` are 32 equal rows of scales.
+Under a blockwise config compressed-tensors is that of the two which has its blocks. Folders of other writers are read
+by their `quant_method`, see `METHODS`; docs/export.md lists who writes which layout.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from typing import Any
 
 import torch
 
-from quaver.export.formats import compressed_tensors, fp8, modelopt
+from quaver.export.formats import compressed_tensors, fp8
 from quaver.export.formats.base import WeightFormat
 from quaver.export.formats.comfyui import COMFYUI, ComfyUI
 from quaver.export.formats.stored import StoredFormat, with_blocks
@@ -57,13 +53,17 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], StoredFormat]] = {
     COMPRESSED_TENSORS: compressed_tensors.stored_format,
     fp8.METHOD: partial(with_blocks, fp8.METHOD),
     "fbgemm_fp8": partial(with_blocks, "fbgemm_fp8", by_token=True),
-    "modelopt": modelopt.stored_format,
+    "modelopt": lambda config: with_blocks("modelopt", config, by_token=_by_token(config.get("quant_algo"))),
     "mxfp8": partial(with_blocks, "mxfp8", by_token=True),
     "quark": partial(with_blocks, "quark"),
 }
 """The formats that are read, by `quant_method` in config.json: what a quantization_config says of float8 weights. They
 raise ValueError or NotImplementedError.
 """
+
+
+def _by_token(algorithm: object) -> bool:
+    return "TOKEN" in str(algorithm) or "_PB" in str(algorithm)
 
 
 def format_named(format: str) -> type[WeightFormat]:

