@@ -12,8 +12,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from quaver import convert_to_high_precision
 from quaver.export import load_float8, load_frozen
-from quaver.export.files import StoredTensors
-from quaver.lab.cli import main
 from tests.steps import assert_same
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -233,12 +231,3 @@ def test_a_layout_is_frozen_with_its_codes_or_refused(layout, written):
     for name in (each for each in codes if "_proj" in each):
         assert_same(frozen.get_parameter(name).data_fp8.view(torch.uint8), codes[name][0].view(torch.uint8), name)
     assert_same(convert_to_high_precision(frozen).state_dict(), dict(load_float8(folder, dtype=torch.float32)))
-
-
-@pytest.mark.parametrize("layout", ["AutoFP8", "modelopt MXFP8"])
-def test_a_layout_is_imported(layout, written, tmp_path):
-    folder, _ = written(layout)
-    assert main(["import", str(folder), str(tmp_path / "out"), "--dtype", "float32"]) == 0
-    assert_same(dict(StoredTensors(tmp_path / "out")), dict(load_float8(folder, dtype=torch.float32)))
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert getattr(trained.config, "quantization_config", None) is None
