@@ -7,7 +7,7 @@ README.md             the same for people
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -84,10 +84,8 @@ def _sha256(path: Path) -> str:
 
 
 def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
-    yield "# Float8 weights"
-    yield ""
-    yield f"Exported by quaver {version('quaver')} in the format `{record['format']}`."
-    yield ""
+    yield from ("# Float8 weights", "")
+    yield from (f"Exported by quaver {version('quaver')} in the format `{record['format']}`.", "")
     for name in ("source", "recipe", "step"):
         if record.get(name) is not None:
             yield f"- {name}: {record[name]}"
@@ -97,19 +95,12 @@ def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
             "- A write, as the merge of an adapter, has quantized these weights again, in float8: the merged model's "
             "logits differ from those with the adapter beside its base. SQNR of the written weight in dB:"
         )
-        yield ""
-        yield "| weight (of experts, the stack) | after the write |"
-        yield "| --- | ---: |"
-        for name, decibels in written.items():
-            yield f"| {name} | {_decibels(decibels)} |"
+        yield from _table("weight (of experts, the stack)", ["after the write"], {n: [db] for n, db in written.items()})
         yield ""
     if requantized:
         yield "- Codes of these weights differ from those of the training forward; SQNR of the weight in dB:"
-        yield ""
-        yield "| weight (of experts, the worst one) | training | stored |"
-        yield "| --- | ---: | ---: |"
-        for name, each in requantized.items():
-            yield f"| {name} | {_decibels(each['training_db'])} | {_decibels(each['stored_db'])} |"
+        rows = {name: [each["training_db"], each["stored_db"]] for name, each in requantized.items()}
+        yield from _table("weight (of experts, the worst one)", ["training", "stored"], rows)
     else:
         whose = "the forward of the merged model" if written else "the training forward"
         yield f"- Codes and scales are those of {whose}, to the bit."
@@ -121,9 +112,7 @@ def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
         )
     if record["whole_stacks"]:
         yield f"- Experts that were float8 in training stay in high precision: {listed(record['whole_stacks'])}."
-    yield ""
-    yield "## Logits"
-    yield ""
+    yield from ("", "## Logits", "")
     logits = record.get("logits")
     if logits is None:
         yield "Not measured; `quaver export --measure-tokens N` does."
@@ -133,12 +122,14 @@ def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
             f"multiplied in high precision: SQNR {_decibels(logits['sqnr_db'])} dB, largest difference "
             f"{logits['max_difference']:.4g}, the same most likely token at {logits['same_argmax']:.1%} of positions."
         )
-    yield ""
-    yield "## Conversion"
-    yield ""
-    yield "```"
-    yield str(report)
-    yield "```"
+    yield from ("", "## Conversion", "", "```", str(report), "```")
+
+
+def _table(name: str, columns: list[str], rows: Mapping[str, list[float | None]]) -> Iterator[str]:
+    """A table of decibels by weight."""
+    yield from ("", f"| {' | '.join([name, *columns])} |", f"| --- |{' ---: |' * len(columns)}")
+    for weight, decibels in rows.items():
+        yield f"| {' | '.join([weight, *map(_decibels, decibels)])} |"
 
 
 def _decibels(value: float | None) -> str:

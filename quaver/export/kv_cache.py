@@ -124,11 +124,8 @@ def _measured(amaxes: dict[str, list[Tensor]]) -> dict[str, dict[str, float]]:
     if bad or not largest:
         found = f"the amaxes of keys and values are {listed(bad)}" if bad else "no batch reached an attention"
         raise RuntimeError(f"calibration of the KV cache: {found}; no scale was changed")
-    return {name: dict(zip(LEAVES, map(_scale, each), strict=True)) for name, each in largest.items()}
-
-
-def _scale(amax: float) -> float:
-    return torch.tensor(amax / E4M3.max, dtype=torch.float32).item()
+    scales = torch.tensor([[amax / E4M3.max for amax in each] for each in largest.values()], dtype=torch.float32)
+    return {name: dict(zip(LEAVES, each, strict=True)) for name, each in zip(largest, scales.tolist(), strict=True)}
 
 
 def kv_scales_of(model: nn.Module) -> dict[str, float]:

@@ -32,6 +32,8 @@ class Plan:
     """The float8 linears that stay in high precision, because transformers reads no others for them in the format."""
     names: list[str]
     """The tensors of the model in its own order, a tied one once."""
+    given: dict[str, str]
+    """The name of each tensor among `weights` that a user gave, which may be those of a checkpoint."""
     checkpoint: CheckpointNames
     ignore: list[str]
     """The modules whose matrices stay in high precision, under the names of the model and of the checkpoint."""
@@ -86,8 +88,8 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
         raise ValueError(
             f"a tied weight cannot be stored in float8: {listed(both)}; filter the linear out, or untie it"
         )
-    if weights is not None:
-        names = _names_of_given(names, weights, checkpoint, float8)
+    given = {} if weights is None else _given(names, weights, checkpoint, float8)
+    names = names if weights is None else list(given)
     ignore = _ignored(model, names, tied, float8, checkpoint)
     sizes = {name: _size(name, each, checkpoint) for name, each in float8.items()}
     stored.check(model, sizes, ignore)
@@ -99,6 +101,7 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
         whole_stacks=whole + _stacks_of_torchtitan(model),
         kept=kept,
         names=names,
+        given=given,
         checkpoint=checkpoint,
         ignore=ignore,
         format=stored,
@@ -142,22 +145,22 @@ def _one_format(format: str, float8: Mapping[str, ModuleWeight]) -> tuple[Float8
     return next(iter(configs.values())), stored[0]
 
 
-def _names_of_given(
+def _given(
     names: list[str], weights: Mapping[str, Tensor], checkpoint: CheckpointNames, float8: Iterable[str]
-) -> list[str]:
-    """The names in the model of the tensors that a user gave, in their order."""
-    given = checkpoint.in_model(names, weights)
-    missing = [name for name in float8 if name not in given.values()]
+) -> dict[str, str]:
+    """The name that a user gave each tensor, or the last matrix of a stack, by the names in the model."""
+    given = {name: stored for stored, name in checkpoint.in_model(names, weights).items()}
+    missing = [name for name in float8 if name not in given]
     missing += [
         part
         for name in checkpoint.stacks
-        if name in given.values() and name not in weights
+        if name in given and name not in weights
         for part in checkpoint.of(name)
         if part not in weights
     ]
     if missing:
         raise ValueError(f"the weights lack those of linears of the model: {listed(missing)}")
-    return list(dict.fromkeys(given.values()))
+    return given
 
 
 def _ignored(

@@ -122,9 +122,6 @@ class Float8Weights:
         self.bytes_yielded = self.bytes_moved = 0
         self.requantized: dict[str, Requantized] = {}
         self._weights = weights if weights is not None else named_tensors(model)
-        self._given = {
-            name: stored for stored, name in self.plan.checkpoint.in_model(self.plan.names, weights or ()).items()
-        }
         is_file = self.plan.format.is_file
         self._shares = share_fused_scales and self.plan.format.weights == "tensor" and not is_file
         self._dtype, self._forward_dtype = dtype, forward_dtype
@@ -268,7 +265,7 @@ class Float8Weights:
 
     def _held(self, name: str) -> Tensor:
         """A tensor under its name in the model or in a checkpoint."""
-        return self._weights[name if name in self._weights else self._given.get(name, name)]
+        return self._weights[name if name in self._weights else self.plan.given.get(name, name)]
 
     def _whole(self, name: str) -> Tensor:
         tensor = self._held(name).detach()

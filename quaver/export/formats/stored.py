@@ -30,9 +30,9 @@ class StoredScale(NamedTuple):
     """The scale of a matrix [N, K]."""
 
     values: Tensor
-    """float32: () of the whole matrix, [N, 1] of rows, [1, K] of columns, or one a block."""
+    """float32: () of the whole matrix, [N, 1] of rows, or one a block, which a column may be."""
     kind: str
-    """tensor, channel, column, or block ROWS x COLUMNS."""
+    """tensor, channel, or block ROWS x COLUMNS."""
     block_size: tuple[int, int] | None = None
 
     def dequantized(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,8 +109,8 @@ class StoredFormat:
                 return StoredScale(values.reshape(()), "tensor")
             if counts in ((rows,), (rows, 1)) and rows > 1:
                 return StoredScale(values.reshape(rows, 1), "channel")
-            if counts in ((columns,), (1, columns)):
-                return StoredScale(values.reshape(1, columns), "column")
+            if counts == (columns,):
+                counts = 1, columns
             if len(counts) == 2 and counts != (1, 1):
                 sizes = list(_exact_blocks(shape, counts))
         if len(sizes) != 1:
@@ -122,7 +122,7 @@ class StoredFormat:
                 f"{' or '.join(blocks)}, got {list(stored.shape)}"
                 + ("" if self.block_sizes else "; weight_block_size in config.json says which blocks")
             )
-        values, size = _in_squares(values, sizes[0])
+        values, size = _in_squares(values.reshape(counts), sizes[0])
         return StoredScale(values, f"block {size[0]} x {size[1]}", size)
 
 

@@ -339,7 +339,7 @@ def test_a_checkpoint_that_does_not_fit(exported, tmp_path):
                 {"layer.v_proj.weight_scale": torch.ones(1, 128)},
                 None,
                 NotImplementedError,
-                "scales of one granularity of .* got channel, column; use load_float8",
+                "scales of one granularity of .* got block 128 x 1, channel; use load_float8",
             ),
             (
                 {"layer.v_proj.weight": stored["layer.v_proj.weight"].to(torch.float8_e5m2)},
