@@ -46,7 +46,7 @@ FORMATS: dict[str, type[WeightFormat]] = {
 }
 """The formats that are written, by the name that `save_float8` takes."""
 
-CONTROL = {"high-precision": compressed_tensors.HighPrecision}
+CONTROL = {"high-precision": WeightFormat}
 """The control, which `iter_float8_weights` takes: the same names in high precision."""
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], StoredFormat]] = {

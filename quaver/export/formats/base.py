@@ -122,8 +122,10 @@ class WeightFormat:
             ignore: names the modules that stay in high precision.
             cut_inputs: names those whose inputs are no multiple of 128.
             has_kv_scales: whether the checkpoint has scales of a KV cache.
+        Raises:
+            NotImplementedError: the control, which no folder holds.
         """
-        raise NotImplementedError
+        raise NotImplementedError("format: high-precision is for iter_float8_weights; save_pretrained writes a folder")
 
     @classmethod
     def left_out(cls, model: nn.Module, linears: Sequence[str], stacks: Sequence[str]) -> list[str]:

@@ -97,15 +97,6 @@ class CompressedTensorsMXFP8(CompressedTensors):
         return cls("group", "group")
 
 
-class HighPrecision(CompressedTensors):
-    """The control, in which nothing is in float8."""
-
-    has_linears = False
-
-    def check(self, model: nn.Module, sizes: Mapping[str, Sequence[int]], ignore: Sequence[str]) -> None:
-        pass
-
-
 def has_mx_scales(weight: CastConfig) -> bool:
     """Whether MXFP8 holds the scales of this cast."""
     return weight.scale_calculation_mode is not None and weight.known_layout("export").columns == GROUP_SIZE

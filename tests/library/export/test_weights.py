@@ -16,7 +16,7 @@ from quaver import (
     freeze_to_float8,
     sync_float8_amax_and_scale_history,
 )
-from quaver.export import iter_float8_weights
+from quaver.export import iter_float8_weights, save_float8
 from quaver.export.formats import weight_format
 from quaver.recipes.scaling import dynamic_cast_blocks
 from tests.library.export.models import PROJECTIONS, Tiny, tiny
@@ -170,10 +170,13 @@ def test_static_activations_have_the_scale_of_the_forward():
         dict(iter_float8_weights(tiny("delayed_with_dynamic_weight")))
 
 
-def test_high_precision_is_the_control():
+def test_high_precision_is_the_control(tmp_path):
     model = tiny()
     plain = dict(iter_float8_weights(model, format="high-precision", dtype=torch.bfloat16))
     assert_same(plain, model.bfloat16().state_dict())
+    with pytest.raises(NotImplementedError, match="high-precision is for iter_float8_weights; save_pretrained writes"):
+        save_float8(model, tmp_path / "out", config={}, format="high-precision")
+    assert not list(tmp_path.iterdir())
 
 
 def test_wrappers_leave_names_as_they_are():
