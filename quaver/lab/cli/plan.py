@@ -46,8 +46,8 @@ _THOUSANDS = {"": 1, "k": 1000, "m": 1000**2, "b": 1000**3}
 
 @dataclass(frozen=True)
 class PlanOptions(Settings):
-    """Find the layouts and recipes with which a run is fastest on a cluster, and what limits them. Memory is predicted,
-    the time of a step is simulated. Needs no GPU. The flags of quaver train are accepted too.
+    """Find the layouts and recipes with which a run is fastest on a cluster, and what limits them. Memory is
+    estimated, the time of a step is simulated. Needs no GPU. The flags of quaver train are accepted too.
     """
 
     gpus: MostRanks = setting(8, "GPUs of the run.")
@@ -68,8 +68,7 @@ class PlanOptions(Settings):
     store_less: bool = setting(
         False, "Also try a bfloat16 residual stream, float8 optimizer states and saved activations: other numbers."
     )
-    top: AtLeast1 = setting(3, "Fastest layouts to predict and print.")
-    quick: bool = setting(False, "Estimate memory in closed form, within 10%, instead of predicting it: seconds.")
+    top: AtLeast1 = setting(3, "Fastest layouts to print.")
     explain: AtLeast1 | None = setting(None, "Row to explain: its links and limits, and a picture of its step.")
     png: str = setting("runs/plan.png", "File of the picture, with --explain.")
     ledger: bool = setting(
@@ -169,7 +168,7 @@ def run(argv: list[str]) -> int:
         if options.write is not None:
             check_target(config, options.gpus, options.nodes_of, Path(options.write))
         with working("planning") as tell:
-            found = search(layouts, cluster, memory, top=options.top, quick=options.quick, progress=tell)
+            found = search(layouts, cluster, memory, top=options.top, progress=tell)
         if not found.rows:
             raise ValueError(_nothing_fits(found, spec, memory))
         for option, number in (("--explain", options.explain), ("--row", options.row if options.write else None)):
@@ -184,9 +183,6 @@ def run(argv: list[str]) -> int:
 
 
 def _nothing_fits(found: Found, spec: DeviceSpec, memory: int) -> str:
-    if found.nearest is None:
-        reasons = "; ".join(found.not_predicted) or "no reason"
-        return f"no layout was predicted to fit: {reasons}"
     candidate, needed = found.nearest
     return (
         f"no layout fits into {memory / 2**30:.1f} GiB of an {spec.name}: the nearest, {candidate.precision} on "
@@ -226,14 +222,12 @@ def _views(
     elif best is None:
         yield "no layout in bfloat16 was found to fit"
     yield f"row 1: {'; '.join(limits[0])}"
-    for reason, number in found.not_predicted.items():
-        yield f"memory not predicted for {number}: {reason}"
-    if found.is_cut:
-        yield "the search ended after the memory of so many layouts: others may fit, too"
     if options.explain is not None:
         yield from _explained(found.rows[options.explain - 1], limits[options.explain - 1], options, cluster)
-    if options.quick:
-        yield "memory is estimated within 10%: a layout near the limit may not fit; without --quick it is predicted"
+    yield (
+        f"memory is estimated within 10%: a layout near the limit may not fit; `quaver memory` with --ranks "
+        f"{options.gpus} predicts that of a row which --write has written"
+    )
     yield f"{sustained_in_words(cluster.spec)}; times are simulated, not measured: docs/plan.md has published runs"
 
 
@@ -263,7 +257,7 @@ def _cells(number: int, row: Row, cluster: Cluster) -> tuple[str, ...]:
         row.candidate.gathered_words,
         f"{row.run.local_batch}x{row.run.micro_batches}",
         row.candidate.saved_words,
-        f"{row.peak.bytes / 2**30:.1f}",
+        f"{row.peak_bytes / 2**30:.1f}",
         _thousands(row.run.step_tokens),
         f"{row.seconds:.3g}",
         f"{row.tokens_per_s:,.0f}",
@@ -333,7 +327,7 @@ def _write(options: PlanOptions, found: Found, limits: list[list[str]], cluster:
         row = found.rows[options.row - 1]
         comment = (
             f"{row.candidate.precision} on {options.gpus} x {cluster.spec.name}: {row.candidate.words}.\n"
-            f"Predicted peak {row.peak.bytes / 2**30:.1f} GiB; simulated {row.tokens_per_s:,.0f} tokens/s per GPU."
+            f"Estimated peak {row.peak_bytes / 2**30:.1f} GiB; simulated {row.tokens_per_s:,.0f} tokens/s per GPU."
         )
         with bad_input():
             files += write_run(
@@ -348,7 +342,7 @@ def _json_of(row: Row, limits: list[str], cluster: Cluster) -> dict[str, Any]:
         "precision": row.candidate.precision,
         "mesh": row.candidate.layout.mesh,
         "expert_parallel": row.candidate.layout.expert,
-        "peak_bytes": row.peak.bytes,
+        "peak_bytes": row.peak_bytes,
         "step_seconds": row.seconds,
         "tokens_per_second_per_gpu": row.tokens_per_s,
         "step_tokens": row.run.step_tokens,

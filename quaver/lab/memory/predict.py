@@ -57,8 +57,6 @@ class Prediction:
     """The number of values that the step read; each was 1 ([Note: values that are read] in fakes.py)."""
     notes: tuple[str, ...] = ()
     """Assumptions of an estimate."""
-    modules: tuple[str, ...] = field(default=(), repr=False)
-    """By event, from the second row of the timeline: the module that allocated what the event changed."""
 
     @property
     def peak_bytes(self) -> int:
@@ -235,7 +233,7 @@ def record_step(
     saved_bytes = 0 if backward is None else timeline.added_bytes(backward)
     at_peak = timeline.allocation(report["peak_event"])
     module, operator = ("", "") if at_peak is None else (at_peak.module, at_peak.operator or "")
-    return Prediction(report, saved_bytes, module, operator, reads=0, modules=timeline.modules())
+    return Prediction(report, saved_bytes, module, operator, reads=0)
 
 
 def _plain(model: nn.Module) -> nn.Module:

@@ -16,8 +16,8 @@ feed-forward and the vocabulary; a block has P weights on this tensor parallel r
 All blocks are taken to be alike: a linear that is in float8 in some of them has that share of it in each. Layers with
 a recipe of their own count as the run's.
 
-The terms are those that `quaver.lab.plan.memory.peak_of` has, which takes seconds; tests/lab/plan/test_estimate.py
-holds the two within 5% of each other.
+`quaver.lab.memory.runs.predict.predict_memory` predicts the peak to the byte, in seconds to minutes;
+tests/lab/plan/test_estimate.py holds the two within 5% of each other.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Weight:
 
 
 def estimated_peak(config: TrainConfig, ranks: int = 1) -> int:
-    """About the bytes of `peak_of(config, ranks)` on a GPU.
+    """About the peak bytes of `predict_memory(config, ranks)` for a GPU.
 
     Raises:
         ValueError: the degrees do not fit the ranks, as `resolve` says.

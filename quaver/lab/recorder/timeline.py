@@ -39,10 +39,6 @@ class Timeline:
         """The allocation that an event changed; None for event 0, the begin of the recording."""
         return self._recorder.log[event - 1].allocation if event else None
 
-    def modules(self) -> tuple[str, ...]:
-        """The module of each event's allocation; empty where the timeline is."""
-        return tuple(entry.allocation.module for entry in self._recorder.log) if self.exact else ()
-
     def added_bytes(self, event: int) -> int:
         """Bytes alive after an event that were not alive at the begin of the recording."""
         return added_bytes(self._recorder, event)

@@ -18,6 +18,7 @@ from quaver.lab.settings import ActivationCheckpoint, Data, Float8, Model, Optim
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.lab.trainer.model import Block
+from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.runtime.ranks import Ranks
 from tests.lab.integration.train_on_ranks import compile_quickly
 from tests.lab.trainer.runs import changed, run_to_end
@@ -164,6 +165,19 @@ def test_llama_8b_on_8_ranks_takes_less_than_a_minute():
     assert prediction.by_category["parameters"] == pytest.approx(4 * 8_030_261_248 / 8, rel=0.001)
     # Logits in float32, their log-softmax and its gradient, of 8192 tokens, are the largest tensors at the peak.
     assert (prediction.at_peak[0]["shape"], prediction.at_peak[0]["dtype"]) == ([8192, 128256], "float32")
+
+
+def test_the_second_step_is_recorded_and_one_micro_batch_comes_before(tiny_config, monkeypatch):
+    sizes, train_step = [], TrainedModel.train_step
+
+    def counted(trained, number, batches):
+        sizes.append(len(batches))
+        return train_step(trained, number, batches)
+
+    monkeypatch.setattr(TrainedModel, "train_step", counted)
+    size = 3 * tiny_config.training.local_batch_size
+    predict_memory(changed(tiny_config, model={"n_layers": 1}, training={"global_batch_size": size}))
+    assert sizes == [1, 3]
 
 
 def test_what_is_refused(tiny_config):

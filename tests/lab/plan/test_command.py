@@ -9,7 +9,6 @@ from quaver.lab.cli import main
 from quaver.lab.cli import plan as command
 from quaver.lab.plan import search
 from quaver.lab.plan.compute import BlockTimes
-from quaver.lab.plan.memory import Peak
 from quaver.lab.plan.step import Costs
 from quaver.lab.plan.unmodelled import unmodelled
 from quaver.lab.settings import TrainConfig
@@ -21,16 +20,14 @@ LLAMA_8B = "train_configs/llama3_8b.toml"
 
 
 def bytes_of(config, ranks):
-    """In place of predictions: 20 GiB a sequence, 5 with checkpointing."""
+    """In place of estimates: 20 GiB a sequence, 5 with checkpointing."""
     saves_all = config.activation_checkpoint.mode == "none"
     return GIB * config.training.local_batch_size * (20 if saves_all else 5)
 
 
 @pytest.fixture(autouse=True)
 def known_memory(monkeypatch):
-    peaks_of = lambda configs, ranks, **_: (Peak(bytes_of(each, ranks), {}, "forward", "") for each in configs)  # noqa: E731
     monkeypatch.setattr(search, "estimated_peak", bytes_of)
-    monkeypatch.setattr(search, "peaks_of", peaks_of)
 
 
 def plan(capsys, tmp_path, *words):
@@ -120,7 +117,7 @@ def test_rows_of_unequal_batches_say_so(capsys, tmp_path):
     ],
 )
 def test_the_run_that_fixes_a_cards_share_is_said(gpu, words, capsys, tmp_path):
-    printed, _ = plan(capsys, tmp_path, "--gpu", gpu, "--top", "1", "--quick")
+    printed, _ = plan(capsys, tmp_path, "--gpu", gpu, "--top", "1")
     assert words in " ".join(printed.split())
     assert "memory is estimated within 10%" in printed
 
@@ -203,20 +200,3 @@ def test_a_file_that_would_be_overwritten_is_refused_before_the_search(name, ref
     words = ["plan", LLAMA_8B, "--write", str(tmp_path / "run.toml"), "--output", str(tmp_path / "plan.json")]
     assert f"{name}' exists already" in refused(*words)
     assert [each.name for each in tmp_path.iterdir()] == [name]
-
-
-def test_an_interrupted_search_closes_its_predictions(capsys, tmp_path, monkeypatch):
-    closed = []
-
-    def peaks_of(configs, ranks):
-        try:
-            for config in configs:
-                yield Peak(bytes_of(config, ranks), {}, "forward", "")
-                raise KeyboardInterrupt
-        finally:
-            closed.append(True)
-
-    monkeypatch.setattr(search, "peaks_of", peaks_of)
-    assert main(["plan", LLAMA_8B, "--model.n_layers", "2", "--output", str(tmp_path / "plan.json")]) == 130
-    assert capsys.readouterr().err == "quaver: interrupted\n"
-    assert closed

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.plan_memory import peak_bytes
 from quaver.lab.memory.runs.predict import SEES_GATHERS
 from quaver.lab.plan.estimate import _Estimate, estimated_peak
-from quaver.lab.plan.memory import peak_of
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.parallel_dims import resolve
@@ -106,7 +106,7 @@ def test_the_estimate_is_near_the_peak(ranks, name, tensor, batch, mode, recipe,
 def test_the_recorded_peaks_are_those_of_today(ranks, name, tensor, batch, mode, recipe, is_compiled, peak):
     if not SEES_GATHERS:
         pytest.skip("gathers into fake tensors go unseen in this torch")
-    assert peak_of(_with(name, tensor, batch, mode, recipe, is_compiled), ranks).bytes == pytest.approx(peak, rel=0.01)
+    assert peak_bytes(_with(name, tensor, batch, mode, recipe, is_compiled), ranks) == pytest.approx(peak, rel=0.01)
 
 
 SMALL = TrainConfig(
@@ -137,7 +137,7 @@ def test_settings_change_the_estimate_as_they_change_the_peak(sections, added):
 @pytest.mark.nightly
 @pytest.mark.parametrize(("sections", "added"), [({}, 0.0), *CHANGES])
 def test_the_recorded_changes_are_those_of_today(sections, added):
-    assert peak_of(changed(SMALL, **sections)).bytes / 1e6 == pytest.approx(363.8 + added, abs=0.5)
+    assert peak_bytes(changed(SMALL, **sections), 1) / 1e6 == pytest.approx(363.8 + added, abs=0.5)
 
 
 def test_settings_that_need_more_memory_have_a_higher_estimate(tiny_config):

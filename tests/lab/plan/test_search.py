@@ -11,7 +11,6 @@ from quaver.lab.plan.changes import BFLOAT16
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.layouts import layouts_of
 from quaver.lab.plan.limits import gain_in_words, limits_in_words, links_of
-from quaver.lab.plan.memory import Peak
 from quaver.lab.plan.peak import share_of_peak
 from quaver.lab.plan.run import run_of
 from quaver.lab.plan.search import quick_seconds, search
@@ -26,26 +25,17 @@ CLUSTER = Cluster.of(find_device_spec("h100"))
 GIB = 2**30
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def known_memory(monkeypatch):
-    """Peaks by a rule in place of predictions: 10 GiB a sequence, 5 less with checkpointing, 2 more in bfloat16."""
+    """Peaks by a rule in place of estimates: 10 GiB a sequence, 5 less with checkpointing, 2 more in bfloat16."""
 
-    def of(config):
+    def of(config, ranks):
         saves = config.activation_checkpoint.mode == "none"
         return GIB * (
             config.training.local_batch_size * (10 if saves else 5) + 2 * (not config.float8.enable_float8_linear)
         )
 
-    asked = []
-
-    def peaks_of(configs, ranks, **_):
-        for config in configs:
-            asked.append(config)
-            yield Peak(of(config), {}, "forward", "")
-
-    monkeypatch.setattr(searching, "estimated_peak", lambda config, ranks: of(config))
-    monkeypatch.setattr(searching, "peaks_of", peaks_of)
-    return asked
+    monkeypatch.setattr(searching, "estimated_peak", of)
 
 
 def layouts(name="llama3_8b", ranks=16, precisions=(BFLOAT16, "tensorwise"), step_sequences=None, blocks=4):
@@ -57,10 +47,10 @@ def layouts(name="llama3_8b", ranks=16, precisions=(BFLOAT16, "tensorwise"), ste
 
 
 @pytest.mark.parametrize("top", [1, 4])
-def test_the_rows_are_the_fastest_that_fit(known_memory, top):
+def test_the_rows_are_the_fastest_that_fit(top):
     found = search(layouts(), CLUSTER, 45 * GIB, top=top)
     assert [row.tokens_per_s for row in found.rows] == sorted((row.tokens_per_s for row in found.rows), reverse=True)
-    assert all(row.peak.bytes <= 45 * GIB for row in found.rows)
+    assert all(row.peak_bytes <= 45 * GIB for row in found.rows)
     everything = [run_of(each.config, each.layout) for each in layouts().candidates]
     fitting = [
         run
@@ -72,10 +62,9 @@ def test_the_rows_are_the_fastest_that_fit(known_memory, top):
     assert found.rows[0].tokens_per_s == pytest.approx(fastest)
     assert {row.candidate.precision for row in found.rows} == {BFLOAT16, "tensorwise"}
     assert any(row.candidate.is_configured for row in found.rows)
-    assert len(known_memory) < 10
 
 
-def test_where_none_fits_the_nearest_is_said(known_memory):
+def test_where_none_fits_the_nearest_is_said():
     found = search(layouts(), CLUSTER, 4 * GIB, top=4)
     assert not found.rows
     candidate, needed = found.nearest
@@ -101,7 +90,7 @@ def test_few_blocks_and_micro_batches_tell_of_all(name):
     assert quick_seconds(run, CLUSTER) == pytest.approx(simulate(training_step(run, CLUSTER)).seconds, rel=1e-9)
 
 
-def test_what_limits_a_step_is_said(known_memory):
+def test_what_limits_a_step_is_said():
     rows = {row.candidate.precision: row for row in search(layouts(), CLUSTER, 45 * GIB, top=2).rows}
     words = " ".join(limits_in_words(rows["tensorwise"], CLUSTER))
     assert "computing takes 9" in words
@@ -134,29 +123,18 @@ def test_no_step_is_faster_than_the_peak_of_its_gpu():
         share_of_peak(long, seconds / 5, spec)
 
 
-def test_the_fastest_are_found_without_simulating_all(known_memory, monkeypatch):
-    timed = list(
-        searching._Search(layouts(), CLUSTER, 45 * GIB, 1, searching.peaks_of, print)._timed(layouts().candidates)
-    )
+def test_the_fastest_are_found_without_simulating_all(monkeypatch):
+    runs = [(each, run_of(each.config, each.layout)) for each in layouts().candidates]
+    timed = [searching.timed(candidate, run, 0, CLUSTER) for candidate, run in runs]
     by_time = sorted(quick_seconds(each.run, CLUSTER) / each.run.step_tokens for each in timed)
     simulated = []
     monkeypatch.setattr(searching, "quick_seconds", lambda *given: simulated.append(given) or quick_seconds(*given))
-    first = [each.seconds_per_token(CLUSTER) for each in islice(searching._by_speed(timed, CLUSTER), 5)]
+    first = [each.seconds_per_token(CLUSTER) for each in islice(searching.by_speed(timed, CLUSTER), 5)]
     assert first == pytest.approx(by_time[:5])
     assert len(simulated) < len(timed) / 3
 
 
-def test_a_quick_search_predicts_no_memory(known_memory):
-    found, predicted = (
-        search(layouts(), CLUSTER, 45 * GIB, top=2, quick=True),
-        search(layouts(), CLUSTER, 45 * GIB, top=2),
-    )
-    assert [row.candidate for row in found.rows] == [row.candidate for row in predicted.rows]
-    assert {row.peak.why_whole for row in found.rows} == {"estimated"}
-    assert len(known_memory) <= 4
-
-
-def test_a_slow_network_shows_what_waits(known_memory):
+def test_a_slow_network_shows_what_waits():
     """At 1/40 of the rate the reduce-scatters in float32 are no longer hidden, and each link says how long it waits."""
     slow = replace(CLUSTER, network_gbps=10.0)
     row = search(layouts(), slow, 45 * GIB, top=1).rows[-1]

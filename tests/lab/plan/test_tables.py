@@ -12,7 +12,6 @@ from benchmarks.record import fill
 from quaver.lab.plan.calibration import CARDS
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.estimate import estimated_peak
-from quaver.lab.plan.memory import peak_of
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import training_step
 
@@ -59,9 +58,9 @@ def test_recorded_memory_of_a_published_run_is_the_trainers():
     name = "torchao-tutorial-202506 8B 8 H100 bfloat16"
     (recorded,) = (each for each in MEMORY["rows"] if each["name"] == name)
     config, row = plan_memory.config_of(ROWS[name]), ROWS[name]
-    assert recorded["trainer"] == peak_of(config, row.gpus).bytes
+    assert recorded["trainer"] == plan_memory.peak_bytes(config, row.gpus)
     with plan_memory.as_published(row):
-        assert recorded["as_published"] == peak_of(config, row.gpus).bytes
+        assert recorded["as_published"] == plan_memory.peak_bytes(config, row.gpus)
 
 
 def test_every_row_that_is_far_off_has_a_reason_and_no_other_has():

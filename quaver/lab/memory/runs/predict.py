@@ -6,18 +6,15 @@ process is the first, in torch's fake process group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import count
 from math import prod
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.torch_version import TorchVersion
 
 from quaver.lab.data import Batch
@@ -83,73 +80,36 @@ def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
         ValueError, OSError: the run itself would refuse its model or its ranks.
         NotImplementedError: something cannot be predicted.
     """
-    [memory] = predict_depths(config, ranks, [config.model.n_layers])
-    return memory
-
-
-def predict_depths(config: TrainConfig, ranks: int, depths: Sequence[int]) -> Generator[RunMemory, None, None]:
-    """Predict the run with each of these numbers of blocks, each when it is asked for; the rest of `config` stays.
-
-    Blocks that are alike are compiled once for all depths. Close the iterator if it is not exhausted: tensors are fake
-    until then.
-
-    Raises:
-        ValueError, OSError, NotImplementedError: as `predict_memory`.
-    """
     if ranks > 1 and not SEES_GATHERS:
         raise NotImplementedError(
             f"memory on several ranks is predicted with torch 2.13 or newer, this is {torch.__version__}: here FSDP2's "
             "gathers into fake tensors are invisible; predict one rank, or update torch"
         )
-    device, made = torch.device("cpu"), []
-    _, layout = resolve(config, rank=0, world_size=ranks)
+    device = torch.device("cpu")
+    config, layout = resolve(config, rank=0, world_size=ranks)
     with pretended_mesh(layout) as mesh:
-        with _same_parts_of_meshes():
-            for depth in depths:
-                at_depth, _ = resolve(with_depth(config, depth), rank=0, world_size=ranks)
-                name, model = next(iter(make_models(at_depth, device).by_name.items()))
-                parameters = sum(parameter.numel() for parameter in model.parameters())
-                parallelize(model, at_depth, mesh)  # the mesh computes coordinates with real tensors
-                load_evenly(model)
-                made.append((at_depth, name, model, parameters))
+        name, model = next(iter(make_models(config, device).by_name.items()))
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        parallelize(model, config, mesh)  # the mesh computes coordinates with real tensors
+        load_evenly(model)
         with fake_tensors(compiled=config.training.compile) as fakes:
-            for at_depth, name, model, parameters in made:
-                allocate(model, device)
-                trained = TrainedModel(name, model, at_depth, device, Ranks(0, 0, ranks))
-                step, micro_batches = training_step(trained, at_depth, layout)
-                prediction = predict_step(
-                    step,
-                    model,
-                    trained.optimizer,
-                    fakes,
-                    persistent_scales=persistent_scales(model),
-                    first_step=partial(step, micro_batches=1),
-                )
-                yield RunMemory(at_depth, layout, name, parameters, micro_batches, prediction)
+            allocate(model, device)
+            trained = TrainedModel(name, model, config, device, Ranks(0, 0, ranks))
+            step, micro_batches = training_step(trained, config, layout)
+            prediction = predict_step(
+                step,
+                model,
+                trained.optimizer,
+                fakes,
+                persistent_scales=persistent_scales(model),
+                first_step=partial(step, micro_batches=1),
+            )
+            return RunMemory(config, layout, name, parameters, micro_batches, prediction)
 
 
 def with_depth(config: TrainConfig, n_layers: int) -> TrainConfig:
     """`config` with another number of blocks."""
     return replace(config, model=replace(config.model, n_layers=n_layers))
-
-
-@contextmanager
-def _same_parts_of_meshes() -> Iterator[None]:
-    """Have a mesh return the same object each time that it is asked for a part, inside the block.
-
-    Code that Dynamo compiles for a tensor-parallel block guards on the identity of the mesh "tp", which each
-    `parallelize` asks for: of the next model it would be compiled again.
-    """
-    part_of, parts = DeviceMesh.__getitem__, dict[tuple[int, Any], tuple[DeviceMesh, DeviceMesh]]()
-
-    def same_part(mesh: DeviceMesh, names: Any) -> DeviceMesh:
-        key = id(mesh), names
-        if key not in parts:
-            parts[key] = mesh, part_of(mesh, names)  # held, so that no other mesh gets its id
-        return parts[key][1]
-
-    with patch.object(DeviceMesh, "__getitem__", same_part):
-        yield
 
 
 def training_step(trained: TrainedModel, config: TrainConfig, layout: ParallelDims) -> tuple[Callable[..., None], int]:
