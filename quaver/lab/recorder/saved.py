@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from quaver.lab.recorder.recorder import Recorder
 from quaver.lab.recorder.storages import plain_parts
 from quaver.linear.saved_tensors import HeldTensor
+from quaver.torch_private.dispatch import without_dispatch_modes
 
 
 class _Saved(HeldTensor):
@@ -23,7 +24,8 @@ class _Saved(HeldTensor):
     __slots__ = ("allocations", "recorder")
 
     def __init__(self, tensor: Tensor, recorder: Recorder) -> None:
-        super().__init__(tensor)
+        with without_dispatch_modes():  # of the first such detach DTensor makes a fake one of the whole tensor
+            super().__init__(tensor)
         self.recorder = recorder
         self.allocations = [recorder.save(part) for part in plain_parts(self.tensor)]
 

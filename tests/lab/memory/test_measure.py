@@ -180,6 +180,15 @@ def test_the_second_step_is_recorded_and_one_micro_batch_comes_before(tiny_confi
     assert sizes == [1, 3]
 
 
+@on_ranks
+def test_a_prediction_is_the_same_again(tiny_config):
+    """DTensor, which remembers shapes that it has seen, allocates nothing for those that it sees first."""
+    unseen = {"vocab_size": 2 * 331, "n_layers": 1}
+    config = changed(tiny_config, model=unseen, parallelism={"tensor_parallel_degree": 2})
+    first, second = (predict_memory(config, 2).prediction.report["timeline"] for _ in range(2))
+    assert [row[2:] for row in first] == [row[2:] for row in second]
+
+
 def test_what_is_refused(tiny_config):
     with pytest.raises(ValueError, match=f"--ranks must be at most {MOST_RANKS} where a step is measured, got 16"):
         measure_memory(tiny_config, 16)
