@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from quaver.roofline.cost import KERNEL_LAUNCH_S
 from quaver.roofline.device_specs import DeviceSpec
-from quaver.roofline.matmul import MEMORY_SHARE
+from quaver.roofline.matmul import moved_s
 
 ATTENTION_MATMULS = {False: 2, True: 5}
 """Matmuls of queries with keys, or of scores with values: forward, and backward with the recomputed scores."""
@@ -65,7 +65,5 @@ def bytes_between_matmuls(shape: BlockShape, residual_bytes: int = 2) -> Both:
 
 def seconds_between_matmuls(shape: BlockShape, tokens: float, spec: DeviceSpec, residual_bytes: int = 2) -> Both:
     """The seconds of `bytes_between_matmuls` for so many tokens, launches included."""
-    bytes_per_s = spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
-    moved = bytes_between_matmuls(shape, residual_bytes)
-    both = zip(moved, _KERNELS, strict=True)
-    return Both(*(tokens * each / bytes_per_s + kernels * KERNEL_LAUNCH_S for each, kernels in both))
+    both = zip(bytes_between_matmuls(shape, residual_bytes), _KERNELS, strict=True)
+    return Both(*(moved_s(tokens * each, spec) + kernels * KERNEL_LAUNCH_S for each, kernels in both))

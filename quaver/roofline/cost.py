@@ -37,7 +37,7 @@ from quaver.linear.gemm import ScaleKind
 from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS, OperandCasts
 from quaver.roofline.device_specs import DeviceSpec
-from quaver.roofline.matmul import MEMORY_SHARE, matmul_seconds
+from quaver.roofline.matmul import matmul_seconds, moved_s
 from quaver.roofline.scaled_matmul import kinds_of_matmuls, shares_of_matmuls
 
 KERNEL_LAUNCH_S = 4e-6
@@ -219,17 +219,16 @@ def _linear_time(
     """
     m, k, n = shape
     elements = (m * k, k * n, m * n)
-    bytes_per_s = spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
     shapes = zip(((m, k, n), (m, n, k), (n, m, k)), MATMULS, in_float8, strict=True)
     matmuls = [
         matmul_seconds(*sizes, float8 and native, spec, by_shape=by_shape, share_of_scales=shares.get(name, 1.0))
         for sizes, name, float8 in shapes
     ]
-    cast_times = [cast.bytes_per_element * e / bytes_per_s for cast, e in zip(casts, elements, strict=True)]
+    cast_times = [moved_s(cast.bytes_per_element * e, spec) for cast, e in zip(casts, elements, strict=True)]
     # output reads input and weight, grad_input grad_output and weight, grad_weight grad_output and input.
     operands = ((0, 1), (2, 1), (2, 0))
     widened = [] if native else [i for pair, float8 in zip(operands, in_float8, strict=True) if float8 for i in pair]
-    widening_s = sum(_WIDENING.bytes_per_element * elements[i] for i in widened) / bytes_per_s
+    widening_s = moved_s(sum(_WIDENING.bytes_per_element * elements[i] for i in widened), spec)
     kernels = len(matmuls) + sum(cast.kernels for cast in casts) + _WIDENING.kernels * len(widened)
     output_s, grad_input_s, grad_weight_s = matmuls
     input_casts_s, weight_casts_s, grad_output_casts_s = cast_times

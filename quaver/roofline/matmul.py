@@ -60,6 +60,11 @@ BEST_SHAPE = 0.95
 """`filled * pipelined` of the shapes at which MATMUL_SHARES were measured, such as 2048 x 2048 x 13312."""
 
 
+def moved_s(moved_bytes: float, spec: DeviceSpec) -> float:
+    """The time of a kernel that only moves bytes, without its launch."""
+    return moved_bytes / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
+
+
 @functools.cache
 def share_of_shape(rows: int, contracted: int, columns: int, float8: bool, multiprocessors: int) -> float:
     """The share of the best rate that a matmul of this shape reaches."""
@@ -101,5 +106,4 @@ def matmul_seconds(
     if by_shape:
         tflops *= share_of_shape(rows, contracted, columns, float8, spec.multiprocessors)
     read = (rows + columns) * contracted * (1 if float8 else 2)
-    moved_s = (read + 2 * rows * columns) / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
-    return max(2 * rows * contracted * columns / (tflops * 1e12), moved_s)
+    return max(2 * rows * contracted * columns / (tflops * 1e12), moved_s(read + 2 * rows * columns, spec))

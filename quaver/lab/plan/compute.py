@@ -17,7 +17,7 @@ from quaver.roofline.attention import attention_seconds
 from quaver.roofline.block import BlockShape, Both, seconds_between_matmuls
 from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearTime, linear_cost
 from quaver.roofline.device_specs import DeviceSpec
-from quaver.roofline.matmul import MEMORY_SHARE
+from quaver.roofline.matmul import moved_s
 from quaver.roofline.scaled_matmul import cutlass_rowwise_share
 
 READERS = {"q_proj": 3, "k_proj": 3, "v_proj": 3, "gate_proj": 2, "up_proj": 2}
@@ -154,12 +154,11 @@ def linear_time(run: Run, name: str, inputs: int, outputs: int, cluster: Cluster
         time = replace(time, output_s=split * part.output_s, grad_input_s=split * part.grad_input_s)
     if run.recipe is None or not share:
         return time
-    bytes_per_s = spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
     if run.float8_gather:  # the shard was cast; a layout is left for grad_input
-        time = replace(time, weight_casts_s=2 * inputs * outputs / bytes_per_s if run.has_one_cast else 0.0)
+        time = replace(time, weight_casts_s=moved_s(2 * inputs * outputs, spec) if run.has_one_cast else 0.0)
     if split > 1 and not is_split_by_input and not run.casts_gathered:
         # a rank casts its part of the sequence, and lays out what it gathers
-        laid_out_s = 2 * run.tokens * inputs / bytes_per_s / READERS.get(name, 1)
+        laid_out_s = moved_s(2 * run.tokens * inputs, spec) / READERS.get(name, 1)
         time = replace(time, input_casts_s=time.input_casts_s / split + laid_out_s)
     return time
 
@@ -173,11 +172,10 @@ def _mean(one: LinearTime, other: LinearTime, share: float) -> LinearTime:
 def _as_in_torchao(time: LinearTime, sizes: tuple[int, int, int], spec: DeviceSpec) -> LinearTime:
     """With the passes that scale both gradients of a row-wise linear of (tokens, inputs, outputs)."""
     tokens, inputs, outputs = sizes
-    element_s = RESCALED_BYTES / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
     return replace(
         time,
-        grad_input_s=time.grad_input_s + tokens * inputs * element_s,
-        grad_weight_s=time.grad_weight_s + inputs * outputs * element_s,
+        grad_input_s=time.grad_input_s + moved_s(RESCALED_BYTES * tokens * inputs, spec),
+        grad_weight_s=time.grad_weight_s + moved_s(RESCALED_BYTES * inputs * outputs, spec),
         launches_s=time.launches_s + 2 * KERNEL_LAUNCH_S,
     )
 
@@ -194,7 +192,7 @@ def expert_times(run: Run, cluster: Cluster) -> Both:
         time = replace(time, weight_casts_s=time.weight_casts_s * local)
         forward += _forward_s(time)
         backward += time.total_s - _forward_s(time)
-    permuted_s = 4 * 2 * rows * model.dim / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
+    permuted_s = moved_s(4 * 2 * rows * model.dim, spec)
     return Both(forward + permuted_s, backward + permuted_s)
 
 
@@ -204,22 +202,17 @@ def head_times(run: Run, cluster: Cluster) -> Both:
     time = linear_time(run, HEAD, model.dim, model.vocab_size, cluster)
     logits = run.tokens * model.vocab_size / run.tensor
     bytes_of_each = LOGIT_BYTES if run.tensor == 1 else SPLIT_LOGIT_BYTES
-    loss = [logits * each / (cluster.spec.memory_gb_per_s * 1e9 * MEMORY_SHARE) for each in bytes_of_each]
+    loss = [moved_s(logits * each, cluster.spec) for each in bytes_of_each]
     forward = _forward_s(time)
     return Both(forward / cluster.sustained + loss[0], (time.total_s - forward) / cluster.sustained + loss[1])
 
 
 def embedding_times(run: Run, cluster: Cluster) -> Both:
     """The embedding: its rows are read and written, its gradient is zeroed and added to."""
-    model, bytes_per_s = run.model, cluster.spec.memory_gb_per_s * 1e9 * MEMORY_SHARE
+    model, spec = run.model, cluster.spec
     rows = run.tokens * model.dim * 2 * run.residual_bytes
     whole = model.vocab_size * model.dim * 4 / run.tensor
-    return Both(rows / bytes_per_s, (rows + whole) / bytes_per_s)
-
-
-def moved_s(moved_bytes: float, cluster: Cluster) -> float:
-    """The time of a kernel that only moves bytes."""
-    return moved_bytes / (cluster.spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
+    return Both(moved_s(rows, spec), moved_s(rows + whole, spec))
 
 
 def _forward_s(time: LinearTime) -> float:
@@ -235,4 +228,4 @@ def _storing_s(run: Run, cluster: Cluster) -> float:
     """Casts of what is stored in float8, and back: 3 bytes an element each way."""
     model = run.model
     kept = 2 * model.dim + model.head_dim * (2 * model.n_heads + 2 * model.n_kv_heads) + 2 * model.hidden_dim
-    return moved_s(3 * kept * run.tokens / run.tensor, cluster)
+    return moved_s(3 * kept * run.tokens / run.tensor, cluster.spec)

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from quaver.lab.bench.ledger.entries import Entry, entries_of, matrices, scale_kind
+from quaver.lab.bench.ledger.entries import Entry, entries_of
 from quaver.lab.bench.ledger.subjects import check_triton
-from quaver.lab.bench.ledger.times import attention_s, seconds_of
+from quaver.lab.bench.ledger.times import seconds_of
 from quaver.lab.memory.compiling.gpu_code import GPUS, record_compiled
 from quaver.lab.memory.compiling.launches import CompiledGraph
 from quaver.lab.memory.faking.experts import load_evenly
@@ -33,8 +33,6 @@ from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.roofline.device_specs import DeviceSpec
-from quaver.roofline.matmul import matmul_seconds
-from quaver.roofline.scaled_matmul import share_of_scales
 from quaver.runtime.ranks import Ranks
 
 _COLLECTIVES = "_c10d_functional."
@@ -65,7 +63,11 @@ def counted_costs(config: TrainConfig, ranks: int, run: Run, cluster: Cluster) -
         raise NotImplementedError(f"expected blocks that are alike, got {parts[0]} in float8 in some of them only")
     entries = block_entries(config, ranks, cluster.spec)
     forward, backward = (
-        sum(entry_s(each, cluster) for each in entries if each.is_backward is is_backward)
+        sum(
+            seconds_of(each, cluster.spec, by_shape=True, sustained=cluster.sustained)
+            for each in entries
+            if each.is_backward is is_backward
+        )
         for is_backward in (False, True)
     )
     if run.casts_weights_once and not run.float8_gather:  # outside of the block, for all micro-batches
@@ -108,19 +110,3 @@ def block_graphs(config: TrainConfig, ranks: int, spec: DeviceSpec) -> list[Comp
             allocate(model, device)
             step, _ = training_step(TrainedModel(name, model, config, device, Ranks(0, 0, ranks)), config, layout)
             return record_compiled(step, GPUS[spec.name])
-
-
-def entry_s(entry: Entry, cluster: Cluster) -> float:
-    """The modelled time of one launch: matmuls by their shape, attention by its kernel, at the rates of a long run."""
-    return seconds_of(entry, cluster.spec, multiplied_s=_multiplied_s(entry, cluster) if entry.flops else 0.0)
-
-
-def _multiplied_s(entry: Entry, cluster: Cluster) -> float:
-    spec = cluster.spec
-    if entry.category == "attention":
-        return attention_s(entry, spec) / cluster.sustained
-    in_float8 = entry.category == "float8 matmul"
-    columns, contracted = entry.launch.writes[0].size[-1], matrices(entry)[0].size[-1]
-    rows = entry.flops // (2 * columns * contracted)
-    share = share_of_scales(scale_kind(entry), spec) if in_float8 else 1.0
-    return matmul_seconds(rows, contracted, columns, in_float8, spec, share_of_scales=share) / cluster.sustained

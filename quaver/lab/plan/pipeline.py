@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.compute import block_times, embedding_times, head_times, held_parameters, moved_s
+from quaver.lab.plan.compute import block_times, embedding_times, head_times, held_parameters
 from quaver.lab.plan.exchanges import exchanges_at_the_ends
 from quaver.lab.plan.run import Run
 from quaver.lab.plan.simulate import COMPUTE, Step, Task, simulate
 from quaver.lab.plan.step import GRADIENT_BYTES, block_groups, block_tasks
+from quaver.roofline.matmul import moved_s
 
 Key = tuple[str, int, int, int]
 """The kind of a task, the stage, the part of the model that the stage holds, and the micro-batch."""
@@ -62,7 +63,9 @@ def pipeline_step(run: Run, cluster: Cluster) -> Step:
     last = len(step.tasks) - 1
     held = held_parameters(run) / stages
     moved = 4 * held + (5 * run.parameter_bytes + 2 * run.state_bytes) * held
-    step.add("norm, clipping and the optimizer", f"{COMPUTE}@0", moved_s(moved, cluster), range(last + 1), "optimizer")
+    step.add(
+        "norm, clipping and the optimizer", f"{COMPUTE}@0", moved_s(moved, cluster.spec), range(last + 1), "optimizer"
+    )
     return step
 
 

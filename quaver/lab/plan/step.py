@@ -26,7 +26,6 @@ from quaver.lab.plan.compute import (
     expert_parameters,
     head_times,
     held_parameters,
-    moved_s,
     weights_of_block,
 )
 from quaver.lab.plan.exchanges import Exchange, exchanges_at_the_ends, exchanges_of_block
@@ -34,6 +33,7 @@ from quaver.lab.plan.run import HEAD, Run
 from quaver.lab.plan.saving import saving_s
 from quaver.lab.plan.simulate import COMPUTE, STORAGE, Step
 from quaver.roofline.block import Both
+from quaver.roofline.matmul import moved_s
 
 GRADIENT_BYTES = 4
 """Gradients are reduced in float32."""
@@ -219,17 +219,21 @@ class _Builder:
         """The norm of the gradients, the optimizer, and the scales of weights that are gathered as codes."""
         run, cluster = self._run, self._cluster
         parameters = held_parameters(run)
-        norm = self._compute("norm of gradients", moved_s(4 * parameters, cluster), "optimizer", [self._scattered])
+        norm = self._compute("norm of gradients", moved_s(4 * parameters, cluster.spec), "optimizer", [self._scattered])
         if run.ranks > 1:
             norm = self._send("all-reduce of the norm", Exchange("all_reduce", 4, 1, run.ranks, 1), [norm])
         # Clipping reads and writes gradients; AdamW reads a parameter, its gradient and states, and writes all but one.
         moved = 2 * run.parameter_bytes + 3 * run.parameter_bytes + 2 * run.state_bytes
-        updated = self._compute("clipping and the optimizer", moved_s(moved * parameters, cluster), "optimizer", [norm])
+        updated = self._compute(
+            "clipping and the optimizer", moved_s(moved * parameters, cluster.spec), "optimizer", [norm]
+        )
         if run.steps_between_saves:
             share = saving_s(run, cluster) / run.steps_between_saves
             self.step.add("its share of a checkpoint", STORAGE, share, [updated], "checkpoint")
         if run.float8_gather and run.shard > 1:
-            amax = self._compute("amaxes of weights", moved_s(run.parameter_bytes * parameters, cluster), "optimizer")
+            amax = self._compute(
+                "amaxes of weights", moved_s(run.parameter_bytes * parameters, cluster.spec), "optimizer"
+            )
             self._send(
                 "all-reduce of amaxes", Exchange("all_reduce", 4 * 7 * run.model.n_layers, 1, run.ranks, 1), [amax]
             )
@@ -279,7 +283,7 @@ class _Builder:
     def _copy_out(self, groups: list[_Group], name: str, gathers: list[int | None]) -> None:
         if not gathers:
             return
-        seconds = moved_s(2 * sum(group.gathered_bytes for group in groups), self._cluster)
+        seconds = moved_s(2 * sum(group.gathered_bytes for group in groups), self._cluster.spec)
         self._copied = self.step.add(f"{name}: copy out", COMPUTE, seconds, gathers, "copies")
 
     def _reduced(self, groups: list[_Group], name: str) -> None:
@@ -289,7 +293,7 @@ class _Builder:
             return
         parameters = sum(group.parameters for group in groups)
         copied = self.step.add(
-            f"{name}: copy in", COMPUTE, moved_s(6 * parameters, cluster), [self._scattered], "copies"
+            f"{name}: copy in", COMPUTE, moved_s(6 * parameters, cluster.spec), [self._scattered], "copies"
         )
         if not self._reduces:  # the copy adds to what earlier micro-batches left
             return

@@ -12,14 +12,14 @@ kernels, tiles that do not fill the last wave.
 
 from __future__ import annotations
 
-from quaver.lab.bench.ledger.entries import CATEGORIES, Entry, query_and_key, scale_kind
+from quaver.lab.bench.ledger.entries import CATEGORIES, Entry, matrices, query_and_key, scale_kind
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.memory.compiling.gpu_code import GPUS
 from quaver.linear.gemm import ScaleKind
 from quaver.roofline.attention import CUDNN, FLASH, kernel_of, rates_of
 from quaver.roofline.cost import KERNEL_LAUNCH_S
 from quaver.roofline.device_specs import DeviceSpec
-from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE, best_tflops
+from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE, best_tflops, matmul_seconds, moved_s
 from quaver.roofline.scaled_matmul import share_of_scales
 
 STRIDED_COPY_S = 7.4e-12
@@ -30,16 +30,16 @@ compiled copy (docs/log.md)."""
 _SCHEDULERS = 4
 
 
-def seconds_of(entry: Entry, spec: DeviceSpec, *, multiplied_s: float | None = None) -> float:
+def seconds_of(entry: Entry, spec: DeviceSpec, *, by_shape: bool = False, sustained: float = 1.0) -> float:
     """The modelled time of one entry, its launches included.
 
     Args:
-        multiplied_s: the time of its FLOPs; None for the best rate of the device.
+        by_shape: matmuls have the rate of their shape; else all have the best rate of the device.
+        sustained: the share of its rates that matmuls and attention keep in a long run.
     """
-    moved = entry.moved_bytes / (spec.memory_gb_per_s * 1e9 * MEMORY_SHARE)
-    if multiplied_s is None:
-        multiplied_s = entry.flops / (_tflops(entry, spec) * 1e12) if entry.flops else 0.0
-    seconds = max(moved, multiplied_s, issue_s(entry, spec), entry.strided_elements * STRIDED_COPY_S)
+    multiplied_s = _multiplied_s(entry, spec, by_shape=by_shape) / sustained if entry.flops else 0.0
+    strided_s = entry.strided_elements * STRIDED_COPY_S
+    seconds = max(moved_s(entry.moved_bytes, spec), multiplied_s, issue_s(entry, spec), strided_s)
     return seconds + entry.launches * KERNEL_LAUNCH_S
 
 
@@ -59,18 +59,19 @@ def milliseconds_by_category(ledger: Ledger, spec: DeviceSpec) -> dict[str, floa
     return found
 
 
-def attention_s(entry: Entry, spec: DeviceSpec) -> float:
-    """The time of attention's FLOPs, at the rate of its kernel and its length."""
-    return entry.flops / (_tflops(entry, spec) * 1e12)
-
-
-def _tflops(entry: Entry, spec: DeviceSpec) -> float:
+def _multiplied_s(entry: Entry, spec: DeviceSpec, *, by_shape: bool) -> float:
+    """The time of the FLOPs of attention, at the rate of its kernel and its length, or of a matmul."""
     if entry.category == "attention":
         query, _ = query_and_key(entry)
-        return rates_of(spec, CUDNN if CUDNN in entry.name else FLASH)[entry.is_backward].tflops(query.size[2])
-    if entry.category != "float8 matmul":
-        return best_tflops(False, spec)
-    return best_tflops(True, spec) * share_of_scales(scale_kind(entry), spec)
+        rate = rates_of(spec, CUDNN if CUDNN in entry.name else FLASH)[entry.is_backward]
+        return entry.flops / (rate.tflops(query.size[2]) * 1e12)
+    in_float8 = entry.category == "float8 matmul"
+    share = share_of_scales(scale_kind(entry), spec) if in_float8 else 1.0
+    if not by_shape:
+        return entry.flops / (best_tflops(in_float8, spec) * share * 1e12)
+    columns, contracted = entry.launch.writes[0].size[-1], matrices(entry)[0].size[-1]
+    rows = entry.flops // (2 * columns * contracted)
+    return matmul_seconds(rows, contracted, columns, in_float8, spec, share_of_scales=share)
 
 
 def constants(spec: DeviceSpec) -> dict[str, str]:
