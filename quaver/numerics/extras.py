@@ -29,6 +29,7 @@ from quaver.numerics.record import encode_counts
 from quaver.numerics.sites import OPERANDS
 from quaver.numerics.statistics import SlotIndex, Values, observe_matrix, spread, sqnr_db
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import multiply_scale_
 
@@ -55,26 +56,36 @@ def what_if(
 ) -> dict[str, float | None]:
     """The SQNR in dB of the casts that other recipes would make of a matrix; where much underflows, that of the bulk.
 
+    An outlier has most of a matrix's signal, and floating point keeps its relative error, so the SQNR of the whole does
+    not see what the outlier's scale does to the rest. The share that underflows does (expected.py): the lower of the
+    two SQNRs counts.
+
     Args:
         hp: [..., columns], float32, bfloat16 or float16.
         operand: which one of a linear it is: "input", "weight" or "grad_output".
         recipes: their names.
-        direction: "row" for the cast of the matmul that contracts its last dim, "column" for the other.
+        direction: "row" for the cast of the matmul that contracts its last dim, "column" for the other, "both" for the
+            worse of the two.
     Returns:
         By recipe; infinite where it keeps the operand in high precision, None for a matrix without a nonzero element.
     Raises:
-        ValueError: an operand, a direction or a recipe that there is not, or one with persistent scales.
+        ValueError: an operand, a direction, a dtype or a recipe that there is not, or one with persistent scales.
     """
-    if operand not in OPERANDS or direction not in ("row", "column"):
-        raise ValueError(f"expected an operand of {OPERANDS} and row or column, got {operand!r} and {direction!r}")
+    directions = {"row": ("row",), "column": ("column",), "both": ("row", "column")}.get(direction)
+    if operand not in OPERANDS or directions is None:
+        raise ValueError(f"expected an operand of {OPERANDS} and row, column or both, got {operand!r}, {direction!r}")
+    if hp.dtype not in HP_DTYPES:
+        raise ValueError(f"hp: expected one of {', '.join(map(str, HP_DTYPES))}, got {hp.dtype}")
     names = [Float8LinearRecipeName(name).value for name in recipes]
     for name in names:
         if name not in CONFIGS:
             raise ValueError(f"recipes: {name} scales by earlier steps, which a matrix alone does not tell")
-    signal, noises = _noises(as_matrix(hp), operand, direction, names)
-    if not signal:
+    matrix = as_matrix(hp.detach())
+    if not matrix.any():
         return dict.fromkeys(names)
-    return {name: float(sqnr_db(np.array(signal), np.array(noise))) for name, noise in zip(names, noises, strict=True)}
+    found = [_noises(matrix, operand, each, names) for each in directions]
+    decibels = [[float(sqnr_db(np.array(signal), np.array(noise))) for noise in noises] for signal, noises in found]
+    return dict(zip(names, map(min, zip(*decibels, strict=True)), strict=True))
 
 
 def _noises(hp: Tensor, operand: str, direction: str, names: Iterable[str]) -> tuple[float, list[float]]:
@@ -97,7 +108,7 @@ def _noises(hp: Tensor, operand: str, direction: str, names: Iterable[str]) -> t
 
 
 def _noise_of(slot: Tensor) -> float:
-    """The noise of a cast, or of its bulk where an outlier hides how much of it underflows: see figures.py."""
+    """The noise of a cast, or of its bulk where an outlier hides how much of it underflows: see `what_if`."""
     nonzero = slot[SlotIndex.NUMEL] - slot[SlotIndex.NONFINITE] - slot[SlotIndex.ZEROS]
     underflow = (slot[SlotIndex.UNDERFLOW] / nonzero.clamp(min=1)).item()
     return max(slot[SlotIndex.NOISE].item(), slot[SlotIndex.SIGNAL].item() * 10 ** (-bulk_db(underflow) / 10))

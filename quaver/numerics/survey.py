@@ -12,14 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
-from quaver.numerics.extras import RECIPES
-from quaver.numerics.figures import figures
+from quaver.numerics.extras import RECIPES, what_if
 from quaver.recipes.config import Float8LinearConfig
 
 
 @dataclass
 class SurveyedLinear:
-    """One linear: `db[recipe][operand]` is the figure of figures.py in decibels, the lowest of all its calls."""
+    """One linear: `db[recipe][operand]` is `what_if` of the worse of its casts, the lowest of all its calls."""
 
     name: str
     products: int = 0
@@ -94,9 +93,11 @@ def _observe(
     weight = linear.get_parameter("weight")
     surveyed = found.setdefault(name, SurveyedLinear(name))
     surveyed.products += input.numel() * weight.shape[0]
-    surveyed.add("input", figures(input.to(output.dtype), "input", recipes))
-    surveyed.add("weight", figures(weight.to(output.dtype), "weight", recipes))
-    output.register_hook(lambda grad: surveyed.add("grad_output", figures(grad, "grad_output", recipes)))
+    for operand, hp in (("input", input), ("weight", weight)):
+        surveyed.add(operand, what_if(hp.to(output.dtype), operand, recipes, direction="both"))
+    output.register_hook(
+        lambda grad: surveyed.add("grad_output", what_if(grad, "grad_output", recipes, direction="both"))
+    )
 
 
 # ---- the recipes -----------------------------------------------------------------------------------------------------

@@ -11,45 +11,8 @@ from quaver.integrations.transformers import prepare_model_for_float8
 from quaver.lab.cli import main
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.train import prepare
-from quaver.numerics.figures import figures
 from quaver.numerics.survey import recipes_under, survey
 from tests.lab.trainer.runs import changed, run_to_end
-
-
-@pytest.mark.parametrize(
-    ("operand", "expected"), [("input", 31.5), ("weight", 31.5), ("grad_output", 25.6)], ids=lambda value: str(value)
-)
-def test_a_gaussian_keeps_what_its_format_keeps(operand, expected):
-    found = figures(torch.randn(512, 256), operand)
-    assert found["tensorwise"] == pytest.approx(expected, abs=0.4)
-    assert found["rowwise"] == pytest.approx(31.5, abs=0.4)
-
-
-def test_an_outlier_that_hides_in_the_sqnr_shows_in_the_figure():
-    """One channel 2^17 times larger: tensorwise and rowwise lose the rest, blocks of 32 only the outlier's block."""
-    input = torch.randn(64, 4096)
-    input[:, 7] *= 2**17
-    found = figures(input, "input")
-    assert found["tensorwise"] < 15
-    assert found["rowwise"] < 15 < found["mxfp8"]
-
-
-def test_a_cast_that_a_recipe_has_not_loses_nothing():
-    zeros = figures(torch.zeros(16, 16), "input")
-    assert set(zeros.values()) == {None}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((torch.ones(2, 2), "output"), "operand: expected one of input, weight, grad_output, got 'output'"),
-        ((torch.ones(2, 2).double(), "input"), "hp: expected one of .*, got torch.float64"),
-        ((torch.ones(2, 2), "input", ["delayed"]), "'delayed' scales by a history"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        figures(*arguments)
 
 
 class Outlier(nn.Module):

@@ -196,17 +196,29 @@ def test_what_if_of_gaussian_gradients_is_that_of_their_formats():
     assert what_if(torch.zeros(4, 4), "input") == dict.fromkeys(CONFIGS)
 
 
+def test_an_outlier_that_hides_in_the_sqnr_shows_where_it_underflows():
+    """One channel 2^17 times larger: tensorwise and rowwise lose the rest, blocks of 32 only the outlier's block."""
+    input = torch.randn(64, 4096)
+    input[:, 7] *= 2**17
+    found = what_if(input, "input", direction="both")
+    assert found["tensorwise"] < 15
+    assert found["rowwise"] < 15 < found["mxfp8"]
+    worse = {name: min(what_if(input, "input", direction=each)[name] for each in ("row", "column")) for name in RECIPES}
+    assert found == worse
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("output",), "expected an operand of"),
-        (("input", ["delayed"]), "scales by earlier steps"),
-        (("input", ["nonsense"]), "nonsense"),
+        ((torch.ones(2, 2), "output"), "expected an operand of"),
+        ((torch.ones(2, 2), "input", ["delayed"]), "scales by earlier steps"),
+        ((torch.ones(2, 2), "input", ["nonsense"]), "nonsense"),
+        ((torch.ones(2, 2).double(), "input"), "hp: expected one of .*, got torch.float64"),
     ],
 )
 def test_what_if_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
-        what_if(torch.ones(2, 2), *arguments)
+        what_if(*arguments)
 
 
 def test_decibels_of_norms_and_of_squares_agree():
