@@ -15,7 +15,7 @@
 - `dispatch_keys(tensor)`: torch._C._dispatch_keys, with `DispatchKey` and `DispatchKeySet`.
 - `skip_torch_function`: torch._C._disabled_torch_function_impl, as `__torch_function__` of a tensor subclass.
 - `OpOverload`, `OpOverloadPacket`, `HigherOrderOperator` of torch._ops: torch.ops.aten.mm.default, torch.ops.aten.mm,
-  and operators that take functions. `overload_packet(overload)`: OpOverload._overloadpacket.
+  and operators that take functions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ __all__ = [
     "fake_mode_is_on",
     "has_kernel",
     "innermost_transform",
-    "overload_packet",
     "skip_torch_function",
     "transforms",
     "without_dispatch_modes",
@@ -76,11 +75,6 @@ def has_kernel(overload: OpOverload, key: str = "") -> bool:
 def decomposed(overload: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a composite op by the ops that it is made of."""
     return overload.decompose(*args, **kwargs)
-
-
-def overload_packet(overload: OpOverload) -> OpOverloadPacket:
-    """torch.ops.aten.mm of torch.ops.aten.mm.default."""
-    return overload._overloadpacket
 
 
 @assume_constant_result

@@ -117,6 +117,21 @@ def block_times(run: Run, cluster: Cluster) -> BlockTimes:
     )
 
 
+def recomputed_flops(run: Run) -> int:
+    """The FLOPs of matmuls and attention that the backward of a checkpointed block recomputes for one token.
+
+    The same matmuls as in `block_times`. All of attention counts, although a causal kernel may skip half of it.
+    """
+    model, weights = run.model, {name: inputs * outputs for name, (inputs, outputs) in weights_of_block(run).items()}
+    experts = 3 * model.dim * model.hidden_dim * model.top_k if model.n_experts else 0
+    return {
+        "none": 0,
+        "op": 2 * sum(weights.get(name, 0) for name in RECOMPUTED_BY_OP) + experts,
+        "full": 2 * (sum(weights.values()) - weights.get("down_proj", 0) + experts)
+        + 4 * model.n_heads * model.head_dim * run.seq_len,
+    }[run.checkpointing]
+
+
 def linear_time(run: Run, name: str, inputs: int, outputs: int, cluster: Cluster) -> LinearTime:
     """One linear for one micro-batch, this rank's share: the mean over all blocks, in some of which it may be float8.
 

@@ -15,8 +15,9 @@ from quaver.lab.cli.memory.views import advice_summary
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.plan.advise import AS_CONFIGURED, advise
 from quaver.lab.plan.changes import combinations, least_gathered, single_changes, words_of
-from quaver.lab.plan.run import checkpointed_blocks
-from quaver.lab.plan.step_cost import recomputed_flops, step_cost
+from quaver.lab.plan.compute import recomputed_flops
+from quaver.lab.plan.run import run_of
+from quaver.lab.plan.step_cost import step_cost
 from quaver.lab.recorder.byte_sizes import parse_bytes
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, Training
 from quaver.lab.settings.config_file import load_config, parse_arguments
@@ -52,15 +53,10 @@ def test_recomputed_flops_are_what_torch_counts_more(tiny_config, mode):
             with FlopCounterMode(display=False, custom_mapping=attention) as counter:
                 next_token_loss(model(tokens), tokens).backward()
         counted.append(counter.get_total_flops())
-    again = recomputed_flops(config)
-    assert 3 * sum(again.values()) == counted[1] - counted[0] > 0
-    assert set(again) <= {name for name, _ in Llama(config.model).model.layers[0].named_modules()}
-    assert "mlp.down_proj" not in again  # nothing keeps its result
-    every_2nd = replace(config, activation_checkpoint=MODES["2"])
-    assert (checkpointed_blocks(config), checkpointed_blocks(every_2nd)) == (3, 1)
-    if mode == "full":
-        assert recomputed_flops(every_2nd) == again
-    assert recomputed_flops(tiny_config) == {}
+    run, every_2nd = (run_of(*resolve(replace(config, activation_checkpoint=MODES[each]))) for each in (mode, "2"))
+    assert tokens.numel() * 3 * recomputed_flops(replace(run, seq_len=32)) == counted[1] - counted[0] > 0
+    assert (run.checkpointed_blocks, every_2nd.checkpointed_blocks) == (3, 1)
+    assert recomputed_flops(run_of(*resolve(tiny_config))) == 0
 
 
 def _costs(words, ranks=8, spec=H100):
