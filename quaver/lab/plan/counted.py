@@ -10,30 +10,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from quaver.lab.bench.ledger.entries import Entry, entries_of
 from quaver.lab.bench.ledger.subjects import check_triton
 from quaver.lab.bench.ledger.times import seconds_of
 from quaver.lab.memory.compiling.gpu_code import GPUS, record_compiled
 from quaver.lab.memory.compiling.launches import CompiledGraph
-from quaver.lab.memory.faking.experts import load_evenly
 from quaver.lab.memory.faking.fakes import Fakes
 from quaver.lab.memory.faking.gpu import as_on_a_gpu
-from quaver.lab.memory.runs.predict import training_step, with_depth
+from quaver.lab.memory.runs.predict import fake_run, with_depth
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import BlockTimes, linear_time, weights_of_block
 from quaver.lab.plan.run import Run
 from quaver.lab.plan.step import Costs
 from quaver.lab.settings import ActivationCheckpoint, TrainConfig
-from quaver.lab.settings.parallel_dims import resolve
-from quaver.lab.trainer.dry_run import pretended_mesh
-from quaver.lab.trainer.initialize import allocate
-from quaver.lab.trainer.parallelize import parallelize
-from quaver.lab.trainer.run_setup import make_models
-from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.roofline.device_specs import DeviceSpec
-from quaver.runtime.ranks import Ranks
 
 _COLLECTIVES = "_c10d_functional."
 
@@ -100,13 +90,5 @@ def block_graphs(config: TrainConfig, ranks: int, spec: DeviceSpec) -> list[Comp
         training=replace(config.training, compile=True),
         activation_checkpoint=ActivationCheckpoint(mode="none", store_in_float8=stores),
     )
-    config, layout = resolve(config, rank=0, world_size=ranks)
-    device = torch.device("cpu")
-    with pretended_mesh(layout) as mesh:
-        name, model = next(iter(make_models(config, device).by_name.items()))
-        parallelize(model, config, mesh)
-        load_evenly(model)
-        with as_on_a_gpu(), Fakes():
-            allocate(model, device)
-            step, _ = training_step(TrainedModel(name, model, config, device, Ranks(0, 0, ranks)), config, layout)
-            return record_compiled(step, GPUS[spec.name])
+    with as_on_a_gpu(), fake_run(config, ranks, Fakes()) as run:
+        return record_compiled(run.step, GPUS[spec.name])

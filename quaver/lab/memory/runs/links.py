@@ -19,18 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quaver.lab.memory.faking.experts import load_evenly
 from quaver.lab.memory.faking.fakes import fake_tensors
-from quaver.lab.memory.runs.predict import training_step
+from quaver.lab.memory.runs.predict import fake_run
 from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.parallel_dims import ParallelDims, resolve
-from quaver.lab.trainer.dry_run import pretended_mesh
-from quaver.lab.trainer.initialize import allocate
-from quaver.lab.trainer.parallelize import parallelize
-from quaver.lab.trainer.run_setup import make_models
-from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.linear.tensor import Float8Tensor
-from quaver.runtime.ranks import Ranks, plain_tensors
+from quaver.runtime.ranks import plain_tensors
 from quaver.torch_private.collectives import group_of_name
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -99,24 +93,14 @@ def predict_links(config: TrainConfig, ranks: int) -> Links:
         ValueError, OSError, NotImplementedError: the run itself would refuse its model or its ranks.
     """
     config = replace(config, training=replace(config.training, compile=False))
-    config, layout = resolve(config, rank=0, world_size=ranks)
-    device = torch.device("cpu")
-    name, model = next(iter(make_models(config, device).by_name.items()))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    with pretended_mesh(layout) as mesh:
-        parallelize(model, config, mesh)
-        load_evenly(model)
-        with fake_tensors():
-            allocate(model, device)
-            trained = TrainedModel(name, model, config, device, Ranks(0, 0, ranks))
-            step, micro_batches = training_step(trained, config, layout)
-            step()  # FSDP2 and the optimizer make their state
-            with CountCollectives() as counted:
-                step()
-        traffic = counted.traffic(layout)
-        state = (leaf for values in trained.optimizer.state.values() for leaf in tree_leaves(values))
-        checkpoint_bytes = sum(map(_whole_bytes, (*model.parameters(), *state)))
-    return Links(layout, name, parameters, micro_batches, traffic, checkpoint_bytes)
+    with fake_run(config, ranks, fake_tensors()) as run:
+        run.step()  # FSDP2 and the optimizer make their state
+        with CountCollectives() as counted:
+            run.step()
+        traffic = counted.traffic(run.layout)
+        state = (leaf for values in run.trained.optimizer.state.values() for leaf in tree_leaves(values))
+        checkpoint_bytes = sum(map(_whole_bytes, (*run.trained.model.parameters(), *state)))
+    return Links(run.layout, run.trained.name, run.parameters, run.micro_batches, traffic, checkpoint_bytes)
 
 
 class CountCollectives(TorchDispatchMode):

@@ -6,7 +6,8 @@ process is the first, in torch's fake process group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import count
@@ -19,7 +20,7 @@ from torch.torch_version import TorchVersion
 
 from quaver.lab.data import Batch
 from quaver.lab.memory.faking.experts import EVEN_LOAD, load_evenly
-from quaver.lab.memory.faking.fakes import fake_tensors
+from quaver.lab.memory.faking.fakes import Fakes, fake_tensors
 from quaver.lab.memory.predict import Prediction, predict_step
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
@@ -85,6 +86,41 @@ def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
             f"memory on several ranks is predicted with torch 2.13 or newer, this is {torch.__version__}: here FSDP2's "
             "gathers into fake tensors are invisible; predict one rank, or update torch"
         )
+    with fake_run(config, ranks, fake_tensors(compiled=config.training.compile)) as run:
+        model = run.trained.model
+        prediction = predict_step(
+            run.step,
+            model,
+            run.trained.optimizer,
+            run.fakes,
+            persistent_scales=persistent_scales(model),
+            first_step=partial(run.step, micro_batches=1),
+        )
+    return RunMemory(run.config, run.layout, run.trained.name, run.parameters, run.micro_batches, prediction)
+
+
+@dataclass(frozen=True)
+class FakeRun:
+    """The first rank of a run with fake tensors: its model, and `step`, which trains one step."""
+
+    config: TrainConfig
+    """With its global batch size filled in."""
+    layout: ParallelDims
+    fakes: Fakes
+    trained: TrainedModel
+    step: Callable[..., None]
+    """Takes `micro_batches`, to train fewer."""
+    parameters: int
+    micro_batches: int
+
+
+@contextmanager
+def fake_run(config: TrainConfig, ranks: int, fakes: AbstractContextManager[Fakes]) -> Iterator[FakeRun]:
+    """Make the model that the trainer would make on the first of `ranks` processes; `fakes` is on inside the block.
+
+    Raises:
+        ValueError, OSError: the run itself would refuse its model or its ranks.
+    """
     device = torch.device("cpu")
     config, layout = resolve(config, rank=0, world_size=ranks)
     with pretended_mesh(layout) as mesh:
@@ -92,19 +128,11 @@ def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         parallelize(model, config, mesh)  # the mesh computes coordinates with real tensors
         load_evenly(model)
-        with fake_tensors(compiled=config.training.compile) as fakes:
+        with fakes as mode:
             allocate(model, device)
             trained = TrainedModel(name, model, config, device, Ranks(0, 0, ranks))
             step, micro_batches = training_step(trained, config, layout)
-            prediction = predict_step(
-                step,
-                model,
-                trained.optimizer,
-                fakes,
-                persistent_scales=persistent_scales(model),
-                first_step=partial(step, micro_batches=1),
-            )
-            return RunMemory(config, layout, name, parameters, micro_batches, prediction)
+            yield FakeRun(config, layout, mode, trained, step, parameters, micro_batches)
 
 
 def with_depth(config: TrainConfig, n_layers: int) -> TrainConfig:
