@@ -73,8 +73,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "::test_experts_of_one_rank_are_refused",
     },
     "extending.md": {
-        "and the roofline refuse it": "tests/library/test_extending.py"
-        "::test_the_diff_adds_a_granularity_in_three_files",
+        "and the roofline refuse it": "tests/library/test_extending.py::test_each_diff_touches_one_file_a_table",
     },
     "fine-tuning.md": {
         "A shard cannot have other scales, and refuses": f"{FROZEN}::test_what_is_refused",
