@@ -58,7 +58,7 @@ def store_activations_in_float8(
         ValueError: another block size, a pattern that matches no module that can store, no module to choose, a module
             that stores already, or one whose forward was replaced on the instance.
     """
-    lengths = sorted(block.columns for block in BLOCK_SIZES if block.rows == 1)
+    lengths = sorted(columns for rows, columns in BLOCK_SIZES if rows == 1)
     if block_size not in lengths:
         raise ValueError(f"block_size must be one of {', '.join(map(str, lengths))}, got {block_size!r}")
     chosen = default_modules(model) if modules is None else _matching(model, modules)

@@ -59,11 +59,11 @@ def _cast_groups(
     row_layout = layout_of_cast(granularity, (dot_products, length))
 
     def cast(layout: ScaleLayout) -> Operand:
-        rows, columns = layout
+        rows, columns = layout.rows, layout.columns
         count = count_of_scales(rows, groups, hp.shape[0])
         scale_row = scale_rows(ends, groups, hp.shape[0], rows, hp.device)
         amax = _amaxes(hp, ends, groups, layout, scale_row)
-        quant, dequant = computed_once(scaling.scales_of(amax, float8_dtype, power_of_2, block_mode))
+        quant, dequant, _ = computed_once(scaling.scales_of(amax, float8_dtype, power_of_2, block_mode))
         shape = shape_of_scales(layout, groups, *hp.shape)
         row_scales, of_row = scales_per_row(hp, quant, scale_row, columns)
         if column and not (row and layout == row_layout) and torch.compiler.is_dynamo_compiling():
@@ -83,7 +83,7 @@ def _part_of_row(hp: Tensor, columns: int) -> ScaleLayout:
 
 def _amaxes(hp: Tensor, ends: Tensor | None, groups: int, layout: ScaleLayout, scale_row: Tensor) -> Tensor:
     """`amax_of_scale_rows`, without a scatter where each row has its own scale, or all scales have as many rows."""
-    rows, columns = layout
+    rows, columns = layout.rows, layout.columns
     is_even = rows == ALL and ends is None and hp.shape[0] > 0
     if rows != 1 and not is_even:
         return amax_of_scale_rows(hp, scale_row, count_of_scales(rows, groups, hp.shape[0]), columns)

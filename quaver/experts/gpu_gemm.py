@@ -79,7 +79,7 @@ def _factor(operand: Operand, ends: Tensor | None, groups: int) -> _Factor:
 
 def _widened(operand: Operand, ends: Tensor | None, groups: int) -> Tensor:
     """In bfloat16, times the scales."""
-    data, scale, layout, _ = operand
+    data, scale, layout, *_ = operand
     if scale is None:
         return data.to(torch.bfloat16)
     scale_row = scale_rows(ends, groups, data.shape[0], layout.rows, data.device)

@@ -183,7 +183,7 @@ def layouts_of_stored(config: Float8LinearConfig, transposed: bool) -> tuple[Sca
     """The layouts of the row codes and of the column codes of weights as they are stored."""
     casts = casts_of_stored(config, transposed)[:2]
     row, column = (cast.known_layout("grouped matmuls") for cast in casts)
-    return row, column.t()
+    return row, column.turned()
 
 
 def operands_of_quantized(weight: Float8Tensor, transposed: bool) -> Operands:

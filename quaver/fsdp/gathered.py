@@ -198,7 +198,7 @@ class Float8AllGatherWeight(WrappedTensor):
             ]
             if scale is not None:
                 record_amax(scale, matrix_amax(shard.local, None))
-        payloads = [_payload(shard, code) for code in codes]
+        payloads = [_payload(shard, code, layout) for code, layout in zip(codes, layouts, strict=False)]
         if len(payloads) > 1 and mesh.size() == 1:
             payloads = [torch.cat(payloads)]  # without an all-gather, FSDP2 passes on the first payload only
         return tuple(payloads), _Metadata(scales, layouts, shard.size, float8_dtype)
@@ -219,8 +219,11 @@ class Float8AllGatherWeight(WrappedTensor):
         payloads: Sequence[Tensor] = all_gather_outputs
         if len(payloads) < len(scales):
             payloads = all_gather_outputs[0].chunk(len(scales))
-        elements = math.prod(size)  # without padding
-        codes = [payload.view(-1)[:elements].view(size).view(float8_dtype) for payload in payloads]
+        shapes = [layout.shape_of_codes(size) for layout in layouts]
+        codes = [
+            payload.view(-1)[: math.prod(shape)].view(shape).view(float8_dtype)  # without padding
+            for payload, shape in zip(payloads, shapes, strict=True)
+        ]
         lengths = [cast_scales.dequant.numel() for cast_scales in scales]
         unsharded = None
         if out is None:
@@ -233,7 +236,7 @@ class Float8AllGatherWeight(WrappedTensor):
             parts = vector.split(lengths)
             for code, part, cast_scales, layout in zip(codes, parts, scales, layouts, strict=True):
                 scale = part.view(cast_scales.dequant.shape).copy_(cast_scales.dequant)
-                operands.append(Operand(code, scale, layout))
+                operands.append(Operand(code, scale, layout, None, cast_scales.outer))
         if unsharded is None:
             return Float8Tensor.from_operands(operands[0], operands[-1], param_dtype), (vector,)
         unsharded.set_operands(operands[0], operands[-1])
@@ -307,9 +310,11 @@ def _is_padding_copy(func: OpOverload, args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _payload(shard: Shard, codes: Tensor) -> Tensor:
+def _payload(shard: Shard, codes: Tensor, layout: ScaleLayout) -> Tensor:
     """Codes as row-major uint8, padded to the length that every rank sends."""
-    missing = -(-shard.size[shard.dim] // shard.fsdp_group.size()) - codes.shape[shard.dim]
+    chunk = list(shard.size)
+    chunk[shard.dim] = -(-shard.size[shard.dim] // shard.fsdp_group.size())
+    missing = layout.shape_of_codes(chunk)[shard.dim] - codes.shape[shard.dim]
     payload = codes.contiguous().view(torch.uint8)
     return F.pad(payload, (0, 0) * (payload.dim() - 1) + (0, missing)) if missing else payload  # FSDP2 pads dim 0 only
 

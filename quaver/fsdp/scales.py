@@ -34,7 +34,7 @@ from quaver.fsdp.shard import Shard
 from quaver.recipes import scaling
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import ALL, ScaleLayout
-from quaver.recipes.scaling import Scales, scales_of
+from quaver.recipes.scaling import Scales, scales_of_parts
 from quaver.runtime.collectives import max_over_ranks
 
 WholeScales = Sequence[Scales]
@@ -55,7 +55,7 @@ def layouts_of(weight: ModuleWeight) -> list[ScaleLayout]:
         row, column = layouts_of_stored(weight.config, is_transposed(weight.module))
     else:
         row, column = (cast.known_layout("float8 all-gather") for cast in weight.config.casts.weight[:2])
-        column = column.t()
+        column = column.turned()
     return [row] if row == column else [row, column]
 
 
@@ -78,15 +78,15 @@ def compute_whole_scales(shards: Sequence[Shard], weights: Sequence[ModuleWeight
     lengths = [math.prod(shape) for shape in shapes]
     only_fsdp = sum(length for key, length in zip(casts, lengths, strict=True) if not is_over_tp(key))
     amaxes = _max_over_groups(_local_amaxes(shards, casts).to(shards[0].device), only_fsdp, shards[0])
-    quant, dequant = scales_of(amaxes, *rounding_rule(weights[0].config))
+    parts = scales_of_parts(amaxes, lengths, *rounding_rule(weights[0].config))
     made: dict[tuple[int, ScaleLayout], Scales] = {}
-    for key, shape, *scale_pair in zip(casts, shapes, quant.split(lengths), dequant.split(lengths), strict=True):
-        made[key] = Scales(*(vector.view(shape) for vector in scale_pair))
+    for key, shape, part in zip(casts, shapes, parts, strict=True):
+        made[key] = part._replace(quant=part.quant.view(shape), dequant=part.dequant.view(shape))
     return [[made[i, each] for each in layouts_of(weight)] for i, weight in enumerate(weights)]
 
 
 def rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, str | None]:
-    """The arguments of `scales_of` after the amaxes: weights that share them have their scales computed at once."""
+    """The last arguments of `scales_of_parts`: weights that share them have their scales computed at once."""
     weight = config.casts.weight
     return weight.row.float8_dtype, weight.power_of_2, weight.row.e8m0_mode if weight.row.is_blockwise else None
 

@@ -48,7 +48,8 @@ from quaver.kernels.operands import (
 from quaver.kernels.operation import operation, returning_operands, triton_kernels
 from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
-from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout
+from quaver.recipes.formats import E4M3
+from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout, layout_of_blocks
 from quaver.runtime.compile_hints import apart
 from quaver.runtime.devices import is_cpu
 from quaver.runtime.phases import phase
@@ -64,7 +65,7 @@ _amax = phase("quaver::amax")(scaling.amax)
 def _cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands:
     """Quantize with the scale of the matrix's own amax."""
     cpu.check_memory(hp)
-    quant, dequant = computed_once(scaling.scales_of(_amax(hp), float8_dtype, power_of_2))
+    quant, dequant, _ = computed_once(scaling.scales_of(_amax(hp), float8_dtype, power_of_2))
     if not (torch.compiler.is_dynamo_compiling() and column) or is_cpu(hp):
         codes = scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True)
         return _laid_out(codes, quant, dequant, row, column)
@@ -111,7 +112,7 @@ def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool
     for dim, asked in ((1, row), (0, column)):
         if asked:
             scales = scaling.scales_of(_amax(hp, dim), float8_dtype, power_of_2)
-            quant, dequant = scales if dim else computed_once(scales)  # a kernel that reads rows computes theirs once
+            quant, dequant, _ = scales if dim else computed_once(scales)  # a kernel of rows computes theirs once
             codes = (cast_row_codes if dim else cast_column_codes)(hp, quant, float8_dtype, is_of_amax=True)
             made.append(Operand(codes, dequant, ROWWISE if dim else COLUMNWISE, quant))
         else:
@@ -127,7 +128,7 @@ def computed_once(scales: scaling.Scales) -> scaling.Scales:
     """
     if not torch.compiler.is_dynamo_compiling():
         return scales
-    return scaling.Scales(*map(_viewed_by_strides, scales))
+    return scaling.Scales(_viewed_by_strides(scales.quant), _viewed_by_strides(scales.dequant))
 
 
 def _viewed_by_strides(scale: Tensor) -> Tensor:
@@ -156,13 +157,13 @@ def _cast_blockwise(
     def cast(layout: ScaleLayout) -> Operand:
         amax = scaling.block_amax(hp, layout)
         by_columns = not is_cpu(hp) and has_scales_by_columns(layout, row)
-        quant, dequant = scaling.scales_of(amax, float8_dtype, power_of_2, mode)
+        quant, dequant, outer = scaling.scales_of(amax, float8_dtype, power_of_2, mode)
         dequant = dequant.t().contiguous() if by_columns else dequant
-        quant, dequant = computed_once(scaling.Scales(quant, dequant))
+        quant, dequant, _ = computed_once(scaling.Scales(quant, dequant))
         dequant = dequant.t() if by_columns else dequant
-        return Operand(scaling.cast_blocks(hp, quant, float8_dtype, layout, True), dequant, layout, quant)
+        return Operand(scaling.cast_blocks(hp, quant, float8_dtype, layout, True), dequant, layout, quant, outer)
 
-    made = cast_by_layout(cast, row, column, ScaleLayout(dot_products, length))
+    made = cast_by_layout(cast, row, column, layout_of_blocks(float8_dtype, dot_products, length))
     if is_cpu(hp) or made.column is None:
         return made
     return Operands(made.row, made.column._replace(data=_transposed(made.column.data)))
@@ -176,11 +177,11 @@ def _cpu_blockwise(
 
     def cast(layout: ScaleLayout) -> Operand:
         amax: Any = cpu.block_amax(hp, layout)
-        quant, dequant = scaling.scales_of(amax, float8_dtype, power_of_2, mode)
+        quant, dequant, _ = scaling.scales_of(amax, float8_dtype, power_of_2, mode)
         codes: Any = cpu.cast_with_scale(hp, quant, float8_dtype, layout)
         return Operand(codes, dequant, layout, quant)
 
-    layout = ScaleLayout(dot_products, length)
+    layout = layout_of_blocks(float8_dtype, dot_products, length)
     return cast_by_layout(cast, row, column, layout) if cpu.takes(hp, float8_dtype) else None
 
 
@@ -193,13 +194,15 @@ def _fake_blockwise(
     def cast(layout: ScaleLayout) -> Operand:
         by_columns = not is_cpu(hp) and has_scales_by_columns(layout, row)
         quant, dequant = empty_block_scales(hp, layout, by_columns)
-        return Operand(hp.new_empty(hp.shape, dtype=float8_dtype), dequant, layout, quant)
+        codes, outer = hp.new_empty(layout.shape_of_codes(hp.shape), dtype=float8_dtype), None
+        if layout.is_packed:
+            dequant, outer = dequant.to(E4M3.dtype), hp.new_empty((), dtype=torch.float32)
+        return Operand(codes, dequant, layout, quant, outer)
 
-    made = cast_by_layout(cast, row, column, ScaleLayout(dot_products, length))
+    made = cast_by_layout(cast, row, column, layout_of_blocks(float8_dtype, dot_products, length))
     if is_cpu(hp) or made.column is None:
         return made
-    column_codes = hp.new_empty(hp.shape[1], hp.shape[0], dtype=float8_dtype).t()
-    return Operands(made.row, made.column._replace(data=column_codes))
+    return Operands(made.row, made.column._replace(data=column_major(made.column.data)))
 
 
 def _laid_out(codes: Tensor, quant: Tensor, dequant: Tensor, row: bool, column: bool) -> Operands:
@@ -275,7 +278,7 @@ def _rowwise(*_: object) -> ScaleLayout:
 
 
 def _of_blocks(*args: Any) -> ScaleLayout:
-    return ScaleLayout(args[5], args[6])
+    return layout_of_blocks(args[1], args[5], args[6])
 
 
 cast_tensorwise = operation(
@@ -305,7 +308,7 @@ _ROWS_OF_A_RUN = 8
 
 
 def _stored_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands:
-    quant, dequant = scaling.scales_of(_amax(_by_rows(hp)), float8_dtype, power_of_2)
+    quant, dequant, _ = scaling.scales_of(_amax(_by_rows(hp)), float8_dtype, power_of_2)
     row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, quant, quant)
     return of_one_scale(row_codes, column_codes, quant, dequant)
 

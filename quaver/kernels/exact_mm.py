@@ -35,6 +35,8 @@ from quaver.kernels import cpu
 from quaver.kernels.operands import Operand, present
 from quaver.kernels.operation import operation
 from quaver.kernels.widen import widen
+from quaver.recipes import e2m1
+from quaver.recipes.formats import E2M1
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import multiply_scale_
 from quaver.runtime.devices import compute_capability, is_cpu, is_cuda, is_cuda_device
@@ -78,10 +80,13 @@ def _exact_float8_mm(
     scales_are_powers_of_2: bool,
     a_layout: Sequence[int],
     b_layout: Sequence[int],
+    a_outer_scale: Tensor | None = None,
+    b_outer_scale: Tensor | None = None,
 ) -> Tensor:
     """See the top of the file, and `linear.gemm.float8_mm` for the arguments. Runs on plain tensors, never traced."""
-    operands = Operand(a, a_dequant_scale, ScaleLayout(*a_layout)), Operand(b, b_dequant_scale, ScaleLayout(*b_layout))
-    return _multiply(*operands, bias, out_dtype, scales_are_powers_of_2, None)
+    a_operand = Operand(a, a_dequant_scale, ScaleLayout(*a_layout), None, a_outer_scale)
+    b_operand = Operand(b, b_dequant_scale, ScaleLayout(*b_layout), None, b_outer_scale)
+    return _multiply(unpacked(a_operand), unpacked(b_operand), bias, out_dtype, scales_are_powers_of_2, None)
 
 
 def exact_float8_mm_into(out: Tensor, a: Operand, b: Operand, scales_are_powers_of_2: bool) -> None:
@@ -105,7 +110,10 @@ def _multiply(
 ) -> Tensor:
     """Into `out`, or new memory."""
     a, b, layouts = a_operand.data, b_operand.data, (a_operand.layout, b_operand.layout)
-    varies = layouts[0].varies_along(1, a.shape), layouts[1].varies_along(0, b.shape)
+    varies = (
+        layouts[0].varies_along(1, a.shape) or a_operand.outer_scale is not None,
+        layouts[1].varies_along(0, b.shape) or b_operand.outer_scale is not None,
+    )
     if is_cpu(a) and _largest(a, b) < CALLS_WEIGH_BELOW:
         folded = [
             each or (scales_are_powers_of_2 and not layout.is_tensorwise)
@@ -143,6 +151,16 @@ def _bfloat16_pays(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
     return is_cuda(a) or (out_dtype is torch.bfloat16 and _largest(a, b) >= UNITS_PAY_FROM)
 
 
+def unpacked(operand: Operand) -> Operand:
+    """An operand of codes of four bits as one of e4m3, which has all of their values; others as they are."""
+    codes, dequant_scale, layout, _, outer_scale = operand
+    if not layout.is_packed:
+        return operand
+    codes = e2m1.unpack(codes.t()).t() if layout.rows_of_byte > 1 else e2m1.unpack(codes)
+    scale = present(dequant_scale).float()
+    return Operand(codes, scale, ScaleLayout(layout.rows, layout.columns), None, outer_scale)
+
+
 class _Wide(NamedTuple):
     """An operand in bfloat16 or float32, and the scale that is left for the result."""
 
@@ -152,9 +170,9 @@ class _Wide(NamedTuple):
 
 def _widened(operand: Operand, dtype: torch.dtype, scales_are_powers_of_2: bool, varies: bool) -> _Wide:
     """Times the scales where they vary along the contracted dim, and the row scales where that is exact."""
-    codes, dequant_scale, layout, _ = operand
+    codes, dequant_scale, layout, _, outer_scale = operand
     if varies or (scales_are_powers_of_2 and not layout.is_tensorwise):
-        return _Wide(widen(codes, dtype, dequant_scale, layout), None)
+        return _Wide(widen(codes, dtype, dequant_scale, layout), outer_scale)
     return _Wide(widen(codes, dtype), dequant_scale)
 
 
@@ -223,7 +241,7 @@ def _small_mm(
     )
     sums = a.new_empty(a.shape[0], b.shape[1])
     torch.mm(a, b, out=sums)
-    left = (None if fold else each.dequant_scale for each, fold in zip(operands, folded, strict=True))
+    left = (each.outer_scale if fold else each.dequant_scale for each, fold in zip(operands, folded, strict=True))
     for scale in _scales_of_sums(*left):
         sums.mul_(scale)
     if bias is not None:
@@ -232,15 +250,18 @@ def _small_mm(
 
 
 def _cpu_mm(a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, *rest: Any) -> Tensor | None:
-    bias, out_dtype, _, a_layout, b_layout = rest
+    bias, out_dtype, _, a_layout, b_layout, *_ = rest
+    if E2M1.dtype in (a.dtype, b.dtype):
+        return None
     if ScaleLayout(*a_layout).varies_along(1, a.shape) or ScaleLayout(*b_layout).varies_along(0, b.shape):
         return None
     return cpu.mm(a, b, a_dequant_scale, b_dequant_scale, bias, out_dtype)
 
 
 def _fake_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    _, _, _, out_dtype, *_ = rest
-    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+    _, _, _, out_dtype, _, a_layout, b_layout, *_ = rest
+    rows, columns = ScaleLayout(*a_layout).size_of(a)[0], ScaleLayout(*b_layout).size_of(b)[1]
+    return a.new_empty(rows, columns, dtype=out_dtype)
 
 
 exact_float8_mm = operation(_exact_float8_mm, results=1, cpu=_cpu_mm, fake=_fake_mm, in_graphs=True)

@@ -16,36 +16,44 @@ class Operand(NamedTuple):
 
     data: Tensor
     dequant_scale: Tensor | None = None
-    """float32, of the shape that `layout` gives it."""
+    """float32, of the shape that `layout` gives it; e4m3 where there is an outer_scale."""
     layout: ScaleLayout = TENSORWISE
     """Which elements of `data` share a scale; of rows that belong to groups (experts/groups.py), which of a group."""
     quant_scale: Tensor | None = None
     """The scale that the codes were made with, where it is known."""
+    outer_scale: Tensor | None = None
+    """float32 (), which multiplies every dequant_scale; None in formats of one level."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        return self.layout.size_of(self.data)
 
     def t(self) -> Operand:
         """The transposed operand; scales of rows, columns or blocks are transposed with it."""
         dequant = self.dequant_scale
         dequant = dequant if dequant is None or dequant.dim() == 0 else dequant.t()
-        return Operand(self.data.t(), dequant, self.layout.t())
+        return Operand(self.data.t(), dequant, self.layout.t(), None, self.outer_scale)
 
     def to(self, device: torch.device) -> Operand:
         """The operand on `device`."""
         scale = self.dequant_scale
-        return Operand(self.data.to(device), None if scale is None else scale.to(device), self.layout)
+        outer = None if self.outer_scale is None else self.outer_scale.to(device)
+        return Operand(self.data.to(device), None if scale is None else scale.to(device), self.layout, None, outer)
 
     def part(self, dim: int, start: int, length: int) -> Operand:
         """Rows (dim 0) or columns (dim 1) of a matrix from the beginning of a block; it shares the memory."""
         scale, block = self.dequant_scale, self.layout[dim]
         if scale is not None and block != ALL:
             scale = scale.narrow(dim, start // block, -(-length // block))
-        return Operand(self.data.narrow(dim, start, length), scale, self.layout)
+        return Operand(self.data.narrow(dim, start, length), scale, self.layout, None, self.outer_scale)
 
     def rows(self, indices: Tensor) -> Operand:
         """Some rows of a matrix, copied; each has scales of its own, unless all rows share them."""
         scale, layout = self.dequant_scale, self.layout
         if scale is not None and layout.rows != ALL:
-            scale, layout = scale[indices // layout.rows], ScaleLayout(1, layout.columns)
-        return Operand(self.data[indices], scale, layout)
+            scale, layout = scale[indices // layout.rows], layout._replace(rows=1)
+        return Operand(self.data[indices], scale, layout, None, self.outer_scale)
 
 
 class Operands(NamedTuple):
@@ -92,7 +100,7 @@ def cast_by_layout(cast: Callable[[ScaleLayout], Operand], row: bool, column: bo
     """
     if layout.rows == layout.columns:
         return asked_for(cast(layout), row, column)
-    return Operands(cast(layout) if row else None, cast(layout.t()) if column else None)
+    return Operands(cast(layout) if row else None, cast(layout.turned()) if column else None)
 
 
 def has_scales_by_columns(layout: ScaleLayout, row: bool) -> bool:
@@ -112,12 +120,16 @@ def empty_block_scales(hp: Tensor, layout: ScaleLayout, by_columns: bool) -> lis
     return [quant, torch.empty_like(quant)]
 
 
-FLAT = 6
-"""The tensors of `flattened`."""
+OF_CODES_AND_SCALES = 6
+"""The tensors of `flattened` that formats of one level have."""
+
+FLAT = OF_CODES_AND_SCALES + 2
+"""The tensors of `flattened`: three of rows, three of columns, and the outer_scale of each."""
 
 
 def flattened(operands: Operands) -> list[Tensor | None]:
-    """Codes, quant_scale and dequant_scale of rows and of columns: each tensor once, as an operation must return them.
+    """Codes, quant_scale and dequant_scale of rows and of columns, and outer_scales, each tensor once, as an operation
+    must return them.
 
     None for what was not asked for, and for what of the column is the row's.
     """
@@ -125,10 +137,12 @@ def flattened(operands: Operands) -> list[Tensor | None]:
     flat: list[Tensor | None] = [None] * FLAT
     if row is not None:
         flat[:3] = row.data, row.quant_scale, row.dequant_scale
+        flat[OF_CODES_AND_SCALES] = row.outer_scale
     if column is not None and column is not row:
         flat[3] = column.data
         if row is None or column.quant_scale is not row.quant_scale:
-            flat[4:] = column.quant_scale, column.dequant_scale
+            flat[4:6] = column.quant_scale, column.dequant_scale
+            flat[-1] = column.outer_scale
     return flat
 
 
@@ -137,9 +151,10 @@ def unflattened(flat: Sequence[Any], row: bool, column: bool, layout: ScaleLayou
 
     `layout`: that of row codes.
     """
-    of_row = Operand(flat[0], flat[2], layout, flat[1]) if row else None
+    outers = [each if layout.is_packed else None for each in flat[OF_CODES_AND_SCALES:]] or [None, None]
+    of_row = Operand(flat[0], flat[2], layout, flat[1], outers[0]) if row else None
     if not column:
         return Operands(of_row, None)
     if of_row is None or flat[4].shape != (0,):
-        return Operands(of_row, Operand(flat[3], flat[5], layout.t(), flat[4]))
+        return Operands(of_row, Operand(flat[3], flat[5], layout.turned(), flat[4], outers[1]))
     return Operands(of_row, of_row if flat[3].shape == (0,) else of_row._replace(data=flat[3]))

@@ -94,7 +94,7 @@ def operation(
         return implementation
 
     parameters = list(inspect.signature(reference).parameters.values())
-    arguments = ", ".join(f"{_SCHEMA_TYPES.get(each.annotation, each.annotation)} {each.name}" for each in parameters)
+    arguments = ", ".join(_argument(each) for each in parameters)
     tensors_of_schema = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * (results or FLAT))})"
     library.define(f"{name}({arguments}) -> {tensors_of_schema}")
     library.impl(name, as_operation(run), "CompositeExplicitAutograd")
@@ -112,6 +112,11 @@ def operation(
 
     call.__name__, call.__doc__ = name, reference.__doc__
     return call
+
+
+def _argument(parameter: inspect.Parameter) -> str:
+    default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default}"
+    return f"{_SCHEMA_TYPES.get(parameter.annotation, parameter.annotation)} {parameter.name}{default}"
 
 
 def returning_operands(registered: Any, layout: Callable[..., ScaleLayout]) -> Callable[..., Operands]:

@@ -130,7 +130,7 @@ def _traced_with_persistent_scale(
     else:
         own = scaling.amax_to_quant_scale(largest, float8_dtype, power_of_2=power_of_2)
     used = torch.where(given > 0, given, own)
-    quant, dequant = computed_once(scaling.Scales(used, scaling.to_dequant_scale(used)))
+    quant, dequant, _ = computed_once(scaling.Scales(used, scaling.to_dequant_scale(used)))
     known = given if scale.is_known else quant
     if is_stored and row and column:
         row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, known, known)

@@ -128,10 +128,10 @@ def _cast(
     """Operands of blocks of one size, which one read of the matrix makes."""
     codes = empty_codes(hp, float8_dtype, row, column)
     quant, dequant = empty_block_scales(hp, layout, has_scales_by_columns(layout, row))
-    rows, columns = (max(size, 32) for size in layout)
+    rows, columns = (max(size, 32) for size in layout[:2])
     rows_of_thread = hp.element_size() * 2 if column else 1
     tile, cast = _tile(rows, columns, rows * columns // 1024, rows_of_thread), cast_to(float8_dtype, power_of_2)
-    blocks = Blocks(*layout, bool(mode), e8m0_offset(float8_dtype, mode))
+    blocks = Blocks(*layout[:2], bool(mode), e8m0_offset(float8_dtype, mode))
     launch(_cast_blocks, hp, tile, *codes, quant, dequant, *dequant.stride(), CAST=cast, BLOCKS=blocks)
     return of_one_scale(*codes, quant, dequant, layout)
 

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
-LAYOUTS = (TENSORWISE, ROWWISE, COLUMNWISE, *(block for block in BLOCK_SIZES if block.rows == block.columns))
+LAYOUTS = (TENSORWISE, ROWWISE, COLUMNWISE, *(ScaleLayout(*size) for size in BLOCK_SIZES if size[0] == size[1]))
 """Which elements of a frozen matrix may share a scale; COLUMNWISE of stacks [E, K, N] alone."""
 
 

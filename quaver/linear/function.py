@@ -87,6 +87,8 @@ class _SavedWeight(NamedTuple):
     """Dequant scale of `data`, or the tensorwise one that goes with `quant_scale`."""
     data: Tensor | None = None
     """Codes of the weight's column operand, saved instead of `hp` where the codes are kept for backward."""
+    outer_scale: Tensor | None = None
+    """That of the operand, in formats of two levels."""
 
 
 class _Float8Linear(torch.autograd.Function):
@@ -101,7 +103,7 @@ class _Float8Linear(torch.autograd.Function):
         saved_input = present(input_q.column) if needs_grad_weight else None
         ctx.args, ctx.input_shape, ctx.bias_dtype = args, input.shape, None if bias is None else bias.dtype
         ctx.layouts = TENSORWISE if saved_input is None else saved_input.layout, weight_layout
-        save(ctx, [*((None, None) if saved_input is None else saved_input[:2]), *saved_weight])
+        save(ctx, [*_tensors_of(saved_input), *saved_weight])
         return _output(present(input_q.row), weight_row, bias, args, input, weight)
 
     @staticmethod
@@ -111,6 +113,11 @@ class _Float8Linear(torch.autograd.Function):
         with torch.no_grad():
             grads = _backward(ctx, grad_output)
         return *NoSecondDerivative.apply(*(g if g is None else g.detach().requires_grad_() for g in grads)), None
+
+
+def _tensors_of(operand: Operand | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Codes, dequant_scale and outer_scale, as autograd saves them."""
+    return (None, None, None) if operand is None else (operand.data, operand.dequant_scale, operand.outer_scale)
 
 
 def _output(
@@ -138,7 +145,8 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         warnings.warn(_ZERO_BUBBLE_WITH_FSDP2, stacklevel=2)
     tensors = saved_tensors(ctx)
     input_layout, weight_layout = ctx.layouts
-    saved_input, saved_weight = Operand(tensors[0], tensors[1], input_layout), _SavedWeight(*tensors[2:])
+    saved_input = Operand(tensors[0], tensors[1], input_layout, None, tensors[2])
+    saved_weight = _SavedWeight(*tensors[3:])
     del tensors
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()  # autograd then holds none of them, unless the graph is retained
@@ -211,7 +219,7 @@ def _quantize_weight(
     if needs_grad_input and keeps_codes:
         column = present(operands.column)
         layout = column.layout
-        saved = _SavedWeight(data=column.data, dequant_scale=column.dequant_scale)
+        saved = _SavedWeight(None, None, column.dequant_scale, column.data, column.outer_scale)
     elif needs_grad_input:
         scales = quantizer.scales_for(args.config.casts.weight.column, operands)
         if scales is not None:
@@ -227,7 +235,7 @@ def _weight_for_grad_input(args: LinearArgs, saved: _SavedWeight, layout: ScaleL
         if saved.dequant_scale is None:
             return Operand(saved.data)
         data = laid_out_for_columns_after(saved.data, grad_output.data, emulate=args.config.emulate)
-        return Operand(data, saved.dequant_scale, layout)
+        return Operand(data, saved.dequant_scale, layout, None, saved.outer_scale)
     scales = None
     if saved.quant_scale is not None and saved.dequant_scale is not None:
         scales = Scales(saved.quant_scale, saved.dequant_scale)

@@ -122,15 +122,15 @@ def mm(a: Operand, b: Operand, options: MatmulOptions, out_dtype: torch.dtype, b
         b_hp = b.data if b.data.dtype is out_dtype else b.data.to(out_dtype)  # quantized in the weight's dtype
         return torch.mm(a.data, b_hp) if bias is None else torch.addmm(bias.to(out_dtype), a.data, b_hp)
     if a.data.numel() == 0 or b.data.numel() == 0:
-        out = torch.zeros((a.data.shape[0], b.data.shape[1]), dtype=out_dtype, device=a.data.device)
+        out = torch.zeros((a.size[0], b.size[1]), dtype=out_dtype, device=a.data.device)
         return out if bias is None else out + bias.to(out_dtype)
     if not is_cpu(a.data) and _backend_of(a, b, options) is GemmBackend.NATIVE:
         return _native_mm(a, b, bias, out_dtype, options.use_fast_accum)
     if not options.pad:
         return _exact_mm(a, b, bias, out_dtype, options.scales_are_powers_of_2)
-    columns = b.data.shape[1]
+    columns = b.size[1]
     a, b = _padded(a, b)
-    bias = bias if bias is None else F.pad(bias, (0, b.data.shape[1] - columns))
+    bias = bias if bias is None else F.pad(bias, (0, b.size[1] - columns))
     out = _exact_mm(a, b, bias, out_dtype, options.scales_are_powers_of_2)
     return out if out.shape[1] == columns else out[:, :columns].contiguous()  # autograd.Functions return no views
 
@@ -139,7 +139,8 @@ def _exact_mm(
     a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, scales_are_powers_of_2: bool
 ) -> Tensor:
     tensors = a.data, b.data, a.dequant_scale, b.dequant_scale
-    out: Tensor = exact_float8_mm(*tensors, bias, out_dtype, scales_are_powers_of_2, a.layout, b.layout)
+    rest = bias, out_dtype, scales_are_powers_of_2, [*a.layout], [*b.layout], a.outer_scale, b.outer_scale
+    out: Tensor = exact_float8_mm(*tensors, *rest)
     return out
 
 
@@ -194,6 +195,8 @@ def _backend_of(a: Operand, b: Operand, options: MatmulOptions) -> GemmBackend:
 
 def kind_of(a: Operand, b: Operand) -> ScaleKind | None:
     """The kind of the scales of a [M, K] and b [K, N]; None for those that no hardware multiplies."""
+    if a.layout.is_packed or b.layout.is_packed:
+        return None
     if a.layout.varies_along(1, a.data.shape) or b.layout.varies_along(0, b.data.shape):
         kind = _kind_of_blocks(a.layout, b.layout)
         return None if E5M2.dtype in (a.data.dtype, b.data.dtype) else kind
@@ -459,16 +462,16 @@ def _finished(out: Tensor, rows: int, columns: int, bias: Tensor | None, out_dty
 
 def _padded(a: Operand, b: Operand) -> tuple[Operand, Operand]:
     """a [M, K] and b [K, N], with K and N completed to multiples of 16."""
-    k, n = -a.data.shape[1] % ALIGNMENT, -b.data.shape[1] % ALIGNMENT
+    k, n = -a.size[1] % ALIGNMENT, -b.size[1] % ALIGNMENT
     return _completed(a, 0, k), _completed(b, k, n)
 
 
 def _completed(operand: Operand, rows: int, columns: int) -> Operand:
     """With so many rows and columns of zeros more, and scales of 1 for blocks that begin there."""
-    codes, scale, layout, _ = operand
-    padded = pad_codes(codes, rows, columns)
+    codes, scale, layout, _, outer_scale = operand
+    padded = pad_codes(codes, rows // layout.rows_of_byte, columns // layout.columns_of_byte)
     if scale is not None and not layout.is_tensorwise:
-        down, across = layout.scale_shape(padded.shape[0], padded.shape[1])
+        down, across = layout.scale_shape(*layout.size_of(padded))
         more = (0, across - scale.shape[1], 0, down - scale.shape[0])
         scale = F.pad(scale, more, value=1.0) if any(more) else scale
-    return Operand(padded, scale, layout)
+    return Operand(padded, scale, layout, None, outer_scale)

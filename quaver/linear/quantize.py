@@ -88,7 +88,7 @@ class Quantizer:
             return Operands(converted if row else None, converted if column else None)
         float8_dtype, power_of_2 = cast.float8_dtype, self.casts.power_of_2
         if cast.is_tensorwise and scales is not None:
-            quant, dequant = scales
+            quant, dequant, _ = scales
             if is_cpu(hp):  # one set of codes serves both
                 codes, _ = cast_with_scale(hp, float8_dtype, quant, None)
                 return asked_for(Operand(codes, dequant, TENSORWISE, quant), row, column)

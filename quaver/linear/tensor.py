@@ -28,6 +28,9 @@ from quaver.torch_private.dispatch import OpOverload
 
 aten = torch.ops.aten
 
+_ROW = ["data_fp8", "dequant_scale", "outer_scale"]
+"""The tensors of the row operand; those of a column operand of its own have "column_" before."""
+
 Metadata = tuple[torch.dtype, str, tuple[ScaleLayout, ScaleLayout]]
 """Of a flattened `Float8Tensor`: its dtype; whether its column operand is "none", "shared" or its "own"; its layouts.
 """
@@ -42,6 +45,7 @@ class Float8Tensor(TensorForm):
         column_data_fp8, column_dequant_scale: its column operand. float8 [..., K]; float32 (), [1, K] or [n, K]. The
             same objects as above where one cast serves both; None where the tensor was not quantized for it.
         layouts: which elements of the matrix share a scale, of both operands.
+        outer_scale, column_outer_scale: float32 (), those of the operands; None in formats of one level.
     """
 
     data_fp8: Tensor
@@ -49,11 +53,13 @@ class Float8Tensor(TensorForm):
     column_data_fp8: Tensor | None
     column_dequant_scale: Tensor | None
     layouts: tuple[ScaleLayout, ScaleLayout]
+    outer_scale: Tensor | None
+    column_outer_scale: Tensor | None
 
     @staticmethod
     def __new__(cls, row: Operand, column: Operand | None, dtype: torch.dtype) -> Float8Tensor:
         """Use `from_operands`."""
-        return typing.cast(Float8Tensor, make_wrapper(cls, row.data, dtype))
+        return typing.cast(Float8Tensor, make_wrapper(cls, row.data, dtype, row.size if row.layout.is_packed else None))
 
     def __init__(self, row: Operand, column: Operand | None, dtype: torch.dtype) -> None:
         self.set_operands(row, column)
@@ -76,6 +82,7 @@ class Float8Tensor(TensorForm):
         """Replace codes and scales by others of the same shape."""
         self.data_fp8, self.dequant_scale = row.data, _scale(row)
         self.layouts = row.layout, (row if column is None else column).layout
+        self.outer_scale, self.column_outer_scale = row.outer_scale, None if column is None else column.outer_scale
         if column is None:
             self.column_data_fp8 = self.column_dequant_scale = None
         else:
@@ -84,22 +91,28 @@ class Float8Tensor(TensorForm):
     def stored(self) -> Operands:
         """Both operands in the shape of the tensor; None for the column operand if it was not quantized for that."""
         check_memory(self.data_fp8, self.dequant_scale, self.column_data_fp8)  # FSDP2 frees what it gathered
-        row = Operand(self.data_fp8, self.dequant_scale, self.layouts[0])
+        return self.held()
+
+    def held(self) -> Operands:
+        """`stored`, whether the memory is there or not."""
+        row = Operand(self.data_fp8, self.dequant_scale, self.layouts[0], None, self.outer_scale)
         if self.column_data_fp8 is None:
             return Operands(row, None)
         is_one = self.column_data_fp8 is self.data_fp8
-        column = row if is_one else Operand(self.column_data_fp8, self.column_dequant_scale, self.layouts[1])
+        own = self.column_dequant_scale, self.layouts[1], None, self.column_outer_scale
+        column = row if is_one else Operand(self.column_data_fp8, *own)
         return Operands(row, column)
 
     def operands(self) -> Operands:
         """Both operands of the matrix [rows, K]; None for the column operand if it was not quantized for that."""
         row, column = self.stored()
-        codes, scale, layout, _ = present(row)
-        if scale is not None and scale.dim() > 0:
+        row = present(row)
+        scale = present(row.dequant_scale)
+        if scale.dim() > 0:
             scale = scale.reshape(-1, scale.shape[-1])
         if column is not None:
             column = column._replace(data=_rows(column.data))
-        return Operands(Operand(_rows(codes), scale, layout), column)
+        return Operands(row._replace(data=_rows(row.data), dequant_scale=scale), column)
 
     def check_casts(self, casts: OperandCasts) -> None:
         """Raise RuntimeError if this was quantized otherwise than a module does that casts its weight so."""
@@ -113,28 +126,28 @@ class Float8Tensor(TensorForm):
     def to_high_precision(self) -> Tensor:
         """The dequantized values of the row codes, in the tensor's dtype. Not differentiable."""
         with torch.no_grad():
-            data, scale, layout, _ = present(self.operands().row)
-            return dequantize(data, typing.cast(Tensor, scale), self.dtype, layout).view(self.shape)
+            data, scale, layout, _, outer = present(self.operands().row)
+            return dequantize(data, present(scale), self.dtype, layout, outer).view(self.shape)
 
     # ---- what torch asks of a subclass ---------------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Metadata]:
-        names = ["data_fp8", "dequant_scale"]
-        if self.column_data_fp8 is None:
-            return names, (self.dtype, "none", self.layouts)
-        if self.column_data_fp8 is self.data_fp8:
-            return names, (self.dtype, "shared", self.layouts)
-        return [*names, "column_data_fp8", "column_dequant_scale"], (self.dtype, "own", self.layouts)
+        which = "own"
+        if self.column_data_fp8 is None or self.column_data_fp8 is self.data_fp8:
+            which = "none" if self.column_data_fp8 is None else "shared"
+        names = _ROW if which != "own" else [*_ROW, *(f"column_{name}" for name in _ROW)]
+        return [name for name in names if getattr(self, name) is not None], (self.dtype, which, self.layouts)
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], meta: Metadata, outer_size: object, outer_stride: object
     ) -> Float8Tensor:
         dtype, which, layouts = meta
-        row = Operand(inner["data_fp8"], inner["dequant_scale"], layouts[0])
+        row = Operand(inner["data_fp8"], inner["dequant_scale"], layouts[0], None, inner.get("outer_scale"))
         column = row if which == "shared" else None
         if which == "own":
-            column = Operand(inner["column_data_fp8"], inner["column_dequant_scale"], layouts[1])
+            codes, scale, outer = (inner.get(f"column_{name}") for name in _ROW)
+            column = Operand(present(codes), scale, layouts[1], None, outer)
         return cls.from_operands(row, column, dtype)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -168,13 +181,10 @@ def _map(
 
     The column operand's scales are one per column, which no operation here moves.
     """
-    row = Operand(map_data(tensor.data_fp8), map_scale(tensor.dequant_scale), tensor.layouts[0])
-    if tensor.column_data_fp8 is None:
-        column = None
-    elif tensor.column_data_fp8 is tensor.data_fp8:
-        column = row
-    else:
-        column = Operand(map_data(tensor.column_data_fp8), tensor.column_dequant_scale, tensor.layouts[1])
+    stored, column = tensor.held()
+    row = present(stored)._replace(data=map_data(tensor.data_fp8), dequant_scale=map_scale(tensor.dequant_scale))
+    if column is not None:
+        column = row if column is stored else column._replace(data=map_data(column.data))
     return Float8Tensor.from_operands(row, column, tensor.dtype)
 
 
@@ -201,7 +211,7 @@ def _view(func: Any, tensor: Float8Tensor, size: list[int]) -> Tensor:
     def map_scale(scale: Tensor) -> Tensor:
         return scale.reshape([*size[:-1], scale.shape[-1]]) if moves and scale.dim() else scale
 
-    return _map(tensor, lambda data: func(data, size), map_scale)
+    return _map(tensor, lambda data: func(data, [*size[:-1], data.shape[-1]]), map_scale)
 
 
 def _as_strided(func: Any, tensor: Float8Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Tensor:

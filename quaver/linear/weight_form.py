@@ -119,13 +119,20 @@ def inference_mode_of(tensor: Tensor) -> AbstractContextManager[object]:
     return nullcontext() if is_inference is torch.is_inference_mode_enabled() else torch.inference_mode(is_inference)
 
 
-def make_wrapper(cls: type[Tensor], wrapped: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of `cls` without attributes, which has the shape, strides and device of `wrapped`, and `dtype`."""
+def make_wrapper(cls: type[Tensor], wrapped: Tensor, dtype: torch.dtype, size: tuple[int, int] | None = None) -> Tensor:
+    """A tensor of `cls` without attributes, which has the shape, strides and device of `wrapped`, and `dtype`.
+
+    `size`: of its last two dims, where it has others; it is contiguous then.
+    """
+    shape, strides = wrapped.shape, wrapped.stride()
+    if size is not None and shape[-2:] != size:
+        shape = torch.Size([*shape[:-2], *size])
+        strides = torch.empty(shape, device="meta").stride()
     with inference_mode_of(wrapped):
         return Tensor._make_wrapper_subclass(
             cls,
-            wrapped.shape,
-            strides=wrapped.stride(),
+            shape,
+            strides=strides,
             storage_offset=wrapped.storage_offset(),
             dtype=dtype,
             layout=wrapped.layout,

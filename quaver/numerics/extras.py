@@ -121,7 +121,7 @@ def extras_of(hp: Tensor, made: Operand, operand: str, direction: str) -> Tensor
         return extras
     rows = spread(len(hp), HISTOGRAM_ROWS, hp.device)
     extras[:_EXPONENTS] = _exponents(hp[rows])
-    codes, scale, layout, _ = made.rows(rows)
+    codes, scale, layout, *_ = made.rows(rows)
     extras[_EXPONENTS:_SIGNAL] = _exponents(multiply_scale_(codes.float(), present(scale), layout))
     signal, noises = _noises(hp, operand, direction, RECIPES)
     extras[_SIGNAL:_SUMS] = torch.tensor([signal, *noises], dtype=torch.float64)

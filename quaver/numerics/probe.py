@@ -73,7 +73,7 @@ class Probe(Slots):
             return
         sites, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
         site, keeps_columns = Site(name, cast), name == "input" and cast != "row"
-        of_cast = site.name, hp, *operand, is_forward, keeps_columns
+        of_cast = site.name, hp, *operand[:4], is_forward, keeps_columns
         observe.observe_operand(slots, sites.index(site), self.number, *of_cast)
 
     def output(self, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:

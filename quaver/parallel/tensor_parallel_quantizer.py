@@ -82,7 +82,7 @@ class TensorParallelQuantizer(Quantizer):
         agrees_on_rows, agrees_on_columns = row and self.sharded_dim == 1, column and self.sharded_dim == 0
         agreed = own = Operands(None, None)
         if agrees_on_rows or agrees_on_columns:
-            quant, dequant = self._agreed_scales(cast, hp, self.sharded_dim)
+            quant, dequant, _ = self._agreed_scales(cast, hp, self.sharded_dim)
             row_scale, column_scale = (quant, None) if agrees_on_rows else (None, quant)
             codes = cast_with_scale(hp, cast.float8_dtype, row_scale, column_scale)
             agreed = Operands(
@@ -195,7 +195,7 @@ def _cast_with_agreed_scale(
     amax = max_over_ranks(own, group_name)  # type: ignore[arg-type]
     scales = scales_of(amax, float8_dtype, power_of_2)
     codes, _ = cast_with_scale(hp, float8_dtype, scales.quant, None)
-    return codes, *scales, observed
+    return codes, scales.quant, scales.dequant, observed
 
 
 _library = torch.library.Library("quaver", "FRAGMENT")

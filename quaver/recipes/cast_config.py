@@ -11,8 +11,15 @@ from functools import cached_property
 
 import torch
 
-from quaver.recipes.formats import FORMATS
-from quaver.recipes.scale_layout import BLOCK_SIZES, ROWWISE, TENSORWISE, ScaleLayout
+from quaver.recipes.formats import E2M1, FORMATS, format_of
+from quaver.recipes.scale_layout import (
+    BLOCK_SIZES,
+    PACKED_BLOCK_SIZES,
+    ROWWISE,
+    TENSORWISE,
+    ScaleLayout,
+    layout_of_blocks,
+)
 from quaver.recipes.torchao_forms import from_torchao
 
 
@@ -99,10 +106,10 @@ class CastConfig:
         block_size: with `ScalingGranularity.BLOCKWISE`, how many dot products, and how many elements along them, share
             a scale: (1, 128) are 128 elements of a row where the matmul contracts rows, and of a column where it
             contracts columns. Square blocks are the same in both directions, so one cast serves both. None for
-            (128, 128).
+            (128, 128). Of e2m1 (1, 16) or (16, 16).
         scale_calculation_mode: with blocks, how an E8M0 scale follows from the amax (MXFP8); None for quaver's rule.
-        target_dtype: a float8 dtype; None for the default of the operand (e4m3 for input and weight, e5m2 for
-            grad_output), which `Float8LinearConfig` fills in.
+        target_dtype: a float8 dtype, or with blocks `torch.float4_e2m1fn_x2` (recipes/e2m1.py); None for the default
+            of the operand (e4m3 for input and weight, e5m2 for grad_output), which `Float8LinearConfig` fills in.
         static_quant_scale: with `ScalingType.STATIC`, the quant_scale of this operand in every linear, a number or a
             tensor of one element; None to measure one per linear with `calibrate_float8_static_scales`.
         static_scale: torchao's name of `static_quant_scale`; give only one of them, and read `static_quant_scale`.
@@ -146,6 +153,8 @@ class CastConfig:
     @cached_property
     def layout(self) -> ScaleLayout | None:
         """`ScalingGranularity.layout`."""
+        if self.target_dtype is E2M1.dtype and self.block_size is not None:
+            return layout_of_blocks(self.target_dtype, *self.block_size)
         return self.scaling_granularity.layout(self.block_size)
 
     @cached_property
@@ -167,7 +176,9 @@ class CastConfig:
                 f"scaling_granularity: {self.scaling_type.value} scaling keeps one scale per tensor: expected "
                 f"tensorwise, got {_granularity(self)}; the rows of a tensor are different ones in each step"
             )
-        if self.target_dtype is not None and self.target_dtype not in FORMATS:
+        is_packed = self.target_dtype is E2M1.dtype
+        check(not is_packed or self.is_blockwise, "target_dtype", "float8 without blocks", self.target_dtype)
+        if self.target_dtype is not None and not is_packed and self.target_dtype not in FORMATS:
             names = ", ".join(map(str, FORMATS))
             raise ValueError(f"target_dtype: expected a float8 dtype ({names}) or None, got {self.target_dtype}")
         if static_scale is not None:
@@ -188,8 +199,8 @@ class CastConfig:
             return
         size = (128, 128) if self.block_size is None else self.block_size
         size = tuple(size) if isinstance(size, list) else size
-        sizes = ", ".join(str(tuple(each)) for each in BLOCK_SIZES)
-        check(size in BLOCK_SIZES, "block_size", f"one of {sizes}", size)
+        sizes = PACKED_BLOCK_SIZES if self.target_dtype is E2M1.dtype else BLOCK_SIZES
+        check(size in sizes, "block_size", f"one of {', '.join(map(str, sizes))}", size)
         object.__setattr__(self, "block_size", size)
 
     def known_layout(self, asker: str) -> ScaleLayout:
@@ -203,6 +214,8 @@ class CastConfig:
                 f"{asker}: which elements of a {self.granularity} cast share a scale is not known "
                 "(ScalingGranularity.layout); use tensorwise, row-wise or block-wise scales, or turn it off"
             )
+        if self.layout.is_packed and asker not in _TAKE_FOUR_BITS:
+            raise NotImplementedError(f"{asker}: expected codes of eight bits, got {self}")
         return self.layout
 
     def _check_static_scale(self, given: float) -> None:
@@ -235,18 +248,19 @@ class CastConfig:
 
     def short_str(self) -> str:
         """torchao's short form: "dyn_ten_e4m3"; "default" where the dtype is None."""
-        dtype = "default" if self.target_dtype is None else FORMATS[self.target_dtype].name
+        dtype = "default" if self.target_dtype is None else format_of(self.target_dtype).name
         blocks = "" if self.block_size in (None, (128, 128)) else "{}x{}".format(*self.block_size)
         return f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}{blocks}_{dtype}"
 
     def __str__(self) -> str:
         if self.is_disabled:
             return "high precision"
-        name = "default format" if self.target_dtype is None else FORMATS[self.target_dtype].name
+        name = "default format" if self.target_dtype is None else format_of(self.target_dtype).name
         scale = "" if self.static_quant_scale is None else f" quant_scale {self.static_quant_scale!r}"
         return f"{self.scaling_type.value} {_granularity(self)} {name}{scale}"
 
 
+_TAKE_FOUR_BITS = ("float8 all-gather", "enable_fsdp_float8_all_gather")
 _DERIVED = [name for name, each in vars(CastConfig).items() if isinstance(each, cached_property)]
 
 

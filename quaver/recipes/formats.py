@@ -17,7 +17,7 @@ HP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Float8Format:
-    """One 8-bit floating point format.
+    """One floating point format of 8 bits, or of 4.
 
     The largest finite value is written out, because formats spend their top codes differently; the rest follows
     from the field widths. `nan_codes` and `infinity_codes` are the bytes that hold no finite number.
@@ -31,6 +31,7 @@ class Float8Format:
     max: float
     nan_codes: tuple[int, ...]
     infinity_codes: tuple[int, ...] = ()
+    bits: int = 8
 
     @property
     def smallest_normal(self) -> float:
@@ -51,8 +52,8 @@ class Float8Format:
 
     @property
     def finite_codes(self) -> int:
-        """How many of the 256 codes are finite numbers, both zeros counted."""
-        return 256 - len(self.nan_codes) - len(self.infinity_codes)
+        """How many of the codes are finite numbers, both zeros counted."""
+        return 2**self.bits - len(self.nan_codes) - len(self.infinity_codes)
 
     @property
     def max_relative_error(self) -> float:
@@ -74,13 +75,15 @@ E5M2 = Float8Format(
 E4M3_FNUZ = Float8Format("e4m3fnuz", torch.float8_e4m3fnuz, 4, 3, 8, 240.0, nan_codes=(0x80,))
 E5M2_FNUZ = Float8Format("e5m2fnuz", torch.float8_e5m2fnuz, 5, 2, 16, 57344.0, nan_codes=(0x80,))
 
+E2M1 = Float8Format("e2m1", torch.float4_e2m1fn_x2, 2, 1, 1, 6.0, nan_codes=(), bits=4)
+
 FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
 
 
 def format_of(dtype: torch.dtype) -> Float8Format:
     """The format that `dtype` stores. Raises ValueError for a dtype that is not float8."""
     try:
-        return FORMATS[dtype]
+        return E2M1 if dtype is E2M1.dtype else FORMATS[dtype]
     except KeyError:
         names = ", ".join(str(known) for known in FORMATS)
         raise ValueError(f"expected a float8 dtype ({names}), got {dtype}") from None

@@ -5,8 +5,9 @@
     rowwise             1 x ALL                  [R, 1]
     blockwise r x c     r x c                    [ceil(R / r), ceil(C / c)]
 
-Column codes, which a matmul reads along their columns, have the transposed layout. Blocks tile a matrix from its first
-element; those at its last row and column may be smaller.
+Column codes, which a matmul reads along their columns, have blocks that are turned. Blocks tile a matrix from its first
+element; those at its last row and column may be smaller. Codes of four bits share a byte with their neighbour in the
+row, whichever way blocks lie; in a transposed view with their neighbour in the column.
 """
 
 from __future__ import annotations
@@ -14,21 +15,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from quaver.recipes.formats import E2M1
 
 ALL = 0
 """As a number of rows or columns that share a scale: all of them."""
 
 
 class ScaleLayout(NamedTuple):
-    """The rows and columns of a matrix that share a scale; `ALL` of them, or a number."""
+    """The rows and columns of a matrix that share a scale, `ALL` of them or a number; and those that share a byte."""
 
     rows: int
     columns: int
+    rows_of_byte: int = 1
+    columns_of_byte: int = 1
 
     def t(self) -> ScaleLayout:
         """The layout of the transposed matrix."""
-        return ScaleLayout(self.columns, self.rows)
+        return ScaleLayout(self.columns, self.rows, self.columns_of_byte, self.rows_of_byte)
+
+    def turned(self) -> ScaleLayout:
+        """The layout of column codes where this is that of row codes: scales run the other way, bytes lie alike."""
+        return ScaleLayout(self.columns, self.rows, self.rows_of_byte, self.columns_of_byte)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether two elements share a byte."""
+        return self.rows_of_byte * self.columns_of_byte > 1
+
+    def size_of(self, codes: Tensor) -> tuple[int, int]:
+        """The rows and columns of a matrix of codes."""
+        return codes.shape[-2] * self.rows_of_byte, codes.shape[-1] * self.columns_of_byte
+
+    def shape_of_codes(self, size: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the codes of a tensor of `size`, the last two dims of which are a matrix."""
+        *stack, rows, columns = size
+        return *stack, rows // self.rows_of_byte, columns // self.columns_of_byte
 
     @property
     def is_tensorwise(self) -> bool:
@@ -75,8 +99,16 @@ BLOCK_SIZE = 128
 
 SQUARE_BLOCKS = ScaleLayout(BLOCK_SIZE, BLOCK_SIZE)
 
-BLOCK_SIZES = (SQUARE_BLOCKS, ScaleLayout(1, 128), ScaleLayout(32, 32), ScaleLayout(1, 32))
+BLOCK_SIZES = ((128, 128), (1, 128), (32, 32), (1, 32))
 """The supported sizes of blocks of row codes."""
+
+PACKED_BLOCK_SIZES = ((16, 16), (1, 16))
+"""Those of codes of four bits."""
+
+
+def layout_of_blocks(dtype: torch.dtype, rows: int, columns: int) -> ScaleLayout:
+    """The layout of row codes of `dtype` in blocks; codes of four bits share a byte with their neighbour in the row."""
+    return ScaleLayout(rows, columns, 1, 2 if dtype is E2M1.dtype else 1)
 
 
 def layout_of(scale: Tensor, size: Sequence[int]) -> ScaleLayout:
@@ -92,7 +124,7 @@ def layout_of(scale: Tensor, size: Sequence[int]) -> ScaleLayout:
         return TENSORWISE
     lengths = [_length_of(count, n) for count, n in zip(scale.shape, size, strict=False)]
     if scale.dim() != 2 or len(size) != 2 or None in lengths:
-        shapes = {layout: list(layout.scale_shape(size[0], size[1])) for layout in (ROWWISE, COLUMNWISE, *BLOCK_SIZES)}
+        shapes = {layout: list(layout.scale_shape(size[0], size[1])) for layout in _KNOWN}
         blocks = ", ".join(f"{shape} ({layout})" for layout, shape in shapes.items())
         raise ValueError(
             f"expected a scale of shape [] (tensorwise), {blocks} or such transposed for a matrix of {list(size)}, got "
@@ -102,6 +134,7 @@ def layout_of(scale: Tensor, size: Sequence[int]) -> ScaleLayout:
     return ScaleLayout(size[0], size[1]) if layout.is_tensorwise else layout  # [1, 1]: one block
 
 
+_KNOWN = (ROWWISE, COLUMNWISE, *(ScaleLayout(*size) for size in BLOCK_SIZES))
 _LENGTHS = sorted({1, *(length for block in BLOCK_SIZES for length in block)})
 
 

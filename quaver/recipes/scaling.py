@@ -48,7 +48,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.recipes.formats import FORMATS, HP_DTYPES, format_of
+from quaver.recipes import e2m1
+from quaver.recipes.formats import E2M1, FORMATS, HP_DTYPES, format_of
 from quaver.recipes.scale_layout import SQUARE_BLOCKS, ScaleLayout, layout_of
 from quaver.runtime.devices import is_cpu
 from quaver.torch_private.dispatch import without_dispatch_modes
@@ -217,6 +218,8 @@ class Scales(NamedTuple):
 
     quant: Tensor
     dequant: Tensor
+    outer: Tensor | None = None
+    """float32 (), which multiplies dequant too; None in formats of one level (e2m1.py has two)."""
 
 
 def scales_of(amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool, block_mode: str | None = None) -> Scales:
@@ -225,12 +228,24 @@ def scales_of(amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool, block_m
     `block_mode`: None for scales of the tensor, of rows and of columns; for those of blocks the `mode` of
     `dynamic_cast_blocks`. Blocks of zeros have a scale of 1.
     """
+    if float8_dtype is E2M1.dtype:
+        return Scales(*e2m1.scales_of_blocks(amax))
     if block_mode:
         return e8m0_scales(amax, float8_dtype, block_mode)
     quant = amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
     if block_mode is not None:
         quant = quant.masked_fill_(amax == 0, 1.0)
     return Scales(quant, to_dequant_scale(quant))
+
+
+def scales_of_parts(
+    amaxes: Tensor, lengths: Sequence[int], float8_dtype: torch.dtype, power_of_2: bool, block_mode: str | None = None
+) -> list[Scales]:
+    """`scales_of` of the parts of a vector, each of which has the amaxes of one tensor; at once where that is alike."""
+    if float8_dtype is E2M1.dtype:
+        return [scales_of(part, float8_dtype, power_of_2, block_mode) for part in amaxes.split(list(lengths))]
+    made = scales_of(amaxes, float8_dtype, power_of_2, block_mode)
+    return [Scales(*pair) for pair in zip(*(each.split(list(lengths)) for each in made[:2]), strict=True)]
 
 
 def cast_to_float8(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, is_of_amax: bool = False) -> Tensor:
@@ -319,7 +334,7 @@ def block_amax(hp: Tensor, layout: ScaleLayout = SQUARE_BLOCKS) -> Tensor:
     if hp.dtype not in HP_DTYPES or hp.dim() != 2:
         expected = f"expected a matrix of {', '.join(map(str, HP_DTYPES))}"
         raise ValueError(f"{expected}, got {hp.dtype} of {list(hp.shape)}")
-    rows, columns = layout
+    rows, columns = layout.rows, layout.columns
     magnitude = hp.abs()
     missing = -hp.shape[0] % rows, -hp.shape[1] % columns
     if any(missing):
@@ -348,7 +363,7 @@ def dynamic_cast_blocks(
         float8 [R, C], contiguous; float32 quant_scale and dequant_scale [ceil(R / rows), ceil(C / columns)].
     """
     layout = ScaleLayout(*block_size)
-    quant_scale, dequant_scale = scales_of(block_amax(hp, layout), float8_dtype, power_of_2, mode)
+    quant_scale, dequant_scale, _ = scales_of(block_amax(hp, layout), float8_dtype, power_of_2, mode)
     codes = cast_blocks(hp, quant_scale, float8_dtype, layout, is_of_amax=True)
     return codes, quant_scale, dequant_scale
 
@@ -363,6 +378,8 @@ def cast_blocks(
     """`cast_to_float8` of a matrix [R, C], contiguous. `quant_scale` has one element a block."""
     scaled = hp.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     _multiply_blocks_(scaled, quant_scale, layout)
+    if float8_dtype is E2M1.dtype:
+        return e2m1.encode(scaled)
     return _saturate_(scaled if is_of_amax else _nan_for_inf_(scaled, hp), float8_dtype)
 
 
@@ -422,14 +439,20 @@ def _block_parts(elements: int, length: int) -> Iterator[tuple[slice, slice, int
 
 
 def dequantize(
-    codes: Tensor, dequant_scale: Tensor, hp_dtype: torch.dtype = torch.float32, layout: ScaleLayout | None = None
+    codes: Tensor,
+    dequant_scale: Tensor,
+    hp_dtype: torch.dtype = torch.float32,
+    layout: ScaleLayout | None = None,
+    outer_scale: Tensor | None = None,
 ) -> Tensor:
     """RN(RN32(codes * dequant_scale)): the values of a float8 matrix [R, C] in a high-precision dtype.
 
     `dequant_scale`: float32, of `layout`; see `multiply_scale_`.
     """
+    codes = e2m1.unpack(codes) if codes.dtype is E2M1.dtype else codes
     wide = codes.to(torch.float32, memory_format=torch.contiguous_format)
-    return multiply_scale_(wide, dequant_scale.float(), layout).to(hp_dtype)
+    values = multiply_scale_(wide, dequant_scale.float(), layout)
+    return (values if outer_scale is None else values.mul_(outer_scale)).to(hp_dtype)
 
 
 def sqnr_db(exact: Tensor, rounded: Tensor) -> float:

@@ -444,6 +444,8 @@ def _obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -> str:
         return "one of its matmuls runs in high precision"
     if casts.weight.row.layout is None or casts.weight.column.layout is None:
         return f"which elements of a {casts.weight.row.granularity} cast share a scale is not known"
+    if casts.weight.row.layout.is_packed:
+        return "its codes have four bits"
     if casts.weight.row.is_persistent:
         return "its scale is delayed or static; the recipe delayed_with_dynamic_weight scales weights dynamically"
     names = owners[id(parameter)]

@@ -33,7 +33,7 @@ def test_codes_scales_and_what_is_observed_are_those_of_a_cpu(hp_dtype, float8_d
 
     def cast(hp, quant_scale, observed, known):
         scale = PersistentScale(quant_scale, observed, known, is_known)
-        codes, dequant, _, quant = cast_with_persistent_scale(hp, scale, float8_dtype, True, False, False).row
+        codes, dequant, _, quant, _ = cast_with_persistent_scale(hp, scale, float8_dtype, True, False, False).row
         return codes, quant, dequant
 
     observed = torch.tensor([-1.0, 0.0], device=DEVICE)

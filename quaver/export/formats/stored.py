@@ -143,7 +143,7 @@ def _in_squares(values: Tensor, size: tuple[int, int]) -> tuple[Tensor, tuple[in
     So files of MXFP8 hold the blocks of quaver's recipe, which frozen weights have.
     """
     length = size[1]
-    squares, is_known = values[::length], size[0] == 1 and ScaleLayout(length, length) in BLOCK_SIZES
+    squares, is_known = values[::length], size[0] == 1 and (length, length) in BLOCK_SIZES
     if is_known and squares.repeat_interleave(length, 0)[: len(values)].equal(values):
         return squares, (length, length)
     return values, size

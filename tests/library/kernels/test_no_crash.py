@@ -262,6 +262,7 @@ def arguments(schema, name: str) -> dict[str, object]:
         "form": "output",
         "a_layout": [1, 0],
         "b_layout": [1, 0],
+        **dict.fromkeys(("a_outer_scale", "b_outer_scale")),
         "layout": [1, 0],
     }
     if name == "adamw_":

@@ -48,7 +48,7 @@ def by_the_extension(hp, quant_scale, float8_dtype, power_of_2):
 def compiled_cast(float8_dtype, power_of_2, is_known, on_gpu):
     def cast(hp, quant_scale, seen):
         scale = PersistentScale(quant_scale, seen, torch.tensor(True), is_known)
-        codes, dequant, _, quant = cast_with_persistent_scale(hp, scale, float8_dtype, True, False, power_of_2).row
+        codes, dequant, _, quant, _ = cast_with_persistent_scale(hp, scale, float8_dtype, True, False, power_of_2).row
         return codes, quant, dequant
 
     return torch.compile(cast, fullgraph=True, backend="aot_eager")

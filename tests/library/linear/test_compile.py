@@ -79,8 +79,11 @@ def test_no_recompilation_from_the_cold_start_on(recipe, how, by_layer, backend)
     torch._dynamo.utils.counters.clear()
     compiled = [train_step(model, forward, 0, scope) for scope in scopes]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(scopes)  # rows of a layer are tensors
+    steps = [(seed, scope) for seed in range(1, 4) for scope in scopes]
+    if how and torch.__version__ < "2.12":  # there a checkpoint guards on whether scales are known
+        compiled.append(train_step(model, forward, *steps.pop(0)))
     with torch._dynamo.config.patch(error_on_recompile=True):
-        compiled += [train_step(model, forward, seed, scope) for seed in range(1, 4) for scope in scopes]
+        compiled += [train_step(model, forward, *step) for step in steps]
     eager = [train_step(reference, reference, seed) for seed in range(4) for _ in scopes]
     torch.testing.assert_close(torch.tensor(compiled), torch.tensor(eager), rtol=1e-2, atol=0)
     for name, scale in states(model).items():
@@ -180,11 +183,11 @@ def test_codes_are_eagers_also_behind_a_fused_producer(float8_dtype, dims, power
     def produce_and_cast(x, dims):
         hp = x * 1.7
         if not dims:
-            codes, dequant_scale, _, quant_scale = cast_tensorwise(hp, float8_dtype, True, False, power_of_2).row
+            codes, dequant_scale, _, quant_scale, _ = cast_tensorwise(hp, float8_dtype, True, False, power_of_2).row
             return codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, quant_scale, None)[0]
         made, results = cast_rowwise(hp, float8_dtype, 1 in dims, 0 in dims, power_of_2), ()
         for dim in dims:
-            codes, dequant_scale, _, quant_scale = made.row if dim == 1 else made.column
+            codes, dequant_scale, _, quant_scale, _ = made.row if dim == 1 else made.column
             scales = (quant_scale, None) if dim == 1 else (None, quant_scale)
             results += codes, quant_scale, dequant_scale, cast_with_scale(hp, float8_dtype, *scales)[1 - dim]
         return results
@@ -220,7 +223,7 @@ class ScalesInside(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, values, power_of_2):
-        return torch.stack([*scales_of(values.abs().amax(), torch.float8_e4m3fn, power_of_2)])
+        return torch.stack(scales_of(values.abs().amax(), torch.float8_e4m3fn, power_of_2)[:2])
 
     @staticmethod
     def backward(ctx, grad):

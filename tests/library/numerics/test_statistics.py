@@ -40,7 +40,7 @@ def operand_of(hp: torch.Tensor, recipe: str, operand: str, column: bool):
 
 def reference(hp: torch.Tensor, made: Operand) -> dict[str, float]:
     """Every statistic by its definition, in float64."""
-    codes, dequant, layout, quant = made
+    codes, dequant, layout, quant, _ = made
     values, fp8 = hp.double().numpy(), codes.double().numpy()
     height, width = layout.block(hp.shape)
     rows, columns = np.arange(hp.shape[0]) // height, np.arange(hp.shape[1]) // width
@@ -100,7 +100,7 @@ def test_statistics_of_a_cast_are_those_of_a_float64_reference(implementation, s
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_threads_and_pytorch_agree_on_every_block(monkeypatch, recipe, threads):
     hp = hostile(300, 1100, torch.bfloat16)
-    codes, dequant, layout, quant = operand_of(hp, recipe, "input", True)
+    codes, dequant, layout, quant, _ = operand_of(hp, recipe, "input", True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     wide = quant.double().contiguous(), dequant.double().contiguous()
     signal, noise, counts = cpu.observe(hp, codes, *wide, layout)
@@ -161,7 +161,7 @@ def test_sqnr(signal, noise, decibels):
 def test_histograms_count_powers_of_two(recipe, column):
     hp = hostile(2 * HISTOGRAM_ROWS, 64, torch.bfloat16)
     made = operand_of(hp, recipe, "input", column)
-    codes, dequant, layout, _ = made
+    codes, dequant, layout, *_ = made
     histogram = describe_extras(extras_of(hp, made, "input", "row")[None].numpy())["histogram"]
     height, width = layout.block(hp.shape)
     rows, columns = torch.arange(hp.shape[0]) // height, torch.arange(hp.shape[1]) // width

@@ -23,7 +23,7 @@ from math import ceil, prod
 import torch
 
 from quaver.kernels.native_blocks import _native_block_mm
-from quaver.kernels.operands import FLAT
+from quaver.kernels.operands import OF_CODES_AND_SCALES
 from quaver.kernels.triton_cast_blocks import casts_both_at_once
 from quaver.lab.bench.ledger.inside import Called, called_inside
 from quaver.lab.bench.ledger.kernels import float64_operations, is_along_rows, loads_in_loops
@@ -283,8 +283,8 @@ def _cast_from_two_reads(entry: Entry) -> list[Entry]:
 
 def _cast_of_blocks(entry: Entry) -> list[Entry]:
     """One kernel; of blocks of 1 x n in both directions two, if the sizes are odd, and each reads the operand."""
-    operand, has_two_scales = entry.launch.reads[0], sum(each.elements > 0 for each in entry.launch.writes) == FLAT
-    if has_two_scales and not casts_both_at_once(*operand.size):
+    operand, written = entry.launch.reads[0], sum(each.elements > 0 for each in entry.launch.writes)
+    if written == OF_CODES_AND_SCALES and not casts_both_at_once(*operand.size):
         return [replace(entry, read_bytes=entry.read_bytes + operand.moved_bytes, launches=2)]
     return [entry]
 

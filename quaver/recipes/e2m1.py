@@ -1,0 +1,64 @@
+"""e2m1 in blocks of 1 x 16: four bits an element, scales in e4m3 under one float32 (NVFP4's format).
+
+    outer_scale    = RN32(amax of the tensor / (448 * 6)); 1 for a tensor of zeros
+    dequant_scale  = RNE8(clamp(RN32(RN32(amax of the block / 6) / outer_scale), 2^-9, 448))        e4m3
+    quant_scale    = RN32(1 / RN32(dequant_scale * outer_scale))                                    float32
+    code           = RNE4(clamp(RN32(float32(hp) * quant_scale), -6, 6)), its sign above three bits
+    value          = code * dequant_scale * outer_scale
+
+Codes have no inf and no NaN. An amax that is not finite makes the outer_scale inf or NaN, and every value NaN. Two
+codes share a byte, the first in its lower half; they are neighbours in a row, whichever way scales run, so that a shard
+may begin at any row. Every code is a number of e4m3, as which `unpack` gives it.
+
+No recipe has this format yet. The two scales of an operand are those that NVIDIA's recipe describes (arXiv 2509.25149).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quaver.recipes.formats import E2M1, E4M3
+
+_TIES_TO_EVEN = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+"""What lies halfway between two magnitudes, and whether it rounds up."""
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Of the codes from 0 to 7."""
+
+
+def scales_of_blocks(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """quant_scale, dequant_scale and outer_scale of a tensor, from the amaxes of its blocks.
+
+    Args:
+        amax: a high-precision dtype, any shape; of all blocks of the tensor.
+    Returns:
+        float32 and float8_e4m3fn of amax's shape; float32 ().
+    """
+    amax = amax.float()
+    largest = amax.amax() if amax.numel() else amax.new_zeros(())
+    outer = torch.where(largest == 0, 1.0, largest / (E4M3.max * E2M1.max))
+    wanted = (amax / E2M1.max / outer).clamp(E4M3.smallest_subnormal, E4M3.max)
+    dequant = wanted.to(E4M3.dtype)
+    return 1.0 / (dequant.float() * outer), dequant, outer
+
+
+def encode(scaled: Tensor) -> Tensor:
+    """Round float32 [..., columns], columns even, to codes [..., columns / 2], two a byte; NaN becomes 0."""
+    if scaled.shape[-1] % 2:
+        raise ValueError(f"codes of four bits share a byte: expected rows of an even length, got {list(scaled.shape)}")
+    magnitude = scaled.abs()
+    code = torch.zeros_like(scaled, dtype=torch.uint8)
+    for tie, rounds_up in _TIES_TO_EVEN:
+        code += (magnitude >= tie) if rounds_up else (magnitude > tie)
+    code |= (scaled.signbit() & ~scaled.isnan()).to(torch.uint8) << 3
+    pairs = code.unflatten(-1, (-1, 2))
+    return (pairs[..., 0] | (pairs[..., 1] << 4)).view(E2M1.dtype)
+
+
+def unpack(codes: Tensor) -> Tensor:
+    """The codes [..., n] as float8_e4m3fn [..., 2 n], which has each of their values."""
+    numbers = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)], device=codes.device).to(E4M3.dtype)
+    pairs = codes.view(torch.uint8)
+    both = torch.stack([pairs & 0xF, pairs >> 4], -1).flatten(-2)
+    return numbers.view(torch.uint8)[both.int()].view(E4M3.dtype)
