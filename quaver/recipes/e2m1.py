@@ -10,7 +10,9 @@ Codes have no inf and no NaN. An amax that is not finite makes the outer_scale i
 codes share a byte, the first in its lower half; they are neighbours in a row, whichever way scales run, so that a shard
 may begin at any row. Every code is a number of e4m3, as which `unpack` gives it.
 
-No recipe has this format yet. The two scales of an operand are those that NVIDIA's recipe describes (arXiv 2509.25149).
+Codes and scales are torchao's (prototype.mx_formats.nvfp4_tensor) to the bit, unless a block needs a scale below
+2^-6: torchao takes 2^-6 there, and this the subnormal numbers of e4m3. NVIDIA's recipe (arXiv 2509.25149) has these two
+levels; no recipe here has the format yet.
 """
 
 from __future__ import annotations
@@ -37,10 +39,15 @@ def scales_of_blocks(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     amax = amax.float()
     largest = amax.amax() if amax.numel() else amax.new_zeros(())
-    outer = torch.where(largest == 0, 1.0, largest / (E4M3.max * E2M1.max))
-    wanted = (amax / E2M1.max / outer).clamp(E4M3.smallest_subnormal, E4M3.max)
+    outer = torch.where(largest == 0, 1.0, _quotient(largest, E4M3.max * E2M1.max))
+    wanted = _quotient(_quotient(amax, E2M1.max), outer).clamp(E4M3.smallest_subnormal, E4M3.max)
     dequant = wanted.to(E4M3.dtype)
-    return 1.0 / (dequant.float() * outer), dequant, outer
+    return _quotient(torch.ones_like(amax), dequant.float() * outer), dequant, outer
+
+
+def _quotient(numerator: Tensor, denominator: Tensor | float) -> Tensor:
+    """RN32 on every device: see [Note: one division, two formulas] in scaling.py."""
+    return (numerator.double() / denominator).float()
 
 
 def encode(scaled: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from quaver.kernels.cast import cast_blockwise
 from quaver.recipes import scaling
 from tests.reference import every_value
 
@@ -29,3 +30,16 @@ def test_codes_and_scales_of_every_bfloat16_value(mode):
     same = finite & (bytes_of > 0)  # torchao makes zeros of blocks with the smallest scale
     assert codes[same].view(torch.uint8).equal(their_codes.view(blocks.shape)[same].view(torch.uint8))
     assert codes[finite & ~same].float().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_e2m1_has_the_codes_and_scales_of_nvfp4(dtype):
+    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
+
+    hp = (torch.randn(64, 160) * torch.logspace(-2, 2, 160)).to(dtype)
+    row = cast_blockwise(hp, torch.float4_e2m1fn_x2, True, False, False, 1, 16, "").row
+    outer = per_tensor_amax_to_scale(hp.abs().amax().float())
+    scales, codes = nvfp4_quantize(hp, 16, outer)
+    assert row.outer_scale == outer
+    assert torch.equal(scales.view(torch.uint8).view(64, 10), row.dequant_scale.view(torch.uint8))
+    assert torch.equal(codes.view(torch.uint8), row.data.view(torch.uint8))
