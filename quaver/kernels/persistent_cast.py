@@ -17,7 +17,6 @@ from quaver.kernels.cast import CAST, cast_column_codes, cast_row_codes, cast_te
 from quaver.kernels.operands import Operand, Operands, asked_for, of_one_scale
 from quaver.kernels.operation import library, operation
 from quaver.recipes import scaling
-from quaver.recipes.formats import FORMATS
 from quaver.recipes.scale_layout import TENSORWISE
 from quaver.recipes.scaling import PersistentScale
 from quaver.runtime.compile_hints import apart
@@ -154,7 +153,7 @@ def _observe(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> tupl
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, as compilers do
 
-    above = FORMATS[float8_dtype].saturates_above
+    above = scaling.saturates_above(float8_dtype)
     amaxes = scaling.amax(hp, 1).float()
     counts = (scaling.multiply(hp, quant_scale).abs() > above).sum(1, keepdim=True, dtype=torch.float32)
     counts = torch.where(amaxes * quant_scale <= above, 0.0, counts)

@@ -278,7 +278,7 @@ def _nan_for_inf_(scaled: Tensor, hp: Tensor) -> Tensor:
 
 def _saturate_(scaled: Tensor, float8_dtype: torch.dtype) -> Tensor:
     """torch's own cast from an overflowing value changed between releases (NaN, inf or the maximum): clamp first."""
-    largest = FORMATS[float8_dtype].max
+    largest, _ = _scale_constants(float8_dtype)
     return scaled.clamp_(-largest, largest).to(float8_dtype)
 
 
@@ -383,6 +383,13 @@ def cast_blocks(
     return _saturate_(scaled if is_of_amax else _nan_for_inf_(scaled, hp), float8_dtype)
 
 
+@assume_constant_result
+def saturates_above(float8_dtype: torch.dtype) -> float:
+    """See `Float8Format`."""
+    return format_of(float8_dtype).saturates_above
+
+
+@assume_constant_result
 def e8m0_offset(float8_dtype: torch.dtype, mode: str) -> int:
     """The integer that, added to the bits of a float32 amax before its mantissa is cleared, gives the dequant_scale's.
 

@@ -177,6 +177,27 @@ def _sample(recipe):
     return [lines[1]["sqnr_db"]]
 
 
+DYNAMIC = ("tensorwise", "delayed", "mxfp8")
+
+
+@pytest.mark.parametrize("recipe", [*DYNAMIC, *at_night([(each,) for each in ALL if each not in DYNAMIC])])
+def test_graphs_of_dynamic_shapes_hold_several_linears(recipe):
+    """Dynamo makes inputs of the floats and ints of modules, which a second autograd function cannot take."""
+    torch.compiler.reset()
+    model = convert_to_float8_training(nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)).bfloat16(), config=recipe)
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    with virtual_gpu("b200"):
+        step = torch.compile(model, fullgraph=True, dynamic=True, backend=keep)
+        for rows in (256, 384):
+            step(torch.randn(rows, 64).bfloat16().requires_grad_())
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", *at_night([("rowwise",), ("mxfp8",)])])
 def test_a_monitor_compares_the_same_results(interpreter, recipe):
     """On a GPU the input's column codes, which are saved for grad_weight, are not its row codes."""
