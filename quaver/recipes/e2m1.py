@@ -21,12 +21,25 @@ import torch
 from torch import Tensor
 
 from quaver.recipes.formats import E2M1, E4M3
+from quaver.torch_private.tracing import assume_constant_result
 
 _TIES_TO_EVEN = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 """What lies halfway between two magnitudes, and whether it rounds up."""
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the codes from 0 to 7."""
+
+
+# [Note: floats under dynamic shapes] in scaling.py.
+@assume_constant_result
+def _limits() -> tuple[float, float, float]:
+    """The largest code, the smallest scale and the largest."""
+    return E2M1.max, E4M3.smallest_subnormal, E4M3.max
+
+
+@assume_constant_result
+def _ties() -> tuple[tuple[float, bool], ...]:
+    return _TIES_TO_EVEN
 
 
 def scales_of_blocks(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,8 +52,9 @@ def scales_of_blocks(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     amax = amax.float()
     largest = amax.amax() if amax.numel() else amax.new_zeros(())
-    outer = torch.where(largest == 0, 1.0, _quotient(largest, E4M3.max * E2M1.max))
-    wanted = _quotient(_quotient(amax, E2M1.max), outer).clamp(E4M3.smallest_subnormal, E4M3.max)
+    code, least, scale = _limits()
+    outer = torch.where(largest == 0, 1.0, _quotient(largest, scale * code))
+    wanted = _quotient(_quotient(amax, code), outer).clamp(least, scale)
     dequant = wanted.to(E4M3.dtype)
     return _quotient(torch.ones_like(amax), dequant.float() * outer), dequant, outer
 
@@ -56,7 +70,7 @@ def encode(scaled: Tensor) -> Tensor:
         raise ValueError(f"codes of four bits share a byte: expected rows of an even length, got {list(scaled.shape)}")
     magnitude = scaled.abs()
     code = torch.zeros_like(scaled, dtype=torch.uint8)
-    for tie, rounds_up in _TIES_TO_EVEN:
+    for tie, rounds_up in _ties():
         code += (magnitude >= tie) if rounds_up else (magnitude > tie)
     code |= (scaled.signbit() & ~scaled.isnan()).to(torch.uint8) << 3
     pairs = code.unflatten(-1, (-1, 2))
