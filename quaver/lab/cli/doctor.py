@@ -7,6 +7,21 @@ def run(argv: list[str]) -> int:
     """Print what this machine can do; 0 if every recipe runs on every device, 1 if one does not."""
     if set(argv) <= {"--json", "--no-compile"}:
         return print_machine(as_json="--json" in argv, try_compile="--no-compile" not in argv)
-    from quaver.lab.cli import doctor_options
+    from quaver.lab.bench.working import working
+    from quaver.lab.cli.doctor_gpu import find_on_gpu, print_on_gpu
+    from quaver.lab.cli.doctor_model import print_survey, survey_model
+    from quaver.lab.cli.doctor_options import Doctor
+    from quaver.lab.cli.errors import bad_input
+    from quaver.lab.settings.flags import parse_options
 
-    return doctor_options.run(argv)
+    with bad_input():
+        options = parse_options(Doctor, argv, prog="quaver doctor")
+        if options.gpu is not None:
+            print_on_gpu(find_on_gpu(options.gpu, options.model, options.recipe), as_json=options.json)
+            return 0
+        if options.model is not None:
+            with working("surveying the model"):
+                found = survey_model(options.model, options)
+            print_survey(found, as_json=options.json)
+            return 0
+    return print_machine(as_json=options.json, try_compile=options.compile)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tomli_w
 from rich.table import Table
@@ -18,6 +18,7 @@ from rich.table import Table
 from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.experts.module import is_experts
 from quaver.lab.cli.console import make_table, show
+from quaver.lab.cli.doctor_options import Doctor
 from quaver.lab.cli.doctor_sums import sums_as_dict, views_of_sums
 from quaver.lab.settings.fields import expanded
 from quaver.lab.trainer.float8 import linear_config
@@ -28,9 +29,6 @@ from quaver.numerics.survey import SurveyedLinear, float8_share, recipes_under, 
 from quaver.numerics.survey_sums import MatmulSums, survey_sums
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scaling import without_inf
-
-if TYPE_CHECKING:
-    from quaver.lab.cli.doctor_options import Doctor
 
 SHOWN = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 """The recipes with a column of the table; --json has all."""

@@ -7,13 +7,7 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from quaver.lab.bench.doctor_gpu import NVIDIA_GPUS
-from quaver.lab.bench.working import working
-from quaver.lab.cli.doctor_gpu import find_on_gpu, print_on_gpu
-from quaver.lab.cli.doctor_machine import print_machine
-from quaver.lab.cli.doctor_model import print_survey, survey_model
-from quaver.lab.cli.errors import bad_input
 from quaver.lab.settings.fields import FiniteNotNegative, OneOf, Settings, setting
-from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
 from quaver.numerics.accumulation import HARDWARE
 
@@ -57,18 +51,3 @@ class Doctor(Settings):
             self.require_default("compile", unless="--model is not given")
         if self.gpu is None or self.model is None:
             self.require_default("recipe", unless="--gpu and --model are given")
-
-
-def run(argv: list[str]) -> int:
-    """Print what this machine can do; 0 if every recipe runs on every device, 1 if one does not."""
-    with bad_input():
-        options = parse_options(Doctor, argv, prog="quaver doctor")
-        if options.gpu is not None:
-            print_on_gpu(find_on_gpu(options.gpu, options.model, options.recipe), as_json=options.json)
-            return 0
-        if options.model is not None:
-            with working("surveying the model"):
-                found = survey_model(options.model, options)
-            print_survey(found, as_json=options.json)
-            return 0
-    return print_machine(as_json=options.json, try_compile=options.compile)
