@@ -198,7 +198,7 @@ class Float8AllGatherWeight(WrappedTensor):
             ]
             if scale is not None:
                 record_amax(scale, matrix_amax(shard.local, None))
-        payloads = [_payload(shard, code, layout) for code, layout in zip(codes, layouts, strict=False)]
+        payloads = [_payload(shard, code, layout) for code, layout in zip(codes, layouts, strict=True)]
         if len(payloads) > 1 and mesh.size() == 1:
             payloads = [torch.cat(payloads)]  # without an all-gather, FSDP2 passes on the first payload only
         return tuple(payloads), _Metadata(scales, layouts, shard.size, float8_dtype)

@@ -93,16 +93,16 @@ def rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, str | 
 
 def _local_amaxes(shards: Sequence[Shard], casts: Sequence[tuple[int, ScaleLayout]]) -> Tensor:
     """This rank's amaxes for `casts`, one after another, float32; 0 where another rank's shard is."""
-    of_linears = {i for i, each in casts if each.is_tensorwise and len(shards[i].size) == 2}
-    tensorwise = [i for i, each in casts if i in of_linears and each.is_tensorwise and shards[i].local.numel()]
+
+    def is_one_norm(i: int, layout: ScaleLayout) -> bool:
+        return layout.is_tensorwise and len(shards[i].size) == 2
+
+    tensorwise = [i for i, each in casts if is_one_norm(i, each) and shards[i].local.numel()]
     # One multi-tensor kernel for all tensorwise scales.
     norms = torch._foreach_norm([shards[i].local for i in tensorwise], torch.inf) if tensorwise else []
     norm_of = {i: norm.view(1) for i, norm in zip(tensorwise, norms, strict=True)}
     zero = shards[0].local.new_zeros(1)
-    vectors = [
-        norm_of.get(i, zero) if each.is_tensorwise and i in of_linears else _local_vector(shards[i], each)
-        for i, each in casts
-    ]
+    vectors = [norm_of.get(i, zero) if is_one_norm(i, each) else _local_vector(shards[i], each) for i, each in casts]
     return torch.cat(vectors).float()
 
 

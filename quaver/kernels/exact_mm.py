@@ -110,10 +110,7 @@ def _multiply(
 ) -> Tensor:
     """Into `out`, or new memory."""
     a, b, layouts = a_operand.data, b_operand.data, (a_operand.layout, b_operand.layout)
-    varies = (
-        layouts[0].varies_along(1, a.shape) or a_operand.outer_scale is not None,
-        layouts[1].varies_along(0, b.shape) or b_operand.outer_scale is not None,
-    )
+    varies = a_operand.varies_along(1), b_operand.varies_along(0)
     if is_cpu(a) and _largest(a, b) < CALLS_WEIGH_BELOW:
         folded = [
             each or (scales_are_powers_of_2 and not layout.is_tensorwise)

@@ -29,6 +29,10 @@ class Operand(NamedTuple):
         """Rows and columns of the matrix."""
         return self.layout.size_of(self.data)
 
+    def varies_along(self, dim: int) -> bool:
+        """`ScaleLayout.varies_along`, which is so of two levels of scales, too."""
+        return self.outer_scale is not None or self.layout.varies_along(dim, self.size)
+
     def t(self) -> Operand:
         """The transposed operand; scales of rows, columns or blocks are transposed with it."""
         dequant = self.dequant_scale

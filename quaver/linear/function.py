@@ -88,7 +88,7 @@ class _SavedWeight(NamedTuple):
     data: Tensor | None = None
     """Codes of the weight's column operand, saved instead of `hp` where the codes are kept for backward."""
     outer_scale: Tensor | None = None
-    """That of the operand, in formats of two levels."""
+    """The outer_scale of these codes, in formats of two levels."""
 
 
 class _Float8Linear(torch.autograd.Function):

@@ -195,9 +195,7 @@ def _backend_of(a: Operand, b: Operand, options: MatmulOptions) -> GemmBackend:
 
 def kind_of(a: Operand, b: Operand) -> ScaleKind | None:
     """The kind of the scales of a [M, K] and b [K, N]; None for those that no hardware multiplies."""
-    if a.layout.is_packed or b.layout.is_packed:
-        return None
-    if a.layout.varies_along(1, a.data.shape) or b.layout.varies_along(0, b.data.shape):
+    if a.varies_along(1) or b.varies_along(0):
         kind = _kind_of_blocks(a.layout, b.layout)
         return None if E5M2.dtype in (a.data.dtype, b.data.dtype) else kind
     return ScaleKind.TENSORWISE if a.layout.is_tensorwise and b.layout.is_tensorwise else ScaleKind.ROWWISE

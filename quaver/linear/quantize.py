@@ -151,7 +151,7 @@ class PreparedOperands(Protocol):
     """The operands of a weight while a `cast_weights_once` is open (weights/cast_once.py)."""
 
     operands: Operands
-    """Of the weight as its module multiplies by it."""
+    """The weight as its module multiplies by it."""
     holder: str
     """Who opened the scope; "" for a `with` statement of the user."""
 

@@ -32,8 +32,7 @@ _ROW = ["data_fp8", "dequant_scale", "outer_scale"]
 """The tensors of the row operand; those of a column operand of its own have "column_" before."""
 
 Metadata = tuple[torch.dtype, str, tuple[ScaleLayout, ScaleLayout]]
-"""Of a flattened `Float8Tensor`: its dtype; whether its column operand is "none", "shared" or its "own"; its layouts.
-"""
+"""A flattened `Float8Tensor`'s dtype; whether its column operand is "none", "shared" or its "own"; its layouts."""
 
 
 class Float8Tensor(TensorForm):

@@ -50,8 +50,14 @@ class ScaleLayout(NamedTuple):
         return codes.shape[-2] * self.rows_of_byte, codes.shape[-1] * self.columns_of_byte
 
     def shape_of_codes(self, size: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the codes of a tensor of `size`, the last two dims of which are a matrix."""
+        """The shape of the codes of a tensor of `size`, the last two dims of which are a matrix.
+
+        Raises:
+            ValueError: elements that share a byte do not fill it.
+        """
         *stack, rows, columns = size
+        if rows % self.rows_of_byte or columns % self.columns_of_byte:
+            raise ValueError(f"codes of four bits share a byte: expected rows of an even length, got {list(size)}")
         return *stack, rows // self.rows_of_byte, columns // self.columns_of_byte
 
     @property

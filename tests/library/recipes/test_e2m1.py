@@ -170,3 +170,5 @@ def test_what_does_not_take_four_bits_says_so():
         ALONG.known_layout("export")
     with pytest.raises(ValueError, match=r"rows of an even length, got \[2, 5\]"):
         cast(torch.ones(2, 5))
+    with pytest.raises(ValueError, match=r"rows of an even length, got \[4, 3\]"):  # a shard's, on every rank
+        ALONG.layout.shape_of_codes((4, 3))
