@@ -21,10 +21,10 @@ from quaver.experts.cast import cast_groups
 from quaver.experts.dispatch import Dispatch
 from quaver.experts.gemm import grouped_mm
 from quaver.experts.groups import Form, in_scale_rows
-from quaver.experts.probe import ExpertsProbe
 from quaver.kernels.operands import Operand, Operands, present
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.function import NoSecondDerivative, compute_dtype, refuse_transforms
+from quaver.linear.quantize import Groups, MatmulProbe
 from quaver.linear.saved_tensors import save, saved
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
@@ -51,8 +51,11 @@ class _Args(NamedTuple):
     """Brings rows of `a` to their experts; None where they are there."""
     combine: Dispatch | None = None
     """Takes the rows of the output back to where the tokens are; None where they stay."""
-    probe: ExpertsProbe | None = None
+    probe: MatmulProbe | None = None
     """Observes the operands and results, while a monitor is attached."""
+
+    def groups(self, ends: Tensor) -> Groups:
+        return Groups(ends.shape[0], ends, self.transposed)
 
 
 class _Float8GroupedMM(torch.autograd.Function):
@@ -72,7 +75,7 @@ class _Float8GroupedMM(torch.autograd.Function):
         ctx.layouts = saved_a.layout, saved_weight.layout
         tensors = (*saved_a[:2], *(saved_weight[:2] if needs_grad_a else (None, None)), ends)
         save(ctx, tensors)
-        return _output(present(a_operands.row), present(quantized_weight.row), ends, args)
+        return _output(present(a_operands.row), present(quantized_weight.row), ends, args, a, weight)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -84,10 +87,10 @@ class _Float8GroupedMM(torch.autograd.Function):
         return *recorded, None, None
 
 
-def _output(a: Operand, weight: Operand, ends: Tensor, args: _Args) -> Tensor:
+def _output(a: Operand, weight: Operand, ends: Tensor, args: _Args, a_hp: Tensor, weight_hp: Tensor) -> Tensor:
     output = grouped_mm(a, weight, ends, Form.OUTPUT, args.config.matmuls.output, args.hp_dtype, args.transposed)
     if args.probe is not None:
-        args.probe.result("output", output, ends)
+        args.probe.output(output, None if args.dispatch else a_hp, weight_hp, None, args.groups(ends))
     return output if args.combine is None else args.combine.combine(output)
 
 
@@ -100,6 +103,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         ctx.maybe_clear_saved_tensors()
     grad_output = grad_output.contiguous()
     grad_operands = _quantize_tokens(grad_output, ends, args, "grad_output", needs_grad_a, needs_grad_weight)
+    stayed = None if args.combine else grad_output  # at their experts are the rows of other ranks
     grad_a = grad_weight = None
     if needs_grad_weight:
         saved_a = Operand(a_data, a_scale, ctx.layouts[0])
@@ -108,7 +112,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
             column, saved_a, ends, Form.GRAD_WEIGHT, matmuls.grad_weight, args.hp_dtype, args.transposed
         )
         if args.probe is not None:
-            args.probe.result("grad_weight", grad_weight, None)
+            args.probe.grad_weight(grad_weight, stayed, saved_a, args.groups(ends))
     if needs_grad_a:
         weight = Operand(weight_data, weight_scale, ctx.layouts[1])
         if weight_data.dim() == 3:
@@ -126,7 +130,9 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
             args.transposed,
         )
         if args.probe is not None:
-            args.probe.result("grad_input", grad_a, ends)
+            args.probe.grad_input(
+                grad_a, stayed, weight_data if weight_data.dim() == 3 else None, weight, args.groups(ends)
+            )
         grad_a = grad_a if args.dispatch is None else args.dispatch.combine(grad_a)
     return grad_a, grad_weight
 
@@ -152,7 +158,7 @@ def _quantize_tokens(hp: Tensor, ends: Tensor, args: _Args, name: str, row: bool
     else:
         operands = quantize_groups(hp, casts, ends, ends.shape[0], row, column)
     if args.probe is not None:
-        args.probe.operands(name, hp, operands, ends, ends.shape[0], moved=dispatch is not None)
+        args.probe.operands(name, hp, operands, Groups(ends.shape[0], ends), moved=dispatch is not None)
     return operands
 
 
@@ -161,7 +167,7 @@ def _weight_operands(weight: Tensor, args: _Args, column: bool) -> Operands:
         return _quantize_weight(weight, args, True, column)
     if args.probe is not None:
         hp = None if isinstance(weight, Float8Tensor) else weight.view(-1, weight.shape[2])
-        args.probe.operands("weight", hp, args.weight_operands, None, weight.shape[0], moved=False)
+        args.probe.operands("weight", hp, args.weight_operands, Groups(weight.shape[0], None, args.transposed))
     return args.weight_operands
 
 
@@ -169,7 +175,7 @@ def _quantize_weight(weight: Tensor, args: _Args, row: bool, column: bool) -> Op
     operands = quantize_weight(weight, args.config, args.transposed, row, column)
     if args.probe is not None:
         stored = weight.view(-1, weight.shape[2])
-        args.probe.operands("weight", stored, operands, None, weight.shape[0], moved=False)
+        args.probe.operands("weight", stored, operands, Groups(weight.shape[0], None, args.transposed))
     return operands
 
 
@@ -257,7 +263,7 @@ def multiply_by_weight(
     *,
     dispatch: Dispatch | None = None,
     combine: Dispatch | None = None,
-    probe: ExpertsProbe | None = None,
+    probe: MatmulProbe | None = None,
 ) -> Tensor:
     """`float8_grouped_mm` by a weight as it is stored, contiguous: [E, N, K] or, if `transposed`, [E, K, N].
 
@@ -279,7 +285,8 @@ def multiply_by_weight(
         output: Tensor = _Float8GroupedMM.apply(a, weight, offs, args)
         return output
     a_operands = _quantize_tokens(a, offs, args, "input", True, False)
-    return _output(present(a_operands.row), present(_weight_operands(weight, args, False).row), offs, args)
+    weight_row = present(_weight_operands(weight, args, False).row)
+    return _output(present(a_operands.row), weight_row, offs, args, a, weight)
 
 
 def _check(a: Tensor, weight: Tensor, offs: Tensor, transposed: bool) -> None:

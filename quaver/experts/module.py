@@ -30,11 +30,10 @@ from torch import Tensor, nn
 from quaver.experts.base import Float8Grouped
 from quaver.experts.dispatch import Combine, Dispatch, Dispatcher
 from quaver.experts.grouped_mm import DYNAMIC_ONLY, multiply_by_weight, operands_of_frozen, operands_of_quantized
-from quaver.experts.probe import ExpertsProbe
 from quaver.linear.class_change import float8_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.last_run import LastRun
-from quaver.linear.quantize import PreparedOperands
+from quaver.linear.quantize import MatmulProbe, PreparedOperands
 from quaver.linear.saved_tensors import prepared_now
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrappedTensor
@@ -154,7 +153,7 @@ class Float8Experts(Float8Grouped, RoutedExperts):
     """Set where FSDP2 all-gathers the weights in float8 (fsdp/gathered.py)."""
     _prepared_weights: dict[str, PreparedOperands]
     """By name; filled while a `cast_weights_once` is open."""
-    probes: Mapping[str, ExpertsProbe] | None = None
+    probes: Mapping[str, MatmulProbe] | None = None
     """By the name of a weight; set while a monitor is attached (numerics/monitor.py)."""
 
     def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:

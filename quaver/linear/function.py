@@ -42,7 +42,7 @@ from quaver.kernels.operands import Operand, Operands, present
 from quaver.linear.gemm import backends_of, laid_out_for_columns_after, mm
 from quaver.linear.last_run import note_run
 from quaver.linear.nested import over_rows
-from quaver.linear.quantize import LinearProbe, LinearSharding, Quantizer, StoredQuantizer
+from quaver.linear.quantize import LinearSharding, MatmulProbe, Quantizer, StoredQuantizer
 from quaver.linear.saved_tensors import save
 from quaver.linear.saved_tensors import saved as saved_tensors
 from quaver.linear.shared_input import cached_quantizer, clear_cached_operands
@@ -69,7 +69,7 @@ class LinearArgs(NamedTuple):
     sharding: LinearSharding | None
     reader: int
     """The id of the linear while it records gradients, else 0; see shared_input.py."""
-    probe: LinearProbe | None = None
+    probe: MatmulProbe | None = None
     """Observes the operands and results, while a monitor is attached."""
 
 

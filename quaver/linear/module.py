@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quaver.linear.function import apply_linear, checked_operands
 from quaver.linear.last_run import LastRun
 from quaver.linear.nested import over_rows
-from quaver.linear.quantize import LinearProbe, LinearSharding, PreparedOperands
+from quaver.linear.quantize import LinearSharding, MatmulProbe, PreparedOperands
 from quaver.linear.saved_tensors import prepared_now
 from quaver.linear.scale_state import LinearScales
 from quaver.linear.tensor import Float8Tensor
@@ -48,7 +48,7 @@ class Float8Linear(nn.Linear):
     """Set while a `cast_weights_once` is open."""
     _converted_from: type[nn.Linear]
     _last_run: LastRun
-    probe: LinearProbe | None = None
+    probe: MatmulProbe | None = None
     """Set while a monitor is attached (numerics/monitor.py)."""
 
     def __init__(

@@ -28,7 +28,7 @@ Four quantizers share this interface:
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -188,24 +188,49 @@ class LinearSharding(Protocol):
         """The result from every rank's `output` [M, N] for an input [*leading, K]: [M, N], or [*leading, N] sharded."""
 
 
-class LinearProbe(Protocol):
-    """Observes what a linear computes with; numerics/probe.py implements it.
+class Groups(NamedTuple):
+    """Which rows of a matrix belong to which expert; experts/groups.py has the rules."""
 
-    A linear calls it with the operands and results that it really has. Without a monitor it has no probe, and none of
-    these is called.
+    experts: int
+    """How many; 0 for a matrix without groups, as a linear has it."""
+    ends: Tensor | None = None
+    """int32 [experts]: where the rows of each end; None for weights, which have as many rows each."""
+    transposed: bool = False
+    """Whether weights are stored [experts, K, N]."""
+
+
+class MatmulProbe(Protocol):
+    """Observes what a linear, or one weight of experts, computes with; numerics/probe.py implements it.
+
+    It is called with the operands and results of the matmuls themselves. Without a monitor there is no probe, and none
+    of these is called. Matrices of experts have `groups`. `hp`, `input` and `grad_output` are None, or `moved`, where
+    the rows that were multiplied came from other ranks.
     """
 
     def clear(self) -> None:
         """Forget what was observed."""
 
-    def operands(self, name: str, hp: Tensor, operands: Operands) -> None:
+    def operands(
+        self, name: str, hp: Tensor | None, operands: Operands, groups: Groups = ..., *, moved: bool = ...
+    ) -> None:
         """A cast of `hp`: "input", "weight" or "grad_output". A `Float8Tensor` was quantized before the linear ran."""
 
-    def output(self, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def output(
+        self, output: Tensor, input: Tensor | None, weight: Tensor, bias: Tensor | None = ..., groups: Groups = ...
+    ) -> None:
         """The result of the first matmul, [M, N], and the high-precision matrices that it stands for."""
 
-    def grad_weight(self, grad_weight: Tensor, grad_output: Tensor, input: Operand) -> None:
+    def grad_weight(
+        self, grad_weight: Tensor, grad_output: Tensor | None, input: Operand, groups: Groups = ...
+    ) -> None:
         """The result of the third matmul; `input` is the operand that was saved."""
 
-    def grad_input(self, grad_input: Tensor, grad_output: Tensor, weight: Tensor | None, operand: Operand) -> None:
+    def grad_input(
+        self,
+        grad_input: Tensor,
+        grad_output: Tensor | None,
+        weight: Tensor | None,
+        operand: Operand,
+        groups: Groups = ...,
+    ) -> None:
         """The result of the second matmul; `weight` is None where only its float8 `operand` was saved."""

@@ -40,7 +40,7 @@ from quaver.numerics.accumulation import accumulation_of
 from quaver.numerics.extras import WIDTH as EXTRAS_WIDTH
 from quaver.numerics.extras import describe_extras, describe_sums
 from quaver.numerics.observe import Sampling
-from quaver.numerics.probe import GroupedProbe, Probe
+from quaver.numerics.probe import Probe
 from quaver.numerics.ranks import Gathered, disagreeing, gather
 from quaver.numerics.record import SCHEMA, RecordWriter
 from quaver.numerics.sites import Site, describe, sites_of
@@ -69,7 +69,7 @@ class _Row(NamedTuple):
 
     name: str
     site: Site
-    probe: Probe | GroupedProbe
+    probe: Probe
     weight_numel: int | None
     """Elements of the weight on all ranks, for casts of weights: every rank and micro-batch casts it anew."""
 
@@ -397,14 +397,13 @@ def _is_split(weight: ModuleWeight) -> bool:
     return (module.sharding if isinstance(module, Float8Linear) else module.dispatcher) is not None
 
 
-def _attach(weight: ModuleWeight, number: int) -> Probe | GroupedProbe:
+def _attach(weight: ModuleWeight, number: int) -> Probe:
     """Give the module of a weight a probe."""
-    module, device = weight.module, weight.parameter.device
+    module, probe = weight.module, Probe(number, weight.config, weight.parameter.device)
     if isinstance(module, Float8Experts):
-        of_weight = GroupedProbe(number, weight.config, device)
-        module.probes = {**(module.probes or {}), weight.name: of_weight}
-        return of_weight
-    module.probe = probe = Probe(number, weight.config, device)
+        module.probes = {**(module.probes or {}), weight.name: probe}
+    else:
+        module.probe = probe
     return probe
 
 

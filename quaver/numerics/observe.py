@@ -19,8 +19,12 @@ forward to backward, a compiled graph would have to return and save them in ever
 operations run whether they sample. The codes are what backward has of its own forward where a linear runs several
 times before it, as with microbatches, or again under a checkpoint.
 
+[Note: groups] An expert is a linear: with `groups`, each group of rows (experts/groups.py) is observed as a matrix of
+its own, and merges into the slot of all. `ends` are read on the host. Results and extras are those of some experts.
+
 [Note: sums] Where the sums of a GPU were asked for, casts leave a few rows of their codes for the matmuls that follow
-them (matmul_sums.py): by number, operand and direction; those of the input's columns with the columns themselves.
+them (matmul_sums.py), by number, group, operand and direction; those of the input's columns with the columns
+themselves.
 """
 
 from __future__ import annotations
@@ -34,14 +38,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quaver.experts.groups import bounds_of, first_scale, of_group
 from quaver.kernels.cpu import check_memory, has_memory
-from quaver.kernels.operands import Operand
+from quaver.kernels.operands import Operand, present
 from quaver.kernels.operation import library
 from quaver.linear.quantize import as_matrix
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.extras import extras_of, extras_of_result
 from quaver.numerics.matmul_sums import Rows, some_rows
-from quaver.numerics.statistics import merge, new_slots, observe_matrix, observe_result, observe_scales, spread
+from quaver.numerics.statistics import (
+    Compared,
+    SlotIndex,
+    merge,
+    new_slots,
+    observe_matrix,
+    observe_result,
+    observe_scales,
+    spread,
+)
 from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.runtime.devices import is_capturing, is_cpu
@@ -55,7 +69,7 @@ _CHUNK = 1 << 22
 """Elements of a matrix that are widened at a time for that."""
 
 QUANTIZED_BEFORE = "it was quantized before the linear ran, so that there is no high-precision matrix here"
-_OTHER_SHAPE = "its codes are those of all ranks, and the high-precision matrix is this rank's part"
+_OTHER_ROWS = "its codes are those of all ranks, and the high-precision matrix is this rank's part"
 _NO_OPERANDS = "one of its operands has no high-precision matrix here"
 
 
@@ -84,8 +98,8 @@ class Sampling:
     """Whether one ran in a backward."""
     inputs: dict[tuple[int, int], KeptInput] = field(default_factory=dict)
     """By number and the address of codes."""
-    rows: dict[tuple[int, str, str], Rows] = field(default_factory=dict)
-    """By number, operand and direction; see [Note: sums]."""
+    rows: dict[tuple[tuple[int, int], str, str], Rows] = field(default_factory=dict)
+    """By number and group, operand and direction; see [Note: sums]."""
     weights: dict[int, Tensor] = field(default_factory=dict)
     """The weights of forwards of this step, for backwards that have their codes only; by number."""
     weight_sizes: dict[int, int] = field(default_factory=dict)
@@ -165,6 +179,20 @@ def _observed(run: Callable[..., None]) -> Callable[..., None]:
     return observe
 
 
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+def _bounds(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int, int, int]]:
+    """The number, first row and end of each group that has rows; a matrix without `groups` is one."""
+    bounds = bounds_of(ends, groups, rows) if groups else [(0, rows)]
+    return [(group, start, stop) for group, (start, stop) in enumerate(bounds) if start < stop or not groups]
+
+
+def _is_compared(group: int, groups: int) -> bool:
+    """Whether to compare the results of a group with high precision: of many groups, `COMPARED` evenly spread."""
+    return group % max(-(-groups // COMPARED), 1) == 0
+
+
 # ---- casts -----------------------------------------------------------------------------------------------------------
 
 
@@ -178,44 +206,73 @@ def _observe_operand(
     dequant_scale: Tensor,
     layout: Sequence[int],
     quant_scale: Tensor | None,
+    ends: Tensor | None,
+    groups: int,
+    moved: bool,
+    transposed: bool,
     is_forward: bool,
-    keeps_columns: bool,
 ) -> None:
+    """A cast of a matrix; with `groups`, of each as a matrix of its own. `hp` has other rows if they `moved`."""
     matrix, codes = None if hp is None else as_matrix(hp), codes.reshape(-1, codes.shape[-1])
     dequant_scale = dequant_scale.reshape(-1, dequant_scale.shape[-1]) if dequant_scale.dim() > 2 else dequant_scale
     made = Operand(codes, dequant_scale, ScaleLayout(*layout), quant_scale)
+    if site.startswith("weight"):
+        sampling.weight_sizes[number] = codes.numel()
+    rows = matrix if matrix is not None and not moved and matrix.shape == codes.shape else None
     of_codes = made.layout.scale_shape(codes.shape[0], codes.shape[1])
-    fits = matrix is not None and matrix.shape == codes.shape and dequant_scale.shape == of_codes
-    operand, cast = site.split(".")
-    sampled = None
-    if matrix is not None and fits and number in sampling.with_sums:
-        sampled = matrix, made
-    if matrix is not None and keeps_columns and matrix.shape == codes.shape:
-        columns = matrix[:, spread(matrix.shape[1], COMPARED, matrix.device)]
+    fits = rows is not None and (groups > 0 or dequant_scale.shape == of_codes)
+    is_repeated = is_forward and runs_in_backward()
+    if not fits and not is_repeated:
+        sampling.reasons[number, site] = QUANTIZED_BEFORE if matrix is None else _OTHER_ROWS
+        if matrix is not None:
+            merge(slot, observe_matrix(matrix, None))
+    for group, start, stop in _bounds(ends, groups, codes.shape[0]):
+        of_rows = None if rows is None else rows[start:stop]
+        operand = of_group(made, group, start, stop) if groups else made
+        if of_rows is not None and _is_compared(group, groups):
+            _keep(sampling, (number, group), site, of_rows, operand, fits, transposed, is_repeated)
+        if is_repeated:
+            continue
+        if of_rows is None or not fits:
+            observed = new_slots(1, slot.device)[0]
+            observe_scales(observed, present(operand.dequant_scale))
+        else:
+            observed = observe_matrix(of_rows, operand)
+        if groups:
+            across = dequant_scale.shape[1] if dequant_scale.dim() == 2 else 1
+            observed[SlotIndex.WORST_INDEX] += first_scale(made.layout.rows, group, start) * across
+        merge(slot, observed)
+
+
+def _keep(
+    sampling: Sampling,
+    key: tuple[int, int],
+    site: str,
+    hp: Tensor,
+    made: Operand,
+    fits: bool,
+    transposed: bool,
+    is_repeated: bool,
+) -> None:
+    """Keep what the results of a matmul are compared with, and add the extras of its cast."""
+    (number, _), (operand, cast) = key, site.split(".")
+    codes, sampled = made.data, None
+    if transposed:
+        hp, made = hp.t(), made.t()
+    if fits and number in sampling.with_sums:
+        sampled = hp, made
+    if operand == "input" and cast != "row":
+        columns = hp[:, spread(hp.shape[1], COMPARED, hp.device)]
         kept = None if sampled is None else some_rows(*sampled, "column")
         sampling.inputs[number, codes.data_ptr()] = KeptInput(columns, kept)
-    if operand == "weight":
-        sampling.weight_sizes[number] = codes.numel()
-    if is_forward and runs_in_backward():
+    if is_repeated:
         return
     for direction in ("row", "column") if cast == "both" else (cast,):
         if sampled is not None and (operand, direction) != ("input", "column"):
-            sampling.rows[number, operand, direction] = some_rows(*sampled, direction)
-    if not fits:
-        sampling.reasons[number, site] = QUANTIZED_BEFORE if matrix is None else _OTHER_SHAPE
-    if matrix is None:
-        observed = new_slots(1, slot.device)[0]
-        observe_scales(observed, dequant_scale)
-    elif fits:
-        observed = observe_matrix(matrix, made)
-        key = number, site
-        if number in sampling.with_extras:
-            extras = extras_of(matrix, made, operand, "column" if cast == "column" else "row")
-            sampling.extras[key] = extras + sampling.extras.get(key, 0)
-    else:
-        observed = observe_matrix(matrix, None)
-        observe_scales(observed, dequant_scale)
-    merge(slot, observed)
+            sampling.rows[key, operand, direction] = some_rows(*sampled, direction)
+    if fits and number in sampling.with_extras:
+        extras = extras_of(hp, made, operand, "column" if cast == "column" else "row")
+        sampling.extras[number, site] = extras + sampling.extras.get((number, site), 0)
 
 
 def _wide(matrix: Tensor) -> Tensor:
@@ -234,45 +291,60 @@ def _observe_output(
     input: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
+    ends: Tensor | None,
+    groups: int,
 ) -> None:
-    """output [M, N] = input [M, K] @ weight.t() [K, N] + bias [N], compared in some rows."""
+    """output [M, N] = input [M, K] @ weight.t() [K, N] + bias [N], compared in some rows; weights [E, N, K]."""
     if weight is not None:
         sampling.weights[number] = weight
     if runs_in_backward():
         return
     matrix = None if input is None else as_matrix(input)
-    reference = actual = None
+    compared: list[Compared] = []
+    bounds = _bounds(ends, groups, output.shape[0])
     if weight is not None and matrix is not None and matrix.shape[0] == output.shape[0]:
-        rows = spread(output.shape[0], COMPARED, output.device)
-        left, actual = _wide(matrix[rows]), output[rows]
-        reference = torch.cat([left @ _wide(part).t() for part in _parts(weight)], 1)
-        reference = reference if bias is None else reference + _wide(bias)
+        for group, start, stop in bounds:
+            if _is_compared(group, groups):
+                rows = start + spread(stop - start, COMPARED, output.device)
+                left, of_group = _wide(matrix[rows]), weight[group] if groups else weight
+                reference = torch.cat([left @ _wide(part).t() for part in _parts(of_group)], 1)
+                compared.append((output[rows], reference if bias is None else reference + _wide(bias)))
     else:
         sampling.reasons[number, "output.result"] = _NO_OPERANDS
-    _add_sums(sampling, number, "output")
-    merge(slot, observe_result(output, actual, reference))
+    for group, _, _ in bounds:
+        _add_sums(sampling, (number, group), "output")
+    merge(slot, observe_result(output[: bounds[-1][2]] if bounds else output[:0], compared))
 
 
 def _observe_grad_input(
-    sampling: Sampling, slot: Tensor, number: int, grad_input: Tensor, grad_output: Tensor, weight: Tensor | None
+    sampling: Sampling,
+    slot: Tensor,
+    number: int,
+    grad_input: Tensor,
+    grad_output: Tensor | None,
+    weight: Tensor | None,
+    ends: Tensor | None,
+    groups: int,
 ) -> None:
-    """grad_input [M, K] = grad_output [M, N] @ weight [N, K], compared in some rows."""
+    """grad_input [M, K] = grad_output [M, N] @ weight [N, K], compared in some rows; weights [E, N, K]."""
     if weight is None:
         weight = sampling.weights.get(number)
-    matrix, result = as_matrix(grad_output), as_matrix(grad_input)
-    reference = actual = None
-    if weight is not None and has_memory(weight) and matrix.shape[0] == result.shape[0]:
-        rows = spread(result.shape[0], COMPARED, result.device)
-        left, actual = _wide(matrix[rows]), result[rows]
-        columns = left.split([len(part) for part in _parts(weight)], 1)
-        reference = sum(
-            (a @ _wide(part) for a, part in zip(columns, _parts(weight), strict=True)),
-            start=left.new_zeros(()),
-        )
+    matrix, result = None if grad_output is None else as_matrix(grad_output), as_matrix(grad_input)
+    compared: list[Compared] = []
+    bounds = _bounds(ends, groups, result.shape[0])
+    if weight is not None and has_memory(weight) and matrix is not None and matrix.shape[0] == result.shape[0]:
+        for group, start, stop in bounds:
+            if _is_compared(group, groups):
+                rows = start + spread(stop - start, COMPARED, result.device)
+                left, parts = _wide(matrix[rows]), _parts(weight[group] if groups else weight)
+                columns = left.split([len(part) for part in parts], 1)
+                products = (a @ _wide(part) for a, part in zip(columns, parts, strict=True))
+                compared.append((result[rows], sum(products, start=left.new_zeros(()))))
     else:
         sampling.reasons[number, "grad_input.result"] = _NO_OPERANDS
-    _add_sums(sampling, number, "grad_input")
-    merge(slot, observe_result(result, actual, reference))
+    for group, _, _ in bounds:
+        _add_sums(sampling, (number, group), "grad_input")
+    merge(slot, observe_result(result[: bounds[-1][2]] if bounds else result[:0], compared))
 
 
 def _observe_grad_weight(
@@ -280,40 +352,46 @@ def _observe_grad_weight(
     slot: Tensor,
     number: int,
     grad_weight: Tensor,
-    grad_output: Tensor,
+    grad_output: Tensor | None,
     input_hp: Tensor | None,
     input_codes: Tensor | None,
+    ends: Tensor | None,
+    groups: int,
 ) -> None:
-    """grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K], compared in some columns."""
-    matrix, kept = as_matrix(grad_output), None
-    columns = spread(grad_weight.shape[1], COMPARED, grad_weight.device)
-    if input_hp is not None:
-        kept = input_hp[:, columns]
-    elif input_codes is not None:
-        found = sampling.inputs.pop((number, input_codes.data_ptr()), None)
-        kept = None if found is None else found.columns
-        if found is not None and found.rows is not None:
-            sampling.rows[number, "input", "column"] = found.rows
-            _add_sums(sampling, number, "grad_weight")
-    reference = actual = None
-    if kept is not None and kept.shape[0] == matrix.shape[0]:
-        actual = grad_weight[:, columns]
-        of_rows = kept.split([len(part) for part in _parts(matrix)])
-        reference = sum(
-            (_wide(part).t() @ _wide(b) for part, b in zip(_parts(matrix), of_rows, strict=True)),
-            start=_wide(actual.new_zeros(())),
-        )
-    else:
+    """grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K], compared in some columns; [E, N, K] of groups."""
+    matrix = None if grad_output is None else as_matrix(grad_output)
+    columns = spread(grad_weight.shape[-1], COMPARED, grad_weight.device)
+    compared: list[Compared] = []
+    read = input_hp if input_codes is None else input_codes
+    for group, start, stop in _bounds(ends, groups, 0 if read is None else read.shape[0]):
+        if not _is_compared(group, groups):
+            continue
+        kept = None
+        if input_hp is not None:
+            kept = input_hp[start:stop, columns]
+        elif input_codes is not None:
+            found = sampling.inputs.pop((number, input_codes[start:].data_ptr()), None)
+            kept = None if found is None else found.columns
+            if found is not None and found.rows is not None:
+                sampling.rows[(number, group), "input", "column"] = found.rows
+                _add_sums(sampling, (number, group), "grad_weight")
+        grads = None if matrix is None else matrix[start:stop] if groups else matrix
+        if kept is not None and grads is not None and kept.shape[0] == grads.shape[0]:
+            actual, parts = (grad_weight[group] if groups else grad_weight)[:, columns], _parts(grads)
+            of_rows = kept.split([len(part) for part in parts])
+            products = (_wide(part).t() @ _wide(b) for part, b in zip(parts, of_rows, strict=True))
+            compared.append((actual, sum(products, start=_wide(actual.new_zeros(())))))
+    if not compared:
         sampling.reasons[number, "grad_weight.result"] = _NO_OPERANDS
-    merge(slot, observe_result(grad_weight, actual, reference))
+    merge(slot, observe_result(as_matrix(grad_weight), compared))
 
 
-def _add_sums(sampling: Sampling, number: int, result: str) -> None:
+def _add_sums(sampling: Sampling, key: tuple[int, int], result: str) -> None:
     """Note what the sums of a result would lose, if it was asked for and both operands are float8."""
-    left, right = (sampling.rows.get((number, *read)) for read in MATMULS[result])
+    left, right = (sampling.rows.get((key, *read)) for read in MATMULS[result])
     if left is not None and right is not None and sampling.hardware is not None:
-        key = number, f"{result}.result"
-        sampling.extras[key] = extras_of_result(left, right, sampling.hardware) + sampling.extras.get(key, 0)
+        site = key[0], f"{result}.result"
+        sampling.extras[site] = extras_of_result(left, right, sampling.hardware) + sampling.extras.get(site, 0)
 
 
 def _parts(matrix: Tensor) -> tuple[Tensor, ...]:
@@ -347,18 +425,22 @@ def observing_operation(name: str, arguments: str, run: Callable[..., None]) -> 
 
 observe_operand = observing_operation(
     "observe_operand",
-    "str site, Tensor? hp, Tensor codes, Tensor dequant_scale, int[] layout, Tensor? quant_scale, bool is_forward, "
-    "bool keeps_columns",
+    "str site, Tensor? hp, Tensor codes, Tensor dequant_scale, int[] layout, Tensor? quant_scale, Tensor? ends, "
+    "int groups, bool moved, bool transposed, bool is_forward",
     _observe_operand,
 )
 observe_output = observing_operation(
-    "observe_output", "Tensor output, Tensor? input, Tensor? weight, Tensor? bias", _observe_output
+    "observe_output",
+    "Tensor output, Tensor? input, Tensor? weight, Tensor? bias, Tensor? ends, int groups",
+    _observe_output,
 )
 observe_grad_input = observing_operation(
-    "observe_grad_input", "Tensor grad_input, Tensor grad_output, Tensor? weight", _observe_grad_input
+    "observe_grad_input",
+    "Tensor grad_input, Tensor? grad_output, Tensor? weight, Tensor? ends, int groups",
+    _observe_grad_input,
 )
 observe_grad_weight = observing_operation(
     "observe_grad_weight",
-    "Tensor grad_weight, Tensor grad_output, Tensor? input_hp, Tensor? input_codes",
+    "Tensor grad_weight, Tensor? grad_output, Tensor? input_hp, Tensor? input_codes, Tensor? ends, int groups",
     _observe_grad_weight,
 )

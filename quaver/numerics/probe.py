@@ -1,6 +1,6 @@
-"""`Probe` and `GroupedProbe` observe a linear, or one weight of experts, while a monitor is attached.
+"""`Probe` observes a linear, or one weight of experts, while a monitor is attached.
 
-`LinearProbe` in linear/quantize.py and `ExpertsProbe` in experts/probe.py say what calls them.
+`MatmulProbe` in linear/quantize.py says what calls it.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.operands import Operand, Operands
+from quaver.linear.quantize import Groups
 from quaver.linear.tensor import Float8Tensor
-from quaver.numerics import observe, observe_groups
+from quaver.numerics import observe
 from quaver.numerics.sites import BACKWARD, FORWARD, GRAD_INPUT, GRAD_WEIGHT, OPERANDS, OUTPUT, Site, is_shared
 from quaver.numerics.statistics import clear, merge, new_slots
 from quaver.recipes.config import Float8LinearConfig
 
+_ONE_MATRIX = Groups(0)
 
-class Slots:
-    """The slots of one weight and its matmuls.
+
+class Probe:
+    """Hands what one weight and its matmuls compute with to the operations of observe.py, which fill its slots.
 
     Attributes:
         forward, backward: in the order of `sites.FORWARD` and `sites.BACKWARD`.
@@ -44,98 +47,82 @@ class Slots:
         for slots in (self.forward, self.backward):
             clear(slots)
 
+    def operands(
+        self, name: str, hp: Tensor | None, operands: Operands, groups: Groups = _ONE_MATRIX, *, moved: bool = False
+    ) -> None:
+        if not self._observes():
+            return
+        hp = _in_high_precision(hp)
+        is_forward = name == "input" or (name == "weight" and operands.row is not None)
+        casts = {"row": operands.row, "column": operands.column}
+        if self._shared[name]:
+            if name == "weight" and not is_forward:
+                return  # backward casts such a weight as its forward did
+            # The input's column codes are saved, and tell grad_weight which input it read; on a CPU both are one.
+            both = operands.column or operands.row if name == "input" else operands.row or operands.column
+            casts = {"both": both}
+        sites, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
+        for cast, operand in casts.items():
+            if operand is not None and operand.dequant_scale is not None:
+                site = Site(name, cast)
+                observe.observe_operand(
+                    slots,
+                    sites.index(site),
+                    self.number,
+                    site.name,
+                    hp,
+                    *operand[:4],
+                    groups.ends,
+                    groups.experts,
+                    moved,
+                    groups.transposed,
+                    is_forward,
+                )
+
+    def output(
+        self,
+        output: Tensor,
+        input: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        groups: Groups = _ONE_MATRIX,
+    ) -> None:
+        if self._observes():
+            hps = _in_high_precision(input), _of_stored(_in_high_precision(weight), groups)
+            of_rows = groups.ends, groups.experts
+            observe.observe_output(self.forward, FORWARD.index(OUTPUT), self.number, output, *hps, bias, *of_rows)
+
+    def grad_weight(
+        self, grad_weight: Tensor, grad_output: Tensor | None, input: Operand, groups: Groups = _ONE_MATRIX
+    ) -> None:
+        if self._observes():
+            saved = (input.data, None) if input.dequant_scale is None else (None, input.data)
+            made = _of_stored(grad_weight, groups), grad_output, *saved, groups.ends, groups.experts
+            observe.observe_grad_weight(self.backward, BACKWARD.index(GRAD_WEIGHT), self.number, *made)
+
+    def grad_input(
+        self,
+        grad_input: Tensor,
+        grad_output: Tensor | None,
+        weight: Tensor | None,
+        operand: Operand,
+        groups: Groups = _ONE_MATRIX,
+    ) -> None:
+        if self._observes():
+            if operand.dequant_scale is None and not groups.experts:
+                weight = operand.data
+            made = grad_input, grad_output, _of_stored(weight, groups), groups.ends, groups.experts
+            observe.observe_grad_input(self.backward, BACKWARD.index(GRAD_INPUT), self.number, *made)
+
     def _observes(self) -> bool:
         # Compiled code always calls the operations, and is not to be guarded by the key.
         return torch.compiler.is_compiling() or observe.observes(self._key)
 
-    def _is_forward(self, name: str, operands: Operands) -> bool:
-        return name == "input" or (name == "weight" and operands.row is not None)
 
-
-class Probe(Slots):
-    """Hands what a linear computes with to the operations of observe.py."""
-
-    def operands(self, name: str, hp: Tensor, operands: Operands) -> None:
-        if not self._observes():
-            return
-        matrix = _in_high_precision(hp)
-        is_forward = self._is_forward(name, operands)
-        if not self._shared[name]:
-            self._cast(name, "row", matrix, operands.row, is_forward)
-            self._cast(name, "column", matrix, operands.column, is_forward)
-        elif is_forward or name == "grad_output":  # backward casts such a weight as its forward did
-            # The input's column codes are saved, and tell grad_weight which input it read; on a CPU both are one.
-            both = operands.column or operands.row if name == "input" else operands.row or operands.column
-            self._cast(name, "both", matrix, both, is_forward)
-
-    def _cast(self, name: str, cast: str, hp: Tensor | None, operand: Operand | None, is_forward: bool) -> None:
-        if operand is None or operand.dequant_scale is None:
-            return
-        sites, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
-        site, keeps_columns = Site(name, cast), name == "input" and cast != "row"
-        of_cast = site.name, hp, *operand[:4], is_forward, keeps_columns
-        observe.observe_operand(slots, sites.index(site), self.number, *of_cast)
-
-    def output(self, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        if not self._observes():
-            return
-        hps = _in_high_precision(input), _in_high_precision(weight)
-        observe.observe_output(self.forward, FORWARD.index(OUTPUT), self.number, output, *hps, bias)
-
-    def grad_weight(self, grad_weight: Tensor, grad_output: Tensor, input: Operand) -> None:
-        if not self._observes():
-            return
-        saved = (input.data, None) if input.dequant_scale is None else (None, input.data)
-        row = BACKWARD.index(GRAD_WEIGHT)
-        observe.observe_grad_weight(self.backward, row, self.number, grad_weight, grad_output, *saved)
-
-    def grad_input(self, grad_input: Tensor, grad_output: Tensor, weight: Tensor | None, operand: Operand) -> None:
-        if not self._observes():
-            return
-        if operand.dequant_scale is None:
-            weight = operand.data
-        row = BACKWARD.index(GRAD_INPUT)
-        observe.observe_grad_input(self.backward, row, self.number, grad_input, grad_output, weight)
-
-
-class GroupedProbe(Slots):
-    """Hands what a grouped matmul computes with to the operations of observe_groups.py."""
-
-    def operands(
-        self, name: str, hp: Tensor | None, operands: Operands, ends: Tensor | None, groups: int, *, moved: bool
-    ) -> None:
-        if not self._observes():
-            return
-        is_forward, casts = self._is_forward(name, operands), {"row": operands.row, "column": operands.column}
-        if self._shared[name] and name == "weight" and not is_forward:
-            return  # backward casts such a weight as its forward did
-        if self._shared[name]:
-            casts = {"both": operands.row or operands.column}
-        for cast, operand in casts.items():
-            self._cast(Site(name, cast), hp, operand, (ends, groups), is_forward, moved)
-
-    def _cast(
-        self,
-        site: Site,
-        hp: Tensor | None,
-        operand: Operand | None,
-        groups: tuple[Tensor | None, int],
-        is_forward: bool,
-        moved: bool,
-    ) -> None:
-        if operand is None or operand.dequant_scale is None:
-            return
-        sites, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
-        made = operand.data, operand.dequant_scale, *groups, operand.layout
-        observe_groups.observe_groups(slots, sites.index(site), self.number, site.name, hp, *made, is_forward, moved)
-
-    def result(self, name: str, result: Tensor, ends: Tensor | None) -> None:
-        if not self._observes():
-            return
-        is_forward, site = name == "output", Site(name, "result")
-        sites, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
-        observe_groups.observe_grouped_result(slots, sites.index(site), self.number, result, ends, is_forward)
-
-
-def _in_high_precision(tensor: Tensor) -> Tensor | None:
+def _in_high_precision(tensor: Tensor | None) -> Tensor | None:
     return None if isinstance(tensor, Float8Tensor) else tensor
+
+
+def _of_stored(weight: Tensor | None, groups: Groups) -> Tensor | None:
+    """A weight of experts, or its gradient, as [E, N, K]."""
+    return weight.transpose(1, 2) if weight is not None and groups.transposed else weight

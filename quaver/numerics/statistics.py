@@ -246,11 +246,17 @@ def observe_worst(slot: Tensor, signal: Tensor, noise: Tensor) -> None:
     slot[SlotIndex.WORST : _FIXED] = torch.where(is_worse, pair, slot[SlotIndex.WORST : _FIXED])
 
 
-def observe_result(result: Tensor, actual: Tensor | None, reference: Tensor | None) -> Tensor:
-    """The slot of a result [M, N]; `actual`, a part of it, is compared with a high-precision `reference`."""
+Compared = tuple[Tensor, Tensor]
+"""A part of a result, and what it is in high precision."""
+
+
+def observe_result(result: Tensor, compared: Sequence[Compared]) -> Tensor:
+    """The slot of a result [M, N]."""
     slot = observe_matrix(result, None)
-    if actual is not None and reference is not None:
-        slot[SlotIndex.REFERENCE], slot[SlotIndex.NOISE] = signal_and_noise(reference, actual)
+    for actual, reference in compared:
+        signal, noise = signal_and_noise(reference, actual)
+        slot[SlotIndex.REFERENCE] += signal
+        slot[SlotIndex.NOISE] += noise
     return slot
 
 

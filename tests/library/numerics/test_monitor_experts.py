@@ -9,10 +9,11 @@ from torch.utils.checkpoint import checkpoint
 from quaver import Float8LinearConfig, convert_to_float8_training, freeze_to_float8
 from quaver.experts.grouped_mm import multiply_by_weight
 from quaver.linear.quantize import Quantizer
+from quaver.numerics.accumulation import accumulation_of
 from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitor import monitor
 from quaver.numerics.observe import Sampling
-from quaver.numerics.probe import GroupedProbe
+from quaver.numerics.probe import Probe
 from quaver.numerics.sites import sites_of
 from quaver.numerics.statistics import STATISTICS, finish, merge, new_slots, observe_matrix
 from tests.library.experts.test_grouped_mm import ENDS, RECIPES, operands
@@ -46,7 +47,7 @@ def test_a_sample_is_that_of_the_experts_linears(recipe, transposed, sampling):
     a, b_t, ends = operands(transposed=transposed)
     weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
     grad_output = torch.randn(310, 160, dtype=a.dtype)
-    probe = GroupedProbe(sampling.take_number(), config, CPU)
+    probe = Probe(sampling.take_number(), config, CPU)
     multiply_by_weight(a, weight, ends, config, transposed, probe=probe).backward(grad_output)
     groups = [slice(start, stop) for start, stop in zip([0, *ENDS], ENDS, strict=False) if start < stop]
     hps = {
@@ -64,6 +65,39 @@ def test_a_sample_is_that_of_the_experts_linears(recipe, transposed, sampling):
             assert name == "scale_worst" or got[name][0] == close, (site, name)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_results_and_extras_are_those_of_the_experts_linears(recipe, transposed):
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    a, b_t, ends = operands(transposed=transposed)
+    grad_output = torch.randn(310, 160, dtype=a.dtype)
+    observed = {number: Sampling(accumulation_of("h100"), on=True) for number in range(2)}
+    probes = {}
+    for key, sampling in observed.items():
+        number = sampling.take_number()
+        sampling.end_step(True, frozenset([number]), frozenset([number]))
+        probes[key] = Probe(number, config, CPU)
+    weight = b_t if transposed else b_t.transpose(1, 2).contiguous()
+    multiply_by_weight(a, weight, ends, config, transposed, probe=probes[0]).backward(grad_output)
+    linear = convert_to_float8_training(torch.nn.Linear(*b_t.shape[1:], bias=False, dtype=a.dtype), config=config)
+    linear.probe = probes[1]
+    for matrix, start, stop in zip(b_t.detach(), [0, *ENDS], ENDS, strict=False):
+        if start < stop:
+            with torch.no_grad():
+                linear.weight.copy_(matrix.t())
+            linear(a.detach()[start:stop].requires_grad_()).backward(grad_output[start:stop])
+    for site in sites_of(config, True):
+        got, expected = (finish(probe.take(site)[None], [None]) for probe in probes.values())
+        assert got["sqnr_db"][0] is not None
+        if site.operand != "weight":
+            assert got["sqnr_db"][0] == pytest.approx(expected["sqnr_db"][0], abs=1e-3), site
+            extras = [observed[key].extras.get((int(probes[key].number), site.name)) for key in observed]
+            assert (extras[0] is None) == (extras[1] is None), site
+            assert extras[0] is None or torch.allclose(*extras, rtol=1e-5), site
+    for sampling in observed.values():
+        sampling.close()
+
+
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
 def test_the_worst_scale_is_named_by_its_index_among_those_of_all_groups(recipe, sampling):
     config = Float8LinearConfig.from_recipe_name(recipe)
@@ -71,7 +105,7 @@ def test_the_worst_scale_is_named_by_its_index_among_those_of_all_groups(recipe,
     with torch.no_grad():
         a[250] = 1e-7  # of the last group, rows 200 to 300
         a[250, 3] = 1e7
-    probe = GroupedProbe(sampling.take_number(), config, CPU)
+    probe = Probe(sampling.take_number(), config, CPU)
     multiply_by_weight(a, b_t.transpose(1, 2).contiguous(), ends, config, False, probe=probe)
     site = sites_of(config, True)[0]
     worst = finish(probe.take(site)[None], [None])["scale_worst"][0]
@@ -82,7 +116,7 @@ def test_results_are_those_of_rows_with_an_expert(sampling):
     config = Float8LinearConfig()
     a, b_t, ends = operands()
     weight = b_t.detach().transpose(1, 2).contiguous().requires_grad_()
-    probe = GroupedProbe(sampling.take_number(), config, CPU)
+    probe = Probe(sampling.take_number(), config, CPU)
     output = multiply_by_weight(a, weight, ends, config, False, probe=probe)
     output.square().sum().backward()
     results = {"output": output[: ENDS[-1]], "grad_input": a.grad[: ENDS[-1]], "grad_weight": weight.grad}
@@ -91,7 +125,7 @@ def test_results_are_those_of_rows_with_an_expert(sampling):
         assert got["numel"] == [matrix.numel()]
         assert got["amax"] == [matrix.abs().max().item()]
         assert got["zeros"] == [pytest.approx((matrix == 0).double().mean().item())]
-        assert got["sqnr_db"] == [None]
+        assert 20 < got["sqnr_db"][0] < 40
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------
