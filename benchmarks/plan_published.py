@@ -77,7 +77,7 @@ def run_of(row: Published) -> Run:
         attention="cudnn" if megatron or row.gpu.startswith("B200") else "flash",
     )
     if row.sharding == "zero1":
-        run = replace(run, shard=row.dp_replicate * row.dp_shard, replicate=1, shards_states=True)
+        run = replace(run, shard=row.dp_replicate * row.dp_shard, replicate=1, reduce="last")
     if recipe is not None and run.model.n_experts:
         run = replace(run, in_float8={**run.in_float8, "experts": 1.0})
     return run

@@ -209,7 +209,8 @@ def _views(
     yield make_table(title, columns, rows=rows, right=NUMBERS, wrapped=("precision",))
     yield (
         "Gather: the dtype in which weights of blocks are gathered; x2: for the forward, and again for the backward. "
-        "Batch: sequences of a micro-batch x micro-batches. AC 1/2: every second block is checkpointed. "
+        "Batch: sequences of a micro-batch x micro-batches; L: training.reduce = last, A: last_all_reduce. "
+        "AC 1/2: every second block is checkpointed. "
         "MFU: the share of the data sheet's FLOP/s, each matmul at the peak of its precision, attention as its causal "
         "half. "
         "Wait: for collectives and checkpoints. * as configured."
@@ -246,6 +247,9 @@ def _batches(options: PlanOptions, config: TrainConfig, layouts: Layouts, found:
         yield f"the configured layout is no row: {layouts.configured_refusal}"
 
 
+_REDUCED = {"": "", "every": "", "last": " L", "last_all_reduce": " A"}
+
+
 def _cells(number: int, row: Row, cluster: Cluster) -> tuple[str, ...]:
     waits = 1 - row.timeline.busy_s("compute") / row.timeline.seconds
     layout = row.candidate.layout
@@ -255,7 +259,7 @@ def _cells(number: int, row: Row, cluster: Cluster) -> tuple[str, ...]:
         _product(layout.shard, layout.replicate),
         _product(layout.tensor, layout.expert),
         row.candidate.gathered_words,
-        f"{row.run.local_batch}x{row.run.micro_batches}",
+        f"{row.run.local_batch}x{row.run.micro_batches}{_REDUCED[row.candidate.reduced_words]}",
         row.candidate.saved_words,
         f"{row.peak_bytes / 2**30:.1f}",
         _thousands(row.run.step_tokens),

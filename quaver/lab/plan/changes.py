@@ -11,6 +11,7 @@ from typing import Any
 
 from quaver.lab.settings import ActivationCheckpoint, Float8, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
+from quaver.lab.settings.training import REDUCE
 
 CHECKPOINTING = {
     "activations: none checkpointed": ActivationCheckpoint(mode="none"),
@@ -42,7 +43,7 @@ def single_changes(config: TrainConfig, layout: ParallelDims, batch: int) -> lis
     Args:
         batch: sequences of one optimizer step over all ranks, which stay the same.
     """
-    edits = [*_checkpointing(), *_precisions(config), *_communication(config, layout), *_less_precise(config)]
+    edits = [*_checkpointing(), *_precisions(config), *_communication(config, layout, batch), *_less_precise(config)]
     edits += list(_batches(config, batch))[1:2]
     changes = [_change(config, name, [edit]) for name, edit in edits]
     return [change for change in changes if change.config != config]
@@ -170,7 +171,10 @@ def _precision(precision: str) -> Edit:
     return lambda config: with_precision(config, precision)
 
 
-def _communication(config: TrainConfig, layout: ParallelDims) -> Iterator[tuple[str, Edit]]:
+def _communication(config: TrainConfig, layout: ParallelDims, batch: int) -> Iterator[tuple[str, Edit]]:
+    if batch > config.training.local_batch_size * layout.data_parallel_degree > config.training.local_batch_size:
+        for reduce in REDUCE[: 3 if layout.replicate > 1 else 2]:
+            yield f"gradients reduced after micro-batches: {reduce}", _set("training", reduce=reduce)
     if layout.shard == 1:
         return
     for policy in ("default", "always", "never"):

@@ -3,7 +3,8 @@
 Bytes of the rank, with T tokens of a micro-batch, D, Q, K, H and V features of the stream, all queries, all keys, the
 feed-forward and the vocabulary; a block has P weights on this tensor parallel rank:
 
-    resident    parameters, optimizer states, tokens; gradients too where there are several micro-batches
+    resident    parameters, optimizer states, tokens; gradients too where there are several micro-batches,
+                whole and in float32 if they are reduced after the last
     root        the gathered embedding, which FSDP2 frees after the backward
     saved       what blocks save (`_saved_by_blocks`), rotary tables, the last block's output and its norm
     peak        resident + root + saved + the largest of
@@ -109,7 +110,8 @@ class _Estimate:
         model, tp = self.model, self.layout.tensor
         parameters = self.parameters
         resident = parameters + self.states + self._buffers() + self._inputs() + self._held_codes()
-        gradients = 0 if self.micro_batches == 1 else parameters
+        gradients = self._held_gradients()
+        all_reduced = max(parameters, gradients)
         embedding = model.vocab_size * model.dim // tp
         head = 0 if model.tie_word_embeddings else embedding
         head_gradient = _FLOAT32 * head // self.layout.shard
@@ -126,8 +128,8 @@ class _Estimate:
         return resident + max(
             live + gradients + self._head(head if self.is_sharded else 0, codes, head),
             live + max(gradients, head_gradient) + block + max(_FLOAT32 * head if self.is_sharded else 0, reduced),
-            root + parameters + block + reduced,
-            root + parameters + reduced + embedding * _FLOAT32 + self.tokens * model.dim * _FLOAT32 // tp,
+            root + all_reduced + block + reduced,
+            root + all_reduced + reduced + embedding * _FLOAT32 + self.tokens * model.dim * _FLOAT32 // tp,
             parameters + (2 * embedding * _FLOAT32 if self.is_sharded else 0),
         )
 
@@ -135,6 +137,17 @@ class _Estimate:
     def parameters(self) -> int:
         """Bytes of this rank's parameters, and of their gradients."""
         return self._sum(lambda weight: weight.sharded(self.layout)) * self.parameter_bytes
+
+    def _held_gradients(self) -> int:
+        """Bytes of gradients that earlier micro-batches leave: shards in the parameters' dtype, or float32 sums."""
+        reduce = self.config.training.reduce
+        if self.micro_batches == 1:
+            return 0
+        if reduce == "every":
+            return self.parameters
+        if reduce == "last_all_reduce":
+            return _FLOAT32 * self._sum(lambda weight: weight.sharded(self.layout))
+        return _FLOAT32 * self._sum(lambda weight: prod(weight.shape_on(self.layout)))
 
     def _buffers(self) -> int:
         """Buffers of routers: a bias and a count of tokens for each expert."""

@@ -2,7 +2,7 @@
 
 Data parallelism (FSDP2, or HSDP with shard groups of whole nodes) x whether weights stay gathered for the backward x
 tensor parallelism inside a node x expert parallelism x local batch size x checkpointing x precision x the dtype of its
-all-gather; and what stores less precisely, where it is asked for.
+all-gather x the micro-batches after which gradients are reduced; and what stores less precisely, where it is asked for.
 """
 
 from __future__ import annotations
@@ -59,6 +59,12 @@ class Candidate:
         return f"{dtype}x{1 if self.config.parallelism.fsdp_reshard_after_forward == 'never' else 2}"
 
     @property
+    def reduced_words(self) -> str:
+        """After which of several micro-batches ranks reduce gradients: "last", "every"; empty for one, or one rank."""
+        training, layout = self.config.training, self.layout
+        return training.reduce if has_reductions(training.step_batch_size, training.local_batch_size, layout) else ""
+
+    @property
     def words(self) -> str:
         """The layout, the batch and what blocks save, in a few words."""
         layout, training = self.layout, self.config.training
@@ -67,6 +73,7 @@ class Candidate:
         batches, sequences = layout.micro_batches(training), training.local_batch_size
         batch = f"{batches} micro-batch{'es' * (batches > 1)} of {sequences} sequence{'s' * (sequences > 1)}"
         gathers = f", gathers {self.gathered_words}" if self.gathered_words else ""
+        batch += f" with gradients reduced after {self.reduced_words}" if self.reduced_words else ""
         return f"{where}{gathers}, {batch}, AC {self.saved_words}"
 
 
@@ -119,9 +126,12 @@ def layouts_of(
         CHECKPOINTING.values(),
         precisions,
     ):
-        for gathering in _gatherings(degrees.shard, precision):
+        for gathering, reduce in product(
+            _gatherings(degrees.shard, precision), _reductions(degrees, local, step_sequences)
+        ):
             try:
                 changed = _changed(config, degrees, local, checkpoint, precision, gathering, step_sequences)
+                changed = replace(changed, training=replace(changed.training, reduce=reduce))
             except ValueError as error:
                 found.refuse(error)
                 continue
@@ -179,6 +189,19 @@ def _gatherings(shard: int, precision: str) -> list[_Gathering]:
         return [_Gathering(False, "default")]
     codes = [True, False] if precision != BFLOAT16 and has_one_cast(precision) else [False]
     return [_Gathering(*each) for each in product(codes, ("default", "never"))]
+
+
+def has_reductions(step_sequences: int, local: int, layout: ParallelDims | Degrees) -> bool:
+    """Whether data-parallel ranks reduce gradients in a step of several micro-batches."""
+    groups = layout.replicate * layout.shard
+    return groups > 1 and step_sequences > local * groups
+
+
+def _reductions(degrees: Degrees, local: int, step_sequences: int | None) -> list[str]:
+    """The values of training.reduce that may be best: with replicas "every" sends more than "last_all_reduce"."""
+    if not has_reductions(step_sequences or 0, local, degrees):
+        return ["every"]
+    return ["last_all_reduce" if degrees.replicate > 1 else "every", "last"]
 
 
 def _changed(

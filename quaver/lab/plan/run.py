@@ -87,9 +87,9 @@ class Run:
     rescales_rows: bool = False
     """Row-wise linears are torchao's: CUTLASS multiplies the forward, cuBLAS the gradients with one scale for each
     operand, and a pass of its own scales them."""
-    shards_states: bool = False
-    """The shard group shards the optimizer's states only (ZeRO-1): weights are gathered and gradients reduced once in
-    a step."""
+    reduce: str = "every"
+    """The micro-batches after which gradients are reduced: training.reduce. With "last" and weights that are never
+    resharded, both are sent once in a step, as where ranks shard the optimizer's states only (ZeRO-1)."""
 
     @property
     def ranks(self) -> int:
@@ -168,6 +168,7 @@ def run_of(config: TrainConfig, layout: ParallelDims) -> Run:
         checkpointing=mode,
         checkpointed_blocks=checkpointed_blocks(config),
         reshards=config.parallelism.fsdp_reshard_after_forward,
+        reduce=training.reduce,
         casts_weights_once=float8.cast_weights_once or layout.world_size == 1,
         stores_in_float8=checkpoint.store_in_float8,
         steps_between_saves=config.checkpoint.interval if config.checkpoint.enable else 0,

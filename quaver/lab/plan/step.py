@@ -172,7 +172,7 @@ class _Builder:
         self._root = _Group("embedding", rows, rows * run.residual_bytes, shard, run.tensor)
         tied = model.tie_word_embeddings  # the projection is in the embedding's group
         self._head = [] if tied else [_Group(HEAD, rows, 2 * rows, shard, run.tensor)]
-        self._gathers = self._reduces = True
+        self._gathers = self._reduces = self._all_reduces = True
         self._split_embedding, self._split_head = exchanges_at_the_ends(run)
         self._scattered: int | None = None
         """The last reduce-scatter, for which the next copy into its buffer waits."""
@@ -183,8 +183,9 @@ class _Builder:
         """Forward and backward of all blocks."""
         run, blocks = self._run, self._run.model.n_layers
         prefix = f"micro-batch {micro_batch + 1}: " if run.micro_batches > 1 else ""
-        self._gathers = micro_batch == 0 or not run.shards_states
-        self._reduces = micro_batch == run.micro_batches - 1 or not run.shards_states
+        is_last = micro_batch == run.micro_batches - 1
+        self._gathers = micro_batch == 0 or (run.reduce, run.reshards) != ("last", "never")
+        self._reduces, self._all_reduces = is_last or run.reduce != "last", is_last or run.reduce == "every"
         times, head, embedding = self._costs
         self._gathered([self._root], f"{prefix}forward of the embedding")
         self._compute(f"{prefix}forward of the embedding", embedding.forward, "forward")
@@ -302,7 +303,7 @@ class _Builder:
             if group.shard > 1:
                 scatter = Exchange("reduce_scatter", GRADIENT_BYTES * group.parameters, 1, group.shard, group.stride)
                 self._scattered = after = self._send(f"{name}: reduce-scatter", scatter, [copied])
-            if run.replicate > 1:
+            if run.replicate > 1 and self._all_reduces:
                 part = GRADIENT_BYTES * group.parameters / group.shard
                 reduce = Exchange("all_reduce", part, 1, run.replicate, group.stride * group.shard)
                 self._scattered = self._send(f"{name}: all-reduce", reduce, [after])

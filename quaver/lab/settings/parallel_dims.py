@@ -76,6 +76,12 @@ def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple
         True,
         "shard over 2 or more ranks: torchrun --nproc-per-node 2 -m quaver.lab.cli train ...",
     )
+    require(
+        dims.replicate > 1 or training.reduce != "last_all_reduce",
+        "training.reduce",
+        "every or last without replicas (a data_parallel_replicate_degree of 1)",
+        training.reduce,
+    )
     batch = share if training.global_batch_size == -1 else training.global_batch_size
     return replace(config, training=replace(training, global_batch_size=batch)), dims
 

@@ -21,6 +21,7 @@ from quaver.lab.settings.fields import (
 DEVICES = ("auto", "cpu", "cuda")
 Dtype = Annotated[str, OneOf(("float32", "bfloat16"))]
 OPTIMIZERS = ("AdamW", "Float8AdamW", "Muon", "Float8Muon")
+REDUCE = ("every", "last", "last_all_reduce")
 _Beta = Annotated[float, Ge(0), Lt(1)]
 
 MOST_SECONDS = 10**7
@@ -36,6 +37,11 @@ class Training(Settings, section="training"):
     local_batch_size: Annotated[int, Ge(1), Le(10**6)] = setting(8, "Sequences in one forward of a data-parallel rank.")
     global_batch_size: Annotated[int, Le(10**9)] = setting(
         -1, "Sequences in one optimizer step; -1: one local batch per data-parallel rank."
+    )
+    reduce: Annotated[str, OneOf(REDUCE)] = setting(
+        "every",
+        "Micro-batches after which ranks reduce gradients: every; last, of sums in float32, unsharded until then; or "
+        "last_all_reduce, which only the all-reduce of replicas waits for.",
     )
     max_norm: Annotated[float, Gt(0)] = setting(1.0, "Gradients are clipped to this norm.")
     compile: bool = setting(False, "Compile each transformer block with torch.compile.")

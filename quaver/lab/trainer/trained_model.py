@@ -24,6 +24,7 @@ from quaver.lab.settings import Optimizer, TrainConfig, Training
 from quaver.lab.trainer.float8 import in_high_precision
 from quaver.lab.trainer.loss import next_token_loss
 from quaver.lab.trainer.memory import PeakMemory, measure_peak
+from quaver.lab.trainer.micro_batches import accumulate
 from quaver.lab.trainer.mixture import (
     Experts,
     Router,
@@ -213,8 +214,12 @@ class TrainedModel:
         graphs = self._graph_count()
         loss_sum = torch.zeros((), device=self.device)
         once = self.ranks.is_alone or self.config.float8.cast_weights_once
-        with self._in_precision(), cast_weights_once(self.model) if once else nullcontext():
-            for batch in batches:
+        with (
+            self._in_precision(),
+            cast_weights_once(self.model) if once else nullcontext(),
+            accumulate(self.model, self.config, list(batches)) as micro_batches,
+        ):
+            for batch in micro_batches:
                 loss = self._loss(batch) / len(batches)
                 loss.backward()
                 loss_sum += loss.detach()

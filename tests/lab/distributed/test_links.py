@@ -25,10 +25,10 @@ RANKS, DIM, HIDDEN, LAYERS, TOKENS = 2, 32, 64, 2, 2 * 32
 GATHERED = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
 
 
-def config(*, float8, replicate=1, tensor=1):
+def config(*, float8, replicate=1, tensor=1, **training):
     return TrainConfig(
         model=Model(dim=DIM, n_layers=LAYERS, n_heads=4, n_kv_heads=2, hidden_dim=HIDDEN),
-        training=Training(seq_len=TOKENS // 2, local_batch_size=2, device="cpu"),
+        training=Training(seq_len=TOKENS // 2, local_batch_size=2, device="cpu", **training),
         parallelism=Parallelism(data_parallel_replicate_degree=replicate, tensor_parallel_degree=tensor),
         float8=float8,
     )
@@ -41,6 +41,7 @@ CASES = {
     "FSDP2, rowwise, no precompute": config(float8=Float8(recipe_name="rowwise", enable_fsdp_float8_all_gather=True)),
     "replicated, tensorwise": config(float8=Float8(), replicate=2),
     "tensor parallel, tensorwise": config(float8=Float8(), tensor=2),
+    "FSDP2, reduced after the last": config(float8=Float8(), global_batch_size=12, reduce="last"),
     "tensor parallel, rowwise": config(float8=Float8(recipe_name="rowwise"), tensor=2),
 }
 
@@ -83,6 +84,14 @@ def links_of(config, ranks=4):
     with predicting_for("cpu"):
         links = predict_links(config, ranks)
     return links, {(each.link, each.kind, each.dtype): each for each in links.traffic}
+
+
+@pytest.mark.parametrize(("reduce", "scatters"), [("last", 1), ("last_all_reduce", 3)])
+def test_gradients_are_sent_after_the_last_of_three_micro_batches(reduce, scatters):
+    _, rows = links_of(config(float8=Float8(), replicate=2, global_batch_size=24, reduce=reduce))
+    groups = LAYERS + 2
+    assert rows["dp_shard", "reduce_scatter", "float32"].number == scatters * groups
+    assert rows["dp_replicate", "all_reduce", "float32"].number == groups
 
 
 def test_the_formulas_of_fsdp2():

@@ -42,6 +42,9 @@ TENSOR = ["--parallelism.tensor_parallel_degree=2"]
 DELAYED = ["--float8.recipe_name=delayed"]
 DELAYED_DYNAMIC_WEIGHT = ["--float8.recipe_name=delayed_with_dynamic_weight"]
 MASKED = ["--data.document_mask"]
+LAST = ["--training.reduce=last"]
+ONE_SEQUENCE = ["--training.local_batch_size=1", "--validation.steps=8"]
+GATHERED_ONCE = [*LAST, "--parallelism.fsdp_reshard_after_forward=never"]
 MXFP8 = ["--float8.recipe_name=mxfp8", "--model.dim=128", "--model.hidden_dim=128"]
 MIXED = ["--float8.filter_fqns=lm_head,k_proj,layers.1.mlp", *MASKED]
 EXPERTS = ["--model.n_experts=4", "--model.n_shared_experts=1", "--model.hidden_dim=32"]
@@ -77,6 +80,13 @@ LAYOUTS = {
     "shard_tensor": (4, "hp", [*HP, *TENSOR], EXACT),
     "shard_replicate": (4, "hp", [*HP, *REPLICATE, "--validation.steps=3"], EXACT),
     "delayed_shard_tensor": (4, "delayed", [*DELAYED, *TENSOR, *ALL_GATHER], FLOAT8),
+    "last": (2, "tensorwise", [*ALL_GATHER, *GATHERED_ONCE, "--float8.cast_weights_once"], FLOAT8),
+    "last_all_reduce": (
+        4,
+        "hp",
+        [*HP, *REPLICATE, "--training.reduce=last_all_reduce", *ONE_SEQUENCE],
+        EXACT,
+    ),
 }
 
 NIGHTLY = {
@@ -105,9 +115,16 @@ NIGHTLY = {
     "delayed_tensor_compiled": (2, "delayed", [*DELAYED, *TENSOR, "--training.compile"], FLOAT8),
     "replicate_tensor": (4, "hp", [*HP, *TENSOR, *REPLICATE], EXACT),
     "shard_tensor_compiled": (4, "hp", [*HP, *TENSOR, "--training.compile"], EXACT),
+    "last_tied": (2, "tied", [*REFERENCES_AT_NIGHT["tied"], *GATHERED_ONCE, "--training.compile"], EXACT),
+    "last_shard_tensor": (4, "tensorwise", [*TENSOR, *ALL_GATHER, *LAST, *SELECTIVE], FLOAT8),
+    "last_replicate": (4, "hp", [*HP, *REPLICATE, *LAST, *ONE_SEQUENCE], EXACT),
+    "last_split": (2, "mixture", [*MIXTURE, *SPLIT_BY_2, *ALL_GATHER, *GATHERED_ONCE, *SELECTIVE], FLOAT8),
+    "last_delayed": (2, "delayed", [*DELAYED, *ALL_GATHER, *GATHERED_ONCE], FLOAT8),
+    "last_tensor": (2, "delayed", [*DELAYED, *TENSOR, *LAST], FLOAT8),
 }
 
 BAD = {
+    "no_replicas": (["--training.reduce=last_all_reduce"], "training.reduce must be every or last without replicas"),
     "world": (["--parallelism.data_parallel_shard_degree=3"], "must be the number of processes = 2, got 1 * 3 * 1"),
     "sharding": ([*REPLICATE, *ALL_GATHER], "float8.enable_fsdp_float8_all_gather must be false where no weight"),
     "tied_head": (

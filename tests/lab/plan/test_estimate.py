@@ -11,7 +11,9 @@ from quaver.lab.plan.estimate import _Estimate, estimated_peak
 from quaver.lab.settings import Model, TrainConfig, Training
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.parallel_dims import resolve
+from quaver.lab.settings.training import REDUCE
 from quaver.lab.trainer.dry_run import pretended_mesh
+from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.optimizer import build_optimizer
 from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.run_setup import make_models
@@ -149,4 +151,8 @@ def test_settings_that_need_more_memory_have_a_higher_estimate(tiny_config):
     assert estimate() > estimate(activation_checkpoint=second) > estimate(activation_checkpoint=full)
     assert estimate(2) > estimate(4) > estimate(8)
     assert estimate(parallelism={"fsdp_reshard_after_forward": "never"}) > estimate()
+    weights = 4 * sum(each.numel() for each in Llama(tiny_config.model).parameters())
+    batch = {"seq_len": 512, "dtype": "float32", "global_batch_size": 64 * tiny_config.training.local_batch_size}
+    every, last = (estimated_peak(changed(tiny_config, training={**batch, "reduce": each}), 4) for each in REDUCE[:2])
+    assert 0.7 * weights < last - every <= weights  # of each parameter float32 instead of this rank's quarter
     assert estimate() > estimate(optimizer={"name": "Muon"})

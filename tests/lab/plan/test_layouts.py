@@ -71,6 +71,20 @@ def test_weights_are_gathered_in_each_way_that_the_trainer_has():
     assert {each.gathered_words for each in alone} == {""}
 
 
+def test_gradients_are_reduced_in_each_way_that_may_be_best():
+    candidates = found("llama3_8b", 16, step_sequences=32, precisions=[BFLOAT16]).candidates
+    assert candidates[0].is_configured
+    ways = {
+        (each.layout.replicate > 1, each.layout.micro_batches(each.config.training) > 1, each.config.training.reduce)
+        for each in candidates[1:]
+    }
+    one = {(replicas, False, "every") for replicas in (False, True)}
+    assert ways == one | {(replicas, True, "last") for replicas in (False, True)} | {
+        (False, True, "every"),
+        (True, True, "last_all_reduce"),
+    }
+
+
 def test_a_precision_takes_the_settings_of_others_away():
     config = load_config(CONFIGS / "llama3_8b.toml")
     gathering = with_precision(config, "tensorwise", gathers_codes=True)

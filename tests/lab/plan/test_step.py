@@ -29,7 +29,9 @@ RUNS = {
     "rowwise over nodes": replace(BASE, tensor=16, shard=4, recipe=Float8LinearRecipeName.ROWWISE),
     "context parallel": replace(BASE, context=4),
     "micro-batches": replace(BASE, micro_batches=3, reshards="never"),
-    "states only": replace(BASE, micro_batches=3, shards_states=True, reshards="never"),
+    "states only": replace(BASE, micro_batches=3, reduce="last", reshards="never"),
+    "last": replace(BASE, micro_batches=3, reduce="last"),
+    "last all-reduce": replace(BASE, shard=8, replicate=2, micro_batches=3, reduce="last_all_reduce"),
     "experts": replace(BASE, model=MIXTURE, expert=8, recipe=TENSORWISE),
     "saves": replace(BASE, steps_between_saves=10),
 }
@@ -92,8 +94,17 @@ def test_overlap_and_the_float8_gather_pay_where_the_network_limits():
 
 
 def test_states_that_are_sharded_gather_and_reduce_once():
-    kinds = [task.kind for task in training_step(RUNS["states only"], FAST).tasks]
-    assert kinds.count("all_gather") == kinds.count("reduce_scatter") == MODEL.n_layers + 2
+    groups = MODEL.n_layers + 2
+    gathers = collectives("last")[0]
+    assert collectives("states only") == (groups, groups, 0)
+    assert collectives("last") == (gathers, groups, 0)
+    assert collectives("last all-reduce") == (gathers, 3 * groups, groups)
+
+
+def collectives(name):
+    """The numbers of all-gathers, reduce-scatters and all-reduces of gradients."""
+    kinds = [task.kind for task in training_step(RUNS[name], FAST).tasks]
+    return kinds.count("all_gather"), kinds.count("reduce_scatter"), kinds.count("all_reduce") - 1
 
 
 def test_a_tied_projection_is_gathered_and_reduced_with_the_embedding():

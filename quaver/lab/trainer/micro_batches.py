@@ -1,0 +1,88 @@
+"""When the gradients of a step's micro-batches are reduced over the ranks, and in which dtype they are added up.
+
+    training.reduce    after each of them                      after the last       held meanwhile, of each parameter
+    every              reduce-scatter, all-reduce of replicas                       its shard's sum in training.dtype
+    last_all_reduce    reduce-scatter                          all-reduce           its shard's sum in float32
+    last                                                       both                 its whole sum in float32
+
+"last" and "last_all_reduce" add up in float32, in place: 256 + 1 is 257, where bfloat16 has 256. FSDP2 does so for what
+it shards. Of other parameters (one process, tensor parallelism alone) those in bfloat16 get float32 sums from hooks
+here. Each sum is rounded to the parameter's dtype once. With fsdp_reshard_after_forward = never the weights of "last"
+stay gathered from the first forward to the last backward: one all-gather a step.
+
+`set_is_last_backward` stays True: nothing is pending after a backward without a reduction, and FSDP2 then forgets the
+order of this forward, which it prefetches by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from quaver.lab.settings import TrainConfig
+
+_Batch = TypeVar("_Batch")
+
+
+@contextmanager
+def accumulate(model: nn.Module, config: TrainConfig, batches: list[_Batch]) -> Iterator[Iterable[_Batch]]:
+    """Give the micro-batches of one step; go forward and backward with each before the next.
+
+    At the exit every `.grad` has the dtype of its parameter. Every rank gives as many batches.
+    """
+    reduce = config.training.reduce
+    if reduce == "every":
+        yield batches
+    elif isinstance(model, FSDPModule):
+        stays_gathered = reduce == "last" and config.parallelism.fsdp_reshard_after_forward == "never"
+        try:
+            yield _reduced_last(model, batches, reduce, stays_gathered)
+        finally:  # also for an evaluation after an error
+            _set(model, reduce, stays_gathered, is_last=True)
+    else:
+        with _float32_sums(model):
+            yield batches
+
+
+def _reduced_last(model: FSDPModule, batches: list[_Batch], reduce: str, stays_gathered: bool) -> Iterator[_Batch]:
+    for number, batch in enumerate(batches, 1):
+        _set(model, reduce, stays_gathered, is_last=number == len(batches))
+        yield batch
+
+
+def _set(model: FSDPModule, reduce: str, stays_gathered: bool, *, is_last: bool) -> None:
+    if reduce == "last_all_reduce":
+        model.set_requires_all_reduce(is_last)
+        return
+    model.set_requires_gradient_sync(is_last)
+    if stays_gathered:
+        model.set_reshard_after_backward(is_last)
+
+
+@contextmanager
+def _float32_sums(model: nn.Module) -> Iterator[None]:
+    """Add up the gradients of parameters in less than float32 in float32, until the exit."""
+    sums: dict[nn.Parameter, Tensor] = {}
+
+    def add(parameter: Tensor) -> None:
+        grad, parameter.grad = parameter.grad, None
+        if grad is not None and parameter in sums:
+            sums[parameter].add_(grad)
+        elif grad is not None:
+            sums[parameter] = grad.float()
+
+    low = [each for each in model.parameters() if each.requires_grad and each.dtype != torch.float32]
+    hooks = [each.register_post_accumulate_grad_hook(add) for each in low]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    while sums:  # each is freed as its rounded copy is made
+        parameter, total = sums.popitem()
+        parameter.grad = total.to(parameter.dtype)

@@ -1,0 +1,77 @@
+"""training.reduce: sums of micro-batches' gradients in float32, of every kind of parameter; tests of `quaver train` on
+ranks (test_train_distributed.py) compare losses, and those of links what is sent.
+
+Scaled by a power of 2 a loss has gradients that are scaled alike, to the bit. Of 256, 1 and 1 bfloat16 adds up 256.
+"""
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from quaver.lab.data import Batch
+from quaver.lab.settings import Model, TrainConfig
+from quaver.lab.trainer.micro_batches import accumulate
+from quaver.runtime.ranks import plain_tensors
+from tests.lab.trainer.runs import changed, on_rank
+from tests.ranks import run as run_on_ranks
+
+TINY = Model(32, 32, 2, 2, 2, 32, n_experts=2, n_shared_experts=1, tie_word_embeddings=True)
+SCALES = [256.0, 1.0, 1.0]
+NEVER = {"parallelism": {"fsdp_reshard_after_forward": "never"}}
+CASES = {
+    "sharded": (2, {"training": {"reduce": "last", "residual_dtype": "bfloat16"}}),
+    "gathered once": (2, {"training": {"reduce": "last", "residual_dtype": "bfloat16"}, **NEVER}),
+    "bfloat16": (2, {"training": {"reduce": "last", "dtype": "bfloat16"}}),
+    "alone": (1, {"training": {"reduce": "last", "dtype": "bfloat16"}}),
+    "alone, bfloat16 sums": (1, {"training": {"dtype": "bfloat16"}}),
+    "bfloat16 sums": (2, {"training": {"dtype": "bfloat16"}}),
+}
+
+
+def gradients_of(config: TrainConfig, ranks: int, scales: list[float]) -> dict[str, torch.Tensor]:
+    trained, _ = on_rank(config, ranks)
+    tokens = torch.arange(32).view(2, 16) * 7 % 32
+    with accumulate(trained.model, config, scales) as micro_batches:
+        for scale in micro_batches:
+            (trained._loss(Batch(tokens, tokens.roll(-1, 1), None)) * scale).backward()
+    return {name: plain_tensors(each.grad)[0] for name, each in trained.model.named_parameters()}
+
+
+def inexact_sums(config: TrainConfig, ranks: int) -> list[str]:
+    """Names of parameters whose gradient is not the rounded sum of the three micro-batches' in float32."""
+    one, three = gradients_of(config, ranks, [1.0]), gradients_of(config, ranks, SCALES)
+    return [name for name, grad in one.items() if not torch.equal(three[name], (258 * grad.float()).to(grad.dtype))]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_micro_batches_are_added_up_in_float32(name):
+    ranks, sections = CASES[name]
+    sections = {"float8": {"recipe_name": "rowwise"}} | sections
+    config = changed(TrainConfig(model=TINY), **sections)
+    lost = inexact_sums(config, 1) if ranks == 1 else run_on_ranks(2, inexact_sums, config, 2)[0]
+    if config.training.reduce == "every":
+        assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.1.mlp.experts.down_proj"} <= set(lost)
+    else:
+        assert lost == []
+
+
+def reduces_again(config: TrainConfig, ranks: int) -> bool:
+    trained, _ = on_rank(config, ranks)
+    tokens = torch.zeros(1, 16, dtype=torch.long)
+    with pytest.raises(RuntimeError, match="mine"), accumulate(trained.model, config, [1, 2, 3]) as micro_batches:
+        for number in micro_batches:
+            trained._loss(Batch(tokens, tokens, None)).backward()
+            if number == 2:
+                raise RuntimeError("mine")
+    groups = [
+        group
+        for each in trained.model.modules()
+        if isinstance(each, FSDPModule)
+        for group in each._get_fsdp_state()._fsdp_param_groups
+    ]
+    return all(group.reduce_grads and group.reshard_after_backward for group in groups)
+
+
+def test_after_an_error_ranks_reduce_again():
+    config = changed(TrainConfig(model=TINY), training={"reduce": "last"}, **NEVER)
+    assert run_on_ranks(2, reduces_again, config, 2) == [True, True]
