@@ -182,7 +182,7 @@ def _resolved(config: Float8LinearConfig | Float8LinearRecipeName | str | None) 
     if config.has_persistent_scales:
         raise ValueError(f"freeze_to_float8 scales dynamically: expected no delayed or static scaling, got {config}")
     weight.row.known_layout("freeze_to_float8")
-    if not weight.is_one or weight.row.is_disabled:
+    if weight.row.is_disabled or not (weight.is_one or config.backward != "float8"):
         raise ValueError(
             "freeze_to_float8 stores a weight once: expected one float8 cast for both of its matmuls, got "
             f"{weight.row} for output, {weight.column} for grad_input"

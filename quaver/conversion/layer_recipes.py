@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import nn
 
 from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_float8_training
-from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
+from quaver.recipes.config import Float8LinearConfig, canonical_recipe, resolve_config
 
 HIGH_PRECISION = "high_precision"
 """The recipe of a layer that stays as it is."""
@@ -40,7 +40,7 @@ class LayerRecipes:
     layers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        Float8LinearRecipeName(self.recipe)  # raises ValueError listing the choices
+        canonical_recipe(self.recipe)  # raises ValueError listing the choices
         for name, recipe in self.layers.items():
             if recipe == HIGH_PRECISION:
                 continue

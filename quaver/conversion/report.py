@@ -243,7 +243,9 @@ def _unprepared(module: Float8Linear | Float8Experts) -> Iterator[str]:
 
 
 def _notes(config: Float8LinearConfig) -> Iterator[str]:
-    if config.enable_fsdp_float8_all_gather and any(cast.has_two_casts for cast in config.casts.weight[:2]):
+    weight = config.casts.weight
+    has_two = not weight.is_dequantized and any(cast.has_two_casts for cast in weight[:2])
+    if config.enable_fsdp_float8_all_gather and has_two:
         yield (
             "enable_fsdp_float8_all_gather: both casts of a weight are gathered, 2 bytes per element as in bfloat16; "
             "with one scale per tensor or square block it is 1 byte (rowwise_with_tensorwise_weight, blockwise)"

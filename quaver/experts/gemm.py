@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from quaver.experts import gpu_gemm
-from quaver.experts.groups import Form, bounds_of, of_group
+from quaver.experts.groups import Form, bounds_of, of_group, scales_of_rows
 from quaver.kernels.exact_mm import exact_float8_mm_into
 from quaver.kernels.operands import Operand
 from quaver.kernels.operation import operation
@@ -47,6 +47,7 @@ from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E4M3
 from quaver.recipes.linear_casts import MatmulOptions
 from quaver.recipes.scale_layout import ROWWISE, ScaleLayout
+from quaver.recipes.scaling import dequantize
 from quaver.runtime.devices import compute_capability, is_cpu
 from quaver.runtime.phases import phase
 from quaver.runtime.slow_paths import say_once
@@ -189,12 +190,20 @@ def grouped_mm(
     out_dtype: torch.dtype,
     transposed: bool,
 ) -> Tensor:
-    """The grouped matmul of a form; see the top of the file. Operands without scales are in high precision, both."""
-    if a.dequant_scale is None or b.dequant_scale is None:
-        a, b = (Operand(each.data.to(out_dtype)) for each in (a, b))
+    """The grouped matmul of a form; see the top of the file. As `gemm.mm`, in high precision if `a` has no scale."""
+    if a.dequant_scale is None:
+        a, b = (Operand(_in_high_precision(each, ends, form, out_dtype)) for each in (a, b))
     scales, layouts = (a.dequant_scale, b.dequant_scale), (a.layout, b.layout)
     out: Tensor = _operation(a.data, b.data, *scales, ends, form.value, transposed, *layouts, out_dtype, *options)
     return out
+
+
+def _in_high_precision(operand: Operand, ends: Tensor, form: Form, dtype: torch.dtype) -> Tensor:
+    """`linear.gemm.in_high_precision`, of tokens or, unless for GRAD_WEIGHT, of weights."""
+    if operand.dequant_scale is None:
+        return operand.data.to(dtype)
+    scale, layout = scales_of_rows(operand, ends if form is Form.GRAD_WEIGHT else None, ends.shape[0])
+    return dequantize(operand.data, scale, dtype, layout)
 
 
 @register_flop_formula(torch.ops.quaver.grouped_mm)

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.experts.groups import Form, group_of_rows, scale_rows
+from quaver.experts.groups import Form, group_of_rows, scales_of_rows
 from quaver.kernels.cast import row_major
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.kernels.operands import Operand, present
 from quaver.kernels.widen import widen
 from quaver.recipes.formats import E4M3
-from quaver.recipes.scale_layout import ALL, ScaleLayout
+from quaver.recipes.scale_layout import ALL
 from quaver.torch_private.hardware import grouped_mm, scaled_grouped_mm
 
 GROUPED_ON = (9, 10)
@@ -79,12 +79,9 @@ def _factor(operand: Operand, ends: Tensor | None, groups: int) -> _Factor:
 
 def _widened(operand: Operand, ends: Tensor | None, groups: int) -> Tensor:
     """In bfloat16, times the scales."""
-    data, scale, layout, *_ = operand
-    if scale is None:
-        return data.to(torch.bfloat16)
-    scale_row = scale_rows(ends, groups, data.shape[0], layout.rows, data.device)
-    with_none = F.pad(scale.view(len(scale), -1), (0, 0, 0, 1))  # rows of no group become 0, or NaN
-    return widen(data, torch.bfloat16, with_none[scale_row], ScaleLayout(1, layout.columns))
+    if operand.dequant_scale is None:
+        return operand.data.to(torch.bfloat16)
+    return widen(operand.data, torch.bfloat16, *scales_of_rows(operand, ends, groups))  # rows of no group: 0, or NaN
 
 
 def _multiply(

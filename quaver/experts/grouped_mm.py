@@ -143,6 +143,9 @@ def quantize_groups(
     """Quantize groups of rows [rows, columns] for one of their matmuls, or for both."""
     if not (row or column):
         return Operands(None, None)
+    if casts.is_dequantized:
+        operand = cast_groups(hp, casts.row, ends, groups, True, False, casts.power_of_2).row
+        return Operands(operand, operand)
     if casts.is_one or not (row and column):
         return cast_groups(hp, casts.row if row else casts.column, ends, groups, row, column, casts.power_of_2)
     row_operand = cast_groups(hp, casts.row, ends, groups, True, False, casts.power_of_2).row
@@ -189,7 +192,10 @@ def layouts_of_stored(config: Float8LinearConfig, transposed: bool) -> tuple[Sca
     """The layouts of the row codes and of the column codes of weights as they are stored."""
     casts = casts_of_stored(config, transposed)[:2]
     row, column = (cast.known_layout("grouped matmuls") for cast in casts)
-    return row, column.turned()
+    column = column.turned()
+    if config.casts.weight.is_dequantized:
+        row = column = column if transposed else row
+    return row, column
 
 
 def operands_of_quantized(weight: Float8Tensor, transposed: bool) -> Operands:
@@ -217,6 +223,9 @@ def quantize_weight(weight: Tensor, config: Float8LinearConfig, transposed: bool
     casts, stored = casts_of_stored(config, transposed), weight.view(-1, weight.shape[2])
     if not transposed:
         return quantize_groups(stored, casts, None, weight.shape[0], row, column)
+    if config.casts.weight.is_dequantized:
+        operand = quantize_groups(stored, casts, None, weight.shape[0], False, True).column
+        return Operands(operand, operand)
     return Operands(*reversed(quantize_groups(stored, casts, None, weight.shape[0], column, row)))
 
 

@@ -54,8 +54,9 @@ def layouts_of(weight: ModuleWeight) -> list[ScaleLayout]:
     if isinstance(weight.module, Float8Experts):
         row, column = layouts_of_stored(weight.config, is_transposed(weight.module))
     else:
-        row, column = (cast.known_layout("float8 all-gather") for cast in weight.config.casts.weight[:2])
-        column = column.turned()
+        casts = weight.config.casts.weight
+        row = casts.row.known_layout("float8 all-gather")
+        column = row if casts.is_dequantized else casts.column.known_layout("float8 all-gather").turned()
     return [row] if row == column else [row, column]
 
 

@@ -279,7 +279,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
     def quantized_otherwise(self, casts: OperandCasts) -> str:
         dtype, scales = casts.row.float8_dtype, casts.row.granularity
         is_so = self.granularity == scales or self.scales_a_matrix == 1
-        if casts.is_one and self.data_fp8.dtype is dtype and is_so:
+        if (casts.is_one or casts.column.is_disabled) and self.data_fp8.dtype is dtype and is_so:
             return ""
         return (
             f"a frozen weight {list(self.shape)} is stored as {self.granularity} {self.data_fp8.dtype}, and its module "

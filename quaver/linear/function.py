@@ -9,7 +9,8 @@ along its columns (quantize.py has the picture).
 
 Saved for backward:
     input     its column operand, M * K bytes in float8 and a scale; in high precision where the recipe computes
-              grad_weight in high precision; nothing if the weight is frozen.
+              grad_weight in high precision; its row operand, as many bytes as the column operand, with
+              backward="dequantized"; nothing if the weight is frozen.
     weight    an alias of the parameter, no copy, and its tensorwise scale; backward quantizes it again. An alias keeps
               the memory that the forward read where `.data` is exchanged before the backward. Its column operand
               where the weight was quantized before the linear ran (an all-gather, `cast_weights_once`) or with
@@ -221,7 +222,7 @@ def _quantize_weight(
         layout = column.layout
         saved = _SavedWeight(None, None, column.dequant_scale, column.data, column.outer_scale)
     elif needs_grad_input:
-        scales = quantizer.scales_for(args.config.casts.weight.column, operands)
+        scales = quantizer.scales_for(args.config.casts.weight.of_column, operands)
         if scales is not None:
             scales = scales._replace(quant=apart(scales.quant, present(operands.row).data))
         saved = _SavedWeight(weight.detach(), *(scales or ()))
@@ -234,7 +235,9 @@ def _weight_for_grad_input(args: LinearArgs, saved: _SavedWeight, layout: ScaleL
         check_memory(saved.data, saved.dequant_scale)  # FSDP2 frees what it gathered
         if saved.dequant_scale is None:
             return Operand(saved.data)
-        data = laid_out_for_columns_after(saved.data, grad_output.data, emulate=args.config.emulate)
+        data = saved.data
+        if grad_output.dequant_scale is not None:
+            data = laid_out_for_columns_after(data, grad_output.data, emulate=args.config.emulate)
         return Operand(data, saved.dequant_scale, layout, None, saved.outer_scale)
     scales = None
     if saved.quant_scale is not None and saved.dequant_scale is not None:

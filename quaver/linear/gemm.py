@@ -35,11 +35,13 @@ from quaver.kernels.cpu import check_memory
 from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.kernels.native_blocks import ALIGNMENT, native_block_mm, pad_codes
 from quaver.kernels.operands import Operand, present
+from quaver.kernels.widen import widen
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E5M2, FORMATS
 from quaver.recipes.linear_casts import MATMULS, MatmulOptions
 from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout, layout_of
-from quaver.recipes.scaling import multiply_scale_
+from quaver.recipes.scaling import dequantize, multiply_scale_
+from quaver.runtime.compile_hints import is_compiling
 from quaver.runtime.devices import cuda_device, has_cuda, is_capturing, is_cpu, is_cuda_device
 from quaver.runtime.phases import phase
 from quaver.runtime.slow_paths import say_once
@@ -116,10 +118,10 @@ def float8_mm(
 def mm(a: Operand, b: Operand, options: MatmulOptions, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """a [M, K] @ b [K, N] + bias [N] -> [M, N] in out_dtype, for operands that fit and have memory.
 
-    If one of them has no scale, both are in high precision.
+    If `a` has no scale, the matmul runs in high precision, and codes of `b` are dequantized.
     """
-    if a.dequant_scale is None or b.dequant_scale is None:
-        b_hp = b.data if b.data.dtype is out_dtype else b.data.to(out_dtype)  # quantized in the weight's dtype
+    if a.dequant_scale is None:
+        b_hp = in_high_precision(b, out_dtype, options.scales_are_powers_of_2)
         return torch.mm(a.data, b_hp) if bias is None else torch.addmm(bias.to(out_dtype), a.data, b_hp)
     if a.data.numel() == 0 or b.data.numel() == 0:
         out = torch.zeros((a.size[0], b.size[1]), dtype=out_dtype, device=a.data.device)
@@ -133,6 +135,17 @@ def mm(a: Operand, b: Operand, options: MatmulOptions, out_dtype: torch.dtype, b
     bias = bias if bias is None else F.pad(bias, (0, b.size[1] - columns))
     out = _exact_mm(a, b, bias, out_dtype, options.scales_are_powers_of_2)
     return out if out.shape[1] == columns else out[:, :columns].contiguous()  # autograd.Functions return no views
+
+
+def in_high_precision(operand: Operand, dtype: torch.dtype, scales_are_powers_of_2: bool) -> Tensor:
+    """The values of an operand: those it has, which may be of the weight's dtype, or its codes times their scales."""
+    data, scale, layout, _, outer_scale = operand
+    if scale is None:
+        return data if data.dtype is dtype else data.to(dtype)
+    if is_compiling() or outer_scale is not None:
+        return dequantize(data, scale, dtype, layout, outer_scale)
+    exact = dtype is torch.bfloat16 and scales_are_powers_of_2
+    return widen(data, dtype if exact else torch.float32, scale, layout).to(dtype)
 
 
 def _exact_mm(

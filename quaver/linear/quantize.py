@@ -16,7 +16,8 @@ A matrix enters two matmuls. The dot products of one run along its rows, those o
 Every file says row and column in this sense, from config.py (`casts.weight.column`) to the kernels. Row-wise scales
 follow the dot products: the row operand has one per row [rows, 1], the column operand one per column [1, columns].
 Tensorwise, both operands have one scale, and on a CPU one set of codes; blockwise (weights), one set of codes and
-scales. A cast that the config disables gives the matrix itself, in high precision.
+scales. A cast that the config disables gives the matrix itself, in high precision. With `is_dequantized` both operands
+are the row operand, which `gemm.mm` dequantizes for a matmul in high precision.
 
 Four quantizers share this interface:
 
@@ -72,6 +73,9 @@ class Quantizer:
         if not (row or column):
             return Operands(None, None)
         casts, hp = self.casts, as_matrix(hp)
+        if casts.is_dequantized:
+            operand = self.cast(casts.row, hp, True, False, scales).row
+            return Operands(operand, operand)
         if casts.is_one or not (row and column):
             return self.cast(casts.row if row else casts.column, hp, row, column, scales)
         # A row-wise cast goes first: its scales give the tensorwise one without another read.

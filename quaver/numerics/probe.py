@@ -12,7 +12,7 @@ from quaver.kernels.operands import Operand, Operands
 from quaver.linear.quantize import Groups
 from quaver.linear.tensor import Float8Tensor
 from quaver.numerics import observe
-from quaver.numerics.sites import BACKWARD, FORWARD, GRAD_INPUT, GRAD_WEIGHT, OPERANDS, OUTPUT, Site, is_shared
+from quaver.numerics.sites import BACKWARD, FORWARD, GRAD_INPUT, GRAD_WEIGHT, OPERANDS, OUTPUT, Site
 from quaver.numerics.statistics import clear, merge, new_slots
 from quaver.recipes.config import Float8LinearConfig
 
@@ -31,7 +31,7 @@ class Probe:
         self.forward, self.backward = (new_slots(len(sites), device) for sites in (FORWARD, BACKWARD))
         self.number = torch.tensor(number, device="cpu")
         self._key = number
-        self._shared = {name: is_shared(getattr(config.casts, name)) for name in OPERANDS}
+        self._shared = {name: getattr(config.casts, name).has_one_set for name in OPERANDS}
 
     def take(self, site: Site) -> Tensor:
         """The slot of a site, [WIDTH]; those of its passes merged."""

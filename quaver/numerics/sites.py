@@ -41,18 +41,13 @@ BACKWARD = (
 )
 
 
-def is_shared(casts: OperandCasts) -> bool:
-    """Whether one set of codes and scales serves both matmuls of an operand."""
-    return casts.is_one and not casts.row.has_two_casts
-
-
 def sites_of(config: Float8LinearConfig, trains_weight: bool) -> list[Site]:
     """The sites that a linear with this config uses, in the order of a record."""
     sites = []
     for operand in OPERANDS:
         casts: OperandCasts = getattr(config.casts, operand)
         for name, cast in (("row", casts.row), ("column", casts.column)):
-            if is_shared(casts):
+            if casts.has_one_set:
                 name = "both"
             is_read = trains_weight or operand == "weight" or name != "column"
             if is_read and not cast.is_disabled and Site(operand, name) not in sites:

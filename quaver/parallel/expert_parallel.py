@@ -12,7 +12,8 @@ A row's codes depend on that row alone, so casting rows commutes with sending th
 matrix travels as codes only where they give all its readers here the operands of one process:
 
     row and column casts are one (tensorwise)    always: the ranks agree on each expert's amax before they cast
-    scales of rows, or of blocks along rows      where only the row operand is read: no weight is trained
+    scales of rows, or of blocks along rows      where only the row operand is read: no weight is trained, or
+                                                 gradients are those of backward="dequantized"
     all others                                   never: the column operand (grad_weight) is a cast of the
                                                  high-precision rows of all ranks, or those rows themselves
 
@@ -98,7 +99,7 @@ class TokenDispatch:
         """The operands of `dispatch(hp)`; see [Note: what travels as codes]."""
         if not _travels_as_codes(casts, row, column, self._grad_weight_from_codes):
             return quantize_groups(self.dispatch(hp), casts, self.ends, self.ends.shape[0], row, column)
-        cast = casts.row if row else casts.column
+        cast = casts.row if row else casts.of_column
         if not cast.is_tensorwise:
             return self._quantize_rows(hp, casts, column)
         operand = self._quantize_tensorwise(hp, cast, casts.power_of_2)
@@ -125,14 +126,16 @@ class TokenDispatch:
             for bytes_of, part in zip(arrived.tensor_split([hp.shape[1]], 1), parts, strict=True)
         )
         operand = Operand(codes, scale.float(), made.layout)
-        if not column:
-            return Operands(operand, None)
+        if casts.is_dequantized or not column:
+            return Operands(operand, operand if column else None)
         rounded = scaling.dequantize(codes, scale.float(), hp.dtype, made.layout)
         return quantize_groups(rounded, casts, self.ends, self.ends.shape[0], False, True)._replace(row=operand)
 
 
 def _travels_as_codes(casts: OperandCasts, row: bool, column: bool, grad_weight_from_codes: bool) -> bool:
     """Whether a matrix that is read by `row` and by `column` travels in float8: [Note: what travels as codes]."""
+    if casts.is_dequantized:
+        row, column = True, False
     cast = casts.row if row else casts.column
     if cast.is_tensorwise:
         return casts.is_one or not (row and column)

@@ -122,16 +122,17 @@ class GatheringQuantizer(TensorParallelQuantizer):
     def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: Scales | None = None) -> Operands:
         """See `Quantizer`; `hp` is this rank's part [..., tokens, ..., K], the operands are of the whole."""
         casts, token_dim = self.casts, self.token_dim % hp.dim()
-        row_tokens, column_tokens = _tokens_per_scale(casts.row, 0), _tokens_per_scale(casts.column, 1)
+        row_tokens = _tokens_per_scale(casts.row, 0)
+        column_tokens = row_tokens if casts.is_dequantized else _tokens_per_scale(casts.column, 1)
         consecutive = math.prod(hp.shape[token_dim:-1])  # tokens of this rank, in the whole
-        needs_hp = (row and casts.row.is_disabled) or (column and casts.column.is_disabled)
+        needs_hp = (row and casts.row.is_disabled) or (column and casts.of_column.is_disabled)
         cuts_blocks = (row and consecutive % (row_tokens or 1)) or (column and consecutive % (column_tokens or 1))
         if needs_hp or cuts_blocks:
             # High precision has to travel for one of them; the other is quantized from it, as on one device.
             hp = hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype)
             whole = all_gather(hp, token_dim, self.group)
             return Quantizer(casts, self.hp_dtype, self.scale)(whole, row=row, column=column)
-        one_cast = casts.is_one and not casts.row.has_two_casts  # serves both matmuls
+        one_cast = casts.has_one_set
         made = super().__call__(hp, row=row or one_cast, column=column and not one_cast)
         row_op = None if made.row is None else self._gathered(made.row, hp.shape, token_dim, row_tokens)
         column_op = None if made.column is None else self._gathered(made.column, hp.shape, token_dim, column_tokens)
@@ -139,6 +140,9 @@ class GatheringQuantizer(TensorParallelQuantizer):
             materialize(row_op.data, row_op.dequant_scale)  # in order, once for all readers
         if one_cast:
             column_op = row_op
+        if casts.is_dequantized and row_op is not None:
+            row_op = row_op._replace(data=laid_out_for_rows(row_op.data))
+            return Operands(row_op, row_op)
         return Operands(
             row_op._replace(data=laid_out_for_rows(row_op.data)) if row and row_op is not None else None,
             column_op._replace(data=_by_columns(column_op.data)) if column and column_op is not None else None,

@@ -24,7 +24,14 @@ from quaver.recipes.cast_config import (
     check_type,
 )
 from quaver.recipes.formats import E4M3, E5M2, FORMATS
-from quaver.recipes.linear_casts import MATMULS, LinearCasts, LinearMatmuls, MatmulOptions, OperandCasts
+from quaver.recipes.linear_casts import (
+    BACKWARD_MATMULS,
+    MATMULS,
+    LinearCasts,
+    LinearMatmuls,
+    MatmulOptions,
+    OperandCasts,
+)
 from quaver.recipes.scale_layout import BLOCK_SIZES
 from quaver.recipes.torchao_forms import LinearMMConfig, ScaledMMConfig, from_torchao
 
@@ -42,6 +49,9 @@ __all__ = [
     "resolve_config",
 ]
 
+
+BACKWARDS = ("float8", "dequantized", "high_precision")
+"""What `Float8LinearConfig.backward` may be."""
 
 SHARED_INPUTS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
@@ -135,6 +145,11 @@ class Float8LinearConfig:
             without this flag; the flag lets a device that needs none take the same path. Results do not change.
         emulate: multiply exactly in high precision even where the hardware multiplies float8.
         round_scales_to_power_of_2: round every quant_scale down to a power of two.
+        backward: what the gradients of input and weight are computed from. "float8": from the casts above. With the
+            others both matmuls of the backward run in high precision, and so does grad_output: "dequantized" takes
+            what the forward multiplied, the codes of `cast_config_input` and `cast_config_weight` times their scales,
+            rounded to the dtype of the output; "high_precision" takes input and weight themselves. Saved for backward
+            are the input's codes with "dequantized", and the input in high precision with the other.
         keep_float8_weight_for_backward: save the float8 weight for backward (a byte per element) instead of
             quantizing the weight again there.
         delayed_scaling_config: how the scales of delayed scaling follow the amaxes.
@@ -165,6 +180,7 @@ class Float8LinearConfig:
     pad_inner_dim: bool = False
     emulate: bool = False
     round_scales_to_power_of_2: bool = False
+    backward: str = "float8"
     keep_float8_weight_for_backward: bool = False
 
     delayed_scaling_config: DelayedScalingConfig = DelayedScalingConfig()
@@ -176,7 +192,7 @@ class Float8LinearConfig:
     _derived: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
     """The fields that were left out and filled in; see `_FieldsThatWereGiven`."""
     casts: LinearCasts = field(init=False, repr=False, compare=False)
-    """The casts by operand and direction."""
+    """The casts by operand and direction, under `backward`."""
     matmuls: LinearMatmuls = field(init=False, repr=False, compare=False)
     """The options of the three matmuls."""
     has_persistent_scales: bool = field(init=False, repr=False, compare=False)
@@ -192,6 +208,7 @@ class Float8LinearConfig:
             elif option.init and isinstance(option.default, bool):
                 check_type(self, option.name, bool)
         check_type(self, "delayed_scaling_config", DelayedScalingConfig)
+        check(self.backward in BACKWARDS, "backward", f"one of {', '.join(BACKWARDS)}", self.backward)
         groups = self.shared_inputs if isinstance(self.shared_inputs, tuple) else (None,)
         are_names = all(isinstance(group, tuple) and all(isinstance(name, str) for name in group) for group in groups)
         check(are_names, "shared_inputs", "a tuple of tuples of names", self.shared_inputs)
@@ -201,6 +218,8 @@ class Float8LinearConfig:
             check(fits, "force_recompute_fp8_weight_in_bwd", expected, forced)
             object.__setattr__(self, "keep_float8_weight_for_backward", not forced)
         casts = self._resolve_casts()
+        if self.backward != "float8":
+            casts = casts.in_high_precision(BACKWARD_MATMULS, dequantized=self.backward == "dequantized")
         for matmul, (left, right) in MATMULS.items():
             _check_matmul(matmul, casts, left, right)
         _check_blocks(casts, self.round_scales_to_power_of_2)
@@ -211,7 +230,8 @@ class Float8LinearConfig:
         if self.enable_fsdp_float8_all_gather and not casts.weight.is_float8:
             raise ValueError(
                 "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output "
-                f"{casts.weight.row}, grad_input {casts.weight.column}; gather in high precision instead"
+                f"{casts.weight.row}, grad_input {casts.weight.column}; gather in high precision"
+                + (', or take backward="dequantized"' if self.backward == "high_precision" else "")
             )
         object.__setattr__(self, "casts", casts)
         gemms = self.gemm_config_output, self.gemm_config_grad_input, self.gemm_config_grad_weight
@@ -237,13 +257,16 @@ class Float8LinearConfig:
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> Float8LinearConfig:
-        """A new config of a recipe. Raises ValueError for an unknown name, listing the choices."""
-        return replace(_RECIPES[Float8LinearRecipeName(recipe_name)])
+        """A new config of a recipe. Raises ValueError for an unknown name, listing the choices.
+
+        A name may end in a `backward`, as "rowwise:dequantized" does.
+        """
+        return replace(_named_config(recipe_name))
 
     @property
     def recipe_name(self) -> Float8LinearRecipeName | None:
         """The recipe whose casts and scales these are, whatever the other options; None if there is none."""
-        for recipe, config in _RECIPES.items():
+        for recipe, config in _RECIPES[BACKWARDS[0]].items():
             if self.casts == config.casts:
                 return recipe
         return None
@@ -260,14 +283,19 @@ class Float8LinearConfig:
         short = {"input": ("i", "i_gw"), "weight": ("w", "w_gi"), "grad_output": ("go", "go_gw")}
         named = [(names, getattr(self.casts, operand)) for operand, names in short.items()]
         parts = [f"{names[0]}:{cast.row.short_str()}" for names, cast in named]
-        parts += [f"{names[1]}:{cast.column.short_str()}" for names, cast in named if not cast.is_one]
+        parts += [
+            f"{names[1]}:{'deq' if cast.is_dequantized else cast.column.short_str()}"
+            for names, cast in named
+            if not cast.is_one
+        ]
         return ",".join(parts)
 
     def __str__(self) -> str:
-        matmuls = [
-            f"{matmul}: {_name(*left)} {self.casts.of(*left)} x {_name(*right)} {self.casts.of(*right)}"
-            for matmul, (left, right) in MATMULS.items()
-        ]
+        def about(operand: str, direction: str) -> str:
+            reads_row = direction == "column" and getattr(self.casts, operand).is_dequantized
+            return f"{_name(operand, direction)} {'dequantized' if reads_row else self.casts.of(operand, direction)}"
+
+        matmuls = [f"{matmul}: {about(*left)} x {about(*right)}" for matmul, (left, right) in MATMULS.items()]
         scales = f"scales {'power of two' if self.round_scales_to_power_of_2 else 'float32'}"
         is_delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in self.casts.every())
         return "; ".join([*matmuls, scales, *([str(self.delayed_scaling_config)] if is_delayed else [])])
@@ -361,6 +389,29 @@ def _block_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
     return recipes
 
 
+def split_recipe(name: Float8LinearRecipeName | str) -> tuple[Float8LinearRecipeName, str]:
+    """The recipe and the `backward` of a name such as "rowwise:dequantized"; "" for a name without.
+
+    Raises ValueError for unknown ones, listing the choices.
+    """
+    recipe, colon, backward = name.partition(":") if isinstance(name, str) else (name, "", "")
+    expected = f"one of {', '.join(BACKWARDS)} after the :"
+    check(not colon or backward in BACKWARDS, f"recipe {name!r}", expected, backward)
+    return Float8LinearRecipeName(recipe), backward
+
+
+def canonical_recipe(name: Float8LinearRecipeName | str) -> str:
+    """The name of a recipe as `quaver` writes it, without an alias, with its `backward` unless that is "float8"."""
+    recipe, backward = split_recipe(name)
+    return recipe.value if backward in ("", BACKWARDS[0]) else f"{recipe.value}:{backward}"
+
+
+def _named_config(name: Float8LinearRecipeName | str) -> Float8LinearConfig:
+    """The one config of a recipe, with its `backward`."""
+    recipe, backward = split_recipe(name)
+    return _RECIPES[backward or BACKWARDS[0]][recipe]
+
+
 def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
     """The config for what a caller gives: a config, a recipe or its name; None for the tensorwise recipe.
 
@@ -373,9 +424,9 @@ def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | N
     if isinstance(config, Float8LinearConfig):
         return config
     if config is None:
-        return _RECIPES[Float8LinearRecipeName.TENSORWISE]
+        return _RECIPES[BACKWARDS[0]][Float8LinearRecipeName.TENSORWISE]
     if isinstance(config, Float8LinearRecipeName | str):
-        return _RECIPES[Float8LinearRecipeName(config)]
+        return _named_config(config)
     accepted = from_torchao(from_torchao(config, Float8LinearConfig), Float8LinearRecipeName)
     if accepted is not config:
         return resolve_config(accepted)
@@ -426,7 +477,7 @@ def _check_blocks(casts: LinearCasts, power_of_2: bool) -> None:
             )
     weight = casts.weight
     is_blockwise = weight.row.is_blockwise or weight.column.is_blockwise
-    if is_blockwise and weight.is_float8 and not weight.is_one:
+    if is_blockwise and weight.is_float8 and weight.row != weight.of_column:
         raise ValueError(
             f"weight: expected blocks of one size for both of its matmuls, got {weight.row} for output, "
             f"{weight.column} for grad_input"
@@ -445,4 +496,8 @@ def _check_matmul(matmul: str, casts: LinearCasts, left: tuple[str, str], right:
         raise ValueError(f"{matmul}: no hardware multiplies e5m2 by e5m2; make {left_name} or {right_name} e4m3")
 
 
-_RECIPES = _make_recipes()
+_RECIPES = {
+    backward: {name: replace(config, backward=backward) for name, config in _make_recipes().items()}
+    for backward in BACKWARDS
+}
+"""By `backward` and name."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
-from quaver.recipes.cast_config import CastConfig
+from quaver.recipes.cast_config import CastConfig, ScalingType
 
 MATMULS = {
     "output": (("input", "row"), ("weight", "row")),
@@ -12,6 +13,8 @@ MATMULS = {
     "grad_weight": (("grad_output", "column"), ("input", "column")),
 }
 """Each matmul's left and right operand, and the direction in which it reads them."""
+
+BACKWARD_MATMULS = ("grad_input", "grad_weight")
 
 
 class OperandCasts(NamedTuple):
@@ -26,11 +29,28 @@ class OperandCasts(NamedTuple):
 
     is_one: bool
     """Whether both directions are cast alike, so that one read of the operand can serve both."""
+    is_dequantized: bool = False
+    """Whether the column operand is the row operand, and is dequantized for a matmul in high precision."""
 
     @property
     def is_float8(self) -> bool:
-        """Whether both directions are float8."""
-        return not (self.row.is_disabled or self.column.is_disabled)
+        """Whether both directions read float8 codes."""
+        return not (self.row.is_disabled or (self.column.is_disabled and not self.is_dequantized))
+
+    @property
+    def of_column(self) -> CastConfig:
+        """The cast that makes the column operand."""
+        return self.row if self.is_dequantized else self.column
+
+    @property
+    def has_one_set(self) -> bool:
+        """Whether one set of codes and scales serves both directions."""
+        return self.is_dequantized or (self.is_one and not self.row.has_two_casts)
+
+
+def disabled(cast: CastConfig) -> CastConfig:
+    """The cast of an operand that stays in high precision, in place of `cast`."""
+    return CastConfig(ScalingType.DISABLED, target_dtype=cast.target_dtype)
 
 
 class LinearCasts(NamedTuple):
@@ -44,6 +64,25 @@ class LinearCasts(NamedTuple):
         """`casts.<operand>.<direction>`."""
         cast: CastConfig = getattr(getattr(self, operand), direction)
         return cast
+
+    def in_high_precision(self, matmuls: Collection[str], *, dequantized: bool = False) -> LinearCasts:
+        """The casts where some of `MATMULS` run in high precision.
+
+        `dequantized`: their column operands of input and weight are the row operands, dequantized.
+        """
+        if not matmuls:
+            return self
+        off = {operand for matmul in matmuls for operand in MATMULS[matmul]}
+
+        def operand(name: str, casts: OperandCasts) -> OperandCasts:
+            row, column = (
+                disabled(cast) if (name, direction) in off else cast
+                for direction, cast in (("row", casts.row), ("column", casts.column))
+            )
+            reads_row = casts.is_dequantized or (dequantized and name != "grad_output")
+            return OperandCasts(row, column, casts.power_of_2, row == column and not reads_row, reads_row)
+
+        return LinearCasts(*(operand(name, casts) for name, casts in zip(self._fields, self, strict=True)))
 
     def every(self) -> tuple[CastConfig, ...]:
         """All six, row before column."""

@@ -140,16 +140,17 @@ class ReferenceLinear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, **options)
         self.config = config
+        casts = config.casts
         self.casts: dict[tuple[str, int], Any] = {
             # output = input @ weight.t()
-            ("input", ROW): config.cast_config_input,
-            ("weight", ROW): config.cast_config_weight,
+            ("input", ROW): casts.input.row,
+            ("weight", ROW): casts.weight.row,
             # grad_input = grad_output @ weight
-            ("grad_output", ROW): config.cast_config_grad_output,
-            ("weight", COLUMN): config.cast_config_weight_for_grad_input,
+            ("grad_output", ROW): casts.grad_output.row,
+            ("weight", COLUMN): casts.weight.column,
             # grad_weight = grad_output.t() @ input
-            ("grad_output", COLUMN): config.cast_config_grad_output_for_grad_weight,
-            ("input", COLUMN): config.cast_config_input_for_grad_weight,
+            ("grad_output", COLUMN): casts.grad_output.column,
+            ("input", COLUMN): casts.input.column,
         }
         self.persistent = {name: ScaleHistory(cast) for (name, _), cast in self.casts.items() if cast.is_persistent}
 
@@ -159,6 +160,9 @@ class ReferenceLinear(nn.Linear):
 
     def quantize(self, name: str, direction: int, hp: Tensor) -> CastMatrix:
         """The operand `name` of its matmul in `direction`."""
+        if direction == COLUMN and getattr(self.config.casts, name).is_dequantized:
+            data, scale = self.quantize(name, ROW, hp)
+            return CastMatrix(data if scale is None else scaling.dequantize(data, scale, hp.dtype), None)
         power_of_2 = self.config.round_scales_to_power_of_2
         cast = self.casts[name, direction]
         return quantize(hp, cast, direction, self.persistent.get(name), power_of_2=power_of_2)

@@ -9,7 +9,7 @@ from torch import nn
 
 from quaver.conversion.convert import FilterDecision
 from quaver.kernels.native_blocks import ALIGNMENT
-from quaver.recipes.config import Float8LinearRecipeName
+from quaver.recipes.config import Float8LinearRecipeName, canonical_recipe
 from quaver.roofline.cost import linear_cost, unmultiplied_kinds
 from quaver.roofline.device_specs import (
     DEVICE_NAMES,
@@ -45,14 +45,14 @@ def auto_filter_for_recipe(
         ValueError: an unknown recipe or device, a device that does not multiply float8, or not with the recipe's
             scales.
     """
-    recipe = Float8LinearRecipeName(recipe)
+    recipe = canonical_recipe(recipe)
     if isinstance(skip, str):
         raise ValueError(f"skip: expected a tuple of names, got {skip!r}; give ({skip!r},)")
     spec = _spec_of(device)
     if spec.float8_tflops is None:
         raise ValueError(f"{spec.name} does not multiply float8, so no layer gains")
     if unmultiplied_kinds(spec, recipe):
-        raise ValueError(f"{recipe.value}: {spec.name} does not multiply float8 with such scales, so no layer gains")
+        raise ValueError(f"{recipe}: {spec.name} does not multiply float8 with such scales, so no layer gains")
     linear_cost(tokens, 16, 16, recipe, spec)  # raises now for arguments that would fail at every layer
 
     def decide(module: nn.Module, name: str) -> FilterDecision:

@@ -19,7 +19,8 @@ layouts at once. Backward casts the weight again (one layout, then one more), un
 
 A GPU that does not multiply float8 with a recipe's scales widens the codes to bfloat16 (1 byte read and 2 written for
 each operand of each matmul) and multiplies those. Native matmuls have the rate of their scales
-(quaver/roofline/scaled_matmul.py).
+(quaver/roofline/scaled_matmul.py). With backward="dequantized" the row codes of input and weight are widened likewise,
+and those of the weight cast again before.
 
 Left out: what a cast fuses with (a compiler can save its read); the host, whose time counts where it is slower than the
 GPU; L2 cache; power limits that long runs meet; communication; the state of delayed scaling (once a step for the whole
@@ -34,7 +35,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quaver.linear.gemm import ScaleKind
-from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName, canonical_recipe
 from quaver.recipes.linear_casts import MATMULS, OperandCasts
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.matmul import matmul_seconds, moved_s
@@ -119,7 +120,7 @@ def linear_cost(
     Raises:
         ValueError: an unknown recipe, or a number below 1.
     """
-    recipe = Float8LinearRecipeName(recipe)
+    recipe = canonical_recipe(recipe)
     numbers = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     numbers |= {"microbatches": 1 if microbatches is None else microbatches, "input_readers": input_readers}
     for name, number in numbers.items():
@@ -141,10 +142,14 @@ def recipe_casts(
 ) -> tuple[Casts, Casts, Casts]:
     """The casts of (input, weight, grad_output) in one forward and backward; the arguments are `linear_cost`'s."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
-    input = _operand_casts(casts.input)
-    weight = _operand_casts(casts.weight, apart=microbatches is None)
-    grad_output = _operand_casts(casts.grad_output)
-    return _divided(input, input_readers), _divided(weight, microbatches or 1), grad_output
+    input = _divided(_operand_casts(casts.input), input_readers)
+    weight = _divided(_operand_casts(casts.weight, apart=microbatches is None), microbatches or 1)
+    if casts.weight.is_dequantized:
+        input, weight = (
+            Casts(each.bytes_per_element + _WIDENING.bytes_per_element, each.kernels + _WIDENING.kernels)
+            for each in (input, weight)
+        )
+    return input, weight, _operand_casts(casts.grad_output)
 
 
 def _operand_casts(casts: OperandCasts, *, apart: bool = False) -> Casts:
@@ -156,7 +161,8 @@ def _operand_casts(casts: OperandCasts, *, apart: bool = False) -> Casts:
     for cast in in_float8:
         cast.known_layout("roofline")
     if len(in_float8) == 1:
-        return _one_layout(in_float8[0])
+        once, times = _one_layout(in_float8[0]), 2 if apart and casts.is_dequantized else 1
+        return Casts(times * once.bytes_per_element, times * once.kernels)
     if row.is_blockwise:
         return Casts(4, 1) if row.has_two_casts else Casts(3, 1)
     if row.is_rowwise is not column.is_rowwise:
@@ -180,7 +186,7 @@ def _divided(casts: Casts, sharers: int) -> Casts:
 
 def unmultiplied_kinds(spec: DeviceSpec, recipe: Float8LinearRecipeName | str) -> set[ScaleKind | None]:
     """The kinds of scales of a recipe's float8 matmuls that `spec` does not multiply; None for those of no hardware."""
-    kinds = set(kinds_of_matmuls(Float8LinearRecipeName(recipe)).values())
+    kinds = set(kinds_of_matmuls(canonical_recipe(recipe)).values())
     return {kind for kind in kinds if kind is None or obstacle_to(spec, kind)}
 
 
@@ -196,7 +202,7 @@ def obstacle_to(spec: DeviceSpec, kind: ScaleKind) -> str | None:
 
 
 @functools.cache
-def _float8_matmuls(recipe: Float8LinearRecipeName) -> tuple[bool, bool, bool]:
+def _float8_matmuls(recipe: str) -> tuple[bool, bool, bool]:
     """Which of output, grad_input and grad_weight are float8 matmuls; both operands of a matmul are, or neither is."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
     output, grad_input, grad_weight = (not casts.of(*left).is_disabled for left, _ in MATMULS.values())

@@ -26,7 +26,7 @@ import functools
 from collections.abc import Mapping
 
 from quaver.linear.gemm import ScaleKind, kind_of_casts
-from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, canonical_recipe
 from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.device_specs import DeviceSpec
 
@@ -51,12 +51,12 @@ def share_of_scales(kind: ScaleKind | None, spec: DeviceSpec) -> float:
 
 def shares_of_matmuls(recipe: Float8LinearRecipeName | str, spec: DeviceSpec) -> Mapping[str, float]:
     """`share_of_scales` of a recipe's float8 matmuls, by their names in MATMULS."""
-    kinds = kinds_of_matmuls(Float8LinearRecipeName(recipe))
+    kinds = kinds_of_matmuls(canonical_recipe(recipe))
     return {name: share_of_scales(kind, spec) for name, kind in kinds.items()}
 
 
 @functools.cache
-def kinds_of_matmuls(recipe: Float8LinearRecipeName) -> Mapping[str, ScaleKind | None]:
+def kinds_of_matmuls(recipe: str) -> Mapping[str, ScaleKind | None]:
     """The kinds of scales of a recipe's float8 matmuls, by their names in MATMULS; None for those of no hardware."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
     pairs = {name: (casts.of(*left), casts.of(*right)) for name, (left, right) in MATMULS.items()}

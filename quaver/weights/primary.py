@@ -199,7 +199,7 @@ def _quantize(master: Tensor, config: Float8LinearConfig, transposed: bool) -> t
         row, column = (present(each)._replace(data=present(each).data.view(master.shape)) for each in both)
         row, column = (column, row) if transposed else (row, column)
         return row, row if column.data.data_ptr() == row.data.data_ptr() else column
-    shared = not (casts.row.has_two_casts or casts.column.has_two_casts)
+    shared = casts.is_dequantized or not (casts.row.has_two_casts or casts.column.has_two_casts)
     operands = Quantizer(casts, master.dtype)(master.detach(), row=True, column=not shared)
     row = present(operands.row)
     return row, row if shared else present(operands.column)

@@ -17,7 +17,7 @@ from quaver.experts.gpu_gemm import GROUPED_ON
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.linear.gemm import ScaleKind, kind_of_casts
 from quaver.recipes.cast_config import CastConfig
-from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, canonical_recipe
 from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.cost import obstacle_to
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
@@ -142,7 +142,7 @@ def _of_experts(
 
 
 def _layers(model: nn.Module, recipe: str, spec: DeviceSpec) -> list[LayersOnGpu]:
-    kinds = kinds_of_matmuls(Float8LinearRecipeName(recipe)).values()
+    kinds = kinds_of_matmuls(canonical_recipe(recipe)).values()
     native = [kind for kind in kinds if kind is not None and obstacle_to(spec, kind) is None]
     multiple = max((max(ALIGNMENT, kind.block_length) for kind in native), default=1)
     found: Counter[tuple[Any, ...]] = Counter()

@@ -18,7 +18,7 @@ from typing import Any
 
 from quaver.lab.bench.roofline_layers import ModelLayers
 from quaver.linear.gemm import ScaleKind
-from quaver.recipes.config import Float8LinearRecipeName
+from quaver.recipes.config import canonical_recipe
 from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearCost, LinearTime, linear_cost
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, require_device_spec
 from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE
@@ -122,7 +122,7 @@ def specs_of(names: Sequence[str]) -> tuple[DeviceSpec, ...]:
 
 def recipes_of(names: Sequence[str]) -> tuple[str, ...]:
     """The recipes of these names, aliases resolved, without repetition. Raises ValueError for an unknown one."""
-    return tuple(dict.fromkeys(Float8LinearRecipeName(name).value for name in names))
+    return tuple(dict.fromkeys(canonical_recipe(name) for name in names))
 
 
 def predict(settings: RooflineSettings) -> Roofline:

@@ -21,7 +21,7 @@ from quaver.lab.runs.run_folder import CONFIG
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import expanded
 from quaver.lab.trainer.model import Llama
-from quaver.recipes.config import Float8LinearRecipeName
+from quaver.recipes.config import canonical_recipe
 from quaver.roofline.device_specs import require_device_spec
 from quaver.runtime.names import tied_modules
 
@@ -32,7 +32,7 @@ def find_on_gpu(gpu: str, model: str | None, recipe: str | None) -> OnGpu:
     if model is None:
         return on_gpu(spec)
     made, own_recipe, filter_fqns = _skeleton(expanded(model))
-    chosen = Float8LinearRecipeName(recipe or own_recipe).value
+    chosen = canonical_recipe(recipe or own_recipe)
     convert_to_float8_training(made, config=chosen, module_filter_fn=skip_names(filter_fqns, tied_modules(made)))
     return on_gpu(spec, made, chosen)
 

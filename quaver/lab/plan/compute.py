@@ -18,7 +18,7 @@ from quaver.roofline.block import BlockShape, Both, seconds_between_matmuls
 from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearTime, linear_cost
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.matmul import moved_s
-from quaver.roofline.scaled_matmul import cutlass_rowwise_share
+from quaver.roofline.scaled_matmul import cutlass_rowwise_share, kinds_of_matmuls
 
 READERS = {"q_proj": 3, "k_proj": 3, "v_proj": 3, "gate_proj": 2, "up_proj": 2}
 """Linears that share their input and its casts."""
@@ -145,7 +145,7 @@ def linear_time(run: Run, name: str, inputs: int, outputs: int, cluster: Cluster
     spec, split = cluster.spec, run.tensor if name != "gate" else 1
     is_split_by_input = name in ("o_proj", "down_proj")
     inputs, outputs = (inputs // split, outputs) if is_split_by_input else (inputs, max(1, outputs // split))
-    rescales = run.rescales_rows and run.recipe is Float8LinearRecipeName.ROWWISE
+    rescales = run.rescales_rows and run.precision == Float8LinearRecipeName.ROWWISE.value
 
     def cost(tokens: int) -> LinearTime:
         found = linear_cost(
@@ -169,8 +169,9 @@ def linear_time(run: Run, name: str, inputs: int, outputs: int, cluster: Cluster
         time = replace(time, output_s=split * part.output_s, grad_input_s=split * part.grad_input_s)
     if run.recipe is None or not share:
         return time
-    if run.float8_gather:  # the shard was cast; a layout is left for grad_input
-        time = replace(time, weight_casts_s=moved_s(2 * inputs * outputs, spec) if run.has_one_cast else 0.0)
+    if run.float8_gather:  # the shard was cast; a layout, or the dequantized weight, is left for grad_input
+        moved = 2 if "grad_input" in kinds_of_matmuls(run.precision) else 3
+        time = replace(time, weight_casts_s=moved_s(moved * inputs * outputs, spec) if run.has_one_cast else 0.0)
     if split > 1 and not is_split_by_input and not run.casts_gathered:
         # a rank casts its part of the sequence, and lays out what it gathers
         laid_out_s = moved_s(2 * run.tokens * inputs, spec) / READERS.get(name, 1)

@@ -100,7 +100,7 @@ class _Estimate:
         self.parameter_bytes = getattr(torch, training.dtype).itemsize
         self.is_sharded = layout.data_parallel_degree > 1
         self.shares = float8_shares(config)
-        self.recipe = Float8LinearConfig.from_recipe_name(float8.recipe_name) if float8.enable_float8_linear else None
+        self.recipe = Float8LinearConfig.from_recipe_name(float8.recipe) if float8.enable_float8_linear else None
         self.block, self.outside = _weights_of_block(self.model), _weights_outside(self.model)
         self.in_block = sum(prod(weight.shape_on(layout)) for weight in self.block)
 
@@ -192,7 +192,7 @@ class _Estimate:
         """Bytes of the codes of a weight, for both of its matmuls; those in high precision have two, too."""
         if self.recipe is None:
             return _LOW
-        codes = 1 if has_one_cast(self.config.float8.recipe_name) else 2
+        codes = 1 if has_one_cast(self.config.float8.recipe) else 2
         sizes = self._sizes()
         share = sum(self._share(name) * size for name, size in sizes.items()) / sum(sizes.values())
         return share * codes + (1 - share) * _LOW
@@ -311,7 +311,7 @@ class _Estimate:
         """Bytes that a float8 linear saves for each element of its input, which so many ranks gather."""
         if self.recipe is None:
             return 0
-        if self.recipe.casts.input.column.is_disabled:
+        if self.recipe.casts.input.of_column.is_disabled:
             return _LOW
         saves = tp > 1 or not self.config.training.compile
         return int(saves)

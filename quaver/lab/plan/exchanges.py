@@ -102,9 +102,10 @@ def _gathered_bytes(casts: OperandCasts | None, tokens: int, dim: int, ranks: in
         length = (casts.row.layout or (1, 1))[1]
         if tokens // ranks % length:
             return [2 * elements]
-        return [elements, elements, 4 * elements / length, 4 * elements / length]
+        codes = [elements, 4 * elements / length]
+        return codes if casts.is_dequantized else [*codes, *codes]
     if casts.row.is_rowwise:
-        return [elements, elements, 4 * tokens]
+        return [elements, 4 * tokens] if casts.is_dequantized else [elements, elements, 4 * tokens]
     return [elements]
 
 
@@ -136,7 +137,9 @@ def _amaxes(run: Run, casts: LinearCasts) -> tuple[tuple[int, int], tuple[int, i
             add(forward, split_inputs, dim)
         elif weight.row.is_tensorwise and not weight.row.is_persistent:
             add(forward, split_outputs + split_inputs, 1)
-        if weight.column.is_rowwise:
+        if weight.is_dequantized and weight.row.is_rowwise:  # cast as in the forward
+            add(backward, split_inputs, dim)
+        elif weight.column.is_rowwise:
             add(backward, split_outputs, dim)
         elif weight.column.is_tensorwise and not weight.column.is_persistent and not weight.is_one:
             add(backward, split_outputs + split_inputs, 1)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from quaver.checkpointing.policy import selected_every
 from quaver.lab.plan.changes import BFLOAT16, CHECKPOINTING, Change, less_precise, with_precision
 from quaver.lab.plan.run import has_one_cast
-from quaver.lab.settings import ActivationCheckpoint, Parallelism, TrainConfig
+from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.recipes.config import Float8LinearRecipeName
 
@@ -127,7 +127,7 @@ def layouts_of(
         precisions,
     ):
         for gathering, reduce in product(
-            _gatherings(degrees.shard, precision), _reductions(degrees, local, step_sequences)
+            _gatherings(degrees.shard, precision, config.float8), _reductions(degrees, local, step_sequences)
         ):
             try:
                 changed = _changed(config, degrees, local, checkpoint, precision, gathering, step_sequences)
@@ -183,11 +183,11 @@ class _Gathering(NamedTuple):
     """A value of parallelism.fsdp_reshard_after_forward."""
 
 
-def _gatherings(shard: int, precision: str) -> list[_Gathering]:
+def _gatherings(shard: int, precision: str, float8: Float8) -> list[_Gathering]:
     """The ways that differ: "always" only frees the embedding sooner than "default"."""
     if shard == 1:
         return [_Gathering(False, "default")]
-    codes = [True, False] if precision != BFLOAT16 and has_one_cast(precision) else [False]
+    codes = [True, False] if precision != BFLOAT16 and has_one_cast(float8.with_backward(precision)) else [False]
     return [_Gathering(*each) for each in product(codes, ("default", "never"))]
 
 

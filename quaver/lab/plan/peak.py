@@ -5,6 +5,7 @@ from __future__ import annotations
 from quaver.lab.plan.compute import weights_of_block
 from quaver.lab.plan.run import EXPERTS, HEAD, Run
 from quaver.roofline.device_specs import DeviceSpec
+from quaver.roofline.scaled_matmul import kinds_of_matmuls
 
 
 def flops_per_token(run: Run) -> float:
@@ -27,7 +28,7 @@ def float8_flops_per_token(run: Run) -> float:
     weights = sum(run.float8_share(name) * i * o for name, (i, o) in weights_of_block(run).items())
     weights += run.float8_share(EXPERTS) * model.top_k * _expert_weights(run)
     weights = weights * model.n_layers + run.float8_share(HEAD) * model.dim * model.vocab_size
-    return (4 if run.recipe.value.endswith("gw_hp") else 6) * weights
+    return 2 * len(kinds_of_matmuls(run.precision)) * weights
 
 
 def share_of_peak(run: Run, seconds: float, spec: DeviceSpec) -> float:

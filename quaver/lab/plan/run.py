@@ -20,7 +20,7 @@ from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.float8 import convert_model
 from quaver.lab.trainer.model import Llama
-from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, canonical_recipe
 
 HEAD = "lm_head"
 EXPERTS = "experts"
@@ -50,7 +50,7 @@ class Run:
     pipeline: int = 1
     virtual: int = 1
     """Parts of the model that each pipeline stage holds (interleaved 1F1B)."""
-    recipe: Float8LinearRecipeName | None = None
+    recipe: Float8LinearRecipeName | str | None = None
     """None for bfloat16."""
     in_float8: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SEVEN, 1.0))
     """The share of blocks in which a linear computes in float8, by its last name, and experts by "experts"; 1 for
@@ -123,14 +123,13 @@ class Run:
     @property
     def precision(self) -> str:
         """The recipe's name, or bfloat16."""
-        return "bfloat16" if self.recipe is None else self.recipe.value
+        return "bfloat16" if self.recipe is None else canonical_recipe(self.recipe)
 
 
 @functools.cache
 def has_one_cast(recipe: Float8LinearRecipeName | str) -> bool:
     """Whether one set of codes of a weight serves both of its matmuls."""
-    casts = Float8LinearConfig.from_recipe_name(recipe).casts.weight
-    return casts.is_one and not casts.row.has_two_casts
+    return Float8LinearConfig.from_recipe_name(recipe).casts.weight.has_one_set
 
 
 def run_of(config: TrainConfig, layout: ParallelDims) -> Run:
@@ -150,7 +149,6 @@ def run_of(config: TrainConfig, layout: ParallelDims) -> Run:
             "activation_checkpoint.mode: expected none, selective or full: with memory_budget "
             "the compiler decides what it recomputes"
         )
-    recipe = Float8LinearRecipeName(float8.recipe_name) if float8.enable_float8_linear else None
     every = selected_every(checkpoint.selective_ac_option)
     mode = {"none": "none", "full": "full", "selective": "op" if every is None else "full"}[checkpoint.mode]
     return Run(
@@ -162,7 +160,7 @@ def run_of(config: TrainConfig, layout: ParallelDims) -> Run:
         shard=layout.shard,
         tensor=layout.tensor,
         expert=layout.expert,
-        recipe=recipe,
+        recipe=float8.recipe if float8.enable_float8_linear else None,
         in_float8=float8_shares(config),
         float8_gather=float8.enable_fsdp_float8_all_gather,
         checkpointing=mode,

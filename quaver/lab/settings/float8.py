@@ -6,7 +6,13 @@ from typing import Annotated
 
 from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.lab.settings.fields import NotNegative, OneOf, Settings, require, setting
-from quaver.recipes.config import DelayedScalingConfig, Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.config import (
+    BACKWARDS,
+    DelayedScalingConfig,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    canonical_recipe,
+)
 
 RECIPES = tuple(name.value for name in Float8LinearRecipeName)
 
@@ -28,9 +34,16 @@ class Float8(Settings, section="float8"):
     recipe_name: Annotated[str, OneOf(RECIPES, has_aliases=True)] = setting(
         "tensorwise", "How operands are scaled; see docs/scaling.md."
     )
+    backward: Annotated[str, OneOf(BACKWARDS)] = setting(
+        BACKWARDS[0],
+        "What gradients of inputs and weights are computed from: float8 casts of their own; dequantized, what the "
+        "forward multiplied; or high_precision.",
+    )
     filter_fqns: tuple[str, ...] = setting(("lm_head",), "Names, or parts, of linears that stay in high precision.")
     layer_recipes: tuple[str, ...] = setting(
-        (), 'Layers with a recipe of their own, or high_precision: "model.layers.0.mlp.down_proj=rowwise".'
+        (),
+        'Layers with a recipe of their own, "model.layers.0.mlp.down_proj=rowwise" or with a backward '
+        '"...=rowwise:dequantized", or in high precision, "...=high_precision".',
     )
     skip_first_layers: NotNegative = setting(0, "First blocks in high precision.")
     skip_last_layers: NotNegative = setting(0, "Last blocks in high precision.")
@@ -72,6 +85,7 @@ class Float8(Settings, section="float8"):
         self.by_layer  # noqa: B018 - raises ValueError
         if not self.enable_float8_linear:
             names = (
+                "backward",
                 "layer_recipes",
                 "skip_first_layers",
                 "skip_last_layers",
@@ -84,6 +98,13 @@ class Float8(Settings, section="float8"):
             "enable_float8_linear",
             "true with float8.enable_fsdp_float8_all_gather",
             "weights of linears in high precision are gathered in high precision",
+        )
+        in_high_precision = [name for name in (self.recipe, *self.layer_recipes) if name.endswith(":high_precision")]
+        self.require(
+            not (in_high_precision and self.enable_fsdp_float8_all_gather),
+            "enable_fsdp_float8_all_gather",
+            f"false with the backward of {', '.join(in_high_precision)}",
+            "weights in high precision are not gathered; float8.backward = dequantized reads the codes that are",
         )
         self.require(
             self.enable_fsdp_float8_all_gather or not self.precompute_float8_dynamic_scale_for_fsdp,
@@ -103,6 +124,15 @@ class Float8(Settings, section="float8"):
     def has_persistent_scales(self) -> bool:
         """Whether the recipe reuses scales from step to step."""
         return self.enable_float8_linear and _has_persistent_scales(self.recipe_name)
+
+    @property
+    def recipe(self) -> str:
+        """The recipe with its `backward`, as `Float8LinearConfig.from_recipe_name` takes both."""
+        return self.with_backward(self.recipe_name)
+
+    def with_backward(self, recipe: str) -> str:
+        """The recipe of a layer, with `backward` where it has none of its own."""
+        return canonical_recipe(recipe if ":" in recipe else f"{recipe}:{self.backward}")
 
     @property
     def by_layer(self) -> LayerRecipes:

@@ -46,7 +46,7 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
     automatic = None
     if config.auto_filter:
         target = device if is_cuda_device(device) else None
-        automatic = auto_filter_for_recipe(config.recipe_name, tokens=tokens, device=target)
+        automatic = auto_filter_for_recipe(config.recipe, tokens=tokens, device=target)
 
     skipped_blocks = _skipped_blocks(model, config)
 
@@ -78,7 +78,7 @@ def convert_chosen(model: nn.Module, config: Float8, decide: ModuleFilter) -> No
 def linear_config(config: Float8, recipe: str | None = None) -> Float8LinearConfig:
     """Return the config of the float8 linears of a run; of those with another recipe, if one is given."""
     return replace(
-        Float8LinearConfig.from_recipe_name(recipe or config.recipe_name),
+        Float8LinearConfig.from_recipe_name(config.with_backward(recipe or config.recipe_name)),
         emulate=config.emulate,
         gemm_config_output=Float8GemmConfig(config.use_fast_accum),
         enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,

@@ -34,7 +34,7 @@ from tests.ranks import on_ranks, refusal, run
 from tests.steps import assert_same
 from tests.thinned import at_night, thinned
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "rowwise:dequantized")
 LAYOUTS = list(itertools.product((0, 1), (False, True)))
 """(the dim that is sharded, whether weights are transposed)."""
 

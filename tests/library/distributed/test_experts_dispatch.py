@@ -135,6 +135,7 @@ CASES = [(2, 2, recipe, {}) for recipe in RECIPES]
 CASES += [(4, 1, "tensorwise", {}), (4, 2, "rowwise", {}), (4, 1, "blockwise", {})]
 CASES += [(2, 2, recipe, {"trained": False}) for recipe in ("tensorwise", "rowwise_with_gw_hp", "mxfp8")]
 CASES += [(2, 2, recipe, {"dtype": torch.float32}) for recipe in ("tensorwise", "mxfp8")]
+CASES += [(2, 2, "rowwise:dequantized", {}), (2, 2, "tensorwise:dequantized", {}), (2, 2, "mxfp8:high_precision", {})]
 CASES += [(2, 2, "rowwise", {"recomputed": True}), (2, 2, "blockwise", TRANSPOSED), (2, 2, "tensorwise", WITHOUT_GATE)]
 CASES += at_night((4, top_k, recipe, {}) for top_k in (1, 2) for recipe in RECIPES)
 CASES += at_night((2, 2, recipe, {"trained": False}) for recipe in RECIPES)

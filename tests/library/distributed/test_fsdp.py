@@ -205,7 +205,12 @@ def test_cut_blocks_have_the_codes_and_scales_of_one_process(ranks, shapes):
 
 @pytest.mark.parametrize(
     "recipe",
-    ["rowwise", "blockwise", *at_night((each,) for each in (*RECIPES, "mxfp8") if each != "rowwise")],
+    [
+        "rowwise",
+        "blockwise",
+        "rowwise:dequantized",
+        *at_night((each,) for each in (*RECIPES, "mxfp8") if each != "rowwise"),
+    ],
 )
 @on_ranks(2)
 def test_gathering_in_float8_changes_no_bit_of_float32_training(recipe):
@@ -271,7 +276,7 @@ def test_bytes_and_collectives_of_a_step(ranks, precompute, recipes):
         assert sent_hp["all_gather"] == sum(4 * gathers[group] * n for (group, _), n in elements.items())
 
 
-@pytest.mark.parametrize(("recipe", "casts"), [("tensorwise", 1), ("rowwise", 2)])
+@pytest.mark.parametrize(("recipe", "casts"), [("tensorwise", 1), ("rowwise", 2), ("rowwise:dequantized", 1)])
 @on_ranks(2)
 def test_an_unsharded_weight_takes_one_byte_per_element_and_cast_until_reshard(recipe, casts):
     block = shard_model(config_of(recipe, enable_fsdp_float8_all_gather=True))[0]

@@ -32,7 +32,8 @@ from tests.thinned import at_night, thinned
 STEPS, COMPILED_BLOCKS = 3, 1
 DIMS = {"blockwise": 256, "blockwise_with_gw_hp": 256, "mxfp8": 64}
 """Of recipes that scale blocks: each of two ranks has whole ones; FSDP2 cuts them again."""
-DYNAMIC = (*RECIPES, *DIMS)
+BACKWARDS = ("rowwise:dequantized", "tensorwise:dequantized", "rowwise:high_precision")
+DYNAMIC = (*RECIPES, *DIMS, *BACKWARDS)
 
 
 def blocks_of(recipe, compiled):
@@ -200,7 +201,7 @@ def test_steps_with_the_styles_of_torch_equal_one_process(recipe):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "use_local_output"), thinned([*RECIPES, "blockwise", "mxfp8"], [False, True], together=1)
+    ("recipe", "use_local_output"), thinned([*RECIPES, "blockwise", "mxfp8", *BACKWARDS], [False, True], together=1)
 )
 def test_steps_with_dynamic_scales_equal_one_process(recipe, use_local_output):
     check_against_one_process(run(2, _train_tp, recipe, None, use_local_output)[0], recipe, "dynamic")

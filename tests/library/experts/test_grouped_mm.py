@@ -24,6 +24,7 @@ from tests.steps import assert_same, results_of
 from tests.thinned import thinned
 
 RECIPES = [name.value for name in Float8LinearRecipeName if "delayed" not in name.value]
+BACKWARDS = ["tensorwise:dequantized", "rowwise:dequantized", "mxfp8:dequantized", "rowwise:high_precision"]
 ENDS = [37, 37, 200, 300]
 """Of 310 rows: one group is empty, blocks of 32 and of 128 are cut, and the last ten rows belong to no group."""
 
@@ -55,7 +56,12 @@ def expert_by_expert(a, b_t, ends, grad_output, config):
 
 @pytest.mark.parametrize(
     ("recipe", "dtype", "sizes", "transposed"),
-    thinned(RECIPES, (torch.bfloat16, torch.float32, torch.float16), ((96, 160), (70, 33), (130, 1)), (False, True)),
+    thinned(
+        RECIPES + BACKWARDS,
+        (torch.bfloat16, torch.float32, torch.float16),
+        ((96, 160), (70, 33), (130, 1)),
+        (False, True),
+    ),
 )
 def test_each_expert_is_a_float8_linear(recipe, dtype, sizes, transposed):
     k, n = sizes
@@ -69,6 +75,9 @@ CONFIGS = {
     "square blocks kept": replace(Float8LinearConfig.from_recipe_name("mxfp8"), keep_float8_weight_for_backward=True),
     "float32 scales": replace(Float8LinearConfig.from_recipe_name("blockwise"), round_scales_to_power_of_2=False),
     "padded": Float8LinearConfig(pad_inner_dim=True),
+    "float32 scales, dequantized": replace(
+        Float8LinearConfig.from_recipe_name("blockwise:dequantized"), round_scales_to_power_of_2=False
+    ),
 }
 
 

@@ -45,6 +45,9 @@ CONFIGS = RECIPES | {
     "tensorwise, power-of-two scales": replace(RECIPES["tensorwise"], round_scales_to_power_of_2=True),
     "tensorwise, weight kept": replace(RECIPES["tensorwise"], keep_float8_weight_for_backward=True),
     "rowwise, weight kept": replace(RECIPES["rowwise"], keep_float8_weight_for_backward=True),
+    "rowwise, dequantized": Float8LinearConfig.from_recipe_name("rowwise:dequantized"),
+    "delayed, dequantized": Float8LinearConfig.from_recipe_name("delayed:dequantized"),
+    "blockwise, high precision": Float8LinearConfig.from_recipe_name("blockwise:high_precision"),
     "delayed, most recent": replace(
         RECIPES["delayed"],
         delayed_scaling_config=DelayedScalingConfig(history_len=2, scale_fn_name="most_recent", margin=1),
@@ -176,7 +179,7 @@ def test_compiled_steps_have_the_references_bits(name, backend):
 @pytest.mark.parametrize(("name", "dtype"), WITH_A_DTYPE)
 def test_codes_and_scales_of_any_numbers_have_the_references_bits(name, dtype, reference_matmuls):
     config = CONFIGS[name]
-    in_float8 = 3 - config.cast_config_input_for_grad_weight.is_disabled
+    in_float8 = sum(not each.is_disabled for each in (config.casts.input.row, *config.casts.grad_output[:2]))
     for shape in (*SMALL, LARGE):
         torch.manual_seed(0)
         linear, expected = pair_of_linears(config, shape, dtype, False, gaussian_numbers)

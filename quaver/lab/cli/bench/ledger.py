@@ -43,7 +43,7 @@ from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
-from quaver.recipes.config import Float8LinearRecipeName
+from quaver.recipes.config import canonical_recipe
 from quaver.roofline.device_specs import DeviceSpec, require_device_spec
 
 _PEERS = ("none", "torchao")
@@ -81,7 +81,7 @@ class LedgerOptions(Settings):
         super().check()
         self.require(bool(self.device), "gpu", f"one of {', '.join(name.lower() for name in GPUS)}")
         for recipe in self.recipe:
-            check_recipe(Float8LinearRecipeName(recipe).value, self.device)
+            check_recipe(canonical_recipe(recipe), self.device)
         self.require(self.peer == "none" or find_spec("torchao") is not None, "peer", "a library that is installed")
         check_triton()
 
@@ -101,7 +101,7 @@ class LedgerOptions(Settings):
 
     def contestants(self) -> list[str]:
         """bfloat16, quaver's recipes, then the peer's."""
-        named = [Float8LinearRecipeName(each).value for each in self.recipe]
+        named = [canonical_recipe(each) for each in self.recipe]
         recipes = named or [each for each in COUNTED if is_multiplied(each, self.device)]
         recipes = list(dict.fromkeys(recipes))
         peers = [f"{self.peer} {each}" for each in recipes if self.peer != "none" and is_peer_recipe(each)]

@@ -1,0 +1,155 @@
+"""`Float8LinearConfig.backward`: gradients of what the forward multiplied, or of what it quantized."""
+
+import copy
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from quaver import (
+    Float8Linear,
+    Float8LinearConfig,
+    cast_weights_once,
+    convert_to_float8_training,
+    freeze_to_float8,
+    use_float8_primary_weights,
+)
+from quaver.linear.quantize import Quantizer
+from quaver.numerics.monitor import Monitor
+from quaver.recipes.scaling import dequantize
+from tests.library.linear.test_module import saved_bytes
+from tests.steps import assert_same
+from tests.thinned import thinned
+
+M, K, N = (2, 20), 144, 200
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_with_tensorwise_weight", "blockwise", "mxfp8")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def named(recipe, backward, **options):
+    return replace(Float8LinearConfig.from_recipe_name(f"{recipe}:{backward}"), **options)
+
+
+def made(config, dtype=torch.bfloat16):
+    linear = nn.Linear(K, N, dtype=dtype)
+    input = torch.randn(*M, K, dtype=dtype).mul_(torch.logspace(-3, 0, M[1])[:, None]).to(dtype).requires_grad_()
+    return convert_to_float8_training(nn.Sequential(linear), config=config), input, torch.randn(*M, N, dtype=dtype)
+
+
+def expected(model, input, grad_output, dtype=None):
+    """The gradients of input, weight and bias of plain PyTorch, on dequantized operands or those in high precision."""
+    linear, dtype = model[0], dtype or input.dtype
+    operands = []
+    for hp, casts in ((input, linear.config.casts.input), (linear.weight, linear.config.casts.weight)):
+        operand = Quantizer(casts, dtype)(hp.detach(), row=True, column=False).row
+        values = dequantize(operand.data, operand.dequant_scale, dtype, operand.layout, operand.outer_scale)
+        values = hp.detach().to(dtype) if linear.config.backward == "high_precision" else values.view(hp.shape)
+        operands.append(values.requires_grad_())
+    operands.append(linear.bias.detach().to(dtype).requires_grad_())
+    F.linear(*operands).backward(grad_output)
+    return [each.grad for each in operands[:2]]
+
+
+def gradients(model, input, grad_output, call=None):
+    model.zero_grad()
+    input.grad = None
+    (call or model)(input).backward(grad_output)
+    return [input.grad, model[0].weight.grad]
+
+
+@pytest.mark.parametrize(("recipe", "dtype", "backward"), thinned(RECIPES, DTYPES, ("dequantized", "high_precision")))
+def test_gradients_are_those_of_plain_pytorch(recipe, dtype, backward):
+    model, input, grad_output = made(named(recipe, backward), dtype)
+    results = expected(model, input, grad_output)
+    assert_same(gradients(model, input, grad_output), results)
+    kept = copy.deepcopy(model)
+    kept[0].config = replace(model[0].config, keep_float8_weight_for_backward=True)
+    assert_same(gradients(kept, input, grad_output), results)
+    with cast_weights_once(model):
+        assert_same(gradients(model, input, grad_output), results)
+    recomputed = functools.partial(checkpoint, model, use_reentrant=False)
+    assert_same(gradients(model, input, grad_output, recomputed), results)
+    of_float8 = Float8Linear(K, N, dtype=dtype, config=recipe)
+    of_float8.load_state_dict(model[0].state_dict())
+    assert_same([model(input)], [of_float8(input)])
+
+
+@pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
+def test_under_autocast_and_delayed_scaling(backward):
+    model, input, grad_output = made(named("delayed", backward), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = gradients(model, input, grad_output.bfloat16())
+    dynamic, _, _ = made(named("tensorwise", backward), torch.float32)
+    dynamic.load_state_dict(model.state_dict())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(gradients(dynamic, input, grad_output.bfloat16()), got)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_a_frozen_weight_gives_its_dequantized_values(recipe):
+    results = []
+    for backward in ("dequantized", "high_precision"):
+        torch.manual_seed(0)
+        linear, grad_output = nn.Linear(K, N, dtype=torch.bfloat16), torch.randn(*M, N, dtype=torch.bfloat16)
+        frozen = freeze_to_float8(nn.Sequential(linear.requires_grad_(False)), config=named(recipe, backward))
+        input = torch.randn(*M, K, dtype=torch.bfloat16, requires_grad=True)
+        assert sum(saved_bytes(functools.partial(frozen, input)).values()) <= N * K + 4 * N
+        frozen(input).backward(grad_output)
+        results.append(input.grad)
+        assert_same([grad_output @ frozen[0].weight.to_high_precision()], [input.grad])
+    assert_same(*([each] for each in results))
+
+
+def test_bytes_saved():
+    elements = M[0] * M[1] * K
+    for backward, codes, hp in (("dequantized", elements, 0), ("high_precision", 0, 2 * elements)):
+        model, input, _ = made(named("rowwise", backward))
+        kept = saved_bytes(functools.partial(model, input))
+        assert kept.pop(torch.float8_e4m3fn, 0) == codes
+        assert kept.pop(torch.bfloat16) == hp + 2 * K * N
+        assert kept.pop(torch.float32, 0) == (4 * M[0] * M[1] if codes else 0)
+        assert not kept
+
+
+@pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
+def test_primary_weights_and_a_monitor(backward):
+    model, input, grad_output = made(named("rowwise", backward))
+    results = gradients(model, input, grad_output)
+    with Monitor(model, every=1) as watched:
+        assert_same(gradients(model, input, grad_output), results)
+        watched.step()
+    sites = [(each["operand"], each["cast"]) for each in watched.header["tensors"]]
+    cast = "both" if backward == "dequantized" else "row"
+    assert sites[:2] == [("input", cast), ("weight", cast)]
+    assert min(watched.samples[0]["sqnr_db"]) > 25
+    if backward == "high_precision":
+        with pytest.raises(ValueError, match="one of its matmuls runs in high precision"):
+            use_float8_primary_weights(model, torch.optim.SGD(model.parameters()))
+        return
+    use_float8_primary_weights(model, torch.optim.SGD(model.parameters()), master_dtype=torch.bfloat16)
+    assert model[0].weight.column_data_fp8 is model[0].weight.data_fp8
+    assert_same(gradients(model, input, grad_output), results)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
+def test_compiled(recipe, backward):
+    model, input, grad_output = made(named(recipe, backward))
+    compiled = torch.compile(model, fullgraph=True)
+    assert_same(gradients(model, input, grad_output, compiled), gradients(model, input, grad_output))
+
+
+def test_bad_names_and_values():
+    with pytest.raises(ValueError, match="'rowwise:bf16': expected one of float8, dequantized, high_precision"):
+        Float8LinearConfig.from_recipe_name("rowwise:bf16")
+    with pytest.raises(ValueError, match="backward: expected one of float8, dequantized, high_precision, got 'hp'"):
+        Float8LinearConfig(backward="hp")
+    with pytest.raises(ValueError, match='enable_fsdp_float8_all_gather: .* or take backward="dequantized"'):
+        named("tensorwise", "high_precision", enable_fsdp_float8_all_gather=True)
+    config = named("rowwise", "high_precision")
+    assert replace(config, backward="float8") == Float8LinearConfig.from_recipe_name("rowwise")
+    assert Float8Linear(8, 8, config="tensorwise:dequantized").config.backward == "dequantized"
