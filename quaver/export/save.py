@@ -184,7 +184,10 @@ def _own_config(model: nn.Module) -> dict[str, Any]:
     to_dict: Callable[[], dict[str, Any]] | None = getattr(getattr(model, "config", None), "to_dict", None)
     if to_dict is None:
         raise ValueError("config: expected the content of config.json for a model that is not of transformers")
-    return to_dict()
+    config = to_dict()
+    if "architectures" in config and not config["architectures"]:  # save_pretrained fills it in, too; readers need it
+        config["architectures"] = [type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")]
+    return config
 
 
 @torch.no_grad()

@@ -233,13 +233,13 @@ def test_a_hugging_face_folder_is_exported_and_imported(tmp_path, capsys):
 
 
 def test_what_else_save_pretrained_would_write(tmp_path):
-    """The generation config, and the dtype of a model that was cast after it was made; a user's own dtype stays."""
+    """The generation config, the architecture, and the dtype of a model that was cast; a user's own dtype stays."""
     model = convert_to_float8_training(llama().to(torch.float16), config="rowwise", module_filter_fn=not_the_head)
     model.generation_config.max_new_tokens = 3
     save_float8(model, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["max_new_tokens"] == 3
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["dtype"] == "float16"
+    assert (config["dtype"], config["architectures"]) == ("float16", ["LlamaForCausalLM"])
     save_float8(model, tmp_path / "own", config={**model.config.to_dict(), "dtype": "bfloat16"})
     assert json.loads((tmp_path / "own" / "config.json").read_text())["dtype"] == "bfloat16"
 
