@@ -1,4 +1,4 @@
-"""transformers' Trainer in float8, with LoRA adapters of PEFT: convert before Trainer(...), and add a callback."""
+"""transformers' Trainer in float8, with LoRA adapters of PEFT: load with a QuaverConfig, and add a callback."""
 
 import tempfile
 
@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from quaver import conversion_report
-from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
+from quaver.integrations.transformers import Float8Callback, QuaverConfig
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -21,12 +21,13 @@ class Tokens(torch.utils.data.Dataset):
 
 torch.manual_seed(0)
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=2, use_cache=False, **sizes))
-model = prepare_model_for_float8(model, "rowwise")
-model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))  # leave this out to train it all
-print(conversion_report(model))
+config = LlamaConfig(vocab_size=128, num_key_value_heads=2, use_cache=False, **sizes)
 
 with tempfile.TemporaryDirectory() as folder:
+    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(folder, quantization_config=QuaverConfig("rowwise"))  # or frozen=True
+    model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))  # without it all trains
+    print(conversion_report(model))
     arguments = TrainingArguments(
         folder,
         bf16=True,

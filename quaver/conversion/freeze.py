@@ -85,7 +85,7 @@ def freeze_to_float8(
             only some train.
         TypeError: `config` or `module` is of another type; a filter for linears alone was asked for experts.
     """
-    config = _resolved(config)
+    config = frozen_config(config)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
     modules = {
@@ -108,9 +108,14 @@ def freeze_to_float8(
     )
     for child in chosen.values():
         for weight in weights_of_module(child):
-            dtype = weight.parameter.dtype
-            store_float8_weight(child, *_quantize(weight), config=config, dtype=dtype, name=weight.name)
+            freeze_weight(weight, config)
     return module
+
+
+def freeze_weight(weight: ModuleWeight, config: Float8LinearConfig) -> None:
+    """Store a finite weight of a converted module in float8, in place; `config` as `frozen_config` makes it."""
+    dtype = weight.parameter.dtype
+    store_float8_weight(weight.module, *_quantize(weight), config=config, dtype=dtype, name=weight.name)
 
 
 def _stays(module: nn.Module, config: Float8LinearConfig, include_subclasses: bool) -> bool:
@@ -176,7 +181,8 @@ def store_float8_weight(
     module.__class__ = float8_class(typing.cast(Any, module)._converted_from, frozen_class)
 
 
-def _resolved(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
+def frozen_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
+    """The config of a frozen base: "blockwise" for None. Raises ValueError for one that stores no weight once."""
     config = resolve_config("blockwise" if config is None else config)
     weight = config.casts.weight
     if config.has_persistent_scales:

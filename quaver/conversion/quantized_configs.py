@@ -28,7 +28,11 @@ def drop_false_quantization(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(module, "hf_quantizer", None) is not None:
             continue
-        configs = [config for config in _configs(module) if any(vars(config).get(key) for key in QUANTIZATION_KEYS)]
+        configs = [
+            config
+            for config in configs_of(getattr(module, "config", None))
+            if any(vars(config).get(key) for key in QUANTIZATION_KEYS)
+        ]
         configs = [config for config in configs if not getattr(config, "_is_quantized", False)]
         if not configs or any(not each.dtype.is_floating_point or each.itemsize == 1 for each in module.parameters()):
             continue
@@ -38,9 +42,8 @@ def drop_false_quantization(model: nn.Module) -> None:
         logger.info("%s is in high precision: its config says so now", type(module).__name__)
 
 
-def _configs(module: nn.Module) -> Iterator[Any]:
-    """The config of a model of transformers, and those of its parts: of text, vision and so on."""
-    config = getattr(module, "config", None)
+def configs_of(config: object) -> Iterator[Any]:
+    """The config of a model of transformers, and those of its parts: of text, vision and so on; of another none."""
     if hasattr(config, "__dict__"):
         yield config
         yield from (part for part in vars(config).values() if hasattr(part, "to_diff_dict"))

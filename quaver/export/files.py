@@ -115,6 +115,11 @@ class StoredTensors(Mapping[str, Tensor]):
             twice = sorted(name for name, file in stored if self._file[name] != file)
             raise ValueError(f"{str(folder)!r} has tensors in two files: {listed(twice)}; download it again")
 
+    @property
+    def files(self) -> list[Path]:
+        """The files, in the order of their names."""
+        return list(self._opened)
+
     def __getitem__(self, name: str) -> Tensor:
         tensor: Tensor = self._opened[self._file[name]].get_tensor(name)
         return tensor

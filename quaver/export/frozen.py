@@ -65,30 +65,71 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
     if any(each.is_meta for each in model.parameters()) and callable(tie := getattr(model, "tie_weights", None)):
         tie()  # transformers tied them when it made the model, and init_empty_weights made parameters of its own
     tensors, loaded = model.state_dict(keep_vars=True), ModelTensors(model, checkpoint)
-    weights = _float8_weights(model, checkpoint, loaded)
-    names = [part for stack in weights.values() for parts in stack for part in parts]
-    granularity = _granularity(checkpoint, names)
-    problem = next(_problems(model, tensors, checkpoint, loaded, weights), None)
+    stored = StoredWeights(model, checkpoint, loaded)
+    problem = next(_problems(model, tensors, checkpoint, loaded, stored.weights), None)
     if problem is not None:
         raise ValueError(problem)
-    config = _config(checkpoint, granularity, names)
-    dequantized = {_owner(name) for name, stack in weights.items() if not _has_scales_of_stack(checkpoint, stack)}
-    weights = {name: stack for name, stack in weights.items() if _owner(name) not in dequantized}
     set_kv_scales(model, checkpoint.kv_scales)
-    frozen = set(map(_owner, weights))
-    convert_to_float8_training(
-        model,
-        config=config,
-        module_filter_fn=lambda _, name: name in frozen or (_DEQUANTIZED if name in dequantized else _LEFT_OUT),
-    )
-    for name, stack in weights.items():
-        module, leaf = model.get_submodule(_owner(name)), name.rpartition(".")[2]
-        weight = getattr(module, leaf)
-        codes, scale = _codes_and_scale(checkpoint, stack, weight, name in loaded.transposed, granularity)
-        store_float8_weight(module, codes, scale, config=config, dtype=weight.dtype, name=leaf)
+    stored.convert(model)
+    for name in stored.frozen:
+        weight = model.get_parameter(name)
+        stored.store(model, name, weight.dtype, torch.device("cpu") if weight.is_meta else weight.device)
     share_inputs(model, Float8Linear)
-    _load_others(model, tensors, loaded, [name for name in loaded if name not in weights])
+    _load_others(model, tensors, loaded, [name for name in loaded if name not in stored.frozen])
     return model
+
+
+class StoredWeights:
+    """The float8 weights of a checkpoint that a model can hold as codes and scales, as they are stored.
+
+    Attributes:
+        weights: those of linears and of experts, by name in the model: the parts of each matrix in the checkpoint.
+        frozen: those of `weights` whose scales are those of the model's matrices; the others are dequantized.
+        config: how the forward that the checkpoint describes quantizes.
+    Raises (when made):
+        NotImplementedError: their scales are of several granularities.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: Float8Checkpoint,
+        loaded: ModelTensors,
+        left_out: Mapping[str, FilterDecision] | None = None,
+    ) -> None:
+        """`left_out`: the modules whose weights are dequantized, with the reason."""
+        self._checkpoint, self._loaded, self._left_out = checkpoint, loaded, left_out or {}
+        found = _float8_weights(model, checkpoint, loaded)
+        self.weights = {name: stack for name, stack in found.items() if _owner(name) not in self._left_out}
+        names = [part for stack in self.weights.values() for parts in stack for part in parts]
+        self._granularity = _granularity(checkpoint, names)
+        self.config = _config(checkpoint, self._granularity, names)
+        self._dequantized = {
+            _owner(name) for name, stack in self.weights.items() if not _has_scales_of_stack(checkpoint, stack)
+        }
+        self.frozen = {name: stack for name, stack in self.weights.items() if _owner(name) not in self._dequantized}
+
+    def convert(self, model: nn.Module, *, include_subclasses: bool = False) -> None:
+        """Convert the modules of the frozen weights, which may be on the meta device."""
+        frozen = set(map(_owner, self.frozen))
+
+        def decide(_: nn.Module, name: str) -> FilterDecision:
+            if name in frozen:
+                return FilterDecision(True, "")
+            return self._left_out.get(name, _DEQUANTIZED if name in self._dequantized else _LEFT_OUT)
+
+        convert_to_float8_training(
+            model, config=self.config, module_filter_fn=decide, include_subclasses=include_subclasses
+        )
+
+    def store(self, model: nn.Module, name: str, dtype: torch.dtype, device: torch.device) -> None:
+        """Give the converted module the codes and scales of its weight `name`, on `device`, which presents `dtype`."""
+        module, leaf = model.get_submodule(_owner(name)), name.rpartition(".")[2]
+        is_transposed = name in self._loaded.transposed
+        shape = getattr(module, leaf).shape
+        stack, granularity = self.frozen[name], self._granularity
+        codes, scale = _codes_and_scale(self._checkpoint, stack, shape, is_transposed, granularity, device)
+        store_float8_weight(module, codes, scale, config=self.config, dtype=dtype, name=leaf)
 
 
 def _owner(name: str) -> str:
@@ -122,13 +163,13 @@ def _has_scales_of_stack(checkpoint: Float8Checkpoint, stack: list[Parts]) -> bo
 def _codes_and_scale(
     checkpoint: Float8Checkpoint,
     stack: list[Parts],
-    weight: Tensor,
+    shape: torch.Size,
     transposed: bool,
     granularity: str,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """The codes and the scale of a `weight` [N, K], or of a stack, in memory of their own."""
-    device = torch.device("cpu") if weight.is_meta else weight.device
-    codes, scales = torch.empty(weight.shape, dtype=E4M3.dtype, device=device), []
+    """The codes and the scale of a weight of `shape` [N, K], or of a stack, in memory of their own."""
+    codes, scales = torch.empty(shape, dtype=E4M3.dtype, device=device), []
     for index, parts in enumerate(stack):
         made = [checkpoint.codes_and_scale(part) for part in parts]
         matrix = codes if codes.dim() == 2 else codes[index].t() if transposed else codes[index]
@@ -232,7 +273,7 @@ def _problems(
         module, label = modules[_owner(name)], linear_of(name)
         if isinstance(module, Float8Linear | Float8Experts):
             yield f"{label} is converted to float8 already; call convert_to_high_precision first"
-        elif obstacle := _obstacle(module):
+        elif obstacle := obstacle_to_frozen(module):
             yield f"{label} cannot be stored in float8: {obstacle}"
         elif obstacle := obstacle_to_storing(label, tensors[name], owners):
             yield obstacle
@@ -245,9 +286,10 @@ def _problems(
         checkpoint.codes_and_scale(stored)  # of an embedding, say; it raises ValueError for a NaN
 
 
-def _obstacle(module: nn.Module) -> str:
+def obstacle_to_frozen(module: nn.Module, include_subclasses: bool = False) -> str:
+    """Why a linear, or experts, cannot be converted for codes of a checkpoint; "" where it can."""
     if isinstance(module, nn.Linear):
-        return obstacle_of(module, include_subclasses=False)
+        return obstacle_of(module, include_subclasses)
     return obstacle_of_experts(module, Float8LinearConfig())
 
 

@@ -129,18 +129,33 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         return tensor
 
     def __getitem__(self, name: str) -> Tensor:
+        return self.read(name, self.dtype)
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The tensor `name`, dequantized or converted to `dtype`. Raises ValueError for a NaN or an inf in float8."""
         keep_configs_true()  # transformers may have been imported meanwhile
         tensor = self._read(name)
         if name in self._scale_of:
             _check_codes(name, tensor)
             scales = self._scales(name)
             if tensor.dim() == 2:
-                return scales[0].dequantized(tensor, self.dtype)
+                return scales[0].dequantized(tensor, dtype)
             if len(scales) == 1:
-                return scales[0].dequantized(tensor.reshape(1, -1), self.dtype).view(tensor.shape)
-            matrices = [each.dequantized(codes, self.dtype) for each, codes in zip(scales, tensor, strict=True)]
+                return scales[0].dequantized(tensor.reshape(1, -1), dtype).view(tensor.shape)
+            matrices = [each.dequantized(codes, dtype) for each, codes in zip(scales, tensor, strict=True)]
             return torch.stack(matrices)
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that it is read from."""
+        return self._stored.files
+
+    @property
+    def scales_beside(self) -> list[str]:
+        """The names in the files that are no tensors of a model: scales of weights, of activations and so on."""
+        tensors = set(self._names)
+        return [name for name in self._stored if name not in tensors]
 
     def codes_and_scale(self, name: str) -> tuple[Tensor, StoredScale]:
         """The float8 codes [N, K] of a weight and its scale.
@@ -255,11 +270,16 @@ class ModelTensors(Mapping[str, Tensor]):
                 raise ValueError(f"{' and '.join(parts)}: expected {expected}, as the first matrix has, got {got}")
 
     def __getitem__(self, name: str) -> Tensor:
+        return self.read(name, self._checkpoint.dtype)
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """As `Float8Checkpoint.read`."""
         if name not in self.stacks:
-            return self._checkpoint[self.parts[name][0][0]]
+            return self._checkpoint.read(self.parts[name][0][0], dtype)
         stored = dict(zip(self._names.of(name), itertools.chain(*self.parts[name]), strict=True))
-        dtype = self._checkpoint.dtype
-        return self._names.stacked(name, self.shape(name), dtype, lambda part: self._checkpoint[stored[part]])
+        return self._names.stacked(
+            name, self.shape(name), dtype, lambda part: self._checkpoint.read(stored[part], dtype)
+        )
 
     def shape(self, name: str) -> list[int]:
         """The shape of a tensor, from the headers of the files."""

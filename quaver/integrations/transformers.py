@@ -1,9 +1,10 @@
 """transformers' Trainer, and what is built on it (TRL, PEFT with Trainer): one call before it, one callback in it.
 
-    model = prepare_model_for_float8(model, "rowwise")
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=QuaverConfig("rowwise"))
     trainer = Trainer(model, TrainingArguments(..., bf16=True), train_dataset=..., callbacks=[Float8Callback()])
 
-The conversion must come before `Trainer(...)`, which takes the model's parameters as they are.
+`prepare_model_for_float8(model, "rowwise")` converts a model that is loaded already. The conversion must come before
+`Trainer(...)`, which takes the model's parameters as they are.
 """
 
 from __future__ import annotations
@@ -23,77 +24,27 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
-from quaver.conversion.check import assert_float8_training, is_torchao_linear
-from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_float8_training
+from quaver.conversion.check import assert_float8_training
 from quaver.conversion.delayed import Float8ScalingState, float8_scaling_state, sync_float8_amax_and_scale_history
-from quaver.conversion.layer_recipes import LayerRecipes, convert_layers
 from quaver.conversion.report import conversion_report
 from quaver.fsdp.siblings import precompute_scales
-from quaver.integrations import torchao as shim
-from quaver.integrations.transformers_conv1d import Conv1DLinear, conv1ds, to_linears
+from quaver.integrations.transformers_convert import prepare_model_for_float8
 from quaver.integrations.transformers_reference import convert_reference
-from quaver.integrations.transformers_roles import roles_of_linears
-from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.numerics.monitor import Monitor
 from quaver.numerics.record import FILE_NAME as NUMERICS_FILE
-from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.weights.cast_once import cast_weights_once
+
+__all__ = ["Float8Callback", "prepare_model_for_float8"]
+
+if importlib.util.find_spec("transformers.core_model_loading"):  # 5.0 and newer
+    from quaver.integrations.transformers_quantizer import QuaverConfig  # registers "quaver"
+
+    __all__ += ["QuaverConfig"]
 
 if importlib.util.find_spec("transformers.distributed.expert_parallel"):  # 5.21 and newer
     import quaver.integrations.transformers_experts  # noqa: F401 - registers "float8"
 
 logger = logging.getLogger(__name__)
-
-
-def prepare_model_for_float8(
-    model: nn.Module,
-    config: Float8LinearConfig | Float8LinearRecipeName | LayerRecipes | str | None = None,
-    *,
-    module_filter_fn: ModuleFilter | None = None,
-    include_subclasses: bool = False,
-) -> nn.Module:
-    """`convert_to_float8_training` with a filter for models of transformers and PEFT; returns `model`.
-
-    In high precision stay output heads, adapters of PEFT, routers of mixtures of experts (transformers_roles.py), and
-    linears with a dimension that is not a multiple of 16. `conversion_report(model)` names each with its reason.
-
-    The `Conv1D` of GPT-2 and its like becomes float8, too, unless PEFT has wrapped it; its state dict stays as it is
-    (transformers_conv1d.py).
-
-    Args:
-        model: a `PreTrainedModel` or a `PeftModel`.
-        config: as `convert_to_float8_training` takes it; or a recipe for each layer, `LayerRecipes.read(path)`.
-        module_filter_fn: asked for the linears that the filter above admits.
-        include_subclasses: as `convert_to_float8_training` takes it; Falcon needs it.
-    Raises:
-        RuntimeError: torchao has converted the model, or Accelerate is set to let torchao do so.
-    """
-    if any(is_torchao_linear(module) for module in model.modules()):
-        raise RuntimeError("torchao has converted this model: load it again, and leave the conversion to quaver")
-    if shim.accelerate_precision() == "fp8" and not shim.is_installed():
-        raise RuntimeError(
-            "Accelerate's mixed_precision=fp8 would replace quaver's linears by torchao's: set it to bf16, or call "
-            "quaver.integrations.torchao.install() first and leave the conversion to Accelerate"
-        )
-    roles = roles_of_linears(model)
-
-    def admits(module: nn.Module, name: str) -> bool | FilterDecision:
-        if name in roles:
-            return FilterDecision(False, roles[name])
-        if isinstance(module, nn.Linear) and (module.in_features % ALIGNMENT or module.out_features % ALIGNMENT):
-            return FilterDecision(False, f"shape: a dimension is no multiple of {ALIGNMENT}")
-        return True if module_filter_fn is None else module_filter_fn(module, name)
-
-    options: dict[str, Any] = {"module_filter_fn": admits, "include_subclasses": include_subclasses}
-    linears = to_linears(conv1ds(model))
-    try:
-        if isinstance(config, LayerRecipes):
-            return convert_layers(model, config, **options)
-        return convert_to_float8_training(model, config=config, **options)
-    finally:
-        for linear in linears:
-            if type(linear) is Conv1DLinear:
-                linear.to_original()
 
 
 class Float8Callback(TrainerCallback, ExportableState):

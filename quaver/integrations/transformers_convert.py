@@ -1,0 +1,84 @@
+"""Models of transformers and PEFT to float8: which of their layers stay in high precision, and GPT-2's `Conv1D`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from quaver.conversion.check import is_torchao_linear
+from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_float8_training
+from quaver.conversion.layer_recipes import LayerRecipes, convert_layers
+from quaver.integrations import torchao as shim
+from quaver.integrations.transformers_conv1d import Conv1DLinear, conv1ds, to_linears
+from quaver.integrations.transformers_roles import roles_of_linears
+from quaver.kernels.native_blocks import ALIGNMENT
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+
+
+def prepare_model_for_float8(
+    model: nn.Module,
+    config: Float8LinearConfig | Float8LinearRecipeName | LayerRecipes | str | None = None,
+    *,
+    module_filter_fn: ModuleFilter | None = None,
+    include_subclasses: bool = False,
+) -> nn.Module:
+    """`convert_to_float8_training` with a filter for models of transformers and PEFT; returns `model`.
+
+    In high precision stay output heads, adapters of PEFT, routers of mixtures of experts (transformers_roles.py), and
+    linears with a dimension that is not a multiple of 16. `conversion_report(model)` names each with its reason.
+
+    The `Conv1D` of GPT-2 and its like becomes float8, too, unless PEFT has wrapped it; its state dict stays as it is
+    (transformers_conv1d.py).
+
+    Args:
+        model: a `PreTrainedModel` or a `PeftModel`.
+        config: as `convert_to_float8_training` takes it; or a recipe for each layer, `LayerRecipes.read(path)`.
+        module_filter_fn: asked for the linears that the filter above admits.
+        include_subclasses: as `convert_to_float8_training` takes it; Falcon needs it.
+    Raises:
+        RuntimeError: torchao has converted the model, or Accelerate is set to let torchao do so.
+    """
+    if any(is_torchao_linear(module) for module in model.modules()):
+        raise RuntimeError("torchao has converted this model: load it again, and leave the conversion to quaver")
+    if shim.accelerate_precision() == "fp8" and not shim.is_installed():
+        raise RuntimeError(
+            "Accelerate's mixed_precision=fp8 would replace quaver's linears by torchao's: set it to bf16, or call "
+            "quaver.integrations.torchao.install() first and leave the conversion to Accelerate"
+        )
+    options: dict[str, Any] = {
+        "module_filter_fn": float8_filter(model, module_filter_fn),
+        "include_subclasses": include_subclasses,
+    }
+    with conv1ds_as_linears(model):
+        if isinstance(config, LayerRecipes):
+            return convert_layers(model, config, **options)
+        return convert_to_float8_training(model, config=config, **options)
+
+
+def float8_filter(model: nn.Module, module_filter_fn: ModuleFilter | None) -> ModuleFilter:
+    """The filter of `prepare_model_for_float8`; `module_filter_fn` is asked for what it admits."""
+    roles = roles_of_linears(model)
+
+    def admits(module: nn.Module, name: str) -> bool | FilterDecision:
+        if name in roles:
+            return FilterDecision(False, roles[name])
+        if isinstance(module, nn.Linear) and (module.in_features % ALIGNMENT or module.out_features % ALIGNMENT):
+            return FilterDecision(False, f"shape: a dimension is no multiple of {ALIGNMENT}")
+        return True if module_filter_fn is None else module_filter_fn(module, name)
+
+    return admits
+
+
+@contextmanager
+def conv1ds_as_linears(model: nn.Module) -> Iterator[None]:
+    """Make each `Conv1D` a linear; at the end of the block those that it has not converted are `Conv1D`s again."""
+    linears = to_linears(conv1ds(model))
+    try:
+        yield
+    finally:
+        for linear in linears:
+            if type(linear) is Conv1DLinear:
+                linear.to_original()

@@ -1,0 +1,235 @@
+"""`from_pretrained(folder, quantization_config=QuaverConfig(...))`: the model that calls after a load would make."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from quaver import Float8Linear, Float8LinearConfig, conversion_report, freeze_to_float8
+from quaver.export import load_float8, load_frozen, save_float8
+from quaver.integrations.transformers import Float8Callback, QuaverConfig, prepare_model_for_float8
+from quaver.linear.frozen_weight import FrozenFloat8Weight
+from tests.library.foreign.llama import BATCHES, Tokens, llama, mixture, optimizer_of, train_by_hand
+from tests.library.foreign.test_trl import settings, tokenizer, tokens
+from tests.steps import assert_same
+
+MODELS = {"llama": llama, "mixture": mixture}
+FLOAT8 = {"fp8": "blockwise", "compressed-tensors": "rowwise"}
+INPUT = torch.arange(32).view(2, 16)
+
+
+def gpt2():
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=64, n_layer=1, n_head=2, n_positions=32, use_cache=False))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """By name: each model in shards, and in the formats of float8."""
+    root = tmp_path_factory.mktemp("folders")
+    for name, make in {**MODELS, "gpt2": gpt2}.items():
+        make().bfloat16().save_pretrained(root / name, max_shard_size="60KB")
+    for name in MODELS:
+        for format, recipe in FLOAT8.items():
+            model = prepare_model_for_float8(in_high_precision(root / name), recipe)
+            save_float8(model, root / f"{name}-{format}", format=format)
+    for name in ("llama", "llama-compressed-tensors"):
+        tokenizer().save_pretrained(root / name)
+    return root
+
+
+def in_high_precision(folder, dtype=torch.bfloat16):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def loaded(folder, *args, dtype=torch.bfloat16, device_map=None, **options):
+    config = QuaverConfig(*args, **options)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype, device_map=device_map)
+
+
+def values(model):
+    made = {name: each.detach() for name, each in model.state_dict().items()}
+    return {k: v.to_high_precision() if isinstance(v, FrozenFloat8Weight) else v for k, v in made.items()}
+
+
+def assert_same_models(model, expected):
+    assert [each.__dict__ for each in conversion_report(model).converted] == [
+        each.__dict__ for each in conversion_report(expected).converted
+    ]
+    assert_same(values(model), values(expected))
+    assert_same(model(INPUT).logits, expected.eval()(INPUT).logits)
+
+
+def empty(folder, name):
+    """The model that a float8 folder is loaded into."""
+    kind = type(MODELS[name]())
+    return kind._from_config(kind.config_class.from_pretrained(folder), dtype=torch.bfloat16)
+
+
+def names_in(folder):
+    """The tensors of a folder, but the scales."""
+    return sorted(name for file in folder.glob("*.safetensors") for name in load_file(file) if "_scale" not in name)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "gpt2"])
+def test_a_folder_in_high_precision_is_converted_or_frozen(folders, tmp_path, name):
+    model = loaded(folders / name, "rowwise", device_map="cpu")
+    assert_same_models(model, prepare_model_for_float8(in_high_precision(folders / name), "rowwise"))
+    assert model.hf_quantizer.is_trainable
+    assert model.hf_quantizer.is_qat_trainable
+    assert not model.is_quantized
+    frozen, expected = (
+        loaded(folders / name, frozen=True),
+        prepare_model_for_float8(in_high_precision(folders / name), "blockwise"),
+    )
+    chosen = {each.name.rpartition(".gate_up_proj")[0] or each.name for each in conversion_report(expected).converted}
+    freeze_to_float8(expected, module_filter_fn=lambda module, name: name in chosen)
+    assert_same_models(frozen, expected)
+    assert not any(each.requires_grad for each in frozen.parameters() if isinstance(each, FrozenFloat8Weight))
+    for index, each in enumerate((model, frozen)):
+        each.save_pretrained(tmp_path / str(index))
+        assert names_in(tmp_path / str(index)) == names_in(folders / name)
+        assert "quantization_config" not in json.loads((tmp_path / str(index) / "config.json").read_text())
+        assert_same(values(in_high_precision(tmp_path / str(index))), values(each))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("format", FLOAT8)
+def test_a_float8_folder_trains_or_keeps_its_codes(folders, tmp_path, name, format):
+    folder = folders / f"{name}-{format}"
+    expected = empty(folder, name)
+    expected.load_state_dict(dict(load_float8(folder, model=expected)))
+    model = loaded(folder, FLOAT8[format])
+    assert_same_models(model, prepare_model_for_float8(expected, FLOAT8[format]))
+    frozen = loaded(folder, frozen=True, device_map="auto")
+    assert_same_models(frozen, load_frozen(empty(folder, name), folder))
+    assert frozen.is_quantized
+    assert frozen.hf_quantizer.is_trainable
+    assert not frozen.hf_quantizer.is_qat_trainable
+    frozen.save_pretrained(tmp_path / "saved")
+    assert names_in(tmp_path / "saved") == names_in(folder)
+    assert_same(values(in_high_precision(tmp_path / "saved")), values(model))
+    again = loaded(folder, "tensorwise", frozen=True, modules_to_not_convert=["q_proj"])
+    layer = again.model.layers[0].self_attn
+    assert layer.k_proj.weight.granularity == "tensorwise"
+    assert not isinstance(layer.q_proj, Float8Linear)
+    assert type(frozen.dequantize().model.layers[0].self_attn.q_proj) is torch.nn.Linear
+
+
+def test_a_folder_whose_method_transformers_does_not_know(folders, tmp_path):
+    """modelopt's: the config of transformers has no class for it."""
+    config = json.loads((folders / "llama-compressed-tensors" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(
+        load_file(folders / "llama-compressed-tensors" / "model.safetensors"),
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    assert_same_models(loaded(tmp_path, frozen=True), loaded(folders / "llama-compressed-tensors", frozen=True))
+    dictionary = {"quant_method": "quaver", "frozen": True}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=dictionary, dtype=torch.bfloat16)
+    assert_same_models(model, loaded(tmp_path, frozen=True))
+
+
+def test_a_gather_and_persistent_scales_outlive_the_load(folders):
+    gathered = loaded(folders / "llama", Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+    assert type(gathered.model.layers[0].mlp.up_proj.weight).__name__ == "Float8AllGatherWeight"
+    delayed = loaded(folders / "llama", "delayed", dtype=torch.float32)
+    expected = prepare_model_for_float8(in_high_precision(folders / "llama", torch.float32), "delayed")
+    assert train_by_hand(delayed.train()) == train_by_hand(expected.train())
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-compressed-tensors"])
+@pytest.mark.parametrize("kbit", [False, True])
+def test_adapters_train_on_frozen_weights_in_the_trainer(folders, tmp_path, name, kbit):
+    model = loaded(folders / name, frozen=True, dtype=torch.float32)
+    expected = loaded(folders / name, frozen=True, dtype=torch.float32)
+    arguments = TrainingArguments(**{**settings(tmp_path), "gradient_checkpointing": True})
+    with pytest.raises(ValueError, match="attach trainable adapters"):
+        Trainer(model, arguments, train_dataset=Tokens())
+    if kbit:
+        model = prepare_model_for_kbit_training(model)
+    adapters = LoraConfig(target_modules="all-linear", init_lora_weights="gaussian")
+    torch.manual_seed(0)
+    model = get_peft_model(model, adapters)
+    torch.manual_seed(0)
+    expected = get_peft_model(expected, adapters)
+    trainer = Trainer(model, arguments, train_dataset=Tokens(), callbacks=[Float8Callback()])
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(Tokens())
+    trainer.train()
+    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    by_hand = train_by_hand(expected.train(), optimizer_of(expected))
+    assert losses[:1] == pytest.approx(by_hand[:1])
+    assert len(losses) == BATCHES
+    assert losses != by_hand[:1] * BATCHES
+
+
+def test_trl_loads_the_model_with_no_other_line(folders, tmp_path):
+    config = SFTConfig(
+        **settings(tmp_path), model_init_kwargs={"quantization_config": QuaverConfig(frozen=True), "dtype": "float32"}
+    )
+    trainer = SFTTrainer(
+        str(folders / "llama-compressed-tensors"),
+        config,
+        train_dataset=tokens(),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(target_modules="all-linear"),
+    )
+    before = {name: each.detach().clone() for name, each in trainer.model.named_parameters() if each.requires_grad}
+    trainer.train()
+    now = dict(trainer.model.named_parameters())
+    assert before
+    assert all(not torch.equal(now[name], each) for name, each in before.items())
+    assert json.loads(config.to_json_string())["model_init_kwargs"]["quantization_config"]["frozen"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error"),
+    [
+        (["rowwize"], {}, "unknown recipe 'rowwize'"),
+        (["delayed"], {"frozen": True}, "no delayed or static scaling"),
+        (["rowwise_with_gw_hp"], {"frozen": True}, "stores a weight once"),
+        ([], {"forzen": True}, "unexpected keyword argument 'forzen'"),
+        ([], {"frozen": 1}, "frozen: expected True or False, got 1"),
+        ([], {"modules_to_not_convert": "lm_head"}, "expected a list of names of modules"),
+        ([3], {}, "expected a Float8LinearConfig, a recipe's name"),
+    ],
+)
+def test_a_config_says_what_is_wrong(arguments, options, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        QuaverConfig(*arguments, **options)
+
+
+KEY = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "config", "error"),
+    [
+        ("llama", {KEY: None}, {}, rf"the folder lacks weights that QuaverConfig\(frozen=True\) freezes: {KEY}"),
+        ("llama", {KEY: torch.full((96, 64), torch.nan)}, {}, f"the weight {KEY} holds NaN or inf"),
+        ("llama", {KEY: torch.ones(96, 32)}, {}, rf"{KEY}: expected \[96, 64\], as the model has, got \[96, 32\]"),
+        ("llama-fp8", {f"{KEY}_scale_inv": None}, {}, f"{KEY}.* must have one scale, got none"),
+        ("llama-fp8", {KEY: torch.ones(96, 32).to(torch.float8_e4m3fn)}, {}, rf"{KEY}.*\[96, 32\]"),
+        ("llama-fp8", {}, {"quant_method": "gptq", "bits": 4}, "quant_method in config.json is 'gptq'; known are"),
+    ],
+)
+def test_a_folder_that_cannot_be_frozen_is_refused_in_a_line(folders, tmp_path, name, change, config, error):
+    tensors = {key: each for file in (folders / name).glob("*.safetensors") for key, each in load_file(file).items()}
+    tensors = {key: each for key, each in {**tensors, **change}.items() if each is not None}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    stored = json.loads((folders / name / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(stored | ({"quantization_config": config} if config else {})))
+    with pytest.raises((ValueError, NotImplementedError), match=error) as raised:
+        loaded(tmp_path, frozen=True)
+    assert "\n" not in str(raised.value)
+
+
+def test_frozen_weights_are_not_offloaded_to_a_disk(folders):
+    with pytest.raises(NotImplementedError, match="give a device_map without disk"):
+        loaded(folders / "llama", frozen=True, device_map={"model": "cpu", "lm_head": "disk"})
