@@ -37,6 +37,7 @@ from quaver.recipes.config import (
     ScalingGranularity,
     ScalingType,
 )
+from quaver.recipes.serving import serving_config
 from quaver.roofline.auto_filter import auto_filter_for_recipe
 from quaver.runtime.slow_paths import error_on_slow_path
 from quaver.weights.cast_once import cast_weights_once
@@ -83,6 +84,7 @@ __all__ = [
     "freeze_to_float8",
     "monitor",
     "precompute_float8_dynamic_scale_for_fsdp",
+    "serving_config",
     "sync_float8_amax_and_scale_history",
     "use_float8_primary_weights",
 ]

@@ -36,6 +36,7 @@ typedef struct {
     int64_t block_rows, block_columns; /* of BLOCKS, whose amaxes and scales are [ceil(rows / ..), ceil(columns / ..)] */
     int hp_kind, float8, dim, power_of_2, threads;
     int is_of_amax;     /* whether this job finds `quant` itself: see cast_run */
+    int divides;        /* whether codes are quotients by `quant`: see divide_run */
     char *amax;         /* [threads, 1 or columns] of hp_kind, while it is found */
     int64_t *saturated; /* of all blocks, while they are counted */
 } Job;
@@ -93,21 +94,24 @@ INLINE RunScale scale_of_run(const Job *job, int64_t row, int64_t start, int64_t
     return (RunScale){repeated, 1};
 }
 
+static void cast_elements(const Job *job, int64_t at, RunScale scale, int64_t n) {
+    if (job->divides) divide_run(hp_at(job, at), job->hp_kind, job->float8, scale.at, scale.per_element, n, job->codes + at);
+    else cast_run(hp_at(job, at), job->hp_kind, job->float8, scale.at, scale.per_element, job->is_of_amax, n,
+                  job->codes + at);
+}
+
 static void cast_rows(const Job *job, int block, int64_t first, int64_t last) {
     (void)block;
     const int64_t columns = job->columns, length = run_length(job);
     float repeated[BLOCK_RUN];
     if (job->dim == NONE) {
-        cast_run(hp_at(job, first * columns), job->hp_kind, job->float8, job->quant, 0, job->is_of_amax,
-                 (last - first) * columns, job->codes + first * columns);
+        cast_elements(job, first * columns, (RunScale){job->quant, 0}, (last - first) * columns);
         return;
     }
     for (int64_t row = first; row < last; row++)
         for (int64_t start = 0; start < columns; start += length) {
             const int64_t at = row * columns + start, n = least(length, columns - start);
-            const RunScale scale = scale_of_run(job, row, start, n, repeated);
-            cast_run(hp_at(job, at), job->hp_kind, job->float8, scale.at, scale.per_element, job->is_of_amax, n,
-                     job->codes + at);
+            cast_elements(job, at, scale_of_run(job, row, start, n, repeated), n);
         }
 }
 
@@ -115,6 +119,12 @@ static int cast_with_scale_matrix(const Job *job) {
     elements_read += job->rows * job->columns;
     in_blocks(cast_rows, job, job->rows);
     return 0;
+}
+
+static int cast_by_divisor_matrix(const Job *job) {
+    Job dividing = *job;
+    dividing.divides = 1;
+    return cast_with_scale_matrix(&dividing);
 }
 
 /* The amaxes of blocks, in `amax`, of a band of them at a time: [block_rows, columns]. */
@@ -310,7 +320,8 @@ static PyObject *call(int (*matrix)(const Job *), const char *needs, PyObject *c
     const int64_t rows = sizes[0], columns = sizes[1], dim = sizes[5];
     const int64_t most_kind = matrix == widen_matrix ? BFLOAT16 : FLOAT16;
     const int scales_by_block =
-        matrix == block_amax_matrix || matrix == cast_with_scale_matrix || matrix == widen_matrix;
+        matrix == block_amax_matrix || matrix == cast_with_scale_matrix || matrix == cast_by_divisor_matrix ||
+        matrix == widen_matrix;
     const int64_t most_in_block = matrix != block_amax_matrix && sizes[9] >= columns ? MOST_ELEMENTS : BLOCK_RUN;
     if (!is_size(rows, columns) || !is_within("hp kind", sizes[3], 0, most_kind) ||
         !is_within("float8 kind", sizes[4], 0, E5M2) || !is_within("dim", dim, NONE, scales_by_block ? BLOCKS : 1) ||
@@ -346,6 +357,7 @@ static PyObject *call(int (*matrix)(const Job *), const char *needs, PyObject *c
     }
 ENTRY(dynamic_cast, "eess")       /* hp -> codes, quant, dequant */
 ENTRY(cast_with_scale, "ees")     /* hp, quant -> codes */
+ENTRY(cast_by_divisor, "ees")     /* hp, dequant -> codes */
 ENTRY(block_amax, "e0s")          /* hp -> amaxes, in its dtype, at `quant` */
 ENTRY(cast_axes, "eerrecc")       /* hp -> codes, quant, dequant by rows; the same by columns */
 ENTRY(cast_and_observe, "ee1111") /* hp, persistent_quant, amax_buffer -> codes, quant, dequant, amax_buffer */
@@ -454,6 +466,7 @@ static PyObject *has_mm(PyObject *self, PyObject *const *args, Py_ssize_t count)
 static PyMethodDef methods[] = {
     METHOD("dynamic_cast", dynamic_cast, "hp -> codes, quant_scale, dequant_scale"),
     METHOD("cast_with_scale", cast_with_scale, "hp, quant_scale -> codes"),
+    METHOD("cast_by_divisor", cast_by_divisor, "hp, dequant_scale -> codes"),
     METHOD("block_amax", block_amax, "hp -> amaxes of blocks"),
     METHOD("cast_and_observe", cast_and_observe, "hp, persistent quant_scale -> codes, scales, observed"),
     METHOD("cast_axes", cast_axes, "hp -> codes and scales by rows, and by columns"),

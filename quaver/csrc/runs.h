@@ -39,6 +39,21 @@ CLONES static void cast_run(const void *hp, int hp_kind, int float8, const float
     else BY_KIND(cast_body, hp_kind, hp, f, scale, 0, 0, n, codes)
 }
 
+INLINE void divide_body(int hp_kind, const void *hp, Format f, const float *scale, int per_element, int64_t n,
+                        uint8_t *restrict codes) {
+    const float one_scale = *scale;
+    for (int64_t i = 0; i < n; i++)
+        codes[i] = encode(nan_for_inf(load(hp, hp_kind, i)) / (per_element ? scale[i] : one_scale), f);
+}
+
+/* codes[i] = RNE8(clamp(RN32(hp[i] / scale), -max, max)), and NaN for an infinite hp[i]. */
+CLONES static void divide_run(const void *hp, int hp_kind, int float8, const float *scale, int per_element, int64_t n,
+                              uint8_t *codes) {
+    if (n <= 0) return;
+    if (per_element) BY_KIND(divide_body, hp_kind, hp, FLOAT8[float8], scale, 1, n, codes)
+    else BY_KIND(divide_body, hp_kind, hp, FLOAT8[float8], scale, 0, n, codes)
+}
+
 INLINE void observed_body(int hp_kind, const void *hp, Format f, float scale, int32_t n, uint8_t *restrict codes,
                           int32_t *saturated) {
     for (int32_t i = 0; i < n; i++) {

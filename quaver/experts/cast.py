@@ -27,6 +27,7 @@ from quaver.kernels.operation import operation
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, ScalingGranularity
 from quaver.recipes.scale_layout import ALL, ScaleLayout
+from quaver.recipes.scale_rules import has_kernel
 from quaver.runtime.phases import phase
 
 # ---- the reference ---------------------------------------------------------------------------------------------------
@@ -50,12 +51,13 @@ def _cast_groups(
     Args:
         hp: [rows, columns].
         ends, groups: see groups.py.
-        granularity: of `ScalingGranularity`; with "blockwise", the rest is as for `cast_blockwise`.
+        granularity: of `ScalingGranularity`; with "blockwise", the rest is as for `cast_blockwise`, else 0, 0 and the
+            mode of `cast_tensorwise`.
     Returns:
         Operands with the scales of groups.py.
     """
     cpu.check_memory(hp, ends)
-    block_mode = mode if granularity == ScalingGranularity.BLOCKWISE.value else None
+    block_mode = mode if granularity == ScalingGranularity.BLOCKWISE.value else mode or None
     row_layout = layout_of_cast(granularity, (dot_products, length))
 
     def cast(layout: ScaleLayout) -> Operand:
@@ -63,14 +65,18 @@ def _cast_groups(
         count = count_of_scales(rows, groups, hp.shape[0])
         scale_row = scale_rows(ends, groups, hp.shape[0], rows, hp.device)
         amax = _amaxes(hp, ends, groups, layout, scale_row)
-        quant, dequant, _ = computed_once(scaling.scales_of(amax, float8_dtype, power_of_2, block_mode))
+        amax = amax.to(hp.dtype) if mode else amax  # exact; see `scales_of`
+        scales = computed_once(scaling.scales_of(amax, float8_dtype, power_of_2, block_mode))
+        quant, dequant, _ = scales
+        factor, divisor_of = scaling.factor_of(scales, mode)
         shape = shape_of_scales(layout, groups, *hp.shape)
-        row_scales, of_row = scales_per_row(hp, quant, scale_row, columns)
+        row_scales, of_row = scales_per_row(hp, factor, scale_row, columns)
         if column and not (row and layout == row_layout) and torch.compiler.is_dynamo_compiling():
             # The transpose shares no node with row codes, so that the backward can compute its own (kernels/cast.py).
-            codes = cast_blocks_with_scale(hp.t(), row_scales.t(), float8_dtype, of_row.t(), True).t().contiguous()
+            turned = cast_blocks_with_scale(hp.t(), row_scales.t(), float8_dtype, of_row.t(), True, divisor_of)
+            codes = turned.t().contiguous()
         else:
-            codes = cast_blocks_with_scale(hp, row_scales, float8_dtype, of_row, True)
+            codes = cast_blocks_with_scale(hp, row_scales, float8_dtype, of_row, True, divisor_of)
         return Operand(codes, dequant[:count].view(shape), layout, quant[:count].view(shape))
 
     return cast_by_layout(cast, row, column, row_layout)
@@ -160,7 +166,10 @@ def _cpu_groups(
         return None
     power_of_2, granularity, *options = rest
     name, bounds = ScalingGranularity(granularity), bounds_of(ends, groups, hp.shape[0])
-    block_options = options if name is ScalingGranularity.BLOCKWISE else ()
+    if not has_kernel(options[2]):
+        return None
+    by_rule = options[2:] if options[2] else []
+    block_options = options if name is ScalingGranularity.BLOCKWISE else by_rule
     row_layout = layout_of_cast(granularity, options)
 
     def cast(layout: ScaleLayout) -> Operand:
@@ -223,7 +232,7 @@ def cast_groups(
     """
     if cast.is_disabled:
         return asked_for(Operand(hp), row, column)
-    granularity, options = cast.scaling_granularity.value, cast.block_options or (0, 0, "")
+    granularity, options = cast.scaling_granularity.value, (*(cast.block_size or (0, 0)), cast.mode)
     cast.known_layout("grouped matmuls")
     operands: Operands = _operation(hp, cast.float8_dtype, ends, groups, row, column, power_of_2, granularity, *options)
     return operands

@@ -89,7 +89,7 @@ def compute_whole_scales(shards: Sequence[Shard], weights: Sequence[ModuleWeight
 def rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, str | None]:
     """The last arguments of `scales_of_parts`: weights that share them have their scales computed at once."""
     weight = config.casts.weight
-    return weight.row.float8_dtype, weight.power_of_2, weight.row.e8m0_mode if weight.row.is_blockwise else None
+    return weight.row.float8_dtype, weight.power_of_2, weight.row.scales_mode
 
 
 def _local_amaxes(shards: Sequence[Shard], casts: Sequence[tuple[int, ScaleLayout]]) -> Tensor:

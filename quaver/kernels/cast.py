@@ -49,7 +49,8 @@ from quaver.kernels.operation import operation, returning_operands, triton_kerne
 from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
 from quaver.recipes.formats import E4M3
-from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout, layout_of_blocks
+from quaver.recipes.scale_layout import ALL, COLUMNWISE, ROWWISE, TENSORWISE, ScaleLayout, layout_of_blocks
+from quaver.recipes.scale_rules import has_kernel
 from quaver.runtime.compile_hints import apart
 from quaver.runtime.devices import is_cpu
 from quaver.runtime.phases import phase
@@ -62,28 +63,37 @@ _amax = phase("quaver::amax")(scaling.amax)
 # ---- dynamic scales --------------------------------------------------------------------------------------------------
 
 
-def _cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands:
-    """Quantize with the scale of the matrix's own amax."""
+def _cast_tensorwise(
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
+) -> Operands:
+    """Quantize with the scale of the matrix's own amax.
+
+    `mode`: a rule of recipes/scale_rules.py; "" for quaver's.
+    """
     cpu.check_memory(hp)
-    quant, dequant, _ = computed_once(scaling.scales_of(_amax(hp), float8_dtype, power_of_2))
+    scales = computed_once(scaling.scales_of(_amax(hp), float8_dtype, power_of_2, mode or None))
+    quant, dequant, _ = scales
+    factor, divisor_of = scaling.factor_of(scales, mode)
     if not (torch.compiler.is_dynamo_compiling() and column) or is_cpu(hp):
-        codes = scaling.cast_to_float8(hp, quant, float8_dtype, is_of_amax=True)
+        codes = scaling.cast_to_float8(hp, factor, float8_dtype, is_of_amax=True, divisor_of=divisor_of)
         return _laid_out(codes, quant, dequant, row, column)
     # Compiled code converts twice; see `apart`.
-    row_codes = cast_row_codes(hp, quant, float8_dtype, is_of_amax=True) if row else None
-    of_columns = quant if row_codes is None else apart(quant, row_codes)
-    column_codes = cast_column_codes(hp, of_columns, float8_dtype, is_of_amax=True)
+    row_codes = cast_row_codes(hp, factor, float8_dtype, True, divisor_of) if row else None
+    of_columns = factor if row_codes is None else apart(factor, row_codes)
+    column_codes = cast_column_codes(hp, of_columns, float8_dtype, True, divisor_of)
     return of_one_scale(row_codes, column_codes, quant, dequant)
 
 
-def cast_row_codes(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, is_of_amax: bool = False) -> Tensor:
+def cast_row_codes(
+    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, is_of_amax: bool = False, divisor_of: str = ""
+) -> Tensor:
     """`scaling.cast_to_float8` of a matrix, in the layout of row codes."""
-    codes = scaling.cast_to_float8(hp, quant_scale, float8_dtype, is_of_amax=is_of_amax)
+    codes = scaling.cast_to_float8(hp, quant_scale, float8_dtype, is_of_amax=is_of_amax, divisor_of=divisor_of)
     return codes if is_cpu(hp) else codes.contiguous()
 
 
 def cast_column_codes(
-    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, is_of_amax: bool = False
+    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, is_of_amax: bool = False, divisor_of: str = ""
 ) -> Tensor:
     """`scaling.cast_to_float8` of a matrix, in the layout of column codes.
 
@@ -91,9 +101,10 @@ def cast_column_codes(
     amax and the cast, the partitioner recomputes nothing in the backward that row codes read too, as hp in float32.
     """
     if is_cpu(hp) or not torch.compiler.is_dynamo_compiling():
-        codes = scaling.cast_to_float8(hp, quant_scale, float8_dtype, is_of_amax=is_of_amax)
+        codes = scaling.cast_to_float8(hp, quant_scale, float8_dtype, is_of_amax=is_of_amax, divisor_of=divisor_of)
         return codes if is_cpu(hp) else column_major(codes)
-    codes = scaling.cast_to_float8(hp.t(), quant_scale.t(), float8_dtype, is_of_amax=is_of_amax)
+    turned, scale = hp.t(), quant_scale.t()
+    codes = scaling.cast_to_float8(turned, scale, float8_dtype, is_of_amax=is_of_amax, divisor_of=divisor_of)
     return codes.contiguous().t()
 
 
@@ -102,19 +113,22 @@ def _transposed(codes: Tensor) -> Tensor:
     return codes.t().contiguous().t() if torch.compiler.is_dynamo_compiling() else column_major(codes)
 
 
-def _cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands:
+def _cast_rowwise(
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
+) -> Operands:
     """Quantize each row (for row codes) and each column (for column codes) with the scale of its amax.
 
-    Scales are float32 [R, 1] and [1, C].
+    Scales are float32 [R, 1] and [1, C]. `mode`: as for `cast_tensorwise`.
     """
     cpu.check_memory(hp)
     made: list[Operand | None] = []
     for dim, asked in ((1, row), (0, column)):
         if asked:
-            scales = scaling.scales_of(_amax(hp, dim), float8_dtype, power_of_2)
-            quant, dequant, _ = scales if dim else computed_once(scales)  # a kernel of rows computes theirs once
-            codes = (cast_row_codes if dim else cast_column_codes)(hp, quant, float8_dtype, is_of_amax=True)
-            made.append(Operand(codes, dequant, ROWWISE if dim else COLUMNWISE, quant))
+            scales = scaling.scales_of(_amax(hp, dim), float8_dtype, power_of_2, mode or None)
+            scales = scales if dim else computed_once(scales)  # a kernel of rows computes theirs once
+            factor, divisor_of = scaling.factor_of(scales, mode)
+            codes = (cast_row_codes if dim else cast_column_codes)(hp, factor, float8_dtype, True, divisor_of)
+            made.append(Operand(codes, scales.dequant, ROWWISE if dim else COLUMNWISE, scales.quant))
         else:
             made.append(None)
     return Operands(*made)
@@ -149,8 +163,8 @@ def _cast_blockwise(
     """Quantize blocks of `dot_products` x `length` with the scales of their own amaxes.
 
     Row blocks have `length` columns and scales [ceil(R / dot_products), ceil(C / length)], column blocks `length` rows
-    and scales [ceil(R / length), ceil(C / dot_products)]. Square blocks are one. `mode`: "" or a ScaleCalculationMode.
-    A dequant_scale lies as `has_scales_by_columns` says.
+    and scales [ceil(R / length), ceil(C / dot_products)]. Square blocks are one. `mode`: "", a ScaleCalculationMode or
+    a rule of recipes/scale_rules.py. A dequant_scale lies as `has_scales_by_columns` says.
     """
     cpu.check_memory(hp)
 
@@ -161,7 +175,9 @@ def _cast_blockwise(
         dequant = dequant.t().contiguous() if by_columns else dequant
         quant, dequant, _ = computed_once(scaling.Scales(quant, dequant))
         dequant = dequant.t() if by_columns else dequant
-        return Operand(scaling.cast_blocks(hp, quant, float8_dtype, layout, True), dequant, layout, quant, outer)
+        factor, divisor_of = scaling.factor_of(scaling.Scales(quant, dequant), mode)
+        codes = scaling.cast_blocks(hp, factor, float8_dtype, layout, True, divisor_of)
+        return Operand(codes, dequant, layout, quant, outer)
 
     made = cast_by_layout(cast, row, column, layout_of_blocks(float8_dtype, dot_products, length))
     if is_cpu(hp) or made.column is None:
@@ -177,12 +193,19 @@ def _cpu_blockwise(
 
     def cast(layout: ScaleLayout) -> Operand:
         amax: Any = cpu.block_amax(hp, layout)
-        quant, dequant, _ = scaling.scales_of(amax, float8_dtype, power_of_2, mode)
-        codes: Any = cpu.cast_with_scale(hp, quant, float8_dtype, layout)
-        return Operand(codes, dequant, layout, quant)
+        return _cpu_by_scales(hp, scaling.scales_of(amax, float8_dtype, power_of_2, mode), float8_dtype, layout, mode)
 
     layout = layout_of_blocks(float8_dtype, dot_products, length)
-    return cast_by_layout(cast, row, column, layout) if cpu.takes(hp, float8_dtype) else None
+    takes = cpu.takes(hp, float8_dtype) and has_kernel(mode)
+    return cast_by_layout(cast, row, column, layout) if takes else None
+
+
+def _cpu_by_scales(
+    hp: Tensor, scales: scaling.Scales, float8_dtype: torch.dtype, layout: ScaleLayout, mode: str
+) -> Operand:
+    factor, divisor_of = scaling.factor_of(scales, mode)
+    codes: Any = cpu.cast_with_scale(hp, factor, float8_dtype, layout, divides=bool(divisor_of))
+    return Operand(codes, scales.dequant, layout, scales.quant)
 
 
 def _fake_blockwise(
@@ -231,14 +254,34 @@ def row_major(codes: Tensor) -> Tensor:
 
 
 def _cpu_tensorwise(
-    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
 ) -> Operands | None:
+    if mode:
+        return _cpu_by_rule(hp, float8_dtype, row, column, TENSORWISE, mode)
     made = cpu.dynamic_cast(hp, float8_dtype, power_of_2=power_of_2)
     return None if made is None else asked_for(Operand(made[0], made[2], TENSORWISE, made[1]), row, column)
 
 
-def _cpu_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands | None:
+def _cpu_by_rule(
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, row_layout: ScaleLayout, mode: str
+) -> Operands | None:
+    """PyTorch finds amaxes and scales, C casts with them."""
+    if not (cpu.takes(hp, float8_dtype) and has_kernel(mode)):
+        return None
+
+    def cast(layout: ScaleLayout) -> Operand:
+        amax = _amax(hp, None if layout.is_tensorwise else layout.index(ALL))
+        return _cpu_by_scales(hp, scaling.scales_of(amax, float8_dtype, False, mode), float8_dtype, layout, mode)
+
+    return cast_by_layout(cast, row, column, row_layout)
+
+
+def _cpu_rowwise(
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
+) -> Operands | None:
     made: Any
+    if mode:
+        return _cpu_by_rule(hp, float8_dtype, row, column, ROWWISE, mode)
     if row and column:
         made = cpu.dynamic_cast_axes(hp, float8_dtype, power_of_2=power_of_2)
         return None if made is None else unflattened(made, row, column, ROWWISE)
@@ -247,14 +290,14 @@ def _cpu_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool,
     return None if made is None else asked_for(Operand(made[0], made[2], layout, made[1]), row, column)
 
 
-def _fake_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool) -> Operands:
+def _fake_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, __: str = "") -> Operands:
     """Shapes only: computing scales on fake tensors takes a sixth of the time of a compilation."""
     scaling.check_hp(hp)
     quant, dequant = (hp.new_empty((), dtype=torch.float32) for _ in range(2))
     return _laid_out(torch.empty_like(hp, dtype=float8_dtype), quant, dequant, row, column)
 
 
-def _fake_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool) -> Operands:
+def _fake_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, _: bool, __: str = "") -> Operands:
     scaling.check_hp(hp)
     rows, columns = hp.shape
 
@@ -301,16 +344,19 @@ CASTS = {
     ScalingGranularity.ROWWISE: cast_rowwise,
     ScalingGranularity.BLOCKWISE: cast_blockwise,
 }
-"""(hp, float8_dtype, row, column, power_of_2, *block_options) -> `Operands`."""
+"""(hp, float8_dtype, row, column, power_of_2, *`CastConfig.options`) -> `Operands`."""
 
 
 _ROWS_OF_A_RUN = 8
 
 
-def _stored_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands:
-    quant, dequant, _ = scaling.scales_of(_amax(_by_rows(hp)), float8_dtype, power_of_2)
-    row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, quant, quant)
-    return of_one_scale(row_codes, column_codes, quant, dequant)
+def _stored_tensorwise(
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
+) -> Operands:
+    scales = scaling.scales_of(_amax(_by_rows(hp)), float8_dtype, power_of_2, mode or None)
+    factor, divisor_of = scaling.factor_of(scales, mode)
+    row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, factor, factor, divisor_of)
+    return of_one_scale(row_codes, column_codes, scales.quant, scales.dequant)
 
 
 def _by_rows(hp: Tensor) -> Tensor:
@@ -344,13 +390,18 @@ it computes the matrix.
 
 
 def _cast_with_scale(
-    hp: Tensor, float8_dtype: torch.dtype, row_scale: Tensor | None, column_scale: Tensor | None
+    hp: Tensor,
+    float8_dtype: torch.dtype,
+    row_scale: Tensor | None,
+    column_scale: Tensor | None,
+    divisor_of: str = "",
 ) -> tuple[Tensor | None, Tensor | None]:
     """Quantize with scales that are known.
 
     Args:
         row_scale: float32 () or [R, 1], the quant_scale of the row codes; None for no row codes.
         column_scale: float32 () or [1, C], that of the column codes; None for no column codes.
+        divisor_of: as for `scaling.cast_to_float8`.
     Returns:
         Row codes, column codes.
     Raises:
@@ -360,22 +411,28 @@ def _cast_with_scale(
     cpu.check_memory(hp, row_scale, column_scale)
     row_codes = column_codes = None
     if row_scale is not None:
-        row_codes = cast_row_codes(hp, row_scale, float8_dtype)
+        row_codes = cast_row_codes(hp, row_scale, float8_dtype, False, divisor_of)
     if column_scale is not None:
         column_scale = column_scale if row_codes is None else apart(column_scale.clone(), row_codes)
-        column_codes = cast_column_codes(hp, column_scale, float8_dtype)
+        column_codes = cast_column_codes(hp, column_scale, float8_dtype, False, divisor_of)
     return row_codes, column_codes
 
 
 def _cpu_with_scale(
-    hp: Tensor, float8_dtype: torch.dtype, row_scale: Tensor | None, column_scale: Tensor | None
+    hp: Tensor,
+    float8_dtype: torch.dtype,
+    row_scale: Tensor | None,
+    column_scale: Tensor | None,
+    divisor_of: str = "",
 ) -> tuple[Tensor | None, ...] | None:
     made: list[Tensor | None] = []
+    if not has_kernel(divisor_of):
+        return None
     for scale in (row_scale, column_scale):
         if scale is not None and not scale.is_contiguous():
             cpu.check_memory(scale)
             scale = scale.contiguous()
-        made.append(None if scale is None else cpu.cast_with_scale(hp, scale, float8_dtype))
+        made.append(None if scale is None else cpu.cast_with_scale(hp, scale, float8_dtype, divides=bool(divisor_of)))
         if scale is not None and made[-1] is None:
             return None
     return tuple(made)

@@ -251,15 +251,24 @@ def dynamic_cast_axes(
 
 
 def cast_with_scale(
-    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, layout: ScaleLayout = TENSORWISE
+    hp: Tensor,
+    quant_scale: Tensor,
+    float8_dtype: torch.dtype,
+    layout: ScaleLayout = TENSORWISE,
+    *,
+    divides: bool = False,
 ) -> Tensor | None:
-    """Cast `hp` [rows, columns] with a scale of `layout`, of rows or of columns, saturating; NaN stays NaN."""
+    """Cast `hp` [rows, columns] with a scale of `layout`, of rows or of columns, saturating; NaN stays NaN.
+
+    `divides`: divide by the scale.
+    """
     codes = _new_codes(hp, float8_dtype)
     if codes is None:
         return None
     granularity = _granularity_of(quant_scale, layout, *hp.shape)
     addresses = hp.data_ptr(), codes.data_ptr(), quant_scale.data_ptr()
-    _call(extension.cast_with_scale, hp.dtype, codes, *addresses, **granularity)
+    entry = extension.cast_by_divisor if divides else extension.cast_with_scale
+    _call(entry, hp.dtype, codes, *addresses, **granularity)
     return codes
 
 

@@ -115,7 +115,8 @@ def operation(
 
 
 def _argument(parameter: inspect.Parameter) -> str:
-    default = "" if parameter.default is inspect.Parameter.empty else f"={parameter.default}"
+    given = '""' if parameter.default == "" else parameter.default
+    default = "" if parameter.default is inspect.Parameter.empty else f"={given}"
     return f"{_SCHEMA_TYPES.get(parameter.annotation, parameter.annotation)} {parameter.name}{default}"
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quaver.recipes.formats import HP_DTYPES, format_of
+from quaver.recipes.scale_rules import RULES, float32, has_kernel, rule_of
 from quaver.recipes.scaling import EPS, PLAIN_TYPES, bits_of
 from quaver.runtime.devices import compute_capability
 
@@ -79,12 +80,14 @@ def accepts(takes: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callab
     return decorate
 
 
-def takes(hp: Tensor, float8_dtype: torch.dtype, *_: object) -> bool:
+def takes(hp: Tensor, float8_dtype: torch.dtype, *options: object) -> bool:
     """Whether the casts take `hp` [R, C] to `float8_dtype`: plain, contiguous, not empty, on a GPU of sm_90 or newer.
 
-    Under TRITON_INTERPRET: such a tensor on the CPU.
+    Under TRITON_INTERPRET: such a tensor on the CPU. Of the rules in scale_rules.py, which is the last argument where
+    it is a name, those that compute in float32 alone.
     """
-    return float8_dtype in FLOAT8_DTYPES and takes_matrix(hp)
+    mode = options[-1] if options and isinstance(options[-1], str) else ""
+    return float8_dtype in FLOAT8_DTYPES and takes_matrix(hp) and not (mode and not has_kernel(mode))
 
 
 def takes_matrix(hp: Tensor, *_: object) -> bool:
@@ -169,18 +172,33 @@ class Cast(NamedTuple):
     max_bits: int
     largest_exponent: int
     """The largest exponent of a quant_scale that is a power of two."""
+    by_rule: bool
+    """Whether scales are of a rule of scale_rules.py, which the rest describes."""
+    inverse_max: float
+    form: str
+    smallest_amax: float
+    smallest_scale: float
+    has_zero: bool
+    quant_of_zero: float
+    dequant_of_zero: float
+    rounds_up: bool
+    divides: bool
 
 
 @functools.cache
-def cast_to(float8_dtype: torch.dtype, power_of_2: bool = False) -> Cast:
-    """The constants of a cast to `float8_dtype`."""
+def cast_to(float8_dtype: torch.dtype, power_of_2: bool = False, mode: str = "") -> Cast:
+    """The constants of a cast to `float8_dtype`; `mode` may be a rule of scale_rules.py."""
     fmt = format_of(float8_dtype)
     pair = f"cvt.rn.satfinite.{'e4m3' if fmt.dtype is torch.float8_e4m3fn else 'e5m2'}x2.f32"
     statements = ".reg .b16 low, high;", f"{pair} low, $2, $1;", f"{pair} high, $4, $3;", "mov.b32 $0, {low, high};"
     conversion = "\n".join(("{", *statements, "}"))
     limits = fmt.max, fmt.max / EPS, fmt.saturates_above
     exponents = bits_of(fmt.max), math.frexp(fmt.max / EPS)[1] - 1
-    return Cast(TRITON_FLOAT8[float8_dtype], conversion, *limits, power_of_2, *exponents)
+    rule, by_rule = rule_of(mode), mode in RULES
+    floors = rule.smallest_amax, rule.smallest_scale
+    of_zero = rule.of_zero is not None, *(rule.of_zero or (0.0, 0.0))
+    constants = by_rule, float32(1 / fmt.max), rule.form, *floors, *of_zero, rule.rounds_up, rule.divides
+    return Cast(TRITON_FLOAT8[float8_dtype], conversion, *limits, power_of_2, *exponents, *constants)
 
 
 @jit
@@ -255,6 +273,42 @@ def to_dequant_scale(quant: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
 
 
 @jit
+def scales_of_amax(amax: tl.tensor, CAST: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """`quaver.recipes.scaling.scales_of` of float32 numbers; without a rule the quant_scales twice."""
+    if not CAST.by_rule:
+        quant = to_quant_scale(amax, CAST)
+        return quant, quant
+    known = tl.where(amax < CAST.smallest_amax, CAST.smallest_amax, amax)
+    if CAST.form == "reciprocal":
+        quant = tl.div_rn(1.0, known) * CAST.max
+        dequant = tl.div_rn(1.0, quant)
+    elif CAST.form == "amax":
+        quant = tl.div_rn(CAST.max, known)
+        dequant = known * CAST.inverse_max
+    else:
+        dequant = tl.div_rn(known, CAST.max)
+        dequant = tl.where(dequant < CAST.smallest_scale, CAST.smallest_scale, dequant)
+        quant = tl.div_rn(1.0, dequant)
+    if CAST.rounds_up:
+        dequant = tl.where(dequant < CAST.smallest_scale, CAST.smallest_scale, dequant)
+        rounded = (dequant.to(tl.int32, bitcast=True) + 0x7FFFFF) & -(1 << 23)
+        dequant = tl.where(dequant < float("inf"), rounded.to(tl.float32, bitcast=True), dequant)
+        quant = tl.div_rn(1.0, dequant)
+    if CAST.has_zero:
+        quant = tl.where(amax == 0, CAST.quant_of_zero, quant)
+        dequant = tl.where(amax == 0, CAST.dequant_of_zero, dequant)
+    return quant, dequant
+
+
+@jit
+def scaled(hp: tl.tensor, quant: tl.tensor, dequant: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
+    """What `to_float8` takes, of `scales_of_amax`."""
+    if CAST.divides:
+        return tl.div_rn(hp, tl.broadcast_to(dequant, hp.shape))
+    return hp * quant
+
+
+@jit
 def nan_for_inf(hp: tl.tensor) -> tl.tensor:
     """hp (float32) with NaN for inf, which a scale that is not of hp's own amax would not carry.
 
@@ -264,10 +318,17 @@ def nan_for_inf(hp: tl.tensor) -> tl.tensor:
 
 
 @jit
-def store_scales(quant_ptr: tl.tensor, dequant_ptr: tl.tensor, quant: tl.tensor, mask: tl.tensor) -> None:
-    """Write quant_scales, and `quaver.recipes.scaling.to_dequant_scale` of them."""
+def store_scales(
+    quant_ptr: tl.tensor,
+    dequant_ptr: tl.tensor,
+    quant: tl.tensor,
+    dequant: tl.tensor,
+    mask: tl.tensor,
+    CAST: tl.constexpr,
+) -> None:
+    """Write what `scales_of_amax` made; without a rule the dequant_scales are computed here."""
     tl.store(quant_ptr, quant, mask=mask)
-    tl.store(dequant_ptr, tl.div_rn(1.0, quant), mask=mask)
+    tl.store(dequant_ptr, dequant if CAST.by_rule else tl.div_rn(1.0, quant), mask=mask)
 
 
 @jit

@@ -31,6 +31,7 @@ from torch import Tensor
 from quaver.kernels.operands import Operand, Operands, asked_for, of_one_scale, unflattened
 from quaver.kernels.triton_amax import amax, amax_by_dim, amax_unless_known, group_amax
 from quaver.kernels.triton_blocks import (
+    Cast,
     Codes,
     Tile,
     accepts,
@@ -46,6 +47,8 @@ from quaver.kernels.triton_blocks import (
     load_tile,
     magnitude_bits,
     nan_for_inf,
+    scaled,
+    scales_of_amax,
     spread,
     store_column_codes,
     store_row_codes,
@@ -53,7 +56,6 @@ from quaver.kernels.triton_blocks import (
     takes,
     tile_for,
     to_float8,
-    to_quant_scale,
     widen,
 )
 from quaver.kernels.triton_cast_blocks import cast_blockwise
@@ -86,13 +88,16 @@ WIDEST_ROW = 32768
 
 
 @accepts(takes)
-def cast_tensorwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands:
+def cast_tensorwise(
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
+) -> Operands:
     """`quaver.recipes.scaling.dynamic_cast` of an `hp` [R, C], with one scale.
 
     Returns:
         Operands whose scales are float32 ().
     """
-    row_codes, quant, dequant, column_codes, _ = _cast_with_one_scale(hp, float8_dtype, row, column, power_of_2, None)
+    cast = cast_to(float8_dtype, power_of_2, mode)
+    row_codes, quant, dequant, column_codes, _ = _cast_with_one_scale(hp, float8_dtype, row, column, cast, None)
     return of_one_scale(row_codes, column_codes, quant, dequant)
 
 
@@ -108,44 +113,50 @@ def cast_with_persistent_scale(
         Row codes, their quant_scale and dequant_scale, float32 (), and column codes, None for codes that were not asked
         for; and float32 [2]: the amax of hp, and how many elements saturated.
     """
-    return _cast_with_one_scale(hp, float8_dtype, row, column, power_of_2, quant_scale)
+    return _cast_with_one_scale(hp, float8_dtype, row, column, cast_to(float8_dtype, power_of_2), quant_scale)
 
 
 def _cast_with_one_scale(
-    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor | None
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, cast: Cast, quant_scale: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor]:
     """`cast_with_persistent_scale`; with None for the scale, a dynamic one, and nothing but the amax is observed."""
     observed = amax_unless_known(hp, quant_scale)
     row_codes, column_codes = empty_codes(hp, float8_dtype, row, column)
     quant, dequant = (hp.new_empty((), dtype=torch.float32) for _ in range(2))
-    tile, cast = tile_for(hp, column_codes=column), cast_to(float8_dtype, power_of_2)
+    tile = tile_for(hp, column_codes=column)
     tensors = (row_codes, column_codes, quant_scale, observed, quant, dequant)
     launch(_cast_tensorwise, hp, tile, *tensors, CAST=cast)
     return row_codes, quant, dequant, column_codes, observed
 
 
 @accepts(takes)
-def cast_rowwise(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool) -> Operands:
+def cast_rowwise(
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
+) -> Operands:
     """`quaver.recipes.scaling.dynamic_cast` of an `hp` [R, C], along dim 1 and along dim 0.
 
     Returns:
         Operands whose scales are float32 [R, 1] and [1, C].
     """
+    cast = cast_to(float8_dtype, power_of_2, mode)
     if not column and hp.shape[1] <= WIDEST_ROW:
         codes = torch.empty_like(hp, dtype=float8_dtype)
         quant, dequant = (hp.new_empty(hp.shape[0], 1, dtype=torch.float32) for _ in range(2))
-        tile, cast = tile_of_whole_rows(hp.shape[1]), cast_to(float8_dtype, power_of_2)
-        launch(_cast_whole_rows, hp, tile, codes, quant, dequant, CAST=cast)
+        launch(_cast_whole_rows, hp, tile_of_whole_rows(hp.shape[1]), codes, quant, dequant, CAST=cast)
         return asked_for(Operand(codes, dequant, ROWWISE, quant), row, column)
     row_amax, column_amax = amax_by_dim(hp, rows=row, columns=column)
     row_scales, column_scales = _empty_scales(row_amax), _empty_scales(column_amax)
-    row_codes, column_codes = _cast_by_dim(hp, float8_dtype, row_scales, column_scales, power_of_2)
+    row_codes, column_codes = _cast_by_dim(hp, float8_dtype, row_scales, column_scales, cast)
     return unflattened((row_codes, *row_scales[1:], column_codes, *column_scales[1:]), row, column, ROWWISE)
 
 
 @accepts(takes)
 def cast_with_scale(
-    hp: Tensor, float8_dtype: torch.dtype, row_scale: Tensor | None, column_scale: Tensor | None
+    hp: Tensor,
+    float8_dtype: torch.dtype,
+    row_scale: Tensor | None,
+    column_scale: Tensor | None,
+    divisor_of: str = "",
 ) -> Codes:
     """`quaver.recipes.scaling.cast_to_float8` of an `hp` [R, C].
 
@@ -157,16 +168,16 @@ def cast_with_scale(
     """
     row_scales = (None if row_scale is None else row_scale.expand(hp.shape[0], 1), None, None)
     column_scales = (None if column_scale is None else column_scale.expand(1, hp.shape[1]), None, None)
-    return _cast_by_dim(hp, float8_dtype, row_scales, column_scales, power_of_2=False)
+    return _cast_by_dim(hp, float8_dtype, row_scales, column_scales, cast_to(float8_dtype, mode=divisor_of))
 
 
 def _cast_by_dim(
-    hp: Tensor, float8_dtype: torch.dtype, row_scales: ScaleBuffers, column_scales: ScaleBuffers, power_of_2: bool
+    hp: Tensor, float8_dtype: torch.dtype, row_scales: ScaleBuffers, column_scales: ScaleBuffers, cast: Cast
 ) -> Codes:
     of_rows, of_columns = row_scales[0], column_scales[0]
     codes = empty_codes(hp, float8_dtype, of_rows is not None, of_columns is not None)
     strides = (0 if of_rows is None else of_rows.stride(0), 0 if of_columns is None else of_columns.stride(1))
-    tile, cast = tile_for(hp, column_codes=of_columns is not None), cast_to(float8_dtype, power_of_2)
+    tile = tile_for(hp, column_codes=of_columns is not None)
     launch(_cast_rowwise, hp, tile, *codes, *row_scales, *column_scales, *strides, CAST=cast)
     return codes
 
@@ -201,12 +212,13 @@ def _cast_tensorwise(
     hp, r, c = load_bits(hp_ptr, tile, rows, columns, TILE)
     recorded = tl.load(as_bits(observed_ptr))
     quant = 0.0 if quant_scale_ptr is None else tl.load(quant_scale_ptr)
+    dequant = quant
     if not (quant > 0):
-        quant = to_quant_scale(recorded.to(tl.float32, bitcast=True), CAST)
+        quant, dequant = scales_of_amax(recorded.to(tl.float32, bitcast=True), CAST)
     if tile == 0:
-        store_scales(quant_ptr, dequant_ptr, quant, None)
+        store_scales(quant_ptr, dequant_ptr, quant, dequant, None, CAST)
     if quant_scale_ptr is None:
-        scaled = widen(hp) * quant
+        product = scaled(widen(hp), quant, dequant, CAST)
     else:
         bits = largest_magnitude_bits(hp)
         tl.atomic_max(as_bits(observed_ptr), bits, mask=bits > recorded, sem="relaxed")
@@ -215,8 +227,8 @@ def _cast_tensorwise(
         if not (bits.to(tl.float32, bitcast=True) * quant <= CAST.saturates_above):
             count = tl.sum((tl.abs(nan_for_inf(widen(hp)) * quant) > CAST.saturates_above).to(tl.int32))
             tl.atomic_add(observed_ptr + 1, count.to(tl.float32), mask=count > 0, sem="relaxed")
-        scaled = nan_for_inf(widen(as_if_new(hp))) * quant
-    codes = to_float8(scaled, CAST)
+        product = nan_for_inf(widen(as_if_new(hp))) * quant
+    codes = to_float8(product, CAST)
     if row_codes_ptr is not None:
         store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
     if column_codes_ptr is not None:
@@ -247,19 +259,21 @@ def _cast_rowwise(
     if row_quant_ptr is None and column_quant_ptr is None:
         hp = nan_for_inf(hp)
     if row_codes_ptr is not None:
-        quant = _quant_scales(
+        quant, dequant = _scales_along(
             row_scales_ptr, row_quant_ptr, row_dequant_ptr, r, rows, row_stride, tile % across == 0, CAST
         )
-        store_row_codes(row_codes_ptr, to_float8(hp * quant[:, None], CAST), r, c, rows, columns)
+        codes = to_float8(scaled(hp, quant[:, None], dequant[:, None], CAST), CAST)
+        store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
     if column_codes_ptr is not None:
-        quant = _quant_scales(
+        quant, dequant = _scales_along(
             column_scales_ptr, column_quant_ptr, column_dequant_ptr, c, columns, column_stride, tile < across, CAST
         )
-        store_column_codes(column_codes_ptr, to_float8(hp * quant[None, :], CAST), tile, c, rows, columns, TILE)
+        codes = to_float8(scaled(hp, quant[None, :], dequant[None, :], CAST), CAST)
+        store_column_codes(column_codes_ptr, codes, tile, c, rows, columns, TILE)
 
 
 @jit
-def _quant_scales(
+def _scales_along(
     scales_ptr: tl.tensor,
     quant_ptr: tl.tensor,
     dequant_ptr: tl.tensor,
@@ -268,14 +282,15 @@ def _quant_scales(
     stride: tl.tensor,
     stores: tl.tensor,
     CAST: tl.constexpr,
-) -> tl.tensor:
-    """The quant_scales of rows or columns i: given, where quant_ptr is None; else made from amaxes, and stored."""
-    scales = tl.load(scales_ptr + i * stride, mask=i < end, other=1.0)
+) -> tuple[tl.tensor, tl.tensor]:
+    """The `scales_of_amax` of rows or columns i, stored; where quant_ptr is None the given scales, twice."""
+    quant = tl.load(scales_ptr + i * stride, mask=i < end, other=1.0)
+    dequant = quant
     if quant_ptr is not None:
-        scales = to_quant_scale(scales, CAST)
+        quant, dequant = scales_of_amax(quant, CAST)
         if stores:
-            store_scales(quant_ptr + i, dequant_ptr + i, scales, i < end)
-    return scales
+            store_scales(quant_ptr + i, dequant_ptr + i, quant, dequant, i < end, CAST)
+    return quant, dequant
 
 
 @jit
@@ -294,6 +309,7 @@ def _cast_whole_rows(
     positions, mask = r[:, None] * columns + c[None, :], inside(r, rows, c, columns)
     hp = widen(tl.load(hp_ptr + positions, mask=mask, other=0.0))
     amax = tl.max(magnitude_bits(hp), 1).to(tl.float32, bitcast=True)
-    quant = to_quant_scale(amax, CAST)
-    store_scales(quant_ptr + r, dequant_ptr + r, quant, r < rows)
-    tl.store(codes_ptr + positions, to_float8(hp * quant[:, None], CAST), mask=mask)
+    quant, dequant = scales_of_amax(amax, CAST)
+    store_scales(quant_ptr + r, dequant_ptr + r, quant, dequant, r < rows, CAST)
+    codes = to_float8(scaled(hp, quant[:, None], dequant[:, None], CAST), CAST)
+    tl.store(codes_ptr + positions, codes, mask=mask)

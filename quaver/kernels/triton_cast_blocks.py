@@ -30,6 +30,8 @@ from quaver.kernels.triton_blocks import (
     load_bits,
     load_tile,
     magnitude_bits,
+    scaled,
+    scales_of_amax,
     store_column_codes,
     store_row_codes,
     takes,
@@ -39,6 +41,7 @@ from quaver.kernels.triton_blocks import (
     widen,
 )
 from quaver.recipes.scale_layout import ScaleLayout
+from quaver.recipes.scale_rules import RULES
 from quaver.recipes.scaling import e8m0_offset
 
 try:
@@ -55,6 +58,11 @@ class Blocks(NamedTuple):
     is_e8m0: bool
     offset: int
     """`e8m0_offset` of E8M0."""
+
+
+def _blocks(rows: int, columns: int, float8_dtype: torch.dtype, mode: str) -> Blocks:
+    is_e8m0 = bool(mode) and mode not in RULES
+    return Blocks(rows, columns, is_e8m0, e8m0_offset(float8_dtype, mode) if is_e8m0 else 0)
 
 
 @accepts(takes)
@@ -108,8 +116,8 @@ def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: 
     row_scales, column_scales = empty_block_scales(hp, layout, True), empty_block_scales(hp, layout.t(), False)
     columns = max(length, 128)
     tile = _tile(length, columns, length * columns // 2048, hp.element_size() * 4)
-    cast = cast_to(float8_dtype, power_of_2)
-    blocks = Blocks(length, length, bool(mode), e8m0_offset(float8_dtype, mode))
+    cast = cast_to(float8_dtype, power_of_2, mode)
+    blocks = _blocks(length, length, float8_dtype, mode)
     results = row_codes, *row_scales, column_codes, *column_scales
     registers = 128 if tile.warps == 8 else None
     launch(_cast_rows_and_columns, hp, tile, *results, CAST=cast, BLOCKS=blocks, maxnreg=registers)
@@ -130,8 +138,8 @@ def _cast(
     quant, dequant = empty_block_scales(hp, layout, has_scales_by_columns(layout, row))
     rows, columns = (max(size, 32) for size in layout[:2])
     rows_of_thread = hp.element_size() * 2 if column else 1
-    tile, cast = _tile(rows, columns, rows * columns // 1024, rows_of_thread), cast_to(float8_dtype, power_of_2)
-    blocks = Blocks(*layout[:2], bool(mode), e8m0_offset(float8_dtype, mode))
+    tile, cast = _tile(rows, columns, rows * columns // 1024, rows_of_thread), cast_to(float8_dtype, power_of_2, mode)
+    blocks = _blocks(*layout[:2], float8_dtype, mode)
     launch(_cast_blocks, hp, tile, *codes, quant, dequant, *dequant.stride(), CAST=cast, BLOCKS=blocks)
     return of_one_scale(*codes, quant, dequant, layout)
 
@@ -158,8 +166,10 @@ def _cast_blocks(
     hp, r, c = load_tile(hp_ptr, tl.program_id(0), rows, columns, TILE)
     magnitudes = tl.reshape(magnitude_bits(hp), [DOWN, BLOCKS.rows, ACROSS, BLOCKS.columns])
     quant, dequant = _scales_of(tl.max(tl.max(magnitudes, 3), 1), CAST, BLOCKS)
-    element_scales = tl.broadcast_to(quant[:, None, :, None], [DOWN, BLOCKS.rows, ACROSS, BLOCKS.columns])
-    codes = to_float8(hp * tl.reshape(element_scales, [TILE.rows, TILE.columns]), CAST)
+    factor = dequant if CAST.divides else quant
+    element_scales = tl.broadcast_to(factor[:, None, :, None], [DOWN, BLOCKS.rows, ACROSS, BLOCKS.columns])
+    element_scales = tl.reshape(element_scales, [TILE.rows, TILE.columns])
+    codes = to_float8(scaled(hp, element_scales, element_scales, CAST), CAST)
     if row_codes_ptr is not None:
         store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
     if column_codes_ptr is not None:
@@ -200,15 +210,17 @@ def _cast_rows_and_columns(
     mask = inside(r, rows, j, across)
     tl.store(row_quant_ptr + r[:, None] * across + j[None, :], quant, mask=mask)
     tl.store(row_dequant_ptr + j[None, :] * rows + r[:, None], dequant, mask=mask)
-    element_scales = tl.broadcast_to(quant[:, :, None], [TILE.rows, ACROSS, BLOCKS.columns])
+    factor = dequant if CAST.divides else quant
+    element_scales = tl.broadcast_to(factor[:, :, None], [TILE.rows, ACROSS, BLOCKS.columns])
+    element_scales = tl.reshape(element_scales, [TILE.rows, TILE.columns])
     hp = as_if_new(hp)
-    codes = to_float8(widen(hp) * tl.reshape(element_scales, [TILE.rows, TILE.columns]), CAST)
+    codes = to_float8(scaled(widen(hp), element_scales, element_scales, CAST), CAST)
     store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
     hp = as_if_new(hp)
     quant, dequant = _scales_of(largest_magnitude_bits(hp, 0), CAST, BLOCKS)
     tl.store(column_quant_ptr + tile_r * columns + c, quant, mask=c < columns)
     tl.store(column_dequant_ptr + tile_r * columns + c, dequant, mask=c < columns)
-    codes = to_float8(widen(as_if_new(hp)) * quant[None, :], CAST)
+    codes = to_float8(scaled(widen(as_if_new(hp)), quant[None, :], dequant[None, :], CAST), CAST)
     store_column_codes(column_codes_ptr, codes, tl.program_id(0), c, rows, columns, TILE)
 
 
@@ -221,6 +233,8 @@ def _scales_of(bits: tl.tensor, CAST: tl.constexpr, BLOCKS: tl.constexpr) -> tup
         nan_or_0 = amax * 0.0
         quant = ((254 << 23) - exponent).to(tl.float32, bitcast=True) + nan_or_0
         dequant = tl.maximum(exponent, 1 << 22).to(tl.float32, bitcast=True) + nan_or_0
+    elif CAST.by_rule:
+        quant, dequant = scales_of_amax(amax, CAST)
     else:
         quant = tl.where(bits == 0, 1.0, to_quant_scale(amax, CAST))
         dequant = to_dequant_scale(quant, CAST)

@@ -44,7 +44,7 @@ from quaver.kernels.persistent_cast import cast_with_persistent_scale
 from quaver.recipes.config import CastConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import TENSORWISE
-from quaver.recipes.scaling import PersistentScale, Scales, to_dequant_scale
+from quaver.recipes.scaling import PersistentScale, Scales, factor_of, to_dequant_scale
 from quaver.runtime.devices import is_cpu
 
 
@@ -93,25 +93,29 @@ class Quantizer:
         float8_dtype, power_of_2 = cast.float8_dtype, self.casts.power_of_2
         if cast.is_tensorwise and scales is not None:
             quant, dequant, _ = scales
+            factor, divisor_of = factor_of(scales, cast.mode)
             if is_cpu(hp):  # one set of codes serves both
-                codes, _ = cast_with_scale(hp, float8_dtype, quant, None)
+                codes, _ = cast_with_scale(hp, float8_dtype, factor, None, divisor_of)
                 return asked_for(Operand(codes, dequant, TENSORWISE, quant), row, column)
-            codes = cast_with_scale(hp, float8_dtype, quant if row else None, quant if column else None)
+            asked = factor if row else None, factor if column else None
+            codes = cast_with_scale(hp, float8_dtype, *asked, divisor_of)
             return of_one_scale(codes[0] if row else None, codes[1] if column else None, quant, dequant)
         if cast.is_persistent and self.scale is not None:
             return cast_with_persistent_scale(hp, self.scale, float8_dtype, row, column, power_of_2)
         is_weight = cast.is_blockwise and not cast.has_two_casts  # square blocks are of weights, which lie in memory
         casts = CASTS_OF_STORED if is_weight and torch.compiler.is_dynamo_compiling() and not is_cpu(hp) else CASTS
-        return casts[cast.scaling_granularity](hp, float8_dtype, row, column, power_of_2, *cast.block_options)
+        return casts[cast.scaling_granularity](hp, float8_dtype, row, column, power_of_2, *cast.options)
 
     def scales_for(self, cast: CastConfig, operands: Operands) -> Scales | None:
         """The scales of a matrix that was quantized, for a `cast` of it with one scale, without another read.
 
         None for another cast, and where they do not follow. After a row-wise cast it is the smallest quant_scale: a
         scale falls with its amax, rounding included, and is NaN where an amax is. Not for blocks: one kernel finds
-        their scales and casts.
+        their scales and casts; nor from one rule of scales to another.
         """
-        operand = operands.row or operands.column
+        operand, casts = operands.row or operands.column, self.casts
+        if not casts.is_one and (casts.row.scale_rule or casts.column.scale_rule):
+            return None
         if operand is None or operand.quant_scale is None or operand.dequant_scale is None:
             return None
         if not cast.is_tensorwise:
@@ -143,7 +147,7 @@ class StoredQuantizer(Quantizer):
         if cast.is_persistent and self.scale is not None:
             dtype, power_of_2 = cast.float8_dtype, self.casts.power_of_2
             return cast_with_persistent_scale(hp, self.scale, dtype, row, column, power_of_2, True)
-        return by_operation(hp, cast.float8_dtype, row, column, self.casts.power_of_2, *cast.block_options)
+        return by_operation(hp, cast.float8_dtype, row, column, self.casts.power_of_2, *cast.options)
 
 
 def as_matrix(hp: Tensor) -> Tensor:

@@ -110,10 +110,11 @@ class TokenDispatch:
         experts = self._all_ends.shape[0]
         expert = group_of_rows(self._all_ends, experts, hp.shape[0], hp.device)[0]
         amax = max_over_ranks(amax_of_scale_rows(hp, expert, experts, ALL), self._group)
-        quant, dequant, _ = scaling.scales_of(amax, cast.float8_dtype, power_of_2)
-        codes = cast_with_scale(hp, cast.float8_dtype, quant[expert], None)[0]
+        scales = scaling.scales_of(amax.to(hp.dtype), cast.float8_dtype, power_of_2, cast.scales_mode)
+        factor, divisor_of = scaling.factor_of(scales, cast.mode)
+        codes = cast_with_scale(hp, cast.float8_dtype, factor[expert], None, divisor_of)[0]
         here = self.ends.shape[0]
-        return Operand(self.dispatch(codes), dequant[:, 0].narrow(0, self._group.rank() * here, here))
+        return Operand(self.dispatch(codes), scales.dequant[:, 0].narrow(0, self._group.rank() * here, here))
 
     def _quantize_rows(self, hp: Tensor, casts: OperandCasts, column: bool) -> Operands:
         """Codes with the scales of their rows, in one message."""

@@ -30,7 +30,7 @@ from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import CastConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE
-from quaver.recipes.scaling import PLAIN_TYPES, PersistentScale, Scales, scales_of
+from quaver.recipes.scaling import PLAIN_TYPES, PersistentScale, Scales, factor_of, scales_of
 from quaver.runtime.collectives import all_gather, max_over_ranks
 from quaver.runtime.compile_hints import is_compiling, materialize
 
@@ -82,9 +82,11 @@ class TensorParallelQuantizer(Quantizer):
         agrees_on_rows, agrees_on_columns = row and self.sharded_dim == 1, column and self.sharded_dim == 0
         agreed = own = Operands(None, None)
         if agrees_on_rows or agrees_on_columns:
-            quant, dequant, _ = self._agreed_scales(cast, hp, self.sharded_dim)
-            row_scale, column_scale = (quant, None) if agrees_on_rows else (None, quant)
-            codes = cast_with_scale(hp, cast.float8_dtype, row_scale, column_scale)
+            scales = self._agreed_scales(cast, hp, self.sharded_dim)
+            quant, dequant, _ = scales
+            factor, divisor_of = factor_of(scales, cast.mode)
+            row_scale, column_scale = (factor, None) if agrees_on_rows else (None, factor)
+            codes = cast_with_scale(hp, cast.float8_dtype, row_scale, column_scale, divisor_of)
             agreed = Operands(
                 Operand(codes[0], dequant, ROWWISE, quant) if agrees_on_rows else None,
                 Operand(codes[1], dequant, COLUMNWISE, quant) if agrees_on_columns else None,
@@ -96,7 +98,8 @@ class TensorParallelQuantizer(Quantizer):
     def _agreed_scales(self, cast: CastConfig, hp: Tensor, dim: int | None) -> Scales:
         """The scales of the whole matrix that reduce `dim`. A collective."""
         amax = max_over_ranks(matrix_amax(hp, dim), self.group)
-        return scales_of(amax, cast.float8_dtype, self.casts.power_of_2)
+        amax = amax.to(hp.dtype) if cast.mode else amax  # exact; see `scales_of`
+        return scales_of(amax, cast.float8_dtype, self.casts.power_of_2, cast.scales_mode)
 
 
 class GatheringQuantizer(TensorParallelQuantizer):

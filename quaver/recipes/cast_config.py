@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from quaver.recipes.formats import E2M1, FORMATS, format_of
+from quaver.recipes.formats import E2M1, E4M3, FORMATS, format_of
 from quaver.recipes.scale_layout import (
     BLOCK_SIZES,
     PACKED_BLOCK_SIZES,
@@ -20,6 +20,7 @@ from quaver.recipes.scale_layout import (
     ScaleLayout,
     layout_of_blocks,
 )
+from quaver.recipes.scale_rules import RULES
 from quaver.recipes.torchao_forms import from_torchao
 
 
@@ -108,6 +109,8 @@ class CastConfig:
             contracts columns. Square blocks are the same in both directions, so one cast serves both. None for
             (128, 128). Of e2m1 (1, 16) or (16, 16).
         scale_calculation_mode: with blocks, how an E8M0 scale follows from the amax (MXFP8); None for quaver's rule.
+        scale_rule: the name of a serving engine's rule for scales and codes (scale_rules.py), which then also decides
+            about powers of two; None for quaver's. Of dynamic scales of e4m3.
         target_dtype: a float8 dtype, or with blocks `torch.float4_e2m1fn_x2` (recipes/e2m1.py); None for the default
             of the operand (e4m3 for input and weight, e5m2 for grad_output), which `Float8LinearConfig` fills in.
         static_quant_scale: with `ScalingType.STATIC`, the quant_scale of this operand in every linear, a number or a
@@ -125,6 +128,7 @@ class CastConfig:
     static_scale: InitVar[float | torch.Tensor | None] = None
     block_size: tuple[int, int] | None = None
     scale_calculation_mode: ScaleCalculationMode | None = None
+    scale_rule: str | None = None
 
     # Derived once, into the instance: every forward of every linear reads them, and Dynamo sees plain attributes.
 
@@ -163,14 +167,16 @@ class CastConfig:
         return self.layout is None or self.layout.rows != self.layout.columns
 
     @cached_property
-    def block_options(self) -> tuple[int | str, ...]:
-        """The arguments that only a cast of blocks takes, `e8m0_mode` last; () for other granularities."""
-        return () if self.block_size is None else (*self.block_size, self.e8m0_mode)
+    def options(self) -> tuple[int | str, ...]:
+        """The last arguments of a cast: the size of blocks and `mode`; () for quaver's rule without blocks."""
+        mode = () if self.block_size is None and not self.mode else (self.mode,)
+        return (*(self.block_size or ()), *mode)
 
     def __post_init__(self, static_scale: float | torch.Tensor | None) -> None:
         check_type(self, "scaling_type", ScalingType)
         check_type(self, "scaling_granularity", ScalingGranularity)
         self._check_blocks()
+        self._check_rule()
         if self.is_persistent and not self.is_tensorwise:
             raise ValueError(
                 f"scaling_granularity: {self.scaling_type.value} scaling keeps one scale per tensor: expected "
@@ -203,6 +209,15 @@ class CastConfig:
         check(size in sizes, "block_size", f"one of {', '.join(map(str, sizes))}", size)
         object.__setattr__(self, "block_size", size)
 
+    def _check_rule(self) -> None:
+        if (rule := self.scale_rule) is None:
+            return
+        check(rule in RULES, "scale_rule", f"None or one of {', '.join(RULES)}", rule)
+        mode, scaling, dtype = self.scale_calculation_mode, self.scaling_type, self.target_dtype
+        check(mode is None, "scale_calculation_mode", "None next to scale_rule", mode)
+        check(scaling is ScalingType.DYNAMIC, "scaling_type", f"dynamic with the scale_rule {rule}", scaling.value)
+        check(dtype in (None, E4M3.dtype), "target_dtype", f"e4m3 with the scale_rule {rule}", dtype)
+
     def known_layout(self, asker: str) -> ScaleLayout:
         """`layout`, for `asker`, the name of a feature that depends on it.
 
@@ -230,8 +245,18 @@ class CastConfig:
 
     @property
     def e8m0_mode(self) -> str:
-        """The value of `scale_calculation_mode`, "" for None, as operations take it."""
+        """The value of `scale_calculation_mode`, "" for None."""
         return "" if self.scale_calculation_mode is None else self.scale_calculation_mode.value
+
+    @property
+    def mode(self) -> str:
+        """`scale_rule` or `e8m0_mode`, as operations take them; "" for quaver's rule."""
+        return self.scale_rule or self.e8m0_mode
+
+    @property
+    def scales_mode(self) -> str | None:
+        """`mode` as `scaling.scales_of` takes it."""
+        return self.mode if self.is_blockwise else self.mode or None
 
     @property
     def float8_dtype(self) -> torch.dtype:
@@ -250,7 +275,8 @@ class CastConfig:
         """torchao's short form: "dyn_ten_e4m3"; "default" where the dtype is None."""
         dtype = "default" if self.target_dtype is None else format_of(self.target_dtype).name
         blocks = "" if self.block_size in (None, (128, 128)) else "{}x{}".format(*self.block_size)
-        return f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}{blocks}_{dtype}"
+        rule = "" if self.scale_rule is None else f"_{self.scale_rule}"
+        return f"{self.scaling_type.short_str()}_{self.scaling_granularity.short_str()}{blocks}_{dtype}{rule}"
 
     def __str__(self) -> str:
         if self.is_disabled:
@@ -266,7 +292,8 @@ _DERIVED = [name for name, each in vars(CastConfig).items() if isinstance(each, 
 
 def _granularity(cast: CastConfig) -> str:
     mode = cast.scale_calculation_mode
-    return cast.granularity if mode is None else f"{cast.granularity} E8M0 {mode.value}"
+    by_rule = "" if cast.scale_rule is None else f" by the rule {cast.scale_rule}"
+    return (cast.granularity if mode is None else f"{cast.granularity} E8M0 {mode.value}") + by_rule
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from quaver.recipes.linear_casts import (
     OperandCasts,
 )
 from quaver.recipes.scale_layout import BLOCK_SIZES
+from quaver.recipes.scale_rules import rule_of
 from quaver.recipes.torchao_forms import LinearMMConfig, ScaledMMConfig, from_torchao
 
 __all__ = [
@@ -227,6 +228,12 @@ class Float8LinearConfig:
             _check_powers_of_2(casts)
         for cast in casts.weight[:2] if self.enable_fsdp_float8_all_gather else ():
             cast.known_layout("enable_fsdp_float8_all_gather")
+            check(
+                cast.scale_rule is None or (casts.weight.is_one and not rule_of(cast.scale_rule).divides),
+                "enable_fsdp_float8_all_gather",
+                "False where a scale_rule divides by the scales of the weight, or is for one of its matmuls alone",
+                True,
+            )
         if self.enable_fsdp_float8_all_gather and not casts.weight.is_float8:
             raise ValueError(
                 "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output "
@@ -235,8 +242,17 @@ class Float8LinearConfig:
             )
         object.__setattr__(self, "casts", casts)
         gemms = self.gemm_config_output, self.gemm_config_grad_input, self.gemm_config_grad_weight
-        options = self.round_scales_to_power_of_2, self.emulate, self.pad_inner_dim
-        matmuls = LinearMatmuls(*(MatmulOptions(gemm.use_fast_accum, *options) for gemm in gemms))
+        matmuls = LinearMatmuls(
+            *(
+                MatmulOptions(
+                    gemm.use_fast_accum,
+                    all(_has_powers_of_2(casts.of(*each), self.round_scales_to_power_of_2) for each in operands),
+                    self.emulate,
+                    self.pad_inner_dim,
+                )
+                for gemm, operands in zip(gemms, MATMULS.values(), strict=True)
+            )
+        )
         object.__setattr__(self, "matmuls", matmuls)
         object.__setattr__(self, "has_persistent_scales", any(cast.is_persistent for cast in casts.every()))
 
@@ -462,6 +478,11 @@ def _check_powers_of_2(casts: LinearCasts) -> None:
     for name, cast in _named(casts):
         scale = cast.static_quant_scale
         check(scale is None or math.frexp(scale)[0] == 0.5, f"cast_config_{name}", expected, scale)
+
+
+def _has_powers_of_2(cast: CastConfig, power_of_2: bool) -> bool:
+    """Whether every scale of a cast is one."""
+    return power_of_2 if cast.scale_rule is None else rule_of(cast.scale_rule).rounds_up
 
 
 def _check_blocks(casts: LinearCasts, power_of_2: bool) -> None:

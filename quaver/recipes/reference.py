@@ -78,13 +78,11 @@ def quantize(
             dtype,
             power_of_2=power_of_2,
             block_size=layout if direction == ROW else layout.t(),
-            mode=cast.e8m0_mode,
+            mode=cast.mode,
         )
     else:
-        amax = scaling.amax(hp, direction if cast.is_rowwise else None)
-        quant_scale = scaling.amax_to_quant_scale(amax, dtype, power_of_2=power_of_2)
-        codes = scaling.cast_to_float8(hp, quant_scale, dtype)
-        dequant_scale = scaling.to_dequant_scale(quant_scale)
+        dim = direction if cast.is_rowwise else None
+        codes, _, dequant_scale = scaling.dynamic_cast(hp, dtype, dim, power_of_2=power_of_2, mode=cast.mode)
     return CastMatrix(codes, dequant_scale)
 
 

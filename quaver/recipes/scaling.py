@@ -51,6 +51,7 @@ from torch import Tensor
 from quaver.recipes import e2m1
 from quaver.recipes.formats import E2M1, FORMATS, HP_DTYPES, format_of
 from quaver.recipes.scale_layout import SQUARE_BLOCKS, ScaleLayout, layout_of
+from quaver.recipes.scale_rules import RULES, rule_of, scales_by_rule
 from quaver.runtime.devices import is_cpu
 from quaver.torch_private.dispatch import without_dispatch_modes
 from quaver.torch_private.tracing import assume_constant_result
@@ -226,10 +227,13 @@ def scales_of(amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool, block_m
     """The scales that bring `amax` (a high-precision dtype, any shape) to the largest number of `float8_dtype`.
 
     `block_mode`: None for scales of the tensor, of rows and of columns; for those of blocks the `mode` of
-    `dynamic_cast_blocks`. Blocks of zeros have a scale of 1.
+    `dynamic_cast_blocks`. Blocks of zeros have a scale of 1. A rule of scale_rules.py is for all of them; amaxes are
+    then in the dtype of what they are of, as some rules ask for it.
     """
     if float8_dtype is E2M1.dtype:
         return Scales(*e2m1.scales_of_blocks(amax))
+    if block_mode in RULES:
+        return Scales(*scales_by_rule(amax, float8_dtype, block_mode))
     if block_mode:
         return e8m0_scales(amax, float8_dtype, block_mode)
     quant = amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
@@ -248,7 +252,14 @@ def scales_of_parts(
     return [Scales(*pair) for pair in zip(*(each.split(list(lengths)) for each in made[:2]), strict=True)]
 
 
-def cast_to_float8(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, is_of_amax: bool = False) -> Tensor:
+def factor_of(scales: Scales, mode: str) -> tuple[Tensor, str]:
+    """What `cast_to_float8` scales by under a rule, and its `divisor_of`."""
+    return (scales.dequant, mode) if mode and rule_of(mode).divides else (scales.quant, "")
+
+
+def cast_to_float8(
+    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, is_of_amax: bool = False, divisor_of: str = ""
+) -> Tensor:
     """Scale and cast, saturating: what overflows becomes the largest finite number, inf and NaN become NaN.
 
     Args:
@@ -257,10 +268,23 @@ def cast_to_float8(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *
         float8_dtype: what to cast to.
         is_of_amax: that quant_scale is of the amax of all that it scales. It is then 0 where there is an inf, whose
             product with it is NaN, so that none has to be looked for. Changes no result.
+        divisor_of: the rule of scale_rules.py for which quant_scale is a dequant_scale to divide by; "" to multiply.
     Returns:
         float8, hp's shape, and hp's strides where those are dense.
     """
+    if divisor_of:
+        return _saturate_(_nan_for_inf_(divide(hp, quant_scale, divisor_of), hp), float8_dtype)
     return _saturate_(multiply(hp, quant_scale, is_of_amax=is_of_amax), float8_dtype)
+
+
+def divide(hp: Tensor, dequant_scale: Tensor, rule: str) -> Tensor:
+    """The quotients of a rule that divides, float32."""
+    is_rounded_once = runs_eagerly_on_cpu(hp)  # [Note: one division, two formulas]
+    quotient = hp.float() / dequant_scale if is_rounded_once else (hp.double() / dequant_scale.double()).float()
+    if not rule_of(rule).in_hp_dtype:
+        return quotient
+    quotient = quotient.to(hp.dtype).float()
+    return torch.where(quotient == 0, 0.0, quotient)
 
 
 def multiply(hp: Tensor, quant_scale: Tensor, *, is_of_amax: bool = False) -> Tensor:
@@ -310,16 +334,19 @@ def cast_with_persistent_scale(
 
 
 def dynamic_cast(
-    hp: Tensor, float8_dtype: torch.dtype, dim: int | None = None, *, power_of_2: bool = False
+    hp: Tensor, float8_dtype: torch.dtype, dim: int | None = None, *, power_of_2: bool = False, mode: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cast `hp` with the scale of its own amax; see `amax` and `amax_to_quant_scale` for the arguments.
+
+    `mode`: a rule of scale_rules.py; "" for quaver's.
 
     Returns:
         The float8 tensor, and float32 quant_scale and dequant_scale (shape () or hp's shape with `dim` reduced to 1).
     """
-    quant_scale = amax_to_quant_scale(amax(hp, dim), float8_dtype, power_of_2=power_of_2)
-    codes = cast_to_float8(hp, quant_scale, float8_dtype, is_of_amax=True)
-    return codes, quant_scale, to_dequant_scale(quant_scale)
+    scales = scales_of(amax(hp, dim), float8_dtype, power_of_2, mode or None)
+    factor, divisor_of = factor_of(scales, mode)
+    codes = cast_to_float8(hp, factor, float8_dtype, is_of_amax=True, divisor_of=divisor_of)
+    return codes, scales.quant, scales.dequant
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -358,14 +385,14 @@ def dynamic_cast_blocks(
         float8_dtype: what to cast to.
         power_of_2: round the scales down to powers of two.
         block_size: rows and columns of a block.
-        mode: "rceil" or "floor" for E8M0 scales; "" for the rule of all other casts.
+        mode: "rceil" or "floor" for E8M0 scales; a rule of scale_rules.py; "" for the rule of all other casts.
     Returns:
         float8 [R, C], contiguous; float32 quant_scale and dequant_scale [ceil(R / rows), ceil(C / columns)].
     """
     layout = ScaleLayout(*block_size)
-    quant_scale, dequant_scale, _ = scales_of(block_amax(hp, layout), float8_dtype, power_of_2, mode)
-    codes = cast_blocks(hp, quant_scale, float8_dtype, layout, is_of_amax=True)
-    return codes, quant_scale, dequant_scale
+    scales = scales_of(block_amax(hp, layout), float8_dtype, power_of_2, mode)
+    factor, divisor_of = factor_of(scales, mode)
+    return cast_blocks(hp, factor, float8_dtype, layout, True, divisor_of), scales.quant, scales.dequant
 
 
 def cast_blocks(
@@ -374,8 +401,12 @@ def cast_blocks(
     float8_dtype: torch.dtype,
     layout: ScaleLayout,
     is_of_amax: bool = False,
+    divisor_of: str = "",
 ) -> Tensor:
     """`cast_to_float8` of a matrix [R, C], contiguous. `quant_scale` has one element a block."""
+    if divisor_of:
+        of_elements = _multiply_blocks_(torch.ones_like(hp, dtype=torch.float32), quant_scale, layout)
+        return cast_to_float8(hp, of_elements, float8_dtype, divisor_of=divisor_of).contiguous()
     scaled = hp.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     _multiply_blocks_(scaled, quant_scale, layout)
     if float8_dtype is E2M1.dtype:

@@ -12,6 +12,8 @@ from quaver.kernels import triton_cast
 from quaver.kernels.cast import column_major
 from quaver.recipes import scaling
 from quaver.recipes.config import BLOCK_SIZES
+from quaver.recipes.formats import HP_DTYPES
+from quaver.recipes.scale_rules import RULES, has_kernel
 from tests.gpu.device import DEVICE, Graph, needs_silicon, smaller, waiting_refused
 from tests.library.kernels.triton_kernels import (
     BOTH,
@@ -22,6 +24,7 @@ from tests.library.kernels.triton_kernels import (
     UNUSUAL,
     assert_block_casts,
     assert_casts,
+    assert_casts_by_rule,
     assert_equal,
     laid_out,
     varied,
@@ -95,6 +98,13 @@ def test_blocks(block_size, mode, hp_dtype, float8_dtype):
     for values in UNUSUAL:
         hp = torch.tensor(values).repeat(2, 1).to(DEVICE, hp_dtype)
         assert_block_casts(hp, float8_dtype, block_size, bool(mode), mode)
+
+
+@pytest.mark.parametrize("rule", smaller([rule for rule in RULES if has_kernel(rule)], ["vllm-kernel", "sglang-group"]))
+@pytest.mark.parametrize("hp_dtype", smaller(HP_DTYPES, [torch.bfloat16]), ids=str)
+def test_rules_of_serving_engines(rule, hp_dtype):
+    hp = smaller(every_value(hp_dtype).view(256, 256), varied(48, 144, hp_dtype))
+    assert_casts_by_rule(hp.to(DEVICE), rule)
 
 
 def test_rows_of_every_width():

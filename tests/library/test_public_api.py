@@ -18,7 +18,7 @@ Float8LinearConfig Float8LinearRecipeName Float8RowwiseParallel Float8ScalingSta
 FrozenFloat8Linear LayerRecipes PrepareFloat8ModuleInput ScaleCalculationMode ScalingGranularity ScalingType
 TensorScaling assert_float8_training auto_filter_for_recipe calibrate_float8_static_scales cast_weights_once
 conversion_report convert_to_float8_training convert_to_high_precision error_on_slow_path float8_grouped_mm
-float8_linear float8_scaling_state freeze_to_float8 monitor precompute_float8_dynamic_scale_for_fsdp
+float8_linear float8_scaling_state freeze_to_float8 monitor precompute_float8_dynamic_scale_for_fsdp serving_config
 sync_float8_amax_and_scale_history use_float8_primary_weights
 """
 """A name leaves this list in a major version only, after a release that warned of it (CONTRIBUTING.md)."""

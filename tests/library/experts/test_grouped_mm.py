@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from quaver import Float8LinearConfig, Float8LinearRecipeName, float8_grouped_mm, float8_linear
+from quaver import Float8LinearConfig, Float8LinearRecipeName, float8_grouped_mm, float8_linear, serving_config
 from quaver.experts import gemm, gpu_gemm, grouped_mm
 from quaver.experts.cast import _cast_groups, cast_groups
 from quaver.experts.gemm import Form
@@ -25,6 +25,7 @@ from tests.thinned import thinned
 
 RECIPES = [name.value for name in Float8LinearRecipeName if "delayed" not in name.value]
 BACKWARDS = ["tensorwise:dequantized", "rowwise:dequantized", "mxfp8:dequantized", "rowwise:high_precision"]
+SERVINGS = ["vllm-per-token-kernel", "vllm-per-tensor", "vllm-block", "compressed-tensors"]
 ENDS = [37, 37, 200, 300]
 """Of 310 rows: one group is empty, blocks of 32 and of 128 are cut, and the last ten rows belong to no group."""
 
@@ -194,9 +195,11 @@ def used_places(block_rows, ends):
 
 @pytest.mark.parametrize("direction", ["row", "column"])
 @pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, *SERVINGS])
 def test_the_reference_gives_the_codes_and_scales_of_the_cpu(recipe, operand, direction):
-    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = serving_config(recipe) if recipe in SERVINGS else Float8LinearConfig.from_recipe_name(recipe)
+    if recipe in SERVINGS and (operand, direction) not in (("input", "row"), ("weight", "row")):
+        pytest.skip("as in a recipe")
     cast = config.casts.of(operand, direction)
     if cast.is_disabled:
         pytest.skip("in high precision")
@@ -206,7 +209,7 @@ def test_the_reference_gives_the_codes_and_scales_of_the_cpu(recipe, operand, di
     for ends in (torch.tensor(ENDS, dtype=torch.int32), None):
         groups = 4 if ends is not None else 5
         made = getattr(cast_groups(hp, cast, ends, groups, True, True, power_of_2), direction)
-        options = cast.block_options or (0, 0, "")
+        options = *(cast.block_size or (0, 0)), cast.mode
         granularity = cast.scaling_granularity.value
         operands = _cast_groups(hp, cast.float8_dtype, ends, groups, True, True, power_of_2, granularity, *options)
         codes, scale, *_ = getattr(operands, direction)
@@ -225,7 +228,7 @@ def test_the_reference_gives_the_codes_and_scales_of_the_cpu(recipe, operand, di
 def test_the_reference_takes_no_rows(recipe):
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
     for cast in {casts.input.row, casts.input.column} - {c for c in casts.every() if c.is_disabled}:
-        options = cast.block_options or (0, 0, "")
+        options = *(cast.block_size or (0, 0)), cast.mode
         ends, granularity = torch.zeros(4, dtype=torch.int32), cast.scaling_granularity.value
         operands = _cast_groups(torch.zeros(0, 70), cast.float8_dtype, ends, 4, True, True, True, granularity, *options)
         made = cast_groups(torch.zeros(0, 70), cast, ends, 4, True, True, True)

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from quaver.kernels import triton_blocks, triton_cast
 from quaver.recipes import scaling
 from quaver.recipes.config import BLOCK_SIZES
+from quaver.recipes.scale_rules import RULES
 from tests.library.kernels.triton_kernels import (
     BOTH,
     COLUMNS,
@@ -25,6 +26,7 @@ from tests.library.kernels.triton_kernels import (
     UNUSUAL,
     assert_block_casts,
     assert_casts,
+    assert_casts_by_rule,
     assert_operands,
     counting_bytes,
     interpreting_process,
@@ -75,6 +77,17 @@ def _blocks(hp_dtype, float8_dtype, power_of_2, mode):
     assert_block_casts(every_value(hp_dtype).view(256, 256), float8_dtype, (1, 128), **scales, wanted=[ROWS])
     for values in UNUSUAL:
         assert_block_casts(torch.tensor(values).repeat(16, 8).to(hp_dtype), float8_dtype, (1, 32), **scales)
+
+
+def _rules(hp_dtype):
+    """Every rule that kernels have, with rows of unusual amaxes."""
+    hp = varied(48, 144, hp_dtype)
+    hp[: len(UNUSUAL), :2] = torch.tensor(UNUSUAL, dtype=hp_dtype)
+    for rule in RULES:
+        if rule == "compressed-tensors":
+            assert not triton_cast.takes(hp, E4M3, True, True, False, rule)
+        else:
+            assert_casts_by_rule(hp, rule)
 
 
 @np.errstate(all="ignore")
@@ -183,6 +196,7 @@ AT_NIGHT = [*((_every_value, *dtypes) for dtypes in (SOME[0], *OTHERS)), *((_sha
         (_blocks, torch.float32, E4M3, False, ""),
         (_blocks, torch.bfloat16, E4M3, True, "rceil"),
         (_blocks, torch.float16, E5M2, True, "floor"),
+        (_rules, torch.bfloat16),
         (_rows_of_every_width,),
         (_saturated_elements_are_counted,),
         (_copies,),

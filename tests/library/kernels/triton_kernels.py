@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from quaver.kernels import triton_cast
-from quaver.recipes import scaling
+from quaver.recipes import scale_rules, scaling
 from tests.reference import assert_same_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -72,28 +72,40 @@ def assert_operands(operands, of_rows, of_columns, rows, columns):
 
 
 @np.errstate(all="ignore")  # the interpreter's infinities and NaNs are wanted
-def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False, wanted=WANTED):
+def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False, mode="", wanted=WANTED):
     """The casts of `hp` are the oracle's: dynamic, with each `persistent` scale, with each pair of `given` scales."""
     assert triton_cast.takes(hp, float8_dtype)
     host, device = hp.cpu(), hp.device
     of_matrix, of_rows, of_columns = (
-        scaling.dynamic_cast(host, float8_dtype, dim, power_of_2=power_of_2) for dim in (None, 1, 0)
+        scaling.dynamic_cast(host, float8_dtype, dim, power_of_2=power_of_2, mode=mode) for dim in (None, 1, 0)
     )
     for dim in (None, 0, 1):
         assert_equal([triton_cast.amax(hp, dim)], [scaling.amax(host, dim).float()])
     for rows, columns in wanted:
         args = (float8_dtype, rows, columns, power_of_2)
-        assert_operands(triton_cast.cast_tensorwise(hp, *args), of_matrix, of_matrix, rows, columns)
-        assert_operands(triton_cast.cast_rowwise(hp, *args), of_rows, of_columns, rows, columns)
+        assert_operands(triton_cast.cast_tensorwise(hp, *args, mode), of_matrix, of_matrix, rows, columns)
+        assert_operands(triton_cast.cast_rowwise(hp, *args, mode), of_rows, of_columns, rows, columns)
         for scale in map(torch.tensor, persistent):
             codes, *rest = scaling.cast_with_persistent_scale(host, scale, float8_dtype, power_of_2=power_of_2)
             row_codes, column_codes = laid_out(codes, codes, rows, columns)
             expected = (row_codes, *rest[:2], column_codes, rest[2])
             assert_equal(triton_cast.cast_with_persistent_scale(hp, *args, scale.to(device)), expected)
+    divisor_of = mode if scale_rules.rule_of(mode).divides else ""
     for scales in given:
-        expected = [scale if scale is None else scaling.cast_to_float8(host, scale, float8_dtype) for scale in scales]
+        expected = [
+            scale if scale is None else scaling.cast_to_float8(host, scale, float8_dtype, divisor_of=divisor_of)
+            for scale in scales
+        ]
         on_device = [scale if scale is None else scale.to(device) for scale in scales]
-        assert_equal(triton_cast.cast_with_scale(hp, float8_dtype, *on_device), laid_out(*expected))
+        assert_equal(triton_cast.cast_with_scale(hp, float8_dtype, *on_device, divisor_of), laid_out(*expected))
+
+
+def assert_casts_by_rule(hp, rule):
+    """The casts by a rule of serving engines: of tensors, rows, columns and blocks, and with a given scale."""
+    finite = hp[hp.isfinite().all(1)]
+    assert_casts(finite, E4M3, given=[(torch.rand(len(finite), 1) + 0.1, None)], mode=rule, wanted=[BOTH, ROWS])
+    for block_size in ((1, 128), (128, 128)):
+        assert_block_casts(hp, E4M3, block_size, False, rule)
 
 
 @np.errstate(all="ignore")

@@ -1,0 +1,142 @@
+"""The scales of serving engines: rules by name, which `CastConfig.scale_rule` takes in place of quaver's own.
+
+A rule makes two float32 numbers of an amax: a dequant_scale, and a multiplier for the codes. m is the largest number of
+the format, RN rounds to float32, RNE8 to float8.
+
+    amax          = max(amax, smallest_amax)
+
+    form          dequant_scale              multiplier                of
+    scale         RN(amax / m)               RN(1 / dequant_scale)     vLLM, DeepGEMM, SGLang's tokens
+    amax          RN(amax * RN(1 / m))       RN(m / amax)              SGLang's groups
+    reciprocal    RN(1 / multiplier)         RN(m * RN(1 / amax))      transformers; PyTorch writes m / amax so
+
+    dequant_scale = max(dequant_scale, smallest_scale); where rounds_up, 2^ceil(log2 of it); multiplier = 1 / it
+    codes         = RNE8(clamp(RN(hp * multiplier), -m, m)); where divides, RNE8(clamp(RN(hp / dequant_scale), -m, m))
+
+In every rule an inf makes the dequant_scale inf, the code of the inf NaN and the results of its block NaN, and a NaN
+makes all of them NaN, as in quaver's rule. CUDA kernels of engines lose a NaN in `fmaxf` and saturate an inf
+(docs/serving.md).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quaver.recipes.formats import format_of
+from quaver.runtime.slow_paths import say_once
+from quaver.torch_private.tracing import assume_constant_result
+
+_MANTISSA = (1 << 23) - 1
+
+
+class ScaleRule(NamedTuple):
+    """See the top of the file."""
+
+    form: str = "scale"
+    """ "scale", "amax" or "reciprocal"."""
+    smallest_amax: float = 0.0
+    smallest_scale: float = 0.0
+    of_zero: tuple[float, float] | None = None
+    """The multiplier and the dequant_scale where amax is 0; None for what the equations give."""
+    rounds_up: bool = False
+    divides: bool = False
+    in_hp_dtype: bool = False
+    """Whether dequant_scale and quotient are rounded to the dtype of hp, too. A dequant_scale of 0 is its epsilon,
+    and a quotient of -0 is 0."""
+
+
+def float32(number: float) -> float:
+    """`number`, rounded to float32."""
+    return float(struct.unpack("<f", struct.pack("<f", number))[0])
+
+
+_VLLM = ScaleRule(smallest_scale=float32(1 / (448 * 512)))
+_GROUP = ScaleRule(smallest_amax=float32(1e-10), divides=True)
+_SGLANG_GROUP = ScaleRule("amax", smallest_amax=float32(1e-10))
+_DEEPGEMM = ScaleRule(smallest_amax=float32(1e-4))
+_TRANSFORMERS = ScaleRule("reciprocal", of_zero=(1.0, 1.0))
+
+RULES: dict[str, ScaleRule] = {
+    "vllm": _VLLM,
+    "vllm-kernel": _VLLM._replace(divides=True),
+    "vllm-group": _GROUP,
+    "vllm-group-ue8m0": _GROUP._replace(smallest_scale=float32(1e-10), rounds_up=True),
+    "sglang": ScaleRule(of_zero=(0.0, 0.0)),
+    "sglang-tensor": ScaleRule("reciprocal", smallest_amax=float32(1e-12)),
+    "sglang-group": _SGLANG_GROUP,
+    "sglang-group-ue8m0": _SGLANG_GROUP._replace(rounds_up=True),
+    "deepgemm": _DEEPGEMM,
+    "deepgemm-ue8m0": _DEEPGEMM._replace(rounds_up=True),
+    "transformers": _TRANSFORMERS,
+    "transformers-ue8m0": _TRANSFORMERS._replace(smallest_scale=2.0**-126, rounds_up=True),
+    "transformers-group": ScaleRule(smallest_scale=float32(1e-12), divides=True),
+    "compressed-tensors": ScaleRule(divides=True, in_hp_dtype=True),
+}
+"""By the names of engines; docs/serving.md says which of their functions each is."""
+
+
+def rule_of(mode: str) -> ScaleRule:
+    """The rule of this name; a default `ScaleRule`, which divides by nothing, for any other `mode` of a cast."""
+    return ScaleRule(*_fields_of(mode))
+
+
+def has_kernel(mode: str) -> bool:
+    """Whether kernels cast by this `mode`; a rule that computes in the dtype of hp has none, which is said once."""
+    if mode and rule_of(mode).in_hp_dtype:
+        say_once(f"casts by the rule {mode}", f"float8 casts by the scale_rule {mode} run in PyTorch: no kernel has it")
+        return False
+    return True
+
+
+@assume_constant_result  # [Note: floats under dynamic shapes] in scaling.py
+def _fields_of(mode: str) -> tuple[object, ...]:
+    return tuple(RULES.get(mode, _NO_RULE))
+
+
+_NO_RULE = ScaleRule()
+
+
+@assume_constant_result
+def _largest(float8_dtype: torch.dtype) -> float:
+    return format_of(float8_dtype).max
+
+
+def scales_by_rule(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
+    """The multiplier and the dequant_scale, float32, for amaxes in the dtype of hp.
+
+    Quotients are computed in float64 and rounded, which is RN on every device: [Note: one division, two formulas] in
+    scaling.py.
+    """
+    rule, largest, hp_dtype = rule_of(mode), _largest(float8_dtype), amax.dtype
+    found = amax.double()
+    amax = found.clamp(min=rule.smallest_amax)
+    if rule.form == "reciprocal":
+        quant = (1.0 / amax).float() * largest
+        dequant = (1.0 / quant.double()).float()
+    elif rule.form == "amax":
+        quant, dequant = (largest / amax).float(), (amax * float32(1 / largest)).float()
+    else:
+        dequant = (amax / largest).float()
+        if rule.in_hp_dtype:
+            dequant = dequant.to(hp_dtype).float()
+            dequant = torch.where(dequant == 0, torch.finfo(hp_dtype).eps, dequant)
+        dequant = dequant.clamp(min=rule.smallest_scale)
+        quant = (1.0 / dequant.double()).float()
+    if rule.rounds_up:
+        dequant = up_to_power_of_2(dequant.clamp(min=rule.smallest_scale))
+        quant = (1.0 / dequant.double()).float()
+    if rule.of_zero is not None:
+        of_zero = found == 0
+        quant = torch.where(of_zero, rule.of_zero[0], quant)
+        dequant = torch.where(of_zero, rule.of_zero[1], dequant)
+    return quant, dequant
+
+
+def up_to_power_of_2(scale: Tensor) -> Tensor:
+    """The powers of two that are not below `scale`, float32 and normal; inf and NaN stay."""
+    rounded = (scale.view(torch.int32) + _MANTISSA).bitwise_and(~_MANTISSA).view(torch.float32)
+    return torch.where(scale < torch.inf, rounded, scale)

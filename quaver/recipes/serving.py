@@ -1,0 +1,126 @@
+"""What serving engines multiply in a float8 linear, by name: `serving_config` trains with the same codes.
+
+    name                     input                             weight                           of
+    vllm-per-token           rows, vllm                        rows, vllm                       QuantFP8 in PyTorch
+    vllm-per-token-kernel    rows, vllm-kernel                 rows, vllm-kernel                its CUDA kernel
+    vllm-per-tensor          tensor, vllm                      tensor, vllm                     QuantFP8 in PyTorch
+    vllm-block               1 x 128, vllm-group               128 x 128, deepgemm              per_token_group_quant
+    vllm-block-ue8m0         1 x 128, vllm-group-ue8m0         128 x 128, deepgemm-ue8m0        the same on Blackwell
+    sglang-per-token         rows, sglang                      rows, sglang                     sgl_per_token_quant_fp8
+    sglang-per-tensor        tensor, sglang-tensor             tensor, sglang-tensor            input_to_float8
+    sglang-block             1 x 128, sglang-group             128 x 128, deepgemm              per_token_group_quant
+    sglang-block-ue8m0       1 x 128, sglang-group-ue8m0       128 x 128, deepgemm-ue8m0        the same on Blackwell
+    deepgemm                 1 x 128, deepgemm                 128 x 128, deepgemm              per_block_cast_to_fp8
+    deepgemm-ue8m0           1 x 128, deepgemm-ue8m0           128 x 128, deepgemm-ue8m0        the same on SM100
+    transformers             1 x 128, transformers-group       128 x 128, transformers          finegrained_fp8
+    compressed-tensors       rows, compressed-tensors          rows, compressed-tensors         its fake quantization
+
+The rules are those of scale_rules.py. Engines read the codes of weights from a checkpoint; the rule of a weight is that
+of the engine's own quantizer of weights, so that both agree where it quantizes while it loads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from quaver.recipes.cast_config import CastConfig, ScalingGranularity
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
+from quaver.recipes.formats import E4M3
+
+
+class Serving(NamedTuple):
+    """How an engine quantizes the two operands of a linear's forward."""
+
+    input: CastConfig
+    weight: CastConfig
+    recipe: str
+    """The recipe whose backward goes with it, unless another is given."""
+    format: str
+    """The format of quaver.export that the engine reads with the codes of this weight."""
+
+
+def _serving(granularity: ScalingGranularity, input: str, weight: str, format: str) -> Serving:
+    is_blockwise = granularity is ScalingGranularity.BLOCKWISE
+
+    def cast(rule: str, block_size: tuple[int, int]) -> CastConfig:
+        return CastConfig(
+            scaling_granularity=granularity,
+            target_dtype=E4M3.dtype,
+            block_size=block_size if is_blockwise else None,
+            scale_rule=rule,
+        )
+
+    recipe = "blockwise" if is_blockwise else granularity.name.lower()
+    return Serving(cast(input, (1, 128)), cast(weight, (128, 128)), recipe, format)
+
+
+_ROWS, _TENSOR, _BLOCKS = ScalingGranularity.ROWWISE, ScalingGranularity.TENSORWISE, ScalingGranularity.BLOCKWISE
+_COMPRESSED, _FP8 = "compressed-tensors", "fp8"
+SERVING: dict[str, Serving] = {
+    "vllm-per-token": _serving(_ROWS, "vllm", "vllm", _COMPRESSED),
+    "vllm-per-token-kernel": _serving(_ROWS, "vllm-kernel", "vllm-kernel", _COMPRESSED),
+    "vllm-per-tensor": _serving(_TENSOR, "vllm", "vllm", _COMPRESSED),
+    "vllm-block": _serving(_BLOCKS, "vllm-group", "deepgemm", _FP8),
+    "vllm-block-ue8m0": _serving(_BLOCKS, "vllm-group-ue8m0", "deepgemm-ue8m0", _FP8),
+    "sglang-per-token": _serving(_ROWS, "sglang", "sglang", _COMPRESSED),
+    "sglang-per-tensor": _serving(_TENSOR, "sglang-tensor", "sglang-tensor", _COMPRESSED),
+    "sglang-block": _serving(_BLOCKS, "sglang-group", "deepgemm", _FP8),
+    "sglang-block-ue8m0": _serving(_BLOCKS, "sglang-group-ue8m0", "deepgemm-ue8m0", _FP8),
+    "deepgemm": _serving(_BLOCKS, "deepgemm", "deepgemm", _FP8),
+    "deepgemm-ue8m0": _serving(_BLOCKS, "deepgemm-ue8m0", "deepgemm-ue8m0", _FP8),
+    "transformers": _serving(_BLOCKS, "transformers-group", "transformers", _FP8),
+    "compressed-tensors": _serving(_ROWS, "compressed-tensors", "compressed-tensors", _COMPRESSED),
+}
+
+
+def serving_named(name: str) -> Serving:
+    """The row of the table. Raises ValueError for an unknown name, listing the choices."""
+    if name not in SERVING:
+        raise ValueError(f"serving: expected one of {', '.join(SERVING)}, got {name!r}")
+    return SERVING[name]
+
+
+def serving_config(
+    serving: str, config: Float8LinearConfig | Float8LinearRecipeName | str | None = None
+) -> Float8LinearConfig:
+    """The config of a linear whose forward multiplies what the engine `serving` multiplies.
+
+    The casts of the backward are those of `config`. A weight in square blocks has the engine's cast in both directions,
+    and so has an operand that is tensorwise in both.
+
+    Args:
+        serving: a name of the table at the top.
+        config: a config, a recipe or its name, with dynamic scaling; None for the recipe of the engine's granularity.
+    Raises:
+        ValueError: an unknown name, delayed or static scaling, or casts that do not go together.
+    """
+    served = serving_named(serving)
+    base = resolve_config(served.recipe if config is None else config)
+    if base.has_persistent_scales:
+        raise ValueError(f"serving={serving!r} scales dynamically: expected no delayed or static scaling, got {base}")
+    casts = base.casts
+
+    if casts.weight.column.is_blockwise and not served.weight.is_blockwise and not casts.weight.column.is_disabled:
+        raise ValueError(
+            f"serving={serving!r} has a weight with scales of its {served.weight.granularity} codes: expected a config "
+            f"without blocks, such as {served.recipe!r}, got {base}"
+        )
+
+    def column(own: CastConfig, of_base: CastConfig) -> CastConfig:
+        is_shared = own.is_blockwise or own.granularity == of_base.granularity
+        return own if is_shared and not own.has_two_casts and not of_base.is_disabled else of_base
+
+    return replace(
+        base,
+        cast_config_input=served.input,
+        cast_config_input_for_grad_weight=column(served.input, casts.input.column),
+        cast_config_weight=served.weight,
+        cast_config_weight_for_grad_input=column(served.weight, casts.weight.column),
+    )
+
+
+def serving_of(config: Float8LinearConfig) -> str | None:
+    """The engine whose forward `config` has; None for none."""
+    forward = config.casts.input.row, config.casts.weight.row
+    return next((name for name, served in SERVING.items() if served[:2] == forward), None)

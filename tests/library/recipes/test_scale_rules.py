@@ -1,0 +1,191 @@
+"""The rules of serving engines beside their equations in NumPy, and the casts that compute them.
+
+Foreign oracles are in tests/library/foreign/test_serving_rules.py.
+"""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from quaver import CastConfig, Float8LinearConfig, ScaleCalculationMode, ScalingGranularity, ScalingType
+from quaver.kernels.cast import CASTS, CASTS_OF_STORED
+from quaver.recipes.scale_rules import RULES
+from tests.reference import assert_same_bits
+
+E4M3 = torch.float8_e4m3fn
+F = np.float32
+HP = {torch.bfloat16: ml_dtypes.bfloat16, torch.float16: np.float16, torch.float32: F}
+LAYOUTS = {
+    "tensorwise": {},
+    "rowwise": {"scaling_granularity": ScalingGranularity.ROWWISE},
+    "1 x 128": {"scaling_granularity": ScalingGranularity.BLOCKWISE, "block_size": (1, 128)},
+    "128 x 128": {"scaling_granularity": ScalingGranularity.BLOCKWISE},
+}
+
+
+def cast_by(rule, layout):
+    return CastConfig(target_dtype=E4M3, scale_rule=rule, **LAYOUTS[layout])
+
+
+def up(scale):
+    """The power of two that is not below."""
+    mantissa, exponent = np.frexp(scale)
+    return np.where(np.isfinite(scale), np.ldexp(F(1), exponent - (mantissa == 0.5)), scale).astype(F)
+
+
+def multiplied(x, s):
+    return x * (F(1) / s)
+
+
+def divided(x, s):
+    return x / s
+
+
+def of_amax(a, round_up):
+    scale = np.maximum(a, F(1e-10)) * (F(1) / F(448))
+    return (up(scale), F(1) / up(scale)) if round_up else (scale, F(448) / np.maximum(a, F(1e-10)))
+
+
+def of_reciprocal(a, smallest=0.0):
+    quant = (F(1) / np.maximum(a, F(smallest))) * F(448)
+    return F(1) / quant, quant
+
+
+def transformers(x, a, round_up):
+    scale, quant = of_reciprocal(a)
+    scale, quant = np.where(a == 0, F(1), scale), np.where(a == 0, F(1), quant)
+    if round_up:
+        scale = up(np.maximum(scale, F(2.0**-126)))
+        quant = F(1) / scale
+    return x * quant, scale
+
+
+def sglang(x, a):
+    scale = a / F(448)
+    return np.where(scale == 0, F(0), multiplied(x, scale)), scale
+
+
+def compressed_tensors(x, a, hp):
+    scale = (a / F(448)).astype(hp).astype(F)
+    scale = np.where(scale == 0, F(ml_dtypes.finfo(hp).eps), scale)
+    return (x / scale).astype(hp).astype(F) + F(0), scale
+
+
+def with_scale(product, scale):
+    return lambda x, a, _: (product(x, scale(a)), scale(a))
+
+
+def with_pair(pair):
+    return lambda x, a, _: (x * pair(a)[1], pair(a)[0])
+
+
+def floored(a):
+    return np.maximum(a / F(448), F(1) / (F(448) * F(512)))
+
+
+EQUATIONS = {
+    "vllm": with_scale(multiplied, floored),
+    "vllm-kernel": with_scale(divided, floored),
+    "vllm-group": with_scale(divided, lambda a: np.maximum(a, F(1e-10)) / F(448)),
+    "vllm-group-ue8m0": with_scale(divided, lambda a: up(np.maximum(np.maximum(a, F(1e-10)) / F(448), F(1e-10)))),
+    "sglang": lambda x, a, _: sglang(x, a),
+    "sglang-tensor": with_pair(lambda a: of_reciprocal(a, 1e-12)),
+    "sglang-group": with_pair(lambda a: of_amax(a, False)),
+    "sglang-group-ue8m0": with_pair(lambda a: of_amax(a, True)),
+    "deepgemm": with_scale(multiplied, lambda a: np.maximum(a, F(1e-4)) / F(448)),
+    "deepgemm-ue8m0": with_scale(multiplied, lambda a: up(np.maximum(a, F(1e-4)) / F(448))),
+    "transformers": lambda x, a, _: transformers(x, a, False),
+    "transformers-ue8m0": lambda x, a, _: transformers(x, a, True),
+    "transformers-group": with_scale(divided, lambda a: np.maximum(a / F(448), F(1e-12))),
+    "compressed-tensors": compressed_tensors,
+}
+
+
+def amaxes_of(x, layout):
+    """Of each element's own block."""
+    magnitude = np.abs(x)
+    if layout == "tensorwise":
+        return np.broadcast_to(magnitude.max(), x.shape)
+    rows, columns = {"rowwise": (1, x.shape[1]), "1 x 128": (1, 128), "128 x 128": (128, 128)}[layout]
+    found = np.empty_like(x)
+    for i, j in itertools.product(range(0, x.shape[0], rows), range(0, x.shape[1], columns)):
+        found[i : i + rows, j : j + columns] = magnitude[i : i + rows, j : j + columns].max()
+    return found
+
+
+def samples(dtype):
+    """Rows of different magnitudes, of zeros, of the smallest numbers; then one with an inf and one with a NaN."""
+    torch.manual_seed(0)
+    hp = (torch.randn(140, 260) * torch.exp2(torch.randint(-20, 12, (140, 1)).float())).to(dtype)
+    hp[3], hp[130:] = 0, 0
+    hp[7] = torch.randn(260).mul(torch.finfo(dtype).smallest_normal / 64).to(dtype)
+    yield hp
+    hp = hp.clone()
+    hp[20, 5], hp[21, 200] = torch.inf, torch.nan
+    yield hp
+
+
+@np.errstate(all="ignore")
+def expected(rule, hp, layout):
+    x = hp.float().numpy()
+    amaxes = amaxes_of(x, layout)
+    product, scale = EQUATIONS[rule](x, amaxes, HP[hp.dtype])
+    product = np.where(np.isnan(amaxes) | np.isinf(x), F(np.nan), product)
+    codes = np.clip(product, F(-448), F(448)).astype(ml_dtypes.float8_e4m3fn)
+    return torch.from_numpy(codes.view(np.uint8)).view(E4M3), torch.from_numpy(
+        np.where(np.isnan(amaxes), amaxes, scale)
+    )
+
+
+def test_every_rule_has_its_equation():
+    assert RULES.keys() == EQUATIONS.keys()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", HP, ids=str)
+def test_casts_are_the_equations(rule, dtype):
+    """In C, and as the operation that compiled code calls; PyTorch is the oracle of the Triton kernels."""
+    for hp, layout in itertools.product(samples(dtype), LAYOUTS):
+        cast = cast_by(rule, layout)
+        codes, scale = expected(rule, hp, layout)
+        for table in (CASTS, CASTS_OF_STORED):
+            made = table[cast.scaling_granularity](hp, E4M3, True, True, False, *cast.options).row
+            assert_same_bits(made.data, codes)
+            rows, columns = made.layout.block(hp.shape)
+            scales = made.dequant_scale.view(made.layout.scale_shape(*hp.shape) or (1, 1))
+            of_elements = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            assert_same_bits(of_elements[: hp.shape[0], : hp.shape[1]], scale)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale_rule": "vlm"}, "scale_rule: expected None or one of vllm, "),
+        ({"scale_rule": "vllm", "scaling_type": ScalingType.DELAYED}, "scaling_type: expected dynamic with"),
+        ({"scale_rule": "vllm", "target_dtype": torch.float8_e5m2}, "target_dtype: expected e4m3 with"),
+        (
+            {
+                "scale_rule": "deepgemm",
+                "scaling_granularity": ScalingGranularity.BLOCKWISE,
+                "scale_calculation_mode": ScaleCalculationMode.RCEIL,
+            },
+            "scale_calculation_mode: expected None next to scale_rule",
+        ),
+    ],
+)
+def test_what_a_rule_is_not_for(options, message):
+    with pytest.raises(ValueError, match=message):
+        CastConfig(**options)
+
+
+def test_a_rule_that_an_all_gather_does_not_have():
+    for rule, other in (("vllm-kernel", "vllm-kernel"), ("vllm", None)):
+        with pytest.raises(ValueError, match="enable_fsdp_float8_all_gather: expected False where"):
+            Float8LinearConfig(
+                cast_config_weight=CastConfig(scale_rule=rule),
+                cast_config_weight_for_grad_input=CastConfig(scale_rule=other),
+                enable_fsdp_float8_all_gather=True,
+            )
