@@ -44,6 +44,7 @@ from quaver.linear.module import OWN_ATTRIBUTES, Float8Linear
 from quaver.linear.shared_input import share_inputs, stop_sharing_inputs
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
+from quaver.recipes.serving import serving_config
 from quaver.runtime.names import listed, owners_of_weights
 from quaver.runtime.slow_paths import slow_paths
 from quaver.torch_private.fsdp import fsdp_module_class, has_run
@@ -71,6 +72,7 @@ def convert_to_float8_training(
     module: nn.Module,
     *,
     config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
+    serving: str | None = None,
     module_filter_fn: ModuleFilter | None = None,
     include_subclasses: bool = False,
 ) -> nn.Module:
@@ -89,6 +91,9 @@ def convert_to_float8_training(
     Args:
         module: any module, or an `nn.Linear` itself.
         config: a config, a recipe or a recipe's name; None for the tensorwise recipe.
+        serving: the engine whose codes the forward multiplies, a name of recipes/serving.py such as "vllm-per-token";
+            `config`, by default the recipe of its granularity, is then for the backward (`serving_config`). Layers that
+            engines keep in high precision (lm_head, routers) stay so.
         module_filter_fn: called with each linear and each module of experts (experts/module.py), and its fully
             qualified name; false leaves it in high precision. It may return a `FilterDecision`, whose reason goes to
             the report.
@@ -97,15 +102,20 @@ def convert_to_float8_training(
         `module`. A UserWarning says why if nothing was converted; linears that the filter admits but that cannot be
         converted are logged at WARNING.
     Raises:
-        ValueError: an unknown recipe, an admitted layer that is converted under another config, or a weight to gather
-            in float8 that is tied to another module's.
+        ValueError: an unknown recipe or engine, a filter that admits what engines keep in high precision, an admitted
+            layer that is converted under another config, or a weight to gather in float8 that is tied to another
+            module's.
         TypeError: `config` or `module` is of another type.
         RuntimeError: weights to gather in float8, of a model that ran under `fully_shard` before.
     """
-    config = resolve_config(config)
+    config = resolve_config(config) if serving is None else serving_config(serving, config)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
+    if serving is not None:
+        module_filter_fn = _served_by(module, serving, module_filter_fn)
     chosen = _choose(module, config, module_filter_fn, include_subclasses)
+    if serving is not None:
+        _check_fused(chosen.linears, serving, config)
     _convert(module, chosen.linears, chosen.experts, config)
     share_inputs(module, Float8Linear)
     drop_false_quantization(module)
@@ -226,6 +236,43 @@ def decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) 
     if isinstance(decision, FilterDecision):
         return decision
     return FilterDecision(bool(decision), "" if decision else "filter")
+
+
+_IN_HIGH_PRECISION = ("lm_head", "embed_out")
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+
+
+def _served_by(root: nn.Module, serving: str, module_filter_fn: ModuleFilter | None) -> ModuleFilter:
+    """A filter that leaves what engines keep in high precision: heads, and routers beside experts."""
+
+    def decide_served(module: nn.Module, name: str) -> FilterDecision:
+        parent, _, leaf = name.rpartition(".")
+        is_router = leaf in _ROUTERS and hasattr(root.get_submodule(parent), "experts")
+        decision = decide(module_filter_fn, module, name)
+        if not (leaf in _IN_HIGH_PRECISION or is_router):
+            return decision
+        if module_filter_fn is not None and decision:
+            raise ValueError(
+                f"module_filter_fn admits {name}, which engines keep in high precision; expected it filtered out with "
+                f"serving={serving!r}"
+            )
+        return decision if module_filter_fn is not None else FilterDecision(False, f"high precision in {serving}")
+
+    return decide_served
+
+
+def _check_fused(linears: list[tuple[str, nn.Linear]], serving: str, config: Float8LinearConfig) -> None:
+    """Raise ValueError where an engine fuses siblings into one linear, with one scale for all of them."""
+    names = {name for name, _ in linears}
+    for name in names if config.casts.weight.row.is_tensorwise else ():
+        parent, dot, leaf = name.rpartition(".")
+        siblings = next((group for group in config.shared_inputs if leaf in group), ())
+        fused = [each for each in siblings if f"{parent}{dot}{each}" in names]
+        if len(fused) > 1:
+            raise ValueError(
+                f"serving={serving!r}: engines fuse {', '.join(fused)} of {parent or 'the model'} into one linear with "
+                "one scale, and training has one for each; expected an engine with scales of rows or blocks"
+            )
 
 
 def _other_owners(root: nn.Module, experts: nn.Module, name: str) -> list[str]:

@@ -91,6 +91,7 @@ def convert_layers(
     recipes: LayerRecipes,
     *,
     config_of: Callable[[str], Float8LinearConfig] = resolve_config,
+    serving: str | None = None,
     module_filter_fn: ModuleFilter | None = None,
     include_subclasses: bool = False,
 ) -> nn.Module:
@@ -98,6 +99,7 @@ def convert_layers(
 
     Args:
         config_of: the config of a recipe's name.
+        serving: as for `convert_to_float8_training`, for all recipes.
         module_filter_fn: false leaves a layer in high precision whatever its recipe.
     Raises:
         ValueError: a layer that `module` does not have; and what `convert_to_float8_training` raises. The layers of
@@ -112,7 +114,7 @@ def convert_layers(
     for recipe, config in configs.items():
         admits = _admitted(recipes, recipe, module_filter_fn)
         convert_to_float8_training(
-            module, config=config, module_filter_fn=admits, include_subclasses=include_subclasses
+            module, config=config, serving=serving, module_filter_fn=admits, include_subclasses=include_subclasses
         )
     return module
 

@@ -172,7 +172,7 @@ class Float8Weights:
     def _quantized(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         """The codes and scales of a weight, one matrix after the other, or of linears that share a scale."""
         format, shared = self.plan.format, None
-        matrices: list[Iterable[_Matrix]] = [self._of_forward(name) for name in names]
+        matrices: list[Iterable[_Matrix]] = [self.of_forward(name) for name in names]
         if len(names) > 1:
             matrices = [list(each) for each in matrices]
             scales = [_scales_of(operand) for linear in matrices for _, _, operand in linear]
@@ -195,7 +195,7 @@ class Float8Weights:
                 prefix = self.plan.checkpoint.renamed(name).removesuffix("weight")
                 yield f"{prefix}input_scale", format.stored_scale(_input_scale(linear_of(name), weight_of.module))
 
-    def _of_forward(self, name: str) -> Iterator[_Matrix]:
+    def of_forward(self, name: str) -> Iterator[_Matrix]:
         """Each matrix of a float8 weight, as the forward reads it and as it multiplies by it."""
         weight_of, transposed = self.plan.float8[name], name in self.plan.checkpoint.transposed
         if name not in self._frozen or (name in self.plan.checkpoint.stacks and name not in self._weights):

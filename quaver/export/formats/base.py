@@ -99,8 +99,11 @@ class WeightFormat:
     def tensors(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the weight `name` in a checkpoint."""
         yield name, self.stored_codes(operand.data)
-        scale = self.stored_scale(typing.cast(Tensor, operand.dequant_scale))
-        yield f"{name.removesuffix('weight')}{self.scale_name}", scale
+        yield self.name_of_scale(name), self.stored_scale(typing.cast(Tensor, operand.dequant_scale))
+
+    def name_of_scale(self, name: str) -> str:
+        """The name of the scale of the weight `name`."""
+        return f"{name.removesuffix('weight')}{self.scale_name}"
 
     def stored_codes(self, codes: Tensor) -> Tensor:
         """The codes as the checkpoint has them, contiguous."""

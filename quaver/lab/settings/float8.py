@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass, fields
 from typing import Annotated
 
-from quaver.conversion.layer_recipes import LayerRecipes
+from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.lab.settings.fields import NotNegative, OneOf, Settings, require, setting
 from quaver.recipes.config import (
     BACKWARDS,
@@ -13,6 +13,7 @@ from quaver.recipes.config import (
     Float8LinearRecipeName,
     canonical_recipe,
 )
+from quaver.recipes.serving import SERVING, serving_config
 
 RECIPES = tuple(name.value for name in Float8LinearRecipeName)
 
@@ -38,6 +39,9 @@ class Float8(Settings, section="float8"):
         BACKWARDS[0],
         "What gradients of inputs and weights are computed from: float8 casts of their own; dequantized, what the "
         "forward multiplied; or high_precision.",
+    )
+    serving: Annotated[str, OneOf(("", *SERVING))] = setting(
+        "", "Train with the codes of this serving engine; recipe_name is then for the backward. See docs/serving.md."
     )
     filter_fqns: tuple[str, ...] = setting(("lm_head",), "Names, or parts, of linears that stay in high precision.")
     layer_recipes: tuple[str, ...] = setting(
@@ -82,10 +86,12 @@ class Float8(Settings, section="float8"):
         """Refuse what the recipe does not have, and what float8 would not read."""
         _has_persistent_scales(self.recipe_name)  # raises ValueError listing the choices
         self.require(all(self.filter_fqns), "filter_fqns", "names or parts of names")
+        self._check_serving()
         self.by_layer  # noqa: B018 - raises ValueError
         if not self.enable_float8_linear:
             names = (
                 "backward",
+                "serving",
                 "layer_recipes",
                 "skip_first_layers",
                 "skip_last_layers",
@@ -119,6 +125,14 @@ class Float8(Settings, section="float8"):
             "other shards are gathered in high precision",
         )
         self._check_delayed_scaling()
+
+    def _check_serving(self) -> None:
+        for recipe in (self.recipe_name, *self.by_layer.layers.values()) if self.serving else ():
+            try:
+                if recipe != HIGH_PRECISION:
+                    serving_config(self.serving, recipe)
+            except ValueError as error:
+                raise ValueError(f"float8.serving with the recipe {recipe}: {error}") from error
 
     @property
     def has_persistent_scales(self) -> bool:

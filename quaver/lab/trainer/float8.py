@@ -24,6 +24,7 @@ from quaver.experts.module import Float8Experts
 from quaver.lab.settings import Float8
 from quaver.lab.trainer.mixture import Experts
 from quaver.lab.trainer.model import Block, FeedForward, Llama, RMSNorm
+from quaver.recipes.serving import serving_config
 from quaver.runtime.devices import is_cuda_device
 
 
@@ -72,13 +73,15 @@ def convert_chosen(model: nn.Module, config: Float8, decide: ModuleFilter) -> No
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nothing to convert")
         config_of = partial(linear_config, config)
-        convert_layers(model, config.by_layer, config_of=config_of, module_filter_fn=decide)
+        serving = config.serving or None
+        convert_layers(model, config.by_layer, config_of=config_of, serving=serving, module_filter_fn=decide)
 
 
 def linear_config(config: Float8, recipe: str | None = None) -> Float8LinearConfig:
     """Return the config of the float8 linears of a run; of those with another recipe, if one is given."""
+    of_recipe = Float8LinearConfig.from_recipe_name(config.with_backward(recipe or config.recipe_name))
     return replace(
-        Float8LinearConfig.from_recipe_name(config.with_backward(recipe or config.recipe_name)),
+        serving_config(config.serving, of_recipe) if config.serving else of_recipe,
         emulate=config.emulate,
         gemm_config_output=Float8GemmConfig(config.use_fast_accum),
         enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,

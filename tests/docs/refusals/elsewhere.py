@@ -15,6 +15,7 @@ TORCHTITAN, MEMORY = "tests/library/foreign/test_torchtitan.py", "tests/lab/memo
 REPORT, RELIABILITY = "tests/lab/report/test_command.py", "tests/lab/integration/test_resume.py"
 TRAIN, GPU = "tests/lab/integration/test_train_cli.py", "tests/lab/bench/test_gpu.py"
 
+SERVING = "tests/library/conversion/test_serving.py"
 COMFYUI = "tests/library/export/test_comfyui.py"
 ELSEWHERE: dict[str, dict[str, str]] = {
     "benchmarks.md": {
@@ -178,6 +179,12 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "::test_a_resume_that_is_refused_is_one_line_and_leaves_every_byte",
         "A folder is refused unless it belongs to you": "tests/lab/data/test_data_cache.py"
         "::test_a_folder_of_another_user_is_refused_unless_it_is_read_only",
+    },
+    "serving.md": {
+        "a `module_filter_fn` that admits one is an error": f"{SERVING}::test_heads_and_routers_stay_in_high_precision",
+        "refused for a model with such siblings": f"{SERVING}::test_siblings_that_engines_fuse_have_one_scale_there",
+        "rules of rows are refused with it": "tests/library/recipes/test_scale_rules.py"
+        "::test_a_rule_that_an_all_gather_does_not_have",
     },
     "trainer.md": {
         "Another path than the run's is refused": "tests/lab/runs/test_checkpoint.py"

@@ -1,0 +1,138 @@
+"""`serving=`: the forward multiplies an engine's codes, the backward keeps the recipe's."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from quaver import Float8LinearConfig, conversion_report, convert_to_float8_training, serving_config
+from quaver.recipes.reference import ReferenceLinear
+from quaver.recipes.serving import SERVING, serving_of
+from tests.reference import assert_same_bits
+
+ROWS = [name for name in SERVING if SERVING[name].recipe == "rowwise"]
+BLOCKS = [name for name in SERVING if SERVING[name].recipe == "blockwise"]
+
+
+def recorded(monkeypatch):
+    """The operands of every matmul, in order."""
+    from quaver.linear import function
+
+    multiplied, mm = [], function.mm
+    monkeypatch.setattr(function, "mm", lambda a, b, *rest: multiplied.append((a, b)) or mm(a, b, *rest))
+    return multiplied
+
+
+@pytest.mark.parametrize("serving", SERVING)
+def test_a_linear_is_the_reference(serving):
+    torch.manual_seed(0)
+    linear, input = nn.Linear(256, 128), torch.randn(3, 40, 256)
+    input[0, 3] = 0
+    float8 = convert_to_float8_training(copy.deepcopy(linear), serving=serving)
+    reference = ReferenceLinear(256, 128, config=float8.config)
+    reference.load_state_dict(linear.state_dict())
+    assert serving_of(float8.config) == serving
+    results = []
+    for each in (float8, reference):
+        x = input.clone().requires_grad_()
+        each(x).square().mean().backward()
+        results.append((each(x), x.grad, each.weight.grad, each.bias.grad))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("serving", "base"), [("vllm-per-token", "rowwise_with_gw_hp"), ("deepgemm", "blockwise")])
+def test_the_backward_multiplies_what_the_recipe_multiplies(serving, base, monkeypatch):
+    """But a weight in blocks, whose one set of codes serves both directions."""
+    torch.manual_seed(0)
+    linear, input = nn.Linear(256, 128), torch.randn(64, 256)
+    multiplied = recorded(monkeypatch)
+    for options in ({"config": base}, {"config": base, "serving": serving}):
+        x = input.clone().requires_grad_()
+        output = convert_to_float8_training(copy.deepcopy(linear), **options)(x)
+        output.backward(torch.ones_like(output) * 0.3)
+    alone, served = multiplied[:3], multiplied[3:]
+    names = ("output", "grad_weight", "grad_input")
+    equal = {
+        name: [torch.equal(a.data.float(), b.data.float()) for a, b in zip(*pair, strict=True)]
+        for name, *pair in zip(names, alone, served, strict=True)
+    }
+    assert equal == {"output": [False] * 2, "grad_weight": [True] * 2, "grad_input": [True, base != "blockwise"]}
+
+
+def test_casts_of_a_config():
+    config = serving_config("vllm-block", replace(Float8LinearConfig.from_recipe_name("blockwise"), emulate=True))
+    assert config.emulate
+    assert config.casts.weight.is_one
+    assert config.casts.input.column == Float8LinearConfig.from_recipe_name("blockwise").casts.input.column
+    assert not config.matmuls.output.scales_are_powers_of_2
+    assert not config.matmuls.grad_input.scales_are_powers_of_2
+    assert config.matmuls.grad_weight.scales_are_powers_of_2
+    assert serving_config("vllm-block-ue8m0").matmuls.output.scales_are_powers_of_2
+    assert serving_config("vllm-per-tensor", "tensorwise").casts.input.is_one
+    assert serving_config("vllm-block", "rowwise").casts.input.column.is_rowwise
+    assert serving_config("vllm-block", config) == config
+    assert serving_of(Float8LinearConfig()) is None
+    assert "by the rule vllm-group" in str(config)
+
+
+def test_compiled_code_multiplies_the_same():
+    """One rule that divides, in rows and in blocks."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64))
+    for linear, serving in ((eager[0], "vllm-per-token-kernel"), (eager[2], "vllm-block")):
+        convert_to_float8_training(linear, serving=serving)
+    compiled = torch.compile(copy.deepcopy(eager), backend="aot_eager", fullgraph=True)
+    input = torch.randn(32, 128)
+    outputs = []
+    for module in (eager, compiled):
+        outputs.append(module(input))
+        outputs[-1].sum().backward()
+    assert_same_bits(*outputs)
+    for a, b in zip(compiled.parameters(), eager.parameters(), strict=True):
+        assert_same_bits(a.grad, b.grad)
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(32, 4)
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+
+def model():
+    return nn.ModuleDict({"mlp": Mixture(), "gate": nn.Linear(32, 32), "lm_head": nn.Linear(32, 64)})
+
+
+def test_heads_and_routers_stay_in_high_precision():
+    reasons = {
+        each.name: each.reason
+        for each in conversion_report(convert_to_float8_training(model(), serving="deepgemm")).skipped
+    }
+    assert reasons == dict.fromkeys(["mlp.gate", "lm_head"], "high precision in deepgemm")
+    with pytest.raises(ValueError, match=r"module_filter_fn admits mlp\.gate, which engines keep in high precision"):
+        convert_to_float8_training(model(), serving="deepgemm", module_filter_fn=lambda module, name: True)
+
+
+@pytest.mark.parametrize(
+    ("serving", "config", "message"),
+    [
+        ("vlm", None, r"serving: expected one of vllm-per-token, .*, got 'vlm'"),
+        ("vllm-per-token", "delayed", "expected no delayed or static scaling"),
+        ("vllm-per-token", "mxfp8", "expected a config without blocks, such as 'rowwise'"),
+    ],
+)
+def test_what_is_refused(serving, config, message):
+    linear = nn.Linear(32, 32)
+    with pytest.raises(ValueError, match=message):
+        convert_to_float8_training(linear, serving=serving, config=config)
+    assert type(linear) is nn.Linear
+
+
+def test_siblings_that_engines_fuse_have_one_scale_there():
+    attention = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("q_proj", "k_proj", "v_proj", "o_proj")})
+    with pytest.raises(ValueError, match="engines fuse q_proj, k_proj, v_proj of the model into one linear"):
+        convert_to_float8_training(attention, serving="vllm-per-tensor")
+    convert_to_float8_training(attention, serving="vllm-per-tensor", module_filter_fn=lambda _, name: name == "o_proj")

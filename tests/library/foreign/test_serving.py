@@ -1,0 +1,96 @@
+"""Rules of scales beside the engines that can be installed, and exports of models that were trained with them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+from quaver import convert_to_float8_training
+from quaver.export import matches_serving, save_float8
+from quaver.recipes import scaling
+from tests.library.foreign.llama import llama, mixture
+from tests.library.recipes.test_scale_rules import samples
+from tests.reference import assert_same_bits
+
+E4M3 = torch.float8_e4m3fn
+HP = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+TOKENS = torch.arange(48).view(2, 24)
+
+
+@HP
+@pytest.mark.parametrize("strategy", ["token", "tensor"])
+def test_compressed_tensors(strategy, dtype):
+    args = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy=strategy, dynamic=True)
+    for hp in samples(dtype):
+        hp = hp if strategy == "token" else hp.nan_to_num(0, 1, 1)
+        scale, zero = compute_dynamic_scales_and_zp(hp[None], args, None)
+        dim = 1 if strategy == "token" else None
+        codes, _, dequant = scaling.dynamic_cast(hp, E4M3, dim, mode="compressed-tensors")
+        assert_same_bits(codes, quantize(hp[None], scale, zero, args, dtype=E4M3)[0])
+        assert_same_bits(dequant.view(-1), scale.float().view(-1))
+
+
+@HP
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_transformers(scale_fmt, dtype):
+    """But blocks with an inf or a NaN, which it casts with a scale of 1."""
+    config = SimpleNamespace(weight_block_size=(128, 128), scale_fmt=scale_fmt)
+    hp = next(samples(dtype)).repeat(2, 1)[:256, :256].contiguous()
+    made = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"a.weight": hp})
+    rule = "transformers" if scale_fmt == "float" else "transformers-ue8m0"
+    codes, _, dequant = scaling.dynamic_cast_blocks(hp, E4M3, mode=rule)
+    assert_same_bits(codes, made["a.weight"])
+    assert_same_bits(dequant, made["a.weight_scale_inv"].float())
+
+
+def trained(serving, make=llama, dtype=torch.float32):
+    """After a step, so that weights are no round numbers."""
+    model = convert_to_float8_training(make().to(dtype), serving=serving)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("serving", "dtype", "bound"),
+    [
+        ("compressed-tensors", torch.float32, 1e-2),
+        ("vllm-per-token", torch.bfloat16, 0.1),
+        ("transformers", torch.bfloat16, 0.1),
+    ],
+)
+def test_the_engine_multiplies_what_training_multiplied(serving, dtype, bound):
+    """transformers computes compressed-tensors' own rule in float32; elsewhere it leaves activations in bfloat16."""
+    match = matches_serving(trained(serving, dtype=dtype), TOKENS)
+    assert match, match
+    assert len(match.weights) == len(match.inputs) == 14
+    assert match.engine < bound
+    assert match.transformers < bound
+    assert "weights: 14 of 14 with equal codes" in str(match)
+
+
+def test_experts_have_the_codes_of_the_folder(tmp_path):
+    model = trained("vllm-per-token", mixture)
+    save_float8(model, tmp_path / "served")
+    match = matches_serving(model, TOKENS, folder=tmp_path / "served")
+    experts = [share for name, share in match.weights.items() if ".experts." in name]
+    assert len(experts) == 2 * 4 * 3
+    assert len(match.inputs) == 8
+
+
+def test_other_codes_are_found():
+    """Of a model that was trained with quaver's rule, and of a folder in another format."""
+    model = convert_to_float8_training(
+        llama().bfloat16(), config="rowwise", module_filter_fn=lambda _, name: name != "lm_head"
+    )
+    with pytest.raises(ValueError, match="for a model that was not converted with one serving="):
+        matches_serving(model, TOKENS)
+    match = matches_serving(model, TOKENS, serving="vllm-per-token")
+    assert not match
+    assert all(share == 1 for share in match.weights.values())
+    assert max(match.inputs.values()) < 0.5
+    assert "inputs: 0 of 14 with equal codes" in str(match)
