@@ -246,7 +246,7 @@ class Float8LinearConfig:
             *(
                 MatmulOptions(
                     gemm.use_fast_accum,
-                    all(_has_powers_of_2(casts.of(*each), self.round_scales_to_power_of_2) for each in operands),
+                    all(_has_powers_of_2(casts.made_by(*each), self.round_scales_to_power_of_2) for each in operands),
                     self.emulate,
                     self.pad_inner_dim,
                 )

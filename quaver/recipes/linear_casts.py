@@ -65,6 +65,11 @@ class LinearCasts(NamedTuple):
         cast: CastConfig = getattr(getattr(self, operand), direction)
         return cast
 
+    def made_by(self, operand: str, direction: str) -> CastConfig:
+        """The cast that makes what one matmul reads, which is `of` unless that is dequantized."""
+        casts: OperandCasts = getattr(self, operand)
+        return casts.row if direction == "row" else casts.of_column
+
     def in_high_precision(self, matmuls: Collection[str], *, dequantized: bool = False) -> LinearCasts:
         """The casts where some of `MATMULS` run in high precision.
 

@@ -21,6 +21,7 @@ from quaver import (
 from quaver.linear.quantize import Quantizer
 from quaver.numerics.monitor import Monitor
 from quaver.recipes.scaling import dequantize
+from quaver.recipes.serving import serving_config
 from tests.library.linear.test_module import saved_bytes
 from tests.steps import assert_same
 from tests.thinned import thinned
@@ -76,6 +77,13 @@ def test_gradients_are_those_of_plain_pytorch(recipe, dtype, backward):
     of_float8 = Float8Linear(K, N, dtype=dtype, config=recipe)
     of_float8.load_state_dict(model[0].state_dict())
     assert_same([model(input)], [of_float8(input)])
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])  # whose own scales are powers of two
+@pytest.mark.parametrize("serving", ["vllm-per-token", "vllm-per-tensor", "deepgemm", "deepgemm-ue8m0"])
+def test_gradients_of_what_a_server_multiplies(serving, recipe):
+    model, input, grad_output = made(serving_config(serving, named(recipe, "dequantized")))
+    assert_same(gradients(model, input, grad_output), expected(model, input, grad_output))
 
 
 @pytest.mark.parametrize("backward", ["dequantized", "high_precision"])
