@@ -194,11 +194,25 @@ def cast_to(float8_dtype: torch.dtype, power_of_2: bool = False, mode: str = "")
     conversion = "\n".join(("{", *statements, "}"))
     limits = fmt.max, fmt.max / EPS, fmt.saturates_above
     exponents = bits_of(fmt.max), math.frexp(fmt.max / EPS)[1] - 1
-    rule, by_rule = rule_of(mode), mode in RULES
-    floors = rule.smallest_amax, rule.smallest_scale
-    of_zero = rule.of_zero is not None, *(rule.of_zero or (0.0, 0.0))
-    constants = by_rule, float32(1 / fmt.max), rule.form, *floors, *of_zero, rule.rounds_up, rule.divides
-    return Cast(TRITON_FLOAT8[float8_dtype], conversion, *limits, power_of_2, *exponents, *constants)
+    rule = rule_of(mode)
+    quant_of_zero, dequant_of_zero = rule.of_zero or (0.0, 0.0)
+    return Cast(
+        TRITON_FLOAT8[float8_dtype],
+        conversion,
+        *limits,
+        power_of_2,
+        *exponents,
+        by_rule=mode in RULES,
+        inverse_max=float32(1 / fmt.max),
+        form=rule.form,
+        smallest_amax=rule.smallest_amax,
+        smallest_scale=rule.smallest_scale,
+        has_zero=rule.of_zero is not None,
+        quant_of_zero=quant_of_zero,
+        dequant_of_zero=dequant_of_zero,
+        rounds_up=rule.rounds_up,
+        divides=rule.divides,
+    )
 
 
 @jit

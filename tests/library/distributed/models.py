@@ -15,6 +15,7 @@ from quaver import (
 )
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor
+from quaver.recipes.serving import SERVING, serving_config
 
 DIM = 18  # neither it nor HIDDEN divides by 4: the last rank's shards are smaller
 HIDDEN = 42
@@ -58,7 +59,9 @@ def loss_of(output):
 
 
 def config_of(recipe, **options):
-    """The config of a recipe; "tensorwise_power_of_2" has rounded scales too."""
+    """The config of a recipe, or of a serving engine; "tensorwise_power_of_2" has rounded scales too."""
+    if recipe in SERVING:
+        return replace(serving_config(recipe), **options)
     if recipe == "tensorwise_power_of_2":
         return Float8LinearConfig(round_scales_to_power_of_2=True, **options)
     return replace(Float8LinearConfig.from_recipe_name(recipe), **options)

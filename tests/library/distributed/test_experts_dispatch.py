@@ -22,6 +22,7 @@ from quaver import (
     convert_to_float8_training,
     convert_to_high_precision,
     freeze_to_float8,
+    serving_config,
 )
 from quaver.distributed import Float8ExpertParallel
 from quaver.experts.module import Float8Experts
@@ -132,6 +133,7 @@ def assert_parts_same(got, expected):
 
 TRANSPOSED, WITHOUT_GATE = {"has_bias": True, "is_transposed": True}, {"has_gate": False}
 CASES = [(2, 2, recipe, {}) for recipe in RECIPES]
+CASES += [(2, 2, serving_config("vllm-per-token"), {"trained": False})]
 CASES += [(4, 1, "tensorwise", {}), (4, 2, "rowwise", {}), (4, 1, "blockwise", {})]
 CASES += [(2, 2, recipe, {"trained": False}) for recipe in ("tensorwise", "rowwise_with_gw_hp", "mxfp8")]
 CASES += [(2, 2, recipe, {"dtype": torch.float32}) for recipe in ("tensorwise", "mxfp8")]

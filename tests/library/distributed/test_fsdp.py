@@ -193,6 +193,7 @@ def test_cut_blocks_have_the_codes_and_scales_of_one_process(ranks, shapes):
     for config in (
         *(config_of(recipe) for recipe in ("blockwise", "mxfp8")),
         config_of("blockwise", round_scales_to_power_of_2=False),
+        config_of("deepgemm"),
         config_of("mxfp8", cast_config_weight=along),  # cast twice, and each scale exchanged
     ):
         gathering = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)

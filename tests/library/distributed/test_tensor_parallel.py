@@ -81,6 +81,7 @@ EVERY = (*RECIPES, *BLOCK_RECIPES, "delayed")
 HP_DTYPES = (torch.float32, torch.bfloat16)
 CAST_CASES = [(2, recipe, {}, HP_DTYPES[index % 2]) for index, recipe in enumerate(EVERY)]
 CAST_CASES += [(4, "delayed", {}, torch.float32), (4, "blockwise", {}, torch.bfloat16)]
+CAST_CASES += [(2, "vllm-per-token-kernel", {}, torch.bfloat16), (2, "compressed-tensors", {}, torch.bfloat16)]
 CAST_CASES += [(2, "tensorwise", {"round_scales_to_power_of_2": True}, torch.float32)]
 CAST_CASES += at_night((2, recipe, {}, HP_DTYPES[1 - index % 2]) for index, recipe in enumerate(EVERY))
 CAST_CASES += at_night([(4, "mxfp8", {}, torch.float32)])

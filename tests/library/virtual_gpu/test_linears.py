@@ -8,7 +8,7 @@ from torch.profiler import profile
 
 pytest.importorskip("triton")
 
-from quaver import convert_to_float8_training, float8_grouped_mm, float8_linear, monitor
+from quaver import convert_to_float8_training, float8_grouped_mm, float8_linear, monitor, serving_config
 from quaver.lab.bench.modules import Subject
 from quaver.lab.settings import Model
 from quaver.lab.trainer.float8 import fuse_producers
@@ -109,6 +109,7 @@ NATIVE_RECIPES = {
         *((recipe, "h100", (48, 272, 144), torch.bfloat16, False, None) for recipe in ALL),
         ("tensorwise", "h100", (33, 40, 24), torch.float32, True, None),
         ("rowwise", "h100", (33, 40, 24), torch.bfloat16, True, "aot_eager"),
+        (serving_config("vllm-per-token-kernel"), "h100", (33, 40, 24), torch.bfloat16, True, "aot_eager"),
         ("mxfp8", "b200", (33, 100, 60), torch.bfloat16, False, None),
         ("rowwise", "rtx5090", (48, 64, 32), torch.bfloat16, False, None),
         ("tensorwise", "a100", (48, 64, 32), torch.bfloat16, True, None),
