@@ -264,7 +264,7 @@ def _served_by(root: nn.Module, serving: str, module_filter_fn: ModuleFilter | N
 def _check_fused(linears: list[tuple[str, nn.Linear]], serving: str, config: Float8LinearConfig) -> None:
     """Raise ValueError where an engine fuses siblings into one linear, with one scale for all of them."""
     names = {name for name, _ in linears}
-    for name in names if config.casts.weight.row.is_tensorwise else ():
+    for name, _ in linears if config.casts.weight.row.is_tensorwise else ():
         parent, dot, leaf = name.rpartition(".")
         siblings = next((group for group in config.shared_inputs if leaf in group), ())
         fused = [each for each in siblings if f"{parent}{dot}{each}" in names]

@@ -73,7 +73,8 @@ def freeze_to_float8(
     Args:
         module: a model in high precision, on any device.
         config: "blockwise" (the default), "mxfp8", "tensorwise", "rowwise", another recipe with one weight cast, or a
-            config. `enable_fsdp_float8_all_gather` has no effect: frozen codes are all-gathered as they are.
+            config, such as `serving_config("vllm-per-token")`, with the codes of an engine.
+            `enable_fsdp_float8_all_gather` has no effect: frozen codes are all-gathered as they are.
         module_filter_fn: called with each linear, each module of experts, and its name; false leaves it in high
             precision.
         include_subclasses: as for `convert_to_float8_training`.
@@ -160,8 +161,8 @@ def store_float8_weight(
         module: an nn.Linear or experts, which may be on the meta device, or what this config made of them.
         codes, dequant_scale: float8 [N, K] and float32 (), [N, 1] or one a block of `config`; of experts a stack of
             each, in the layout of the module. They are kept, not copied.
-        config: how activations and gradients are cast. Its `round_scales_to_power_of_2` promises that every
-            dequant_scale is a power of two.
+        config: how activations and gradients are cast. It may promise that every dequant_scale is a power of two
+            (`weight_scales_are_powers_of_2`).
         dtype: the high-precision dtype that the weight presents.
         name: of the weight; of experts one of theirs.
     Raises:
@@ -173,7 +174,7 @@ def store_float8_weight(
         raise ValueError(
             f"expected a {expected} weight of {list(shape)}, got {frozen.granularity} {list(frozen.shape)}"
         )
-    frozen.check_numbers(power_of_2=config.round_scales_to_power_of_2)
+    frozen.check_numbers(power_of_2=config.weight_scales_are_powers_of_2)
     if not isinstance(module, Float8Linear | Float8Experts):
         to_float8(module, config) if isinstance(module, nn.Linear) else to_float8_experts(module, config)
     setattr(module, name, nn.Parameter(frozen, requires_grad=False))
@@ -184,6 +185,8 @@ def store_float8_weight(
 def frozen_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
     """The config of a frozen base: "blockwise" for None. Raises ValueError for one that stores no weight once."""
     config = resolve_config("blockwise" if config is None else config)
+    if config.casts.weight.row.scale_rule is not None:  # the backward, too, multiplies the codes that are stored
+        config = replace(config, cast_config_weight_for_grad_input=config.cast_config_weight)
     weight = config.casts.weight
     if config.has_persistent_scales:
         raise ValueError(f"freeze_to_float8 scales dynamically: expected no delayed or static scaling, got {config}")

@@ -280,6 +280,11 @@ class Float8LinearConfig:
         return replace(_named_config(recipe_name))
 
     @property
+    def weight_scales_are_powers_of_2(self) -> bool:
+        """Whether every scale of the weight in its first matmul is one."""
+        return _has_powers_of_2(self.casts.weight.row, self.round_scales_to_power_of_2)
+
+    @property
     def recipe_name(self) -> Float8LinearRecipeName | None:
         """The recipe whose casts and scales these are, whatever the other options; None if there is none."""
         for recipe, config in _RECIPES[BACKWARDS[0]].items():

@@ -98,13 +98,13 @@ def serving_config(
     served = serving_named(serving)
     base = resolve_config(served.recipe if config is None else config)
     if base.has_persistent_scales:
-        raise ValueError(f"serving={serving!r} scales dynamically: expected no delayed or static scaling, got {base}")
+        raise ValueError(f"serving: expected a recipe with dynamic scaling beside {serving!r}, got {_shown(base)}")
     casts = base.casts
 
     if casts.weight.column.is_blockwise and not served.weight.is_blockwise and not casts.weight.column.is_disabled:
         raise ValueError(
-            f"serving={serving!r} has a weight with scales of its {served.weight.granularity} codes: expected a config "
-            f"without blocks, such as {served.recipe!r}, got {base}"
+            f"serving: expected a recipe without blocks, such as {served.recipe!r}, beside {serving!r}, got "
+            f"{_shown(base)}"
         )
 
     def column(own: CastConfig, of_base: CastConfig) -> CastConfig:
@@ -118,6 +118,11 @@ def serving_config(
         cast_config_weight=served.weight,
         cast_config_weight_for_grad_input=column(served.weight, casts.weight.column),
     )
+
+
+def _shown(config: Float8LinearConfig) -> str:
+    recipe = config.recipe_name
+    return str(config) if recipe is None else repr(recipe.value)
 
 
 def serving_of(config: Float8LinearConfig) -> str | None:

@@ -74,7 +74,7 @@ def _loadable(own: FrozenFloat8Weight, value: Tensor, weight: ModuleWeight) -> T
         loaded = FrozenFloat8Weight.from_state(*given.state())
         own.check_stored_alike(loaded)
         if not loaded.is_meta:
-            loaded.check_numbers(power_of_2=weight.config.round_scales_to_power_of_2)
+            loaded.check_numbers(power_of_2=weight.config.weight_scales_are_powers_of_2)
         return _as(value, loaded)
     values = given.to_high_precision() if isinstance(given, FrozenFloat8Weight) else given
     if values.dtype in FORMATS or values.shape != own.shape:

@@ -13,7 +13,7 @@ from quaver.recipes.config import (
     Float8LinearRecipeName,
     canonical_recipe,
 )
-from quaver.recipes.serving import SERVING, serving_config
+from quaver.recipes.serving import serving_config
 
 RECIPES = tuple(name.value for name in Float8LinearRecipeName)
 
@@ -40,7 +40,7 @@ class Float8(Settings, section="float8"):
         "What gradients of inputs and weights are computed from: float8 casts of their own; dequantized, what the "
         "forward multiplied; or high_precision.",
     )
-    serving: Annotated[str, OneOf(("", *SERVING))] = setting(
+    serving: str = setting(
         "", "Train with the codes of this serving engine; recipe_name is then for the backward. See docs/serving.md."
     )
     filter_fqns: tuple[str, ...] = setting(("lm_head",), "Names, or parts, of linears that stay in high precision.")
@@ -128,11 +128,11 @@ class Float8(Settings, section="float8"):
 
     def _check_serving(self) -> None:
         for recipe in (self.recipe_name, *self.by_layer.layers.values()) if self.serving else ():
-            try:
-                if recipe != HIGH_PRECISION:
+            if recipe != HIGH_PRECISION:
+                try:
                     serving_config(self.serving, recipe)
-            except ValueError as error:
-                raise ValueError(f"float8.serving with the recipe {recipe}: {error}") from error
+                except ValueError as error:
+                    raise ValueError(f"float8.{error}") from error
 
     @property
     def has_persistent_scales(self) -> bool:

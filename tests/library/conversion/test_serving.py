@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from quaver import Float8LinearConfig, conversion_report, convert_to_float8_training, serving_config
+from quaver import (
+    Float8LinearConfig,
+    cast_weights_once,
+    conversion_report,
+    convert_to_float8_training,
+    freeze_to_float8,
+    serving_config,
+    use_float8_primary_weights,
+)
 from quaver.recipes.reference import ReferenceLinear
 from quaver.recipes.serving import SERVING, serving_of
 from tests.reference import assert_same_bits
@@ -60,6 +68,21 @@ def test_the_backward_multiplies_what_the_recipe_multiplies(serving, base, monke
         for name, *pair in zip(names, alone, served, strict=True)
     }
     assert equal == {"output": [False] * 2, "grad_weight": [True] * 2, "grad_input": [True, base != "blockwise"]}
+
+
+@pytest.mark.parametrize("serving", ["vllm-per-token-kernel", "compressed-tensors", "deepgemm"])
+def test_weights_that_are_quantized_before_the_forward(serving):
+    """Of a scope, of primary and of frozen weights."""
+    torch.manual_seed(0)
+    linear, input = nn.Linear(256, 128), torch.randn(64, 256)
+    expected = convert_to_float8_training(copy.deepcopy(linear), serving=serving)(input)
+    scoped, primary = (convert_to_float8_training(copy.deepcopy(linear), serving=serving) for _ in range(2))
+    with cast_weights_once(scoped):
+        assert_same_bits(scoped(input), expected)
+    use_float8_primary_weights(primary, torch.optim.AdamW(primary.parameters()))
+    assert_same_bits(primary(input), expected)
+    frozen = freeze_to_float8(copy.deepcopy(linear).requires_grad_(False), serving_config(serving))
+    assert_same_bits(frozen(input), expected)
 
 
 def test_casts_of_a_config():
@@ -120,8 +143,8 @@ def test_heads_and_routers_stay_in_high_precision():
     ("serving", "config", "message"),
     [
         ("vlm", None, r"serving: expected one of vllm-per-token, .*, got 'vlm'"),
-        ("vllm-per-token", "delayed", "expected no delayed or static scaling"),
-        ("vllm-per-token", "mxfp8", "expected a config without blocks, such as 'rowwise'"),
+        ("vllm-per-token", "delayed", "serving: expected a recipe with dynamic scaling beside .*, got 'delayed'"),
+        ("vllm-per-token", "mxfp8", "serving: expected a recipe without blocks, such as 'rowwise', .*, got 'mxfp8'"),
     ],
 )
 def test_what_is_refused(serving, config, message):
