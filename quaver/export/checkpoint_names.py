@@ -9,10 +9,11 @@ them in `save_pretrained`: its conversion mapping, reversed, gives those of the 
 with experts. Servers load these names. Experts of other models have the names of the table.
 
 A stack stays as it is where its checkpoints hold no matrices by expert: gate and up interleaved, biases, other names
-(gpt-oss, Granite). Llama 4's are stacks [E, K, N] in transformers' checkpoints, and linears of each expert in those of
-compressed-tensors, for which transformers makes such linears; vLLM and SGLang load their names. A model of transformers
-without experts has the names of its mapping, too: model.language_model.layers is language_model.model.layers in LLaVA's
-checkpoints. Those that `from_pretrained` knows are read, older names and a multimodal model's for its text included.
+(gpt-oss, Granite, Qwen3-VL-MoE); llm-compressor writes some of them as linears of each expert. Llama 4's are stacks
+[E, K, N] in transformers' checkpoints, and linears of each expert in those of compressed-tensors, for which
+transformers makes such linears; vLLM and SGLang load their names. A model of transformers without experts has the names
+of its mapping, too: model.language_model.layers is language_model.model.layers in LLaVA's checkpoints. Those that
+`from_pretrained` knows are read, older names and a multimodal model's for its text included.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import typing
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,6 +54,18 @@ class CheckpointNames:
     whole_stacks: list[str]
     """The stacks that checkpoints hold as the model does."""
     conversions: _Conversions
+    linears: dict[str, list[list[Parts]]] = field(default_factory=dict)
+    """Of `whole_stacks`: the parts that a checkpoint may have instead; see `with_linears`."""
+
+    def with_linears(self, stored: Container[str]) -> CheckpointNames:
+        """These names, with the linears of each expert that llm-compressor writes where `stored` has them for a stack.
+
+        `stored`: the names in the checkpoint.
+        """
+        options = ((name, parts) for name, each in self.linears.items() for parts in each if parts[0][0] in stored)
+        found = dict(options)
+        whole = [name for name in self.whole_stacks if name not in found]
+        return replace(self, stacks=self.stacks | found, whole_stacks=whole)
 
     def renamed(self, name: str) -> str:
         """The name of a tensor that is no stack, or of a module with a dot at its end."""
@@ -122,6 +135,7 @@ def checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> Checkpoin
     experts = {plain_name(name): each for name, each in model.named_modules() if is_experts(each)}
     conversions = _Conversions(model)
     stacks: dict[str, list[Parts]] = {}
+    linears: dict[str, list[list[Parts]]] = {}
     transposed, whole_stacks = set(), []
     for prefix, module in experts.items():
         for leaf, weight in weights_of(module).items():
@@ -132,9 +146,10 @@ def checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> Checkpoin
                 transposed.add(name)
             if parts is None:
                 whole_stacks.append(name)
+                linears[name] = _linears(prefix, leaf, module, conversions)
             else:
                 stacks[name] = parts
-    return CheckpointNames(stacks, transposed, whole_stacks, conversions)
+    return CheckpointNames(stacks, transposed, whole_stacks, conversions, linears)
 
 
 def _class_before(experts: nn.Module) -> str:
@@ -147,6 +162,22 @@ def _default(prefix: str, leaf: str, module: nn.Module) -> list[Parts] | None:
     if is_transposed(module) or not is_plain:
         return None
     return _matrices(prefix, leaf, getattr(module, leaf).shape[0])
+
+
+def _linears(prefix: str, leaf: str, module: nn.Module, conversions: _Conversions) -> list[list[Parts]]:
+    """The parts of a whole stack in a checkpoint that has linears: gate and up by themselves, or one linear an expert.
+
+    Granite's `input_linear.weight`, a stack of gate and up, becomes `input_linear.7.weight` or, in older files,
+    `input_linear.experts.7.weight`.
+    """
+    parts = _default(prefix, leaf, module)
+    if parts is None:
+        return []
+    base = conversions.renamed(f"{prefix}.{leaf}".lstrip(".")).removesuffix(".weight")
+    found: list[list[Parts]] = [[tuple(map(conversions.renamed, each)) for each in parts]]
+    for infix in ("", ".experts"):
+        found.append([(f"{base}{infix}.{index}.weight",) for index in range(len(parts))])
+    return found
 
 
 def _matrices(prefix: str, leaf: str, count: int) -> list[Parts]:

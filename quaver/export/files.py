@@ -124,6 +124,9 @@ class StoredTensors(Mapping[str, Tensor]):
         tensor: Tensor = self._opened[self._file[name]].get_tensor(name)
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._file  # a Mapping reads the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._file)
 

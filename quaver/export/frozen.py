@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from quaver.conversion.convert import FilterDecision, convert_to_float8_training
 from quaver.conversion.freeze import blockwise_config, obstacle_to_storing, store_float8_weight
 from quaver.conversion.report import obstacle_of
-from quaver.experts.module import Float8Experts, obstacle_of_experts
+from quaver.experts.module import Float8Experts, is_experts, is_transposed, obstacle_of_experts, weights_of
 from quaver.export.checkpoint_names import Parts
 from quaver.export.formats.stored import StoredScale
 from quaver.export.kv_cache import set_kv_scales
@@ -41,11 +41,11 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
 
     Nothing is quantized again: the weights are the checkpoint's to the bit, and so is a forward that quantizes
     activations as quaver's recipe does. Activations are quantized by row where the checkpoint says by token, per 128 of
-    a row where by group, and otherwise by tensor, always dynamically: a stored input_scale is not used. Tensors in high
-    precision are loaded in the dtype of the model. So are experts whose gate and up, one matrix in the model, have
-    scales that are none of it; they are dequantized. All but an error of the disk is found before the model changes. As
-    after `freeze_to_float8`, frozen weights do not train, and `conversion_report(model)` lists each layer. Scales of a
-    float8 KV cache are kept for `save_float8`.
+    a row where by group, and otherwise by tensor, always dynamically: a stored input_scale is not used. Where a scale
+    is 0 the weights are zeros. Tensors in high precision are loaded in the dtype of the model. So are experts whose
+    gate and up, one matrix in the model, have scales that are none of it; they are dequantized. All but an error of the
+    disk is found before the model changes. As after `freeze_to_float8`, frozen weights do not train, and
+    `conversion_report(model)` lists each layer. Scales of a float8 KV cache are kept for `save_float8`.
 
     Args:
         model: in high precision, on any device, or on the meta device, from where it moves to the CPU. Its names are
@@ -57,7 +57,7 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
     Raises:
         OSError, ValueError, NotImplementedError: as `load_float8`.
         ValueError: names or shapes of the model and of the checkpoint differ; a float8 weight belongs to no nn.Linear
-            or experts, is tied, or converted to float8 already; a scale is not above 0; a buffer that the checkpoint
+            or experts, is tied, or converted to float8 already; a scale is below 0; a buffer that the checkpoint
             lacks is on the meta device.
         NotImplementedError: the checkpoint has scales of several granularities.
     """
@@ -125,10 +125,14 @@ class StoredWeights:
     def store(self, model: nn.Module, name: str, dtype: torch.dtype, device: torch.device) -> None:
         """Give the converted module the codes and scales of its weight `name`, on `device`, which presents `dtype`."""
         module, leaf = model.get_submodule(_owner(name)), name.rpartition(".")[2]
-        is_transposed = name in self._loaded.transposed
+        transposed = name in self._loaded.transposed
         shape = getattr(module, leaf).shape
         stack, granularity = self.frozen[name], self._granularity
-        codes, scale = _codes_and_scale(self._checkpoint, stack, shape, is_transposed, granularity, device)
+        if len(shape) == 3 and name not in self._loaded.stacks:
+            is_swapped = name in self._loaded.swapped
+            codes, scale = _of_whole_stack(self._checkpoint, stack[0][0], module, is_swapped, granularity, device)
+        else:
+            codes, scale = _codes_and_scale(self._checkpoint, stack, shape, transposed, granularity, device)
         store_float8_weight(module, codes, scale, config=self.config, dtype=dtype, name=leaf)
 
 
@@ -139,23 +143,33 @@ def _owner(name: str) -> str:
 def _float8_weights(model: nn.Module, checkpoint: Float8Checkpoint, loaded: ModelTensors) -> dict[str, list[Parts]]:
     """The weights of linears and the stacks of experts that the checkpoint has in float8, a tied one once."""
     float8, modules = set(checkpoint.float8_names), dict(model.named_modules())
-    return {
-        name: stack
-        for name, stack in loaded.parts.items()
-        if float8.issuperset(itertools.chain(*stack))
-        and name not in loaded.tied
-        and (name in loaded.stacks or (name.endswith(".weight") and isinstance(modules[_owner(name)], nn.Linear)))
-    }
+    found = {}
+    for name, stack in loaded.parts.items():
+        if not float8.issuperset(itertools.chain(*stack)) or name in loaded.tied:
+            continue
+        module = modules.get(_owner(name))
+        is_linear = name.endswith(".weight") and isinstance(module, nn.Linear)
+        if name in loaded.stacks or is_linear or _is_whole_stack(module, name, checkpoint, loaded):
+            found[name] = stack
+    return found
+
+
+def _is_whole_stack(module: nn.Module | None, name: str, checkpoint: Float8Checkpoint, loaded: ModelTensors) -> bool:
+    """Whether a tensor is a stack of experts with scales that frozen stacks have: of a row, they are of an output."""
+    if module is None or not is_experts(module) or name.rpartition(".")[2] not in weights_of(module):
+        return False
+    kinds = {scale.kind for scale in checkpoint.scales(loaded.parts[name][0][0])}
+    return "channel" not in kinds or is_transposed(module) == (name in loaded.swapped)
 
 
 def _has_scales_of_stack(checkpoint: Float8Checkpoint, stack: list[Parts]) -> bool:
     """Whether the scales of the matrices of each expert, one above the other, are those of one matrix."""
-    for parts in stack:
+    for parts in stack if len(stack[0]) > 1 else []:
         scales = [checkpoint.scale(part) for part in parts]
         if scales[0].kind == "tensor" and any(each.values != scales[0].values for each in scales):
             return False
         rows, *_ = checkpoint.shape(parts[0])
-        if len(parts) > 1 and scales[0].block_size is not None and rows % scales[0].block_size[0]:
+        if scales[0].block_size is not None and rows % scales[0].block_size[0]:
             return False
     return True
 
@@ -171,7 +185,7 @@ def _codes_and_scale(
     """The codes and the scale of a weight of `shape` [N, K], or of a stack, in memory of their own."""
     codes, scales = torch.empty(shape, dtype=E4M3.dtype, device=device), []
     for index, parts in enumerate(stack):
-        made = [checkpoint.codes_and_scale(part) for part in parts]
+        made = [_live(checkpoint.codes(part), checkpoint.scale(part)) for part in parts]
         matrix = codes if codes.dim() == 2 else codes[index].t() if transposed else codes[index]
         for rows, (part, _) in zip(matrix.chunk(len(parts)), made, strict=True):
             rows.copy_(part)
@@ -180,6 +194,34 @@ def _codes_and_scale(
         scales.append(scale.t() if transposed and scale.dim() else scale)
     scale = torch.stack(scales) if codes.dim() == 3 else scales[0].clone()  # not the file
     return codes, scale.to(device)
+
+
+def _of_whole_stack(
+    checkpoint: Float8Checkpoint, part: str, experts: nn.Module, swapped: bool, granularity: str, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The codes and the scales of a stack that is one tensor; `swapped`: its matrices are transposed in the model."""
+    stored, scales = checkpoint.codes(part), checkpoint.scales(part)
+    codes = torch.empty((stored.mT if swapped else stored).shape, dtype=E4M3.dtype, device=device)
+    has_inputs_first, made = is_transposed(experts), []
+    for to, matrix, scale in zip(codes, stored, scales * (len(stored) // len(scales)), strict=True):
+        live, scale = _live(matrix, scale)
+        to.copy_(live.t() if swapped else live)
+        rows, columns = reversed(to.shape) if has_inputs_first else to.shape
+        if swapped != has_inputs_first and scale.values.dim():
+            scale = scale._replace(values=scale.values.t())
+        values = _expanded(scale, torch.Size((rows, columns)), granularity)
+        made.append(values.t() if has_inputs_first and values.dim() else values)
+    return codes, torch.stack(made).contiguous().to(device)
+
+
+def _live(codes: Tensor, scale: StoredScale) -> tuple[Tensor, StoredScale]:
+    """Codes of 0 with a scale of 1 where the scale is 0, as some writers store rows and blocks of zeros."""
+    dead = scale.values == 0
+    if not dead.any():
+        return codes, scale
+    is_zero = scale.dequantized(torch.ones_like(codes), torch.float32) == 0
+    zeroed = codes.view(torch.uint8).masked_fill(is_zero, 0).view(codes.dtype)
+    return zeroed, scale._replace(values=scale.values.masked_fill(dead, 1.0))
 
 
 _GRANULARITIES = {
@@ -196,7 +238,7 @@ def _granularity(checkpoint: Float8Checkpoint, names: list[str]) -> str:
     Raises:
         NotImplementedError: there are several, or none that a frozen weight can have.
     """
-    kinds = {checkpoint.scale(name).kind for name in names if len(checkpoint.shape(name)) == 2} or {"tensor"}
+    kinds = {scale.kind for name in names for scale in checkpoint.scales(name)} or {"tensor"}
     kinds = kinds - {"tensor"} or kinds
     others = [name for name in names if checkpoint.dtype_of_codes(name) != "F8_E4M3"]
     if len(kinds) > 1 or not kinds <= _GRANULARITIES.keys() or others:
@@ -220,8 +262,8 @@ def _config(checkpoint: Float8Checkpoint, granularity: str, names: list[str]) ->
 
     What the file has beyond the model, as layers that predict further tokens, may be of another kind.
     """
-    scales = (checkpoint.scale(name).values for name in names)
-    power_of_2 = all(bool(torch.frexp(each)[0].eq(0.5).all()) for each in scales)
+    scales = (scale.values for name in names for scale in checkpoint.scales(name))
+    power_of_2 = all(bool((torch.frexp(each)[0].eq(0.5) | each.eq(0)).all()) for each in scales)
     layout = _GRANULARITIES[granularity]
     if layout == SQUARE_BLOCKS:
         return blockwise_config(power_of_2=power_of_2)
@@ -279,11 +321,12 @@ def _problems(
             yield obstacle
         for stored in itertools.chain(*stack):
             frozen.add(stored)
-            if not (checkpoint.codes_and_scale(stored)[1].values > 0).all():
-                yield f"the scale of {stored} must be above 0"
+            if not all((scale.values >= 0).all() for scale in checkpoint.scales(stored)):
+                yield f"the scale of {stored} must not be below 0"
+            checkpoint.codes(stored)
     others = {part for stack in loaded.parts.values() for parts in stack for part in parts} - frozen
     for stored in others.intersection(checkpoint.float8_names):
-        checkpoint.codes_and_scale(stored)  # of an embedding, say; it raises ValueError for a NaN
+        checkpoint.codes(stored)  # of an embedding, say; it raises ValueError for a NaN
 
 
 def obstacle_to_frozen(module: nn.Module, include_subclasses: bool = False) -> str:

@@ -22,7 +22,9 @@ CODES = ("F8_E4M3", "F8_E5M2")
 """Dtypes of weights, as headers of files name them."""
 
 SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale", "scale_inv", "qscale_weight", "scale_weight")
-"""Leaf names of the scale of a module's weight; the scales of a stack are `<stack>_scale`, `<stack>_scale_inv`."""
+"""Leaf names of the scale of a module's weight; the scales of a stack have `_STACK_SCALES` after its name."""
+
+_STACK_SCALES = ("_scale", "_scale_inv", "_weight_scale")
 
 _OF_ACTIVATIONS = (
     "input_scale",
@@ -114,6 +116,7 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
         name: dtype
         for name, dtype in dtypes.items()
         if name.rpartition(".")[2] in _FOREIGN
+        or name.endswith("_weight_scale_2")
         or (
             name.endswith(".weight")
             and dtype not in (*_HIGH_PRECISION, *CODES)
@@ -157,7 +160,7 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
 def _scales(name: str) -> list[str]:
     """The names that the scale of a weight may have."""
     if not name.endswith(".weight"):
-        return [f"{name}_scale", f"{name}_scale_inv"]
+        return [f"{name}{end}" for end in _STACK_SCALES]
     return [f"{name.removesuffix('weight')}{leaf}" for leaf in SCALE_NAMES]
 
 

@@ -86,7 +86,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         tensors = sort_tensors(
             {name: stored.dtype(name) for name in stored if name not in self.format.marks}, self.format
         )
-        self._scale_of, self._names = tensors.scale_of, tensors.others
+        self._scale_of, self._names = tensors.scale_of, dict.fromkeys(tensors.others)
         if not self._scale_of:
             if self.format.method is None:
                 raise ValueError("no weight is in float8: the model is in high precision already; use it as it is")
@@ -95,7 +95,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         for name, shape in self.format.shapes.items():
             self.cut(name, shape)
         for name in self._scale_of:
-            self._scales(name)
+            self.scales(name)
         self.float8_names = list(self._scale_of)
         self.kv_scales: dict[str, float] = {}
         for name, in_model in tensors.of_cache.items():
@@ -110,8 +110,8 @@ class Float8Checkpoint(Mapping[str, Tensor]):
                 "%s: scales of activations are left out; activations are scaled dynamically", listed(tensors.left_out)
             )
 
-    def _scales(self, name: str) -> list[StoredScale]:
-        """The scale of a matrix, or of each matrix of a stack."""
+    def scales(self, name: str) -> list[StoredScale]:
+        """The scale of a matrix, or of each matrix of a stack; one where it is one number of the whole stack."""
         stored = self._scale_of[name]
         return self.format.scales(name, self.shape(name), torch.ones(()) if stored is None else self._stored[stored])
 
@@ -137,7 +137,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         tensor = self._read(name)
         if name in self._scale_of:
             _check_codes(name, tensor)
-            scales = self._scales(name)
+            scales = self.scales(name)
             if tensor.dim() == 2:
                 return scales[0].dequantized(tensor, dtype)
             if len(scales) == 1:
@@ -154,18 +154,13 @@ class Float8Checkpoint(Mapping[str, Tensor]):
     @property
     def scales_beside(self) -> list[str]:
         """The names in the files that are no tensors of a model: scales of weights, of activations and so on."""
-        tensors = set(self._names)
-        return [name for name in self._stored if name not in tensors]
+        return [name for name in self._stored if name not in self._names]
 
-    def codes_and_scale(self, name: str) -> tuple[Tensor, StoredScale]:
-        """The float8 codes [N, K] of a weight and its scale.
-
-        Raises:
-            ValueError: a code is NaN or infinite.
-        """
+    def codes(self, name: str) -> Tensor:
+        """The float8 codes of a weight [N, K], or of a stack. Raises ValueError if one is NaN or infinite."""
         codes = self._read(name)
         _check_codes(name, codes)
-        return codes, self.scale(name)
+        return codes
 
     def dtype_of_codes(self, name: str) -> str:
         """The dtype of a float8 weight, from the header of its file."""
@@ -173,7 +168,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
 
     def scale(self, name: str) -> StoredScale:
         """The scale of a float8 matrix."""
-        return self._scales(name)[0]
+        return self.scales(name)[0]
 
     def write_file(self, path: Path) -> None:
         """Write all tensors in high precision as the new file `path`, with what the header says of the model."""
@@ -195,6 +190,9 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         """The shape of a tensor, from the header of its file."""
         return self._cut.get(name) or self._stored.shape(name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # a Mapping reads the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
@@ -210,13 +208,14 @@ class ModelTensors(Mapping[str, Tensor]):
         stacks: the names of the stacks.
         transposed: the stacks that hold each matrix transposed.
         tied: the names of tied tensors that the checkpoint has under another one.
+        swapped: the stacks that the checkpoint holds as one tensor, whose matrices are transposed in the model.
         kv_scales: as in `Float8Checkpoint`.
     Raises (when made):
         ValueError: the checkpoint lacks matrices of a stack of which it has others, or their shapes differ.
     """
 
     def __init__(self, model: nn.Module, checkpoint: Float8Checkpoint) -> None:
-        self._names, self._checkpoint = checkpoint_names(model), checkpoint
+        self._names, self._checkpoint = checkpoint_names(model).with_linears(checkpoint), checkpoint
         self.kv_scales, self.transposed = checkpoint.kv_scales, self._names.transposed
         tensors = {plain_name(name): each for name, each in model.state_dict().items()}
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
@@ -243,6 +242,13 @@ class ModelTensors(Mapping[str, Tensor]):
         for stack in stacks.values():
             self._check(stack)
         self.tied, self.stacks = self._tie(model), frozenset(stacks)
+        self.swapped = {
+            name
+            for name in self._names.whole_stacks
+            if name in self.parts
+            and list(tensors[name].shape) != (shape := self._checkpoint.shape(self.parts[name][0][0]))
+            and list(tensors[name].mT.shape) == shape
+        }
         self.parts |= stacks
 
     def _tie(self, model: nn.Module) -> set[str]:
@@ -275,7 +281,8 @@ class ModelTensors(Mapping[str, Tensor]):
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """As `Float8Checkpoint.read`."""
         if name not in self.stacks:
-            return self._checkpoint.read(self.parts[name][0][0], dtype)
+            tensor = self._checkpoint.read(self.parts[name][0][0], dtype)
+            return tensor.mT.contiguous() if name in self.swapped else tensor
         stored = dict(zip(self._names.of(name), itertools.chain(*self.parts[name]), strict=True))
         return self._names.stacked(
             name, self.shape(name), dtype, lambda part: self._checkpoint.read(stored[part], dtype)
@@ -285,10 +292,14 @@ class ModelTensors(Mapping[str, Tensor]):
         """The shape of a tensor, from the headers of the files."""
         first, *others = self.parts[name][0]
         if name not in self.stacks:
-            return self._checkpoint.shape(first)
+            shape = self._checkpoint.shape(first)
+            return [shape[0], *reversed(shape[1:])] if name in self.swapped else shape
         rows, columns = self._checkpoint.shape(first)
         matrix = [rows * (1 + len(others)), columns]
         return [len(self.parts[name]), *(reversed(matrix) if name in self.transposed else matrix)]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.parts
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.parts)

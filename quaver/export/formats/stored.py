@@ -101,6 +101,8 @@ class StoredFormat:
         rows, columns = shape
         if values.dim() == 4 and values.shape[1] == values.shape[3] == 1:
             values = values[:, 0, :, 0]
+        elif values.dim() == 3 and values.shape[2] == 1:
+            values = values[:, :, 0]
         counts = tuple(values.shape)
         sizes = [size for size in self.block_sizes if ScaleLayout(*size).scale_shape(rows, columns) == counts]
         is_of_config = bool(sizes) and (counts != (rows, 1) or all(size[0] == 1 for size in sizes))

@@ -142,6 +142,26 @@ def test_float32_scales_per_row_as_llm_compressor_writes(exported, tmp_path):
     assert logits(frozen).isfinite().all()
 
 
+@pytest.mark.parametrize(("config", "power_of_2"), [("rowwise", True), ("tensorwise", False), ("blockwise", True)])
+@pytest.mark.parametrize("codes", [0.0, 3.0])
+def test_a_dead_row_is_zero(config, power_of_2, codes, exported, tmp_path):
+    """Whether its scale alone is 0, as writers that divide by it leave any codes, or its codes are."""
+    tensors = load_file(exported(config) / "model.safetensors")
+    weight, scale = (
+        next(each for each in tensors if "v_proj.weight" in each and ("scale" in each) is s) for s in (False, True)
+    )
+    dead = slice(2, 3) if config == "rowwise" else slice(None)  # one scale is that of all of the small matrix
+    tensors[weight][dead] = torch.tensor(codes).to(torch.float8_e4m3fn)
+    tensors[scale][dead] = 0.0 if codes else tensors[scale][dead]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((exported(config) / "config.json").read_bytes())
+    frozen, values = load_frozen(Tiny(128), tmp_path), load_float8(tmp_path, dtype=torch.float32)
+    assert not values[weight][dead].any()
+    assert frozen.layer["v_proj"].weight.to_high_precision().equal(values[weight])
+    assert frozen.layer["v_proj"].config.round_scales_to_power_of_2 is power_of_2
+    assert logits(frozen).isfinite().all()
+
+
 @pytest.mark.parametrize(("config", "other"), [("rowwise", "scales"), ("tensorwise", "tokens"), ("rowwise", "nan")])
 def test_what_is_not_loaded_changes_nothing(config, other, exported, tmp_path):
     """A layer that predicts further tokens, which the model's class ignores, is of another kind."""
@@ -330,10 +350,10 @@ def test_a_checkpoint_that_does_not_fit(exported, tmp_path):
         [
             ({"layer.v_proj.weight": nan}, None, ValueError, "layer.v_proj.weight has a NaN"),
             (
-                {"layer.v_proj.weight_scale": torch.zeros(128, 1)},
+                {"layer.v_proj.weight_scale": torch.full((128, 1), -1.0)},
                 None,
                 ValueError,
-                "layer.v_proj.weight must be above 0",
+                "layer.v_proj.weight must not be below 0",
             ),
             (
                 {"layer.v_proj.weight_scale": torch.ones(1, 128)},

@@ -80,6 +80,15 @@ LAYOUTS = {
         lambda scale: scale.to(E8M0).view(torch.uint8),
         None,
     ),
+    "modelopt groups": (
+        {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"},
+        1,
+        32,
+        False,
+        "weight_scale",
+        lambda scale: scale[:, :, None],
+        None,
+    ),
     "fbgemm": (
         {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
         1,
@@ -146,7 +155,7 @@ LAYOUTS = {
         None,
     ),
 }
-NOT_FROZEN = ("modelopt MXFP8", "MXFP8", "blocks of 64", "columns")
+NOT_FROZEN = ("modelopt MXFP8", "modelopt groups", "MXFP8", "blocks of 64", "columns")
 OF_TRANSFORMERS = ("DeepSeek-V3", "DeepSeek-V4", "E8M0 bytes", "Mistral", "MXFP8", "blocks of 64", "bfloat16 scales")
 
 

@@ -1,0 +1,190 @@
+"""Experts in float8 as llm-compressor, modelopt and Qwen write them, read into the stacks of transformers' models."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
+
+from quaver import conversion_report
+from quaver.experts.module import Float8Experts
+from quaver.export import load_float8, load_frozen
+from quaver.integrations.transformers import QuaverConfig
+from tests.reference import sqnr_db
+from tests.steps import assert_same
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+ROWS = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
+            "input_activations": {"strategy": "token"},
+        }
+    },
+}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+FP8 = {"quant_method": "modelopt", "quant_algo": "FP8"}
+
+
+def granite():
+    return GraniteMoeForCausalLM(GraniteMoeConfig(num_local_experts=3, num_experts_per_tok=2, **SIZES))
+
+
+def qwen3_vl():
+    rotary = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
+    experts = {"moe_intermediate_size": 32, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 32}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 128}
+    text = {**SIZES, **experts, "rope_parameters": rotary}
+    config = Qwen3VLMoeConfig(text_config=text, vision_config={**vision, "deepstack_visual_indexes": [0]})
+    return Qwen3VLMoeForConditionalGeneration(config)
+
+
+def llama4():
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 1, "intermediate_size_mlp": 128, "head_dim": 32}
+    return Llama4ForCausalLM(Llama4TextConfig(pad_token_id=0, **SIZES, **experts))
+
+
+def by_rows(weight):
+    scale = weight.abs().amax(-1, keepdim=True) / 448
+    return (weight / scale).to(torch.float8_e4m3fn), scale
+
+
+def by_blocks(weight):
+    *_, rows, columns = weight.shape
+    scale = weight.unflatten(-2, (rows // 32, 32)).unflatten(-1, (columns // 32, 32)).abs().amax((-3, -1)) / 448
+    return (weight / scale.repeat_interleave(32, -2).repeat_interleave(32, -1)).to(torch.float8_e4m3fn), scale
+
+
+def linears(infix):
+    """`input_linear.7.weight`, or another name, of each expert."""
+
+    def write(name, stack):
+        base = name.removesuffix(".weight")
+        for index, matrix in enumerate(stack):
+            codes, scale = by_rows(matrix)
+            yield from ((f"{base}{infix}.{index}.weight", codes), (f"{base}{infix}.{index}.weight_scale", scale))
+
+    return write
+
+
+def gate_and_up(name, stack):
+    prefix, _, leaf = name.rpartition(".")
+    leaves = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
+    for index, matrix in enumerate(stack):
+        for part, rows in zip(leaves, matrix.chunk(len(leaves)), strict=True):
+            codes, scale = by_rows(rows)
+            yield from ((f"{prefix}.{index}.{part}.weight", codes), (f"{prefix}.{index}.{part}.weight_scale", scale))
+
+
+def granite_stack(name, stack):
+    codes, scale = by_rows(stack)
+    yield from ((name, codes), (f"{name}_scale", scale))
+
+
+def transposed_blocks(name, stack):
+    codes, scale = by_blocks(stack.mT.contiguous())
+    yield from ((name, codes), (f"{name}_scale_inv", scale))
+
+
+def one_number(name, stack):
+    scale = stack.abs().max() / 448
+    yield from ((name, (stack / scale).to(torch.float8_e4m3fn)), (f"{name}_weight_scale", scale))
+    yield f"{name}_input_scale", torch.tensor(0.5)
+
+
+def one_an_expert(name, stack):
+    scale = stack.abs().amax((1, 2)) / 448
+    yield from (
+        (name, (stack / scale[:, None, None]).to(torch.float8_e4m3fn)),
+        (f"{name}_weight_scale", scale[:, None]),
+    )
+
+
+WRITERS = {
+    "llm-compressor, Granite": (granite, linears(""), by_rows, "weight_scale", ROWS),
+    "llm-compressor, Granite 4": (granite, linears(".experts"), by_rows, "weight_scale", ROWS),
+    "llm-compressor, Granite's stacks": (granite, granite_stack, by_rows, "weight_scale", ROWS),
+    "llm-compressor, Qwen3-VL": (qwen3_vl, gate_and_up, by_rows, "weight_scale", ROWS),
+    "Qwen, Qwen3-VL": (qwen3_vl, transposed_blocks, by_blocks, "weight_scale_inv", BLOCKS),
+    "modelopt, Llama 4": (llama4, one_number, None, "weight_scale", FP8),
+    "modelopt, one an expert": (llama4, one_an_expert, None, "weight_scale", FP8),
+}
+
+
+@pytest.fixture
+def written(request, tmp_path):
+    """The model, and its folder as a writer has it."""
+    make, experts, linear, scale_name, quantization = WRITERS[request.param]
+    torch.manual_seed(0)
+    model = make().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.1)
+    model.save_pretrained(tmp_path / "hp")
+    tensors = {}
+    for name, weight in load_file(tmp_path / "hp" / "model.safetensors").items():
+        if weight.dim() == 3 and "visual" not in name:
+            tensors |= dict(experts(name, weight))
+        elif linear is not None and name.endswith("_proj.weight") and "visual" not in name:
+            tensors[name], tensors[name.replace("weight", scale_name)] = linear(weight)
+        else:
+            tensors[name] = weight
+    (tmp_path / "fp8").mkdir()
+    config = json.loads((tmp_path / "hp" / "config.json").read_text()) | {"quantization_config": quantization}
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
+    tensors = {name: each.contiguous() for name, each in tensors.items()}
+    save_file(tensors, tmp_path / "fp8" / "model.safetensors", {"format": "pt"})
+    return model, tmp_path / "fp8"
+
+
+def values(model):
+    state = model.state_dict()
+    return {
+        name: each.to_high_precision() if hasattr(each, "to_high_precision") else each for name, each in state.items()
+    }
+
+
+@pytest.mark.parametrize("written", WRITERS, indirect=True)
+def test_stacks_are_read_and_frozen(written):
+    model, folder = written
+    kind, weights = type(model), dict(load_float8(folder, model=model, dtype=torch.float32))
+    assert all(sqnr_db(each, weights[name]) > 30 for name, each in model.state_dict().items() if name in weights)
+    frozen = load_frozen(kind._from_config(model.config, dtype=torch.float32), folder)
+    assert_same({name: values(frozen)[name] for name in weights}, weights)
+    assert "frozen" in next(each.reason for each in conversion_report(frozen).layers if "gate_up_proj" in each.name)
+    loaded = kind.from_pretrained(folder, quantization_config=QuaverConfig(frozen=True), dtype=torch.float32)
+    assert_same(values(loaded), values(frozen))
+    trained = kind.from_pretrained(folder, quantization_config=QuaverConfig("rowwise"), dtype=torch.float32)
+    assert_same(trained.state_dict(), values(frozen))
+    assert any(isinstance(each, Float8Experts) for each in trained.modules())
+    tokens = torch.arange(16).view(1, 16)
+    with torch.no_grad():
+        assert sqnr_db(model(tokens).logits, loaded(tokens).logits) > 25
+
+
+@pytest.mark.parametrize("written", ["modelopt, Llama 4"], indirect=True)
+def test_stacks_in_four_bits_are_refused(written):
+    model, folder = written
+    tensors = load_file(folder / "model.safetensors")
+    name = next(each for each in tensors if each.endswith("gate_up_proj"))
+    tensors[name] = tensors[name].view(torch.uint8)
+    tensors[f"{name}_weight_scale_2"] = torch.ones(())
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(NotImplementedError, match="weights that are no float8"):
+        load_float8(folder, model=model)
