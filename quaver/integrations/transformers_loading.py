@@ -86,6 +86,8 @@ class Float8Tensors(WeightConverter):
         loaded: its tensors under the names of the model.
         stored: the weights that the model holds as codes; None for none.
         operation: for the tensors that are dequantized.
+    Attributes:
+        names: the parameters of the model that it reads.
     Raises:
         ValueError: a shape differs from the model's.
     """
@@ -116,11 +118,7 @@ class Float8Tensors(WeightConverter):
         if self._target:  # the loader reports every other name as unexpected
             first = next(iter(self._target.values()))
             self._target |= dict.fromkeys(checkpoint.scales_beside, first)
-
-    @property
-    def names(self) -> set[str]:
-        """The parameters of the model that it reads."""
-        return set(self._target.values())
+        self.names = set(self._target.values())
 
     def in_front_of(self, conversions: list[Any]) -> list[Any]:
         """`conversions` of the model behind this one. The converters that read the same names count as used.

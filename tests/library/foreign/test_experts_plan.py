@@ -16,7 +16,7 @@ from quaver import Float8LinearConfig, conversion_report, convert_to_high_precis
 from quaver.conversion.check import assert_float8_training
 from quaver.experts.module import Float8Experts
 from quaver.fsdp.gathered import Float8AllGatherWeight
-from quaver.integrations.transformers import prepare_model_for_float8
+from quaver.integrations.transformers import QuaverConfig, prepare_model_for_float8
 from quaver.runtime import collectives
 from tests.ranks import refusal, run
 from tests.reference import assert_same_bits
@@ -34,12 +34,13 @@ def folder(tmp_path_factory):
     return path
 
 
-def load(folder, **layout):
-    """A model split as `layout` says; without it a whole one."""
+def load(folder, config=None, **layout):
+    """A model split as `layout` says, without it a whole one, converted with a config."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     with mock.patch.dict(os.environ, launched if layout else {}):
         plan = {"distributed_config": DistributedConfig(**layout)} if layout else {}
+        plan |= {} if config is None else {"quantization_config": QuaverConfig(config)}
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **plan)
 
 
@@ -57,10 +58,10 @@ def with_tokens_of_their_own(folder, recipe, ep, gather, out):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokens = torch.randint(64, (2 * ranks, 16), generator=torch.Generator().manual_seed(1))
     mine, one = tokens.chunk(ranks)[rank], prepare_model_for_float8(load(folder), recipe)
-    split = load(folder, fsdp_size=ranks, ep_size=ep, ep_implementation="float8")
-    before = None if gather else split(input_ids=mine).logits.detach()
     config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gather)
-    prepare_model_for_float8(split, config)
+    split = load(folder, config if gather else None, fsdp_size=ranks, ep_size=ep, ep_implementation="float8")
+    before = None if gather else split(input_ids=mine).logits.detach()
+    prepare_model_for_float8(split, config)  # which leaves converted layers alone
     assert_float8_training(split, torch.optim.SGD(split.parameters(), 1.0))
     experts, expected = (each.model.layers[0].mlp.experts for each in (split, one))
     assert isinstance(experts, Float8Experts)
