@@ -35,13 +35,12 @@ def folder(tmp_path_factory):
 
 
 def load(folder, config=None, **layout):
-    """A model split as `layout` says, without it a whole one, converted with a config."""
+    """A model split as `layout` says, without it a whole one, by a QuaverConfig."""
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     with mock.patch.dict(os.environ, launched if layout else {}):
         plan = {"distributed_config": DistributedConfig(**layout)} if layout else {}
-        plan |= {} if config is None else {"quantization_config": QuaverConfig(config)}
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **plan)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config, **plan)
 
 
 def whole(tensor):
@@ -59,7 +58,9 @@ def with_tokens_of_their_own(folder, recipe, ep, gather, out):
     tokens = torch.randint(64, (2 * ranks, 16), generator=torch.Generator().manual_seed(1))
     mine, one = tokens.chunk(ranks)[rank], prepare_model_for_float8(load(folder), recipe)
     config = replace(Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gather)
-    split = load(folder, config if gather else None, fsdp_size=ranks, ep_size=ep, ep_implementation="float8")
+    split = load(
+        folder, QuaverConfig(config) if gather else None, fsdp_size=ranks, ep_size=ep, ep_implementation="float8"
+    )
     before = None if gather else split(input_ids=mine).logits.detach()
     prepare_model_for_float8(split, config)  # which leaves converted layers alone
     assert_float8_training(split, torch.optim.SGD(split.parameters(), 1.0))
@@ -136,6 +137,8 @@ def with_what_is_refused(folder):
     assert "convert before its first forward" in refusal(prepare_model_for_float8, split, gathers)
     prepare_model_for_float8(split, ["rowwise", "mxfp8"][dist.get_rank()])
     assert "ranks disagree about the tokens that they send to experts: rank 0 has" in refusal(split, tokens)
+    message = refusal(lambda: load(folder, QuaverConfig(frozen=True), **layout))
+    assert "QuaverConfig with a distributed_config trains folders in high precision, and no frozen" in message
     with mock.patch.object(collectives.functional, "all_to_all_single", side_effect=RuntimeError):
         message = refusal(lambda: load(folder, **layout))
     assert "which the backend gloo cannot on cpu" in message
@@ -146,7 +149,7 @@ def test_what_is_refused(folder):
 
 
 def with_transformers_own(folder):
-    split = prepare_model_for_float8(load(folder, fsdp_size=2, ep_size=2), "rowwise")
+    split = load(folder, QuaverConfig("rowwise"), fsdp_size=2, ep_size=2)
     (reason,) = {layer.reason for layer in conversion_report(split).skipped if "experts" in layer.name}
     assert 'load the model with DistributedConfig(ep_implementation="float8")' in reason
     assert not isinstance(split.model.layers[0].mlp.experts, Float8Experts)
