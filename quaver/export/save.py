@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from quaver.conversion.convert import ModuleFilter
 from quaver.export.bundle import GENERATION, HEADER_RECORD, write_bundle
 from quaver.export.files import CONFIG, SINGLE, SafetensorsWriter, config_text, json_text
 from quaver.export.folders import new_folder
 from quaver.export.formats import COMPRESSED_TENSORS
 from quaver.export.load import load_float8
 from quaver.export.plan import Plan, frozen_weights
+from quaver.export.unconverted import Recipe
 from quaver.export.weights import Float8Weights, iter_float8_weights
 from quaver.recipes.scaling import sqnr_db, without_inf
 from quaver.runtime.agreement import on_first_rank
@@ -34,11 +36,13 @@ def save_float8(
     folder: Path | str,
     *,
     config: Mapping[str, Any] | None = None,
+    recipe: Recipe | None = None,
     format: str = COMPRESSED_TENSORS,
     weights: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
-    forward_dtype: torch.dtype | None = None,
+    rounded_from: torch.dtype | str | None = None,
     share_fused_scales: bool = True,
+    module_filter_fn: ModuleFilter | None = None,
     max_shard_bytes: int = 5 * 1000**3,
     about: Mapping[str, Any] | None = None,
     files: Sequence[Path] = (),
@@ -51,8 +55,9 @@ def save_float8(
     `set_kv_scales`.
 
     Args:
-        model, format, weights, dtype, forward_dtype, share_fused_scales: as for `iter_float8_weights`. For a sharded
-            model all ranks call this, and rank 0 writes; its errors are raised on all.
+        model, recipe, format, weights, dtype, rounded_from, share_fused_scales, module_filter_fn: as for
+            `iter_float8_weights`. For a sharded model all ranks call this, and rank 0 writes; its errors are raised on
+            all.
         folder: in the format comfyui a file, NAME.safetensors. It has no config, other files or model card: its
             header says under `quaver_export` what the record of a bundle says. Memory holds it whole.
         config: the config.json without its quantization_config; by default that of a transformers model, whose
@@ -73,11 +78,13 @@ def save_float8(
     """
     tensors = iter_float8_weights(
         model,
+        recipe=recipe,
         format=format,
         weights=weights,
         dtype=dtype,
-        forward_dtype=forward_dtype,
+        rounded_from=rounded_from,
         share_fused_scales=share_fused_scales,
+        module_filter_fn=module_filter_fn,
     )
     folder, stored = Path(folder), tensors.plan.format
     stored.check_target(folder, tensors.plan.names, files=files, high_precision_model=high_precision_model)

@@ -34,7 +34,7 @@ class Source:
     high_precision_model: Callable[[], nn.Module]
     about: Mapping[str, Any]
     files: list[Path] = field(default_factory=list)
-    forward_dtype: torch.dtype | None = None
+    rounded_from: torch.dtype | None = None
 
 
 def skip_names(filter_fqns: Sequence[str], tied: Collection[str] = ()) -> Callable[[nn.Module, str], FilterDecision]:

@@ -4,6 +4,7 @@
   all-gathers and reduce-scatters. Its name stands in their Python frames. No replacement.
 - `has_run`: `FSDPState._is_root`, None until the first forward or `unshard`, in which FSDP2 reads how each parameter is
   gathered. No replacement.
+- `param_dtype(module)`: FSDPState._mp_policy, whose `param_dtype` the forward reads. No replacement.
 - `fsdp_module_class()`: public, without the import of torch.distributed.fsdp ([Note: import time] in dtensor.py).
 - `hide_from_policies()`: replaces methods of FSDPState and FSDPParamGroup. Goes when FSDP2 hides itself from selective
   checkpoints, which https://github.com/pytorch/pytorch/pull/196862 proposes.
@@ -39,6 +40,11 @@ def has_run(module: nn.Module) -> bool:
         return False
     states = [each._get_fsdp_state() for each in module.modules() if isinstance(each, sharded)]
     return any(state._is_root is not None for state in states)
+
+
+def param_dtype(module: FSDPModule) -> torch.dtype | None:
+    """The dtype in which a unit of FSDP2 gathers its parameters; None for their own."""
+    return module._get_fsdp_state()._mp_policy.param_dtype
 
 
 _hides: list[bool] = []

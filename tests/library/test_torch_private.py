@@ -12,7 +12,7 @@ import torch.distributed.checkpoint
 from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
@@ -346,6 +346,12 @@ def test_fsdp2_allocates_in_its_collectives(mesh):
     with Frames():
         model(torch.ones(2, 4)).sum().backward()
     assert {"aten.empty.memory_format"} <= {name for name, module in allocating if module == fsdp.COLLECTIVES_MODULE}
+
+
+def test_the_dtype_in_which_fsdp2_gathers(mesh):
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    assert fsdp.param_dtype(model) is torch.bfloat16
+    assert fsdp.param_dtype(fully_shard(nn.Linear(4, 4), mesh=mesh)) is None
 
 
 def test_policies_of_selective_checkpoints_see_nothing_inside_the_block_that_other_modes_see():

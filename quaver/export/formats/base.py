@@ -62,6 +62,14 @@ class WeightFormat:
         """Whether scales are E8M0, one byte each."""
         return self.weights == "group"
 
+    def holds(self, weight: CastConfig) -> bool:
+        """Whether the codes and scales of weights that are cast so are stored as they are."""
+        if self.is_mx:
+            is_e8m0 = weight.scale_calculation_mode is not None
+            return is_e8m0 and weight.block_size is not None and weight.block_size[1] == GROUP_SIZE
+        known = {"tensor": weight.is_tensorwise, "channel": weight.is_rowwise}
+        return known.get(self.weights, weight.block_size == self.block_size)
+
     def held(self, operand: Operand, weight: CastConfig) -> Operand | None:
         """The codes [N, K] of the forward with scales of the format; None where it cannot hold them.
 

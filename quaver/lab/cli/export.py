@@ -124,7 +124,7 @@ def _save(options: Export, source: Source, target: Path) -> Float8Weights:
         format=options.format,
         weights=source.weights,
         dtype=getattr(torch, options.dtype),
-        forward_dtype=source.forward_dtype,
+        rounded_from=source.rounded_from,
         share_fused_scales=not options.own_scales,
         max_shard_bytes=parse_bytes(options.max_shard_size, "--max-shard-size"),
         about=source.about,

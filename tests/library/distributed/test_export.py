@@ -4,14 +4,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from quaver import Float8ColwiseParallel, Float8LinearConfig, Float8RowwiseParallel, freeze_to_float8
+from quaver import (
+    Float8ColwiseParallel,
+    Float8LinearConfig,
+    Float8RowwiseParallel,
+    convert_to_high_precision,
+    freeze_to_float8,
+)
 from quaver.conversion.freeze import blockwise_config
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from tests.library.distributed.models import config_of
-from tests.library.export.mixtures import mixture
+from tests.library.export.mixtures import mixture, plain
 from tests.library.export.models import PROJECTIONS, Tiny, tiny
 from tests.ranks import mesh_of, on_ranks
 from tests.steps import assert_same
@@ -108,6 +114,75 @@ def test_codes_of_a_model_in_tensor_parallel_and_sharded_parts():
     assert stored.keys() == expected.keys()
     for name in ("layer.q_proj.weight", "layer.o_proj.weight", "layer.k_proj.weight"):
         assert torch.equal(stored[name].float(), expected[name].float()), name
+
+
+def unconverted(size):
+    """`tiny` before its conversion: linears of unlike scales."""
+    return convert_to_high_precision(tiny("rowwise", size))
+
+
+@pytest.mark.parametrize(
+    ("layout", "recipe"),
+    [
+        ("fsdp", "blockwise"),
+        ("fsdp", "tensorwise"),
+        ("replicas", "mxfp8"),
+        ("tp and fsdp", "rowwise"),
+        ("tp and fsdp", "tensorwise"),
+        ("tp and fsdp", "blockwise"),
+    ],
+)
+@on_ranks(4)
+def test_ranks_that_train_in_high_precision_gather_codes_alone(recipe, layout):
+    """160 rows on 4 ranks cut blocks of 128 and of 32; the codes are those of one process with the whole weights."""
+    size, mesh = 160, mesh_of((2, 2), ("outer", "inner"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    options = {"recipe": recipe, "dtype": torch.bfloat16}
+    expected = dict(iter_float8_weights(unconverted(size), rounded_from="bfloat16", **options))
+    model = unconverted(size)
+    if layout == "tp and fsdp":
+        plan = {"q_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+        parallelize_module(model.layer, mesh["inner"], plan)
+        sharded(model, mesh=mesh["outer"], mp_policy=policy)
+    else:
+        sharded(model, mesh=mesh if layout == "replicas" else mesh_of((4,)), mp_policy=policy)
+    before = {name: weight.to_local().clone() for name, weight in model.named_parameters()}
+    weights = iter_float8_weights(model, **options)
+    assert_same(dict(weights), expected)
+    codes = len(PROJECTIONS) * size * size
+    rest = sum(each.numel() for name, each in model.named_parameters() if "proj.weight" not in name)
+    assert weights.bytes_moved == codes + 4 * rest  # one byte an element of what is served in float8
+    assert_same({name: weight.to_local() for name, weight in model.named_parameters()}, before)
+    holders = {"fsdp": (1,), "replicas": (1, 3), "tp and fsdp": (2, 3)}[layout]  # of the same part
+    if dist.get_rank() in holders:
+        model.layer["k_proj"].weight.detach().to_local().view(-1)[:1].fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"layer.k_proj.weight has an inf or a NaN"):
+        dict(iter_float8_weights(model, **options))  # on every rank: none waits for another
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rows", "split"),
+    [("rowwise", 128, "ep"), ("tensorwise", 96, "fsdp"), ("blockwise", 128, "fsdp"), ("blockwise", 96, "fsdp")],
+)
+@on_ranks(2)
+def test_experts_of_all_ranks_are_streamed_from_high_precision(recipe, rows, split):
+    """Three experts. Where a block of 128 rows has rows of gate and of up, both are gathered whole, and cast apart."""
+    options = {"recipe": recipe, "rounded_from": "bfloat16"}
+    expected = dict(iter_float8_weights(plain(128, rows), **options))
+    model = plain(128, rows)
+    if split == "ep":  # as transformers' plan and ours do
+        for name, weight in list(model.experts.named_parameters(recurse=False)):
+            shard = distribute_tensor(weight.detach(), mesh_of((2,), ("ep",)), [Shard(0)])
+            model.experts.register_parameter(name, torch.nn.Parameter(shard))
+        model.experts.num_experts, model.experts._is_expert_parallel = 2, True
+    else:
+        fully_shard(model.experts)
+    fully_shard([model.o_proj, model.router])
+    weights = iter_float8_weights(model, **options)
+    assert_same(dict(weights), expected)
+    sizes = {name: weight.numel() for name, weight in model.named_parameters() if isinstance(weight, DTensor)}
+    whole = {"router.weight", *(["experts.gate_up_proj"] if rows == 96 and recipe == "blockwise" else [])}
+    assert weights.bytes_moved == sum(n * (4 if name in whole else 1) for name, n in sizes.items())
 
 
 @pytest.mark.parametrize("config", ["blockwise", "tensorwise"])

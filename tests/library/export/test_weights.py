@@ -13,6 +13,7 @@ from quaver import (
     ScalingType,
     calibrate_float8_static_scales,
     convert_to_float8_training,
+    convert_to_high_precision,
     freeze_to_float8,
     sync_float8_amax_and_scale_history,
 )
@@ -194,12 +195,51 @@ def test_weights_may_come_from_elsewhere():
     convert_to_float8_training(structure, config="rowwise", module_filter_fn=lambda module, name: "lm_head" not in name)
     found = dict(iter_float8_weights(structure, weights=model.state_dict()))
     assert_same(found, expected)
-    rounded = dict(iter_float8_weights(structure, weights=model.state_dict(), forward_dtype=torch.bfloat16))
+    rounded = dict(iter_float8_weights(structure, weights=model.state_dict(), rounded_from=torch.bfloat16))
     for name, tensor in iter_float8_weights(model.bfloat16()):
         if "_proj.weight" in name:
             assert torch.equal(rounded[name].float(), tensor.float()), name
     with pytest.raises(ValueError, match="lack those of linears of the model: layer.q_proj"):
         iter_float8_weights(structure, weights={})
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "blockwise", "mxfp8"])
+def test_a_model_in_high_precision_has_the_codes_of_a_converted_one(recipe):
+    """Float32 masters have those that a server which was sent bfloat16 quantizes; the model stays as it was."""
+    model = convert_to_high_precision(tiny("rowwise", 64))
+    classes = [type(each) for each in model.modules()]
+    weights = iter_float8_weights(model, recipe=recipe, rounded_from="bfloat16", dtype=torch.bfloat16)
+    stored = dict(weights)
+    assert_same(stored, dict(iter_float8_weights(tiny(recipe, 64).bfloat16())))
+    assert not weights.requantized  # nothing trained with other codes, if fused linears share a scale
+    assert [type(each) for each in model.modules()] == classes
+    assert not torch.equal(
+        stored["layer.q_proj.weight"], dict(iter_float8_weights(model, recipe=recipe))["layer.q_proj.weight"]
+    )
+    with torch.device("meta"):
+        structure = Tiny(64)
+    given = {"weights": model.state_dict(), "rounded_from": torch.bfloat16, "dtype": torch.bfloat16}
+    assert_same(dict(iter_float8_weights(structure, recipe=recipe, **given)), stored)
+
+
+def test_a_recipe_is_for_layers_that_a_filter_admits_and_a_format_holds():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    first = dict(iter_float8_weights(model, recipe="rowwise", module_filter_fn=lambda _, name: name == "0"))
+    assert [name for name in first if "scale" in name] == ["0.weight_scale"]
+    for options, error, message in (
+        ({"recipe": "delayed"}, ValueError, "scales follow from the weights alone, got delayed"),
+        ({"recipe": "rowwise", "format": "fp8"}, NotImplementedError, "'fp8' holds weights with a scale per block"),
+        ({"recipe": "int4"}, ValueError, "unknown recipe 'int4'"),
+        ({"recipe": "rowwise", "rounded_from": "int8"}, ValueError, "expected one of float32, bfloat16, float16, got"),
+        ({"module_filter_fn": bool}, ValueError, "expected none without a recipe"),
+    ):
+        with pytest.raises(error, match=message):
+            iter_float8_weights(model, **options)
+    with pytest.raises(ValueError, match="already converted, with another config"):
+        iter_float8_weights(tiny("rowwise"), recipe="tensorwise")
+    model[0].weight.data[0, 0] = 1e5
+    with pytest.raises(ValueError, match=r"0\.weight has an inf"):
+        dict(iter_float8_weights(model, recipe="rowwise", rounded_from="float16"))
 
 
 def test_buffers_may_be_infinite():

@@ -3,6 +3,7 @@
 vLLM and SGLang, which need a GPU, are tested by the contract of their loaders: names, shapes and dtypes.
 """
 
+import copy
 import json
 import warnings
 
@@ -28,7 +29,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig, Fine
 from quaver import convert_to_float8_training, convert_to_high_precision, freeze_to_float8
 from quaver.conversion.freeze import blockwise_config
 from quaver.experts.module import is_experts
-from quaver.export import load_float8, load_frozen, save_float8
+from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
 from quaver.export.files import StoredTensors
 from quaver.lab.cli import main
 from tests.library.foreign.llama import not_the_head
@@ -244,13 +245,50 @@ def test_what_else_save_pretrained_would_write(tmp_path):
     assert json.loads((tmp_path / "own" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("adapters", [LoraConfig(target_modules=["q_proj"]), PromptTuningConfig(num_virtual_tokens=2)])
-def test_adapters_that_are_not_merged_are_refused(adapters, tmp_path):
+@pytest.mark.parametrize(
+    ("adapters", "message"),
+    [
+        (
+            LoraConfig(target_modules=["q_proj"]),
+            r"self_attn.q_proj has adapters .* not merged: call model.merge_adapter",
+        ),
+        (PromptTuningConfig(num_virtual_tokens=2), r"adapters of PEFT.* export model.merge_and_unload\(\)"),
+        (
+            LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1]),
+            "embed_tokens is a TrainableTokensWrapper of PEFT",
+        ),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["rowwise", None])
+def test_adapters_that_are_not_merged_are_refused(adapters, message, recipe, tmp_path):
     adapters.task_type = "CAUSAL_LM"
     model = convert_to_float8_training(llama(), config="rowwise", module_filter_fn=not_the_head)
-    with pytest.raises(ValueError, match=r"adapters of PEFT.* export model.merge_and_unload\(\)"):
-        save_float8(get_peft_model(model, adapters), tmp_path / "out")
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        save_float8(get_peft_model(model, adapters), tmp_path / "out", recipe=recipe)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("base", ["high precision", "float8", "frozen"])
+def test_merged_adapters_are_exported_without_unloading(base):
+    """Two adapters, one of them on the head, and a norm that is trained whole; training goes on after the hand-off."""
+    model = llama()
+    if base == "frozen":
+        freeze_to_float8(model, "rowwise", module_filter_fn=not_the_head)
+    elif base == "float8":
+        convert_to_float8_training(model, config="rowwise", module_filter_fn=not_the_head)
+    adapters = LoraConfig(target_modules=["q_proj", "lm_head"], modules_to_save=["norm"], init_lora_weights=False)
+    model = get_peft_model(model, adapters)
+    with torch.no_grad():
+        model.get_base_model().model.norm.modules_to_save["default"].weight.mul_(2)
+    options = {"recipe": "rowwise"} if base == "high precision" else {}
+    model.merge_adapter()
+    stored = dict(iter_float8_weights(model, **options))
+    unloaded = copy.deepcopy(model).merge_and_unload()
+    assert_same(stored, dict(iter_float8_weights(unloaded, **options)))
+    assert torch.equal(stored["model.norm.weight"], torch.full((128,), 2.0))
+    model.unmerge_adapter()
+    model(TOKENS).logits.sum().backward()
+    assert all(each.grad is not None for name, each in model.named_parameters() if "lora_" in name)
 
 
 @pytest.mark.parametrize("way", ["loaded", "trained", "from frozen", "merged", "its config alone"])

@@ -76,7 +76,7 @@ def run_source(
         config=hf_config(found.model, dtype="bfloat16", kept=kept_of_run(found)),
         high_precision_model=high_precision_model,
         about={"source": f"{checkpoint.name}/{found.weights.name} of quaver train", "step": progress["step"]},
-        forward_dtype=_forward_dtype(found, config),
+        rounded_from=_forward_dtype(found, config),
     )
 
 
