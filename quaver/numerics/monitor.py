@@ -23,6 +23,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +40,7 @@ from quaver.linear.module import Float8Linear
 from quaver.numerics.accumulation import accumulation_of
 from quaver.numerics.extras import WIDTH as EXTRAS_WIDTH
 from quaver.numerics.extras import describe_extras, describe_sums
+from quaver.numerics.mismatch import Mismatch
 from quaver.numerics.observe import Sampling
 from quaver.numerics.probe import Probe
 from quaver.numerics.ranks import Gathered, disagreeing, gather
@@ -128,6 +130,7 @@ class Monitor:
             raise RuntimeError("another monitor watches this model; close it first")
         self._group, self._hardware = group, hardware
         self._sampled_step = -1
+        self._mismatch: Mismatch | None = None
         self._unhook: Callable[[], None] = _nothing
         self._is_first = not dist.is_initialized() or dist.get_rank(group) == 0
         self._sink = _as_sink(sink) if self._is_first else None
@@ -187,6 +190,15 @@ class Monitor:
         if self._is_open and (not self._has_hook or self._on_any_rank(self._sampling.ran)):
             self._ends.called()
             self._end(1)
+
+    def mismatch(self, found: Mismatch) -> None:
+        """Record how far the trainer of this step is from its rollout (mismatch.py).
+
+        The next sample has the worst since the sample before, by `token_mult_prob_error`, of what the first rank gave;
+        the rule "mismatch" alarms by it.
+        """
+        if self._mismatch is None or found.token_mult_prob_error > self._mismatch.token_mult_prob_error:
+            self._mismatch = found
 
     def _end(self, steps: int) -> None:
         self.completed_steps += steps
@@ -254,6 +266,8 @@ class Monitor:
         """The line of this step, which `samples` gets."""
         weights = [row.weight_numel for row in self._rows]
         sample = {"kind": "sample", "step": self.completed_steps, **finish(gathered.slots, weights)}
+        if self._mismatch is not None:
+            sample["mismatch"], self._mismatch = asdict(self._mismatch), None
         odd = disagreeing(gathered.by_rank, self._whole_weights())
         if odd:
             sample["disagree"] = {str(position): rank for position, rank in odd.items()}

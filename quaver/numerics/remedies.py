@@ -12,6 +12,9 @@ from quaver.numerics.seen import Sample, Seen
 EXACT_ACCUMULATION = "use_fast_accum=False"
 """The setting of `Float8GemmConfig`, and of the trainer's [float8]."""
 
+SAME_CODES = "iter_float8_weights(model, recipe=, rounded_from=)"
+"""Hands a rollout the codes that the trainer's forward multiplies."""
+
 WORTH_DB = 1.0
 """A recipe that gains less is no remedy."""
 
@@ -49,6 +52,11 @@ def remedies_of_sums(seen: Seen, sample: Sample) -> tuple[dict[str, Any], ...]:
     return tuple(found)
 
 
+def remedies_of_mismatch(seen: Seen, sample: Sample) -> tuple[dict[str, Any], ...]:
+    """The codes of the trainer's forward in the rollout."""
+    return ({"recipe": SAME_CODES},)
+
+
 def flops_share(layer: str, sample: Sample) -> float | None:
     """The share of a layer in the FLOPs of all: an M x K by K x N matmul has (MK * KN * MN) ** 0.5 products."""
     products = {name: _products(operands) for name, operands in sample.by_layer.items()}
@@ -70,4 +78,5 @@ def said(found: tuple[dict[str, Any], ...]) -> str:
         for each in found
         if "flops_share" in each
     ]
+    words += [f"{SAME_CODES} hands over the trainer's codes" for each in found if each["recipe"] == SAME_CODES]
     return "; ".join(words)

@@ -19,7 +19,8 @@ from quaver.numerics.expected import (
     rounding_bound_db,
     underflow_at,
 )
-from quaver.numerics.remedies import no_remedies, remedies, remedies_of_sums
+from quaver.numerics.mismatch import HEALTHY
+from quaver.numerics.remedies import no_remedies, remedies, remedies_of_mismatch, remedies_of_sums
 from quaver.numerics.seen import Sample, Seen
 from quaver.recipes.formats import E5M2, Float8Format
 
@@ -330,6 +331,11 @@ def _has_gradient(weight: Seen, sample: Sample) -> bool:
     return any(each.amax for each in sample.by_layer[weight.key.layer].get("grad_weight", []))
 
 
+def _mismatch(now: Seen, sample: Sample) -> Measure | None:
+    error = now.token_mult_prob_error
+    return None if error is None else Measure(error, HEALTHY[1], HEALTHY[0])
+
+
 SUMS_COST = "{value:.1f} dB of the GPU's sums, below {threshold:.1f} of its casts or of rounding to bfloat16"
 CLIPPED = "{value:.2%} of the elements are clipped"
 
@@ -351,6 +357,13 @@ RULES = (
     Rule("peers", _peers, "rms is 2^{value:.1f} from that of other blocks, above 2^{threshold:.1f}", 2, False),
     Rule("dead", _dead, "{value:.1%} more of the gradient is exactly zero than before", 3, False),
     Rule("vanishing", _vanishing, "rms {value:.1e} is below the eps of Adam, {threshold:.0e}", 2, False),
+    Rule(
+        "mismatch",
+        _mismatch,
+        "mean exp|difference| of log probabilities to the trainer's is {value:.3f}, above {threshold:.2f}",
+        spreads=False,
+        remedies=remedies_of_mismatch,
+    ),
     Rule("unchanged", _unchanged, "did not change while other weights did: no optimizer has it", 3, False),
 )
 """In the order in which they explain each other: what is not finite explains a jump, not the reverse."""

@@ -27,6 +27,10 @@ class TensorKey(NamedTuple):
     cast: str
 
 
+ROLLOUT = TensorKey("rollout", "output", "result")
+"""Stands for the log probabilities of a rollout beside the trainer's, which have no statistics of a tensor."""
+
+
 def order_of(layer: int, operand: str) -> tuple[int, int, int]:
     """When a step computes an operand of a layer, by its place in the forward: weights come first, which the step
     finds; then the forward, then the backward.
@@ -131,6 +135,9 @@ class History:
             key = TensorKey(about["layer"], about["operand"], about["cast"])
             if any(value is not None for value in values.values()):
                 seen.append(Seen(key, position, layers[key.layer], about, int(sample["step"]), values))
+        if sample.get("mismatch"):
+            of_rollout = {name: number(value) for name, value in sample["mismatch"].items()}
+            seen.append(Seen(ROLLOUT, -1, len(layers), {}, int(sample["step"]), of_rollout))
         recipes = {
             recipe: dict(zip(positions, map(number, values), strict=True))
             for recipe, values in (sample.get("whatif") or {}).items()

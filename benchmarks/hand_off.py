@@ -1,0 +1,83 @@
+"""Bytes and seconds of a hand-off to an engine from float32 masters, in bfloat16 and in float8, on one and two ranks.
+
+    python -m benchmarks.hand_off                       # a Llama with 2048 features and 4 layers, on a CPU
+
+"yielded" is what the engine gets, "moved" what each rank receives whole tensors of. The table is that of
+docs/export.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from quaver.export import iter_float8_weights
+
+RECIPES = (None, "rowwise", "tensorwise", "blockwise", "mxfp8")
+
+
+def llama(width: int, layers: int) -> nn.Module:
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 128,
+        vocab_size=4096,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config)
+
+
+def measure(rank: int, ranks: int, width: int, layers: int, rounds: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    model = llama(width, layers)
+    if ranks > 1:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    masters = next(iter_float8_weights(model, recipe="rowwise", format="high-precision"))[1].dtype
+    seconds: dict[str | None, list[float]] = {recipe: [] for recipe in RECIPES}
+    counts = {}
+    for _ in range(rounds):  # alternating
+        for recipe in RECIPES:
+            options = {"recipe": recipe} if recipe else {"recipe": "rowwise", "format": "high-precision"}
+            dist.barrier()
+            start = time.perf_counter()
+            weights = iter_float8_weights(model, rounded_from="bfloat16", dtype=torch.bfloat16, **options)
+            for _ in weights:
+                pass
+            seconds[recipe].append(time.perf_counter() - start)
+            counts[recipe] = weights.bytes_yielded, weights.bytes_moved
+    if rank == 0:
+        print(f"{ranks} rank(s), {sum(each.numel() for each in model.parameters()) / 1e6:.0f}M parameters in {masters}")
+        for recipe, (yielded, moved) in counts.items():
+            print(
+                f"| {recipe or 'bfloat16'} | {yielded / 1e6:.0f} MB | {moved / 1e6:.0f} MB "
+                f"| {statistics.median(seconds[recipe]):.2f} s |"
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    for ranks in (1, 2):
+        arguments = (ranks, given.width, given.layers, given.rounds)
+        torch.multiprocessing.spawn(measure, arguments, ranks)
+
+
+if __name__ == "__main__":
+    main()
