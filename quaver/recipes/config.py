@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+import typing
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any
@@ -34,7 +35,7 @@ from quaver.recipes.linear_casts import (
 )
 from quaver.recipes.scale_layout import BLOCK_SIZES
 from quaver.recipes.scale_rules import rule_of
-from quaver.recipes.torchao_forms import LinearMMConfig, ScaledMMConfig, from_torchao
+from quaver.recipes.torchao_forms import LinearMMConfig, ScaledMMConfig, from_op_config, from_torchao
 
 __all__ = [
     "BLOCK_SIZES",
@@ -448,6 +449,9 @@ def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | N
         return _RECIPES[BACKWARDS[0]][Float8LinearRecipeName.TENSORWISE]
     if isinstance(config, Float8LinearRecipeName | str):
         return _named_config(config)
+    of_ops = from_op_config(config, Float8LinearConfig.from_recipe_name)
+    if of_ops is not None:
+        return typing.cast(Float8LinearConfig, of_ops)
     accepted = from_torchao(from_torchao(config, Float8LinearConfig), Float8LinearRecipeName)
     if accepted is not config:
         return resolve_config(accepted)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
+
+import torch
 
 
 def from_torchao(value: Any, expected: type[Any]) -> Any:
@@ -26,6 +29,42 @@ def from_torchao(value: Any, expected: type[Any]) -> Any:
             left_out = {option.name for option in fields(cls) if given[option.name] == option.default} - own
             return expected(**{name: option for name, option in given.items() if name not in left_out})
     return value
+
+
+def from_op_config(value: Any, recipe: Callable[[str], Any]) -> Any:
+    """The config with the casts of torchao's `Float8TrainingOpConfig` or `MXFP8TrainingOpConfig`; None for others.
+
+    Experts get the casts of linears; torchao's grouped matmuls are row-wise under the first, whatever its
+    `float8_linear_recipe`. `pad_token_groups_for_grouped_mm` is left out: padding changes no result, and is never
+    needed here. Weights under the second are cast in blocks of 1 x 32 for each of their matmuls, as torchao casts them;
+    the recipe `mxfp8` has one cast of 32 x 32 for both.
+
+    Args:
+        recipe: gives the config of a recipe's name.
+    Raises:
+        ValueError: an option that asks for other numbers than any config here.
+    """
+    name = next(
+        (cls.__name__ for cls in type(value).__mro__ if cls.__module__ == "torchao.prototype.moe_training.config"), ""
+    )
+    if name not in ("Float8TrainingOpConfig", "MXFP8TrainingOpConfig"):
+        return None
+    if value.out_dtype not in (None, torch.bfloat16):
+        raise ValueError(f"{name}.out_dtype: expected torch.bfloat16, results have the input's, got {value.out_dtype}")
+    if name == "Float8TrainingOpConfig":
+        if value.float8_dtype is not torch.float8_e4m3fn:
+            raise ValueError(f"{name}.float8_dtype: expected torch.float8_e4m3fn, got {value.float8_dtype}")
+        return recipe(value.float8_linear_recipe)
+    if value.kernel_preference.name not in ("AUTO", "EMULATED"):
+        raise ValueError(f"{name}.kernel_preference: expected AUTO or EMULATED, got {value.kernel_preference.name}")
+    base = recipe("mxfp8_with_gw_hp" if value.wgrad_with_hp else "mxfp8")
+    modes = type(base.cast_config_input.scale_calculation_mode)
+    if value.scale_calculation_mode.value not in {mode.value for mode in modes}:
+        known = " or ".join(mode.name for mode in modes)
+        raise ValueError(f"{name}.scale_calculation_mode: expected {known}, got {value.scale_calculation_mode.name}")
+    along = replace(base.cast_config_input, scale_calculation_mode=modes(value.scale_calculation_mode.value))
+    casts = {"cast_config_input": along, "cast_config_weight": along, "cast_config_grad_output": along}
+    return replace(base, **casts, emulate=value.kernel_preference.name == "EMULATED")
 
 
 class ScaledMMConfig(NamedTuple):

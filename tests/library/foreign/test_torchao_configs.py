@@ -17,6 +17,7 @@ from quaver.recipes.config import resolve_config
 pytest.importorskip("torchao")
 
 from torchao.float8 import config as theirs
+from torchao.prototype.moe_training import config as ops
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
 
@@ -55,6 +56,38 @@ def test_every_option_arrives():
     }
     config = resolve_config(theirs.Float8LinearConfig(**in_bfloat16))
     assert [cast.is_disabled for cast in config.casts.every()] == [False, True, False, False, False, True]
+
+
+def test_configs_of_training_ops_are_taken_by_value():
+    for name in ("rowwise", "tensorwise", "rowwise_with_gw_hp"):
+        given = ops.Float8TrainingOpConfig(float8_linear_recipe=name, pad_token_groups_for_grouped_mm=True)
+        assert resolve_config(given) == quaver.Float8LinearConfig.from_recipe_name(name)
+    for recipe in ops.MXFP8TrainingRecipe:
+        config = resolve_config(ops.MXFP8TrainingOpConfig.from_recipe(recipe))
+        assert {cast.block_size for cast in config.casts.every() if not cast.is_disabled} == {(1, 32)}
+        assert config.emulate is ("emulated" in recipe.value)
+        assert config.casts.input.column.is_disabled is ("wgrad_with_hp" in recipe.value)
+        assert config.casts.weight.row.scale_calculation_mode.value == "rceil"
+        converted = convert_to_float8_training(model(), config=ops.MXFP8TrainingOpConfig.from_recipe(recipe))
+        converted(torch.randn(32, 32)).sum().backward()
+    floor = ops.MXFP8TrainingOpConfig(scale_calculation_mode=ops.ScaleCalculationMode.FLOOR)
+    assert resolve_config(floor).casts.weight.row.scale_calculation_mode.value == "floor"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("Float8", {"float8_dtype": torch.float8_e4m3fnuz}, r"float8_dtype: expected torch.float8_e4m3fn, got"),
+        ("Float8", {"out_dtype": torch.float32}, r"out_dtype: expected torch.bfloat16, .* got torch.float32"),
+        ("MXFP8", {"kernel_preference": "TORCH"}, "kernel_preference: expected AUTO or EMULATED, got TORCH"),
+        ("MXFP8", {"scale_calculation_mode": "EVEN"}, "scale_calculation_mode: expected RCEIL or FLOOR, got EVEN"),
+    ],
+)
+def test_a_training_op_of_other_numbers_is_one_line(kind, options, message):
+    enums = {"kernel_preference": ops.KernelPreference, "scale_calculation_mode": ops.ScaleCalculationMode}
+    options = {name: enums[name][value] if name in enums else value for name, value in options.items()}
+    with pytest.raises(ValueError, match=f"{kind}TrainingOpConfig.{message}"):
+        convert_to_float8_training(model(), config=getattr(ops, f"{kind}TrainingOpConfig")(**options))
 
 
 @pytest.mark.parametrize("saves", [None, True, False])
