@@ -21,7 +21,7 @@ from quaver.kernels.operands import Operand, present
 from quaver.recipes import scaling
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import ALL, ScaleLayout
-from quaver.recipes.scaling import scales_of_parts
+from quaver.recipes.scaling import factor_of, scales_of_parts
 from quaver.runtime.collectives import max_over_ranks
 from quaver.torch_private.dtensor import distributed_like, local_shape_and_offset
 
@@ -57,13 +57,18 @@ def whole_operands(weight: DTensor, local: Tensor, config: Float8LinearConfig, a
     """
     layout, size = _layout(config), _stack(weight.shape)[1:]
     first, *offset = _stack(local_shape_and_offset(weight)[1], leading=0)
-    scales = scales_of_parts(amaxes.flatten(), [amaxes.numel()], *rounding_rule(config))[0]
+    rule = rounding_rule(config)
+    of_parts = amaxes.flatten().to(local.dtype)  # exact: some rules round scales to it
+    scales = scales_of_parts(of_parts, [amaxes.numel()], *rule)[0]
+    factor, divisor_of = factor_of(scales, rule[-1] or "")
+    factor = factor.view_as(amaxes)
     quant, dequant = scales.quant.view_as(amaxes), scales.dequant.view_as(amaxes)
     codes = torch.empty(local.shape, dtype=config.casts.weight.row.float8_dtype, device=local.device)
     if local.numel():
         parts = codes.view(_stack(local.shape))
         for index, matrix in enumerate(local.view(_stack(local.shape))):
-            parts[index].copy_(_codes(matrix, quant[first + index].to(local.device), offset, layout, codes.dtype))
+            of_matrix = factor[first + index].to(local.device)
+            parts[index].copy_(_codes(matrix, of_matrix, offset, layout, codes.dtype, divisor_of))
     as_bytes = codes.view(torch.uint8).to(weight.device_mesh.device_type)  # which every backend gathers
     gathered = distributed_like(as_bytes, weight).full_tensor().view(codes.dtype)
     shape = layout.scale_shape(*size)
@@ -94,19 +99,20 @@ def _amaxes(matrix: Tensor, offset: list[int], layout: ScaleLayout) -> tuple[Ten
     return scaling.block_amax(F.pad(matrix, before) if any(cut) else matrix, layout), corner
 
 
-def _codes(matrix: Tensor, quant: Tensor, offset: list[int], layout: ScaleLayout, dtype: torch.dtype) -> Tensor:
-    """The codes of a part at `offset`; `quant` [rows, columns of scales] is that of the whole matrix."""
+def _codes(
+    matrix: Tensor, factor: Tensor, offset: list[int], layout: ScaleLayout, dtype: torch.dtype, divisor_of: str
+) -> Tensor:
+    """The codes of a part at `offset`; `factor` [rows, columns of scales], of `factor_of`, is that of the whole."""
     lengths = list(layout[:2])
     for dim, (length, first, n) in enumerate(zip(layout[:2], offset, matrix.shape, strict=True)):
         if length == ALL:
             continue
         corner, cut = divmod(first, length)
-        quant = quant.narrow(dim, corner, -(-(cut + n) // length))
+        factor = factor.narrow(dim, corner, -(-(cut + n) // length))
         if cut:  # a block begins before the part: each row, or column, gets the scale of its block
-            quant, lengths[dim] = quant.repeat_interleave(length, dim).narrow(dim, cut, n), 1
+            factor, lengths[dim] = factor.repeat_interleave(length, dim).narrow(dim, cut, n), 1
     if layout.is_blockwise:
-        return cast_blocks_with_scale(
-            matrix, quant.contiguous(), dtype, layout._replace(rows=lengths[0], columns=lengths[1])
-        )
-    scale = quant.view(()) if layout.is_tensorwise else quant
-    return present(cast_with_scale(matrix.contiguous(), dtype, scale, None)[0])
+        layout = layout._replace(rows=lengths[0], columns=lengths[1])
+        return cast_blocks_with_scale(matrix, factor.contiguous(), dtype, layout, False, divisor_of)
+    scale = factor.view(()) if layout.is_tensorwise else factor
+    return present(cast_with_scale(matrix.contiguous(), dtype, scale, None, divisor_of)[0])

@@ -16,6 +16,7 @@ from quaver import (
 )
 from quaver.conversion.freeze import blockwise_config
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
+from quaver.recipes.serving import SERVING, serving_config
 from tests.library.distributed.models import config_of
 from tests.library.export.mixtures import mixture, plain
 from tests.library.export.models import PROJECTIONS, Tiny, tiny
@@ -130,6 +131,8 @@ def unconverted(size):
         ("tp and fsdp", "rowwise"),
         ("tp and fsdp", "tensorwise"),
         ("tp and fsdp", "blockwise"),
+        ("tp and fsdp", "transformers"),
+        ("fsdp", "compressed-tensors"),
     ],
 )
 @on_ranks(4)
@@ -137,7 +140,7 @@ def test_ranks_that_train_in_high_precision_gather_codes_alone(recipe, layout):
     """160 rows on 4 ranks cut blocks of 128 and of 32; the codes are those of one process with the whole weights."""
     size, mesh = 160, mesh_of((2, 2), ("outer", "inner"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    options = {"recipe": recipe, "dtype": torch.bfloat16}
+    options = {"recipe": serving_config(recipe) if recipe in SERVING else recipe, "dtype": torch.bfloat16}
     expected = dict(iter_float8_weights(unconverted(size), rounded_from="bfloat16", **options))
     model = unconverted(size)
     if layout == "tp and fsdp":
