@@ -143,7 +143,7 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
     finally:
         for (scales, amax_buffer), state in zip(before, states, strict=True):
             state.calibrating = False
-            state.quant_scale.copy_(scales)
+            state.quant_scale.copy_(state.as_served(scales))
             state.was_loaded()
             state.amax_buffer.copy_(amax_buffer)
 

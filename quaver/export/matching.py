@@ -20,7 +20,7 @@ from quaver.export.checkpoint_names import is_of_transformers
 from quaver.export.files import StoredTensors
 from quaver.export.plan import linear_of
 from quaver.export.save import save_float8
-from quaver.export.weights import Float8Weights, iter_float8_weights
+from quaver.export.weights import Float8Weights, input_scale, iter_float8_weights
 from quaver.kernels.operands import Operand, present
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer, as_matrix
@@ -206,15 +206,19 @@ def _keep(called: dict[str, Tensor], name: str, _: nn.Module, args: tuple[Tensor
 
 
 def _equal_inputs(linear: Float8Linear, rows: Tensor, cast: CastConfig) -> float:
-    made = present(Quantizer(linear.config.casts.input, rows.dtype)(rows, row=True, column=False).row)
-    codes, scale = quantize_by_equations(rows, cast)
+    own = linear.persistent_scales(rows.device, recording=False).input
+    made = present(Quantizer(linear.config.casts.input, rows.dtype, own)(rows, row=True, column=False).row)
+    codes, scale = quantize_by_equations(rows, cast, linear)
     return min(_share(made.data, codes), _share(present(made.dequant_scale), scale))
 
 
-def quantize_by_equations(rows: Tensor, cast: CastConfig) -> tuple[Tensor, Tensor]:
-    """The codes of [tokens, K] and their dequant_scale, in plain PyTorch."""
+def quantize_by_equations(rows: Tensor, cast: CastConfig, linear: Float8Linear) -> tuple[Tensor, Tensor]:
+    """The codes of [tokens, K] and their dequant_scale, in plain PyTorch; a static scale is as `linear` exports it."""
     dtype = cast.float8_dtype
-    if cast.block_size is not None:
+    if cast.is_persistent:
+        scale = input_scale("a linear", linear)
+        codes = scaling.cast_to_float8(rows, 1 / scale, dtype)
+    elif cast.block_size is not None:
         codes, _, scale = scaling.dynamic_cast_blocks(rows, dtype, block_size=cast.block_size, mode=cast.mode)
     else:
         codes, _, scale = scaling.dynamic_cast(rows, dtype, 1 if cast.is_rowwise else None, mode=cast.mode)
@@ -239,7 +243,7 @@ def _with_equations(
 
 def _linear_by_equations(linear: Float8Linear, weight: Operand, cast: CastConfig, input: Tensor) -> Tensor:
     """[..., K] -> [..., N]: the products of dequantized codes, summed in float64 and rounded once."""
-    codes, scale = quantize_by_equations(as_matrix(input), cast)
+    codes, scale = quantize_by_equations(as_matrix(input), cast, linear)
     output = _values(codes, scale) @ _values(weight.data, present(weight.dequant_scale)).t()
     output = output if linear.bias is None else output + linear.bias.double()
     return output.to(input.dtype).view(*input.shape[:-1], -1)

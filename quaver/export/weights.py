@@ -257,7 +257,7 @@ class Float8Weights:
                     yield from format.tensors(part, each)
             if format.is_static and isinstance(weight_of.module, Float8Linear):
                 prefix = self.plan.checkpoint.renamed(name).removesuffix("weight")
-                yield f"{prefix}input_scale", format.stored_scale(_input_scale(linear_of(name), weight_of.module))
+                yield f"{prefix}input_scale", format.stored_scale(input_scale(linear_of(name), weight_of.module))
 
     def _local(self, name: str) -> Tensor:
         """This rank's part of a weight, in the dtype of the forward."""
@@ -417,7 +417,7 @@ def _scales_of(operand: Operand) -> Scales:
     return Scales(to_dequant_scale(dequant) if operand.quant_scale is None else operand.quant_scale, dequant)
 
 
-def _input_scale(name: str, linear: Float8Linear) -> Tensor:
+def input_scale(name: str, linear: Float8Linear) -> Tensor:
     scale = linear.persistent_scales(linear.weight.device, recording=False).input
     if scale is None or not scale.quant_scale > 0:
         raise ValueError(

@@ -54,6 +54,7 @@ from quaver.kernels.persistent_cast import record
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
 from quaver.recipes.formats import FORMATS
+from quaver.recipes.scale_rules import as_stored
 from quaver.recipes.scaling import PersistentScale, PersistentScales
 from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
 from quaver.runtime.devices import is_capturing
@@ -96,6 +97,7 @@ class ScaleState:
         options: dict[str, Any] = {"dtype": torch.float32, "device": device}
         slots = len(casts)
         self.quant_scale = torch.tensor([cast.static_quant_scale or 0.0 for cast in casts], **options)
+        self.quant_scale = self.as_served(self.quant_scale)
         self.amax_buffer = torch.empty(slots, 2, **options)
         self.history = torch.zeros(slots, self.delayed_config.history_len, **options)
         self.format_max = torch.tensor([FORMATS[cast.float8_dtype].max for cast in casts], **options)
@@ -110,6 +112,13 @@ class ScaleState:
         self.forwards_since_sync = 0
         self.was_loaded()
         self.last_step = torch.cat([self.quant_scale.unsqueeze(1), self.amax_buffer], 1)
+
+    def as_served(self, quant_scale: Tensor) -> Tensor:
+        """The scales of all slots, those by a rule of scales as an engine has them (`scale_rules.as_stored`)."""
+        by_rule = [cast.scale_rule is not None for cast in self.casts]
+        if not any(by_rule):
+            return quant_scale
+        return torch.where(torch.tensor(by_rule, device=quant_scale.device), as_stored(quant_scale), quant_scale)
 
     def _start(self) -> None:
         self.views: list[LinearScales] = []

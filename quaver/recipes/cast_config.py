@@ -110,7 +110,8 @@ class CastConfig:
             (128, 128). Of e2m1 (1, 16) or (16, 16).
         scale_calculation_mode: with blocks, how an E8M0 scale follows from the amax (MXFP8); None for quaver's rule.
         scale_rule: the name of a serving engine's rule for scales and codes (scale_rules.py), which then also decides
-            about powers of two; None for quaver's. Of dynamic scales of e4m3.
+            about powers of two; None for quaver's. For dynamic scales of e4m3, and for static ones where the rule
+            multiplies by the reciprocal of the scale that a checkpoint stores.
         target_dtype: a float8 dtype, or with blocks `torch.float4_e2m1fn_x2` (recipes/e2m1.py); None for the default
             of the operand (e4m3 for input and weight, e5m2 for grad_output), which `Float8LinearConfig` fills in.
         static_quant_scale: with `ScalingType.STATIC`, the quant_scale of this operand in every linear, a number or a
@@ -215,7 +216,9 @@ class CastConfig:
         check(rule in RULES, "scale_rule", f"None or one of {', '.join(RULES)}", rule)
         mode, scaling, dtype = self.scale_calculation_mode, self.scaling_type, self.target_dtype
         check(mode is None, "scale_calculation_mode", "None next to scale_rule", mode)
-        check(scaling is ScalingType.DYNAMIC, "scaling_type", f"dynamic with the scale_rule {rule}", scaling.value)
+        is_static = scaling is ScalingType.STATIC and RULES[rule].takes_stored_scales
+        is_known = scaling is ScalingType.DYNAMIC or is_static
+        check(is_known, "scaling_type", f"dynamic with the scale_rule {rule}", scaling.value)
         check(dtype in (None, E4M3.dtype), "target_dtype", f"e4m3 with the scale_rule {rule}", dtype)
 
     def known_layout(self, asker: str) -> ScaleLayout:

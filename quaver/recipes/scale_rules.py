@@ -48,6 +48,11 @@ class ScaleRule(NamedTuple):
     """Whether dequant_scale and quotient are rounded to the dtype of hp, too. A dequant_scale of 0 is its epsilon,
     and a quotient of -0 is 0."""
 
+    @property
+    def takes_stored_scales(self) -> bool:
+        """Whether the multiplier follows from the dequant_scale alone, so that it may be one of a checkpoint."""
+        return self.form == "scale" and not (self.divides or self.rounds_up)
+
 
 def float32(number: float) -> float:
     """`number`, rounded to float32."""
@@ -134,6 +139,14 @@ def scales_by_rule(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> tuple[
         quant = torch.where(of_zero, rule.of_zero[0], quant)
         dequant = torch.where(of_zero, rule.of_zero[1], dequant)
     return quant, dequant
+
+
+def as_stored(quant_scale: Tensor) -> Tensor:
+    """RN(1 / RN(1 / quant_scale)), float32: the multiplier of an engine that reads RN(1 / quant_scale).
+
+    It differs from quant_scale by an ulp for 17% of the mantissas, and its own reciprocal is that number again.
+    """
+    return (1.0 / (1.0 / quant_scale.double()).float().clamp(min=0).double()).float()
 
 
 def up_to_power_of_2(scale: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
     vllm-per-token           rows, vllm                        rows, vllm                       QuantFP8 in PyTorch
     vllm-per-token-kernel    rows, vllm-kernel                 rows, vllm-kernel                its CUDA kernel
     vllm-per-tensor          tensor, vllm                      tensor, vllm                     QuantFP8 in PyTorch
+    vllm-static              tensor, static, vllm              rows, vllm                       static_scaled_fp8_quant
     vllm-block               1 x 128, vllm-group               128 x 128, deepgemm              per_token_group_quant
     vllm-block-ue8m0         1 x 128, vllm-group-ue8m0         128 x 128, deepgemm-ue8m0        the same on Blackwell
     sglang-per-token         rows, sglang                      rows, sglang                     sgl_per_token_quant_fp8
@@ -24,7 +25,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from quaver.recipes.cast_config import CastConfig, ScalingGranularity
+from quaver.recipes.cast_config import CastConfig, ScalingGranularity, ScalingType
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.formats import E4M3
 
@@ -61,6 +62,9 @@ SERVING: dict[str, Serving] = {
     "vllm-per-token": _serving(_ROWS, "vllm", "vllm", _COMPRESSED),
     "vllm-per-token-kernel": _serving(_ROWS, "vllm-kernel", "vllm-kernel", _COMPRESSED),
     "vllm-per-tensor": _serving(_TENSOR, "vllm", "vllm", _COMPRESSED),
+    "vllm-static": _serving(_ROWS, "vllm", "vllm", _COMPRESSED)._replace(
+        input=CastConfig(ScalingType.STATIC, target_dtype=E4M3.dtype, scale_rule="vllm"), recipe="tensorwise"
+    ),
     "vllm-block": _serving(_BLOCKS, "vllm-group", "deepgemm", _FP8),
     "vllm-block-ue8m0": _serving(_BLOCKS, "vllm-group-ue8m0", "deepgemm-ue8m0", _FP8),
     "sglang-per-token": _serving(_ROWS, "sglang", "sglang", _COMPRESSED),
@@ -92,12 +96,13 @@ def serving_config(
     Args:
         serving: a name of the table at the top.
         config: a config, a recipe or its name, with dynamic scaling; None for the recipe of the engine's granularity.
+            The input of vllm-static keeps its scale from step to step: `calibrate_float8_static_scales(model)`.
     Raises:
         ValueError: an unknown name, delayed or static scaling, or casts that do not go together.
     """
     served = serving_named(serving)
     base = resolve_config(served.recipe if config is None else config)
-    if base.has_persistent_scales:
+    if base.has_persistent_scales and base.cast_config_input != served.input:
         raise ValueError(f"serving: expected a recipe with dynamic scaling beside {serving!r}, got {_shown(base)}")
     casts = base.casts
 

@@ -128,11 +128,14 @@ class Float8(Settings, section="float8"):
 
     def _check_serving(self) -> None:
         for recipe in (self.recipe_name, *self.by_layer.layers.values()) if self.serving else ():
-            if recipe != HIGH_PRECISION:
-                try:
-                    serving_config(self.serving, recipe)
-                except ValueError as error:
-                    raise ValueError(f"float8.{error}") from error
+            if recipe == HIGH_PRECISION:
+                continue
+            try:
+                served = serving_config(self.serving, recipe)
+            except ValueError as error:
+                raise ValueError(f"float8.{error}") from error
+            fix = "a static scale is calibrated before the training"
+            self.require(not served.has_persistent_scales, "serving", "an engine that scales dynamically", fix)
 
     @property
     def has_persistent_scales(self) -> bool:

@@ -108,6 +108,7 @@ BAD_SETTINGS = {
     "--no-such-thing": "unknown flag: 'no_such_thing'",
     "--float8.recipe_name delayed --float8.delayed_history 3": "did you mean 'float8.delayed_history_len'",
     "--float8.serving vlm": "float8.serving: expected one of vllm-per-token, ",
+    "--float8.serving vllm-static": "float8.serving must be an engine that scales dynamically, got 'vllm-static'",
     "--float8.serving deepgemm --float8.recipe_name delayed": "float8.serving: expected a recipe with dynamic scaling",
     "--float8.recipe_name delayed --float8.delayed_history_len 1.5": "history_len must be an integer, got '1.5'",
     "--model.n_layers=100000000": "model.n_layers must be at most 10000, got 100000000",

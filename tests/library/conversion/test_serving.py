@@ -8,7 +8,10 @@ import torch
 from torch import nn
 
 from quaver import (
+    CastConfig,
     Float8LinearConfig,
+    ScalingType,
+    calibrate_float8_static_scales,
     cast_weights_once,
     conversion_report,
     convert_to_float8_training,
@@ -33,7 +36,7 @@ def recorded(monkeypatch):
     return multiplied
 
 
-@pytest.mark.parametrize("serving", SERVING)
+@pytest.mark.parametrize("serving", [name for name in SERVING if name != "vllm-static"])
 def test_a_linear_is_the_reference(serving):
     torch.manual_seed(0)
     linear, input = nn.Linear(256, 128), torch.randn(3, 40, 256)
@@ -83,6 +86,30 @@ def test_weights_that_are_quantized_before_the_forward(serving):
     assert_same_bits(primary(input), expected)
     frozen = freeze_to_float8(copy.deepcopy(linear).requires_grad_(False), serving_config(serving))
     assert_same_bits(frozen(input), expected)
+
+
+def calibrated_scales(**options):
+    """Of the inputs of some linears."""
+    torch.manual_seed(0)
+    model = convert_to_float8_training(nn.ModuleList(nn.Linear(64, 64) for _ in range(32)), **options)
+    input = torch.randn(16, 64)
+    with calibrate_float8_static_scales(model):
+        for index, linear in enumerate(model):
+            linear(input * (1 + index / 7))
+    scales = [each.persistent_scales(torch.device("cpu"), recording=False).input.quant_scale for each in model]
+    return torch.stack(scales)
+
+
+def test_a_static_scale_is_the_one_that_an_engine_reads_from_the_folder():
+    """It multiplies by RN(1 / RN(1 / quant_scale)), which is another number for 17% of the mantissas."""
+    own = calibrated_scales(config=Float8LinearConfig(cast_config_input=CastConfig(ScalingType.STATIC)))
+    served = calibrated_scales(serving="vllm-static")
+    assert (own != served).sum() > 1
+    assert_same_bits(1 / (1 / own), served)
+    assert_same_bits(1 / (1 / served), served)
+    given = CastConfig(ScalingType.STATIC, static_quant_scale=1.1, scale_rule="vllm")
+    with pytest.raises(ValueError, match="scaling_type: expected dynamic with the scale_rule vllm-kernel"):
+        replace(given, scale_rule="vllm-kernel")
 
 
 def test_casts_of_a_config():

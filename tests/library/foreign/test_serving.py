@@ -1,5 +1,6 @@
 """Rules of scales beside the engines that can be installed, and exports of models that were trained with them."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-from quaver import convert_to_float8_training
+from quaver import calibrate_float8_static_scales, convert_to_float8_training
 from quaver.export import matches_serving, save_float8
 from quaver.recipes import scaling
 from tests.library.foreign.llama import llama, mixture
@@ -50,6 +51,8 @@ def test_transformers(scale_fmt, dtype):
 def trained(serving, make=llama, dtype=torch.float32):
     """After a step, so that weights are no round numbers."""
     model = convert_to_float8_training(make().to(dtype), serving=serving)
+    with calibrate_float8_static_scales(model) if serving == "vllm-static" else contextlib.nullcontext():
+        model(TOKENS)
     model(TOKENS, labels=TOKENS).loss.backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
     return model
@@ -59,12 +62,13 @@ def trained(serving, make=llama, dtype=torch.float32):
     ("serving", "dtype", "bound"),
     [
         ("compressed-tensors", torch.float32, 1e-2),
+        ("vllm-static", torch.float32, 1e-2),
         ("vllm-per-token", torch.bfloat16, 0.1),
         ("transformers", torch.bfloat16, 0.1),
     ],
 )
 def test_the_engine_multiplies_what_training_multiplied(serving, dtype, bound):
-    """transformers computes compressed-tensors' own rule in float32; elsewhere it leaves activations in bfloat16."""
+    """In float32 transformers computes what compressed-tensors does, else weights and activations in bfloat16."""
     match = matches_serving(trained(serving, dtype=dtype), TOKENS)
     assert match, match
     assert len(match.weights) == len(match.inputs) == 14
