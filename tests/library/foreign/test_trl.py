@@ -11,7 +11,18 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 from quaver import Float8Linear, float8_scaling_state
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
@@ -236,4 +247,31 @@ def test_the_first_batch_has_no_divergence_from_the_reference_that_trl_loads(kin
         run = RLOOTrainer(model, [lambda completions, **kwargs: [1.0] * len(completions)], args=arguments, **others)
     run.train()
     assert run.state.log_history[0]["kl"] == 0
+    assert sum(isinstance(module, Float8Linear) for module in run.ref_model.modules()) == 14
+
+
+def nightly(*values):
+    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
+
+
+@proves("TRL", "reference model")
+@pytest.mark.parametrize("recipe", ["delayed", *nightly("rowwise", "tensorwise", "blockwise", "mxfp8")])
+@pytest.mark.parametrize("reference", ["loaded", *nightly("given")])
+def test_grpo_has_no_divergence_at_learning_rate_0(recipe, reference, tmp_path):
+    """The model is its own rollout. The second step has the delayed scales of the first, the reference's too."""
+    llama().save_pretrained(tmp_path / "model")
+    model = prepare_model_for_float8(LlamaForCausalLM.from_pretrained(tmp_path / "model"), recipe)
+    options = {"max_steps": 2, "learning_rate": 0.0, "per_device_train_batch_size": 4, "num_generations": 2}
+    run = GRPOTrainer(
+        model,
+        [lambda completions, **kwargs: [float(len(set(each.split()))) for each in completions]],
+        args=GRPOConfig(**settings(tmp_path) | options, max_completion_length=8, beta=0.1),
+        train_dataset=Dataset.from_list([{"prompt": f"w{i} w{i + 2}"} for i in range(8)]),
+        processing_class=tokenizer(),
+        callbacks=[Float8Callback()],
+    )
+    if reference == "given":
+        run.ref_model = copy.deepcopy(model).eval()
+    run.train()
+    assert [each["kl"] for each in run.state.log_history if "kl" in each] == [0.0, 0.0]
     assert sum(isinstance(module, Float8Linear) for module in run.ref_model.modules()) == 14
