@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 from safetensors import safe_open
 from torch import nn
 from transformers import modeling_utils
@@ -177,6 +178,11 @@ class QuaverQuantizer(HfQuantizer):
             raise NotImplementedError(
                 "QuaverConfig with a distributed_config trains folders in high precision, and no frozen weights or "
                 "float8 folders: load the model on each rank and call fully_shard, or quaver import first"
+            )
+        if checkpoint is not None and not hasattr(HfQuantizer, "update_weight_conversions"):
+            raise NotImplementedError(
+                f"QuaverConfig reads float8 folders with transformers 5.8 and newer, got {transformers.__version__}; "
+                "use quaver import, or load_frozen"
             )
         loaded = None if checkpoint is None else ModelTensors(model, checkpoint)
         if checkpoint is not None and loaded is not None and config.frozen and config.recipe is None:

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers.quantizers.base import HfQuantizer
 from trl import SFTConfig, SFTTrainer
 
 from quaver import Float8Linear, Float8LinearConfig, conversion_report, freeze_to_float8
@@ -233,3 +234,9 @@ def test_a_folder_that_cannot_be_frozen_is_refused_in_a_line(folders, tmp_path, 
 def test_frozen_weights_are_not_offloaded_to_a_disk(folders):
     with pytest.raises(NotImplementedError, match="give a device_map without disk"):
         loaded(folders / "llama", frozen=True, device_map={"model": "cpu", "lm_head": "disk"})
+
+
+def test_a_loader_without_converters_of_quantizers_reads_no_codes(folders, monkeypatch):
+    monkeypatch.delattr(HfQuantizer, "update_weight_conversions")
+    with pytest.raises(NotImplementedError, match="reads float8 folders with transformers 5.8 and newer"):
+        loaded(folders / "llama-fp8", frozen=True)
