@@ -53,6 +53,7 @@ from quaver.linear.module import Float8Linear
 from quaver.linear.shared_input import share_inputs
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.formats import HP_DTYPES
+from quaver.recipes.serving import serving_config
 from quaver.runtime.names import listed
 
 METHOD = "quaver"
@@ -71,9 +72,11 @@ class QuaverConfig(QuantizationConfigMixin):
         modules_to_not_convert: names of modules that stay in high precision, as other quantizers of transformers take
             them, beside those of `prepare_model_for_float8`. A float8 folder that is frozen without a recipe has in
             float8 what is stored so.
+        serving: the engine whose codes the forward multiplies, as `convert_to_float8_training` takes it; `recipe` is then
+            for the backward. Not with `frozen` for a float8 folder, whose codes are those that an engine reads.
         include_subclasses: as `convert_to_float8_training` takes it; Falcon needs it.
     Raises:
-        ValueError: an unknown recipe, or one that does not freeze weights.
+        ValueError: an unknown recipe or engine, or a recipe that does not freeze weights.
         TypeError: an argument of another type or name.
     """
 
@@ -83,6 +86,7 @@ class QuaverConfig(QuantizationConfigMixin):
         *,
         frozen: bool = False,
         modules_to_not_convert: Sequence[str] | None = None,
+        serving: str | None = None,
         include_subclasses: bool = False,
     ) -> None:
         self.quant_method = cast(Any, METHOD)
@@ -94,10 +98,21 @@ class QuaverConfig(QuantizationConfigMixin):
             raise TypeError(f"modules_to_not_convert: expected a list of names of modules, got {names!r}")
         if frozen and isinstance(recipe, LayerRecipes):
             raise TypeError("recipe: frozen weights have one recipe, got LayerRecipes")
-        if not isinstance(recipe, LayerRecipes):
-            frozen_config(recipe) if frozen else resolve_config(recipe)
-        self.recipe, self.frozen, self.include_subclasses = recipe, frozen, include_subclasses
+        if serving is not None and isinstance(recipe, LayerRecipes):
+            raise TypeError("serving: an engine has one cast for all linears, got LayerRecipes; give one recipe")
+        self.recipe, self.serving, self.frozen, self.include_subclasses = recipe, serving, frozen, include_subclasses
         self.modules_to_not_convert = list(names)
+        if frozen:
+            frozen_config(cast(Any, self.of_linears))
+        elif not isinstance(recipe, LayerRecipes):
+            resolve_config(cast(Any, self.of_linears))
+
+    @property
+    def of_linears(self) -> Float8LinearConfig | Float8LinearRecipeName | LayerRecipes | str | None:
+        """The recipe, or the config, that the linears are converted to or frozen with."""
+        if self.serving is None:
+            return self.recipe
+        return serving_config(self.serving, cast(Any, self.recipe))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -185,6 +200,11 @@ class QuaverQuantizer(HfQuantizer):
                 "use quaver import, or load_frozen"
             )
         loaded = None if checkpoint is None else ModelTensors(model, checkpoint)
+        if checkpoint is not None and config.frozen and config.serving is not None:
+            raise ValueError(
+                f"serving={config.serving!r}: expected a folder in high precision to freeze for an engine, got one in "
+                "float8; QuaverConfig(frozen=True) keeps its codes"
+            )
         if checkpoint is not None and loaded is not None and config.frozen and config.recipe is None:
             stored = StoredWeights(model, checkpoint, loaded, self._left_out(model))
             stored.convert(model, include_subclasses=config.include_subclasses)
@@ -237,11 +257,11 @@ class QuaverQuantizer(HfQuantizer):
 
     @property
     def _frozen_config(self) -> Float8LinearConfig:
-        return frozen_config(cast(Any, self.quantization_config.recipe))
+        return frozen_config(cast(Any, self.quantization_config.of_linears))
 
     def _is_late(self, model: nn.Module) -> bool:
         """Whether the model is converted after its weights are loaded: parts of it on other ranks, or their gather."""
-        recipe = self.quantization_config.recipe
+        recipe = self.quantization_config.of_linears
         if _is_distributed(model):
             return True
         return not isinstance(recipe, LayerRecipes) and resolve_config(recipe).enable_fsdp_float8_all_gather
@@ -249,7 +269,7 @@ class QuaverQuantizer(HfQuantizer):
     def _prepare(self, model: nn.Module) -> None:
         config = self.quantization_config
         options: dict[str, Any] = {"include_subclasses": config.include_subclasses}
-        prepare_model_for_float8(model, config.recipe, module_filter_fn=self._filter(model), **options)
+        prepare_model_for_float8(model, config.of_linears, module_filter_fn=self._filter(model), **options)
 
     def _convert_frozen(self, model: nn.Module) -> None:
         options: dict[str, Any] = {"include_subclasses": self.quantization_config.include_subclasses}

@@ -11,7 +11,7 @@ from transformers.quantizers.base import HfQuantizer
 from trl import SFTConfig, SFTTrainer
 
 from quaver import Float8Linear, Float8LinearConfig, conversion_report, freeze_to_float8
-from quaver.export import load_float8, load_frozen, save_float8
+from quaver.export import load_float8, load_frozen, matches_serving, save_float8
 from quaver.integrations.transformers import Float8Callback, QuaverConfig, prepare_model_for_float8
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from tests.library.foreign.llama import BATCHES, Tokens, llama, mixture, optimizer_of, train_by_hand
@@ -189,6 +189,18 @@ def test_trl_loads_the_model_with_no_other_line(folders, tmp_path):
     assert json.loads(config.to_json_string())["model_init_kwargs"]["quantization_config"]["frozen"] is True
 
 
+@pytest.mark.parametrize(("serving", "frozen"), [("vllm-block", False), ("compressed-tensors", True)])
+def test_the_forward_multiplies_what_an_engine_does(folders, serving, frozen):
+    model = loaded(folders / "llama", serving=serving, frozen=frozen)
+    match = matches_serving(model, INPUT)
+    assert match
+    assert match.serving == serving
+    assert {name for name, each in model.named_modules() if isinstance(each, Float8Linear)} == set(match.inputs)
+    assert model.hf_quantizer.quantization_config.to_dict()["serving"] == serving
+    with pytest.raises(ValueError, match=r"QuaverConfig\(frozen=True\) keeps its codes"):
+        loaded(folders / "llama-fp8", serving=serving, frozen=True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "error"),
     [
@@ -199,6 +211,8 @@ def test_trl_loads_the_model_with_no_other_line(folders, tmp_path):
         ([], {"frozen": 1}, "frozen: expected True or False, got 1"),
         ([], {"modules_to_not_convert": "lm_head"}, "expected a list of names of modules"),
         ([3], {}, "expected a Float8LinearConfig, a recipe's name"),
+        ([], {"serving": "vlm"}, "serving: expected one of vllm-per-token, .* got 'vlm'"),
+        (["delayed"], {"serving": "deepgemm"}, "expected a recipe with dynamic scaling"),
     ],
 )
 def test_a_config_says_what_is_wrong(arguments, options, error):
