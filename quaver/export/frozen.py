@@ -24,6 +24,7 @@ from quaver.linear.shared_input import share_inputs
 from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
 from quaver.recipes.formats import E4M3
 from quaver.recipes.scale_layout import BLOCK_SIZES, ROWWISE, SQUARE_BLOCKS, ScaleLayout
+from quaver.recipes.serving import serving_config, serving_named
 from quaver.runtime.names import listed, owners_of_parameters
 
 _LEFT_OUT = FilterDecision(False, "in high precision in the checkpoint")
@@ -32,7 +33,7 @@ _DEQUANTIZED = FilterDecision(
 )
 
 
-def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
+def load_frozen(model: nn.Module, folder: Path | str, *, serving: str | None = None) -> nn.Module:
     """Load a float8 checkpoint into `model`, in place, with its codes and scales as frozen float8 weights.
 
         with accelerate.init_empty_weights():                             # the meta device, but for buffers
@@ -52,10 +53,13 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
             those of the checkpoint, which transformers converts for experts. Not sharded, compiled or with adapters
             yet.
         folder: as for `load_float8`.
+        serving: the engine by whose rule activations are quantized, a name of quaver/recipes/serving.py; None for
+            quaver's.
     Returns:
         `model`.
     Raises:
         OSError, ValueError, NotImplementedError: as `load_float8`.
+        ValueError: an unknown engine, one with static scales, or with other scales of weights than the checkpoint.
         ValueError: names or shapes of the model and of the checkpoint differ; a float8 weight belongs to no nn.Linear
             or experts, is tied, or converted to float8 already; a scale is below 0; a buffer that the checkpoint
             lacks is on the meta device.
@@ -65,7 +69,7 @@ def load_frozen(model: nn.Module, folder: Path | str) -> nn.Module:
     if any(each.is_meta for each in model.parameters()) and callable(tie := getattr(model, "tie_weights", None)):
         tie()  # transformers tied them when it made the model, and init_empty_weights made parameters of its own
     tensors, loaded = model.state_dict(keep_vars=True), ModelTensors(model, checkpoint)
-    stored = StoredWeights(model, checkpoint, loaded)
+    stored = StoredWeights(model, checkpoint, loaded, serving=serving)
     problem = next(_problems(model, tensors, checkpoint, loaded, stored.weights), None)
     if problem is not None:
         raise ValueError(problem)
@@ -88,6 +92,7 @@ class StoredWeights:
         config: how the forward that the checkpoint describes quantizes.
     Raises (when made):
         NotImplementedError: their scales are of several granularities.
+        ValueError: as `load_frozen` of `serving`.
     """
 
     def __init__(
@@ -96,14 +101,16 @@ class StoredWeights:
         checkpoint: Float8Checkpoint,
         loaded: ModelTensors,
         left_out: Mapping[str, FilterDecision] | None = None,
+        serving: str | None = None,
     ) -> None:
-        """`left_out`: the modules whose weights are dequantized, with the reason."""
+        """`left_out`: the modules whose weights are dequantized, with the reason. `serving`: as for `load_frozen`."""
         self._checkpoint, self._loaded, self._left_out = checkpoint, loaded, left_out or {}
         found = _float8_weights(model, checkpoint, loaded)
         self.weights = {name: stack for name, stack in found.items() if _owner(name) not in self._left_out}
         names = [part for stack in self.weights.values() for parts in stack for part in parts]
         self._granularity = _granularity(checkpoint, names)
-        self.config = _config(checkpoint, self._granularity, names)
+        config = _config(checkpoint, self._granularity, names)
+        self.config = config if serving is None else _served(config, serving)
         self._dequantized = {
             _owner(name) for name, stack in self.weights.items() if not _has_scales_of_stack(checkpoint, stack)
         }
@@ -276,6 +283,17 @@ def _config(checkpoint: Float8Checkpoint, granularity: str, names: list[str]) ->
     of_weight = ScalingGranularity.ROWWISE if granularity == "channel" else ScalingGranularity.TENSORWISE
     weight = CastConfig(scaling_granularity=of_weight, target_dtype=E4M3.dtype)
     return replace(rowwise, cast_config_weight=weight, round_scales_to_power_of_2=power_of_2)
+
+
+def _served(config: Float8LinearConfig, serving: str) -> Float8LinearConfig:
+    """The config with the casts of an engine, and for the backward the codes that are stored."""
+    served, weight = serving_named(serving), config.casts.weight.row
+    if served.input.is_persistent or served.weight.granularity != weight.granularity:
+        raise ValueError(
+            f"serving: expected an engine with dynamic scales and {weight.granularity} weights as the checkpoint, "
+            f"got {serving!r}"
+        )
+    return replace(serving_config(serving, config), cast_config_weight_for_grad_input=served.weight)
 
 
 def _with_float32_scales(config: Float8LinearConfig) -> Float8LinearConfig:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from quaver.export.checkpoint_names import is_of_transformers
 from quaver.export.files import StoredTensors
+from quaver.export.frozen import load_frozen
 from quaver.export.plan import linear_of
 from quaver.export.save import save_float8
 from quaver.export.weights import Float8Weights, input_scale, iter_float8_weights
@@ -67,7 +68,7 @@ class ServingMatch:
 
 @torch.no_grad()
 def matches_serving(
-    model: nn.Module,
+    model: nn.Module | Path | str,
     inputs: Tensor | Mapping[str, Any],
     *,
     folder: Path | str | None = None,
@@ -79,7 +80,8 @@ def matches_serving(
     codes of the folder for weights; and of the folder in transformers. Experts keep their own forward.
 
     Args:
-        model: converted to float8, whole on one device, such as by `convert_to_float8_training(model, serving=...)`.
+        model: converted to float8, whole on one device, such as by `convert_to_float8_training(model, serving=...)`; or
+            a folder for transformers, whose codes and `serving` make the forward that is compared (`load_frozen`).
         inputs: what the model is called with: token ids, or the arguments by name.
         folder: an export of `model` by `save_float8`; None to write one for a moment, in the format of the engine.
         serving: the engine, a name of quaver/recipes/serving.py; None for that of the model.
@@ -88,6 +90,8 @@ def matches_serving(
             lacks a weight.
         NotImplementedError: the model is sharded; or as `save_float8`.
     """
+    if isinstance(model, Path | str):
+        folder, model = model, _of_folder(Path(model), serving)
     linears = {name: each for name, each in model.named_modules() if isinstance(each, Float8Linear)}
     name = serving or _serving_of(linears)
     served = serving_named(name)
@@ -252,6 +256,17 @@ def _linear_by_equations(linear: Float8Linear, weight: Operand, cast: CastConfig
 def _values(codes: Tensor, scale: Tensor) -> Tensor:
     ones = torch.ones(codes.shape, dtype=torch.float32, device=codes.device)
     return codes.double() * scaling.multiply_scale_(ones, scale).double()
+
+
+def _of_folder(folder: Path, serving: str | None) -> nn.Module:
+    """The model of a folder, with its codes and activations by the rule of `serving`."""
+    if serving is None:
+        raise ValueError(f"serving: expected one of {', '.join(SERVING)} for a folder, got None")
+    transformers = importlib.import_module("transformers")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    return load_frozen(model, folder, serving=serving)
 
 
 def _in_transformers(folder: Path, model: nn.Module) -> nn.Module:

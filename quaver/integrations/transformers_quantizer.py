@@ -73,7 +73,7 @@ class QuaverConfig(QuantizationConfigMixin):
             them, beside those of `prepare_model_for_float8`. A float8 folder that is frozen without a recipe has in
             float8 what is stored so.
         serving: the engine whose codes the forward multiplies, as `convert_to_float8_training` takes it; `recipe` is then
-            for the backward. Not with `frozen` for a float8 folder, whose codes are those that an engine reads.
+            for the backward. A float8 folder that is frozen without a recipe keeps its codes.
         include_subclasses: as `convert_to_float8_training` takes it; Falcon needs it.
     Raises:
         ValueError: an unknown recipe or engine, or a recipe that does not freeze weights.
@@ -200,13 +200,8 @@ class QuaverQuantizer(HfQuantizer):
                 "use quaver import, or load_frozen"
             )
         loaded = None if checkpoint is None else ModelTensors(model, checkpoint)
-        if checkpoint is not None and config.frozen and config.serving is not None:
-            raise ValueError(
-                f"serving={config.serving!r}: expected a folder in high precision to freeze for an engine, got one in "
-                "float8; QuaverConfig(frozen=True) keeps its codes"
-            )
         if checkpoint is not None and loaded is not None and config.frozen and config.recipe is None:
-            stored = StoredWeights(model, checkpoint, loaded, self._left_out(model))
+            stored = StoredWeights(model, checkpoint, loaded, self._left_out(model), config.serving)
             stored.convert(model, include_subclasses=config.include_subclasses)
         elif config.frozen:
             self._convert_frozen(model)

@@ -197,8 +197,14 @@ def test_the_forward_multiplies_what_an_engine_does(folders, serving, frozen):
     assert match.serving == serving
     assert {name for name, each in model.named_modules() if isinstance(each, Float8Linear)} == set(match.inputs)
     assert model.hf_quantizer.quantization_config.to_dict()["serving"] == serving
-    with pytest.raises(ValueError, match=r"QuaverConfig\(frozen=True\) keeps its codes"):
-        loaded(folders / "llama-fp8", serving=serving, frozen=True)
+
+
+def test_frozen_codes_of_a_folder_meet_the_inputs_of_an_engine(folders):
+    model = loaded(folders / "llama-fp8", serving="vllm-block", frozen=True)
+    expected = load_frozen(llama().bfloat16(), folders / "llama-fp8", serving="vllm-block")
+    assert_same_models(model, expected)
+    with pytest.raises(ValueError, match=r"expected an engine with dynamic scales and blockwise 128 x 128 weights"):
+        loaded(folders / "llama-fp8", serving="vllm-per-token", frozen=True)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Rules of scales beside the engines that can be installed, and exports of models that were trained with them."""
 
 import contextlib
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from quaver import calibrate_float8_static_scales, convert_to_float8_training
-from quaver.export import matches_serving, save_float8
+from quaver.export import load_frozen, matches_serving, save_float8
 from quaver.recipes import scaling
 from tests.library.foreign.llama import llama, mixture
 from tests.library.recipes.test_scale_rules import samples
@@ -84,6 +85,22 @@ def test_experts_have_the_codes_of_the_folder(tmp_path):
     experts = [share for name, share in match.weights.items() if ".experts." in name]
     assert len(experts) == 2 * 4 * 3
     assert len(match.inputs) == 8
+
+
+def test_a_folder_alone(tmp_path):
+    """Its codes and the engine's rule are the forward of training, to the bit."""
+    model = trained("vllm-block", dtype=torch.bfloat16).eval()
+    save_float8(model, tmp_path / "served", format="fp8")
+    config = copy.deepcopy(model.config)
+    loaded = load_frozen(type(model)(config).bfloat16().eval(), tmp_path / "served", serving="vllm-block")
+    assert_same_bits(loaded(TOKENS).logits, model(TOKENS).logits)
+    match = matches_serving(tmp_path / "served", TOKENS, serving="vllm-block")
+    assert match, match
+    assert match.engine < 0.1
+    with pytest.raises(ValueError, match="and blockwise 128 x 128 weights as the checkpoint, got 'vllm-per-token'"):
+        matches_serving(tmp_path / "served", TOKENS, serving="vllm-per-token")
+    with pytest.raises(ValueError, match="serving: expected one of vllm-per-token, .* for a folder, got None"):
+        matches_serving(tmp_path / "served", TOKENS)
 
 
 def test_other_codes_are_found():
