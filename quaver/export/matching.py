@@ -272,7 +272,7 @@ def _of_folder(folder: Path, serving: str | None) -> nn.Module:
 def _in_transformers(folder: Path, model: nn.Module) -> nn.Module:
     """The folder, loaded by transformers with its defaults, on the device of `model`."""
     transformers = importlib.import_module("transformers")
-    of_class = getattr(transformers, getattr(model.config, "architectures", None) or [""][0], None)
+    of_class = getattr(transformers, (getattr(model.config, "architectures", None) or [""])[0], None)
     of_class = transformers.AutoModelForCausalLM if of_class is None else of_class
     loaded: nn.Module = of_class.from_pretrained(folder)
     return loaded.to(next(model.parameters()).device).eval()

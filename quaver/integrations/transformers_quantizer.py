@@ -72,8 +72,8 @@ class QuaverConfig(QuantizationConfigMixin):
         modules_to_not_convert: names of modules that stay in high precision, as other quantizers of transformers take
             them, beside those of `prepare_model_for_float8`. A float8 folder that is frozen without a recipe has in
             float8 what is stored so.
-        serving: the engine whose codes the forward multiplies, as `convert_to_float8_training` takes it; `recipe` is then
-            for the backward. A float8 folder that is frozen without a recipe keeps its codes.
+        serving: the engine whose codes the forward multiplies, as `convert_to_float8_training` takes it; `recipe` is
+            then for the backward. A float8 folder that is frozen without a recipe keeps its codes.
         include_subclasses: as `convert_to_float8_training` takes it; Falcon needs it.
     Raises:
         ValueError: an unknown recipe or engine, or a recipe that does not freeze weights.

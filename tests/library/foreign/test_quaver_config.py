@@ -201,7 +201,7 @@ def test_the_forward_multiplies_what_an_engine_does(folders, serving, frozen):
 
 def test_frozen_codes_of_a_folder_meet_the_inputs_of_an_engine(folders):
     model = loaded(folders / "llama-fp8", serving="vllm-block", frozen=True)
-    expected = load_frozen(llama().bfloat16(), folders / "llama-fp8", serving="vllm-block")
+    expected = load_frozen(empty(folders / "llama-fp8", "llama"), folders / "llama-fp8", serving="vllm-block")
     assert_same_models(model, expected)
     with pytest.raises(ValueError, match=r"expected an engine with dynamic scales and blockwise 128 x 128 weights"):
         loaded(folders / "llama-fp8", serving="vllm-per-token", frozen=True)
