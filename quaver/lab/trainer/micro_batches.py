@@ -67,7 +67,7 @@ def _set(model: FSDPModule, reduce: str, stays_gathered: bool, *, is_last: bool)
 @contextmanager
 def _float32_sums(model: nn.Module) -> Iterator[None]:
     """Add up the gradients of parameters in less than float32 in float32, until the exit."""
-    sums: dict[nn.Parameter, Tensor] = {}
+    sums: dict[Tensor, Tensor] = {}
 
     def add(parameter: Tensor) -> None:
         grad, parameter.grad = parameter.grad, None
