@@ -22,7 +22,7 @@ from quaver.conversion.delayed import (
 from quaver.conversion.freeze import freeze_to_float8
 from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.conversion.report import ConversionReport, conversion_report
-from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp, reduce_gradients_in_float8
 from quaver.experts.grouped_mm import float8_grouped_mm
 from quaver.linear.function import float8_linear
 from quaver.linear.module import Float8Linear
@@ -84,6 +84,7 @@ __all__ = [
     "freeze_to_float8",
     "monitor",
     "precompute_float8_dynamic_scale_for_fsdp",
+    "reduce_gradients_in_float8",
     "serving_config",
     "sync_float8_amax_and_scale_history",
     "use_float8_primary_weights",

@@ -1,4 +1,4 @@
-"""Float8 across ranks: all-gather of weights under FSDP2, tensor and sequence parallelism, expert parallelism.
+"""Float8 across ranks: weights and gradients of data parallelism, tensor and sequence parallelism, expert parallelism.
 
 The styles of `parallelize_module` are imported when they are asked for: their base classes are in
 torch.distributed.tensor ([Note: import time] in torch_private/dtensor.py).
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from quaver.fsdp.gradients import reduce_gradients_in_float8
 from quaver.fsdp.siblings import precompute_float8_dynamic_scale_for_fsdp
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import LinearSharding
@@ -28,6 +29,7 @@ __all__ = [
     "Float8RowwiseParallel",
     "PrepareFloat8ModuleInput",
     "precompute_float8_dynamic_scale_for_fsdp",
+    "reduce_gradients_in_float8",
 ]
 
 

@@ -6,6 +6,7 @@
   gathered. No replacement.
 - `param_dtype(module)`: FSDPState._mp_policy, whose `param_dtype` the forward reads. No replacement.
 - `fsdp_module_class()`: public, without the import of torch.distributed.fsdp ([Note: import time] in dtensor.py).
+- `sharded_elements`: the sizes of the groups of parameters. No replacement.
 - `hide_from_policies()`: replaces methods of FSDPState and FSDPParamGroup. Goes when FSDP2 hides itself from selective
   checkpoints, which https://github.com/pytorch/pytorch/pull/196862 proposes.
 """
@@ -13,7 +14,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,17 @@ def has_run(module: nn.Module) -> bool:
 def param_dtype(module: FSDPModule) -> torch.dtype | None:
     """The dtype in which a unit of FSDP2 gathers its parameters; None for their own."""
     return module._get_fsdp_state()._mp_policy.param_dtype
+
+
+def sharded_elements(module: FSDPModule) -> Iterator[tuple[int, int]]:
+    """Of each group of `module`: the elements of trained parameters on a rank, padded, and the sharding ranks."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad] if group else []
+        if trained:
+            ranks = getattr(group.mesh_info, "shard_mesh_size", 1)
+            yield sum(each.padded_sharded_param_size.numel() for each in trained), ranks
 
 
 _hides: list[bool] = []

@@ -10,15 +10,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
-from quaver import convert_to_float8_training
+from quaver import convert_to_float8_training, reduce_gradients_in_float8
 from quaver.distributed import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
     precompute_float8_dynamic_scale_for_fsdp,
 )
-from tests.gpu.device import BACKEND, DEVICE, VIRTUAL
+from quaver.fsdp.gradients import BLOCK, _decoded, _encoded, sum_over_ranks
+from quaver.recipes.scaling import sqnr_db
+from tests.gpu.device import BACKEND, DEVICE, VIRTUAL, host
 from tests.library.distributed.models import config_of
 from tests.reference import RECIPES
 
@@ -103,3 +106,21 @@ def test_tensor_and_sequence_parallel(recipe, compiled, mesh):
     if compiled:
         model = torch.compile(model, fullgraph=True, backend=BACKEND)
     assert losses(model) == pytest.approx(expected, rel=2e-2)
+
+
+def test_gradients_in_float8_have_the_bits_of_a_cpu_and_wait_for_their_stream(mesh):
+    rows = torch.randn(1, 40 * BLOCK + 77, generator=torch.Generator().manual_seed(0))
+    rows[0, 300] = torch.nan
+    with host():
+        expected = _decoded(_encoded(rows), rows.shape[1])[0]
+    got = sum_over_ranks(rows.to(DEVICE), mesh.get_group()).cpu()
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    grads = []
+    for in_float8 in (False, True):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(FeedForward().to(DEVICE))
+        if in_float8:
+            reduce_gradients_in_float8(model)
+        model(torch.ones(16, 64, device=DEVICE)).square().mean().backward()
+        grads.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert 28 < sqnr_db(*grads) < 40

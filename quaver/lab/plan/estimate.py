@@ -123,7 +123,8 @@ class _Estimate:
         saved = self.tokens * sum(self._saved_by_blocks()) + self._saved_outside()
         gathered_input = self.tokens * model.dim * _LOW if tp > 1 else 0
         block = codes * 2 + self._temporaries() + gathered_input
-        reduced = _FLOAT32 * self.in_block if self.is_sharded else 0
+        codes_of_gradients = 3 if self.config.comm.float8_gradients else 0  # to be sent, their copy, and arrived
+        reduced = (_FLOAT32 + codes_of_gradients) * self.in_block if self.is_sharded else 0
         live = root + saved
         return resident + max(
             live + gradients + self._head(head if self.is_sharded else 0, codes, head),

@@ -61,6 +61,8 @@ class Run:
     checkpointed_blocks: int = 0
     reshards: str = "default"
     """When FSDP2 gathers weights again for the backward: default (all but the embedding's group), always, never."""
+    float8_gradients: bool = False
+    """FSDP2 reduces gradients as float8 codes."""
     casts_weights_once: bool = False
     stores_in_float8: bool = False
     residual_bytes: int = 4
@@ -167,6 +169,7 @@ def run_of(config: TrainConfig, layout: ParallelDims) -> Run:
         checkpointed_blocks=checkpointed_blocks(config),
         reshards=config.parallelism.fsdp_reshard_after_forward,
         reduce=training.reduce,
+        float8_gradients=config.comm.float8_gradients,
         casts_weights_once=float8.cast_weights_once or layout.world_size == 1,
         stores_in_float8=checkpoint.store_in_float8,
         steps_between_saves=config.checkpoint.interval if config.checkpoint.enable else 0,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from quaver.fsdp.gradients import BLOCK
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import (
     BlockTimes,
@@ -37,6 +38,11 @@ from quaver.roofline.matmul import moved_s
 
 GRADIENT_BYTES = 4
 """Gradients are reduced in float32."""
+_CODE_BYTES = 1 + 4 / BLOCK
+"""Where they are sent as float8, with a scale for each block."""
+_CAST_BYTES = 6 * GRADIENT_BYTES
+"""Then moved for each, besides the copy: two reads for the cast, codes written, copied and read, and of the decoded
+ones a write, a read, and a read and a write of their sum."""
 
 
 class _Group(NamedTuple):
@@ -293,15 +299,17 @@ class _Builder:
         if run.shard * run.context * run.replicate == 1 or not groups:
             return
         parameters = sum(group.parameters for group in groups)
+        moved = 6 + (_CAST_BYTES if run.float8_gradients and self._reduces else 0)
         copied = self.step.add(
-            f"{name}: copy in", COMPUTE, moved_s(6 * parameters, cluster.spec), [self._scattered], "copies"
+            f"{name}: copy in", COMPUTE, moved_s(moved * parameters, cluster.spec), [self._scattered], "copies"
         )
         if not self._reduces:  # the copy adds to what earlier micro-batches left
             return
         for group in groups:
             after = copied
             if group.shard > 1:
-                scatter = Exchange("reduce_scatter", GRADIENT_BYTES * group.parameters, 1, group.shard, group.stride)
+                kind, size = ("all_to_all", _CODE_BYTES) if run.float8_gradients else ("reduce_scatter", GRADIENT_BYTES)
+                scatter = Exchange(kind, size * group.parameters, 1, group.shard, group.stride)
                 self._scattered = after = self._send(f"{name}: reduce-scatter", scatter, [copied])
             if run.replicate > 1 and self._all_reduces:
                 part = GRADIENT_BYTES * group.parameters / group.shard

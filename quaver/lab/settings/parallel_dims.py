@@ -82,6 +82,12 @@ def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple
         "every or last without replicas (a data_parallel_replicate_degree of 1)",
         training.reduce,
     )
+    require(
+        dims.shard > 1 or not config.comm.float8_gradients,
+        "comm.float8_gradients",
+        "false where no gradient is reduce-scattered (a data_parallel_shard_degree of 1)",
+        True,
+    )
     batch = share if training.global_batch_size == -1 else training.global_batch_size
     return replace(config, training=replace(training, global_batch_size=batch)), dims
 

@@ -231,6 +231,9 @@ class Parallelism(Settings, section="parallelism"):
 class Comm(Settings, section="comm"):
     """Communication between ranks."""
 
+    float8_gradients: bool = setting(
+        False, "FSDP2 reduces gradients as e4m3 codes, a float32 scale for 256, which arrive to be added up in float32."
+    )
     train_timeout_seconds: Annotated[int, Ge(1), Le(MOST_SECONDS)] = setting(
         300, "Seconds until a waiting collective ends the run with an error."
     )

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from quaver import Float8Linear
+from quaver import Float8Linear, reduce_gradients_in_float8
 from quaver.checkpointing import apply_activation_checkpointing, store_activations_in_float8
 from quaver.distributed import (
     Float8ColwiseParallel,
@@ -40,7 +40,9 @@ from quaver.distributed import (
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
+from quaver.fsdp.gradients import LEAST_ELEMENTS
 from quaver.lab.settings import TrainConfig
+from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.mixture import Experts, modules_of
 from quaver.lab.trainer.model import Block, FeedForward, Llama
 from quaver.parallel.linear_sharding import check_can_be_sharded
@@ -113,6 +115,27 @@ def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh, mesh_of_experts:
     for group in groups:
         fully_shard(group, **group_options(config, mesh))
     fully_shard(model, **group_options(config, mesh, dtype=config.training.residual_stream_dtype))
+    if config.comm.float8_gradients:
+        reduce_gradients_in_float8(model)
+
+
+def check_float8_gradients(model: Llama, dims: ParallelDims) -> None:
+    """Raise ValueError where ranks have too few gradients of a group to reduce them in float8."""
+    groups: dict[str, nn.Module] = {f"model.layers.{number}": block for number, block in enumerate(model.blocks())}
+    if model.lm_head.weight is not model.model.embed_tokens.weight:
+        groups["lm_head"] = model.lm_head
+    inside = {parameter for group in groups.values() for parameter in group.parameters()}
+    of_groups = {name: set(group.parameters()) for name, group in groups.items()}
+    of_groups["the embedding"] = {parameter for parameter in model.parameters() if parameter not in inside}
+    split = {parameter for experts in modules_of(model, Experts) for parameter in experts.parameters()}
+    for name, parameters in of_groups.items():
+        for part in (parameters & split, parameters - split) if dims.expert > 1 else (parameters,):
+            elements = sum(parameter.numel() for parameter in part) // (dims.shard * dims.tensor)
+            if part and elements < LEAST_ELEMENTS and not (part <= split and dims.shard == dims.expert):
+                raise ValueError(
+                    f"comm.float8_gradients: {name} has about {elements:,} gradients for each of {dims.shard} ranks; "
+                    f"expected at least {LEAST_ELEMENTS:,}. Shard over fewer ranks, or reduce in float32"
+                )
 
 
 def group_options(config: TrainConfig, mesh: DeviceMesh, *, dtype: str = "") -> dict[str, Any]:

@@ -21,7 +21,7 @@ from quaver.lab.trainer.float8 import convert_model
 from quaver.lab.trainer.flops import flops_per_token_by_precision
 from quaver.lab.trainer.metrics import check_loggers
 from quaver.lab.trainer.model import Llama
-from quaver.lab.trainer.parallelize import check_tensor_parallel
+from quaver.lab.trainer.parallelize import check_float8_gradients, check_tensor_parallel
 from quaver.runtime.agreement import on_every_rank
 from quaver.runtime.devices import is_cuda_device, resolve_device
 from quaver.runtime.ranks import Ranks
@@ -88,6 +88,8 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
     )
     check_environment(config)
     models = make_models(config, device)
+    if config.comm.float8_gradients:
+        check_float8_gradients(next(iter(models.by_name.values())), dims)
     data = load_data(config, ShownProgress() if ranks.is_first else None)
     return RunSetup(config, ranks, dims, device, data, models)
 

@@ -1,6 +1,7 @@
 """What `quaver memory --links` predicts that ranks send is what they send, and what formulas say."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from quaver.lab.memory.faking.gpu import predicting_for
 from quaver.lab.memory.runs.links import link_of, predict_links
 from quaver.lab.memory.runs.predict import training_step
-from quaver.lab.settings import Float8, Model, Parallelism, TrainConfig, Training
+from quaver.lab.settings import Comm, Float8, Model, Parallelism, TrainConfig, Training
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.initialize import allocate, initialize
 from quaver.lab.trainer.parallelize import parallelize
@@ -86,11 +87,15 @@ def links_of(config, ranks=4):
     return links, {(each.link, each.kind, each.dtype): each for each in links.traffic}
 
 
-@pytest.mark.parametrize(("reduce", "scatters"), [("last", 1), ("last_all_reduce", 3)])
-def test_gradients_are_sent_after_the_last_of_three_micro_batches(reduce, scatters):
-    _, rows = links_of(config(float8=Float8(), replicate=2, global_batch_size=24, reduce=reduce))
+@pytest.mark.parametrize(("reduce", "scatters", "in_float8"), [("last", 1, True), ("last_all_reduce", 3, False)])
+def test_gradients_are_sent_after_the_last_of_three_micro_batches(reduce, scatters, in_float8):
+    run = config(float8=Float8(), replicate=2, global_batch_size=24, reduce=reduce)
+    links, rows = links_of(replace(run, comm=Comm(float8_gradients=in_float8)))
     groups = LAYERS + 2
-    assert rows["dp_shard", "reduce_scatter", "float32"].number == scatters * groups
+    sent = rows["dp_shard", "all_to_all", "uint8"] if in_float8 else rows["dp_shard", "reduce_scatter", "float32"]
+    assert sent.number == scatters * groups
+    bytes_each = (1 + 4 / 256) if in_float8 else 4
+    assert sent.tensor_bytes == pytest.approx(scatters * links.parameters * bytes_each, rel=2e-3)  # cut blocks
     assert rows["dp_replicate", "all_reduce", "float32"].number == groups
 
 

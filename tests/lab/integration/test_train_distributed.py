@@ -51,8 +51,8 @@ EXPERTS = ["--model.n_experts=4", "--model.n_shared_experts=1", "--model.hidden_
 MIXTURE = ["--float8.recipe_name=rowwise", *EXPERTS]
 SPLIT_BY_2, SPLIT_BY_4 = (["--parallelism.expert_parallel_degree=2"], ["--parallelism.expert_parallel_degree=4"])
 # Where sums are taken in another order a code may move by one step; of blocks a scale, too, by a power of two.
-EXACT, FLOAT8, BLOCKS = 2e-6, 1e-5, 1e-4
-NORM = {EXACT: 10 * EXACT, FLOAT8: 50 * FLOAT8, BLOCKS: 50 * BLOCKS}
+EXACT, FLOAT8, BLOCKS, CODES = 2e-6, 1e-5, 1e-4, 2e-4
+NORM = {EXACT: 10 * EXACT, FLOAT8: 50 * FLOAT8, BLOCKS: 50 * BLOCKS, CODES: 50 * CODES}
 
 REFERENCES = {
     "hp": HP,
@@ -120,10 +120,16 @@ NIGHTLY = {
     "last_replicate": (4, "hp", [*HP, *REPLICATE, *LAST, *ONE_SEQUENCE], EXACT),
     "last_split": (2, "mixture", [*MIXTURE, *SPLIT_BY_2, *ALL_GATHER, *GATHERED_ONCE, *SELECTIVE], FLOAT8),
     "last_delayed": (2, "delayed", [*DELAYED, *ALL_GATHER, *GATHERED_ONCE], FLOAT8),
+    "last_codes": (2, "hp", [*HP, *LAST, "--comm.float8_gradients"], CODES),
     "last_tensor": (2, "delayed", [*DELAYED, *TENSOR, *LAST], FLOAT8),
 }
 
 BAD = {
+    "few_gradients": (
+        ["--comm.float8_gradients", "--model.dim=16"],
+        "model.layers.0 has about 1,936 gradients for each",
+    ),
+    "unscattered": (["--comm.float8_gradients", *REPLICATE], "must be false where no gradient is reduce-scattered"),
     "no_replicas": (["--training.reduce=last_all_reduce"], "training.reduce must be every or last without replicas"),
     "world": (["--parallelism.data_parallel_shard_degree=3"], "must be the number of processes = 2, got 1 * 3 * 1"),
     "sharding": ([*REPLICATE, *ALL_GATHER], "float8.enable_fsdp_float8_all_gather must be false where no weight"),
