@@ -38,6 +38,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "distributed.md": {
         "FSDP1 refuses it": "tests/library/distributed/test_ddp_fsdp1.py::test_fsdp1_refuses_weights_to_gather",
+        "fewer than 4,096 gradients for each rank are refused": "tests/library/distributed/test_float8_gradients.py"
+        "::test_what_is_refused",
         "or the style refuses them": f"{TENSOR_PARALLEL}::test_errors_when_a_style_is_applied",
         "A tied weight is refused": f"{FSDP}::test_tied_weights_are_refused_and_nothing_is_changed",
         "does not divide by the tensor-parallel ranks is refused": f"{TENSOR_PARALLEL}"
