@@ -3,7 +3,8 @@
 A slot is a float64 vector of `WIDTH` numbers. Each observation gives one; those of micro-batches, of groups and of
 ranks merge into one, which `finish` turns into the statistics of a sample:
 
-    sums       counts and sums of squares. A ratio of two of them does not change where replicas count an element twice
+    sums       counts, sums of squares and of fourth powers. A ratio of two of them does not change where replicas count
+               an element twice
     maxima     the largest finite magnitude, the largest scale
     minima     the smallest nonzero magnitude, the smallest scale
     worst      the scale with the lowest signal-to-noise ratio: its noise over its signal, and its index
@@ -59,11 +60,13 @@ class SlotIndex(enum.IntEnum):
     SCALE_MAX = 13
     WORST = 14
     WORST_INDEX = 15
+    FOURTH = 16
+    """The sum of hp^4 over finite hp."""
 
 
 _COUNTED = slice(6, 12)
 """The counts and extremes that `kernels.cpu.observe` returns, in its order."""
-_SUMS, _MAXIMA, _MINIMA = slice(0, 10), slice(10, 14, 3), slice(11, 13)
+_SUMS, _MAXIMA, _MINIMA, _WORST = slice(0, 10), slice(10, 14, 3), slice(11, 13), slice(14, 16)
 _FIXED = len(SlotIndex)
 _LOWEST_EXPONENT, _EXPONENTS = -128, 256
 EXPONENTS = slice(_FIXED, _FIXED + _EXPONENTS)
@@ -84,12 +87,13 @@ STATISTICS = (
     "scale_worst_sqnr_db",
     "nonfinite",
     "zeros",
+    "kurtosis",
 )
 """The statistics of a slot, in the order of a record; docs/monitor.md defines them."""
 
 Values = NDArray[np.float64]
 
-DIGITS = {"rms": 7, "underflow": 6, "saturated": 6, "sqnr_db": 6, "scale_worst_sqnr_db": 6, "zeros": 6}
+DIGITS = {"rms": 7, "underflow": 6, "saturated": 6, "sqnr_db": 6, "scale_worst_sqnr_db": 6, "zeros": 6, "kurtosis": 6}
 """Digits of the statistics that are quotients; the others are exact."""
 
 _ONE = torch.ones((), dtype=torch.float64, device="cpu")
@@ -116,14 +120,15 @@ def clear(slots: Tensor) -> None:
 
 def merge(slots: Tensor, observed: Tensor) -> None:
     """Add observations to slots, both [..., WIDTH], in place."""
-    is_worse = observed[..., SlotIndex.WORST : _FIXED] > slots[..., SlotIndex.WORST, None]
+    is_worse = observed[..., _WORST] > slots[..., SlotIndex.WORST, None]
     is_worse = is_worse[..., :1].expand_as(is_worse)
-    worst = torch.where(is_worse, observed[..., SlotIndex.WORST : _FIXED], slots[..., SlotIndex.WORST : _FIXED])
+    worst = torch.where(is_worse, observed[..., _WORST], slots[..., _WORST])
     slots[..., _SUMS] += observed[..., _SUMS]
+    slots[..., SlotIndex.FOURTH] += observed[..., SlotIndex.FOURTH]
     slots[..., EXPONENTS] += observed[..., EXPONENTS]
     slots[..., _MAXIMA] = torch.maximum(slots[..., _MAXIMA], observed[..., _MAXIMA])
     slots[..., _MINIMA] = torch.minimum(slots[..., _MINIMA], observed[..., _MINIMA])
-    slots[..., SlotIndex.WORST : _FIXED] = worst
+    slots[..., _WORST] = worst
 
 
 # ---- one matrix ------------------------------------------------------------------------------------------------------
@@ -150,6 +155,7 @@ def observe_matrix(hp: Tensor, made: Operand | None) -> Tensor:
     signal, noise, counts = seen
     slot[_COUNTED] = counts
     slot[SlotIndex.SIGNAL] = signal.sum()
+    slot[SlotIndex.FOURTH] = _fourth_powers(hp, not is_cpu(hp) or bool(counts[1]))
     if made is not None:
         slot[SlotIndex.CAST], slot[SlotIndex.REFERENCE] = hp.numel(), slot[SlotIndex.SIGNAL]
         slot[SlotIndex.NOISE] = noise.sum()
@@ -184,6 +190,17 @@ def _observe_in_pytorch(
             noise = noise.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(~finite, 0)
             _add_blocks(sums[1], first, noise, blocks)
     return sums[0], sums[1], counts
+
+
+def _fourth_powers(hp: Tensor, may_be_nonfinite: bool) -> Tensor:
+    """The sum of hp^4 over finite hp, float64 (); the order of the sum is the matmul library's."""
+    total = hp.new_zeros((), dtype=torch.float64)
+    for rows in _chunks(hp.shape, hp.shape[0]):
+        wide = hp[rows].double()
+        wide = wide.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) if may_be_nonfinite else wide
+        squares = (wide * wide).flatten()
+        total += squares.dot(squares)
+    return total
 
 
 def _add_blocks(sums: Tensor, first: int, squares: Tensor, blocks: tuple[int, int]) -> None:
@@ -243,7 +260,7 @@ def observe_worst(slot: Tensor, signal: Tensor, noise: Tensor) -> None:
     worst, index = ratio.max(0)
     is_worse = worst > slot[SlotIndex.WORST]
     pair = torch.stack([worst, index.double()])
-    slot[SlotIndex.WORST : _FIXED] = torch.where(is_worse, pair, slot[SlotIndex.WORST : _FIXED])
+    slot[_WORST] = torch.where(is_worse, pair, slot[_WORST])
 
 
 Compared = tuple[Tensor, Tensor]
@@ -278,7 +295,7 @@ def compared_of(slot: Tensor) -> Values | None:
     """The sums per cast and the extremes of a slot: the same however often equal casts were made. None of no cast."""
     values = slot[:_FIXED].cpu().numpy()
     casts = values[SlotIndex.SCALES]
-    return np.concatenate([values[_SUMS] / casts, values[SlotIndex.AMAX :]]) if casts else None
+    return np.concatenate([values[_SUMS] / casts, values[SlotIndex.AMAX : SlotIndex.FOURTH]]) if casts else None
 
 
 # ---- the end of a step -----------------------------------------------------------------------------------------------
@@ -294,7 +311,9 @@ def finish(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[str, list[
     at = {index.name: table[:, index] for index in SlotIndex}
     for row, numel in enumerate(weight_numel):
         if numel and at["NUMEL"][row]:
-            table[row, _SUMS] *= numel / at["NUMEL"][row]
+            share = numel / at["NUMEL"][row]
+            table[row, _SUMS] *= share
+            at["FOURTH"][row] *= share
     with np.errstate(all="ignore"):
         finite = at["NUMEL"] - at["NONFINITE"]
         nonzero = finite - at["ZEROS"]
@@ -313,6 +332,7 @@ def finish(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[str, list[
             "scale_worst_sqnr_db": (sqnr_db(np.ones(len(table)), at["WORST"]), (at["SCALES"] > 0) & (at["WORST"] >= 0)),
             "nonfinite": (at["NONFINITE"], at["NUMEL"] > 0),
             "zeros": (at["ZEROS"] / at["NUMEL"], at["NUMEL"] > 0),
+            "kurtosis": (at["FOURTH"] * finite / at["SIGNAL"] ** 2, nonzero > 0),
         }
     return {name: _column(name, *values[name]) for name in STATISTICS}
 

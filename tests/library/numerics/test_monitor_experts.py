@@ -21,7 +21,7 @@ from tests.mixture import make_mixture
 from tests.steps import assert_same, train
 
 CPU = torch.device("cpu")
-QUOTIENTS = ("rms", "sqnr_db", "scale_worst_sqnr_db", "underflow", "saturated", "zeros")
+QUOTIENTS = ("rms", "sqnr_db", "scale_worst_sqnr_db", "underflow", "saturated", "zeros", "kurtosis")
 
 
 @pytest.fixture

@@ -64,6 +64,7 @@ def reference(hp: torch.Tensor, made: Operand) -> dict[str, float]:
             "scale_max": np.max(grid[0]),
             "nonfinite": (~finite).sum(),
             "zeros": (values == 0).mean(),
+            "kurtosis": (values[finite] ** 4).mean() / (values[finite] ** 2).mean() ** 2 if nonzero.any() else None,
         }
 
 
@@ -129,8 +130,8 @@ def test_slots_of_parts_merge_to_the_slot_of_the_whole():
         codes, dequant, quant = (each[rows] for each in (made.data, made.dequant_scale, made.quant_scale))
         merge(merged, observe_matrix(hp[rows], Operand(codes, dequant, made.layout, quant))[None])
     whole = observe_matrix(hp, made)
-    apart = [SlotIndex.SIGNAL, SlotIndex.NOISE, SlotIndex.REFERENCE, SlotIndex.WORST_INDEX]
-    torch.testing.assert_close(merged[0, apart[:3]], whole[apart[:3]], rtol=1e-12, atol=0)
+    apart = [SlotIndex.SIGNAL, SlotIndex.NOISE, SlotIndex.REFERENCE, SlotIndex.FOURTH, SlotIndex.WORST_INDEX]
+    torch.testing.assert_close(merged[0, apart[:4]], whole[apart[:4]], rtol=1e-12, atol=0)
     merged[0, apart] = whole[apart] = 0
     torch.testing.assert_close(merged[0], whole, rtol=0, atol=0, equal_nan=True)
 
