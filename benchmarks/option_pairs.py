@@ -98,7 +98,7 @@ NUMERIC = {
     "besides": {
         "nothing": [],
         "compare": ["--job.compare"],
-        "tail": ["--float8.last_steps_high_precision=1"],
+        "tail": ["--float8.high_precision_schedule=all: last 1 steps"],
         "mask": ["--data.document_mask"],
         "monitor": ["--numerics.every=1"],
         "stored": ["--activation_checkpoint.store_in_float8"],

@@ -20,6 +20,7 @@ from quaver.conversion.delayed import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.conversion.freeze import freeze_to_float8
+from quaver.conversion.high_precision import set_high_precision_matmuls
 from quaver.conversion.layer_recipes import LayerRecipes
 from quaver.conversion.report import ConversionReport, conversion_report
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp, reduce_gradients_in_float8
@@ -86,6 +87,7 @@ __all__ = [
     "precompute_float8_dynamic_scale_for_fsdp",
     "reduce_gradients_in_float8",
     "serving_config",
+    "set_high_precision_matmuls",
     "sync_float8_amax_and_scale_history",
     "use_float8_primary_weights",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -40,7 +41,7 @@ def add_persistent_scales(
     owners = input_owners([(name, linear.in_features) for name, linear in named_linears], config)
     cast_of = {
         operand: next((cast for cast in (casts.row, casts.column) if cast.is_persistent), None)
-        for operand, casts in zip(OPERANDS, config.casts, strict=True)
+        for operand, casts in zip(OPERANDS, replace(config, high_precision_matmuls=()).casts, strict=True)
     }
     casts: list[CastConfig] = []
     slot_of: dict[tuple[str, str], int] = {}

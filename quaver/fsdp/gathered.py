@@ -98,12 +98,12 @@ class _Padding:
 
 
 class _Metadata(NamedTuple):
-    """The metadata that `fsdp_pre_all_gather` hands to `fsdp_post_all_gather`."""
+    """The metadata that `fsdp_pre_all_gather` hands to `fsdp_post_all_gather`; no scales for high precision."""
 
     scales: WholeScales
     layouts: list[ScaleLayout]
     size: tuple[int, ...]
-    float8_dtype: torch.dtype
+    dtype: torch.dtype
 
 
 AllGatherInputs = tuple[tuple[Tensor, ...], _Metadata]
@@ -169,8 +169,14 @@ class Float8AllGatherWeight(WrappedTensor):
         module: Float8Linear | Float8Experts,
         mp_policy: MixedPrecisionPolicy,
     ) -> AllGatherInputs:
-        """One uint8 tensor of the padded shard's shape for each cast of the weight."""
+        """One uint8 tensor of the padded shard's shape for each cast of the weight; or one in high precision, where
+        `high_precision_matmuls` has one that reads the weight.
+        """
         weight = ModuleWeight(module, self.box.name)
+        if not weight.config.casts.weight.is_float8:
+            shard = current_shard(weight)._replace(local=self.wrapped)
+            values = shard.local.to(mp_policy.param_dtype or shard.local.dtype)
+            return (_padded(shard, values, None),), _Metadata([], [], shard.size, values.dtype)
         prepared = all_gather_state(module).prepared.get(weight.name)
         if prepared is None:
             return self._make_inputs(mesh, weight)
@@ -198,7 +204,10 @@ class Float8AllGatherWeight(WrappedTensor):
             ]
             if scale is not None:
                 record_amax(scale, matrix_amax(shard.local, None))
-        payloads = [_payload(shard, code, layout) for code, layout in zip(codes, layouts, strict=True)]
+        payloads = [
+            _padded(shard, code.contiguous().view(torch.uint8), layout)
+            for code, layout in zip(codes, layouts, strict=True)
+        ]
         if len(payloads) > 1 and mesh.size() == 1:
             payloads = [torch.cat(payloads)]  # without an all-gather, FSDP2 passes on the first payload only
         return tuple(payloads), _Metadata(scales, layouts, shard.size, float8_dtype)
@@ -216,6 +225,9 @@ class Float8AllGatherWeight(WrappedTensor):
         Its dequant_scales are one vector, allocated once, whose memory FSDP2 frees with that of the codes.
         """
         scales, layouts, size, float8_dtype = metadata
+        if not scales:
+            whole = all_gather_outputs[0].view(-1)[: math.prod(size)].view(size)
+            return (whole, ()) if out is None else None
         payloads: Sequence[Tensor] = all_gather_outputs
         if len(payloads) < len(scales):
             payloads = all_gather_outputs[0].chunk(len(scales))
@@ -310,12 +322,12 @@ def _is_padding_copy(func: OpOverload, args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _payload(shard: Shard, codes: Tensor, layout: ScaleLayout) -> Tensor:
-    """Codes as row-major uint8, padded to the length that every rank sends."""
+def _padded(shard: Shard, payload: Tensor, layout: ScaleLayout | None) -> Tensor:
+    """Row-major codes, or without a `layout` values, padded to the length that every rank sends."""
     chunk = list(shard.size)
     chunk[shard.dim] = -(-shard.size[shard.dim] // shard.fsdp_group.size())
-    missing = layout.shape_of_codes(chunk)[shard.dim] - codes.shape[shard.dim]
-    payload = codes.contiguous().view(torch.uint8)
+    missing = (chunk if layout is None else layout.shape_of_codes(chunk))[shard.dim] - payload.shape[shard.dim]
+    payload = payload.contiguous()
     return F.pad(payload, (0, 0) * (payload.dim() - 1) + (0, missing)) if missing else payload  # FSDP2 pads dim 0 only
 
 

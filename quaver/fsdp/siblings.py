@@ -117,6 +117,8 @@ def persistent_scale(weight: ModuleWeight) -> PersistentScale | None:
 def _is_sharded(weight: ModuleWeight) -> bool:
     """Whether FSDP2 holds `weight` sharded, to be all-gathered in float8."""
     parameter = weight.parameter
+    if not weight.config.casts.weight.is_float8:  # gathered in high precision for now
+        return False
     if not is_dtensor(parameter) or not isinstance(local_tensor(parameter), WrappedTensor):
         return False
     sharding = weight.module.sharding if isinstance(weight.module, Float8Linear) else None

@@ -65,6 +65,11 @@ class ColwiseSharding(_Sharding):
         super().__init__(mesh)
         self.all_gather_input = all_gather_input
 
+    def follow_config(self) -> None:
+        """See `AllGatherInput`."""
+        if self.all_gather_input is not None:
+            self.all_gather_input.follow_config()
+
     def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return local_part(weight), None if bias is None else local_part(bias), None
 
@@ -351,10 +356,17 @@ class AllGatherInput:
 
     def __init__(self, layout: Placement, mesh: DeviceMesh, linear: Float8Linear, *, as_dtensor: bool) -> None:
         """`linear`: the first of those that read the input; its config says how to cast, and its scale is used."""
-        dim, config = typing.cast(Shard, layout).dim, linear.config
+        self._dim, self._mesh, self._as_dtensor = typing.cast(Shard, layout).dim, mesh, as_dtensor
         self._linear = linear
-        if dim == -1:
+        self._calls: dict[Float8LinearConfig, Any] = {}
+        self.follow_config()
+        if self.is_used and self._dim == -1:
             raise ValueError(f"expected an input that is whole or sharded along its tokens, got {layout} (features)")
+
+    def follow_config(self) -> None:
+        """Cast as the config of the linear says from now on; `is_used` is false where that gathers no codes."""
+        dim, mesh, config, as_dtensor = self._dim, self._mesh, self._linear.config, self._as_dtensor
+        self.is_used = is_all_gathered_in_float8(config)
 
         def all_gather_float8(local: Tensor, for_grad_weight: bool, *scale: Tensor | None) -> Tensor:
             return typing.cast(
@@ -362,8 +374,10 @@ class AllGatherInput:
             )
 
         # Dynamo would trace the backward with a gradient of the type of the result, a Float8Tensor. In the graph as one
-        # call, it is traced by the autograd that runs it, with the gradient that comes.
-        self._call = torch.compiler.allow_in_graph(all_gather_float8)
+        # call, it is traced by the autograd that runs it, with the gradient that comes. A config has one, for guards.
+        if config not in self._calls:
+            self._calls[config] = torch.compiler.allow_in_graph(all_gather_float8)
+        self._call = self._calls[config]
 
     def __call__(self, local: Tensor, *, for_grad_weight: bool = True, linear: Float8Linear | None = None) -> Tensor:
         """`for_grad_weight`: whether a linear that reads it trains its weight. Without gradients none does.

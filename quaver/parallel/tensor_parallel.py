@@ -38,7 +38,6 @@ from quaver.parallel.linear_sharding import (
     ColwiseSharding,
     RowwiseSharding,
     check_can_be_sharded,
-    is_all_gathered_in_float8,
     local_part,
 )
 
@@ -91,7 +90,7 @@ class Float8ColwiseParallel(ColwiseParallel):
         check_can_be_sharded(linear, 0, mesh.size())
         super()._apply(linear, mesh)
         all_gather_input = None
-        if self.input_layouts[0] != Replicate() and is_all_gathered_in_float8(linear.config):
+        if self.input_layouts[0] != Replicate():
             all_gather_input = AllGatherInput(self.input_layouts[0], mesh, linear, as_dtensor=False)
         _shard(linear, ColwiseSharding(mesh, all_gather_input))
         return linear
@@ -105,7 +104,7 @@ class Float8ColwiseParallel(ColwiseParallel):
             return typing.cast(Tensor, input)
         if not isinstance(input, DTensor):
             input = DTensor.from_local(input, device_mesh, input_layouts, run_check=False)
-        if all_gather_input is None or input.placements[0] == Replicate():
+        if all_gather_input is None or not all_gather_input.is_used or input.placements[0] == Replicate():
             return typing.cast(Tensor, input)
         local = input.redistribute(placements=input_layouts).to_local()
         return typing.cast(Tensor, all_gather_input(local, for_grad_weight=mod.weight.requires_grad, linear=mod))
@@ -166,13 +165,12 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear, mesh = self._linear_of(module), _one_axis(device_mesh)
         applied = copy.copy(self)  # the same style may be applied to modules of other configs
-        if is_all_gathered_in_float8(linear.config):
-            layouts = {*(self.input_layouts or ()), *self.input_kwarg_layouts.values()}
-            applied._gathers = {
-                layout: AllGatherInput(layout, mesh, linear, as_dtensor=not self.use_local_output)
-                for layout in layouts
-                if isinstance(layout, Shard)
-            }
+        layouts = {*(self.input_layouts or ()), *self.input_kwarg_layouts.values()}
+        applied._gathers = {
+            layout: AllGatherInput(layout, mesh, linear, as_dtensor=not self.use_local_output)
+            for layout in layouts
+            if isinstance(layout, Shard)
+        }
         module.register_forward_pre_hook(_PrepareHook(applied, mesh), with_kwargs=self.with_kwargs)
         return module
 
@@ -202,7 +200,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         self, input: Any, mesh: DeviceMesh, input_layout: Placement | None, desired_layout: Placement | None
     ) -> Any:
         all_gather_input = self._gathers.get(input_layout) if desired_layout == Replicate() else None
-        if all_gather_input is None or input_layout is None:
+        if all_gather_input is None or input_layout is None or not all_gather_input.is_used:
             return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         if isinstance(input, DTensor):
             input = input.redistribute(placements=[input_layout]).to_local()
@@ -222,6 +220,11 @@ class _PrepareHook:
         if kwargs is None:
             return self.style._prepare_input_fn(inputs, self.mesh)
         return self.style._prepare_input_kwarg_fn(inputs, kwargs, self.mesh)
+
+    def follow_config(self) -> None:
+        """See `AllGatherInput`."""
+        for gather in self.style._gathers.values():
+            gather.follow_config()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _PrepareHook:
         return _PrepareHook(copy.deepcopy(self.style, memo), self.mesh)  # groups cannot be copied

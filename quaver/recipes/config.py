@@ -152,6 +152,8 @@ class Float8LinearConfig:
             what the forward multiplied, the codes of `cast_config_input` and `cast_config_weight` times their scales,
             rounded to the dtype of the output; "high_precision" takes input and weight themselves. Saved for backward
             are the input's codes with "dequantized", and the input in high precision with the other.
+        high_precision_matmuls: those of "output", "grad_input" and "grad_weight" that run in high precision whatever
+            their casts are. `set_high_precision_matmuls` changes them between steps.
         keep_float8_weight_for_backward: save the float8 weight for backward (a byte per element) instead of
             quantizing the weight again there.
         delayed_scaling_config: how the scales of delayed scaling follow the amaxes.
@@ -183,6 +185,7 @@ class Float8LinearConfig:
     emulate: bool = False
     round_scales_to_power_of_2: bool = False
     backward: str = "float8"
+    high_precision_matmuls: tuple[str, ...] = ()
     keep_float8_weight_for_backward: bool = False
 
     delayed_scaling_config: DelayedScalingConfig = DelayedScalingConfig()
@@ -194,11 +197,11 @@ class Float8LinearConfig:
     _derived: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
     """The fields that were left out and filled in; see `_FieldsThatWereGiven`."""
     casts: LinearCasts = field(init=False, repr=False, compare=False)
-    """The casts by operand and direction, under `backward`."""
+    """The casts by operand and direction, under `backward` and `high_precision_matmuls`."""
     matmuls: LinearMatmuls = field(init=False, repr=False, compare=False)
     """The options of the three matmuls."""
     has_persistent_scales: bool = field(init=False, repr=False, compare=False)
-    """Whether any operand has a scale that is known before the operand is: delayed or static."""
+    """Whether any operand has a scale that is known before the operand is, delayed or static, in some step."""
 
     def __post_init__(self, force_recompute_fp8_weight_in_bwd: bool | None) -> None:
         for option in fields(self):
@@ -211,6 +214,10 @@ class Float8LinearConfig:
                 check_type(self, option.name, bool)
         check_type(self, "delayed_scaling_config", DelayedScalingConfig)
         check(self.backward in BACKWARDS, "backward", f"one of {', '.join(BACKWARDS)}", self.backward)
+        given = self.high_precision_matmuls
+        are_known = not isinstance(given, str) and all(name in MATMULS for name in given)
+        check(are_known, "high_precision_matmuls", f"names of {', '.join(MATMULS)}", given)
+        object.__setattr__(self, "high_precision_matmuls", tuple(name for name in MATMULS if name in given))
         groups = self.shared_inputs if isinstance(self.shared_inputs, tuple) else (None,)
         are_names = all(isinstance(group, tuple) and all(isinstance(name, str) for name in group) for group in groups)
         check(are_names, "shared_inputs", "a tuple of tuples of names", self.shared_inputs)
@@ -241,7 +248,9 @@ class Float8LinearConfig:
                 f"{casts.weight.row}, grad_input {casts.weight.column}; gather in high precision"
                 + (', or take backward="dequantized"' if self.backward == "high_precision" else "")
             )
-        object.__setattr__(self, "casts", casts)
+        persistent = any(cast.is_persistent for cast in casts.every())
+        object.__setattr__(self, "has_persistent_scales", persistent)
+        object.__setattr__(self, "casts", casts.in_high_precision(self.high_precision_matmuls))
         gemms = self.gemm_config_output, self.gemm_config_grad_input, self.gemm_config_grad_weight
         matmuls = LinearMatmuls(
             *(
@@ -255,7 +264,6 @@ class Float8LinearConfig:
             )
         )
         object.__setattr__(self, "matmuls", matmuls)
-        object.__setattr__(self, "has_persistent_scales", any(cast.is_persistent for cast in casts.every()))
 
     def _resolve_casts(self) -> LinearCasts:
         """Fill in the `cast_config_*` fields."""

@@ -5,6 +5,7 @@
 - `has_run`: `FSDPState._is_root`, None until the first forward or `unshard`, in which FSDP2 reads how each parameter is
   gathered. No replacement.
 - `param_dtype(module)`: FSDPState._mp_policy, whose `param_dtype` the forward reads. No replacement.
+- `forget_unsharded()`: lets FSDP2 allocate anew what it gathers a parameter into, which it does once. No replacement.
 - `fsdp_module_class()`: public, without the import of torch.distributed.fsdp ([Note: import time] in dtensor.py).
 - `sharded_elements`: the sizes of the groups of parameters. No replacement.
 - `hide_from_policies()`: replaces methods of FSDPState and FSDPParamGroup. Goes when FSDP2 hides itself from selective
@@ -14,7 +15,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +58,23 @@ def sharded_elements(module: FSDPModule) -> Iterator[tuple[int, int]]:
         if trained:
             ranks = getattr(group.mesh_info, "shard_mesh_size", 1)
             yield sum(each.padded_sharded_param_size.numel() for each in trained), ranks
+
+
+def forget_unsharded(model: nn.Module, modules: Container[nn.Module]) -> None:
+    """Let FSDP2 gather the parameters of `modules` in `model` into new memory, of other sizes; reshards them before."""
+    sharded = fsdp_module_class()
+    if sharded is None:
+        return
+    for each in model.modules():
+        if not isinstance(each, sharded):
+            continue
+        state: Any = each._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch before 2.13 has one
+        for parameter in [parameter for group in groups if group is not None for parameter in group.fsdp_params]:
+            if parameter._module_info.module in modules and hasattr(parameter, "_unsharded_param"):
+                each.reshard()
+                parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
+                del parameter._unsharded_param
 
 
 _hides: list[bool] = []

@@ -158,7 +158,7 @@ def is_cast_once(weight: ModuleWeight) -> bool:
 
 def _is_whole(weight: ModuleWeight) -> bool:
     parameter, module = weight.parameter, weight.module
-    if type(parameter) not in (nn.Parameter, FakeTensor):
+    if type(parameter) not in (nn.Parameter, FakeTensor) or module.gathering is not None:
         return False
     if isinstance(module, Float8Linear):
         return parameter.shape == (module.out_features, module.in_features)

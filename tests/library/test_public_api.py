@@ -19,7 +19,8 @@ FrozenFloat8Linear LayerRecipes PrepareFloat8ModuleInput ScaleCalculationMode Sc
 TensorScaling assert_float8_training auto_filter_for_recipe calibrate_float8_static_scales cast_weights_once
 conversion_report convert_to_float8_training convert_to_high_precision error_on_slow_path float8_grouped_mm
 float8_linear float8_scaling_state freeze_to_float8 monitor precompute_float8_dynamic_scale_for_fsdp
-reduce_gradients_in_float8 serving_config sync_float8_amax_and_scale_history use_float8_primary_weights
+reduce_gradients_in_float8 serving_config set_high_precision_matmuls sync_float8_amax_and_scale_history
+use_float8_primary_weights
 """
 """A name leaves this list in a major version only, after a release that warned of it (CONTRIBUTING.md)."""
 

@@ -4,7 +4,7 @@ Every precision is a model of the trainer, from the same weights, on the same ba
 clipping, optimizer and weight casts included. All models are in memory at once and take turns step by step; each round
 starts with the next model. The trainer's clock times the steps and waits for the device; the first steps, in which code
 is compiled and memory is measured (quaver/lab/trainer/memory.py), are not timed. Nothing is validated, logged or saved.
-The run is long enough that no timed step is one of `float8.last_steps_high_precision`.
+`float8.high_precision_schedule` is left out: no timed step is another than those of the recipe.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Train(Recipes, BenchOptions):
         return plan, [(plan.config, plan.models.by_name), *others]
 
     def _config_of(self, config: TrainConfig, recipe: str) -> TrainConfig:
-        float8 = replace(config.float8, enable_float8_linear=True, recipe_name=recipe)
-        steps = self.warmup + self.rounds + float8.last_steps_high_precision
+        float8 = replace(config.float8, enable_float8_linear=True, recipe_name=recipe, high_precision_schedule=())
+        steps = self.warmup + self.rounds
         training = replace(config.training, steps=max(steps, config.training.steps))
         return replace(config, float8=float8, training=training, job=replace(config.job, compare=False))
 

@@ -35,8 +35,8 @@ def _of_float8(config: TrainConfig) -> Iterator[str]:
         return
     if any(not each.endswith("=high_precision") for each in float8.layer_recipes):
         yield "float8.layer_recipes: these layers are timed, and first estimated, in the recipe of the run"
-    if float8.last_steps_high_precision:
-        yield "float8.last_steps_high_precision: those steps are not planned"
+    if float8.high_precision_schedule:
+        yield "float8.high_precision_schedule: steps are planned as without, all matmuls in the recipe"
     if float8.emulate:
         yield "float8.emulate: matmuls are timed as on float8 hardware"
     if float8.auto_filter:

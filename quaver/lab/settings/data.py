@@ -45,6 +45,5 @@ class Validation(Settings, section="validation"):
     steps: Annotated[int, Ge(1), Le(100_000)] = setting(8, "Batches of local_batch_size sequences in one validation.")
     high_precision_too: bool = setting(
         False,
-        "Also report validation_loss_hp, with every linear in high precision. Not with tensor parallelism or float8 "
-        "all-gather.",
+        "Also report validation_loss_hp, with every linear in high precision.",
     )

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.lab.settings.fields import NotNegative, OneOf, Settings, require, setting
+from quaver.lab.settings.schedule import Entry
 from quaver.recipes.config import (
     BACKWARDS,
     DelayedScalingConfig,
@@ -51,8 +52,10 @@ class Float8(Settings, section="float8"):
     )
     skip_first_layers: NotNegative = setting(0, "First blocks in high precision.")
     skip_last_layers: NotNegative = setting(0, "Last blocks in high precision.")
-    last_steps_high_precision: NotNegative = setting(
-        0, "Final steps in high precision. Not with tensor parallelism or float8 all-gather."
+    high_precision_schedule: tuple[str, ...] = setting(
+        (),
+        "Matmuls in high precision in some steps or blocks: "
+        '"forward: last 18% of steps", "grad_weight: last 15% of blocks", "all: last 9 steps in first 2 blocks".',
     )
     auto_filter: bool = setting(
         False, "Skip experts, and linears that gain nothing on this GPU (without one, an H100), by a cost model."
@@ -87,7 +90,7 @@ class Float8(Settings, section="float8"):
         _has_persistent_scales(self.recipe_name)  # raises ValueError listing the choices
         self.require(all(self.filter_fqns), "filter_fqns", "names or parts of names")
         self._check_serving()
-        self.by_layer  # noqa: B018 - raises ValueError
+        self.by_layer, self.schedule  # noqa: B018 - raise ValueError
         if not self.enable_float8_linear:
             names = (
                 "backward",
@@ -95,7 +98,7 @@ class Float8(Settings, section="float8"):
                 "layer_recipes",
                 "skip_first_layers",
                 "skip_last_layers",
-                "last_steps_high_precision",
+                "high_precision_schedule",
                 "fused_producers",
             )
             self.require_default(*names, unless="float8.enable_float8_linear")
@@ -150,6 +153,14 @@ class Float8(Settings, section="float8"):
     def with_backward(self, recipe: str) -> str:
         """The recipe of a layer, with `backward` where it has none of its own."""
         return canonical_recipe(recipe if ":" in recipe else f"{recipe}:{self.backward}")
+
+    @property
+    def schedule(self) -> tuple[Entry, ...]:
+        """The entries of high_precision_schedule. Raises ValueError."""
+        try:
+            return tuple(map(Entry.parse, self.high_precision_schedule))
+        except ValueError as error:
+            raise ValueError(f"float8.high_precision_schedule must be {error}") from None
 
     @property
     def by_layer(self) -> LayerRecipes:

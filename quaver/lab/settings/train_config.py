@@ -125,9 +125,17 @@ class TrainConfig(Settings):
         skipped = float8.skip_first_layers + float8.skip_last_layers
         names = "float8.skip_first_layers + float8.skip_last_layers"
         require(skipped <= layers, names, f"at most model.n_layers = {layers}", skipped)
-        tail = "float8.last_steps_high_precision"
-        self.require(float8.last_steps_high_precision < steps, tail, f"below training.steps = {steps}")
-        # Weights or inputs are needed in high precision where they are sent to a linear in float8.
+        for entry in float8.schedule:
+            for part, of, most, expected in (
+                (entry.steps, steps, steps - 1, f"entries of fewer steps than training.steps = {steps}"),
+                (entry.blocks, layers, layers, f"entries of at most model.n_layers = {layers} blocks"),
+            ):
+                fits = part is None or part.count(of) <= most
+                require(fits, "float8.high_precision_schedule", expected, entry.text)
+        fix = "every loss is one in high precision"
+        is_read = float8.enable_float8_linear or not self.validation.high_precision_too
+        self.require(is_read, "validation.high_precision_too", "false where float8.enable_float8_linear is false", fix)
+        # Another class needs weights or inputs in high precision where they are sent to a linear in float8.
         degree = self.parallelism.tensor_parallel_degree
         reasons = {
             "where float8.enable_float8_linear is false": not float8.enable_float8_linear,
@@ -135,9 +143,6 @@ class TrainConfig(Settings):
             "with float8.enable_fsdp_float8_all_gather": float8.enable_fsdp_float8_all_gather,
         }
         for reason, holds in reasons.items():
-            self.require(not (holds and float8.last_steps_high_precision), tail, f"0 {reason}")
-            is_asked = self.validation.high_precision_too
-            self.require(not (holds and is_asked), "validation.high_precision_too", f"false {reason}")
             falls_back = self.numerics.on_alarm == "fallback"
             self.require(not (holds and falls_back), "numerics.on_alarm", f"log or stop {reason}")
 

@@ -1,7 +1,7 @@
 """Converts the model as the [float8] section says, and switches its linears to high precision for a while."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,14 +16,17 @@ from quaver import (
     Float8LinearConfig,
     auto_filter_for_recipe,
     conversion_report,
+    set_high_precision_matmuls,
 )
 from quaver.conversion.convert import ModuleFilter
+from quaver.conversion.high_precision import config_of, float8_modules
 from quaver.conversion.layer_recipes import convert_layers
 from quaver.conversion.report import ConversionReport
 from quaver.experts.module import Float8Experts
 from quaver.lab.settings import Float8
 from quaver.lab.trainer.mixture import Experts
-from quaver.lab.trainer.model import Block, FeedForward, Llama, RMSNorm
+from quaver.lab.trainer.model import Block, FeedForward, Llama
+from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.serving import serving_config
 from quaver.runtime.devices import is_cuda_device
 
@@ -63,6 +66,7 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
     report = conversion_report(model)
     if not report.converted:
         raise ValueError(report.why_nothing())
+    model.fuses_producers = config.fused_producers
     if config.fused_producers:
         fuse_producers(model)
     return report
@@ -93,9 +97,9 @@ def fuse_producers(model: nn.Module) -> None:
     """Let the norms and SwiGLUs in front of float8 linears save only their inputs (functional.py)."""
     for module in model.modules():
         if isinstance(module, FeedForward):
-            module.feeds_float8 = isinstance(module.down_proj, Float8Linear)
+            module.feeds_float8 = _are_float8(module.down_proj)
         elif isinstance(module, Experts):
-            module.feeds_float8 = isinstance(module, Float8Experts)
+            module.feeds_float8 = _are_float8(module)
         elif isinstance(module, Block):
             attention, mlp = module.self_attn, module.mlp
             module.input_layernorm.feeds_float8 = _are_float8(attention.q_proj, attention.k_proj, attention.v_proj)
@@ -104,33 +108,32 @@ def fuse_producers(model: nn.Module) -> None:
 
 
 def _are_float8(*readers: nn.Module) -> bool:
-    return all(isinstance(reader, Float8Linear) for reader in readers)
+    return all(
+        isinstance(reader, Float8Linear | Float8Experts)
+        and len(config_of(reader).high_precision_matmuls) < len(MATMULS)
+        for reader in readers
+    )
+
+
+def run_in_high_precision(model: Llama, matmuls: Callable[[str], Collection[str]]) -> None:
+    """`set_high_precision_matmuls`; where all are, norms and SwiGLUs save what they do in front of other linears."""
+    set_high_precision_matmuls(model, matmuls)
+    if model.fuses_producers:
+        fuse_producers(model)
 
 
 @contextmanager
-def in_high_precision(model: nn.Module) -> Iterator[None]:
+def in_high_precision(model: Llama) -> Iterator[None]:
     """Run the block with the float8 linears and experts of `model` in high precision, with the same weights.
 
-    Forward and backward of a step must both be inside. Persistent scales are not updated. FSDP2 must gather the weights
-    in high precision; tensor parallelism is unsupported, because it gathers inputs in float8.
-
-    The class changes, as in a conversion (class_change.py), because compiled code has guards on it.
-    `convert_to_high_precision` would lose the scales, and the class that `fully_shard` assigns.
+    Forward and backward of a step must both be inside. Persistent scales are not updated.
     """
-    classes = {module: type(module) for module in model.modules() if isinstance(module, (Float8Linear, Float8Experts))}
-    producers = (FeedForward, Experts, RMSNorm)
-    fused = [each for each in model.modules() if isinstance(each, producers) and each.feeds_float8]
+    configs = {name: config_of(each) for name, each in float8_modules(model)}
     try:
-        for converted in classes:
-            converted.__class__ = nn.Linear if isinstance(converted, Float8Linear) else Experts  # type: ignore[assignment]
-        for producer in fused:
-            producer.feeds_float8 = False
+        run_in_high_precision(model, lambda name: tuple(MATMULS))
         yield
     finally:
-        for converted, float8_class in classes.items():
-            converted.__class__ = float8_class
-        for producer in fused:
-            producer.feeds_float8 = True
+        run_in_high_precision(model, lambda name: configs[name].high_precision_matmuls)
 
 
 def _skipped_blocks(model: Llama, config: Float8) -> dict[nn.Module, str]:

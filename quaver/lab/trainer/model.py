@@ -221,6 +221,9 @@ class Llama(nn.Module):
     Its state_dict is that of `transformers.LlamaForCausalLM`, with experts that of `Glm4MoeForCausalLM`.
     """
 
+    fuses_producers: bool = False
+    """Whether norms and SwiGLUs in front of float8 linears save only their inputs."""
+
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.config = config

@@ -26,7 +26,7 @@ from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.alarms import RunAlarms, fall_back
 from quaver.lab.trainer.display import Display, print_results, say, stdout_console
 from quaver.lab.trainer.float8_scales import saturation_summary, scales_record
-from quaver.lab.trainer.flops import MASKED, utilization
+from quaver.lab.trainer.flops import flops_per_token_by_precision, utilization
 from quaver.lab.trainer.initialize import allocate, initialize
 from quaver.lab.trainer.memory import device_memory, reset_device_peaks
 from quaver.lab.trainer.metrics import Logger, is_spike, open_loggers, remember, summarize
@@ -40,6 +40,7 @@ from quaver.lab.trainer.run_setup import RunSetup, begin_folder, open_folder, se
 from quaver.lab.trainer.trained_model import StepResult, TrainedModel
 from quaver.numerics.monitor import Monitor
 from quaver.numerics.watch import AlarmSink
+from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.device_specs import PeakFlops, peak_flops
 from quaver.runtime.ranks import Ranks
 
@@ -217,7 +218,8 @@ def _compiles(run: Run) -> AbstractContextManager[Any]:
     from quaver.torch_private.compiler import recompile_limit  # imports the compiler, which takes seconds
 
     torch.compiler.reset()  # code of an earlier run in this process would be taken, and not be counted
-    return recompile_limit(VARIANTS_OF_A_BLOCK * sum(len(list(each.model.blocks())) for each in run.models))
+    phases = 2 ** len(MATMULS) if run.config.float8.schedule else 1  # of a block
+    return recompile_limit(VARIANTS_OF_A_BLOCK * phases * sum(len(list(each.model.blocks())) for each in run.models))
 
 
 def _train_steps(run: Run, outputs: "Outputs", requests: Requests) -> None:
@@ -437,8 +439,10 @@ def _record_step(run: Run, model: TrainedModel, step: int, result: StepResult, o
 def _step_record(run: Run, model: TrainedModel, step: int, result: StepResult) -> dict[str, Any]:
     tokens_per_s = run.config.training.step_tokens / result.seconds
     flops = run.flops_per_token[model.name]
-    if model.precision != model.name:  # float8.last_steps_high_precision
-        flops = {model.precision: sum(flops.values()) - flops[MASKED], MASKED: flops[MASKED]}
+    if model.precision != model.name:  # float8.high_precision_schedule
+        training = run.config.training
+        sizes = run.config.model, training.seq_len, training.mixed_precision_param
+        flops = flops_per_token_by_precision(model.model, *sizes, run.device)
     return {
         "step": step,
         "run": model.name,

@@ -17,11 +17,13 @@ from quaver import (
     float8_scaling_state,
     sync_float8_amax_and_scale_history,
 )
+from quaver.conversion.high_precision import float8_modules
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.experts.module import Float8Experts
 from quaver.lab.data import Batch
 from quaver.lab.settings import Optimizer, TrainConfig, Training
-from quaver.lab.trainer.float8 import in_high_precision
+from quaver.lab.settings.schedule import Entry, matmuls_at
+from quaver.lab.trainer.float8 import in_high_precision, run_in_high_precision
 from quaver.lab.trainer.loss import next_token_loss
 from quaver.lab.trainer.memory import PeakMemory, measure_peak
 from quaver.lab.trainer.micro_batches import accumulate
@@ -43,6 +45,7 @@ from quaver.lab.trainer.optimizer import (
     sum_partial_gradients,
 )
 from quaver.numerics.monitor import Monitor
+from quaver.recipes.linear_casts import MATMULS
 from quaver.runtime.devices import synchronize
 from quaver.runtime.ranks import Ranks
 
@@ -73,8 +76,8 @@ class StepResult:
 class TrainedModel:
     """A model with its optimizer; `name` is its recipe, or the high-precision dtype for the bfloat16 baseline.
 
-    `precision` is `name`, except in the last steps of a run with float8.last_steps_high_precision: there linears
-    compute in the high-precision dtype, and times and memory are not recorded as the recipe's.
+    `precision` is `name`, except where float8.high_precision_schedule has matmuls in the high-precision dtype: it is
+    that dtype in steps in which all are, else both; times and memory of these steps are not recorded as the recipe's.
 
     With several ranks each has its shard of the model and of the batches. Every method is a collective: all ranks call
     it, in the same order, and get the same results, except for times.
@@ -99,6 +102,7 @@ class TrainedModel:
     """Samples the numerics of its float8 matmuls, where numerics.every asks for it."""
     scaling: Float8ScalingState = field(init=False, repr=False)
     """The persistent scales; empty for recipes with dynamic scaling."""
+    _schedule: tuple[Entry, ...] = field(init=False, repr=False)
     _skipped_in_a_row: int = field(init=False, default=0)
     _routers: list[Router] = field(init=False, repr=False)
     _experts: list[Experts] = field(init=False, repr=False)
@@ -107,6 +111,8 @@ class TrainedModel:
         self.model.train()
         self.precision = self.name
         self.scaling = float8_scaling_state(self.model)
+        is_float8 = any(True for _ in float8_modules(self.model))
+        self._schedule = self.config.float8.schedule if is_float8 else ()
         self._routers, self._experts = modules_of(self.model, Router), modules_of(self.model, Experts)
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
         self.precompute_scales()
@@ -164,9 +170,7 @@ class TrainedModel:
             NonFiniteError: for such a step, unless training.nonfinite is "skip"; and then for the first after
                 training.max_nonfinite_steps of them in a row.
         """
-        config = self.config
-        in_tail = step > config.training.steps - config.float8.last_steps_high_precision
-        self.precision = config.training.mixed_precision_param if in_tail else self.name
+        self.follow_schedule(step)
         measure: AbstractContextManager[PeakMemory] = nullcontext(self.peak)
         if measure_memory and self.precision == self.name:
             measure = measure_peak(self.resident_tensors(), device=self.device, countable=self.has_countable_memory)
@@ -215,7 +219,6 @@ class TrainedModel:
         loss_sum = torch.zeros((), device=self.device)
         once = self.ranks.is_alone or self.config.float8.cast_weights_once
         with (
-            self._in_precision(),
             cast_weights_once(self.model) if once else nullcontext(),
             accumulate(self.model, self.config, list(batches)) as micro_batches,
         ):
@@ -237,9 +240,24 @@ class TrainedModel:
         with autocast_of(self.config.training, self.device):
             return next_token_loss(self.model(batch.tokens, batch.documents), batch.targets)
 
-    def _in_precision(self) -> AbstractContextManager[None]:
-        """Return the context in which the linears compute in `precision`."""
-        return nullcontext() if self.precision == self.name else in_high_precision(self.model)
+    def follow_schedule(self, step: int) -> None:
+        """Let the matmuls run in high precision that float8.high_precision_schedule has in `step`."""
+        if not self._schedule:
+            return
+        config, blocks = self.config, list(self.model.blocks())
+        block_of = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
+        modules = dict(float8_modules(self.model))
+
+        def matmuls(name: str) -> tuple[str, ...]:
+            block = block_of.get(id(modules[name]))
+            return matmuls_at(self._schedule, step, config.training.steps, block, len(blocks))
+
+        run_in_high_precision(self.model, matmuls)
+        found = {matmuls(name) for name in modules}
+        high_precision = config.training.mixed_precision_param
+        self.precision = self.name if found == {()} else high_precision
+        if found not in ({()}, {tuple(MATMULS)}):
+            self.precision = f"{self.name} and {high_precision}"
 
     def _skip(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:
         """Discard a non-finite step and return where it began; NonFiniteError if the run must stop."""
@@ -278,8 +296,7 @@ class TrainedModel:
         Raises:
             NonFiniteError: if the loss is not finite.
         """
-        with self._in_precision():
-            self.validation_loss = self._mean_loss(batches)
+        self.validation_loss = self._mean_loss(batches)
         if self.config.validation.high_precision_too:
             self.validation_loss_hp = self.validation_loss
             if self.precision != self.config.training.mixed_precision_param:

@@ -92,14 +92,6 @@ PAGES: Pages = {
                     "memory_budget",
                 )
             ),
-            *(
-                train(f"{words} {cut}", f"{words.split()[0].removeprefix('--').partition('=')[0]} must be ")
-                for words in (
-                    "--float8.last_steps_high_precision=1 --training.steps=3",
-                    "--validation.high_precision_too",
-                )
-                for cut in (TENSOR_PARALLEL, GATHER)
-            ),
         ],
     },
     "security.md": {

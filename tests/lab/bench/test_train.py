@@ -38,7 +38,7 @@ def test_models_take_turns_with_the_trainers_own_step(text, monkeypatch):
         return train_step(self, step, batches, measure_memory=measure_memory)
 
     monkeypatch.setattr(TrainedModel, "train_step", watched)
-    config = build_config(tiny(text, last_steps_high_precision=1))
+    config = build_config(tiny(text, high_precision_schedule=("all: last 1 steps",)))
     options = Train(recipes=("tensorwise", "delayed"), rounds=3, warmup=2)
     result = options.measure_steps(options.set_up(config))
     assert [step for step, _, _ in order] == [step for step in range(1, 6) for _ in range(3)]

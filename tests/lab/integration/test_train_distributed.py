@@ -48,6 +48,7 @@ GATHERED_ONCE = [*LAST, "--parallelism.fsdp_reshard_after_forward=never"]
 MXFP8 = ["--float8.recipe_name=mxfp8", "--model.dim=128", "--model.hidden_dim=128"]
 MIXED = ["--float8.filter_fqns=lm_head,k_proj,layers.1.mlp", *MASKED]
 EXPERTS = ["--model.n_experts=4", "--model.n_shared_experts=1", "--model.hidden_dim=32"]
+SCHEDULED = ["--float8.high_precision_schedule=forward: last 1 steps,grad_weight: last 50% of blocks"]
 MIXTURE = ["--float8.recipe_name=rowwise", *EXPERTS]
 SPLIT_BY_2, SPLIT_BY_4 = (["--parallelism.expert_parallel_degree=2"], ["--parallelism.expert_parallel_degree=4"])
 # Where sums are taken in another order a code may move by one step; of blocks a scale, too, by a power of two.
@@ -59,6 +60,7 @@ REFERENCES = {
     "tensorwise": [],
     "mixture": MIXTURE,
     "delayed": DELAYED,
+    "scheduled": SCHEDULED,
 }
 REFERENCES_AT_NIGHT = {
     "tied": [*HP, "--model.tie_word_embeddings", *MASKED],
@@ -87,6 +89,8 @@ LAYOUTS = {
         [*HP, *REPLICATE, "--training.reduce=last_all_reduce", *ONE_SEQUENCE],
         EXACT,
     ),
+    "scheduled": (2, "scheduled", [*SCHEDULED, *ALL_GATHER, "--validation.high_precision_too"], FLOAT8),
+    "scheduled_tensor": (2, "scheduled", [*SCHEDULED, *TENSOR, "--training.compile"], FLOAT8),
 }
 
 NIGHTLY = {

@@ -74,13 +74,13 @@ def test_what_is_not_simulated_is_said():
         "optimizer": {"name": "Muon"},
         "job": {"compare": True},
         "float8": {
-            "last_steps_high_precision": 3,
+            "high_precision_schedule": ("all: last 3 steps",),
             "layer_recipes": ("*.down_proj=rowwise", "*.up_proj=high_precision"),
         },
     }
     told = list(unmodelled(changed(config, **settings)))
     assert len(told) == 6
-    for name in ("layer_recipes", "last_steps", "training.compile", "document_mask", "Muon", "compare"):
+    for name in ("layer_recipes", "high_precision_schedule", "training.compile", "document_mask", "Muon", "compare"):
         assert any(name in sentence for sentence in told)
     only_high = changed(config, float8={"layer_recipes": ("*.up_proj=high_precision",)})
     assert list(unmodelled(only_high)) == []

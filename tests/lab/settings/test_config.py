@@ -1,6 +1,7 @@
 """Configs: where values come from, and what is said about wrong ones."""
 
 import re
+import shlex
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -164,9 +165,19 @@ BAD_SETTINGS = {
     "--float8.skip_last_layers=-1": "float8.skip_last_layers must be at least 0, got -1",
     "--float8.skip_first_layers=1 --float8.no-enable_float8_linear": "must be its default, 0, unless float8.enable",
     "--float8.skip_first_layers=3 --float8.skip_last_layers=2": "must be at most model.n_layers = 4, got 5",
-    "--float8.last_steps_high_precision=9 --training.steps=9": "must be below training.steps = 9, got 9",
-    "--float8.last_steps_high_precision=3 --float8.enable_fsdp_float8_all_gather": "high_precision must be 0",
-    "--float8.last_steps_high_precision=3 --parallelism.tensor_parallel_degree=2": "which gathers inputs in float8",
+    "'--float8.high_precision_schedule=all: last 9 steps' --training.steps=9": "steps = 9, got 'all: last 9 steps'",
+    "'--float8.high_precision_schedule=all: last 100% steps'": "entries of fewer steps than training.steps = 200, got",
+    "'--float8.high_precision_schedule=forward: first 5 blocks'": "entries of at most model.n_layers = 4 blocks, got",
+    **{
+        f"'--float8.high_precision_schedule={entry}'": f"forward, backward, all, grad_input, grad_weight, got '{entry}'"
+        for entry in (
+            *("forward", "forward:", "sideways: last 3 steps", "forward: last 0 steps", "forward: last 101% of steps"),
+            *("forward: last 1 step in first 1 step", "forward: last 1.5% of steps", "forward: first 3 layers"),
+        )
+    },
+    "--float8.backward=high_precision --float8.enable_fsdp_float8_all_gather": "false with the backward of tensorwise:",
+    "--float8.backward=hp": "float8.backward must be one of float8, dequantized, high_precision, got 'hp'",
+    "--float8.backward=dequantized --float8.no-enable_float8_linear": "float8.backward must be its default, 'float8'",
     "--validation.high_precision_too --float8.no-enable_float8_linear": "validation.high_precision_too must be false",
     "--float8.recipe_name=delayed --float8.delayed_history_len=0": "float8.delayed_history_len must be 1 to 65536",
     "--float8.recipe_name=delayed --float8.delayed_headroom=nan": "must be a factor of 1 to 65536, got nan",
@@ -213,7 +224,7 @@ BAD_SETTINGS = {
 @pytest.mark.parametrize("words", BAD_SETTINGS)
 def test_settings_that_cannot_be_are_refused_in_one_line(words):
     with pytest.raises(ValueError, match=re.escape(BAD_SETTINGS[words])) as error:
-        from_words(*words.split())
+        from_words(*shlex.split(words))
     assert "\n" not in str(error.value)
 
 

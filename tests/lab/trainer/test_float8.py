@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from quaver import Float8Linear
+from quaver.conversion.high_precision import float8_modules
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.settings import Float8, TrainConfig, Validation
 from quaver.lab.trainer.float8 import in_high_precision
@@ -44,7 +45,7 @@ def copy_state(source: TrainedModel, target: TrainedModel) -> None:
 def test_validation_and_a_tail_step_in_high_precision_are_those_of_the_baseline(tiny_float8_config, recipe):
     accumulating = changed(tiny_float8_config, training={"global_batch_size": 4})
     config = replace(accumulating, validation=Validation(freq=2, steps=2, high_precision_too=True))
-    run = prepare(with_float8(config, recipe_name=recipe, last_steps_high_precision=1))
+    run = prepare(with_float8(config, recipe_name=recipe, high_precision_schedule=("all: last 1 steps",)))
     float8, baseline = run.models
     for number in (1, 2, 3):
         step(run, float8, number)
@@ -66,7 +67,7 @@ def test_validation_and_a_tail_step_in_high_precision_are_those_of_the_baseline(
 
 
 def test_the_records_say_which_precision_a_step_had(tiny_float8_config):
-    run = run_to_end(with_float8(tiny_float8_config, last_steps_high_precision=1))
+    run = run_to_end(with_float8(tiny_float8_config, high_precision_schedule=("all: last 1 steps",)))
     plain = records(run_to_end(with_float8(tiny_float8_config, "plain")))
     losses = [[r["loss"] for r in each if "loss" in r] for each in (records(run), plain)]
     assert losses[0][:3] == losses[1][:3]
@@ -81,7 +82,8 @@ def test_the_records_say_which_precision_a_step_had(tiny_float8_config):
 def test_delayed_scaling_says_nothing_of_the_tail(tiny_float8_config):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # such as that of a missing sync
-        run = run_to_end(with_float8(tiny_float8_config, recipe_name="delayed", last_steps_high_precision=2))
+        schedule = ("all: last 2 steps",)
+        run = run_to_end(with_float8(tiny_float8_config, recipe_name="delayed", high_precision_schedule=schedule))
     saturation = ["saturated" in " ".join(record) for record in records(run, "delayed") if "loss" in record]
     assert saturation == [True, True, False, False]
     lines = run.folder.float8_scales.read_text().splitlines()
@@ -103,9 +105,9 @@ def test_both_validation_losses_are_kept(tiny_float8_config):
 def test_an_error_brings_float8_back(tiny_float8_config):
     model = prepare(tiny_float8_config).models[0].model
     with pytest.raises(RuntimeError, match="inside"), in_high_precision(model):
-        assert not any(isinstance(module, Float8Linear) for module in model.modules())
+        assert {each.config.short_str().count("dis") for _, each in float8_modules(model)} == {3}
         raise RuntimeError("inside")
-    assert sum(isinstance(module, Float8Linear) for module in model.modules()) == 14
+    assert [each.config.high_precision_matmuls for _, each in float8_modules(model)] == [()] * 14
 
 
 def test_a_linear_that_fully_shard_wraps_leaves_float8_and_returns(one_rank, tiny_float8_config):

@@ -60,8 +60,8 @@ class RunMemory:
         notes = [COMPARED] if self.config.job.compare else []
         if self.layout.expert > 1:
             notes.append(EVEN_LOAD)
-        if self.config.float8.last_steps_high_precision:
-            notes.append("float8.last_steps_high_precision: those steps are not predicted")
+        if self.config.float8.high_precision_schedule:
+            notes.append("float8.high_precision_schedule: steps are predicted as without, all matmuls in the recipe")
         return notes
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,0 +1,118 @@
+"""`set_high_precision_matmuls` between steps: on one process, on ranks, compiled, and back again."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+
+from quaver import (
+    cast_weights_once,
+    convert_to_float8_training,
+    freeze_to_float8,
+    set_high_precision_matmuls,
+    sync_float8_amax_and_scale_history,
+)
+from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
+from quaver.linear.tensor import Float8Tensor
+from tests.library.distributed.models import LEARNING_RATE, batches, config_of, loss_of, make_model
+from tests.library.distributed.test_fsdp import part_of, shard_model, world_mesh
+from tests.library.distributed.test_tensor_parallel import model_of, part, spread
+from tests.library.distributed.test_tensor_parallel_steps import assert_same_losses, batches_of, sharing
+from tests.ranks import on_ranks, run
+from tests.steps import assert_same, results_of
+
+ALL = ["output", "grad_input", "grad_weight"]
+PHASES = ([], ["output"], ["grad_weight"], ALL, ["grad_input"], lambda name: ALL if name.startswith("0.") else [], [])
+"""Of one step each. The first and the last are the recipe; one is of a block."""
+
+
+def train(model, loss_of_step, phases=PHASES, *, once=False, precompute=False):
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for step, phase in enumerate(phases):
+        set_high_precision_matmuls(model, phase)
+        with cast_weights_once(model) if once else contextlib.nullcontext():
+            loss = loss_of_step(model, step)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync_float8_amax_and_scale_history(model)
+        if precompute:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+        losses.append(loss.item())
+    return losses
+
+
+@on_ranks(2)
+def test_fsdp2_gathers_what_each_phase_reads():
+    """Gathering codes changes no bit of float32 training, whatever the phases; the last case is compiled."""
+    data = batches(len(PHASES), 2)
+    for recipe, phases, options in (
+        ("tensorwise", PHASES, {}),
+        ("rowwise", PHASES, {"once": True}),
+        ("delayed", PHASES, {}),
+        ("blockwise", PHASES, {"precompute": True}),
+        ("rowwise", PHASES[:2], {"compiled": True}),
+    ):
+        of_ways, is_compiled = [], options.pop("compiled", False)
+        for gather in (False, True):
+            config, compiled = config_of(recipe, enable_fsdp_float8_all_gather=gather), is_compiled and gather
+            model = shard_model(config, model=make_model(1), compiled="aot_eager" if compiled else None)
+            own = options if gather else {}
+            of_ways.append(train(model, lambda model, n: loss_of(model(part_of(data[n]))), phases, **own))
+        assert of_ways[0] == of_ways[1], recipe
+        model[0].unshard()
+        assert isinstance(model[0].up.weight, Float8Tensor) == (phases[-1] == [])
+        set_high_precision_matmuls(model, ["output"])
+        model[0].unshard()
+        assert type(model[0].up.weight) is nn.Parameter
+        model[0].reshard()
+
+
+def _train_tp(recipe, ranks):
+    data = batches_of(recipe)
+    if ranks == 1:
+        return train(model_of(sharing(recipe), 1, 32), lambda model, n: model(data[n % 3]).square().mean())
+    model = spread(model_of(sharing(recipe), 1, 32), world_mesh())
+    losses = train(model, lambda model, n: model(part(data[n % 3], 1)).square().mean() / 2)
+    dist.all_reduce(total := torch.tensor(losses))
+    return total.tolist()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
+def test_tensor_parallel_ranks_follow_the_phases_of_one_process(recipe):
+    assert_same_losses(run(2, _train_tp, recipe, 2)[0], _train_tp(recipe, 1))
+
+
+def test_compiled_code_is_made_once_for_each_phase():
+    model, input = convert_to_float8_training(make_model(), config="delayed"), batches(1, 1)[0].requires_grad_()
+    eager = convert_to_float8_training(make_model(), config="delayed")
+    torch.compiler.reset()
+    for block in model[:3]:
+        block.compile(fullgraph=True, backend="aot_eager")
+    made = []
+    for phase in PHASES[:5] * 2:
+        before = counters["stats"]["unique_graphs"]
+        for each in (model, eager):
+            set_high_precision_matmuls(each, phase)
+        assert_same(results_of(model, input), results_of(eager, input))
+        made.append(counters["stats"]["unique_graphs"] - before)
+    assert made == [1] * 5 + [0] * 5  # for all blocks
+
+
+def test_in_high_precision_a_linear_is_that_of_pytorch():
+    plain, model = make_model(), convert_to_float8_training(make_model(), config="blockwise")
+    input, recipe = batches(1, 1)[0].requires_grad_(), model[0].up.config
+    set_high_precision_matmuls(model, ALL)
+    assert_same(results_of(model, input), results_of(plain, input))
+    set_high_precision_matmuls(model, [])
+    assert model[0].up.config is recipe
+    with pytest.raises(ValueError, match="high_precision_matmuls: expected names of output, grad_input, grad_weight"):
+        set_high_precision_matmuls(model, ["forward"])
+    frozen = freeze_to_float8(make_model().requires_grad_(False))
+    with pytest.raises(ValueError, match=r"the weight of 0\.up is stored in float8"):
+        set_high_precision_matmuls(frozen, ["output"])
+    set_high_precision_matmuls(frozen, ["grad_weight"])
