@@ -16,6 +16,7 @@ REPORT, RELIABILITY = "tests/lab/report/test_command.py", "tests/lab/integration
 TRAIN, GPU = "tests/lab/integration/test_train_cli.py", "tests/lab/bench/test_gpu.py"
 
 SERVING = "tests/library/conversion/test_serving.py"
+BACKWARD = "tests/library/linear/test_backward.py"
 COMFYUI = "tests/library/export/test_comfyui.py"
 ELSEWHERE: dict[str, dict[str, str]] = {
     "benchmarks.md": {
@@ -93,6 +94,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "Exit code 4": f"{HUGGING_FACE}::test_a_full_disk_leaves_nothing_and_says_so",
     },
     "integrations.md": {
+        "Refused are offloads to a disk": "tests/library/foreign/test_quaver_config.py"
+        "::test_frozen_weights_are_not_offloaded_and_no_weights_partitioned "
+        "tests/library/foreign/test_experts_plan.py::test_what_is_refused",
         "| FSDP2, float8 gather |": "tests/library/foreign/test_accelerate.py::test_bfloat16_parameters",
         "| FSDP2 |": "tests/library/foreign/test_lightning.py::test_a_module_that_is_sharded_already_is_refused",
         "torchao has replaced quaver's linears": f"{SHIM}::test_accelerates_fp8_without_the_shim_is_refused "
@@ -133,6 +137,10 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "::test_a_monitor_whose_header_cannot_be_written_leaves_no_probes",
         "What `on_event` of an `AlarmSink` raises ends the step": "tests/library/numerics/test_watch.py"
         "::test_what_a_callback_raises_ends_the_step",
+    },
+    "numerics.md": {
+        "`high_precision` refuses the float8 all-gather": f"{BACKWARD}::test_bad_names_and_values "
+        f"{BACKWARD}::test_primary_weights_and_a_monitor",
     },
     "optimizer.md": {
         "a step inside a CUDA graph": "tests/library/optim/test_options.py::test_a_step_in_a_cuda_graph_is_refused"

@@ -12,6 +12,7 @@ from trl import SFTConfig, SFTTrainer
 
 from quaver import Float8Linear, Float8LinearConfig, conversion_report, freeze_to_float8
 from quaver.export import load_float8, load_frozen, matches_serving, save_float8
+from quaver.integrations import transformers_quantizer
 from quaver.integrations.transformers import Float8Callback, QuaverConfig, prepare_model_for_float8
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from tests.library.foreign.llama import BATCHES, Tokens, llama, mixture, optimizer_of, train_by_hand
@@ -251,9 +252,12 @@ def test_a_folder_that_cannot_be_frozen_is_refused_in_a_line(folders, tmp_path, 
     assert "\n" not in str(raised.value)
 
 
-def test_frozen_weights_are_not_offloaded_to_a_disk(folders):
+def test_frozen_weights_are_not_offloaded_and_no_weights_partitioned(folders, monkeypatch):
     with pytest.raises(NotImplementedError, match="give a device_map without disk"):
         loaded(folders / "llama", frozen=True, device_map={"model": "cpu", "lm_head": "disk"})
+    monkeypatch.setattr(transformers_quantizer, "is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(NotImplementedError, match="ZeRO-3 partitions weights while they are loaded"):
+        loaded(folders / "llama", "rowwise")
 
 
 def test_a_loader_without_converters_of_quantizers_reads_no_codes(folders, monkeypatch):
