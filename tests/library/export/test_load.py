@@ -20,6 +20,9 @@ from tests.steps import assert_same
 def test_import_writes_a_folder_to_train_from(tmp_path, capsys):
     folder = saved(tmp_path / "out")
     (folder / "tokenizer.json").write_text("{}")
+    stated = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(stated))
+    (folder / "quaver_export.json").unlink()  # which has the sum of the file before
     assert main(["import", str(folder), str(tmp_path / "hp"), "--dtype=float32", "--max-shard-size=5KB"]) == 0
     assert "6 float8 weights dequantized to float32" in capsys.readouterr().out
     config = json.loads((tmp_path / "hp" / "config.json").read_text())

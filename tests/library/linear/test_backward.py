@@ -97,6 +97,12 @@ def test_under_autocast_and_delayed_scaling(backward):
         assert_same(gradients(dynamic, input, grad_output.bfloat16()), got)
 
 
+def test_an_output_in_high_precision_under_autocast():
+    model, input, _ = made(Float8LinearConfig(high_precision_matmuls=("output",)), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same([model(input)], [F.linear(input, model[0].weight, model[0].bias)])
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_a_frozen_weight_gives_its_dequantized_values(recipe):
     results = []
