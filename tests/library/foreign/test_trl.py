@@ -24,7 +24,7 @@ from trl import (
     SFTTrainer,
 )
 
-from quaver import Float8Linear, float8_scaling_state
+from quaver import Float8Linear, float8_scaling_state, serving_config
 from quaver.integrations.transformers import Float8Callback, prepare_model_for_float8
 from tests.library.foreign.llama import BATCHES, Tokens, clip, llama, train_by_hand
 from tests.library.foreign.table import lacks, proves
@@ -254,13 +254,20 @@ def nightly(*values):
     return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
 
 
+SERVINGS = "vllm-per-token", "sglang-block"
+
+
 @proves("TRL", "reference model")
-@pytest.mark.parametrize("recipe", ["delayed", *nightly("rowwise", "tensorwise", "blockwise", "mxfp8")])
+@pytest.mark.parametrize("recipe", ["delayed", *nightly("rowwise", "tensorwise", "blockwise", "mxfp8", *SERVINGS)])
 @pytest.mark.parametrize("reference", ["loaded", *nightly("given")])
 def test_grpo_has_no_divergence_at_learning_rate_0(recipe, reference, tmp_path):
-    """The model is its own rollout. The second step has the delayed scales of the first, the reference's too."""
+    """The model is its own rollout, in training's casts or a server's.
+
+    The second step has the delayed scales of the first, the reference's too.
+    """
     llama().save_pretrained(tmp_path / "model")
-    model = prepare_model_for_float8(LlamaForCausalLM.from_pretrained(tmp_path / "model"), recipe)
+    config = serving_config(recipe) if recipe in SERVINGS else recipe
+    model = prepare_model_for_float8(LlamaForCausalLM.from_pretrained(tmp_path / "model"), config)
     options = {"max_steps": 2, "learning_rate": 0.0, "per_device_train_batch_size": 4, "num_generations": 2}
     run = GRPOTrainer(
         model,
