@@ -18,7 +18,8 @@ from pathlib import Path
 from torch import nn
 
 from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_float8_training
-from quaver.recipes.config import Float8LinearConfig, canonical_recipe, resolve_config
+from quaver.recipes.config import Float8LinearConfig, resolve_config
+from quaver.recipes.recipe_name import canonical_recipe
 
 HIGH_PRECISION = "high_precision"
 """The recipe of a layer that stays as it is."""

@@ -418,6 +418,7 @@ def _scales_of(operand: Operand) -> Scales:
 
 
 def input_scale(name: str, linear: Float8Linear) -> Tensor:
+    """The dequant_scale, float32 (), of the input of a linear with persistent scales. Raises ValueError if unknown."""
     scale = linear.persistent_scales(linear.weight.device, recording=False).input
     if scale is None or not scale.quant_scale > 0:
         raise ValueError(

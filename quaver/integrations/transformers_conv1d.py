@@ -7,7 +7,8 @@ module a Conv1D again.
 
 from __future__ import annotations
 
-from typing import Any, cast
+import typing
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -40,7 +41,7 @@ class Conv1DLinear(nn.Linear):
 
     def to_original(self) -> None:
         """Make it the Conv1D that it was. Called by `convert_to_high_precision`."""
-        _transpose(cast(nn.Parameter, self.weight))
+        _transpose(typing.cast(nn.Parameter, self.weight))
         del self.in_features, self.out_features
         self.__class__ = Conv1D  # type: ignore[assignment]
 
@@ -55,10 +56,10 @@ def conv1ds(model: nn.Module) -> list[nn.Module]:
 def to_linears(modules: list[nn.Module]) -> list[Conv1DLinear]:
     """Make each Conv1D a `Conv1DLinear`, in place."""
     for module in modules:
-        _transpose(cast(nn.Parameter, module.weight))
+        _transpose(typing.cast(nn.Parameter, module.weight))
         module.in_features, module.out_features = module.nx, module.nf
         module.__class__ = Conv1DLinear
-    return cast(list[Conv1DLinear], modules)
+    return typing.cast(list[Conv1DLinear], modules)
 
 
 def _transpose(weight: nn.Parameter) -> None:

@@ -12,9 +12,10 @@ see it. `save_pretrained` writes high precision, and a config.json that says so.
 from __future__ import annotations
 
 import functools
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -89,7 +90,7 @@ class QuaverConfig(QuantizationConfigMixin):
         serving: str | None = None,
         include_subclasses: bool = False,
     ) -> None:
-        self.quant_method = cast(Any, METHOD)
+        self.quant_method = typing.cast(Any, METHOD)
         for name, flag in (("frozen", frozen), ("include_subclasses", include_subclasses)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: expected True or False, got {flag!r}")
@@ -103,16 +104,16 @@ class QuaverConfig(QuantizationConfigMixin):
         self.recipe, self.serving, self.frozen, self.include_subclasses = recipe, serving, frozen, include_subclasses
         self.modules_to_not_convert = list(names)
         if frozen:
-            frozen_config(cast(Any, self.of_linears))
+            frozen_config(typing.cast(Any, self.of_linears))
         elif not isinstance(recipe, LayerRecipes):
-            resolve_config(cast(Any, self.of_linears))
+            resolve_config(typing.cast(Any, self.of_linears))
 
     @property
     def of_linears(self) -> Float8LinearConfig | Float8LinearRecipeName | LayerRecipes | str | None:
         """The recipe, or the config, that the linears are converted to or frozen with."""
         if self.serving is None:
             return self.recipe
-        return serving_config(self.serving, cast(Any, self.recipe))
+        return serving_config(self.serving, typing.cast(Any, self.recipe))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -225,11 +226,11 @@ class QuaverQuantizer(HfQuantizer):
 
     def get_quantize_ops(self) -> ConversionOps:
         """The operation for such a parameter in high precision."""
-        return cast(QuaverWeights, self._operation)
+        return typing.cast(QuaverWeights, self._operation)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         """Check that all is frozen, and make the config say what `save_pretrained` writes."""
-        problem = cast(QuaverWeights, self._operation).problem
+        problem = typing.cast(QuaverWeights, self._operation).problem
         if problem is not None:
             raise problem
         unread = [name for name in sorted(self._frozen) if not isinstance(_parameter(model, name), FrozenFloat8Weight)]
@@ -252,7 +253,7 @@ class QuaverQuantizer(HfQuantizer):
 
     @property
     def _frozen_config(self) -> Float8LinearConfig:
-        return frozen_config(cast(Any, self.quantization_config.of_linears))
+        return frozen_config(typing.cast(Any, self.quantization_config.of_linears))
 
     def _is_late(self, model: nn.Module) -> bool:
         """Whether the model is converted after its weights are loaded: parts of it on other ranks, or their gather."""

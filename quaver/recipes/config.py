@@ -6,7 +6,6 @@ Configs are frozen, and validated and resolved when they are made: every `cast_c
 
 from __future__ import annotations
 
-import enum
 import math
 import typing
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from quaver.recipes.linear_casts import (
     MatmulOptions,
     OperandCasts,
 )
+from quaver.recipes.recipe_name import BACKWARDS, Float8LinearRecipeName, split_recipe
 from quaver.recipes.scale_layout import BLOCK_SIZES
 from quaver.recipes.scale_rules import rule_of
 from quaver.recipes.torchao_forms import LinearMMConfig, ScaledMMConfig, from_op_config, from_torchao
@@ -51,9 +51,6 @@ __all__ = [
     "resolve_config",
 ]
 
-
-BACKWARDS = ("float8", "dequantized", "high_precision")
-"""What `Float8LinearConfig.backward` may be."""
 
 SHARED_INPUTS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
@@ -82,45 +79,6 @@ class Float8GemmConfig:
 
     def __post_init__(self) -> None:
         check_type(self, "use_fast_accum", bool)
-
-
-class Float8LinearRecipeName(enum.Enum):
-    """The recipes by name; torchao's older names are accepted too."""
-
-    TENSORWISE = "tensorwise"
-    """One scale per tensor, e4m3 forward and e5m2 gradients. The fastest."""
-    ROWWISE = "rowwise"
-    """One power-of-two scale per row of each operand, e4m3 throughout. Robust to outliers."""
-    ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
-    """As rowwise, with grad_weight computed in high precision. The most accurate."""
-    ROWWISE_WITH_TENSORWISE_WEIGHT = "rowwise_with_tensorwise_weight"
-    """As rowwise, with one scale per weight, so that FSDP2 gathers one byte per element. The recipe for FSDP2."""
-    DELAYED = "delayed"
-    """As tensorwise, with scales from the amaxes of earlier steps: each tensor is read once."""
-    DELAYED_WITH_DYNAMIC_WEIGHT = "delayed_with_dynamic_weight"
-    """As delayed, with weights scaled dynamically: weights that were just loaded never saturate."""
-    BLOCKWISE = "blockwise"
-    """DeepSeek-V3's: weights in blocks of 128 x 128, input and grad_output in blocks of 1 x 128, e4m3 throughout,
-    power-of-two scales. One cast of the weight serves both matmuls."""
-    BLOCKWISE_WITH_GW_HP = "blockwise_with_gw_hp"
-    """As blockwise, with grad_weight computed in high precision."""
-    MXFP8 = "mxfp8"
-    """Blackwell's: weights in blocks of 32 x 32, input and grad_output in blocks of 1 x 32, e4m3 throughout, E8M0
-    scales (RCEIL)."""
-    MXFP8_WITH_GW_HP = "mxfp8_with_gw_hp"
-    """As mxfp8, with grad_weight computed in high precision."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> Float8LinearRecipeName:
-        aliases = {"all_tensorwise": cls.TENSORWISE, "axiswise": cls.ROWWISE, "all_axiswise": cls.ROWWISE}
-        aliases |= {"lw_axiswise_with_gw_hp": cls.ROWWISE_WITH_GW_HP, "fp8_blockwise": cls.BLOCKWISE}
-        aliases |= {"mxfp8_rceil": cls.MXFP8, "mxfp8_rceil_wgrad_with_hp": cls.MXFP8_WITH_GW_HP}
-        if isinstance(value, str) and value in aliases:
-            return aliases[value]
-        accepted = from_torchao(value, cls)
-        if isinstance(accepted, cls):
-            return accepted
-        raise ValueError(f"unknown recipe {value!r}: expected one of {', '.join(name.value for name in cls)}")
 
 
 @dataclass(frozen=True)
@@ -417,23 +375,6 @@ def _block_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
             recipes[recipe], cast_config_input_for_grad_weight=hp, cast_config_grad_output_for_grad_weight=hp
         )
     return recipes
-
-
-def split_recipe(name: Float8LinearRecipeName | str) -> tuple[Float8LinearRecipeName, str]:
-    """The recipe and the `backward` of a name such as "rowwise:dequantized"; "" for a name without.
-
-    Raises ValueError for unknown ones, listing the choices.
-    """
-    recipe, colon, backward = name.partition(":") if isinstance(name, str) else (name, "", "")
-    expected = f"one of {', '.join(BACKWARDS)} after the :"
-    check(not colon or backward in BACKWARDS, f"recipe {name!r}", expected, backward)
-    return Float8LinearRecipeName(recipe), backward
-
-
-def canonical_recipe(name: Float8LinearRecipeName | str) -> str:
-    """The name of a recipe as `quaver` writes it, without an alias, with its `backward` unless that is "float8"."""
-    recipe, backward = split_recipe(name)
-    return recipe.value if backward in ("", BACKWARDS[0]) else f"{recipe.value}:{backward}"
 
 
 def _named_config(name: Float8LinearRecipeName | str) -> Float8LinearConfig:

@@ -9,7 +9,8 @@ from torch import nn
 
 from quaver.conversion.convert import FilterDecision
 from quaver.kernels.native_blocks import ALIGNMENT
-from quaver.recipes.config import Float8LinearRecipeName, canonical_recipe
+from quaver.recipes.config import Float8LinearRecipeName
+from quaver.recipes.recipe_name import canonical_recipe
 from quaver.roofline.cost import linear_cost, unmultiplied_kinds
 from quaver.roofline.device_specs import (
     DEVICE_NAMES,

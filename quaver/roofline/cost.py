@@ -35,8 +35,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quaver.linear.gemm import ScaleKind
-from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName, canonical_recipe
+from quaver.recipes.config import CastConfig, Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS, OperandCasts
+from quaver.recipes.recipe_name import canonical_recipe
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.matmul import matmul_seconds, moved_s
 from quaver.roofline.scaled_matmul import kinds_of_matmuls, shares_of_matmuls

@@ -26,8 +26,9 @@ import functools
 from collections.abc import Mapping
 
 from quaver.linear.gemm import ScaleKind, kind_of_casts
-from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, canonical_recipe
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS
+from quaver.recipes.recipe_name import canonical_recipe
 from quaver.roofline.device_specs import DeviceSpec
 
 CUBLAS_ROWWISE_SHARE = 1 / 1.07

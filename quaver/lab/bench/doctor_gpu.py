@@ -17,8 +17,9 @@ from quaver.experts.gpu_gemm import GROUPED_ON
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.linear.gemm import ScaleKind, kind_of_casts
 from quaver.recipes.cast_config import CastConfig
-from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, canonical_recipe
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS
+from quaver.recipes.recipe_name import canonical_recipe
 from quaver.roofline.cost import obstacle_to
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
 from quaver.roofline.scaled_matmul import kinds_of_matmuls

@@ -18,7 +18,7 @@ from typing import Any
 
 from quaver.lab.bench.roofline_layers import ModelLayers
 from quaver.linear.gemm import ScaleKind
-from quaver.recipes.config import canonical_recipe
+from quaver.recipes.recipe_name import canonical_recipe
 from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearCost, LinearTime, linear_cost
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec, require_device_spec
 from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE

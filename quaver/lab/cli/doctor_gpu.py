@@ -21,7 +21,7 @@ from quaver.lab.runs.run_folder import CONFIG
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import expanded
 from quaver.lab.trainer.model import Llama
-from quaver.recipes.config import canonical_recipe
+from quaver.recipes.recipe_name import canonical_recipe
 from quaver.roofline.device_specs import require_device_spec
 from quaver.runtime.names import tied_modules
 

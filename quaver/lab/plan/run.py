@@ -20,7 +20,8 @@ from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims
 from quaver.lab.trainer.float8 import convert_model
 from quaver.lab.trainer.model import Llama
-from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, canonical_recipe
+from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.recipe_name import canonical_recipe
 
 HEAD = "lm_head"
 EXPERTS = "experts"

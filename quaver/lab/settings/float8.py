@@ -7,13 +7,8 @@ from typing import Annotated
 from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.lab.settings.fields import NotNegative, OneOf, Settings, require, setting
 from quaver.lab.settings.schedule import Entry
-from quaver.recipes.config import (
-    BACKWARDS,
-    DelayedScalingConfig,
-    Float8LinearConfig,
-    Float8LinearRecipeName,
-    canonical_recipe,
-)
+from quaver.recipes.config import DelayedScalingConfig, Float8LinearConfig, Float8LinearRecipeName
+from quaver.recipes.recipe_name import BACKWARDS, canonical_recipe
 from quaver.recipes.serving import serving_config
 
 RECIPES = tuple(name.value for name in Float8LinearRecipeName)

@@ -43,7 +43,7 @@ from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.fields import AtLeast1, OneOf, Settings, setting
 from quaver.lab.settings.flags import parse_options
 from quaver.lab.settings.float8 import RECIPES
-from quaver.recipes.config import canonical_recipe
+from quaver.recipes.recipe_name import canonical_recipe
 from quaver.roofline.device_specs import DeviceSpec, require_device_spec
 
 _PEERS = ("none", "torchao")
