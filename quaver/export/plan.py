@@ -17,6 +17,7 @@ from quaver.export.formats.base import WeightFormat
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import BLOCK_SIZE
+from quaver.recipes.serving import serving_of
 from quaver.runtime.names import listed, owners_of_parameters, plain_name
 
 
@@ -43,6 +44,7 @@ class Plan:
     cut_inputs: list[str]
     """The modules whose weights have columns that are no multiple of 128, named so, too; none without such blocks."""
     recipe: str
+    """The name of the recipe, or of the engine that has its forward; else its casts."""
     report: ConversionReport
 
     @property
@@ -107,7 +109,7 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
         format=stored,
         ragged=[linear_of(name) for name in ragged],
         cut_inputs=list(dict.fromkeys(cut)),
-        recipe=config.recipe_name.value if config.recipe_name else str(config),
+        recipe=config.recipe_name.value if config.recipe_name else serving_of(config) or str(config),
         report=report,
     )
 

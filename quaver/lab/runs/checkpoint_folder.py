@@ -74,7 +74,7 @@ class _Record(TypedDict):
 
     __pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[misc]
     format: Literal[1]
-    models: Annotated[list[Annotated[str, StringConstraints(pattern=r"^\w+$")]], MinLen(1)]
+    models: Annotated[list[Annotated[str, StringConstraints(pattern=r"^\w[\w+-]*$")]], MinLen(1)]
     world_size: AtLeast1
     progress: Progress
     config: _Config

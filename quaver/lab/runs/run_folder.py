@@ -186,7 +186,7 @@ def replaced(path: Path) -> Iterator[Path]:
 def _unused_path(dump_folder: Path, config: TrainConfig) -> Path:
     precision = config.training.mixed_precision_param
     if config.float8.enable_float8_linear:
-        precision = config.float8.recipe.replace(":", "-")
+        precision = config.float8.label
     compared = "-compare" if config.job.compare else ""
     name = f"{precision}{compared}-{datetime.now():%Y%m%d-%H%M%S}"
     candidates = (dump_folder / (name + (f"-{count}" if count > 1 else "")) for count in itertools.count(1))

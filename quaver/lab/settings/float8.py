@@ -145,6 +145,12 @@ class Float8(Settings, section="float8"):
         """The recipe with its `backward`, as `Float8LinearConfig.from_recipe_name` takes both."""
         return self.with_backward(self.recipe_name)
 
+    @property
+    def label(self) -> str:
+        """What a run trains in, in tables, records and names of files: "vllm-per-token+rowwise-dequantized"."""
+        recipe = self.recipe.replace(":", "-")
+        return f"{self.serving}+{recipe}" if self.serving else recipe
+
     def with_backward(self, recipe: str) -> str:
         """The recipe of a layer, with `backward` where it has none of its own."""
         return canonical_recipe(recipe if ":" in recipe else f"{recipe}:{self.backward}")

@@ -131,7 +131,7 @@ def make_models(config: TrainConfig, device: torch.device) -> Models:
         tokens = config.training.local_batch_size * config.training.seq_len
         report = convert_model(model, config.float8, tokens=tokens, device=device)
         check_tensor_parallel(model, config.parallelism.tensor_parallel_degree)
-        models = {config.float8.recipe_name: model, **(models if config.job.compare else {})}
+        models = {config.float8.label: model, **(models if config.job.compare else {})}
     flops = {
         name: flops_per_token_by_precision(model, config.model, config.training.seq_len, precision, device)
         for name, model in models.items()

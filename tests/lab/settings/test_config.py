@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from quaver.lab.settings import TrainConfig, Training
+from quaver.lab.settings import Float8, TrainConfig, Training
 from quaver.lab.settings.config_file import load_config, parse_arguments, write_config
 from quaver.lab.settings.fields import base_type, hints_of
 from quaver.lab.trainer.model import Llama
@@ -265,3 +265,15 @@ def test_the_tensors_of_the_largest_model_can_be_counted():
     config = from_words(*words.split(), "--model.n_kv_heads=1", "--model.n_layers=1", "--model.n_experts=100000")
     with torch.device("meta"):
         assert sum(each.numel() for each in Llama(config.model).parameters()) > 10**17
+
+
+@pytest.mark.parametrize(
+    ("options", "label"),
+    [
+        ({}, "tensorwise"),
+        ({"recipe_name": "axiswise", "backward": "dequantized"}, "rowwise-dequantized"),
+        ({"serving": "vllm-per-token", "recipe_name": "rowwise"}, "vllm-per-token+rowwise"),
+    ],
+)
+def test_a_run_is_called_by_all_that_says_its_precision(options, label):
+    assert Float8(**options).label == label
