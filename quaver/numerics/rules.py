@@ -143,7 +143,7 @@ def _clipping(now: Seen, sample: Sample) -> Measure | None:
 
 
 def _is_persistent(now: Seen) -> bool:
-    scaling = now.about.get("scaling") or now.about.get("recipe")  # records of before have the recipe alone
+    scaling = now.about.get("scaling")
     return str(scaling or "delayed").startswith(PERSISTENT)
 
 

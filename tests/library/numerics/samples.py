@@ -28,6 +28,7 @@ def header(recipe: str = "tensorwise") -> dict[str, Any]:
             "cast": cast,
             "dtype": dtype,
             "granularity": "tensorwise",
+            "scaling": None if dtype is None else "delayed" if recipe.startswith("delayed") else "dynamic",
             "recipe": recipe,
         }
         for layer in LAYERS

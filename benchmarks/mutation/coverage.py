@@ -1,8 +1,9 @@
-"""Which lines that only a GPU takes the tests without a GPU run, test by test.
+"""Which lines that only a GPU takes the tests without a GPU run, test by test; or which lines of the library.
 
-    python -m benchmarks.gpu_code.coverage MAP.json                       # tests of every run and of the night
-    python -m benchmarks.gpu_code.coverage MAP.json --card h100 [WORDS]   # one process of it, with words for pytest
-    python -m benchmarks.gpu_code.coverage MAP.json --print               # the lines of a map that is there
+    python -m benchmarks.mutation.coverage MAP.json                       # tests of every run and of the night
+    python -m benchmarks.mutation.coverage MAP.json --card h100 [WORDS]   # one process of it, with words for pytest
+    python -m benchmarks.mutation.coverage MAP.json --print               # the lines of a map that is there
+    python -m benchmarks.mutation.coverage MAP.json --card library        # tests of every run, and all lines
 
 A map has for each test its seconds of CPU and the lines that it runs. There is a process for each card, whose Triton
 interprets, and one that compiles kernels for a GPU. Lines are those that Python traces, those that Dynamo reads in its
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_code.lines import ROOT, read_package
+from benchmarks.mutation.lines import ROOT, read_library, read_package
 
 COMPILED = "compiled"
 RUNS = {
@@ -43,8 +44,18 @@ RUNS = {
     "b200": ["tests/gpu"],
 }
 """Tests by the card that QUAVER_VIRTUAL_GPU names; those of COMPILED compile kernels, and run none."""
+LIBRARY = "library"
+OF_LIBRARY = [
+    *("tests/library", "-m", "not nightly and not gpu"),
+    *(f"--ignore=tests/library/{name}" for name in ("distributed", "foreign", "virtual_gpu")),
+]
+"""The tests of a map of the library: of every run, in one process, without other libraries."""
 OTHERS = "tests/library/virtual_gpu/test_tests_for_a_gpu.py", "tests/library/virtual_gpu/test_contracts.py"
 """The first runs tests/gpu, the second no line of the package."""
+
+
+_WRITES_EVERY = 20.0
+"""Seconds."""
 
 
 @contextlib.contextmanager
@@ -56,7 +67,7 @@ def in_this_process(**environment: str) -> Iterator[Callable[..., Any]]:
 def prepare(card: str) -> None:
     """The environment of a process for a card; before triton is imported."""
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    if card != COMPILED:
+    if card not in (COMPILED, LIBRARY):
         os.environ.update(TRITON_INTERPRET="1", QUAVER_VIRTUAL_GPU=card)
     sys.path.insert(0, str(ROOT))
 
@@ -81,14 +92,16 @@ class Tracer:
         self.lines, self.found, self.output = lines, defaultdict(set), output
         self.tests: dict[str, Any] = {}
         self.of_code: dict[Any, Any] = {}
+        self.written = time.monotonic()
 
     def enter(self, frame: Any, event: str, _: object) -> Any:
         """The trace function of threads: the one of a frame whose lines count, else None."""
         code = frame.f_code
         if code not in self.of_code:
             wanted = self.lines.get(code.co_filename, set()) & {line for *_, line in code.co_lines()}
-            self.of_code[code] = self.in_frame(code.co_filename, wanted) if wanted else None
-        return self.of_code[code]
+            self.of_code[code] = (wanted, self.in_frame(code.co_filename, wanted)) if wanted else None
+        known = self.of_code[code]
+        return None if known is None or known[0] <= self.found[code.co_filename] else known[1]
 
     def in_frame(self, file: str, wanted: set[int]) -> Any:
         """The trace function of a frame."""
@@ -112,7 +125,16 @@ class Tracer:
         files = {Path(file).relative_to(ROOT / "quaver").as_posix(): found for file, found in self.found.items()}
         lines = {file: sorted(found) for file, found in files.items()}
         test.update(seconds=round(time.process_time() - self.began, 2), lines=lines)
-        self.output.write_text(json.dumps(self.tests), encoding="utf-8")  # a run may be stopped
+        if time.monotonic() - self.written > _WRITES_EVERY:  # a run may be stopped
+            self.write()
+
+    def write(self) -> None:
+        """Write the map."""
+        self.output.write_text(json.dumps(self.tests), encoding="utf-8")
+        self.written = time.monotonic()
+
+    def pytest_sessionfinish(self) -> None:
+        self.write()
 
     def pytest_collection_finish(self) -> None:
         self.tests["import"] = {"outcome": "import"}
@@ -156,8 +178,11 @@ class Tracer:
 def trace(card: str, output: str, words: list[str]) -> int:
     """Run the tests of a card, and write their lines."""
     prepare(card)
-    sources = read_package()
-    tracer = Tracer({str(source.path): source.lines() for source in sources.values() if source.lines()}, Path(output))
+    if card == LIBRARY:
+        wanted = {str(source.path): source.lines_of_bodies() for source in read_library().values()}
+    else:
+        wanted = {str(source.path): source.lines() for source in read_package().values()}
+    tracer = Tracer({file: lines for file, lines in wanted.items() if lines}, Path(output))
     tracer.hear_compilers()
     tracer.start()  # decorators run where modules are imported
     return run_pytest(words, tracer)
@@ -192,10 +217,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("map")
     parser.add_argument("--print", action="store_true")
-    parser.add_argument("--card", choices=RUNS, help="this process runs the tests of one card")
+    parser.add_argument("--card", choices=(*RUNS, LIBRARY), help="this process runs the tests of one card")
     args, words = parser.parse_known_args()
     if args.card is not None:
-        return trace(args.card, args.map, words or [*RUNS[args.card], *(f"--ignore={other}" for other in OTHERS)])
+        tests = OF_LIBRARY if args.card == LIBRARY else [*RUNS[args.card], *(f"--ignore={other}" for other in OTHERS)]
+        return trace(args.card, args.map, words or tests)
     ended = 0
     if not args.print:
         tests = {}
@@ -203,7 +229,7 @@ def main() -> int:
             command = [
                 sys.executable,
                 "-m",
-                "benchmarks.gpu_code.coverage",
+                "benchmarks.mutation.coverage",
                 f"{args.map}.{card}",
                 "--card",
                 card,

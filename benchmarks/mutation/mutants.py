@@ -1,15 +1,18 @@
-"""Random mutants of the code that only a GPU takes: does a test on the virtual GPU fail for each?
+"""Random mutants of the code that only a GPU takes, or of the library: does a test fail for each?
 
-    python -m benchmarks.gpu_code.coverage MAP.json
-    python -m benchmarks.gpu_code.mutants MAP.json --count 150 --seed 1       # half an hour of CPU
-    python -m benchmarks.gpu_code.mutants MAP.json --only 1f03a2,9c77e0 --whole     # these, by all of their tests
+    python -m benchmarks.mutation.coverage MAP.json
+    python -m benchmarks.mutation.mutants MAP.json --count 150 --seed 1       # half an hour of CPU
+    python -m benchmarks.mutation.mutants MAP.json --only 1f03a2,9c77e0 --whole     # these, by all of their tests
+    python -m benchmarks.mutation.coverage MAP.json --card library
+    python -m benchmarks.mutation.mutants MAP.json --library --count 300      # of all folders of the library in turn
 
 A mutant is one change of one expression: a comparison, an operator or a constant is another, a condition is negated,
 two arguments are exchanged, a call is left out. Its tests are those that run its line, the shortest cases first, until
 one fails, as many as take `--seconds` of CPU. They run in a fork of a process that has imported a copy of the package,
 with the code of the mutant in place of that of its functions. A seed orders mutants by a hash of what they change, so
 that changes elsewhere leave the choice as it is. Printed are the key, the place and the change of each, and the test
-that failed. Exit code 1 where more than 5% survive.
+that failed. Exit code 1 where more than 5% survive, of the library 10%. Tests on several ranks and with other libraries
+are not among those of the library, so that its share is the least that every run kills.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_code.coverage import COMPILED, prepare, run_pytest
-from benchmarks.gpu_code.lines import ROOT, Source, read_package
+from benchmarks.mutation.coverage import COMPILED, LIBRARY, prepare, run_pytest
+from benchmarks.mutation.lines import ROOT, Source, read_library, read_package
 
 OTHER_OPERATOR = {
     ast.Lt: ast.LtE,
@@ -90,13 +93,14 @@ class Mutant:
         return f"{self.file}:{self.line}: {self.before} -> {self.after}"
 
 
-def mutants_of(file: str, source: Source, seed: int) -> Iterator[Mutant]:
-    """Every mutant of the code of a file that only a GPU takes, and of the conditions that lead to it."""
+def mutants_of(file: str, source: Source, seed: int, of_all: bool = False) -> Iterator[Mutant]:
+    """Every mutant of the code of a file that only a GPU takes, and of the conditions that lead to it; or `of_all`."""
     seen, count = set(), Counter[str]()
     lines = source.text.splitlines()
     for condition, _ in source.deciding:
         condition.is_condition = True  # type: ignore[attr-defined]
-    for root, line in [*((root, root.lineno) for root in source.gpu), *source.deciding]:
+    roots = source.bodies() if of_all else source.gpu
+    for root, line in [*((root, root.lineno) for root in roots), *source.deciding]:
         for node, of_line in _expressions(root, line):
             for mutated in _changes(node):
                 before, after = ast.unparse(node), "pass" if mutated is None else ast.unparse(mutated)
@@ -226,7 +230,7 @@ class Runner:
 
     def _process(self, card: str, tests: list[str], output: Path) -> subprocess.Popen[bytes]:
         """A new process, where Triton is to be imported otherwise."""
-        code = f"from benchmarks.gpu_code.coverage import *; prepare({card!r}); sys.exit(run_pytest(sys.argv[1:]))"
+        code = f"from benchmarks.mutation.coverage import *; prepare({card!r}); sys.exit(run_pytest(sys.argv[1:]))"
         command = [sys.executable, "-c", code, *tests, "-x", "-q", "-rfE"]
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         with output.open("wb") as to:
@@ -292,7 +296,7 @@ def chosen(tests: dict[str, dict[str, Any]], mutant: Mutant, seconds: float) -> 
     """The tests of a mutant by card, as many as fit: the shortest case for each first parameter, then others."""
     of_line = sorted(
         (test["seconds"], card, name)
-        for card in (*CARDS, COMPILED)
+        for card in (*CARDS, COMPILED, LIBRARY)
         for name, test in tests.get(card, {}).items()
         if test["outcome"] == "passed" and mutant.statement in test["lines"].get(mutant.file, ())
     )
@@ -326,9 +330,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--only", type=lambda text: set(text.split(",")))
     parser.add_argument("--whole", action="store_true", help="all tests of each line")
+    parser.add_argument("--library", action="store_true", help="of a map of the library")
     parser.add_argument("--list", action="store_true", help="print the mutants and end")
     args = parser.parse_args()
     tests = json.loads(args.map.read_text(encoding="utf-8"))
+    tests = {LIBRARY: tests} if args.library else tests
     ran = {
         (file, line)
         for of_card in tests.values()
@@ -336,16 +342,22 @@ def main() -> int:
         for file, lines in test["lines"].items()
         for line in lines
     }
-    sources = {file: source for file, source in read_package().items() if not source.is_lab}
-    everything = [each for file, source in sources.items() for each in mutants_of(file, source, args.seed)]
+    read = read_library() if args.library else read_package()
+    sources = {file: source for file, source in read.items() if args.library or not source.is_lab}
+    everything = [
+        each for file, source in sources.items() for each in mutants_of(file, source, args.seed, args.library)
+    ]
     possible = sorted((each for each in everything if (each.file, each.statement) in ran), key=lambda each: each.key)
+    if args.library:
+        possible = _in_turn(possible)
     taken = [each for each in possible[: args.count] if args.only is None or each.key in args.only]
     print(f"{len(everything)} mutants, {len(possible)} of lines that tests run; {len(taken)} of them, seed {args.seed}")
     if args.list:
         print(*(f"{mutant.key} {mutant}" for mutant in taken), sep="\n")
         return 0
-    prepare(CARD)
-    files = sorted({name.partition("::")[0] for card in CARDS for name in tests.get(card, ()) if "::" in name})
+    prepare(LIBRARY if args.library else CARD)
+    names = [name for card in (*CARDS, LIBRARY) for name in tests.get(card, ()) if "::" in name]
+    files = sorted({name.partition("::")[0] for name in names})
     left = []
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(Path(folder), files)
@@ -357,7 +369,18 @@ def main() -> int:
             print(f"{mutant.key} {mutant}\n       {time.monotonic() - began:.0f} s {killed or 'SURVIVED'}", flush=True)
     print(f"{len(taken) - len(left)} of {len(taken)} killed; survivors:")
     print(*(f"{mutant.key} {mutant}" for mutant in left), sep="\n")
-    return int(len(left) > 0.05 * len(taken))
+    return int(len(left) > (0.1 if args.library else 0.05) * len(taken))
+
+
+def _in_turn(mutants: list[Mutant]) -> list[Mutant]:
+    """Ordered so that each folder of the library comes once before one comes again."""
+    turns = Counter[str]()
+    ordered = []
+    for mutant in mutants:
+        folder = mutant.file.partition("/")[0]
+        ordered.append((turns[folder], mutant.key, mutant))
+        turns[folder] += 1
+    return [mutant for *_, mutant in sorted(ordered, key=lambda each: each[:2])]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -72,11 +72,23 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    def bodies(self) -> list[ast.stmt]:
+        """The statements of its functions."""
+        return [statement for function in functions_of(self.tree) for statement in function.body]
+
     def lines(self) -> set[int]:
         """The lines of statements and expressions that only a GPU takes, as a tracer reports them."""
         found = {node.lineno for node in self.gpu if isinstance(node, ast.expr)}
-        inside = (each for node in self.gpu for each in ast.walk(node) if isinstance(each, ast.stmt))
-        return found | {each.lineno for each in inside if not _is_docstring(each)}
+        return found | _lines_of(self.gpu)
+
+    def lines_of_bodies(self) -> set[int]:
+        """The lines of `bodies`."""
+        return _lines_of(self.bodies())
+
+
+def _lines_of(nodes: Iterable[ast.AST]) -> set[int]:
+    inside = (each for node in nodes for each in ast.walk(node) if isinstance(each, ast.stmt))
+    return {each.lineno for each in inside if not _is_docstring(each)}
 
 
 def _is_docstring(node: ast.stmt) -> bool:
@@ -278,6 +290,14 @@ def read_package(root: Path = ROOT / "quaver") -> dict[str, Source]:
             source.gpu = [statement for function in functions_of(source.tree) for statement in function.body]
     _add_functions(sources)
     return sources
+
+
+def read_library(root: Path = ROOT / "quaver") -> dict[str, Source]:
+    """Every file of the library, by its path below `root`."""
+    names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*.py"))]
+    return {
+        name: Source(root / name, (root / name).read_text("utf-8")) for name in names if not name.startswith("lab/")
+    }
 
 
 def functions_of(tree: ast.AST) -> Iterator[ast.FunctionDef]:
