@@ -35,6 +35,8 @@ def _of_float8(config: TrainConfig) -> Iterator[str]:
         return
     if any(not each.endswith("=high_precision") for each in float8.layer_recipes):
         yield "float8.layer_recipes: these layers are timed, and first estimated, in the recipe of the run"
+    if float8.serving:
+        yield "float8.serving: casts and bytes of the forward are planned as the recipe has them"
     if float8.high_precision_schedule:
         yield "float8.high_precision_schedule: steps are planned as without, all matmuls in the recipe"
     if float8.emulate:

@@ -75,12 +75,22 @@ def test_what_is_not_simulated_is_said():
         "job": {"compare": True},
         "float8": {
             "high_precision_schedule": ("all: last 3 steps",),
+            "serving": "deepgemm",
             "layer_recipes": ("*.down_proj=rowwise", "*.up_proj=high_precision"),
         },
     }
     told = list(unmodelled(changed(config, **settings)))
-    assert len(told) == 6
-    for name in ("layer_recipes", "high_precision_schedule", "training.compile", "document_mask", "Muon", "compare"):
+    names = (
+        "layer_recipes",
+        "high_precision_schedule",
+        "serving",
+        "training.compile",
+        "document_mask",
+        "Muon",
+        "compare",
+    )
+    assert len(told) == len(names)
+    for name in names:
         assert any(name in sentence for sentence in told)
     only_high = changed(config, float8={"layer_recipes": ("*.up_proj=high_precision",)})
     assert list(unmodelled(only_high)) == []
