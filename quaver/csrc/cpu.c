@@ -420,7 +420,7 @@ static PyObject *observe(PyObject *self, PyObject *const *args, Py_ssize_t count
         !is_within("hp kind", v[10], 0, FLOAT16) || !is_within("float8 kind", v[11], 0, E5M2) ||
         !is_within("rows of a block", v[12], 1, MOST_ELEMENTS) ||
         !is_within("columns of a block", v[13], 1, MOST_ELEMENTS) || !is_within("threads", v[14], 1, MOST_THREADS) ||
-        !is_memory(v[0], rows * columns) || !is_memory(v[6], 6))
+        !is_memory(v[0], rows * columns) || !is_memory(v[6], 7))
         return NULL;
     for (int i = 2; i < 6; i++)
         if (!is_memory(v[i], rows * columns)) return NULL;

@@ -1,7 +1,8 @@
 /* Statistics of a matrix and its cast, in one read; quaver/numerics/statistics.py is the oracle, and says what they are.
  *
- * Sums of squares are float64, by lanes that are added in order: LANES of a run with one scale, or each column of a
- * strip where columns have scales of their own. Everything else is counted, or compared as bits, and is exact.
+ * Sums of squares and of fourth powers are float64, by lanes that are added in order: LANES of a run with one scale, or
+ * each column of a strip where columns have scales of their own. Everything else is counted, or compared as bits, and
+ * is exact.
  */
 #ifndef QUAVER_OBSERVE_H
 #define QUAVER_OBSERVE_H
@@ -13,7 +14,8 @@
 enum { LANES = 64, STRIP = 512 };
 
 typedef struct {
-    double signal[STRIP], noise[STRIP];
+    double signal[STRIP], noise[STRIP]; /* of one block */
+    double fourth[STRIP];               /* of all */
     uint32_t largest[STRIP], smallest[STRIP]; /* bits of finite magnitudes; of nonzero ones, less 1 */
     int32_t zeros[STRIP], nonfinite[STRIP], underflow[STRIP], saturated[STRIP];
 } Lanes;
@@ -21,6 +23,7 @@ typedef struct {
 typedef struct {
     int64_t zeros, nonfinite, underflow, saturated;
     uint32_t largest, smallest;
+    double fourth;
 } Seen;
 
 INLINE uint32_t smaller32(uint32_t a, uint32_t b) { return a < b ? a : b; }
@@ -35,7 +38,9 @@ INLINE void observe_element(float hp, uint32_t code, Format f, double quant, dou
     lanes->smallest[j] = smaller32(magnitude - 1, lanes->smallest[j]); /* that of 0 is the largest number */
     lanes->zeros[j] += magnitude == 0;
     lanes->nonfinite[j] += !finite;
-    lanes->signal[j] += wide * wide;
+    const double square = wide * wide;
+    lanes->signal[j] += square;
+    lanes->fourth[j] += square * square;
     if (!has_codes) return;
     const double error = wide - (double)decode(code, f) * dequant, scaled = (double)hp * quant;
     double noise = error * error;
@@ -124,6 +129,7 @@ static void observe_thread(const Observed *job, int thread) {
             observe_band(job, band * height, least((band + 1) * height, rows), band * across, band * across, &lanes);
     *seen = (Seen){.smallest = UINT32_MAX};
     for (int64_t j = 0; j < STRIP; j++) {
+        seen->fourth += lanes.fourth[j];
         seen->zeros += lanes.zeros[j];
         seen->nonfinite += lanes.nonfinite[j];
         seen->underflow += lanes.underflow[j];
@@ -133,13 +139,15 @@ static void observe_thread(const Observed *job, int thread) {
     }
 }
 
-/* `counts` become zeros, nonfinite, underflow, saturated, amax and the smallest nonzero magnitude (or infinity). */
+/* `counts` become zeros, nonfinite, underflow, saturated, amax, the smallest nonzero magnitude (or infinity) and the
+ * sum of fourth powers. */
 static int observe_all(const Observed *job, double *counts) {
     Seen all = {.smallest = UINT32_MAX};
 #pragma omp parallel for num_threads(job->threads) schedule(static, 1)
     for (int thread = 0; thread < job->threads; thread++) observe_thread(job, thread);
     for (int thread = 0; thread < job->threads; thread++) {
         const Seen *seen = job->seen + thread;
+        all.fourth += seen->fourth;
         all.zeros += seen->zeros;
         all.nonfinite += seen->nonfinite;
         all.underflow += seen->underflow;
@@ -153,6 +161,7 @@ static int observe_all(const Observed *job, double *counts) {
     counts[3] = (double)all.saturated;
     counts[4] = float_of(all.largest);
     counts[5] = all.smallest < 0x7F7FFFFFu ? float_of(all.smallest + 1) : (double)INFINITY;
+    counts[6] = all.fourth;
     return 0;
 }
 

@@ -392,8 +392,9 @@ def observe(
         codes: float8 [rows, columns], or None.
         quant_scale, dequant_scale: float64, contiguous, one number for each block of `layout`.
     Returns:
-        signal and noise, float64, one number for each block; float64 [6]: zeros, non-finite elements, underflow,
-        saturated elements, amax and the smallest nonzero magnitude of the finite ones. None for what it does not take.
+        signal and noise, float64, one number for each block; float64 [7]: zeros, non-finite elements, underflow,
+        saturated elements, amax, the smallest nonzero magnitude and the sum of fourth powers of the finite ones. None
+        for what it does not take.
     """
     if hp.dtype not in HP_KIND or not takes(hp, torch.float8_e4m3fn) or not hp.is_contiguous():
         return None
@@ -409,7 +410,7 @@ def observe(
     shared = threads if block_size[0] >= rows else 1
     with without_dispatch_modes():
         signal, noise = torch.zeros(2, shared, *blocks, dtype=torch.float64, device="cpu")
-        counts = torch.empty(6, dtype=torch.float64, device="cpu")
+        counts = torch.empty(7, dtype=torch.float64, device="cpu")
     extension.observe(
         *(hp.data_ptr(), 0 if codes is None else codes.data_ptr(), quant_scale.data_ptr(), dequant_scale.data_ptr()),
         *(signal.data_ptr(), noise.data_ptr(), counts.data_ptr(), rows, columns),

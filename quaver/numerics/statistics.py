@@ -65,7 +65,7 @@ class SlotIndex(enum.IntEnum):
 
 
 _COUNTED = slice(6, 12)
-"""The counts and extremes that `kernels.cpu.observe` returns, in its order."""
+"""The counts and extremes that `kernels.cpu.observe` returns, in its order, before the sum of fourth powers."""
 _SUMS, _MAXIMA, _MINIMA, _WORST = slice(0, 10), slice(10, 14, 3), slice(11, 13), slice(14, 16)
 _FIXED = len(SlotIndex)
 _LOWEST_EXPONENT, _EXPONENTS = -128, 256
@@ -153,9 +153,8 @@ def observe_matrix(hp: Tensor, made: Operand | None) -> Tensor:
     if seen is None:
         seen = _observe_in_pytorch(hp, codes, quant, dequant, layout.block(hp.shape))
     signal, noise, counts = seen
-    slot[_COUNTED] = counts
+    slot[_COUNTED], slot[SlotIndex.FOURTH] = counts[:-1], counts[-1]
     slot[SlotIndex.SIGNAL] = signal.sum()
-    slot[SlotIndex.FOURTH] = _fourth_powers(hp, not is_cpu(hp) or bool(counts[1]))
     if made is not None:
         slot[SlotIndex.CAST], slot[SlotIndex.REFERENCE] = hp.numel(), slot[SlotIndex.SIGNAL]
         slot[SlotIndex.NOISE] = noise.sum()
@@ -167,8 +166,8 @@ def observe_matrix(hp: Tensor, made: Operand | None) -> Tensor:
 def _observe_in_pytorch(
     hp: Tensor, codes: Tensor | None, quant: Tensor, dequant: Tensor, blocks: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`kernels.cpu.observe` on any device: signal and noise of each block, and counts [6]."""
-    counts = hp.new_zeros(6, dtype=torch.float64)
+    """`kernels.cpu.observe` on any device: signal and noise of each block, and counts [7]."""
+    counts = hp.new_zeros(7, dtype=torch.float64)
     counts[5] = math.inf
     sums = hp.new_zeros((2, *_counts(hp.shape, blocks)), dtype=torch.float64)
     for rows in _chunks(hp.shape, blocks[0]):
@@ -180,7 +179,9 @@ def _observe_in_pytorch(
         counts[4] = torch.maximum(counts[4], magnitude.max())
         counts[5] = torch.minimum(counts[5], magnitude.masked_fill(magnitude == 0, math.inf).min())
         first = 0 if blocks[0] >= hp.shape[0] else rows.start // blocks[0]
-        _add_blocks(sums[0], first, magnitude.square(), blocks)
+        squares = magnitude.square()
+        counts[6] += squares.square().sum()
+        _add_blocks(sums[0], first, squares, blocks)
         if codes is not None:
             values = codes[rows].double()
             counts[2] += ((values == 0) & (magnitude != 0)).sum()
@@ -190,17 +191,6 @@ def _observe_in_pytorch(
             noise = noise.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(~finite, 0)
             _add_blocks(sums[1], first, noise, blocks)
     return sums[0], sums[1], counts
-
-
-def _fourth_powers(hp: Tensor, may_be_nonfinite: bool) -> Tensor:
-    """The sum of hp^4 over finite hp, float64 (); the order of the sum is the matmul library's."""
-    total = hp.new_zeros((), dtype=torch.float64)
-    for rows in _chunks(hp.shape, hp.shape[0]):
-        wide = hp[rows].double()
-        wide = wide.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0) if may_be_nonfinite else wide
-        squares = (wide * wide).flatten()
-        total += squares.dot(squares)
-    return total
 
 
 def _add_blocks(sums: Tensor, first: int, squares: Tensor, blocks: tuple[int, int]) -> None:
