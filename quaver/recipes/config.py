@@ -195,7 +195,8 @@ class Float8LinearConfig:
         for cast in casts.weight[:2] if self.enable_fsdp_float8_all_gather else ():
             cast.known_layout("enable_fsdp_float8_all_gather")
             check(
-                cast.scale_rule is None or (casts.weight.is_one and not rule_of(cast.scale_rule).divides),
+                cast.scale_rule is None
+                or ((casts.weight.is_one or casts.weight.is_dequantized) and not rule_of(cast.scale_rule).divides),
                 "enable_fsdp_float8_all_gather",
                 "False where a scale_rule divides by the scales of the weight, or is for one of its matmuls alone",
                 True,

@@ -59,9 +59,11 @@ def loss_of(output):
 
 
 def config_of(recipe, **options):
-    """The config of a recipe, or of a serving engine; "tensorwise_power_of_2" has rounded scales too."""
-    if recipe in SERVING:
-        return replace(serving_config(recipe), **options)
+    """The config of a recipe or a serving engine, either with a ":backward"; "tensorwise_power_of_2" rounds scales."""
+    engine, colon, backward = recipe.partition(":")
+    if engine in SERVING:
+        base = f"{SERVING[engine].recipe}:{backward}" if colon else None
+        return replace(serving_config(engine, base), **options)
     if recipe == "tensorwise_power_of_2":
         return Float8LinearConfig(round_scales_to_power_of_2=True, **options)
     return replace(Float8LinearConfig.from_recipe_name(recipe), **options)

@@ -210,6 +210,7 @@ def test_cut_blocks_have_the_codes_and_scales_of_one_process(ranks, shapes):
         "rowwise",
         "blockwise",
         "rowwise:dequantized",
+        "vllm-per-token:dequantized",
         *at_night((each,) for each in (*RECIPES, "mxfp8") if each != "rowwise"),
     ],
 )
