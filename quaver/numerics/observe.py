@@ -188,6 +188,11 @@ def _bounds(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int, int,
     return [(group, start, stop) for group, (start, stop) in enumerate(bounds) if start < stop or not groups]
 
 
+def _of_groups(result: Tensor, bounds: Sequence[tuple[int, int, int]]) -> Tensor:
+    """The rows of a result that belong to a group of `_bounds`, which are the first ones."""
+    return result[: bounds[-1][2] if bounds else 0]
+
+
 def _is_compared(group: int, groups: int) -> bool:
     """Whether to compare the results of a group with high precision: of many groups, `COMPARED` evenly spread."""
     return group % max(-(-groups // COMPARED), 1) == 0
@@ -313,7 +318,7 @@ def _observe_output(
         sampling.reasons[number, "output.result"] = _NO_OPERANDS
     for group, _, _ in bounds:
         _add_sums(sampling, (number, group), "output")
-    merge(slot, observe_result(output[: bounds[-1][2]] if bounds else output[:0], compared))
+    merge(slot, observe_result(_of_groups(output, bounds), compared))
 
 
 def _observe_grad_input(
@@ -344,7 +349,7 @@ def _observe_grad_input(
         sampling.reasons[number, "grad_input.result"] = _NO_OPERANDS
     for group, _, _ in bounds:
         _add_sums(sampling, (number, group), "grad_input")
-    merge(slot, observe_result(result[: bounds[-1][2]] if bounds else result[:0], compared))
+    merge(slot, observe_result(_of_groups(result, bounds), compared))
 
 
 def _observe_grad_weight(
