@@ -79,9 +79,9 @@ def config_of(module: Float8Linear | Float8Experts) -> Float8LinearConfig:
 
 
 def _config_with(config: Float8LinearConfig, matmuls: tuple[str, ...]) -> Float8LinearConfig:
-    found = replace(config, high_precision_matmuls=matmuls)
-    if found.high_precision_matmuls == config.high_precision_matmuls:
+    if set(matmuls) == set(config.high_precision_matmuls):  # without a new config: steps of a phase ask this
         return config
+    found = replace(config, high_precision_matmuls=matmuls)
     plain = replace(config, high_precision_matmuls=())
     if not config.high_precision_matmuls:
         _CONFIGS.setdefault((plain, ()), config)

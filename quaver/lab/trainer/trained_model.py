@@ -246,14 +246,12 @@ class TrainedModel:
             return
         config, blocks = self.config, list(self.model.blocks())
         block_of = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
-        modules = dict(float8_modules(self.model))
-
-        def matmuls(name: str) -> tuple[str, ...]:
-            block = block_of.get(id(modules[name]))
-            return matmuls_at(self._schedule, step, config.training.steps, block, len(blocks))
-
-        run_in_high_precision(self.model, matmuls)
-        found = {matmuls(name) for name in modules}
+        wanted = {
+            name: matmuls_at(self._schedule, step, config.training.steps, block_of.get(id(module)), len(blocks))
+            for name, module in float8_modules(self.model)
+        }
+        run_in_high_precision(self.model, wanted.__getitem__)
+        found = set(wanted.values())
         high_precision = config.training.mixed_precision_param
         self.precision = self.name if found == {()} else high_precision
         if found not in ({()}, {tuple(MATMULS)}):
