@@ -27,7 +27,7 @@ from quaver.lab.data import Batch
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.nonfinite import NonFiniteError
-from quaver.lab.trainer.train import Run, prepare
+from quaver.lab.trainer.train import TrainingRun, prepare
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.monitor import Monitor
 from quaver.numerics.record import Record, RecordWriter
@@ -129,7 +129,7 @@ def record_of(scenario: Named, records: Path) -> Path:
     return records / f"{scenario.name.replace('/', ' of ')}.jsonl"
 
 
-def _steps(run: Run, steps: range, change: Callable[[Batch], Batch] | None = None) -> None:
+def _steps(run: TrainingRun, steps: range, change: Callable[[Batch], Batch] | None = None) -> None:
     training = run.config.training
     for step in steps:
         batches = run.data.step_batches(training, (step - 1) * training.step_batch_size)

@@ -30,7 +30,7 @@ from quaver.lab.report.run import read_runs
 from quaver.lab.report.statistics import STATISTICS
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.trainer.alarms import RunAlarms
-from quaver.lab.trainer.train import Run, prepare, train
+from quaver.lab.trainer.train import TrainingRun, prepare, train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.numerics.record import Record
 
@@ -125,11 +125,11 @@ def told(story: Story, folder: Path, *, remedied: bool) -> Path:
     return folder
 
 
-def _recipes(story: Story, run: Run) -> dict[str, str]:
+def _recipes(story: Story, run: TrainingRun) -> dict[str, str]:
     return {story.layer: story.recipe} if story.recipe and run.progress.step == REMEDY_AFTER else {}
 
 
-def _broken(run: Run, fault: Fault, remedy: Story | None, stack: ExitStack) -> Callable[..., Any]:
+def _broken(run: TrainingRun, fault: Fault, remedy: Story | None, stack: ExitStack) -> Callable[..., Any]:
     """`train_step` with the fault, and the remedy if there is one."""
     trained, step_of = run.models[0], run.models[0].train_step
     of_fault = stack.enter_context(ExitStack())

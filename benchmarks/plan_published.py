@@ -11,7 +11,7 @@ from benchmarks.record import ROOT, markdown
 from quaver.lab.plan.calibration import CARDS, Card
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.pipeline import pipeline_step
-from quaver.lab.plan.run import Run
+from quaver.lab.plan.run import PlannedRun
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import training_step
 from quaver.recipes.config import Float8LinearRecipeName
@@ -42,14 +42,14 @@ def is_megatron(row: Published) -> bool:
     return row.name.startswith(("dgxc", "megatron", "nemo"))
 
 
-def run_of(row: Published) -> Run:
+def run_of(row: Published) -> PlannedRun:
     """A published run as the model of time sees it."""
     model, megatron, mode = row.shape, is_megatron(row), CHECKPOINTING[row.checkpointing]
     if row.pp_schedule == "DualPipe":  # recomputes norms and up-projections of attention: no exchange, little compute
         mode = "none"
     blocks = model.n_layers // 2 if row.checkpointing == "selective 2" else model.n_layers
     recipe = None if row.recipe == "bfloat16" else Float8LinearRecipeName(row.recipe)
-    run = Run(
+    run = PlannedRun(
         model,
         row.seq_len,
         row.local_batch,

@@ -19,7 +19,7 @@ from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.estimate import estimated_peak
 from quaver.lab.plan.layouts import Degrees
 from quaver.lab.plan.quick import seconds_of_few
-from quaver.lab.plan.run import Run
+from quaver.lab.plan.run import PlannedRun
 from quaver.lab.plan.step import Costs
 from quaver.lab.settings import ActivationCheckpoint, TrainConfig
 from quaver.lab.settings.config_file import load_config
@@ -74,7 +74,7 @@ def layouts(config: str) -> Iterator[Layout]:
             yield Layout(shard, tensor, 8)
 
 
-def run_of(config: str, precision: str, layout: Layout, gpus: int, *, is_weak: bool) -> Run | None:
+def run_of(config: str, precision: str, layout: Layout, gpus: int, *, is_weak: bool) -> PlannedRun | None:
     """A run of a config, or None if the layout does not divide its GPUs or its batch, or does not fit."""
     settings = load_config(TRAIN_CONFIGS / f"{config}.toml")
     checkpointing, batch = CONFIGS[config]
@@ -89,7 +89,7 @@ def run_of(config: str, precision: str, layout: Layout, gpus: int, *, is_weak: b
         return None
     mixture = model.n_experts > 0
     recipe = Float8LinearRecipeName.ROWWISE if mixture else Float8LinearRecipeName.TENSORWISE
-    run = Run(
+    run = PlannedRun(
         model,
         seq_len,
         sequences,
@@ -106,7 +106,7 @@ def run_of(config: str, precision: str, layout: Layout, gpus: int, *, is_weak: b
     return fitting(run, settings, precision)
 
 
-def fitting(run: Run, settings: TrainConfig, precision: str) -> Run | None:
+def fitting(run: PlannedRun, settings: TrainConfig, precision: str) -> PlannedRun | None:
     """The run with the fewest micro-batches of equal size that fit into memory.
 
     None if not even single sequences do, or if the trainer does not split such a model so.
@@ -124,7 +124,7 @@ def fitting(run: Run, settings: TrainConfig, precision: str) -> Run | None:
     return run
 
 
-def config_of(run: Run, settings: TrainConfig, precision: str) -> TrainConfig:
+def config_of(run: PlannedRun, settings: TrainConfig, precision: str) -> TrainConfig:
     """The config of a run; eager where the trainer compiles no such recomputation of split blocks."""
     recipe = "bfloat16" if run.recipe is None else run.recipe.value
     config = with_precision(settings, recipe, gathers_codes=run.float8_gather and run.has_one_cast and run.shard > 1)
@@ -143,7 +143,7 @@ def config_of(run: Run, settings: TrainConfig, precision: str) -> TrainConfig:
     )
 
 
-def tokens_per_s(run: Run, cluster: Cluster) -> float:
+def tokens_per_s(run: PlannedRun, cluster: Cluster) -> float:
     """Tokens/s of each GPU. Micro-batches after the third take as long as the third, and blocks as those before."""
     costs = Costs.of(run, cluster)
     took = seconds_of_few(run, min(run.micro_batches, 3), cluster, costs)

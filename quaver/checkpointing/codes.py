@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of activations that can be stored as codes."""
 
 
-class Layout:
+class MemoryLayout:
     """How the elements of a tensor follow each other in memory, and how they become such a tensor again.
 
     Args:

@@ -40,7 +40,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from quaver.checkpointing.codes import DTYPES, Layout, decode, encode
+from quaver.checkpointing.codes import DTYPES, MemoryLayout, decode, encode
 from quaver.kernels.operands import present
 from quaver.linear.saved_tensors import HeldTensor, PackHook, are_of_checkpoint
 from quaver.torch_private.autograd import runs_in_backward, top_saved_tensors_hooks
@@ -91,7 +91,7 @@ class StoredTensor:
 
     __slots__ = ("_sharding", "codes", "layout")
 
-    def __init__(self, tensor: Tensor, codes: StoredCodes, layout: Layout) -> None:
+    def __init__(self, tensor: Tensor, codes: StoredCodes, layout: MemoryLayout) -> None:
         self.codes, self.layout = codes, layout
         self._sharding = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
 
@@ -141,11 +141,11 @@ class Storage:
         self.name, self.block_size = name, block_size
 
 
-class _Seen(threading.local):
+class _StorageObserver(threading.local):
     report: Callable[[str, Tensor, StoredTensor | None], None] | None = None
 
 
-seen = _Seen()
+seen = _StorageObserver()
 """Whom to tell about each tensor that is saved in a module that stores (store_report.py)."""
 
 
@@ -161,7 +161,7 @@ class Pack(PackHook):
         stored = None
         if not self.leaves(tensor):
             local = waited_local_tensor(tensor)
-            layout = Layout(local, self.storage.block_size)
+            layout = MemoryLayout(local, self.storage.block_size)
             stored = StoredTensor(tensor, self._codes_of(local, layout), layout)
         if seen.report is not None:
             seen.report(self.storage.name, tensor, stored)
@@ -189,7 +189,7 @@ class Pack(PackHook):
             or storage_key(local.untyped_storage()) in self.left
         )
 
-    def _codes_of(self, tensor: Tensor, layout: Layout) -> StoredCodes:
+    def _codes_of(self, tensor: Tensor, layout: MemoryLayout) -> StoredCodes:
         with torch.no_grad():
             matrix = layout.matrix_of(tensor.detach())
         block_size = self.storage.block_size

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from quaver.checkpointing.codes import DTYPES, Layout, decode_in_graph, encode
+from quaver.checkpointing.codes import DTYPES, MemoryLayout, decode_in_graph, encode
 from quaver.checkpointing.hooks import SMALL, STORED_IN, Around
 from quaver.checkpointing.policy import MATMULS
 from quaver.recipes.scale_layout import ScaleLayout
@@ -159,7 +159,7 @@ def _feeds_matmul(node: Node) -> bool:
 def _store(forward: Graph, backward: Graph, node: Node, saved: Node, block_size: int) -> None:
     """Put codes and scales in the place of a saved tensor, `node` of the forward and `saved` of the backward."""
     value = node.meta["val"]
-    layout = Layout(value, block_size)
+    layout = MemoryLayout(value, block_size)
     made = _copy(
         forward, lambda tensor: encode(layout.matrix_of(tensor), block_size)[:2], [node], _after(forward, node)
     )

@@ -58,7 +58,7 @@ class _Args(NamedTuple):
         return Groups(ends.shape[0], ends, self.transposed)
 
 
-class _Float8GroupedMM(torch.autograd.Function):
+class _GroupedMMFunction(torch.autograd.Function):
     """`output` forward, `grad_a` and the weight's gradient backward."""
 
     @staticmethod
@@ -291,7 +291,7 @@ def multiply_by_weight(
     a = a.contiguous()
     refuse_transforms()
     if torch.is_grad_enabled() or forward_ad_level() >= 0:
-        output: Tensor = _Float8GroupedMM.apply(a, weight, offs, args)
+        output: Tensor = _GroupedMMFunction.apply(a, weight, offs, args)
         return output
     a_operands = _quantize_tokens(a, offs, args, "input", True, False)
     weight_row = present(_weight_operands(weight, args, False).row)

@@ -24,7 +24,7 @@ ROUTERS = ("gate", "router")
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """A model to export; the fields are arguments of `save_float8`."""
 
     model: nn.Module
@@ -52,7 +52,7 @@ def skip_names(filter_fqns: Sequence[str], tied: Collection[str] = ()) -> Callab
     return decide
 
 
-def huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[str] = DEFAULT_FILTER) -> Source:
+def huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[str] = DEFAULT_FILTER) -> ExportSource:
     """The model of a Hugging Face folder in high precision, for the codes of a first training step with `recipe`.
 
     transformers says which of its weights are linears.
@@ -76,7 +76,7 @@ def huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[str] 
         return loaded
 
     about = {"source": "a Hugging Face folder", "step": None}
-    return Source(model, weights, config, high_precision_model, about, copied_files(folder))
+    return ExportSource(model, weights, config, high_precision_model, about, copied_files(folder))
 
 
 def skeleton_of(folder: Path, config: Mapping[str, Any]) -> nn.Module:

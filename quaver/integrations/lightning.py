@@ -55,7 +55,7 @@ _FabricPrecision: Any = _of_packages({key: f"{name}.plugins.precision" for key, 
 _Callback: Any = _of_packages(_TRAINERS, "Callback")
 
 
-class _Float8:
+class _PrecisionPlugin:
     """Shared base of the precision plugins of Trainer and Fabric.
 
     Args:
@@ -107,7 +107,7 @@ class _Float8:
             precompute_scales(self._module)
 
 
-class Float8Precision(_Float8, _TrainerPrecision):
+class Float8Precision(_PrecisionPlugin, _TrainerPrecision):
     """The plugin of Lightning's Trainer."""
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **options: Any) -> Any:
@@ -148,7 +148,7 @@ class Float8Monitor(_Callback):
         self.on_train_end(trainer, pl_module)
 
 
-class Float8FabricPrecision(_Float8, _FabricPrecision):
+class Float8FabricPrecision(_PrecisionPlugin, _FabricPrecision):
     """The plugin of Lightning's Fabric."""
 
     def optimizer_step(self, optimizer: Any, **options: Any) -> Any:

@@ -160,7 +160,7 @@ def empty_codes(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool) 
     return row_codes, column_codes
 
 
-class Cast(NamedTuple):
+class CastTarget(NamedTuple):
     """Constants of the target format of a cast, for a kernel."""
 
     float8: Any
@@ -186,7 +186,7 @@ class Cast(NamedTuple):
 
 
 @functools.cache
-def cast_to(float8_dtype: torch.dtype, power_of_2: bool = False, mode: str = "") -> Cast:
+def cast_to(float8_dtype: torch.dtype, power_of_2: bool = False, mode: str = "") -> CastTarget:
     """The constants of a cast to `float8_dtype`; `mode` may be a rule of scale_rules.py."""
     fmt = format_of(float8_dtype)
     pair = f"cvt.rn.satfinite.{'e4m3' if fmt.dtype is torch.float8_e4m3fn else 'e5m2'}x2.f32"
@@ -196,7 +196,7 @@ def cast_to(float8_dtype: torch.dtype, power_of_2: bool = False, mode: str = "")
     exponents = bits_of(fmt.max), math.frexp(fmt.max / EPS)[1] - 1
     rule = rule_of(mode)
     quant_of_zero, dequant_of_zero = rule.of_zero or (0.0, 0.0)
-    return Cast(
+    return CastTarget(
         TRITON_FLOAT8[float8_dtype],
         conversion,
         *limits,

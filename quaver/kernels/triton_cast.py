@@ -31,7 +31,7 @@ from torch import Tensor
 from quaver.kernels.operands import Operand, Operands, asked_for, of_one_scale, unflattened
 from quaver.kernels.triton_amax import amax, amax_by_dim, amax_unless_known, group_amax
 from quaver.kernels.triton_blocks import (
-    Cast,
+    CastTarget,
     Codes,
     Tile,
     accepts,
@@ -117,7 +117,7 @@ def cast_with_persistent_scale(
 
 
 def _cast_with_one_scale(
-    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, cast: Cast, quant_scale: Tensor | None
+    hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, cast: CastTarget, quant_scale: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor]:
     """`cast_with_persistent_scale`; with None for the scale, a dynamic one, and nothing but the amax is observed."""
     observed = amax_unless_known(hp, quant_scale)
@@ -172,7 +172,7 @@ def cast_with_scale(
 
 
 def _cast_by_dim(
-    hp: Tensor, float8_dtype: torch.dtype, row_scales: ScaleBuffers, column_scales: ScaleBuffers, cast: Cast
+    hp: Tensor, float8_dtype: torch.dtype, row_scales: ScaleBuffers, column_scales: ScaleBuffers, cast: CastTarget
 ) -> Codes:
     of_rows, of_columns = row_scales[0], column_scales[0]
     codes = empty_codes(hp, float8_dtype, of_rows is not None, of_columns is not None)

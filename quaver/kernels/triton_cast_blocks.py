@@ -50,7 +50,7 @@ except ImportError:  # PyTorch for CPUs comes without it
     tl = None
 
 
-class Blocks(NamedTuple):
+class BlockRule(NamedTuple):
     """The size of blocks, and the rule of their scales."""
 
     rows: int
@@ -60,9 +60,9 @@ class Blocks(NamedTuple):
     """`e8m0_offset` of E8M0."""
 
 
-def _blocks(rows: int, columns: int, float8_dtype: torch.dtype, mode: str) -> Blocks:
+def _blocks(rows: int, columns: int, float8_dtype: torch.dtype, mode: str) -> BlockRule:
     is_e8m0 = bool(mode) and mode not in RULES
-    return Blocks(rows, columns, is_e8m0, e8m0_offset(float8_dtype, mode) if is_e8m0 else 0)
+    return BlockRule(rows, columns, is_e8m0, e8m0_offset(float8_dtype, mode) if is_e8m0 else 0)
 
 
 @accepts(takes)

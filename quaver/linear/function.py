@@ -59,7 +59,7 @@ from quaver.torch_private.dispatch import transforms
 
 
 class LinearArgs(NamedTuple):
-    """The arguments of `_Float8Linear` other than input, weight and bias."""
+    """The arguments of `_LinearFunction` other than input, weight and bias."""
 
     config: Float8LinearConfig
     hp_dtype: torch.dtype
@@ -92,7 +92,7 @@ class _SavedWeight(NamedTuple):
     """The outer_scale of these codes, in formats of two levels."""
 
 
-class _Float8Linear(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     """`output` forward, `grad_input`, `grad_weight` and the bias's gradient backward."""
 
     @staticmethod
@@ -364,7 +364,7 @@ def apply_linear(
     refuse_transforms()
     # A Function without jvp refuses forward-mode autodiff.
     if torch.is_grad_enabled() or forward_ad_level() >= 0:
-        output: Tensor = _Float8Linear.apply(input, weight, bias, args)
+        output: Tensor = _LinearFunction.apply(input, weight, bias, args)
     else:
         input_row, weight_row = _quantize_input(input, args, False).row, _quantize_weight(weight, args, False)[0]
         output = _output(present(input_row), weight_row, bias, args, input, weight)

@@ -41,7 +41,7 @@ RECOMPUTED_HOOKS: Any = "quaver.shared_input"
 """The key of the hooks that a recomputation calls, too. It is in pickles of models."""
 
 
-class _Entry(NamedTuple):
+class _SharedOperands(NamedTuple):
     """The operands of one activation, and what they are valid for."""
 
     activation: weakref.ref[Tensor]
@@ -74,7 +74,7 @@ def _version_of(scale: PersistentScale | None) -> int:
     return -1 if scale is None else version_of(scale.quant_scale)
 
 
-_entry: _Entry | None = None
+_entry: _SharedOperands | None = None
 _open = threading.local()
 """`forwards`: how many forwards of parents run on this thread."""
 
@@ -176,7 +176,7 @@ class CachedQuantizer(Quantizer):
         made = Operands(known.row or made.row, known.column or made.column)
         kept = made if hp.dtype is not self.hp_dtype else Operands(*map(_unless_hp, made))
         weak_mode = None if mode is None else weakref.ref(mode)
-        _entry = _Entry(
+        _entry = _SharedOperands(
             weakref.ref(hp, _clear_if),
             version_of(hp),
             weak_mode,

@@ -22,7 +22,7 @@ from typing import Any
 
 from quaver.numerics.remedies import said
 from quaver.numerics.rules import RULES, Measure, Rule
-from quaver.numerics.seen import History, Sample, Seen
+from quaver.numerics.seen import History, Sample, TensorStatistics
 
 ACTIONS = ("log", "callback", "stop", "fallback")
 
@@ -97,7 +97,7 @@ class _State:
 class _Finding:
     key: Key
     rule: Rule
-    seen: Seen
+    seen: TensorStatistics
     measure: Measure
 
     @property

@@ -66,7 +66,7 @@ class Sink(Protocol):
         """Take no more."""
 
 
-class _Row(NamedTuple):
+class _MonitoredTensor(NamedTuple):
     """One tensor of the record."""
 
     name: str
@@ -149,13 +149,13 @@ class Monitor:
         if self._has_hook:
             self._unhook = _after_each_optimizer_step(self._after_optimizer)
 
-    def _attach(self) -> list[_Row]:
+    def _attach(self) -> list[_MonitoredTensor]:
         rows = []
         for name, weight in self._weights.items():
             probe = _attach(weight, self._sampling.take_number())
             numel = weight.parameter.numel()
             for site in sites_of(weight.config, weight.parameter.requires_grad):
-                rows.append(_Row(name, site, probe, numel if site.operand == "weight" else None))
+                rows.append(_MonitoredTensor(name, site, probe, numel if site.operand == "weight" else None))
         return rows
 
     def _header(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class Monitor:
             **({} if self._hardware is None else {"hardware": self._hardware.lower()}),
         }
 
-    def _describe(self, row: _Row) -> dict[str, Any]:
+    def _describe(self, row: _MonitoredTensor) -> dict[str, Any]:
         weight = self._weights[row.name]
         about = {"layer": row.name, "experts": _experts_of(weight), **describe(row.site, weight.config)}
         if self._hardware is not None and row.site.cast == "result":

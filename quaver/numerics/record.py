@@ -218,7 +218,7 @@ def _assemble(path: Path, lines: list[dict[str, Any]], is_torn: bool, keeps_line
         )
     names = list(dict.fromkeys(name for header in headers for name in header["statistics"]))
     tensors = {_key(tensor): tensor for header in headers for tensor in header["tensors"]}
-    builder = _Builder(path, names, {key: column for column, key in enumerate(tensors)}, len(samples))
+    builder = _RecordBuilder(path, names, {key: column for column, key in enumerate(tensors)}, len(samples))
     for number, line in enumerate(lines, start=1):
         builder.add(number, line)
     return Record(
@@ -261,7 +261,7 @@ def _decoded(value: Any) -> Any:
     return [_decoded(each) for each in value] if isinstance(value, list) else value
 
 
-class _Builder:
+class _RecordBuilder:
     """Puts the values of samples into arrays, at the columns that the header before them names."""
 
     def __init__(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quaver.numerics.expected import bulk_db
-from quaver.numerics.seen import Sample, Seen
+from quaver.numerics.seen import Sample, TensorStatistics
 
 EXACT_ACCUMULATION = "use_fast_accum=False"
 """The setting of `Float8GemmConfig`, and of the trainer's [float8]."""
@@ -19,7 +19,7 @@ WORTH_DB = 1.0
 """A recipe that gains less is no remedy."""
 
 
-def remedies(seen: Seen, sample: Sample) -> tuple[dict[str, Any], ...]:
+def remedies(seen: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
     """Recipes that gain `WORTH_DB` or more, best first, with their numbers; at the end high precision and its cost."""
     now = None if seen.sqnr_db is None else min(seen.sqnr_db, bulk_db(seen.underflow or 0.0))
     tried = {recipe: values[seen.position] for recipe, values in sample.recipes.items()}
@@ -34,12 +34,12 @@ def remedies(seen: Seen, sample: Sample) -> tuple[dict[str, Any], ...]:
     return (*found, high_precision)
 
 
-def no_remedies(seen: Seen, sample: Sample) -> tuple[dict[str, Any], ...]:
+def no_remedies(seen: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
     """No remedy, for a cause that no setting of quaver ends."""
     return ()
 
 
-def remedies_of_sums(seen: Seen, sample: Sample) -> tuple[dict[str, Any], ...]:
+def remedies_of_sums(seen: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
     """Exact accumulation, where the matmul has not got it and gains by it; high precision where that is too little."""
     sums = sample.sums[seen.position]
     gain = sums.exact - sums.fast
@@ -52,7 +52,7 @@ def remedies_of_sums(seen: Seen, sample: Sample) -> tuple[dict[str, Any], ...]:
     return tuple(found)
 
 
-def remedies_of_mismatch(seen: Seen, sample: Sample) -> tuple[dict[str, Any], ...]:
+def remedies_of_mismatch(seen: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
     """The codes of the trainer's forward in the rollout."""
     return ({"recipe": SAME_CODES},)
 
@@ -64,7 +64,7 @@ def flops_share(layer: str, sample: Sample) -> float | None:
     return own / total if own and total else None
 
 
-def _products(operands: Mapping[str, list[Seen]]) -> float | None:
+def _products(operands: Mapping[str, list[TensorStatistics]]) -> float | None:
     sizes = [operands[name][0].numel for name in ("input", "weight", "output") if operands.get(name)]
     known = [size for size in sizes if size]
     return math.sqrt(math.prod(known)) if len(known) == 3 else None

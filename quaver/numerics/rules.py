@@ -21,7 +21,7 @@ from quaver.numerics.expected import (
 )
 from quaver.numerics.mismatch import HEALTHY
 from quaver.numerics.remedies import no_remedies, remedies, remedies_of_mismatch, remedies_of_sums
-from quaver.numerics.seen import Sample, Seen
+from quaver.numerics.seen import Sample, TensorStatistics
 from quaver.recipes.formats import E5M2, Float8Format
 
 BIT_DB = 20 * math.log10(2)
@@ -84,12 +84,12 @@ class Rule:
     """
 
     name: str
-    measure: Callable[[Seen, Sample], Measure | None]
+    measure: Callable[[TensorStatistics, Sample], Measure | None]
     text: str
     """The sentence of its alarm; a format string of `value`, `threshold` and `rank`."""
     samples: int = 1
     spreads: bool = True
-    remedies: Callable[[Seen, Sample], tuple[dict[str, Any], ...]] = no_remedies
+    remedies: Callable[[TensorStatistics, Sample], tuple[dict[str, Any], ...]] = no_remedies
 
     @property
     def remedied(self) -> bool:
@@ -100,16 +100,16 @@ class Rule:
 # ---- one tensor ------------------------------------------------------------------------------------------------------
 
 
-def _nonfinite(now: Seen, sample: Sample) -> Measure | None:
+def _nonfinite(now: TensorStatistics, sample: Sample) -> Measure | None:
     count = now.nonfinite
     return None if count is None else Measure(math.inf if math.isnan(count) else count, 0, 0)
 
 
-def _ranks(now: Seen, sample: Sample) -> Measure | None:
+def _ranks(now: TensorStatistics, sample: Sample) -> Measure | None:
     return Measure(float(now.position in sample.ranks), 0, 0) if now.key.operand == "weight" else None
 
 
-def _cast_facts(now: Seen) -> tuple[Float8Format, float] | None:
+def _cast_facts(now: TensorStatistics) -> tuple[Float8Format, float] | None:
     """The format and SQNR of a cast of something."""
     fmt = named_format(now.about.get("dtype"))
     if fmt is None or now.is_result or now.sqnr_db is None or not now.rms or now.nonfinite:
@@ -117,7 +117,7 @@ def _cast_facts(now: Seen) -> tuple[Float8Format, float] | None:
     return fmt, now.sqnr_db
 
 
-def _codes(now: Seen, sample: Sample) -> Measure | None:
+def _codes(now: TensorStatistics, sample: Sample) -> Measure | None:
     """SQNR below what rounding at the recorded scale can lose."""
     facts = _cast_facts(now)
     if facts is None or now.saturated or now.scale_max is None or not now.rms:
@@ -126,14 +126,14 @@ def _codes(now: Seen, sample: Sample) -> Measure | None:
     return Measure(facts[1], bound, bound, above=False)
 
 
-def _saturation(now: Seen, sample: Sample) -> Measure | None:
+def _saturation(now: TensorStatistics, sample: Sample) -> Measure | None:
     """A scale that was made from its tensor clips nothing."""
     if _cast_facts(now) is None or now.saturated is None or _is_persistent(now):
         return None
     return Measure(now.saturated, 0, 0)
 
 
-def _clipping(now: Seen, sample: Sample) -> Measure | None:
+def _clipping(now: TensorStatistics, sample: Sample) -> Measure | None:
     """A persistent scale clips what has grown; bad where that takes more than rounding can."""
     facts = _cast_facts(now)
     if facts is None or now.saturated is None or not _is_persistent(now):
@@ -142,12 +142,12 @@ def _clipping(now: Seen, sample: Sample) -> Measure | None:
     return Measure(now.saturated if harms else 0.0, 0, 0)
 
 
-def _is_persistent(now: Seen) -> bool:
+def _is_persistent(now: TensorStatistics) -> bool:
     scaling = now.about.get("scaling")
     return str(scaling or "delayed").startswith(PERSISTENT)
 
 
-def _underflow(now: Seen, sample: Sample) -> Measure | None:
+def _underflow(now: TensorStatistics, sample: Sample) -> Measure | None:
     facts = _cast_facts(now)
     if facts is None or now.underflow is None:
         return None
@@ -157,7 +157,7 @@ def _underflow(now: Seen, sample: Sample) -> Measure | None:
     return Measure(now.underflow, at, at / 2)
 
 
-def _sqnr(now: Seen, sample: Sample) -> Measure | None:
+def _sqnr(now: TensorStatistics, sample: Sample) -> Measure | None:
     facts = _cast_facts(now)
     if facts is None or now.saturated:
         return None
@@ -165,7 +165,7 @@ def _sqnr(now: Seen, sample: Sample) -> Measure | None:
     return Measure(facts[1], bound - 0.1, bound + BIT_DB / 2, above=False)
 
 
-def _zero(now: Seen, sample: Sample) -> Measure | None:
+def _zero(now: TensorStatistics, sample: Sample) -> Measure | None:
     """All elements are zero. Gradients may be at first, behind weights that begin as zeros."""
     if now.amax is None or now.nonfinite or not now.numel:
         return None
@@ -183,7 +183,7 @@ DEAD = 1 / 64
 """The share of one expert of 64."""
 
 
-def _dead(now: Seen, sample: Sample) -> Measure | None:
+def _dead(now: TensorStatistics, sample: Sample) -> Measure | None:
     """More of the weight's gradient is exactly zero than ever before: rows, columns or experts that no token uses.
 
     Of a linear whose operands have exact zeros anyway, as behind ReLU or dropout, units are idle by chance.
@@ -196,19 +196,19 @@ def _dead(now: Seen, sample: Sample) -> Measure | None:
     return Measure(zeros - _usual_zeros(now, sample), DEAD, DEAD / 2)
 
 
-def _usual_zeros(now: Seen, sample: Sample) -> float:
+def _usual_zeros(now: TensorStatistics, sample: Sample) -> float:
     """The largest share of zeros in the older half of the samples before."""
     before = sample.before(now)
     return max((each.zeros or 0.0 for each in before[: len(before) // 2 + 1]), default=0.0)
 
 
-def _operands_of(result: Seen, sample: Sample) -> list[Seen]:
+def _operands_of(result: TensorStatistics, sample: Sample) -> list[TensorStatistics]:
     """The casts that a result is made of."""
     of_layer = sample.by_layer[result.key.layer]
     return [each for name in OPERANDS_OF[result.key.operand] for each in of_layer.get(name, [])]
 
 
-def _jump(now: Seen, sample: Sample) -> Measure | None:
+def _jump(now: TensorStatistics, sample: Sample) -> Measure | None:
     """Powers of two between a level and all of its last four, where that is beyond six of its deviations.
 
     The level of a weight or an activation is its amax, in one sample. Gradients follow their batch: theirs is the rms,
@@ -234,7 +234,7 @@ def _jump(now: Seen, sample: Sample) -> Measure | None:
     return Measure(value, at, at / 2, since=since, level=reached[-1], usual=statistics.median(usual[-4:]))
 
 
-def _growth(now: Seen, sample: Sample) -> Measure | None:
+def _growth(now: TensorStatistics, sample: Sample) -> Measure | None:
     """Powers of two in the last 8 or 16 samples, if the later half of them grew as fast as the earlier.
 
     Of weights and activations: gradients come back from small values, as they do where attention opens again.
@@ -260,7 +260,7 @@ def _steady(levels: list[float | None]) -> float:
 # ---- several tensors -------------------------------------------------------------------------------------------------
 
 
-def _peers(now: Seen, sample: Sample) -> Measure | None:
+def _peers(now: TensorStatistics, sample: Sample) -> Measure | None:
     """Powers of two between an rms and the median of those with the same part in other blocks."""
     at, level = PEER_BITS.get(now.key.operand), now.log2("rms")
     found = [each.log2("rms") for each in sample.by_peers[now.peers] if each is not now]
@@ -270,7 +270,7 @@ def _peers(now: Seen, sample: Sample) -> Measure | None:
     return Measure(abs(level - statistics.median(others)), at, at / 2)
 
 
-def _result(now: Seen, sample: Sample) -> Measure | None:
+def _result(now: TensorStatistics, sample: Sample) -> Measure | None:
     """A result's SQNR, three bits below what the errors of its operands explain: a few of its rows are compared."""
     if not now.is_result or now.sqnr_db is None or not now.rms or now.nonfinite:
         return None
@@ -285,7 +285,7 @@ def _result(now: Seen, sample: Sample) -> Measure | None:
     return Measure(now.sqnr_db, at, at + BIT_DB, above=False)
 
 
-def _sums(now: Seen, sample: Sample) -> Measure | None:
+def _sums(now: TensorStatistics, sample: Sample) -> Measure | None:
     """The sums of a GPU, with the setting in use, lose more than the casts and than rounding the result to bfloat16."""
     found = sample.sums.get(now.position)
     if found is None:
@@ -294,17 +294,17 @@ def _sums(now: Seen, sample: Sample) -> Measure | None:
     return Measure(found.used(bool(now.about.get("use_fast_accum"))), bound, bound + BIT_DB, above=False)
 
 
-def _operand(sample: Sample, layer: str, name: str) -> Seen | None:
+def _operand(sample: Sample, layer: str, name: str) -> TensorStatistics | None:
     """The worse cast of an operand."""
     found = sample.by_layer[layer].get(name, [])
     return min(found, key=_db, default=None)
 
 
-def _db(operand: Seen) -> float:
+def _db(operand: TensorStatistics) -> float:
     return math.inf if operand.sqnr_db is None else operand.sqnr_db
 
 
-def _vanishing(now: Seen, sample: Sample) -> Measure | None:
+def _vanishing(now: TensorStatistics, sample: Sample) -> Measure | None:
     """The largest of all gradients of weights."""
     if now.key.operand != "grad_weight" or not now.rms:
         return None
@@ -312,7 +312,7 @@ def _vanishing(now: Seen, sample: Sample) -> Measure | None:
     return Measure(now.rms, ADAM_EPS, 2 * ADAM_EPS, above=False) if now.rms == max(every) else None
 
 
-def _unchanged(now: Seen, sample: Sample) -> Measure | None:
+def _unchanged(now: TensorStatistics, sample: Sample) -> Measure | None:
     """A weight with a gradient that stays the same to the bit while others change: no optimizer has it."""
     before = sample.before(now)
     if now.key.operand != "weight" or not before or not _has_gradient(now, sample):
@@ -322,16 +322,16 @@ def _unchanged(now: Seen, sample: Sample) -> Measure | None:
     return Measure(float(bool(moved) and _is_same(now, sample)), 0, 0)
 
 
-def _is_same(now: Seen, sample: Sample) -> bool:
+def _is_same(now: TensorStatistics, sample: Sample) -> bool:
     before = sample.before(now)
     return bool(before) and all(before[-1].values.get(k) == now.values.get(k) for k in ("amax", "rms", "smallest"))
 
 
-def _has_gradient(weight: Seen, sample: Sample) -> bool:
+def _has_gradient(weight: TensorStatistics, sample: Sample) -> bool:
     return any(each.amax for each in sample.by_layer[weight.key.layer].get("grad_weight", []))
 
 
-def _mismatch(now: Seen, sample: Sample) -> Measure | None:
+def _mismatch(now: TensorStatistics, sample: Sample) -> Measure | None:
     error = now.token_mult_prob_error
     return None if error is None else Measure(error, HEALTHY[1], HEALTHY[0])
 

@@ -41,7 +41,7 @@ def order_of(layer: int, operand: str) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class Seen:
+class TensorStatistics:
     """The statistics of one tensor at one step, as docs/diagnosing.md names them. None: it has none."""
 
     key: TensorKey
@@ -84,8 +84,8 @@ class Sample:
     """The tensors of one step, and what came before them."""
 
     step: int
-    seen: list[Seen]
-    past: Mapping[TensorKey, Sequence[Seen]]
+    seen: list[TensorStatistics]
+    past: Mapping[TensorKey, Sequence[TensorStatistics]]
     """Earlier samples of each tensor, oldest first, `MEMORY` at most."""
     recipes: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     """The SQNR that each position would have under other recipes, where that was tried."""
@@ -95,20 +95,20 @@ class Sample:
     """By position, a rank whose weight is another than that of its replicas."""
 
     @cached_property
-    def by_peers(self) -> dict[tuple[str, str, str], list[Seen]]:
+    def by_peers(self) -> dict[tuple[str, str, str], list[TensorStatistics]]:
         found = defaultdict(list)
         for each in self.seen:
             found[each.peers].append(each)
         return dict(found)
 
     @cached_property
-    def by_layer(self) -> dict[str, dict[str, list[Seen]]]:
-        found: dict[str, dict[str, list[Seen]]] = defaultdict(lambda: defaultdict(list))
+    def by_layer(self) -> dict[str, dict[str, list[TensorStatistics]]]:
+        found: dict[str, dict[str, list[TensorStatistics]]] = defaultdict(lambda: defaultdict(list))
         for each in self.seen:
             found[each.key.layer][each.key.operand].append(each)
         return {layer: dict(operands) for layer, operands in found.items()}
 
-    def before(self, now: Seen) -> Sequence[Seen]:
+    def before(self, now: TensorStatistics) -> Sequence[TensorStatistics]:
         return list(self.past.get(now.key, ()))
 
 
@@ -116,7 +116,7 @@ class History:
     """Reads samples one after the other, and remembers the last ones of each tensor."""
 
     def __init__(self) -> None:
-        self._past: dict[TensorKey, deque[Seen]] = defaultdict(lambda: deque(maxlen=MEMORY))
+        self._past: dict[TensorKey, deque[TensorStatistics]] = defaultdict(lambda: deque(maxlen=MEMORY))
         self._last: Sample | None = None
 
     def read(self, header: Mapping[str, Any], sample: Mapping[str, Any]) -> Sample:
@@ -134,10 +134,10 @@ class History:
             values = {name: number(sample[name][index]) for name in names}
             key = TensorKey(about["layer"], about["operand"], about["cast"])
             if any(value is not None for value in values.values()):
-                seen.append(Seen(key, position, layers[key.layer], about, int(sample["step"]), values))
+                seen.append(TensorStatistics(key, position, layers[key.layer], about, int(sample["step"]), values))
         if sample.get("mismatch"):
             of_rollout = {name: number(value) for name, value in sample["mismatch"].items()}
-            seen.append(Seen(ROLLOUT, -1, len(layers), {}, int(sample["step"]), of_rollout))
+            seen.append(TensorStatistics(ROLLOUT, -1, len(layers), {}, int(sample["step"]), of_rollout))
         recipes = {
             recipe: dict(zip(positions, map(number, values), strict=True))
             for recipe, values in (sample.get("whatif") or {}).items()

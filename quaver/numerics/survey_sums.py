@@ -38,7 +38,7 @@ class MatmulSums:
 
 
 @dataclass
-class _Linear:
+class _LinearSums:
     config: Float8LinearConfig
     numbers: dict[str, Tensor] = field(default_factory=dict)
 
@@ -57,13 +57,13 @@ def survey_sums(
     Args:
         config_of: by the name of a linear, how it will be cast; None for high precision. Scales must be dynamic.
     """
-    found: dict[str, _Linear] = {}
+    found: dict[str, _LinearSums] = {}
 
     def observe(name: str, linear: nn.Module, input: Tensor, output: Tensor) -> None:
         config = config_of(name)
         if config is None or config.emulate:
             return
-        of_linear = found.setdefault(name, _Linear(config))
+        of_linear = found.setdefault(name, _LinearSums(config))
         weight = linear.get_parameter("weight")
         rows: dict[tuple[str, str], Rows] = {}
         for operand, hp in (("input", input), ("weight", weight)):
@@ -100,7 +100,7 @@ def _rows_of(hp: Tensor, operand: str, config: Float8LinearConfig) -> dict[tuple
     }
 
 
-def _add(linear: _Linear, rows: dict[tuple[str, str], Rows], matmuls: Iterable[str], rule: Accumulation) -> None:
+def _add(linear: _LinearSums, rows: dict[tuple[str, str], Rows], matmuls: Iterable[str], rule: Accumulation) -> None:
     for matmul in matmuls:
         left, right = (rows.get(each) for each in MATMULS[matmul])
         if left is not None and right is not None:

@@ -144,7 +144,7 @@ def from_blocks(blocks: Tensor, grid: BlockGrid) -> Tensor:
     return blocks.view(-1, grid.blocks * BLOCK)[:, grid.lane : grid.lane + grid.columns]
 
 
-class Run(NamedTuple):
+class RowRange(NamedTuple):
     """Rows `begin` to `end` of a parameter's grid, and the key of its random bits."""
 
     grid: BlockGrid
@@ -157,7 +157,7 @@ class Run(NamedTuple):
         return (self.end - self.begin) * self.grid.blocks
 
 
-def block_numbers(runs: Sequence[Run], device: torch.device) -> tuple[Tensor, Tensor]:
+def block_numbers(runs: Sequence[RowRange], device: torch.device) -> tuple[Tensor, Tensor]:
     """For each block of these runs, int32 [B]: its parameter's key, and its number in the whole parameter.
 
     The number of operations does not depend on the number of runs.

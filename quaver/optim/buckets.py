@@ -20,10 +20,10 @@ from torch import Tensor
 
 from quaver.kernels import adamw as cpu_adamw
 from quaver.kernels.adamw import BLOCK
-from quaver.optim.blocks import BlockGrid, Run, block_numbers, from_blocks, to_blocks
+from quaver.optim.blocks import BlockGrid, RowRange, block_numbers, from_blocks, to_blocks
 from quaver.optim.cut_blocks import CutPart, agree, store_scales
 from quaver.optim.rounding import block_keys
-from quaver.optim.update import Blocks, Scalars, largest_of, update_blocks
+from quaver.optim.update import ParameterBlocks, Scalars, largest_of, update_blocks
 
 BUCKET = 1 << 22
 """Elements that are updated at once, at most. In PyTorch they take about 60 bytes each meanwhile."""
@@ -38,7 +38,7 @@ class Update(NamedTuple):
     That may be a subclass around the part, which is to see the write.
     """
 
-    tensors: Blocks
+    tensors: ParameterBlocks
     """Parameter (or master) and moments; the scales are float32 [rows, blocks of a row] or None."""
     grad: Tensor
     grid: BlockGrid
@@ -83,22 +83,22 @@ def _compiled() -> Callable[..., Any]:
     return run
 
 
-def row_runs(grid: BlockGrid, key: int, elements: int | None = None) -> list[Run]:
+def row_runs(grid: BlockGrid, key: int, elements: int | None = None) -> list[RowRange]:
     """All rows of a parameter's part, in runs of at most `elements` (`BUCKET`), or one row."""
     rows = max((elements or BUCKET) // max(grid.blocks * BLOCK, 1), 1)
-    return [Run(grid, begin, min(begin + rows, grid.rows), key) for begin in range(0, grid.rows, rows)]
+    return [RowRange(grid, begin, min(begin + rows, grid.rows), key) for begin in range(0, grid.rows, rows)]
 
 
-def _buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, Run]]]:
+def _buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, RowRange]]]:
     """Runs of rows of like dtypes on one device, in buckets of at most `BUCKET` elements and a `SHARE`, or one row."""
     numel = sum(update.grid.rows * update.grid.blocks * BLOCK for update in updates)
     most = min(BUCKET, max(numel // SHARE, BLOCK))
-    alike: dict[Any, list[tuple[Update, Run]]] = defaultdict(list)
+    alike: dict[Any, list[tuple[Update, RowRange]]] = defaultdict(list)
     for update in updates:
         kind = (update.grad.device, update.grad.dtype, *(None if t is None else t.dtype for t in update.tensors))
         alike[kind] += [(update, run) for run in row_runs(update.grid, update.key, most)]
     for runs in alike.values():
-        bucket: list[tuple[Update, Run]] = []
+        bucket: list[tuple[Update, RowRange]] = []
         blocks = 0
         for each in runs:
             if bucket and blocks + each[1].blocks > most // BLOCK:
@@ -109,22 +109,24 @@ def _buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, Run]]]:
         yield bucket
 
 
-def _gathered(bucket: list[tuple[Update, Run]]) -> tuple[Blocks, Tensor, dict[str, list[Tensor]]]:
+def _gathered(bucket: list[tuple[Update, RowRange]]) -> tuple[ParameterBlocks, Tensor, dict[str, list[Tensor]]]:
     """The blocks of a bucket, those of the gradients, and by name the rows that the blocks are of."""
     runs = [run for _, run in bucket]
     grad = torch.cat([to_blocks(rows_of(update.grad, run), run.grid) for update, run in bucket])
     rows_by_name: dict[str, list[Tensor]] = {}
-    old: dict[str, Any] = dict.fromkeys(Blocks._fields)
-    for name, tensors in zip(Blocks._fields, zip(*(update.tensors for update, _ in bucket), strict=True), strict=True):
+    old: dict[str, Any] = dict.fromkeys(ParameterBlocks._fields)
+    for name, tensors in zip(
+        ParameterBlocks._fields, zip(*(update.tensors for update, _ in bucket), strict=True), strict=True
+    ):
         if tensors[0] is not None:
             rows = [rows_of(tensor, run) for tensor, run in zip(tensors, runs, strict=True)]
             rows_by_name[name] = rows
             parts = zip(rows, runs, strict=True)
             old[name] = torch.cat([to.flatten() if _is_scale(name) else to_blocks(to, run.grid) for to, run in parts])
-    return Blocks(**old), grad, rows_by_name
+    return ParameterBlocks(**old), grad, rows_by_name
 
 
-def _run_bucket(bucket: list[tuple[Update, Run]], scalars: Tensor, function: Callable[..., Any]) -> Tensor:
+def _run_bucket(bucket: list[tuple[Update, RowRange]], scalars: Tensor, function: Callable[..., Any]) -> Tensor:
     old, grad, rows_by_name = _gathered(bucket)
     runs = [run for _, run in bucket]
     made, skipped = function(old, grad, block_keys(*block_numbers(runs, grad.device)), scalars)
@@ -162,7 +164,7 @@ def run_cut_updates(
         store_scales(part, scales, part.amaxes.isfinite().all(0))
 
 
-def _runs_here(update: Update) -> list[Run]:
+def _runs_here(update: Update) -> list[RowRange]:
     return row_runs(update.grid, update.key) if update.grad.numel() else []
 
 
@@ -170,6 +172,6 @@ def _is_scale(name: str) -> bool:
     return name.endswith("_scale")
 
 
-def rows_of(tensor: Tensor, run: Run) -> Tensor:
+def rows_of(tensor: Tensor, run: RowRange) -> Tensor:
     """A run's rows of a parameter's part, [rows, columns], or of its scales, [rows, blocks]."""
     return tensor.view(run.grid.rows, -1)[run.begin : run.end]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from quaver.optim.base import Float8Optimizer, Stepped, gradient_here
-from quaver.optim.blocks import Run, block_numbers, from_blocks, grid_of, to_blocks
+from quaver.optim.blocks import RowRange, block_numbers, from_blocks, grid_of, to_blocks
 from quaver.optim.buckets import row_runs, rows_of
 from quaver.optim.cut_blocks import CutPart, agree, store_scales
 from quaver.optim.options import check_common, check_storages
@@ -144,7 +144,7 @@ class Float8Muon(Float8Optimizer):
 
 
 def _advance_momentum(
-    run: Run,
+    run: RowRange,
     grad: Tensor,
     stored: Sequence[Tensor | None],
     new: Sequence[Tensor | None],
@@ -165,7 +165,9 @@ def _advance_momentum(
         _rows(new[1], run).copy_(scales.view(-1, grid.blocks))
 
 
-def _momentum(run: Run, grad: Tensor, stored: Sequence[Tensor | None], group: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _momentum(
+    run: RowRange, grad: Tensor, stored: Sequence[Tensor | None], group: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     """The gradient and the new momentum of the rows of a run, in blocks, float32."""
     values, scale = (_rows(tensor, run) for tensor in stored)
     gradient = to_blocks(rows_of(grad, run), run.grid).float()
@@ -174,7 +176,7 @@ def _momentum(run: Run, grad: Tensor, stored: Sequence[Tensor | None], group: di
 
 
 def _agreed(
-    parameter: Tensor, runs: Sequence[Run], grad: Tensor, stored: Sequence[Tensor | None], group: dict[str, Any]
+    parameter: Tensor, runs: Sequence[RowRange], grad: Tensor, stored: Sequence[Tensor | None], group: dict[str, Any]
 ) -> CutPart:
     """The amaxes of the momentum's blocks over the ranks that share them. A collective."""
     part = CutPart.of(parameter, 1)
@@ -184,11 +186,11 @@ def _agreed(
     return agree([part])[0]
 
 
-def _rows(tensor: Tensor | None, run: Run) -> Any:
+def _rows(tensor: Tensor | None, run: RowRange) -> Any:
     return None if tensor is None else tensor[run.begin : run.end]
 
 
-def _random_bits(run: Run, device: torch.device) -> Tensor:
+def _random_bits(run: RowRange, device: torch.device) -> Tensor:
     return random_bits(block_keys(*block_numbers([run], device)))
 
 
@@ -205,7 +207,7 @@ def _part(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _change_parameter(
-    parameter: Tensor, state: dict[str, Tensor], change: Tensor, decay: Tensor, lr: float, runs: Sequence[Run]
+    parameter: Tensor, state: dict[str, Tensor], change: Tensor, decay: Tensor, lr: float, runs: Sequence[RowRange]
 ) -> None:
     """Decay this rank's part of a parameter, or its master, and subtract `lr` times the change."""
     target = local_tensor(state.get("master", parameter)).detach()

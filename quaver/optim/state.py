@@ -20,10 +20,19 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from quaver.optim.blocks import Run, block_numbers, cut_axes, from_blocks, grid_of, obstacle_of, scale_shape, to_blocks
+from quaver.optim.blocks import (
+    RowRange,
+    block_numbers,
+    cut_axes,
+    from_blocks,
+    grid_of,
+    obstacle_of,
+    scale_shape,
+    to_blocks,
+)
 from quaver.optim.cut_blocks import CutPart, agree, store_scales
 from quaver.optim.rounding import block_keys, decode, encode, high16, low16, random_bits, round_to_bfloat16
-from quaver.optim.update import Blocks
+from quaver.optim.update import ParameterBlocks
 from quaver.torch_private.dtensor import local_tensor
 
 STORAGES = ("float8", "bfloat16", "float32")
@@ -61,14 +70,14 @@ def storage_of(parameter: Tensor, wanted: str) -> str:
     return "float32" if wanted == "float8" and obstacle_of(parameter) else wanted
 
 
-class Layout(NamedTuple):
+class StateLayout(NamedTuple):
     """The shape and dtype of each tensor of a parameter's state but its step; in whole, not this rank's part."""
 
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
     moments: dict[str, Names]
 
 
-def layout_of(parameter: Tensor, group: dict[str, Any]) -> Layout:
+def layout_of(parameter: Tensor, group: dict[str, Any]) -> StateLayout:
     """The layout that the options of a param group ask for."""
     shape, tensors, moments = tuple(parameter.shape), {}, {}
     for moment in [name for name in _FP8_NAMES if name in group]:
@@ -80,7 +89,7 @@ def layout_of(parameter: Tensor, group: dict[str, Any]) -> Layout:
         moments[moment] = name
     if parameter.dtype is not torch.float32 and group["masters"] == "float32":
         tensors["master"] = shape, torch.float32
-    return Layout(tensors, moments)
+    return StateLayout(tensors, moments)
 
 
 def new_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -122,7 +131,7 @@ def scales_here(parameter: Tensor, scale: Tensor) -> Tensor:
     return local.narrow(-1, grid.first_of_row if grid.blocks else 0, grid.blocks) if cut_axes(parameter) else local
 
 
-def blocks_of(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> Blocks:
+def blocks_of(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> ParameterBlocks:
     """This rank's part of the parameter (or its master) and its moments."""
     moments = layout_of(parameter, group).moments
 
@@ -132,7 +141,7 @@ def blocks_of(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]
         return scales_here(parameter, state[name]) if name.endswith("_scale") else local_tensor(state[name])
 
     target = state.get("master", parameter)
-    return Blocks(
+    return ParameterBlocks(
         local_tensor(target).detach(),
         *(part(name) for name in (*moments["exp_avg"], *moments["exp_avg_sq"])),  # type: ignore[arg-type]
     )
@@ -163,7 +172,7 @@ def write_moments(
     A collective, if ranks share blocks of the parameter.
     """
     grid, layout = grid_of(parameter), layout_of(parameter, group).moments
-    bits = random_bits(block_keys(*block_numbers([Run(grid, 0, grid.rows, key)], local_tensor(parameter).device)))
+    bits = random_bits(block_keys(*block_numbers([RowRange(grid, 0, grid.rows, key)], local_tensor(parameter).device)))
     blocks = {}
     for moment in layout:
         values = local_tensor(moments[moment]).to(bits.device, torch.float32)

@@ -51,7 +51,7 @@ class Scalars(NamedTuple):
         )
 
 
-class Blocks(NamedTuple):
+class ParameterBlocks(NamedTuple):
     """A parameter's tensors, or those of many, in blocks.
 
     Each is [B, 256] in its own dtype: a moment is uint8 codes with a scale [B], or bfloat16 or float32 without. Codes
@@ -65,7 +65,7 @@ class Blocks(NamedTuple):
     exp_avg_sq_scale: Tensor | None
 
 
-def _advance(blocks: Blocks, grad: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _advance(blocks: ParameterBlocks, grad: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The new moments in float32: the mean, the square, and its root."""
     _, beta1, one_minus_beta1, beta2, one_minus_beta2, *_ = scalars.unbind()
     gradient = grad.float()
@@ -77,15 +77,15 @@ def _advance(blocks: Blocks, grad: Tensor, scalars: Tensor) -> tuple[Tensor, Ten
     return mean, square, _sqrt(square)
 
 
-def largest_of(blocks: Blocks, grad: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor]:
+def largest_of(blocks: ParameterBlocks, grad: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor]:
     """The amaxes of the mean and of the root after a step, float32 [B] each; arguments are those of `update_blocks`."""
     mean, _, root = _advance(blocks, grad, scalars)
     return mean.abs().amax(1), root.amax(1)
 
 
 def update_blocks(
-    blocks: Blocks, grad: Tensor, keys: Tensor, scalars: Tensor, largest: tuple[Tensor, Tensor] | None = None
-) -> tuple[Blocks, Tensor]:
+    blocks: ParameterBlocks, grad: Tensor, keys: Tensor, scalars: Tensor, largest: tuple[Tensor, Tensor] | None = None
+) -> tuple[ParameterBlocks, Tensor]:
     """One step.
 
     Args:
@@ -112,9 +112,9 @@ def update_blocks(
     exp_avg_sq, exp_avg_sq_scale = store_moment(
         stored, largest_root, high16(bits), blocks.exp_avg_sq.dtype, is_root=True
     )
-    new = Blocks(new_param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
+    new = ParameterBlocks(new_param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
     chosen = [_where(is_fine, made, old) for made, old in zip(new, blocks, strict=True)]
-    return Blocks(*chosen), (~is_fine).sum()  # type: ignore[arg-type]
+    return ParameterBlocks(*chosen), (~is_fine).sum()  # type: ignore[arg-type]
 
 
 def _sqrt(values: Tensor) -> Tensor:

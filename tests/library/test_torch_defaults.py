@@ -96,7 +96,7 @@ def test_the_probe_of_a_gpu(kind, defaults, monkeypatch):
 
 
 def test_another_thread_replaces_the_cached_operands_at_a_hit(monkeypatch):
-    serves = shared_input._Entry.serves
+    serves = shared_input._SharedOperands.serves
 
     def serves_and_goes(*args):
         hit = serves(*args)
@@ -106,5 +106,5 @@ def test_another_thread_replaces_the_cached_operands_at_a_hit(monkeypatch):
     model = convert_to_float8_training(Qkv(32, 32, torch.float32), config="tensorwise")
     x = torch.randn(32, 32)
     expected = model(x)
-    monkeypatch.setattr(shared_input._Entry, "serves", serves_and_goes)
+    monkeypatch.setattr(shared_input._SharedOperands, "serves", serves_and_goes)
     assert all(map(torch.equal, model(x), expected))

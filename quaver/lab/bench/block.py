@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quaver.lab.bench.harness import time_alternating
-from quaver.lab.bench.modules import Step, make_steps
+from quaver.lab.bench.modules import OptimizerStep, make_steps
 from quaver.lab.bench.options import BenchOptions, Modes, Recipes
 from quaver.lab.bench.results import BFLOAT16, Result, Row, contestant_rows
 from quaver.lab.bench.shapes import MODEL_NAMES, model_of, scaled_name
@@ -31,7 +31,7 @@ _RESIDENT_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Block(Modes, Recipes, BenchOptions):
+class BlockBenchmark(Modes, Recipes, BenchOptions):
     """Forward, backward and AdamW of one transformer block, per recipe."""
 
     model: Annotated[str, OneOf(tuple(MODEL_NAMES))] = setting("debug", "The model of the block.")
@@ -115,7 +115,7 @@ class Block(Modes, Recipes, BenchOptions):
         )
 
 
-def _measure_memory(step: Step, device: torch.device) -> Row:
+def _measure_memory(step: OptimizerStep, device: torch.device) -> Row:
     with measure_usage(device) as measured:
         step(measured.mark)
     states = chain.from_iterable(state.values() for state in step.optimizer.state.values())

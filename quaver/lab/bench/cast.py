@@ -78,7 +78,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Cast(Shapes, OperandOptions):
+class CastBenchmark(Shapes, OperandOptions):
     """Casts of one matrix, the input of a linear, to float8: quaver's, compiled PyTorch's, torchao's; and a copy."""
 
     shapes: str = setting(

@@ -42,7 +42,7 @@ GRANULARITIES = ("tensorwise", "rowwise")
 
 
 @dataclass(frozen=True)
-class Gemm(Shapes, BenchOptions):
+class GemmBenchmark(Shapes, BenchOptions):
     """The three matmuls of a linear, without casts: float8 against bfloat16."""
 
     scales: tuple[Annotated[str, OneOf(GRANULARITIES)], ...] = setting(GRANULARITIES, "Granularities of the scales.")

@@ -30,7 +30,7 @@ from quaver.torch_private.profiler import DeviceType
 
 
 @dataclass(frozen=True)
-class Host(LinearOptions):
+class HostBenchmark(LinearOptions):
     """Host time, operations and kernels of the forward and backward of a tiny linear."""
 
     size: AtLeast1 = setting(16, "M, K and N of the linear.")

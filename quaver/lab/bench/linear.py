@@ -56,7 +56,7 @@ class LinearOptions(Modes, Recipes, OperandOptions):
 
 
 @dataclass(frozen=True)
-class Linear(Shapes, LinearOptions):
+class LinearBenchmark(Shapes, LinearOptions):
     """Forward and backward of one linear, per recipe, against bfloat16 nn.Linear and torchao."""
 
     shapes: str = "1024,16"

@@ -39,7 +39,7 @@ class Subject(nn.Module):
         return self.block(hidden, self.cos, self.sin)
 
 
-class Step:
+class OptimizerStep:
     """The optimizer step of a subject; each call is one."""
 
     def __init__(self, subject: Subject, sources: Rotation[Tensor], direction: Tensor) -> None:
@@ -64,7 +64,7 @@ class Step:
 
 def make_steps(
     model: Model, sequences: int, seq_len: int, precisions: list[str], device: torch.device, *, compiled: bool
-) -> dict[str, Step]:
+) -> dict[str, OptimizerStep]:
     """The steps of a block in each precision, "bfloat16" or "quaver RECIPE", on the same inputs.
 
     The inputs [B, T, D] are float32, as the residual stream is. The gradient of the output is as small as a mean over
@@ -78,7 +78,9 @@ def make_steps(
     sources = Rotation(lambda: random().requires_grad_(), 4 * tokens * model.dim, device)
     direction = random() / tokens
     return {
-        precision: Step(build_subject(model, precision, seq_len, device, compiled=compiled), sources, direction)
+        precision: OptimizerStep(
+            build_subject(model, precision, seq_len, device, compiled=compiled), sources, direction
+        )
         for precision in precisions
     }
 

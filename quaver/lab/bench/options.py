@@ -47,7 +47,7 @@ class BenchOptions(Settings):
     @property
     def benchmark(self) -> str:
         """The verb."""
-        return type(self).__name__.lower()
+        return type(self).__name__.removesuffix("Benchmark").lower()
 
     @property
     def torch_device(self) -> torch.device:

@@ -44,7 +44,7 @@ class RooflineSettings:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class RooflinePrediction:
     """The layers of one shape of a model on one device with one recipe, each with an input of its own."""
 
     model: str
@@ -86,7 +86,7 @@ class Roofline:
     """All predictions."""
 
     settings: RooflineSettings
-    layers: tuple[Prediction, ...]
+    layers: tuple[RooflinePrediction, ...]
     totals: tuple[Total, ...]
 
     def write(self, folder: Path) -> list[Path]:
@@ -128,12 +128,12 @@ def recipes_of(names: Sequence[str]) -> tuple[str, ...]:
 def predict(settings: RooflineSettings) -> Roofline:
     """Predict the models' layers and their sums."""
     m, microbatches = settings.tokens, settings.microbatches
-    layers: list[Prediction] = []
+    layers: list[RooflinePrediction] = []
     totals = []
     for spec, recipe, model in product(settings.devices, settings.recipes, settings.models):
         for name, (k, n) in merged_names(model).items():
             cost = linear_cost(m, k, n, recipe, spec, microbatches=microbatches)
-            layers.append(Prediction(model.name, name, m, k, n, spec.name, recipe, cost))
+            layers.append(RooflinePrediction(model.name, name, m, k, n, spec.name, recipe, cost))
         totals.append(_total(model, recipe, spec, m, microbatches))
     return Roofline(settings, tuple(layers), tuple(totals))
 
@@ -161,7 +161,7 @@ def _total(model: ModelLayers, recipe: str, spec: DeviceSpec, tokens: int, micro
     return Total(model.name, spec.name, recipe, bfloat16, alone, shared)
 
 
-def _csv_row(layer: Prediction) -> dict[str, Any]:
+def _csv_row(layer: RooflinePrediction) -> dict[str, Any]:
     """Times in microseconds; the parts of each precision follow the sums."""
     cost = layer.cost
     row: dict[str, Any] = {name: getattr(layer, name) for name in ("m", "k", "n", "device", "recipe")}

@@ -21,7 +21,7 @@ _ROWWISE_PARALLEL = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True)
-class Layer:
+class LinearGroup:
     """`count` linears of `k` inputs and `n` outputs on one GPU; `input_readers` of them share an input's casts."""
 
     name: str
@@ -37,7 +37,7 @@ class ModelLayers:
     """All linears of a model, and their share of its training FLOPs; the rest is attention."""
 
     name: str
-    layers: tuple[Layer, ...]
+    layers: tuple[LinearGroup, ...]
     linear_flops_share: float
 
 
@@ -80,11 +80,11 @@ def _layers(name: str, shape: Model, float8: Float8, *, seq_len: int, split: int
     return ModelLayers(name, layers, flops / training_flops_per_token(shape, seq_len))
 
 
-def _layer(linear: LayerReport, readers: int, split: int) -> Layer:
+def _layer(linear: LayerReport, readers: int, split: int) -> LinearGroup:
     leaf = linear.name.rpartition(".")[2]
     k, n = linear.in_features, linear.out_features
     k, n = (k // split, n) if leaf in _ROWWISE_PARALLEL else (k, n // split)
-    return Layer(leaf, k, n, 0, linear.converted, readers)
+    return LinearGroup(leaf, k, n, 0, linear.converted, readers)
 
 
 def _input_of(linear: LayerReport) -> tuple[str, object]:

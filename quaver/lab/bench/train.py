@@ -37,7 +37,7 @@ Subject = tuple[RunSetup, list[Planned]]
 
 
 @dataclass(frozen=True)
-class Train(Recipes, BenchOptions):
+class TrainBenchmark(Recipes, BenchOptions):
     """Steps of quaver train in high precision and in each recipe. The flags of quaver train are accepted too; the
     default config is train_configs/llama3_debug.toml.
     """

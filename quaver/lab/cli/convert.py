@@ -20,7 +20,7 @@ WAYS = {
 
 
 @dataclass(frozen=True)
-class Import(Settings):
+class HFToQuaver(Settings):
     """Convert a Hugging Face folder into a checkpoint for --checkpoint.initial_load_path."""
 
     hf_folder: str = argument("a folder with config.json and *.safetensors")
@@ -29,7 +29,7 @@ class Import(Settings):
 
 
 @dataclass(frozen=True)
-class Export(Settings):
+class QuaverToHF(Settings):
     """Convert a checkpoint into a folder that transformers' from_pretrained loads."""
 
     checkpoint: str = argument("a run of quaver train, a step-... folder of it, or the output of hf-to-quaver")
@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
 
 
 def _import(argv: list[str]) -> None:
-    options = parse_options(Import, argv, prog="quaver convert hf-to-quaver HF_FOLDER OUT")
+    options = parse_options(HFToQuaver, argv, prog="quaver convert hf-to-quaver HF_FOLDER OUT")
     out = expanded(options.out)
     with working(f"writing {out}"):
         model = import_hf(expanded(options.hf_folder), out, options.dtype)
@@ -62,7 +62,7 @@ def _import(argv: list[str]) -> None:
 
 
 def _export(argv: list[str]) -> None:
-    options = parse_options(Export, argv, prog="quaver convert quaver-to-hf CHECKPOINT OUT")
+    options = parse_options(QuaverToHF, argv, prog="quaver convert quaver-to-hf CHECKPOINT OUT")
     out = expanded(options.out)
     with working(f"writing {out}"):
         found = export_hf(

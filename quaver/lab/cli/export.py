@@ -13,7 +13,7 @@ from quaver.export.files import CONFIG
 from quaver.export.folders import check_new
 from quaver.export.formats import COMPRESSED_TENSORS, FORMATS
 from quaver.export.load import Float8Checkpoint
-from quaver.export.source import DEFAULT_FILTER, Source, huggingface_source
+from quaver.export.source import DEFAULT_FILTER, ExportSource, huggingface_source
 from quaver.lab.bench.working import working
 from quaver.lab.cli.errors import bad_input
 from quaver.lab.recorder.byte_sizes import parse_bytes
@@ -25,7 +25,7 @@ from quaver.lab.trainer.huggingface.float8 import run_source
 
 
 @dataclass(frozen=True)
-class Export(Settings):
+class ExportOptions(Settings):
     """Write the float8 weights of a model, with the codes and scales of its training forward, as a folder that
     transformers, vLLM and SGLang load, or as a file that ComfyUI loads.
     """
@@ -68,7 +68,7 @@ class Export(Settings):
 def run(argv: list[str]) -> int:
     """Export as `argv` says; 0 when done, 2 for bad input, 4 where the result cannot be written."""
     with bad_input():
-        options = parse_options(Export, argv, prog="quaver export SOURCE TARGET")
+        options = parse_options(ExportOptions, argv, prog="quaver export SOURCE TARGET")
         target = expanded(options.target)
         if FORMATS[options.format].is_file:
             of_folder = ("tokenizer", "measure_tokens", "max_shard_size", "kv_scales")
@@ -92,7 +92,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _source(options: Export) -> Source:
+def _source(options: ExportOptions) -> ExportSource:
     path = expanded(options.source)
     checkpoint = checkpoint_of(path)
     if checkpoint is not None:
@@ -110,7 +110,7 @@ def _source(options: Export) -> Source:
     return huggingface_source(path, recipe=options.recipe, filter_fqns=options.filter_fqns)
 
 
-def _save(options: Export, source: Source, target: Path) -> Float8Weights:
+def _save(options: ExportOptions, source: ExportSource, target: Path) -> Float8Weights:
     if options.kv_scales is not None:
         scales = Float8Checkpoint(expanded(options.kv_scales), torch.float32).kv_scales
         if not scales:

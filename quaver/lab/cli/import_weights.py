@@ -14,7 +14,7 @@ from quaver.lab.settings.flags import parse_options
 
 
 @dataclass(frozen=True)
-class Import(Settings):
+class ImportOptions(Settings):
     """Dequantize a float8 checkpoint, in a layout that docs/export.md lists, into a folder or a file to train from."""
 
     source: str = argument("a folder with config.json and *.safetensors, or a .safetensors file such as ComfyUI's")
@@ -29,7 +29,7 @@ class Import(Settings):
 def run(argv: list[str]) -> int:
     """Import as `argv` says; 0 when done, 2 for bad input, 4 where the result cannot be written."""
     with bad_input():
-        options = parse_options(Import, argv, prog="quaver import SOURCE TARGET")
+        options = parse_options(ImportOptions, argv, prog="quaver import SOURCE TARGET")
         target, limit = expanded(options.target), parse_bytes(options.max_shard_size, "--max-shard-size")
         dtype = getattr(torch, options.dtype)
         with working(f"writing {target}"):

@@ -22,7 +22,7 @@ from quaver.lab.plan.layouts import Layouts, layouts_of, precisions_of
 from quaver.lab.plan.limits import limits_in_words, links_of
 from quaver.lab.plan.peak import share_of_peak
 from quaver.lab.plan.picture import draw_step
-from quaver.lab.plan.search import Found, Row, search, simulated
+from quaver.lab.plan.search import FittingLayout, Found, search, simulated
 from quaver.lab.plan.step import Costs
 from quaver.lab.plan.unmodelled import unmodelled
 from quaver.lab.plan.write import check_target, write_run
@@ -250,7 +250,7 @@ def _batches(options: PlanOptions, config: TrainConfig, layouts: Layouts, found:
 _REDUCED = {"": "", "every": "", "last": " L", "last_all_reduce": " A"}
 
 
-def _cells(number: int, row: Row, cluster: Cluster) -> tuple[str, ...]:
+def _cells(number: int, row: FittingLayout, cluster: Cluster) -> tuple[str, ...]:
     waits = 1 - row.timeline.busy_s("compute") / row.timeline.seconds
     layout = row.candidate.layout
     return (
@@ -278,7 +278,7 @@ def _product(degree: int, other: int) -> str:
     return f"{degree}x{other}" if other > 1 else str(degree)
 
 
-def _explained(row: Row, limits: list[str], options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:
+def _explained(row: FittingLayout, limits: list[str], options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:
     yield f"row {options.explain}: {row.candidate.precision}, {row.candidate.words}"
     yield from (f"  {sentence}" for sentence in limits)
     numbers = ("sent GB", "busy s", "hidden s", "waited for s")
@@ -301,7 +301,7 @@ def _explained(row: Row, limits: list[str], options: PlanOptions, cluster: Clust
         yield _counted(row, cluster)
 
 
-def _counted(row: Row, cluster: Cluster) -> str:
+def _counted(row: FittingLayout, cluster: Cluster) -> str:
     """The times of a row's block and step by the kernels that are counted, beside those by formulas."""
     try:
         with working("compiling the block of the row"):
@@ -341,7 +341,7 @@ def _write(options: PlanOptions, found: Found, limits: list[list[str]], cluster:
         print(f"saved {file}")
 
 
-def _json_of(row: Row, limits: list[str], cluster: Cluster) -> dict[str, Any]:
+def _json_of(row: FittingLayout, limits: list[str], cluster: Cluster) -> dict[str, Any]:
     return {
         "precision": row.candidate.precision,
         "mesh": row.candidate.layout.mesh,

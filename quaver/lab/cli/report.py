@@ -19,7 +19,7 @@ _PAGE = "report.html"
 
 
 @dataclass(frozen=True)
-class Options(Settings):
+class ReportOptions(Settings):
     """Show what happened in a run, whether its float8 numerics are healthy, and if not, which layer and since when:
     as a page that needs no network, and in a few lines here. Several runs stand side by side.
     """
@@ -38,7 +38,7 @@ class Options(Settings):
 def run(argv: list[str]) -> int:
     """Print and write the report of runs; 0, 2 for bad input, 4 where a file cannot be written."""
     with bad_input():
-        options = parse_options(Options, argv, prog="quaver report RUN [RUN2 ...]")
+        options = parse_options(ReportOptions, argv, prog="quaver report RUN [RUN2 ...]")
         paths = [expanded(each) for each in options.runs]
         with working("reading runs"):
             runs = read_runs(paths)

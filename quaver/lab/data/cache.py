@@ -11,8 +11,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from quaver.lab.data.progress import Advance, CacheProgress
-from quaver.lab.data.source import Source
-from quaver.lab.data.token_files import ENTRY, FORMAT, DamagedEntryError, Entry, check_content, open_entry, writing
+from quaver.lab.data.source import TextSource
+from quaver.lab.data.token_files import ENTRY, FORMAT, CacheEntry, DamagedEntryError, check_content, open_entry, writing
 from quaver.lab.data.tokenizer import Tokenizer
 from quaver.lab.settings import require
 from quaver.lab.settings.fields import expanded
@@ -35,7 +35,7 @@ class TokenCache:
         """The place of the entry."""
         return self.folder / self.key
 
-    def get(self, build: Build, label: str, total_bytes: int, *, check: bool = False) -> Entry:
+    def get(self, build: Build, label: str, total_bytes: int, *, check: bool = False) -> CacheEntry:
         """Return the entry, made by `build` if it is not there; `label` is shown meanwhile.
 
         Of several processes that ask at once, one builds. A damaged entry is made again: one whose entry.json or sizes
@@ -67,7 +67,7 @@ class TokenCache:
             lock.release()
         return entry
 
-    def _open(self, check: bool, progress: CacheProgress) -> Entry | None:
+    def _open(self, check: bool, progress: CacheProgress) -> CacheEntry | None:
         try:
             entry = open_entry(self.entry_folder)
             for name in ("vocab_size", "eos_id"):
@@ -109,7 +109,7 @@ class TokenCache:
             _remove(partial)
 
 
-def cache_key(source: Source, tokenizer: Tokenizer) -> str:
+def cache_key(source: TextSource, tokenizer: Tokenizer) -> str:
     """Return the name of the entry: it changes with the files (names, sizes, times), the tokenizer, and the format."""
     identity = json.dumps([FORMAT, source.identity, tokenizer.digest])
     return hashlib.sha256(identity.encode()).hexdigest()[:32]

@@ -10,8 +10,8 @@ from quaver.lab.data.cache import TokenCache, cache_folder, cache_key
 from quaver.lab.data.documents import SPLITS, STDLIB, Account, Piece, refusal
 from quaver.lab.data.progress import Advance, CacheProgress
 from quaver.lab.data.samples import TokenData
-from quaver.lab.data.source import Source, find_source
-from quaver.lab.data.token_files import FORMAT, Entry, split_writers, token_dtype, write_about, writing
+from quaver.lab.data.source import TextSource, find_source
+from quaver.lab.data.token_files import FORMAT, CacheEntry, split_writers, token_dtype, write_about, writing
 from quaver.lab.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from quaver.lab.settings import Data, TrainConfig
 
@@ -51,7 +51,7 @@ def load_data(config: TrainConfig, progress: CacheProgress | None = None, *, che
     )
 
 
-def _build(folder: Path, source: Source, tokenizer: Tokenizer, data: Data, advance: Advance) -> None:
+def _build(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Data, advance: Advance) -> None:
     account = Account(refuse=data.on_corrupt == "refuse")
     dtype = token_dtype(tokenizer.vocab_size)
     with split_writers(folder, dtype) as writers:
@@ -93,7 +93,7 @@ def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     yield batch
 
 
-def _check_enough(entry: Entry, data: Data, seq_len: int) -> None:
+def _check_enough(entry: CacheEntry, data: Data, seq_len: int) -> None:
     corrupt, places = entry.about["corrupt"], entry.about["corrupt_places"]
     skipped = f"; {corrupt} corrupt were skipped, the first at {places[0]}" if corrupt else ""
     if not any(len(split.ends) for split in entry.splits.values()):
@@ -107,7 +107,7 @@ def _check_enough(entry: Entry, data: Data, seq_len: int) -> None:
             )
 
 
-def _origin(entry: Entry, source: Source, data: Data, cache: TokenCache) -> dict[str, Any]:
+def _origin(entry: CacheEntry, source: TextSource, data: Data, cache: TokenCache) -> dict[str, Any]:
     about = entry.about
     origin: dict[str, Any] = {
         "path": data.path,

@@ -12,7 +12,7 @@ from quaver.lab.settings import Data
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """`files` are read; `other_files` counts those in the same folder that are not."""
 
     path: str
@@ -46,7 +46,7 @@ class Source:
                 yield Piece(split_of(text), text)
 
 
-def find_source(data: Data) -> Source:
+def find_source(data: Data) -> TextSource:
     """Return the source that `data` names. Only the list of files is read.
 
     Raises:
@@ -60,7 +60,7 @@ def find_source(data: Data) -> Source:
     if not found:
         data.require_default("field", unless="data.path has JSONL or Parquet files", fix="plain text has no fields")
     read = found or files
-    return Source(data.path, data.field, tuple(read), bool(found), len(files) - len(read))
+    return TextSource(data.path, data.field, tuple(read), bool(found), len(files) - len(read))
 
 
 def split_of(text: str) -> str:

@@ -135,7 +135,7 @@ _ABOUT = TypeAdapter(_About)
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """An opened entry. Its splits are memory-mapped, so only the tokens that are used are read."""
 
     splits: dict[str, TokenSplit]
@@ -154,7 +154,7 @@ def write_about(folder: Path, about: dict[str, Any]) -> None:
         os.fsync(opened.fileno())
 
 
-def open_entry(folder: Path) -> Entry:
+def open_entry(folder: Path) -> CacheEntry:
     """Open the entry in `folder`. Reads entry.json and the sizes of the files, not the files.
 
     Raises:
@@ -176,7 +176,7 @@ def open_entry(folder: Path) -> Entry:
             splits[split] = TokenSplit(tokens, _mapped(folder / f"{split}.ends", ENDS_DTYPE, expected["ends"]["items"]))
     except (ValueError, FileNotFoundError) as error:
         raise DamagedEntryError(str(error).rstrip("; ")) from error
-    return Entry(splits, about)
+    return CacheEntry(splits, about)
 
 
 def _mapped(path: Path, dtype: "np.dtype[Any]", items: int) -> Tokens:
@@ -186,7 +186,7 @@ def _mapped(path: Path, dtype: "np.dtype[Any]", items: int) -> Tokens:
     return np.memmap(path, dtype=dtype, mode="r") if items else np.empty(0, dtype)
 
 
-def check_content(folder: Path, entry: Entry, vocab_size: int) -> None:
+def check_content(folder: Path, entry: CacheEntry, vocab_size: int) -> None:
     """Read every file of the entry. Raises DamagedEntryError for another sha256, or for impossible numbers."""
     for split, found in entry.splits.items():
         for part in PARTS:

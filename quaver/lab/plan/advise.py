@@ -42,7 +42,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Row:
+class AdvisedSetting:
     """One setting of the run."""
 
     change: str
@@ -67,7 +67,7 @@ class Row:
 class Advice:
     """The settings that were tried, the configured one first."""
 
-    rows: list[Row]
+    rows: list[AdvisedSetting]
     fit_bytes: int | None
     best: int | None
     """The row of the fastest setting that fits; None if none does, or without `fit_bytes`."""
@@ -104,7 +104,7 @@ def advise(
         NotImplementedError: the configured run cannot be predicted.
     """
     spec = _spec(device, is_needed=fit_bytes is not None)
-    search = _Search(config, ranks, fit_bytes, spec, progress or (lambda words: None), quick=quick)
+    search = _AdviceSearch(config, ranks, fit_bytes, spec, progress or (lambda words: None), quick=quick)
     search.try_singly()
     best = None if fit_bytes is None else search.fastest_that_fits()
     rows = search.rows
@@ -113,7 +113,7 @@ def advise(
     return Advice(rows, fit_bytes, best, nearest, None if spec is None else spec.name, search.notes)
 
 
-class _Search:
+class _AdviceSearch:
     """Settings tried so far; each is predicted once."""
 
     def __init__(
@@ -126,7 +126,7 @@ class _Search:
         *,
         quick: bool,
     ) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[AdvisedSetting] = []
         self.notes = [TIMES, LESS_PRECISE]
         self.notes += [f"times on {spec.name}: {sustained_in_words(spec)}"] if spec is not None else []
         self.notes += ["peaks are estimated, within 10%"] if quick else []
@@ -198,11 +198,11 @@ class _Search:
         fits = None if self._fit_bytes is None else peak_bytes <= self._fit_bytes
         self._tried[config] = len(self.rows)
         difference = peak_bytes - (configured or 0)
-        self.rows.append(Row(name, words_of(self._config, config), peak_bytes, difference, cost, "", fits))
+        self.rows.append(AdvisedSetting(name, words_of(self._config, config), peak_bytes, difference, cost, "", fits))
         return len(self.rows) - 1
 
     def _refused(self, name: str, words: str, reason: str) -> int:
-        self.rows.append(Row(name, words, None, None, None, f"not possible: {reason}", None))
+        self.rows.append(AdvisedSetting(name, words, None, None, None, f"not possible: {reason}", None))
         return len(self.rows) - 1
 
     def _cost(self, config: TrainConfig) -> StepCost | None:

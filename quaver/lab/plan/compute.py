@@ -11,7 +11,7 @@ from math import ceil
 from typing import NamedTuple
 
 from quaver.lab.plan.cluster import Cluster
-from quaver.lab.plan.run import EXPERTS, HEAD, Run
+from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.attention import attention_seconds
 from quaver.roofline.block import BlockShape, Both, seconds_between_matmuls
@@ -54,7 +54,7 @@ class BlockTimes(NamedTuple):
     recomputed: float
 
 
-def weights_of_block(run: Run) -> dict[str, tuple[int, int]]:
+def weights_of_block(run: PlannedRun) -> dict[str, tuple[int, int]]:
     """In- and out-features of each linear of a block, whole, without routed experts."""
     model = run.model
     queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
@@ -67,19 +67,19 @@ def weights_of_block(run: Run) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def dense_parameters(run: Run) -> int:
+def dense_parameters(run: PlannedRun) -> int:
     """Parameters of a block that one tensor parallel rank has, without routed experts, norms included."""
     weights = sum(inputs * outputs for inputs, outputs in weights_of_block(run).values())
     return weights // run.tensor + 2 * run.model.dim
 
 
-def expert_parameters(run: Run) -> int:
+def expert_parameters(run: PlannedRun) -> int:
     """Parameters of the routed experts of a block that one expert parallel rank has."""
     model = run.model
     return model.n_experts * 3 * model.dim * model.hidden_dim // run.expert
 
 
-def held_parameters(run: Run) -> float:
+def held_parameters(run: PlannedRun) -> float:
     """The parameters of which one rank holds the optimizer's states."""
     model = run.model
     tables = 1 if model.tie_word_embeddings else 2
@@ -88,7 +88,7 @@ def held_parameters(run: Run) -> float:
     return (dense + experts) / (run.shard * run.context)
 
 
-def block_times(run: Run, cluster: Cluster) -> BlockTimes:
+def block_times(run: PlannedRun, cluster: Cluster) -> BlockTimes:
     """The times of one block and micro-batch."""
     linears = {name: linear_time(run, name, *sizes, cluster) for name, sizes in weights_of_block(run).items()}
     spec, model, share = cluster.spec, run.model, run.tokens / run.tensor
@@ -117,7 +117,7 @@ def block_times(run: Run, cluster: Cluster) -> BlockTimes:
     )
 
 
-def recomputed_flops(run: Run) -> int:
+def recomputed_flops(run: PlannedRun) -> int:
     """The FLOPs of matmuls and attention that the backward of a checkpointed block recomputes for one token.
 
     The same matmuls as in `block_times`. All of attention counts, although a causal kernel may skip half of it.
@@ -132,7 +132,7 @@ def recomputed_flops(run: Run) -> int:
     }[run.checkpointing]
 
 
-def linear_time(run: Run, name: str, inputs: int, outputs: int, cluster: Cluster) -> LinearTime:
+def linear_time(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: Cluster) -> LinearTime:
     """One linear for one micro-batch, this rank's share: the mean over all blocks, in some of which it may be float8.
 
     Under a float8 gather its weight comes as codes.
@@ -196,7 +196,7 @@ def _as_in_torchao(time: LinearTime, sizes: tuple[int, int, int], spec: DeviceSp
     )
 
 
-def expert_times(run: Run, cluster: Cluster) -> Both:
+def expert_times(run: PlannedRun, cluster: Cluster) -> Both:
     """The grouped matmuls of this rank's experts, with tokens spread evenly, and their permutation."""
     model, spec = run.model, cluster.spec
     local, rows = model.n_experts // run.expert, run.tokens * model.top_k
@@ -212,7 +212,7 @@ def expert_times(run: Run, cluster: Cluster) -> Both:
     return Both(forward + permuted_s, backward + permuted_s)
 
 
-def head_times(run: Run, cluster: Cluster) -> Both:
+def head_times(run: PlannedRun, cluster: Cluster) -> Both:
     """The output projection and the loss."""
     model = run.model
     time = linear_time(run, HEAD, model.dim, model.vocab_size, cluster)
@@ -223,7 +223,7 @@ def head_times(run: Run, cluster: Cluster) -> Both:
     return Both(forward / cluster.sustained + loss[0], (time.total_s - forward) / cluster.sustained + loss[1])
 
 
-def embedding_times(run: Run, cluster: Cluster) -> Both:
+def embedding_times(run: PlannedRun, cluster: Cluster) -> Both:
     """The embedding: its rows are read and written, its gradient is zeroed and added to."""
     model, spec = run.model, cluster.spec
     rows = run.tokens * model.dim * 2 * run.residual_bytes
@@ -240,7 +240,7 @@ def _output_s(time: LinearTime | None) -> float:
     return 0.0 if time is None else time.output_s
 
 
-def _storing_s(run: Run, cluster: Cluster) -> float:
+def _storing_s(run: PlannedRun, cluster: Cluster) -> float:
     """Casts of what is stored in float8, and back: 3 bytes an element each way."""
     model = run.model
     kept = 2 * model.dim + model.head_dim * (2 * model.n_heads + 2 * model.n_kv_heads) + 2 * model.hidden_dim

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quaver.lab.bench.ledger.entries import Entry, entries_of
+from quaver.lab.bench.ledger.entries import LedgerEntry, entries_of
 from quaver.lab.bench.ledger.subjects import check_triton
 from quaver.lab.bench.ledger.times import seconds_of
 from quaver.lab.memory.compiling.gpu_code import GPUS, record_compiled
@@ -20,7 +20,7 @@ from quaver.lab.memory.faking.gpu import as_on_a_gpu
 from quaver.lab.memory.runs.predict import fake_run, with_depth
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import BlockTimes, linear_time, weights_of_block
-from quaver.lab.plan.run import Run
+from quaver.lab.plan.run import PlannedRun
 from quaver.lab.plan.step import Costs
 from quaver.lab.settings import ActivationCheckpoint, TrainConfig
 from quaver.roofline.device_specs import DeviceSpec
@@ -40,7 +40,7 @@ def check_counts_for(spec: DeviceSpec) -> None:
         raise NotImplementedError(f"--ledger: expected a GPU that is one of {', '.join(GPUS)}, got {spec.name}")
 
 
-def counted_costs(config: TrainConfig, ranks: int, run: Run, cluster: Cluster) -> Costs:
+def counted_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Cluster) -> Costs:
     """The costs of a run's micro-batch, with its block counted; seconds to compile it.
 
     Args:
@@ -68,7 +68,7 @@ def counted_costs(config: TrainConfig, ranks: int, run: Run, cluster: Cluster) -
     return modelled._replace(block=BlockTimes(forward, backward, again))
 
 
-def block_entries(config: TrainConfig, ranks: int, spec: DeviceSpec) -> tuple[Entry, ...]:
+def block_entries(config: TrainConfig, ranks: int, spec: DeviceSpec) -> tuple[LedgerEntry, ...]:
     """The launches of one compiled block of the first rank, not checkpointed, without collectives.
 
     Raises:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import NamedTuple
 
-from quaver.lab.plan.run import SEVEN, Run
+from quaver.lab.plan.run import SEVEN, PlannedRun
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import LinearCasts, OperandCasts
 
@@ -32,12 +32,12 @@ class Exchange(NamedTuple):
     stride: int
 
 
-def exchanges_of_block(run: Run, *, backward: bool) -> list[Exchange]:
+def exchanges_of_block(run: PlannedRun, *, backward: bool) -> list[Exchange]:
     """The collectives of a block's forward, or of its backward with what that recomputes."""
     return [*_tensor_parallel(run, backward), *_context_parallel(run, backward), *_expert_parallel(run, backward)]
 
 
-def exchanges_at_the_ends(run: Run) -> tuple[dict[bool, list[Exchange]], dict[bool, list[Exchange]]]:
+def exchanges_at_the_ends(run: PlannedRun) -> tuple[dict[bool, list[Exchange]], dict[bool, list[Exchange]]]:
     """The exchanges of tensor parallel ranks at the embedding and at the output projection: forward, and backward
     (True).
 
@@ -60,7 +60,7 @@ def exchanges_at_the_ends(run: Run) -> tuple[dict[bool, list[Exchange]], dict[bo
     return embedding, head
 
 
-def _tensor_parallel(run: Run, backward: bool) -> Iterator[Exchange]:
+def _tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
     """Sequence parallel ranks gather the inputs of a block's halves, and scatter their outputs; so with gradients.
 
     What a checkpoint recomputes gathers again. "op" saves what was scattered.
@@ -109,7 +109,7 @@ def _gathered_bytes(casts: OperandCasts | None, tokens: int, dim: int, ranks: in
     return [elements]
 
 
-def _amaxes(run: Run, casts: LinearCasts) -> tuple[tuple[int, int], tuple[int, int]]:
+def _amaxes(run: PlannedRun, casts: LinearCasts) -> tuple[tuple[int, int], tuple[int, int]]:
     """All-reduces of amaxes, and their elements: in the forward, and in the backward.
 
     Ranks agree on the scale of what is split between them: of a whole tensor, or of dot products along a split dim.
@@ -153,7 +153,7 @@ def _amaxes(run: Run, casts: LinearCasts) -> tuple[tuple[int, int], tuple[int, i
     return (forward[0], forward[1]), (backward[0], backward[1])
 
 
-def _context_parallel(run: Run, backward: bool) -> Iterator[Exchange]:
+def _context_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
     """Keys and values of all parts of the sequence; their gradients are scattered back."""
     if run.context == 1:
         return
@@ -163,7 +163,7 @@ def _context_parallel(run: Run, backward: bool) -> Iterator[Exchange]:
         yield Exchange("reduce_scatter", keys, 1, run.context, run.tensor)
 
 
-def _expert_parallel(run: Run, backward: bool) -> Iterator[Exchange]:
+def _expert_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
     """Tokens go to the ranks of their experts and come back, after how many each gets; so do their gradients."""
     if run.expert == 1:
         return

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from quaver.lab.plan.cluster import NETWORK, NVLINK, Cluster
 from quaver.lab.plan.peak import float8_flops_per_token, flops_per_token
 from quaver.lab.plan.saving import written_s
-from quaver.lab.plan.search import Row, in_bfloat16
-from quaver.lab.plan.simulate import COMPUTE, Timeline
+from quaver.lab.plan.search import FittingLayout, in_bfloat16
+from quaver.lab.plan.simulate import COMPUTE, SimulatedTimeline
 
 WORDS = {
     "all_gather": "all-gathers",
@@ -33,7 +33,7 @@ class Link:
     """How long it works while nothing is computed."""
 
 
-def links_of(timeline: Timeline) -> list[Link]:
+def links_of(timeline: SimulatedTimeline) -> list[Link]:
     """The links of a step."""
     found = []
     for name in timeline.streams:
@@ -42,7 +42,7 @@ def links_of(timeline: Timeline) -> list[Link]:
     return found
 
 
-def limits_in_words(row: Row, cluster: Cluster) -> list[str]:
+def limits_in_words(row: FittingLayout, cluster: Cluster) -> list[str]:
     """Sentences: what the GPU computes, what is hidden behind it, what is not, and what float8 gains."""
     timeline, whole = row.timeline, row.timeline.seconds
     kinds = [kind for kind in WORDS if any(span.task.kind == kind for span in timeline.spans)]
@@ -61,7 +61,7 @@ def limits_in_words(row: Row, cluster: Cluster) -> list[str]:
     return [*sentences, *gain_in_words(row, cluster)]
 
 
-def gain_in_words(row: Row, cluster: Cluster) -> list[str]:
+def gain_in_words(row: FittingLayout, cluster: Cluster) -> list[str]:
     """The gain of float8 in this layout, and why not more; nothing for bfloat16."""
     if row.run.recipe is None:
         return []

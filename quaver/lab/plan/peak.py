@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from quaver.lab.plan.compute import weights_of_block
-from quaver.lab.plan.run import EXPERTS, HEAD, Run
+from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.scaled_matmul import kinds_of_matmuls
 
 
-def flops_per_token(run: Run) -> float:
+def flops_per_token(run: PlannedRun) -> float:
     """FLOPs of forward and backward for one token: 6 for each weight that it is multiplied with, and attention's.
 
     Attention counts as its causal half, which is what kernels compute; `training_flops_per_token` of the trainer counts
@@ -20,7 +20,7 @@ def flops_per_token(run: Run) -> float:
     return model.n_layers * (6 * weights + attention) + 6 * model.dim * model.vocab_size
 
 
-def float8_flops_per_token(run: Run) -> float:
+def float8_flops_per_token(run: PlannedRun) -> float:
     """FLOPs of matmuls in float8, forward and backward."""
     if run.recipe is None:
         return 0
@@ -31,7 +31,7 @@ def float8_flops_per_token(run: Run) -> float:
     return 2 * len(kinds_of_matmuls(run.precision)) * weights
 
 
-def share_of_peak(run: Run, seconds: float, spec: DeviceSpec) -> float:
+def share_of_peak(run: PlannedRun, seconds: float, spec: DeviceSpec) -> float:
     """The least time of a step's matmuls, each at the data sheet's peak of its own precision, over `seconds`.
 
     Raises:
@@ -49,5 +49,5 @@ def share_of_peak(run: Run, seconds: float, spec: DeviceSpec) -> float:
     return share
 
 
-def _expert_weights(run: Run) -> int:
+def _expert_weights(run: PlannedRun) -> int:
     return 3 * run.model.dim * run.model.hidden_dim if run.model.n_experts else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quaver.lab.plan.simulate import Timeline
+from quaver.lab.plan.simulate import SimulatedTimeline
 
 COLORS = {
     "forward": "#4c78a8",
@@ -21,7 +21,7 @@ _ZOOM = 0.08
 """The share of the step that the second row of the picture shows, around the end of the forward."""
 
 
-def draw_step(timeline: Timeline, path: Path, *, title: str) -> None:
+def draw_step(timeline: SimulatedTimeline, path: Path, *, title: str) -> None:
     """Write a PNG: each stream's tasks over milliseconds, colored by kind; below, a short part of the step."""
     from matplotlib.figure import Figure
 

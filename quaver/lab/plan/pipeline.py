@@ -11,8 +11,8 @@ from dataclasses import replace
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import block_times, embedding_times, head_times, held_parameters
 from quaver.lab.plan.exchanges import exchanges_at_the_ends
-from quaver.lab.plan.run import Run
-from quaver.lab.plan.simulate import COMPUTE, Step, Task, simulate
+from quaver.lab.plan.run import PlannedRun
+from quaver.lab.plan.simulate import COMPUTE, SimulatedStep, Task, simulate
 from quaver.lab.plan.step import GRADIENT_BYTES, block_groups, block_tasks
 from quaver.roofline.matmul import moved_s
 
@@ -44,7 +44,7 @@ def orders(stages: int, parts: int, micro_batches: int, stage: int) -> list[tupl
     return turns + [turn(number, True) for number in range(total - ahead, total)]
 
 
-def pipeline_step(run: Run, cluster: Cluster) -> Step:
+def pipeline_step(run: PlannedRun, cluster: Cluster) -> SimulatedStep:
     """The tasks of a step of the first rank of every stage.
 
     Raises:
@@ -56,7 +56,7 @@ def pipeline_step(run: Run, cluster: Cluster) -> Step:
     for stage in range(stages):
         _stage(run, cluster, stage, seconds, made)
     numbers = {key: number for number, key in enumerate(made)}
-    step = Step()
+    step = SimulatedStep()
     for (what, stage, part, micro_batch), (stream, took, after, kind) in made.items():
         name = f"stage {stage}: {what} of part {part}, micro-batch {micro_batch}"
         step.tasks.append(Task(name, f"{stream}@{stage}", took, tuple(sorted(numbers[key] for key in after)), kind))
@@ -69,7 +69,7 @@ def pipeline_step(run: Run, cluster: Cluster) -> Step:
     return step
 
 
-def _seconds(run: Run, cluster: Cluster) -> dict[str, float]:
+def _seconds(run: PlannedRun, cluster: Cluster) -> dict[str, float]:
     """Seconds of one part of a stage and micro-batch, of the model's ends, and of collectives."""
     blocks = run.model.n_layers / (run.pipeline * run.virtual)
     times, one = block_times(run, cluster), replace(run, pipeline=1)
@@ -104,7 +104,7 @@ def _seconds(run: Run, cluster: Cluster) -> dict[str, float]:
 
 
 def _stage(
-    run: Run,
+    run: PlannedRun,
     cluster: Cluster,
     stage: int,
     seconds: dict[str, float],

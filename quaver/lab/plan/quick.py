@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.peak import share_of_peak
-from quaver.lab.plan.run import Run
+from quaver.lab.plan.run import PlannedRun
 from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import Costs, training_step
 
 _DEPTHS = (2, 4)
 
 
-def quick_seconds(run: Run, cluster: Cluster, costs: Costs | None = None) -> float:
+def quick_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> float:
     """The seconds of `simulate(training_step(run, cluster, costs))`.
 
     Args:
@@ -29,7 +29,7 @@ def quick_seconds(run: Run, cluster: Cluster, costs: Costs | None = None) -> flo
     return seconds
 
 
-def seconds_of_few(run: Run, micro_batches: int, cluster: Cluster, costs: Costs) -> float:
+def seconds_of_few(run: PlannedRun, micro_batches: int, cluster: Cluster, costs: Costs) -> float:
     """The seconds of a step of so many micro-batches, from a few of its blocks."""
     blocks, (shallow, deep) = run.model.n_layers, _DEPTHS
     if blocks <= deep:
@@ -38,14 +38,14 @@ def seconds_of_few(run: Run, micro_batches: int, cluster: Cluster, costs: Costs)
     return few + (blocks - shallow) / (deep - shallow) * (more - few)
 
 
-def least_seconds(run: Run, costs: Costs) -> float:
+def least_seconds(run: PlannedRun, costs: Costs) -> float:
     """The seconds of a step of which nothing but the compute of its micro-batches is waited for."""
     block = costs.block
     blocks = run.model.n_layers * (block.forward + block.backward) + run.checkpointed_blocks * block.recomputed
     return run.micro_batches * (blocks + sum(costs.head) + sum(costs.embedding))
 
 
-def _seconds(run: Run, depth: int, micro_batches: int, cluster: Cluster, costs: Costs) -> float:
+def _seconds(run: PlannedRun, depth: int, micro_batches: int, cluster: Cluster, costs: Costs) -> float:
     checkpointed = round(run.checkpointed_blocks * depth / run.model.n_layers)
     model = replace(run.model, n_layers=depth)
     shallow = replace(run, model=model, checkpointed_blocks=checkpointed, micro_batches=micro_batches)

@@ -31,7 +31,7 @@ _STATE_BYTES = {"AdamW": 8, "Float8AdamW": 2, "Muon": 4, "Float8Muon": 1}
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """The step of one rank: `micro_batches` times forward and backward, and the optimizer.
 
     Degrees are numbers of ranks; `tensor` varies fastest, then `context`, `shard`, `replicate` and `pipeline`. Experts
@@ -135,7 +135,7 @@ def has_one_cast(recipe: Float8LinearRecipeName | str) -> bool:
     return Float8LinearConfig.from_recipe_name(recipe).casts.weight.has_one_set
 
 
-def run_of(config: TrainConfig, layout: ParallelDims) -> Run:
+def run_of(config: TrainConfig, layout: ParallelDims) -> PlannedRun:
     """The run that the trainer would do, from the `config` and `layout` that `resolve` returned.
 
     Raises:
@@ -154,7 +154,7 @@ def run_of(config: TrainConfig, layout: ParallelDims) -> Run:
         )
     every = selected_every(checkpoint.selective_ac_option)
     mode = {"none": "none", "full": "full", "selective": "op" if every is None else "full"}[checkpoint.mode]
-    return Run(
+    return PlannedRun(
         model=config.model,
         seq_len=training.seq_len,
         local_batch=training.local_batch_size,
@@ -195,7 +195,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def float8_shares(config: TrainConfig) -> Mapping[str, float]:
-    """The share of blocks in which each linear is in float8, by its last name: see `Run.in_float8`.
+    """The share of blocks in which each linear is in float8, by its last name: see `PlannedRun.in_float8`.
 
     Raises:
         ValueError: as `convert_model`.

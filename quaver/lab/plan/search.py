@@ -19,8 +19,8 @@ from quaver.lab.plan.estimate import estimated_peak
 from quaver.lab.plan.layouts import Candidate, Layouts
 from quaver.lab.plan.peak import share_of_peak
 from quaver.lab.plan.quick import least_seconds, quick_seconds
-from quaver.lab.plan.run import Run, run_of
-from quaver.lab.plan.simulate import Timeline, simulate
+from quaver.lab.plan.run import PlannedRun, run_of
+from quaver.lab.plan.simulate import SimulatedTimeline, simulate
 from quaver.lab.plan.step import Costs, training_step
 from quaver.lab.settings.parallel_dims import resolve
 
@@ -30,14 +30,14 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Row:
+class FittingLayout:
     """A layout that fits, with its estimated memory and its simulated step."""
 
     candidate: Candidate
-    run: Run
+    run: PlannedRun
     peak_bytes: int
     seconds: float
-    timeline: Timeline
+    timeline: SimulatedTimeline
     """The whole step, or its first micro-batches where it has very many tasks."""
 
     @property
@@ -50,7 +50,7 @@ class Row:
 class Found:
     """The result of a search."""
 
-    rows: list[Row]
+    rows: list[FittingLayout]
     """The fastest first."""
     tried: int
     """Layouts that were compared: those that fit."""
@@ -65,7 +65,7 @@ class Timed:
     """A layout with its estimated memory, and its time where it was simulated."""
 
     candidate: Candidate
-    run: Run
+    run: PlannedRun
     costs: Costs
     peak_bytes: int
     least_seconds_per_token: float
@@ -111,14 +111,14 @@ def search(
     rows = []
     for number, each in enumerate({id(each): each for each in chosen}.values(), 1):
         progress(f"simulating step {number}")
-        rows.append(Row(each.candidate, each.run, each.peak_bytes, *simulated(each.run, cluster)))
+        rows.append(FittingLayout(each.candidate, each.run, each.peak_bytes, *simulated(each.run, cluster)))
     rows.sort(key=lambda row: -row.tokens_per_s)
     return Found(rows, len(fitting), dict(refusals), (candidate, needed))
 
 
 def _estimated(
     candidates: list[Candidate], refusals: Counter[str], progress: Progress
-) -> Iterator[tuple[Candidate, Run, int]]:
+) -> Iterator[tuple[Candidate, PlannedRun, int]]:
     """Yield candidates with their estimated memory; those whose time is not modelled are counted as refused."""
     for number, candidate in enumerate(candidates, 1):
         if number % 50 == 0:
@@ -131,7 +131,7 @@ def _estimated(
         yield candidate, run, estimated_peak(candidate.config, candidate.layout.world_size)
 
 
-def timed(candidate: Candidate, run: Run, peak_bytes: int, cluster: Cluster) -> Timed:
+def timed(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster: Cluster) -> Timed:
     """A candidate with what it computes, timed."""
     costs = Costs.of(run, cluster)
     return Timed(candidate, run, costs, peak_bytes, least_seconds(run, costs) / run.step_tokens)
@@ -161,7 +161,7 @@ def _unlike(layouts: Iterable[Timed]) -> Iterator[Timed]:
             yield each
 
 
-def simulated(run: Run, cluster: Cluster, costs: Costs | None = None) -> tuple[float, Timeline]:
+def simulated(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> tuple[float, SimulatedTimeline]:
     """The seconds of a step, and its timeline: the whole one, or its first micro-batches where it has very many tasks.
 
     Args:
@@ -181,7 +181,7 @@ def simulated(run: Run, cluster: Cluster, costs: Costs | None = None) -> tuple[f
     return seconds, timeline
 
 
-def in_bfloat16(row: Row, cluster: Cluster) -> float:
+def in_bfloat16(row: FittingLayout, cluster: Cluster) -> float:
     """The seconds of the same layout in bfloat16, whether it fits or not."""
     if row.candidate.precision == BFLOAT16:
         return row.seconds

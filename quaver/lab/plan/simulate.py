@@ -44,7 +44,7 @@ class Span:
 
 
 @dataclass
-class Step:
+class SimulatedStep:
     """The tasks of a step, in the order in which a rank issues them."""
 
     tasks: list[Task] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class SimulatedTimeline:
     """The spans of a step, in the order of its tasks."""
 
     spans: tuple[Span, ...]
@@ -124,7 +124,7 @@ def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-def simulate(step: Step, contention: float = CONTENTION) -> Timeline:
+def simulate(step: SimulatedStep, contention: float = CONTENTION) -> SimulatedTimeline:
     """Run the tasks of a step.
 
     Raises:
@@ -132,7 +132,7 @@ def simulate(step: Step, contention: float = CONTENTION) -> Timeline:
     """
     run = _Simulation(step.tasks, contention)
     run.all()
-    return Timeline(tuple(Span(task, run.start[i], run.end[i]) for i, task in enumerate(step.tasks)))
+    return SimulatedTimeline(tuple(Span(task, run.start[i], run.end[i]) for i, task in enumerate(step.tasks)))
 
 
 class _Running:

@@ -30,9 +30,9 @@ from quaver.lab.plan.compute import (
     weights_of_block,
 )
 from quaver.lab.plan.exchanges import Exchange, exchanges_at_the_ends, exchanges_of_block
-from quaver.lab.plan.run import HEAD, Run
+from quaver.lab.plan.run import HEAD, PlannedRun
 from quaver.lab.plan.saving import saving_s
-from quaver.lab.plan.simulate import COMPUTE, STORAGE, Step
+from quaver.lab.plan.simulate import COMPUTE, STORAGE, SimulatedStep
 from quaver.roofline.block import Both
 from quaver.roofline.matmul import moved_s
 
@@ -55,7 +55,7 @@ class _Group(NamedTuple):
     stride: int
 
 
-def block_groups(run: Run) -> list[_Group]:
+def block_groups(run: PlannedRun) -> list[_Group]:
     """The gathers of one block: its own parameters, and split experts on their own mesh."""
     stride, shard = run.tensor, run.shard * run.context  # FSDP2 shards over context parallel ranks too
     dense, experts = dense_parameters(run), expert_parameters(run)
@@ -72,15 +72,15 @@ def block_groups(run: Run) -> list[_Group]:
     ]
 
 
-def block_tasks(run: Run, cluster: Cluster, seconds: float, *, backward: bool) -> Step:
+def block_tasks(run: PlannedRun, cluster: Cluster, seconds: float, *, backward: bool) -> SimulatedStep:
     """The tasks of one block alone, with what its ranks exchange."""
-    step = Step()
+    step = SimulatedStep()
     overlapped = overlapped_kinds(run)
     add_block(step, "block", seconds, exchanges_of_block(run, backward=backward), cluster, overlapped)
     return step
 
 
-def overlapped_kinds(run: Run) -> frozenset[str]:
+def overlapped_kinds(run: PlannedRun) -> frozenset[str]:
     """The kinds of a block's exchanges that overlap with its compute."""
     tensor = {"all_gather", "reduce_scatter"} if run.async_tensor else set()
     if run.casts_gathered and run.recipe is not None:  # the casts wait for the whole
@@ -89,7 +89,12 @@ def overlapped_kinds(run: Run) -> frozenset[str]:
 
 
 def add_block(
-    step: Step, name: str, seconds: float, exchanges: list[Exchange], cluster: Cluster, overlapped: frozenset[str]
+    step: SimulatedStep,
+    name: str,
+    seconds: float,
+    exchanges: list[Exchange],
+    cluster: Cluster,
+    overlapped: frozenset[str],
 ) -> None:
     """Add the compute of a block in two halves, attention and the feed-forward, each between its exchanges.
 
@@ -144,12 +149,12 @@ class Costs(NamedTuple):
     embedding: Both
 
     @classmethod
-    def of(cls, run: Run, cluster: Cluster) -> Costs:
+    def of(cls, run: PlannedRun, cluster: Cluster) -> Costs:
         """By the model of compute.py."""
         return cls(block_times(run, cluster), head_times(run, cluster), embedding_times(run, cluster))
 
 
-def training_step(run: Run, cluster: Cluster, costs: Costs | None = None) -> Step:
+def training_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> SimulatedStep:
     """The tasks of a step of the first rank; of a run without pipeline stages.
 
     Args:
@@ -159,16 +164,16 @@ def training_step(run: Run, cluster: Cluster, costs: Costs | None = None) -> Ste
     """
     if run.pipeline > 1:
         raise ValueError(f"expected a run without pipeline stages, got {run.pipeline}")
-    builder = _Builder(run, cluster, costs or Costs.of(run, cluster))
+    builder = _StepBuilder(run, cluster, costs or Costs.of(run, cluster))
     for number in range(run.micro_batches):
         builder.micro_batch(number)
     builder.end()
     return builder.step
 
 
-class _Builder:
-    def __init__(self, run: Run, cluster: Cluster, costs: Costs) -> None:
-        self.step = Step()
+class _StepBuilder:
+    def __init__(self, run: PlannedRun, cluster: Cluster, costs: Costs) -> None:
+        self.step = SimulatedStep()
         self._run, self._cluster, self._costs = run, cluster, costs
         self._groups = block_groups(run)
         self._exchanges = {back: exchanges_of_block(run, backward=back) for back in (False, True)}
@@ -317,7 +322,7 @@ class _Builder:
                 self._scattered = self._send(f"{name}: all-reduce", reduce, [after])
 
 
-def is_checkpointed(run: Run, block: int) -> bool:
+def is_checkpointed(run: PlannedRun, block: int) -> bool:
     """Whether a block is one of the checkpointed ones, which are spread evenly."""
     many, blocks = run.checkpointed_blocks, run.model.n_layers
     return (block + 1) * many // blocks > block * many // blocks

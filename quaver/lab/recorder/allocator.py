@@ -41,7 +41,7 @@ _ELEMENTWISE = frozenset(
 
 
 @dataclass
-class Block:
+class MemoryBlock:
     """One allocation."""
 
     size_bytes: int
@@ -153,7 +153,7 @@ def _usage_of(nodes: list[Any], may_leave: bool) -> Usage:
     return Usage(_peak_bytes(blocks), _peak_bytes(tensors), _sum(_alive(blocks, marks[0])))
 
 
-def _sum(blocks: list[Block]) -> int:
+def _sum(blocks: list[MemoryBlock]) -> int:
     return sum(block.size_bytes for block in blocks)
 
 
@@ -163,14 +163,14 @@ def _walk(nodes: Iterable[Any]) -> Iterator[Any]:
         yield from _walk(node.children)
 
 
-def _blocks(nodes: list[Any]) -> list[Block]:
+def _blocks(nodes: list[Any]) -> list[MemoryBlock]:
     """All CPU allocations of the log; older memory is not in it.
 
     Threads of collectives may free a buffer without an event. It shows in the allocator's own sum, which each event
     has, or when a new allocation has the same address.
     """
-    blocks: list[Block] = []
-    live: dict[int, Block] = {}
+    blocks: list[MemoryBlock] = []
+    live: dict[int, MemoryBlock] = {}
     sum_before: int | None = None
     events = [node for node in nodes if node.typed[0] == EventType.Allocation]
     for node in sorted(events, key=lambda node: node.start_time_ns):
@@ -184,12 +184,12 @@ def _blocks(nodes: list[Any]) -> list[Block]:
         if event.ptr in live:
             live.pop(event.ptr).dies_ns = node.start_time_ns
         if event.alloc_size > 0:
-            block = live[event.ptr] = Block(event.alloc_size, node.start_time_ns, *_surroundings(node))
+            block = live[event.ptr] = MemoryBlock(event.alloc_size, node.start_time_ns, *_surroundings(node))
             blocks.append(block)
     return blocks
 
 
-def _release_unseen(live: dict[int, Block], size_bytes: int, now_ns: int) -> None:
+def _release_unseen(live: dict[int, MemoryBlock], size_bytes: int, now_ns: int) -> None:
     """End one or two buffers of collectives of this total size; if there are none, older memory was freed."""
     buffers = [pointer for pointer, block in live.items() if block.is_of_collective]
     for count in (1, 2):
@@ -218,7 +218,7 @@ def _surroundings(node: Any) -> tuple[float, bool]:
     return asked[0].end_time_ns if asked else -math.inf, is_of_collective
 
 
-def _peak_bytes(blocks: list[Block]) -> int:
+def _peak_bytes(blocks: list[MemoryBlock]) -> int:
     """The most bytes alive at any moment."""
     steps: list[tuple[float, int]] = [(block.born_ns, block.size_bytes) for block in blocks]
     steps += [(block.dies_ns, -block.size_bytes) for block in blocks]
@@ -226,6 +226,6 @@ def _peak_bytes(blocks: list[Block]) -> int:
     return max(sums, default=0)
 
 
-def _alive(blocks: list[Block], time_ns: float) -> list[Block]:
+def _alive(blocks: list[MemoryBlock], time_ns: float) -> list[MemoryBlock]:
     """The allocations alive at a moment."""
     return [each for each in blocks if each.born_ns <= time_ns and (time_ns < each.dies_ns or each.dies_ns == math.inf)]

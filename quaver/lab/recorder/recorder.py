@@ -91,7 +91,7 @@ class Allocation:
     """Its first reader after the forward, if the forward allocated it."""
 
 
-class Entry(NamedTuple):
+class AllocationState(NamedTuple):
     """The state of an allocation after one event."""
 
     t_us: float
@@ -114,7 +114,7 @@ class Recorder(StorageWatch):
     def __init__(self, modules: ModuleTracker, open_phases: list[OpenPhase]) -> None:
         super().__init__()
         self.initial: dict[Allocation, int] = {}
-        self.log: list[Entry] = []
+        self.log: list[AllocationState] = []
         self.spans: list[tuple[str, int]] = [("other", 0)]
         self.in_optimizer = False
         self._modules, self._open_phases = modules, open_phases
@@ -238,7 +238,7 @@ class Recorder(StorageWatch):
 
     def _note(self, key: int, size_bytes: int) -> None:
         t_us = (time.perf_counter_ns() - self._start) / 1e3
-        self.log.append(Entry(t_us, self._live[key], size_bytes, self._saved.get(key, 0)))
+        self.log.append(AllocationState(t_us, self._live[key], size_bytes, self._saved.get(key, 0)))
 
     def _phase(self) -> str:
         if self.in_optimizer:

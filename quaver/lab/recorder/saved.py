@@ -18,7 +18,7 @@ from quaver.linear.saved_tensors import HeldTensor
 from quaver.torch_private.dispatch import without_dispatch_modes
 
 
-class _Saved(HeldTensor):
+class _SavedTensor(HeldTensor):
     """Holds the same storage, and releases it in the record when autograd drops it."""
 
     __slots__ = ("allocations", "recorder")
@@ -37,5 +37,5 @@ class _Saved(HeldTensor):
 def record_saved_tensors(recorder: Recorder) -> AbstractContextManager[None]:
     """Record what autograd saves and drops, for graphs that are built inside the block."""
     # between compiled frames torch.compile would otherwise compile the hooks
-    pack = torch.compiler.disable(lambda tensor: _Saved(tensor, recorder))
-    return saved_tensors_hooks(pack, torch.compiler.disable(_Saved.unpack))
+    pack = torch.compiler.disable(lambda tensor: _SavedTensor(tensor, recorder))
+    return saved_tensors_hooks(pack, torch.compiler.disable(_SavedTensor.unpack))

@@ -11,7 +11,7 @@ from quaver.lab.settings.json_file import STRICT
 from quaver.numerics.record import Record
 
 
-class Alarm(TypedDict):
+class AlarmFields(TypedDict):
     """The fields that an alarm must have."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
@@ -33,7 +33,7 @@ class End(TypedDict):
     operand: str | None
 
 
-_ALARM = TypeAdapter(Alarm)
+_ALARM = TypeAdapter(AlarmFields)
 _END = TypeAdapter(End)
 
 

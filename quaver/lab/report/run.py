@@ -17,7 +17,7 @@ from quaver.numerics.record import FILE_NAME, Record
 FILES = ("metrics.jsonl", FILE_NAME, "conversion_report.json", "provenance.jsonl")
 
 
-class Layer(TypedDict):
+class ConvertedLayer(TypedDict):
     """A matmul weight of conversion_report.json."""
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
@@ -35,7 +35,7 @@ class Conversion(TypedDict):
 
     __pydantic_config__ = STRICT  # type: ignore[misc]
     config: str
-    layers: list[Layer]
+    layers: list[ConvertedLayer]
     notes: list[str]
     float8_flops_fraction: float
 

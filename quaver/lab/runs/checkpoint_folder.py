@@ -51,25 +51,25 @@ class Progress:
     """By layer, the recipe that an alarm gave it."""
 
 
-class _Training(TypedDict):
+class _CheckpointTraining(TypedDict):
     seq_len: AtLeast1
 
 
-class _Optimizer(TypedDict):
+class _CheckpointOptimizer(TypedDict):
     name: NotRequired[Annotated[str, OneOf(OPTIMIZERS)]]
 
 
-class _Config(TypedDict):
+class _CheckpointConfig(TypedDict):
     model: dict[str, Any]
-    training: NotRequired[_Training]  # a converted model has none
-    optimizer: NotRequired[_Optimizer]
+    training: NotRequired[_CheckpointTraining]  # a converted model has none
+    optimizer: NotRequired[_CheckpointOptimizer]
 
 
-class _Data(TypedDict):
+class _CheckpointData(TypedDict):
     eos_id: NotNegative
 
 
-class _Record(TypedDict):
+class _CheckpointRecord(TypedDict):
     """The fields of checkpoint.json that are read; the file has more."""
 
     __pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[misc]
@@ -77,12 +77,12 @@ class _Record(TypedDict):
     models: Annotated[list[Annotated[str, StringConstraints(pattern=r"^\w[\w+-]*$")]], MinLen(1)]
     world_size: AtLeast1
     progress: Progress
-    config: _Config
-    data: NotRequired[_Data]
+    config: _CheckpointConfig
+    data: NotRequired[_CheckpointData]
     huggingface: NotRequired[dict[str, Any]]
 
 
-_RECORD, _STEPS = TypeAdapter(_Record), TypeAdapter(list[NotNegative])
+_RECORD, _STEPS = TypeAdapter(_CheckpointRecord), TypeAdapter(list[NotNegative])
 _COMPLETE = re.compile(r"step-(\d{8,})|\.step-(\d{8,})\.replaced")
 
 

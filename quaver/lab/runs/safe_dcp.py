@@ -123,7 +123,7 @@ class _Name(str):
 
 
 @dataclass(eq=False)
-class _Record:
+class _PickledObject:
     """The object of a class of DCP: the name of the class, and the state that the pickle gives it."""
 
     name: str
@@ -131,7 +131,7 @@ class _Record:
 
 
 class _Unpickler(pickle._Unpickler):
-    """Makes a `_Record` for each object.
+    """Makes a `_PickledObject` for each object.
 
     It is the one in Python, whose table of opcodes can be changed; that in C allocates a memo of any size that a file
     names. The table and the stack are undocumented: the tests of hostile files show whether they still hold.
@@ -156,11 +156,11 @@ class _Unpickler(pickle._Unpickler):
         arguments, name = self.stack.pop(), self.stack.pop()
         if not isinstance(name, _Name):
             raise ValueError("it calls a value")
-        self.stack.append(arguments[0] if name == "Size" else _Record(name))
+        self.stack.append(arguments[0] if name == "Size" else _PickledObject(name))
 
     def _build(self) -> None:
         state = self.stack.pop()
-        if not isinstance(self.stack[-1], _Record):
+        if not isinstance(self.stack[-1], _PickledObject):
             raise ValueError("it gives a state to a value")
         self.stack[-1].state = state
 
@@ -172,7 +172,7 @@ class _Unpickler(pickle._Unpickler):
 
     def _set(self, items: list[Any]) -> None:
         # a deeply nested tuple would overflow the stack of its hash function
-        if not all(isinstance(key, str | _Record) for key in items[::2]):
+        if not all(isinstance(key, str | _PickledObject) for key in items[::2]):
             raise ValueError("a key is not a name")
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
@@ -199,7 +199,7 @@ def _metadata(found: Any) -> Metadata:
 
 
 def _storage(name: str, found: Any) -> STORAGE_TYPES:
-    if isinstance(found, _Record) and found.name == "BytesStorageMetadata":
+    if isinstance(found, _PickledObject) and found.name == "BytesStorageMetadata":
         return BytesStorageMetadata()
     state = _state(found, "TensorStorageMetadata")
     (dtype, *_), size = _state(state["properties"], "TensorProperties"), _shape(state["size"])
@@ -242,7 +242,7 @@ def _tile(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
 
 
 def _state(found: Any, name: str) -> Any:
-    if not isinstance(found, _Record) or found.name != name:
+    if not isinstance(found, _PickledObject) or found.name != name:
         raise ValueError(f"it has another object in place of a {name}")
     return found.state
 

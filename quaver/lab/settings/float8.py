@@ -6,7 +6,7 @@ from typing import Annotated
 
 from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.lab.settings.fields import NotNegative, OneOf, Settings, require, setting
-from quaver.lab.settings.schedule import Entry
+from quaver.lab.settings.schedule import ScheduleEntry
 from quaver.recipes.config import DelayedScalingConfig, Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.recipe_name import BACKWARDS, canonical_recipe
 from quaver.recipes.serving import serving_config
@@ -156,10 +156,10 @@ class Float8(Settings, section="float8"):
         return canonical_recipe(recipe if ":" in recipe else f"{recipe}:{self.backward}")
 
     @property
-    def schedule(self) -> tuple[Entry, ...]:
+    def schedule(self) -> tuple[ScheduleEntry, ...]:
         """The entries of high_precision_schedule. Raises ValueError."""
         try:
-            return tuple(map(Entry.parse, self.high_precision_schedule))
+            return tuple(map(ScheduleEntry.parse, self.high_precision_schedule))
         except ValueError as error:
             raise ValueError(f"float8.high_precision_schedule must be {error}") from None
 

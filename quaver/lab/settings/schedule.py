@@ -35,7 +35,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ScheduleEntry:
     """One entry of the schedule."""
 
     text: str
@@ -44,7 +44,7 @@ class Entry:
     blocks: Range | None
 
     @classmethod
-    def parse(cls, text: str) -> "Entry":
+    def parse(cls, text: str) -> "ScheduleEntry":
         """Raises ValueError for another form."""
         part, colon, where = text.partition(":")
         found = [_RANGE.fullmatch(each.strip()) for each in where.split(" in ")]
@@ -58,7 +58,9 @@ class Entry:
         return cls(text, PARTS[part.strip()], ranges.get("step"), ranges.get("block"))
 
 
-def matmuls_at(entries: Sequence[Entry], step: int, steps: int, block: int | None, blocks: int) -> tuple[str, ...]:
+def matmuls_at(
+    entries: Sequence[ScheduleEntry], step: int, steps: int, block: int | None, blocks: int
+) -> tuple[str, ...]:
     """The matmuls that run in high precision in `step` (from 1) of `steps`.
 
     `block`: the number of the block, from 0; None for what lies outside of all, where entries for blocks do not count.

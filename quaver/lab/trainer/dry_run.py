@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from quaver.conversion.report import ConversionReport
-from quaver.lab.data.source import Source, find_source
+from quaver.lab.data.source import TextSource, find_source
 from quaver.lab.data.tokenizer import check_vocabulary, load_tokenizer
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
@@ -32,7 +32,7 @@ class DryRun:
     config: TrainConfig
     """With its global batch size resolved."""
     layout: ParallelDims
-    source: Source
+    source: TextSource
     """The files of the data."""
     tokenizer: str
     parameters: int

@@ -50,7 +50,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype 
     out_dtype = out_dtype or hidden.dtype
     if torch.compiler.is_compiling() or not _is_cpu(hidden):  # CUDA's kernel saves only its input
         return plain_rms_norm(hidden, weight, eps).to(out_dtype)
-    return typing.cast(Tensor, _RMSNorm.apply(hidden, weight, eps, out_dtype))
+    return typing.cast(Tensor, _RMSNormFunction.apply(hidden, weight, eps, out_dtype))
 
 
 def plain_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -63,7 +63,7 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """Return the rows `tokens` (int64, any shape) of `weight` [V, D]; the gradient is summed in float32 or wider."""
     if weight.dtype.itemsize >= torch.float32.itemsize or not _is_cpu(weight):
         return F.embedding(tokens, weight)
-    return typing.cast(Tensor, _Embedding.apply(tokens, weight))
+    return typing.cast(Tensor, _EmbeddingFunction.apply(tokens, weight))
 
 
 def _is_cpu(tensor: Tensor) -> bool:
@@ -71,7 +71,7 @@ def _is_cpu(tensor: Tensor) -> bool:
     return tensor.is_cpu if is_dtensor(tensor) else is_cpu(tensor)
 
 
-class _Embedding(torch.autograd.Function):
+class _EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
@@ -103,7 +103,7 @@ class _SwiGLU(torch.autograd.Function):
         return grad_gate, grad_up
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(hidden, weight)

@@ -46,7 +46,9 @@ def find_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> No
     gradients. Compiled blocks run eagerly here, because hooks cannot see inside compiled code. Every rank must call
     this together. Clears the gradients of `model`.
     """
-    search = _Search({name for name, each in model.named_modules() if isinstance(each, Float8Linear | Float8Experts)})
+    search = _NonFiniteSearch(
+        {name for name, each in model.named_modules() if isinstance(each, Float8Linear | Float8Experts)}
+    )
     model.zero_grad(set_to_none=True)
     with torch.compiler.set_stance("force_eager"), _hooked(model, search), warnings.catch_warnings():
         # The first module of a model has no grad_input.
@@ -60,7 +62,7 @@ def find_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> No
 
 
 @dataclass
-class _Search:
+class _NonFiniteSearch:
     float8: set[str]
     """The names of modules that compute in float8."""
     found: NonFiniteOperand | None = None
@@ -87,7 +89,7 @@ def is_finite(value: Any) -> bool:
 
 
 @contextmanager
-def _hooked(model: nn.Module, search: _Search) -> Iterator[None]:
+def _hooked(model: nn.Module, search: _NonFiniteSearch) -> Iterator[None]:
     """Check the operands of every module that has parameters or no children."""
     handles: list[Any] = []
     for path, module in model.named_modules():

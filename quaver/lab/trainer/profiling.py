@@ -40,7 +40,7 @@ MAX_HISTORY_ENTRIES = 100_000
 """The newest allocations and frees in CUDA's history."""
 
 
-class Profiling:
+class Profiler:
     """Profiles the steps that the config names, and those that SIGUSR1 asks for."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Profiling:
         self._requests = Requests()
         self._served: dict[str, int] = {}
 
-    def __enter__(self) -> "Profiling":
+    def __enter__(self) -> "Profiler":
         if self._config.profiling.enable_memory_snapshot:
             self._requests = self._stack.enter_context(snapshot_signals())
             if is_cuda_device(self._device):

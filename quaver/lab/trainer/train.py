@@ -35,7 +35,7 @@ from quaver.lab.trainer.numerics import NumericsLog
 from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.plot import draw_curves
 from quaver.lab.trainer.process import Requests, Watchdog, determinism, quiet, stop_signals
-from quaver.lab.trainer.profiling import Profiling
+from quaver.lab.trainer.profiling import Profiler
 from quaver.lab.trainer.run_setup import RunSetup, begin_folder, open_folder, set_up_run
 from quaver.lab.trainer.trained_model import StepResult, TrainedModel
 from quaver.numerics.monitor import Monitor
@@ -59,7 +59,7 @@ VARIANTS_OF_A_BLOCK = 8
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """The state of a run: its models (the float8 model first, then its bfloat16 baseline), data and folder."""
 
     config: TrainConfig
@@ -79,7 +79,7 @@ class Run:
     began_at_step: int = 0
 
 
-def prepare(config: TrainConfig) -> Run:
+def prepare(config: TrainConfig) -> TrainingRun:
     """Return the run of a single process. Raises what `set_up_run`, `open_folder` and `build` raise."""
     setup = set_up_run(config, Ranks())
     open_folder(setup)
@@ -90,7 +90,7 @@ def prepare(config: TrainConfig) -> Run:
         raise
 
 
-def build(setup: RunSetup) -> Run:
+def build(setup: RunSetup) -> TrainingRun:
     """Parallelize the models of `setup`, give them their weights, initial or of a checkpoint, and begin the run folder.
 
     The initial weights are the same for any number of ranks. Several ranks need the process group, and every rank must
@@ -116,7 +116,7 @@ def build(setup: RunSetup) -> Run:
     elif loads_weights:
         load_weights(config.checkpoint.initial_weights, models)
     begin_folder(setup)
-    return Run(
+    return TrainingRun(
         config,
         ranks,
         setup.dims,
@@ -158,7 +158,7 @@ def _build_models(setup: RunSetup, *, initializes: bool) -> list[TrainedModel]:
     return models
 
 
-def train(run: Run) -> dict[str, Any]:
+def train(run: TrainingRun) -> dict[str, Any]:
     """Train every model to the last step and return the summary, which the run folder has as summary.json.
 
     Ctrl-C, SIGTERM or SIGHUP, on any rank, ends the run on all ranks after the current step with status "interrupted",
@@ -179,7 +179,7 @@ def train(run: Run) -> dict[str, Any]:
             run.folder.release()
 
 
-def _train(run: Run) -> dict[str, Any]:
+def _train(run: TrainingRun) -> dict[str, Any]:
     status, error, waits, is_writable, failures = "failed", None, True, True, OutputFailures(run.ranks)
     try:
         deterministic = determinism(run.config.training.deterministic)
@@ -211,7 +211,7 @@ def _train(run: Run) -> dict[str, Any]:
     return summary
 
 
-def _compiles(run: Run) -> AbstractContextManager[Any]:
+def _compiles(run: TrainingRun) -> AbstractContextManager[Any]:
     """Let torch.compile make what a run needs of a block: with a recipe for each layer no two blocks are alike."""
     if not run.config.training.compile:
         return nullcontext()
@@ -222,7 +222,7 @@ def _compiles(run: Run) -> AbstractContextManager[Any]:
     return recompile_limit(VARIANTS_OF_A_BLOCK * phases * sum(len(list(each.model.blocks())) for each in run.models))
 
 
-def _train_steps(run: Run, outputs: "Outputs", requests: Requests) -> None:
+def _train_steps(run: TrainingRun, outputs: "Outputs", requests: Requests) -> None:
     """Train until the last step, a signal, or a file that cannot be written on any rank; then save."""
     config, progress = run.config, run.progress
     while progress.step < config.training.steps:
@@ -245,7 +245,7 @@ def _train_steps(run: Run, outputs: "Outputs", requests: Requests) -> None:
     run.checkpoints.wait()
 
 
-def _check_folder(run: Run, outputs: "Outputs") -> None:
+def _check_folder(run: TrainingRun, outputs: "Outputs") -> None:
     """Note a run folder that was removed; after the first step record what multiplied, which is known then."""
     if run.folder is None:
         return
@@ -255,7 +255,7 @@ def _check_folder(run: Run, outputs: "Outputs") -> None:
             run.folder.write_json("conversion_report.json", conversion_report(run.models[0].model).to_dict())
 
 
-def _train_step(run: Run, step: int, outputs: "Outputs") -> None:
+def _train_step(run: TrainingRun, step: int, outputs: "Outputs") -> None:
     """Run one step of every model, on the same batches, and record it."""
     training, progress = run.config.training, run.progress
     batches = _to_device(run.data.step_batches(training, progress.consumed_sequences, run.dims), run.device)
@@ -282,7 +282,7 @@ def _train_step(run: Run, step: int, outputs: "Outputs") -> None:
     progress.consumed_sequences += training.step_batch_size
 
 
-def _saved_before(run: Run, error: NonFiniteError) -> str:
+def _saved_before(run: TrainingRun, error: NonFiniteError) -> str:
     """Save the run as the last finite step left it, if it can go on from there; return what an error says about that.
 
     Weights that are not finite are not saved: the new checkpoint would take the place of an older one.
@@ -300,7 +300,7 @@ def _saved_before(run: Run, error: NonFiniteError) -> str:
     return f"; the checkpoint of step {run.progress.step} is from before it"
 
 
-def _is_memory_due(run: Run, model: TrainedModel, step: int, profiling: Profiling) -> bool:
+def _is_memory_due(run: TrainingRun, model: TrainedModel, step: int, profiling: Profiler) -> bool:
     """Whether to measure memory: once, and on the first rank, whose the summary has."""
     first = min(MEMORY_STEP, run.config.training.steps - run.began_at_step)
     is_reached = step - run.began_at_step >= first
@@ -308,7 +308,7 @@ def _is_memory_due(run: Run, model: TrainedModel, step: int, profiling: Profilin
     return run.ranks.is_first and is_reached and is_free and model.peak.peak_bytes is None
 
 
-def _validate(run: Run, step: int, outputs: "Outputs") -> None:
+def _validate(run: TrainingRun, step: int, outputs: "Outputs") -> None:
     config = run.config
     batches = _to_device(run.data.validation_batches(config.training, config.validation, run.dims), run.device)
     for model in run.models:
@@ -335,7 +335,7 @@ class Outputs:
     """float8_scales.jsonl, for recipes with persistent scales."""
     display: Display
     watchdog: Watchdog
-    profiling: Profiling
+    profiling: Profiler
     alarms: RunAlarms
     alarm_sink: AlarmSink | None
     """The sink of the monitor, on the first rank."""
@@ -349,7 +349,7 @@ class Outputs:
 
 
 @contextmanager
-def _outputs(run: Run, failures: OutputFailures) -> Iterator[Outputs]:
+def _outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs]:
     folder, config = run.folder, run.config.metrics
     with ExitStack() as stack:
         loggers: list[Logger] = []
@@ -375,14 +375,14 @@ def _outputs(run: Run, failures: OutputFailures) -> Iterator[Outputs]:
             scales,
             display,
             Watchdog(run.paths.stacks(run.ranks.rank)),
-            stack.enter_context(Profiling(run.config, run.paths.path, run.ranks.rank, run.device, failures)),
+            stack.enter_context(Profiler(run.config, run.paths.path, run.ranks.rank, run.device, failures)),
             alarms,
             sink,
             failures,
         )
 
 
-def _open_monitor(run: Run, sink: AlarmSink | None) -> None:
+def _open_monitor(run: TrainingRun, sink: AlarmSink | None) -> None:
     numerics, model = run.config.numerics, run.models[0]
     model.monitor = Monitor(
         model.model,
@@ -395,13 +395,13 @@ def _open_monitor(run: Run, sink: AlarmSink | None) -> None:
     )
 
 
-def _close_monitor(run: Run) -> None:
+def _close_monitor(run: TrainingRun) -> None:
     if run.models[0].monitor is not None:
         run.models[0].monitor.close()
         run.models[0].monitor = None
 
 
-def _fall_back(run: Run, outputs: "Outputs") -> None:
+def _fall_back(run: TrainingRun, outputs: "Outputs") -> None:
     """Change the recipes of layers that an alarm of this step names, on every rank."""
     numerics, step, model = run.config.numerics, run.progress.step, run.models[0]
     if numerics.on_alarm != "fallback" or not (step == 1 or step % numerics.every == 0):
@@ -417,7 +417,7 @@ def _fall_back(run: Run, outputs: "Outputs") -> None:
     _open_monitor(run, outputs.alarm_sink)
 
 
-def _record_step(run: Run, model: TrainedModel, step: int, result: StepResult, outputs: Outputs) -> None:
+def _record_step(run: TrainingRun, model: TrainedModel, step: int, result: StepResult, outputs: Outputs) -> None:
     if result.nonfinite:
         skipped = run.progress.skipped_steps
         skipped[model.name] = skipped.get(model.name, 0) + 1
@@ -436,7 +436,7 @@ def _record_step(run: Run, model: TrainedModel, step: int, result: StepResult, o
             outputs.scales.write(scales_record(step, model.name, scaling))
 
 
-def _step_record(run: Run, model: TrainedModel, step: int, result: StepResult) -> dict[str, Any]:
+def _step_record(run: TrainingRun, model: TrainedModel, step: int, result: StepResult) -> dict[str, Any]:
     tokens_per_s = run.config.training.step_tokens / result.seconds
     flops = run.flops_per_token[model.name]
     if model.precision != model.name:  # float8.high_precision_schedule
@@ -464,7 +464,7 @@ def _fullest_expert(model: TrainedModel) -> dict[str, float]:
     return {} if load is None else {"expert_load_max": load.max().item() * load.shape[1]}
 
 
-def _introduce(run: Run, display: Display) -> None:
+def _introduce(run: TrainingRun, display: Display) -> None:
     if run.folder is None:
         return
     config, origin = run.config, run.data.origin
@@ -490,7 +490,7 @@ def _introduce(run: Run, display: Display) -> None:
         display.line(f"{name:<12} {flops_per_s / 1e12:.3g} TFLOP/s ({run.peak.source})")
 
 
-def _summary(run: Run, status: str, error: str | None) -> dict[str, Any]:
+def _summary(run: TrainingRun, status: str, error: str | None) -> dict[str, Any]:
     return summarize(
         run.config,
         run.models,
@@ -504,7 +504,7 @@ def _summary(run: Run, status: str, error: str | None) -> dict[str, Any]:
     )
 
 
-def _conclude(run: Run, status: str, summary: dict[str, Any]) -> None:
+def _conclude(run: TrainingRun, status: str, summary: dict[str, Any]) -> None:
     """Write the summary and the curves, on the first rank. Raises OutputError."""
     did_something = run.progress.step > run.began_at_step or status != "finished"
     if run.folder and did_something:
@@ -513,7 +513,7 @@ def _conclude(run: Run, status: str, summary: dict[str, Any]) -> None:
             draw_curves(run.folder.metrics, image, title=run.folder.path.name)
 
 
-def _print_end(run: Run, status: str, summary: dict[str, Any]) -> None:
+def _print_end(run: TrainingRun, status: str, summary: dict[str, Any]) -> None:
     if run.folder is None:
         return
     if run.progress.step == run.began_at_step and status == "finished":

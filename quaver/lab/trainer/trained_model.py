@@ -22,7 +22,7 @@ from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
 from quaver.experts.module import Float8Experts
 from quaver.lab.data import Batch
 from quaver.lab.settings import Optimizer, TrainConfig, Training
-from quaver.lab.settings.schedule import Entry, matmuls_at
+from quaver.lab.settings.schedule import ScheduleEntry, matmuls_at
 from quaver.lab.trainer.float8 import in_high_precision, run_in_high_precision
 from quaver.lab.trainer.loss import next_token_loss
 from quaver.lab.trainer.memory import PeakMemory, measure_peak
@@ -102,7 +102,7 @@ class TrainedModel:
     """Samples the numerics of its float8 matmuls, where numerics.every asks for it."""
     scaling: Float8ScalingState = field(init=False, repr=False)
     """The persistent scales; empty for recipes with dynamic scaling."""
-    _schedule: tuple[Entry, ...] = field(init=False, repr=False)
+    _schedule: tuple[ScheduleEntry, ...] = field(init=False, repr=False)
     _skipped_in_a_row: int = field(init=False, default=0)
     _routers: list[Router] = field(init=False, repr=False)
     _experts: list[Experts] = field(init=False, repr=False)

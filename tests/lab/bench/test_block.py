@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quaver.lab.bench.block import Block
+from quaver.lab.bench.block import BlockBenchmark
 from quaver.lab.bench.modules import build_subject, make_steps
 from quaver.lab.bench.results import BFLOAT16
 from quaver.lab.bench.shapes import model_of
@@ -56,5 +56,5 @@ def test_blocks_too_large_for_a_gpu_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     options = {"model": "llama-70b", "device": "cuda", "output": str(tmp_path / "x.json")}
     with pytest.raises(ValueError, match="2 blocks .* take 26 GiB, and this GPU has 16; name fewer --recipes"):
-        Block(**options, recipes=("rowwise",)).prepare()
-    Block(**options, divisor=2, recipes=("rowwise",)).prepare()
+        BlockBenchmark(**options, recipes=("rowwise",)).prepare()
+    BlockBenchmark(**options, divisor=2, recipes=("rowwise",)).prepare()

@@ -9,7 +9,7 @@ from benchmarks.performance import DEVICES, DOCS, read, read_rows
 from benchmarks.performance import ROOFLINE as FOLDER
 from benchmarks.record import ROOT
 from quaver.lab.bench.roofline import RooflineSettings, merged_names, predict, recipes_of, specs_of
-from quaver.lab.bench.roofline_layers import Layer, ModelLayers, layers_of_config, layers_of_model
+from quaver.lab.bench.roofline_layers import LinearGroup, ModelLayers, layers_of_config, layers_of_model
 from quaver.lab.bench.roofline_map import make_figure
 from quaver.lab.cli import main
 from quaver.roofline.cost import linear_cost
@@ -32,14 +32,14 @@ def small(llama_8b):
 
 def test_the_linears_of_llama_3_8b(llama_8b):
     assert llama_8b.layers == (
-        Layer("q_proj", 4096, 4096, 32, True, 3),
-        Layer("k_proj", 4096, 1024, 32, True, 3),
-        Layer("v_proj", 4096, 1024, 32, True, 3),
-        Layer("o_proj", 4096, 4096, 32, True, 1),
-        Layer("gate_proj", 4096, 14336, 32, True, 2),
-        Layer("up_proj", 4096, 14336, 32, True, 2),
-        Layer("down_proj", 14336, 4096, 32, True, 1),
-        Layer("lm_head", 4096, 128256, 1, False, 1),
+        LinearGroup("q_proj", 4096, 4096, 32, True, 3),
+        LinearGroup("k_proj", 4096, 1024, 32, True, 3),
+        LinearGroup("v_proj", 4096, 1024, 32, True, 3),
+        LinearGroup("o_proj", 4096, 4096, 32, True, 1),
+        LinearGroup("gate_proj", 4096, 14336, 32, True, 2),
+        LinearGroup("up_proj", 4096, 14336, 32, True, 2),
+        LinearGroup("down_proj", 14336, 4096, 32, True, 1),
+        LinearGroup("lm_head", 4096, 128256, 1, False, 1),
     )
     weights = sum(layer.count * layer.k * layer.n for layer in llama_8b.layers)
     attention = 12 * 32 * 4096 * 8192
@@ -72,7 +72,7 @@ def test_a_configs_filters_decide_what_is_in_float8(tmp_path):
 
 
 def test_a_models_sum_by_hand():
-    layers = (Layer("a", 1024, 2048, 3, True, 2), Layer("b", 1024, 2048, 1, False, 1))
+    layers = (LinearGroup("a", 1024, 2048, 3, True, 2), LinearGroup("b", 1024, 2048, 1, False, 1))
     model = ModelLayers("two", layers, 0.9)
     (total,) = predict(RooflineSettings((H200,), ("tensorwise",), 4096, (model,))).totals
     alone = linear_cost(4096, 1024, 2048, "tensorwise", H200)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from quaver.lab.bench.train import Train
+from quaver.lab.bench.train import TrainBenchmark
 from quaver.lab.cli import main
 from quaver.lab.settings.config_file import build_config
 from quaver.lab.trainer.trained_model import TrainedModel
@@ -39,7 +39,7 @@ def test_models_take_turns_with_the_trainers_own_step(text, monkeypatch):
 
     monkeypatch.setattr(TrainedModel, "train_step", watched)
     config = build_config(tiny(text, high_precision_schedule=("all: last 1 steps",)))
-    options = Train(recipes=("tensorwise", "delayed"), rounds=3, warmup=2)
+    options = TrainBenchmark(recipes=("tensorwise", "delayed"), rounds=3, warmup=2)
     result = options.measure_steps(options.set_up(config))
     assert [step for step, _, _ in order] == [step for step in range(1, 6) for _ in range(3)]
     assert {name for _, name, _ in order} == {"bfloat16", "tensorwise", "delayed"}

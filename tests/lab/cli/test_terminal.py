@@ -24,7 +24,7 @@ from quaver.lab.cli.doctor_model import _views as survey_views
 from quaver.lab.cli.memory import views
 from quaver.lab.memory.compiling.launches import Access, CompiledGraph, Launch
 from quaver.lab.memory.runs.links import Links, Traffic
-from quaver.lab.plan.advise import Advice, Row
+from quaver.lab.plan.advise import Advice, AdvisedSetting
 from quaver.lab.plan.step_cost import StepCost
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.settings.float8 import RECIPES
@@ -165,7 +165,7 @@ def bench_views(verb):
 
 def advice_views():
     change = "activations: selective, every 2nd block; optimizer states: float8"
-    row = Row(change, "--a b", 1023 * GIB, -1023 * GIB, StepCost(10**15, 10**14, 0.000123), "", True)
+    row = AdvisedSetting(change, "--a b", 1023 * GIB, -1023 * GIB, StepCost(10**15, 10**14, 0.000123), "", True)
     return [views.advice_table(Advice([row, row], 80 * GIB, 1, None, "H200"))]
 
 

@@ -18,7 +18,7 @@ from quaver.lab.data import cache as cache_module
 from quaver.lab.data import load as load_module
 from quaver.lab.data import load_data
 from quaver.lab.data.cache import cache_folder
-from quaver.lab.data.source import Source
+from quaver.lab.data.source import TextSource
 from quaver.lab.settings import Data, TrainConfig, Training
 from tests.isolated import Forked
 from tests.lab.data.test_data_sources import TEXTS, train_tokenizer, write_jsonl, write_parquet
@@ -252,7 +252,7 @@ def test_progress_counts_every_byte_once(tmp_path, text_folder, load, monkeypatc
     write_parquet(folder / "b.parquet", TEXTS * 20, row_group_size=500)
     write_jsonl(folder / "c.jsonl.gz", ["x" * 99])
     advanced: dict[str, int] = {}
-    pieces = Source.pieces
+    pieces = TextSource.pieces
 
     def watched(self, account, advance):
         def count(amount: int) -> None:
@@ -262,7 +262,7 @@ def test_progress_counts_every_byte_once(tmp_path, text_folder, load, monkeypatc
 
         yield from pieces(self, account, count)
 
-    monkeypatch.setattr(Source, "pieces", watched)
+    monkeypatch.setattr(TextSource, "pieces", watched)
     for path in (folder, text_folder):
         load(path)
         assert advanced[str(path)] == sum(file.stat().st_size for file in path.iterdir())

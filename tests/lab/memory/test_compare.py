@@ -11,7 +11,7 @@ from quaver.checkpointing import apply_activation_checkpointing
 from quaver.lab.cli.memory.views import comparison_lines
 from quaver.lab.memory import explain
 from quaver.lab.memory.reports.compare import compare
-from quaver.lab.memory.reports.pitfalls import Saved, hint_of, inner_operator, is_operator, short_operator, si
+from quaver.lab.memory.reports.pitfalls import SavedByRuns, hint_of, inner_operator, is_operator, short_operator, si
 from quaver.lab.recorder.modules import ModuleTracker
 from quaver.lab.recorder.recorder import Recorder
 from tests.lab.memory.models import stack
@@ -127,7 +127,7 @@ AMAX = {"operator": "aten.amax", "module": "ffn.w3", "source": "linear.py:1"}
     ],
 )
 def test_hints_of_single_rows(row, hint):
-    found = hint_of(row, Saved([row], []))
+    found = hint_of(row, SavedByRuns([row], []))
     assert hint in found
     assert bool(hint) == bool(found)
 
@@ -144,7 +144,7 @@ def test_all_casts_are_known_by_their_prefix():
     recorder.name("parameters", [weight], parameter="weight")
     for operator in (name.replace("::", ".") for name in CASTS):
         row = _row(of="ffn.w3.weight, unsharded", operator=operator, dtype="float8_e4m3fn")
-        assert "compute it again there" in hint_of(row, Saved([row], []))
+        assert "compute it again there" in hint_of(row, SavedByRuns([row], []))
         recorder.operator_called(getattr(torch.ops.quaver, operator.partition(".")[2]).default, [weight])
         codes = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
         recorder.meet(codes, operator)
@@ -155,12 +155,12 @@ def test_float8_and_widened_copies_of_saved_tensors():
     source = _row(operator="aten.silu", of="aten.mm")
     codes = _row(operator="quaver.cast_tensorwise", of="aten.silu", dtype="float8_e4m3fn")
     wide = _row(operator="aten._to_copy", of="aten.silu", dtype="float32")
-    hint = hint_of(codes, Saved([codes, source], []))
+    hint = hint_of(codes, SavedByRuns([codes, source], []))
     assert hint.startswith("the input of the cast is saved, too, in bfloat16 (134.2 MB)")
-    assert hint_of(wide, Saved([wide, source], [])).startswith("a copy in float32 of a bfloat16 tensor")
+    assert hint_of(wide, SavedByRuns([wide, source], [])).startswith("a copy in float32 of a bfloat16 tensor")
     for alone in (codes, wide, _row(operator="aten._to_copy", of="aten.silu")):
-        assert hint_of(alone, Saved([alone], [])) == ""
-    assert hint_of(codes, Saved([codes, {**source, "module": "another"}], [])) == ""
+        assert hint_of(alone, SavedByRuns([alone], [])) == ""
+    assert hint_of(codes, SavedByRuns([codes, {**source, "module": "another"}], [])) == ""
 
 
 def test_names_of_operators_and_sizes():

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.record import ROOT
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.compute import block_times, head_times
-from quaver.lab.plan.run import HEAD, SEVEN, Run, run_of
+from quaver.lab.plan.run import HEAD, SEVEN, PlannedRun, run_of
 from quaver.lab.settings import Float8, Model, TrainConfig
 from quaver.lab.settings.parallel_dims import resolve
 from quaver.recipes.config import Float8LinearRecipeName
@@ -17,7 +17,7 @@ from quaver.roofline.device_specs import find_device_spec
 
 LEDGERS = {each["name"]: each for each in json.loads((ROOT / "benchmarks/results/ledger.json").read_text())["ledgers"]}
 MODEL = Model(vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336)
-RUN = Run(MODEL, 8192, 2, residual_bytes=2, parameter_bytes=2)
+RUN = PlannedRun(MODEL, 8192, 2, residual_bytes=2, parameter_bytes=2)
 H200 = find_device_spec("h200")
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise"]
 

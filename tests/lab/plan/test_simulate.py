@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quaver.lab.plan.simulate import COMPUTE, CONTENTION, Step, Task, simulate
+from quaver.lab.plan.simulate import COMPUTE, CONTENTION, SimulatedStep, Task, simulate
 
 STREAMS = [COMPUTE, "NVLink", "network", "compute@1", "NVLink@1", "send forward@1"]
 TINY = 1e-12
@@ -13,7 +13,7 @@ TINY = 1e-12
 @st.composite
 def steps(draw):
     """Tasks that wait for some of those before them."""
-    step = Step()
+    step = SimulatedStep()
     for number in range(draw(st.integers(1, 25))):
         seconds = draw(st.one_of(st.just(0.0), st.floats(1e-9, 10.0)))
         after = draw(st.sets(st.integers(0, number - 1), max_size=3)) if number else ()
@@ -67,7 +67,7 @@ def test_it_is_deterministic_and_each_task_ends_as_early_as_it_can(step):
 
 
 def test_a_collective_slows_its_ranks_compute_stream_while_it_runs():
-    step = Step()
+    step = SimulatedStep()
     step.add("matmul", COMPUTE, 2.0)
     step.add("other rank", "compute@1", 2.0)
     gather = step.add("gather", "NVLink", 1.0)
@@ -78,7 +78,7 @@ def test_a_collective_slows_its_ranks_compute_stream_while_it_runs():
 
 
 def test_sums_of_a_timeline():
-    step = Step()
+    step = SimulatedStep()
     first = step.add("gather", "NVLink", 1.0, kind="all_gather")
     step.add("forward", COMPUTE, 2.0, [first])
     step.add("next gather", "NVLink", 3.0, [first], kind="all_gather")
@@ -89,7 +89,7 @@ def test_sums_of_a_timeline():
 
 
 def test_tasks_that_wait_for_each_other_are_refused():
-    step = Step([Task("one", COMPUTE, 1.0, (1,)), Task("two", COMPUTE, 1.0)])
+    step = SimulatedStep([Task("one", COMPUTE, 1.0, (1,)), Task("two", COMPUTE, 1.0)])
     with pytest.raises(ValueError, match="'one', which can never begin"):
         simulate(step)
-    assert simulate(Step()).seconds == 0
+    assert simulate(SimulatedStep()).seconds == 0

@@ -6,7 +6,7 @@ import pytest
 
 from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.pipeline import orders, pipeline_step
-from quaver.lab.plan.run import Run
+from quaver.lab.plan.run import PlannedRun
 from quaver.lab.plan.simulate import COMPUTE, simulate
 from quaver.lab.plan.step import training_step
 from quaver.lab.settings import Model
@@ -18,7 +18,7 @@ MIXTURE = replace(MODEL, dim=2048, n_heads=16, hidden_dim=768, n_experts=64, top
 FAST = Cluster.of(find_device_spec("h100"))
 SLOW = replace(FAST, network_gbps=50.0)
 TENSORWISE = Float8LinearRecipeName.TENSORWISE
-BASE = Run(MODEL, 8192, 1, shard=16, checkpointing="op", checkpointed_blocks=4)
+BASE = PlannedRun(MODEL, 8192, 1, shard=16, checkpointing="op", checkpointed_blocks=4)
 RUNS = {
     "one rank": replace(BASE, shard=1),
     "FSDP2": BASE,
@@ -143,7 +143,9 @@ def test_the_bubble_is_that_of_the_schedule(virtual, micro_batches):
     """(stages - 1) / (virtual micro-batches) of the work, for stages that take equally long."""
     stages = 4
     model = replace(MODEL, n_layers=8, vocab_size=1)
-    run = Run(model, 8192, 1, micro_batches=micro_batches, pipeline=stages, virtual=virtual, checkpointing="none")
+    run = PlannedRun(
+        model, 8192, 1, micro_batches=micro_batches, pipeline=stages, virtual=virtual, checkpointing="none"
+    )
     fast = replace(FAST, spec=replace(FAST.spec, link_gb_per_s=1e9))
     timeline = simulate(pipeline_step(run, fast), 0.0)
     work = sum(s.end_s - s.start_s for s in timeline.spans if s.task.stream == "compute@1")

@@ -18,7 +18,7 @@ from quaver.lab.runs.manifest import MANIFEST
 from quaver.lab.settings import Checkpoint, Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.optimizer import build_optimizer
-from quaver.lab.trainer.train import Run, prepare, train
+from quaver.lab.trainer.train import TrainingRun, prepare, train
 from quaver.optim import load_states_of
 from quaver.roofline.device_specs import peak_flops
 from tests.lab.conftest import resumable, tiny, write_text
@@ -39,14 +39,14 @@ def config(tiny_config: TrainConfig) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> TrainingRun:
     """A run of six steps, with checkpoints after two, four and six."""
     folder = tmp_path_factory.mktemp("finished")
     return run_to_end(with_steps(compared(tiny(folder, write_text(folder / "text"))), 6))
 
 
 @pytest.fixture
-def saved(config: TrainConfig, finished: Run) -> Path:
+def saved(config: TrainConfig, finished: TrainingRun) -> Path:
     """A copy of its folder, where `config` has its own."""
     return Path(shutil.copytree(finished.folder.path, Path(config.job.dump_folder) / "tiny"))
 
@@ -55,11 +55,11 @@ def with_steps(config: TrainConfig, steps: int, name: str = "tiny", **checkpoint
     return changed(config, training={"steps": steps}, job={"name": name}, checkpoint=checkpoint)
 
 
-def checkpoints(run: Run) -> CheckpointFolder:
+def checkpoints(run: TrainingRun) -> CheckpointFolder:
     return run.checkpoints.folder
 
 
-def everything(run: Run) -> dict[str, torch.Tensor]:
+def everything(run: TrainingRun) -> dict[str, torch.Tensor]:
     """Return weights, moments, step counters, scales and histories of every model."""
     found = {}
     for model in run.models:
@@ -135,7 +135,7 @@ def test_a_background_save_has_the_values_of_its_step(config, finished, monkeypa
         assert step > 2 or is_changed.wait(60)
         begin(folder, step)
 
-    def take_step(run: Run, step: int, outputs: object) -> None:
+    def take_step(run: TrainingRun, step: int, outputs: object) -> None:
         train_step(run, step, outputs)
         if step == 3:
             is_changed.set()

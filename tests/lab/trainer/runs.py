@@ -12,7 +12,7 @@ from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.initialize import allocate, initialize
 from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.run_setup import make_models
-from quaver.lab.trainer.train import Run, prepare, train
+from quaver.lab.trainer.train import TrainingRun, prepare, train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.runtime.ranks import Ranks
 
@@ -22,7 +22,7 @@ def changed(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
     return replace(config, **{name: replace(getattr(config, name), **fields) for name, fields in sections.items()})
 
 
-def run_to_end(config: TrainConfig) -> Run:
+def run_to_end(config: TrainConfig) -> TrainingRun:
     run = prepare(config)
     assert train(run)["status"] == "finished"
     return run
@@ -40,7 +40,7 @@ def on_rank(config: TrainConfig, ranks: int) -> tuple[TrainedModel, ParallelDims
     return TrainedModel(name, model, config, device, Ranks(rank, rank, ranks)), layout
 
 
-def numbers(run: Run) -> list[tuple[str, ...]]:
+def numbers(run: TrainingRun) -> list[tuple[str, ...]]:
     """Losses and gradient norms of every step and model, and validation losses, sorted: models take turns."""
     keys = ("step", "run", "loss", "grad_norm", "validation_loss")
     return sorted(tuple(str(record.get(key)) for key in keys) for record in read_metrics(run.folder.metrics))

@@ -9,7 +9,7 @@ import torch._functorch.config as compiler_config
 from quaver.lab.data import Batch
 from quaver.lab.settings import ActivationCheckpoint, Checkpoint, Float8, Parallelism, TrainConfig
 from quaver.lab.trainer.model import Block
-from quaver.lab.trainer.train import Run, prepare, train
+from quaver.lab.trainer.train import TrainingRun, prepare, train
 from tests.lab.trainer.runs import changed, numbers, on_rank, run_to_end
 from tests.ranks import run as run_on_ranks
 
@@ -17,7 +17,7 @@ FULL, BY_POLICY = ActivationCheckpoint("full"), ActivationCheckpoint("selective"
 SECTIONS = {"none": ActivationCheckpoint(), "full": FULL, "op": BY_POLICY, "2": ActivationCheckpoint("selective", "2")}
 
 
-def with_checkpoint(config: TrainConfig, name: str, checkpoint: ActivationCheckpoint) -> Run:
+def with_checkpoint(config: TrainConfig, name: str, checkpoint: ActivationCheckpoint) -> TrainingRun:
     return run_to_end(replace(changed(config, job={"name": name}), activation_checkpoint=checkpoint))
 
 

@@ -17,7 +17,7 @@ from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.settings import Float8, TrainConfig, Validation
 from quaver.lab.trainer.float8 import in_high_precision
 from quaver.lab.trainer.parallelize import parallelize
-from quaver.lab.trainer.train import Run, prepare
+from quaver.lab.trainer.train import TrainingRun, prepare
 from quaver.lab.trainer.trained_model import TrainedModel
 from tests.lab.trainer.runs import changed, run_to_end
 
@@ -26,11 +26,11 @@ def with_float8(config: TrainConfig, name: str = "run", **settings: Any) -> Trai
     return replace(changed(config, job={"name": name}), float8=Float8(**settings))
 
 
-def records(run: Run, recipe: str = "tensorwise") -> list[dict[str, Any]]:
+def records(run: TrainingRun, recipe: str = "tensorwise") -> list[dict[str, Any]]:
     return [record for record in read_metrics(run.folder.metrics) if record["run"] == recipe]
 
 
-def step(run: Run, model: TrainedModel, number: int) -> tuple[float, float]:
+def step(run: TrainingRun, model: TrainedModel, number: int) -> tuple[float, float]:
     consumed = number * run.config.training.step_batch_size
     result = model.train_step(number, run.data.step_batches(run.config.training, consumed))
     return result.loss, result.grad_norm
@@ -126,7 +126,7 @@ def test_a_linear_that_fully_shard_wraps_leaves_float8_and_returns(one_rank, tin
     assert type(float8.model.lm_head) is wrapped
 
 
-def converted(run: Run) -> set[str]:
+def converted(run: TrainingRun) -> set[str]:
     report = json.loads((run.folder.path / "conversion_report.json").read_text())
     return {layer["name"] for layer in report["layers"] if layer["converted"]}
 

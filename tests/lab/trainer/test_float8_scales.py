@@ -15,7 +15,7 @@ from quaver.lab.trainer import trained_model as trained_model_module
 from quaver.lab.trainer.float8_scales import saturation_summary, scales_record
 from quaver.lab.trainer.memory import storage_bytes
 from quaver.lab.trainer.nonfinite import NonFiniteError
-from quaver.lab.trainer.train import Run, prepare, train
+from quaver.lab.trainer.train import TrainingRun, prepare, train
 from quaver.lab.trainer.trained_model import TrainedModel
 from tests.lab.trainer.runs import changed, run_to_end
 
@@ -128,7 +128,7 @@ def test_a_nonfinite_step_is_repeated_with_the_scales_it_had_and_leaves_its_line
     assert [line["step"] for line in read_metrics(run.folder.float8_scales)] == [1, 2]
 
 
-def scales(run: Run) -> torch.Tensor:
+def scales(run: TrainingRun) -> torch.Tensor:
     state = run.models[0].scaling.state_dict()
     return torch.stack([value for name, value in state.items() if name.endswith("quant_scale")]).clone()
 

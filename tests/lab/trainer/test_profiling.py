@@ -15,9 +15,9 @@ from torch import nn
 from quaver import Float8Linear
 from quaver.kernels import cpu
 from quaver.lab.runs.errors import OutputError, OutputFailures
-from quaver.lab.settings import Profiling as ProfilingConfig
+from quaver.lab.settings import Profiler as ProfilingConfig
 from quaver.lab.settings import TrainConfig, Training
-from quaver.lab.trainer.profiling import Profiling
+from quaver.lab.trainer.profiling import Profiler
 from quaver.runtime.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def first_step(model, folder, *, recipe="tensorwise", **profiling):
     """The first step of a run on one rank; raises what it could not write."""
     optimizer, failures = torch.optim.SGD(model.parameters()), OutputFailures(Ranks())
     with (
-        Profiling(config_of(**EVERY_STEP, **profiling), folder, 0, CPU, failures) as made,
+        Profiler(config_of(**EVERY_STEP, **profiling), folder, 0, CPU, failures) as made,
         made.step(1, recipe, model, optimizer),
     ):
         yield
@@ -63,7 +63,7 @@ def test_which_steps_of_which_model_write_which_files(tmp_path):
     config = config_of(**traces, enable_memory_snapshot=True, memory_snapshot_step=2)
     models = {name: make() for name in ("tensorwise", "bfloat16")}
     optimizers = {name: torch.optim.AdamW(model.parameters()) for name, model in models.items()}
-    with Profiling(config, tmp_path, 1, CPU, OutputFailures(Ranks())) as profiling:
+    with Profiler(config, tmp_path, 1, CPU, OutputFailures(Ranks())) as profiling:
         for step in range(1, 9):
             for name, model in models.items():
                 with profiling.step(step, name, model, optimizers[name]):
@@ -80,7 +80,7 @@ def test_which_steps_of_which_model_write_which_files(tmp_path):
 
 def test_nothing_is_done_or_left_where_nothing_is_asked(tmp_path):
     model, before = make(), signal.getsignal(signal.SIGUSR1)
-    with Profiling(TrainConfig(), tmp_path, 0, CPU, OutputFailures(Ranks())) as profiling:
+    with Profiler(TrainConfig(), tmp_path, 0, CPU, OutputFailures(Ranks())) as profiling:
         assert signal.getsignal(signal.SIGUSR1) == before
         for step in range(1, 13):
             with profiling.step(step, "tensorwise", model, torch.optim.SGD(model.parameters())):
@@ -135,7 +135,7 @@ def test_sigusr1_asks_for_the_next_step_of_each_model(tmp_path):
     config = config_of(enable_memory_snapshot=True, memory_snapshot_step=0)
     model = make()
     optimizer = torch.optim.SGD(model.parameters())
-    with Profiling(config, tmp_path, 0, CPU, OutputFailures(Ranks())) as profiling:
+    with Profiler(config, tmp_path, 0, CPU, OutputFailures(Ranks())) as profiling:
         for step in range(1, 6):
             for name in ("a", "b"):
                 with profiling.step(step, name, model, optimizer):
@@ -159,7 +159,7 @@ def test_cuda_snapshots_at_a_step_when_asked_and_when_out_of_memory(tmp_path, mo
     config = config_of(enable_memory_snapshot=True, memory_snapshot_step=2)
     model = make()
     optimizer = torch.optim.SGD(model.parameters())
-    with Profiling(config, tmp_path, 0, device, OutputFailures(Ranks())) as profiling:
+    with Profiler(config, tmp_path, 0, device, OutputFailures(Ranks())) as profiling:
         assert [history["max_entries"] > 0 for history in histories] == [True]
         for step in range(1, 5):
             with profiling.step(step, "tensorwise", model, optimizer):

@@ -17,7 +17,7 @@ from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer import train as train_module
 from quaver.lab.trainer.nonfinite import NonFiniteError
-from quaver.lab.trainer.train import Run, build, prepare, train
+from quaver.lab.trainer.train import TrainingRun, build, prepare, train
 from quaver.numerics.record import Record
 from tests.lab.trainer.runs import changed
 
@@ -31,7 +31,7 @@ def watched_config(tiny_config: TrainConfig) -> TrainConfig:
     return changed(tiny_config, model={"n_layers": 1}, float8=float8, numerics=numerics)
 
 
-def with_outlier(run: Run, where: Any = (..., 5)) -> Run:
+def with_outlier(run: TrainingRun, where: Any = (..., 5)) -> TrainingRun:
     """A part of a linear's input, one channel, is 2^20 times larger, so that the rest of it becomes zero."""
 
     def hook(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
@@ -43,7 +43,7 @@ def with_outlier(run: Run, where: Any = (..., 5)) -> Run:
     return run
 
 
-def alarms_of(run: Run) -> list[dict]:
+def alarms_of(run: TrainingRun) -> list[dict]:
     return Record.read(run.folder.path).alarms
 
 

@@ -21,7 +21,7 @@ from quaver.lab.settings import Comm, Float8
 from quaver.lab.trainer import train as train_module
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.process import Watchdog, determinism, quiet
-from quaver.lab.trainer.train import Run, prepare, train
+from quaver.lab.trainer.train import TrainingRun, prepare, train
 from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.runtime.ranks import Ranks
 from tests.isolated import Forked
@@ -29,10 +29,10 @@ from tests.lab.trainer.runs import changed, run_to_end
 
 
 @pytest.fixture
-def spoil(before_each_step) -> Callable[[Run, set[int]], None]:
+def spoil(before_each_step) -> Callable[[TrainingRun, set[int]], None]:
     """Makes the embedding put out an inf in steps, whatever its weights are."""
 
-    def spoil(run: Run, bad_steps: set[int]) -> None:
+    def spoil(run: TrainingRun, bad_steps: set[int]) -> None:
         steps = []
         before_each_step(lambda model, step: steps.append(step))
         run.models[0].model.model.embed_tokens.register_forward_hook(

@@ -11,14 +11,14 @@ from quaver.lab.settings import Float8
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.memory import PeakMemory
 from quaver.lab.trainer.metrics import summarize
-from quaver.lab.trainer.train import Run, prepare, train
+from quaver.lab.trainer.train import TrainingRun, prepare, train
 from quaver.lab.trainer.trained_model import TrainedModel
 from tests.lab.trainer.runs import changed, run_to_end
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def losses(run: Run, name: str | None = None) -> list[float]:
+def losses(run: TrainingRun, name: str | None = None) -> list[float]:
     name = name or run.models[0].name
     records = [record for record in read_metrics(run.folder.metrics) if record["run"] == name]
     return [record["loss"] if "loss" in record else record["validation_loss"] for record in records]

@@ -23,7 +23,7 @@ from quaver.checkpointing import (
     store_activations_in_float8,
 )
 from quaver.checkpointing import hooks as store_hooks
-from quaver.checkpointing.codes import Layout, decode, encode
+from quaver.checkpointing.codes import MemoryLayout, decode, encode
 from quaver.checkpointing.partition import StoringPartitioner
 from quaver.lab.recorder.allocator import measure_usage
 from quaver.lab.settings import Model
@@ -100,7 +100,7 @@ VIEWS = {
 @pytest.mark.parametrize("block_size", [32, 128])
 def test_codes_are_those_of_the_block_cast_and_give_back_shape_dtype_and_order_of_strides(view, dtype, block_size):
     tensor = VIEWS[view].to(dtype)
-    layout = Layout(tensor, block_size)
+    layout = MemoryLayout(tensor, block_size)
     matrix = layout.matrix_of(tensor)
     codes, scale, of_scales, *_ = encode(matrix, block_size)
     expected = dynamic_cast_blocks(matrix, torch.float8_e4m3fn, power_of_2=True, block_size=(1, block_size), mode="")

@@ -11,7 +11,7 @@ from torch import nn
 from quaver import convert_to_float8_training, use_float8_primary_weights
 from quaver.kernels import adamw as cpu_adamw
 from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, Float8Muon, buckets, float32_embeddings, update
-from quaver.optim.blocks import Run, block_numbers, grid_of
+from quaver.optim.blocks import RowRange, block_numbers, grid_of
 from quaver.optim.rounding import block_keys, decode, encode, low16, random_bits, round_to_bfloat16, step_key
 from quaver.optim.update import Scalars
 from quaver.runtime.slow_paths import clear_slow_paths, slow_paths
@@ -224,12 +224,12 @@ def test_codes_keep_what_they_hold_and_the_expected_value(is_root):
 
 def test_random_bits_are_those_of_the_element_in_the_whole_parameter():
     whole = torch.empty(6, 4, 700)
-    key, number = block_numbers([Run(grid_of(whole), 0, 24, 7)], whole.device)
+    key, number = block_numbers([RowRange(grid_of(whole), 0, 24, 7)], whole.device)
     bits = random_bits(block_keys(key, number))
     assert number.tolist() == list(range(72))
     assert (bits.view(-1).unique().numel() - 72 * 256) > -3
     assert abs(low16(bits).double().mean() / 65535 - 0.5) < 0.01
-    part = Run(grid_of(whole), 5, 9, 7)
+    part = RowRange(grid_of(whole), 5, 9, 7)
     assert torch.equal(block_numbers([part], whole.device)[1], number[15:27])
     assert len({step_key(*words) for words in [(0, 1, 2), (1, 0, 2), (0, 2, 1), (2**32, 1, 2)]}) == 4
 

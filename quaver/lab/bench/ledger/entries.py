@@ -43,7 +43,7 @@ _REDUCTIONS = frozenset({"amax", "max", "abs"})
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """The work of one launch, or of an operator with the kernels that it launches.
 
     Attributes:
@@ -76,7 +76,7 @@ class Entry:
         return self.read_bytes + self.written_bytes
 
 
-def entries_of(graphs: Sequence[CompiledGraph], l2_bytes: int) -> tuple[Entry, ...]:
+def entries_of(graphs: Sequence[CompiledGraph], l2_bytes: int) -> tuple[LedgerEntry, ...]:
     """The launches of all graphs in order, for a GPU with an L2 cache of so many bytes."""
     largest = max(access.elements for graph in graphs for access in _accessed(graph.launches))
     found = []
@@ -90,10 +90,10 @@ def _accessed(launches: Sequence[Launch]) -> list[Access]:
     return [access for launch in launches for access in (*launch.reads, *launch.writes)]
 
 
-def _entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int) -> list[Entry]:
+def _entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int) -> list[LedgerEntry]:
     again, cached = _loaded_again(launch, l2_bytes)
     category = _category(launch, small)
-    entry = Entry(
+    entry = LedgerEntry(
         category=category,
         is_backward=is_backward,
         name=launch.operator or " + ".join(kernel.name for kernel in launch.kernels),
@@ -153,13 +153,13 @@ def _loaded_again(launch: Launch, l2_bytes: int) -> tuple[int, int]:
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
-def matrices(entry: Entry) -> tuple[Access, Access]:
+def matrices(entry: LedgerEntry) -> tuple[Access, Access]:
     """The two operands of a matmul, without scales of one number."""
     matrices = [access for access in entry.launch.reads if len(access.size) >= 2 and access.elements > 1]
     return matrices[0], matrices[1]
 
 
-def scale_kind(entry: Entry) -> ScaleKind:
+def scale_kind(entry: LedgerEntry) -> ScaleKind:
     """How the scales of a float8 matmul lie: those of its first operand, which stand behind the second."""
     a, b = matrices(entry)
     scale = entry.launch.reads[entry.launch.reads.index(b) + 1]
@@ -171,14 +171,14 @@ def scale_kind(entry: Entry) -> ScaleKind:
     return ScaleKind.BLOCKS_OF_128 if blocks <= ceil(a.size[-1] / 128) else ScaleKind.BLOCKS_OF_32
 
 
-def _matmul(entry: Entry) -> list[Entry]:
+def _matmul(entry: LedgerEntry) -> list[LedgerEntry]:
     """[.., m, k] @ [.., k, n]: what its operands and its result hold."""
     a, b = matrices(entry)
     category = "float8 matmul" if a.is_float8 else "bfloat16 matmul"
     return [replace(entry, category=category, flops=2 * prod(a.size) * b.size[-1])]
 
 
-def _grouped_matmul(entry: Entry) -> list[Entry]:
+def _grouped_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
     """Each row of tokens [T, K] is multiplied with one expert, of [E, K, N] or [E * N, K]; or T is contracted."""
     a, b = matrices(entry)
     result = entry.launch.writes[0]
@@ -188,7 +188,7 @@ def _grouped_matmul(entry: Entry) -> list[Entry]:
     return [replace(entry, category="float8 matmul" if a.is_float8 else "bfloat16 matmul", flops=flops)]
 
 
-def _expert_matmul(entry: Entry) -> list[Entry]:
+def _expert_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
     """quaver's, and before it the copies of e4m3 codes that do not lie along the contracted dim (experts/gpu_gemm.py).
 
     quaver's kernel makes them. Tokens that are contracted are moved between zeros first. A square weight is
@@ -219,7 +219,7 @@ def _expert_matmul(entry: Entry) -> list[Entry]:
     return [*copies, *_grouped_matmul(entry)]
 
 
-def _block_matmul(entry: Entry) -> list[Entry]:
+def _block_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
     """A matmul with scales of blocks, and before it copies and pads of codes and scales."""
     b, b_scale = entry.launch.reads[1], entry.launch.reads[3]
     is_square = b_scale.size[-1] != b.size[-1]
@@ -227,7 +227,7 @@ def _block_matmul(entry: Entry) -> list[Entry]:
     return [made for call in calls for made in _inside(entry, call)]
 
 
-def _inside(entry: Entry, call: Called) -> list[Entry]:
+def _inside(entry: LedgerEntry, call: Called) -> list[LedgerEntry]:
     if "scaled_mm" in call.name:
         return _matmul(entry)
     is_of_codes = call.reads[0].element_size() == 1
@@ -247,7 +247,7 @@ def _inside(entry: Entry, call: Called) -> list[Entry]:
     return [made]
 
 
-def _copy(entry: Entry, codes: Access) -> Entry:
+def _copy(entry: LedgerEntry, codes: Access) -> LedgerEntry:
     """Codes, read once and written once into the other layout.
 
     quaver's kernel copies those that are contiguous one way or the other (quaver/kernels/triton_copy.py), aten others.
@@ -265,23 +265,23 @@ def is_contiguous(access: Access, *, transposed: bool = False) -> bool:
     return all(extent == 1 or got == wanted for extent, got, wanted in zip(size, stride, dense, strict=True))
 
 
-def _copy_of_codes(entry: Entry) -> list[Entry]:
+def _copy_of_codes(entry: LedgerEntry) -> list[LedgerEntry]:
     """The first argument is copied; a gradient behind it, which only orders the copy, is not read."""
     return [_copy(entry, entry.launch.reads[0])]
 
 
-def _amaxes_of_groups(entry: Entry) -> list[Entry]:
+def _amaxes_of_groups(entry: LedgerEntry) -> list[LedgerEntry]:
     """One launch fills the amaxes with zeros."""
     return [replace(entry, category="small" if entry.category == "small" else "amax", launches=2)]
 
 
-def _cast_from_two_reads(entry: Entry) -> list[Entry]:
+def _cast_from_two_reads(entry: LedgerEntry) -> list[LedgerEntry]:
     """An operand is read for its amaxes and for its codes."""
     operand = entry.launch.reads[0].moved_bytes
     return [replace(entry, read_bytes=entry.read_bytes + operand, launches=3)]
 
 
-def _cast_of_blocks(entry: Entry) -> list[Entry]:
+def _cast_of_blocks(entry: LedgerEntry) -> list[LedgerEntry]:
     """One kernel; of blocks of 1 x n in both directions two, if the sizes are odd, and each reads the operand."""
     operand, written = entry.launch.reads[0], sum(each.elements > 0 for each in entry.launch.writes)
     if written == OF_CODES_AND_SCALES and not casts_both_at_once(*operand.size):
@@ -289,13 +289,13 @@ def _cast_of_blocks(entry: Entry) -> list[Entry]:
     return [entry]
 
 
-def query_and_key(entry: Entry) -> tuple[Access, Access]:
+def query_and_key(entry: LedgerEntry) -> tuple[Access, Access]:
     """The first operands of attention; before them its backward reads a gradient."""
     reads = entry.launch.reads[entry.is_backward :]
     return reads[0], reads[1]
 
 
-def _attention(entry: Entry) -> list[Entry]:
+def _attention(entry: LedgerEntry) -> list[LedgerEntry]:
     """Causal: half of the scores."""
     query, key = query_and_key(entry)
     sequences, heads, queries, size = query.size
@@ -303,7 +303,7 @@ def _attention(entry: Entry) -> list[Entry]:
     return [replace(entry, category="attention", flops=flops)]
 
 
-Operation = Callable[[Entry], list[Entry]]
+Operation = Callable[[LedgerEntry], list[LedgerEntry]]
 
 OPERATIONS: dict[str, Operation] = {
     "quaver.native_block_mm": _block_matmul,

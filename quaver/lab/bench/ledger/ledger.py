@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quaver.lab.bench.ledger.entries import CATEGORIES, OVERHEAD, Entry
+from quaver.lab.bench.ledger.entries import CATEGORIES, OVERHEAD, LedgerEntry
 from quaver.lab.memory.compiling.launches import Access, CompiledGraph
 
 
@@ -22,7 +22,7 @@ class Ledger:
 
     name: str
     gpu: str
-    entries: tuple[Entry, ...]
+    entries: tuple[LedgerEntry, ...]
     graphs: tuple[CompiledGraph, ...]
 
     @property
@@ -34,7 +34,7 @@ class Ledger:
         """Bytes read and written by entries of these categories."""
         return sum(entry.moved_bytes for entry in self.of(*categories))
 
-    def of(self, *categories: str) -> list[Entry]:
+    def of(self, *categories: str) -> list[LedgerEntry]:
         """The entries of these categories."""
         return [entry for entry in self.entries if entry.category in categories]
 
@@ -69,7 +69,7 @@ class Ledger:
         )
 
     @staticmethod
-    def _smallest(entry: Entry) -> int:
+    def _smallest(entry: LedgerEntry) -> int:
         """The elements of the tensor that a launch quantizes: as many as its codes, or as its largest operand has."""
         accesses = (*entry.launch.reads, *entry.launch.writes)
         return max((each.elements for each in accesses if each.is_float8), default=max(e.elements for e in accesses))
@@ -155,8 +155,8 @@ class Ledger:
 _HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _row(entry: Entry) -> dict[str, Any]:
-    row = {name: getattr(entry, name) for name in Entry.__dataclass_fields__ if name != "launch"}
+def _row(entry: LedgerEntry) -> dict[str, Any]:
+    row = {name: getattr(entry, name) for name in LedgerEntry.__dataclass_fields__ if name != "launch"}
     return row | {"reads": _accesses(entry.launch.reads), "writes": _accesses(entry.launch.writes)}
 
 

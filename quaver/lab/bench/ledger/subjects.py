@@ -116,7 +116,7 @@ def count(work: Work, name: str, gpu: str) -> Ledger:
     return Ledger(name, gpu, entries_of(graphs, GPUS[gpu].L2_cache_size), tuple(graphs))
 
 
-class _Linear(nn.Module):
+class _LinearSubject(nn.Module):
     """One linear; it has no norm, so its input's gradient is another linear's."""
 
     def __init__(self, model: Model) -> None:
@@ -129,4 +129,4 @@ class _Linear(nn.Module):
 
 
 def _subject(work: Work) -> nn.Module:
-    return _Linear(work.model) if work.part == "linear" else Subject(work.model, work.seq_len)
+    return _LinearSubject(work.model) if work.part == "linear" else Subject(work.model, work.seq_len)

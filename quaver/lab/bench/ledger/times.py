@@ -12,7 +12,7 @@ kernels, tiles that do not fill the last wave.
 
 from __future__ import annotations
 
-from quaver.lab.bench.ledger.entries import CATEGORIES, Entry, matrices, query_and_key, scale_kind
+from quaver.lab.bench.ledger.entries import CATEGORIES, LedgerEntry, matrices, query_and_key, scale_kind
 from quaver.lab.bench.ledger.ledger import Ledger
 from quaver.lab.memory.compiling.gpu_code import GPUS
 from quaver.linear.gemm import ScaleKind
@@ -30,7 +30,7 @@ compiled copy (docs/log.md)."""
 _SCHEDULERS = 4
 
 
-def seconds_of(entry: Entry, spec: DeviceSpec, *, by_shape: bool = False, sustained: float = 1.0) -> float:
+def seconds_of(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool = False, sustained: float = 1.0) -> float:
     """The modelled time of one entry, its launches included.
 
     Args:
@@ -43,7 +43,7 @@ def seconds_of(entry: Entry, spec: DeviceSpec, *, by_shape: bool = False, sustai
     return seconds + entry.launches * KERNEL_LAUNCH_S
 
 
-def issue_s(entry: Entry, spec: DeviceSpec) -> float:
+def issue_s(entry: LedgerEntry, spec: DeviceSpec) -> float:
     """The least time in which the instructions of an entry are issued; 0 where no machine code was compiled."""
     if not entry.issued:
         return 0.0
@@ -59,7 +59,7 @@ def milliseconds_by_category(ledger: Ledger, spec: DeviceSpec) -> dict[str, floa
     return found
 
 
-def _multiplied_s(entry: Entry, spec: DeviceSpec, *, by_shape: bool) -> float:
+def _multiplied_s(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool) -> float:
     """The time of the FLOPs of attention, at the rate of its kernel and its length, or of a matmul."""
     if entry.category == "attention":
         query, _ = query_and_key(entry)

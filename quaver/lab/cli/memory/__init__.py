@@ -37,7 +37,7 @@ from quaver.runtime.devices import resolve_device
 
 
 @dataclass(frozen=True)
-class Options(Settings):
+class MemoryOptions(Settings):
     """Predict the memory of a run's training step on one rank, and say what is alive at its peak. The step runs with
     fake tensors: no GPU, no data and no memory are needed. The flags of quaver train are accepted too.
     """
@@ -96,8 +96,8 @@ class Options(Settings):
 def run(argv: list[str]) -> int:
     """Print and write the predicted memory of a training step; 0, or 2 for bad input."""
     with bad_input():
-        options, words = split_options(Options, argv, prog="quaver memory [CONFIG.toml]")
-        config = load_config(*parse_arguments(words, Options))
+        options, words = split_options(MemoryOptions, argv, prog="quaver memory [CONFIG.toml]")
+        config = load_config(*parse_arguments(words, MemoryOptions))
         trained_on = resolve_device(config.training.device).type if options.measure else "cuda"
         device = options.device or trained_on
         if options.links:
@@ -120,7 +120,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _print_links(options: Options, config: TrainConfig, device: str) -> int:
+def _print_links(options: MemoryOptions, config: TrainConfig, device: str) -> int:
     bandwidth = options.checkpoint_bandwidth
     per_s = None if bandwidth is None else parse_bytes(bandwidth, "--checkpoint-bandwidth")
     with predicting_for(device), working("counting the collectives of a step"):
@@ -131,7 +131,7 @@ def _print_links(options: Options, config: TrainConfig, device: str) -> int:
     return 0
 
 
-def _print_estimate(options: Options, config: TrainConfig) -> int:
+def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
     estimate, advice = estimated_peak(config, options.ranks), None
     if options.advise or options.fit is not None:
         fit_bytes = None if options.fit is None else parse_bytes(options.fit, "--fit")
@@ -148,7 +148,9 @@ def _print_estimate(options: Options, config: TrainConfig) -> int:
     return 0
 
 
-def _predict(options: Options, words: list[str], config: TrainConfig, device: str) -> tuple[RunMemory, dict[str, Any]]:
+def _predict(
+    options: MemoryOptions, words: list[str], config: TrainConfig, device: str
+) -> tuple[RunMemory, dict[str, Any]]:
     """The prediction; and by its name in the JSON what else was asked for: other and comparison, advice, measured."""
     fit_bytes = None if options.fit is None else parse_bytes(options.fit, "--fit")
     other_words = shlex.split(options.vs or "")
@@ -171,7 +173,7 @@ def _predict(options: Options, words: list[str], config: TrainConfig, device: st
     return memory, found
 
 
-def _write(memory: RunMemory, found: dict[str, Any], options: Options, title: str) -> list[Path]:
+def _write(memory: RunMemory, found: dict[str, Any], options: MemoryOptions, title: str) -> list[Path]:
     """Write what was asked for, and return the files."""
     more = {name: part.to_dict() for name, part in found.items()}
     files = [Path(options.output)]

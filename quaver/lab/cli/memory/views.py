@@ -10,11 +10,11 @@ from rich.table import Table
 from quaver.lab.cli.console import make_table
 from quaver.lab.memory import CATEGORIES
 from quaver.lab.memory.predict import Prediction
-from quaver.lab.memory.reports.compare import Comparison, Difference
+from quaver.lab.memory.reports.compare import Comparison, TensorDifference
 from quaver.lab.memory.reports.pitfalls import inner_operator, si
 from quaver.lab.memory.runs.links import Links
 from quaver.lab.memory.runs.predict import RunMemory
-from quaver.lab.plan.advise import Advice, Row
+from quaver.lab.plan.advise import Advice, AdvisedSetting
 from quaver.lab.recorder.byte_sizes import unit_of
 from quaver.lab.recorder.report import merged_layers
 
@@ -133,7 +133,7 @@ def comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]:
     yield from ("", *_differences("Differences in what is alive at the peaks", c.at("peak"), top))
 
 
-def _differences(title: str, rows: tuple[Difference, ...], top: int) -> Iterator[str]:
+def _differences(title: str, rows: tuple[TensorDifference, ...], top: int) -> Iterator[str]:
     if not rows:
         yield f"{title}: nothing"
         return
@@ -157,7 +157,7 @@ def advice_table(advice: Advice) -> Table:
     return make_table(title, columns, rows=rows, wrapped=("setting",), right=columns[2:6])
 
 
-def _advice_numbers(row: Row) -> tuple[str, str, str, str]:
+def _advice_numbers(row: AdvisedSetting) -> tuple[str, str, str, str]:
     peak = "" if row.peak_bytes is None else _size(row.peak_bytes)
     more = row.difference_bytes
     difference = f"{'+' if more > 0 else '-'}{_size(abs(more))}" if more else ""

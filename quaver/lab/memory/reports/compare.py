@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quaver.lab.memory.predict import Prediction
-from quaver.lab.memory.reports.pitfalls import Row, Saved, hint_of, is_operator, short_operator, si
+from quaver.lab.memory.reports.pitfalls import Row, SavedByRuns, hint_of, is_operator, short_operator, si
 from quaver.lab.recorder.report import NOT_FOR_BACKWARD, merged_layers
 
 _NOT_A_NAME = ("selective policy", "checkpoint", "compiled graph")
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """Equal tensors of all layers, of which one run has more than the other."""
 
     at: str
@@ -112,10 +112,10 @@ class Comparison:
     peak_at_a: str
     """Phase, module and operator of the peak."""
     peak_at_b: str
-    rows: tuple[Difference, ...] = field(repr=False)
+    rows: tuple[TensorDifference, ...] = field(repr=False)
     """By size, whatever the sign. Rows of the peaks may differ only because the peaks are at other moments."""
 
-    def at(self, moment: str) -> tuple[Difference, ...]:
+    def at(self, moment: str) -> tuple[TensorDifference, ...]:
         """The rows of "saved" or of "peak"."""
         return tuple(row for row in self.rows if row.at == moment)
 
@@ -173,11 +173,11 @@ def _folded(row: Row) -> Row:
     return merged_layers([row])[0]
 
 
-def _differences(at: str, rows_a: list[Row], rows_b: list[Row]) -> Iterator[Difference]:
+def _differences(at: str, rows_a: list[Row], rows_b: list[Row]) -> Iterator[TensorDifference]:
     for described, alike in _aligned(rows_a, rows_b):
         if alike.difference_bytes:
             both = (rows_b, rows_a) if alike.difference_bytes > 0 else (rows_a, rows_b)
-            yield _difference(at, described, alike, Saved(*both))
+            yield _difference(at, described, alike, SavedByRuns(*both))
 
 
 def _aligned(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_Alike, _Alike]]:
@@ -200,11 +200,11 @@ def _aligned(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_Alike, _Al
         yield max(ways, key=lambda each: sign * each.difference_bytes), joined
 
 
-def _difference(at: str, described: _Alike, alike: _Alike, rows: Saved) -> Difference:
+def _difference(at: str, described: _Alike, alike: _Alike, rows: SavedByRuns) -> TensorDifference:
     layers = max(len({row["module"] for row in rows}) for rows in (alike.a, alike.b))
     row = _typical(described.b if alike.difference_bytes > 0 else described.a)
     seen = _folded(row) if layers > 1 else row
-    return Difference(
+    return TensorDifference(
         at=at,
         **{name: seen[name] for name in ("category", "module", "operator", "dtype")},
         **{name: seen.get(name) or "" for name in ("of", "source", "saved_by")},

@@ -28,7 +28,7 @@ _LONGEST = 48
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 
 
-class Saved(NamedTuple):
+class SavedByRuns(NamedTuple):
     """The tensors that two runs save for backward."""
 
     own: Sequence[Row]
@@ -37,7 +37,7 @@ class Saved(NamedTuple):
     """By the other run."""
 
 
-def hint_of(row: Row, saved: Saved) -> str:
+def hint_of(row: Row, saved: SavedByRuns) -> str:
     """A hint how to avoid `row`, one of `saved.own`; empty if no rule applies."""
     return next(filter(None, (pitfall(row, saved) for pitfall in PITFALLS)), "")
 
@@ -66,7 +66,7 @@ def si(size_bytes: float) -> str:
     return f"{size_bytes / unit_bytes:.4g} {unit}"
 
 
-def _reduced_later(row: Row, saved: Saved) -> str:
+def _reduced_later(row: Row, saved: SavedByRuns) -> str:
     """A pointwise result is saved, of which backward reads only a reduction."""
     first_use = row.get("first_use") or {}
     reader = short_operator(first_use.get("operator"))
@@ -83,20 +83,20 @@ def _reduced_later(row: Row, saved: Saved) -> str:
     return f"saving the {reader} instead would cost at most {si(most_bytes)}"
 
 
-def _unread(row: Row, saved: Saved) -> str:
+def _unread(row: Row, saved: SavedByRuns) -> str:
     """A policy saves a tensor that backward does not read, because a later result is saved as well."""
     if row.get("saved_by") != "selective policy" or "first_use" not in row or row["first_use"] is not None:
         return ""
     return "no operator of the backward reads it: the policy need not save it"
 
 
-def _gathered_weight(row: Row, saved: Saved) -> str:
+def _gathered_weight(row: Row, saved: SavedByRuns) -> str:
     if row["category"] != "gathered_weights":
         return ""
     return "a gathered weight; with parallelism.fsdp_reshard_after_forward always the backward gathers it again"
 
 
-def _made_of_weight(row: Row, saved: Saved) -> str:
+def _made_of_weight(row: Row, saved: SavedByRuns) -> str:
     """A tensor of the size of a gathered weight, which backward gathers anyway."""
     is_matrix = sum(size > 1 for size in row["shape"]) > 1  # unlike the scales of its rows
     if "unsharded" not in (row.get("of") or "") or not is_matrix or not _keeps_shape(row["operator"]):
@@ -104,7 +104,7 @@ def _made_of_weight(row: Row, saved: Saved) -> str:
     return "as many elements as the weight it is made of, which backward gathers anyway: compute it again there"
 
 
-def _copy_in_another_dtype(row: Row, saved: Saved) -> str:
+def _copy_in_another_dtype(row: Row, saved: SavedByRuns) -> str:
     """The float8 codes or a widened copy of a tensor that is saved, too."""
     itemsize = _itemsize(row["dtype"])
     sources = (each for each in saved.own if _is_source(each, row) and _itemsize(each["dtype"]) != itemsize)
@@ -120,7 +120,7 @@ def _copy_in_another_dtype(row: Row, saved: Saved) -> str:
     return ""
 
 
-PITFALLS: tuple[Callable[[Row, Saved], str], ...] = (
+PITFALLS: tuple[Callable[[Row, SavedByRuns], str], ...] = (
     _reduced_later,
     _unread,
     _gathered_weight,

@@ -60,7 +60,7 @@ _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True)
-class Export:
+class CheckedModel:
     """One model of a checkpoint that was checked."""
 
     weights: Path
@@ -115,7 +115,7 @@ def export_hf(
     dtype: str = "bfloat16",
     max_shard_bytes: int = 5 * 1000**3,
     tokenizer: Path | None = None,
-) -> Export:
+) -> CheckedModel:
     """Write the model `name` of `checkpoint`, or its first, as the new folder `out`.
 
     Args:
@@ -172,7 +172,7 @@ def _check_shapes(stored: Mapping[str, list[int]], expected: Mapping[str, Tensor
         raise ValueError(f"{str(folder)!r} does not have the tensors that its config requires: {listed(wrong)}")
 
 
-def open_checkpoint(checkpoint: Path, name: str | None) -> Export:
+def open_checkpoint(checkpoint: Path, name: str | None) -> CheckedModel:
     """Read the record of a checkpoint and the list of its tensors, and check that they are those of its config."""
     record = read_record(checkpoint)
     check_manifest(checkpoint)
@@ -183,7 +183,7 @@ def open_checkpoint(checkpoint: Path, name: str | None) -> Export:
     unknown = sorted(settings.keys() - asdict(Model()).keys())
     if unknown:
         raise ValueError(f"{str(checkpoint)!r} has model settings that this version does not know: {listed(unknown)}")
-    found = Export(checkpoint / (name or names[0]), build_config({"model": settings}).model, record)
+    found = CheckedModel(checkpoint / (name or names[0]), build_config({"model": settings}).model, record)
     stored = read_metadata(CheckpointReader(found.weights)).state_dict_metadata
     shapes = {
         name.removeprefix("model."): list(each.size)
@@ -217,7 +217,7 @@ def _kept(config: dict[str, Any]) -> dict[str, Any]:
     return {name: config[name] for name in KEPT if name in config}
 
 
-def kept_of_run(found: Export) -> dict[str, Any]:
+def kept_of_run(found: CheckedModel) -> dict[str, Any]:
     """Return token ids and the longest context: those of the imported model, or those of the run's training."""
     if "huggingface" in found.record:
         return _kept(found.record["huggingface"])

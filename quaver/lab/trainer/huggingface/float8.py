@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from quaver import FilterDecision, convert_to_float8_training, float8_scaling_state
-from quaver.export.source import DEFAULT_FILTER, Source, skip_names
+from quaver.export.source import DEFAULT_FILTER, ExportSource, skip_names
 from quaver.lab.runs.checkpoint import load_state, read_metadata
 from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.settings import Float8, Parallelism, Training
 from quaver.lab.settings.fields import Settings
 from quaver.lab.trainer.float8 import convert_chosen
 from quaver.lab.trainer.huggingface.config import hf_config
-from quaver.lab.trainer.huggingface.convert import Export, kept_of_run, open_checkpoint
+from quaver.lab.trainer.huggingface.convert import CheckedModel, kept_of_run, open_checkpoint
 from quaver.lab.trainer.huggingface.weights import stored_state, without_width
 from quaver.lab.trainer.model import Llama
 from quaver.runtime.names import listed
@@ -31,7 +31,7 @@ S = TypeVar("S", bound=Settings)
 
 def run_source(
     checkpoint: Path, *, name: str | None = None, recipe: str | None = None, filter_fqns: Sequence[str] = DEFAULT_FILTER
-) -> Source:
+) -> ExportSource:
     """The model `name` of a checkpoint, or its first.
 
     Its linears are converted as the run converted them. A model that the run did not convert needs a `recipe`, which
@@ -70,7 +70,7 @@ def run_source(
         loaded.load_state_dict(state, strict=False)  # a tied weight is stored once
         return loaded
 
-    return Source(
+    return ExportSource(
         model=model,
         weights=ChainMap(without_width(found.model), typing.cast(Any, found.tensors())),
         config=hf_config(found.model, dtype="bfloat16", kept=kept_of_run(found)),
@@ -80,7 +80,7 @@ def run_source(
     )
 
 
-def _section(found: Export, kind: type[S]) -> S:
+def _section(found: CheckedModel, kind: type[S]) -> S:
     """A section of the run's settings; the defaults for a converted checkpoint, which has no run."""
     settings = found.record["config"].get(kind.section, {})
     unknown = sorted(settings.keys() - {each.name for each in fields(kind)})
@@ -89,7 +89,7 @@ def _section(found: Export, kind: type[S]) -> S:
     return kind(**settings)
 
 
-def _converted(found: Export) -> dict[str, FilterDecision]:
+def _converted(found: CheckedModel) -> dict[str, FilterDecision]:
     """By linear, what the run decided and why; empty for a model that it did not convert."""
     report = found.record.get("conversion_report")
     if not report or found.weights.name in ("bfloat16", "float32", "float16"):
@@ -111,7 +111,7 @@ def _load_scales(model: nn.Module, reader: CheckpointReader) -> None:
         scaling.load_state_dict(state)
 
 
-def _forward_dtype(found: Export, config: Float8) -> torch.dtype | None:
+def _forward_dtype(found: CheckedModel, config: Float8) -> torch.dtype | None:
     """Dtype in which FSDP2 gathered weights; see [Note: precision under FSDP2] in parallelize.py. None: their own."""
     tensor_parallel = _section(found, Parallelism).tensor_parallel_degree
     if found.record["world_size"] == tensor_parallel or config.enable_fsdp_float8_all_gather:
