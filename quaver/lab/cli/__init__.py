@@ -25,7 +25,7 @@ VERBS = {
 }
 
 _FILES = {"import": "import_weights"}
-"""The files of verbs that are not named as the verb."""
+"""The files of verbs whose name is a Python keyword."""
 
 TRAIN_EXTRA = ("filelock", "matplotlib", "pydantic", "rich", "safetensors", "tomli_w", "xxhash")
 """The modules of the extra `quaver[train]` in pyproject.toml."""
@@ -35,12 +35,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run `quaver VERB ...` and return its exit code: 0 done, 2 bad input, 130 Ctrl-C; verbs add others.
 
     Args:
-        argv: words after the program's name; those of the process when None.
+        argv: the words after the program's name; None reads sys.argv.
     """
     words = sys.argv[1:] if argv is None else argv
     if sys.stdout is None:  # closed by the shell, as a daemon's may be
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch 2.13's profiler prints lines of its own
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the lines that torch 2.13's profiler prints
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be Unicode
     if words[:1] == ["--version"]:

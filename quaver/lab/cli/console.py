@@ -1,4 +1,4 @@
-"""Console output of commands: lines, and tables that fit 80 columns."""
+"""Console output of commands: lines of text, and tables that fit 80 columns."""
 
 from collections.abc import Collection, Iterable
 
@@ -10,10 +10,7 @@ from quaver.lab.trainer.display import color_system
 
 
 def show(views: Iterable[str | Table]) -> None:
-    """Print lines as they are, and tables on the width of the terminal, but on at least 80 columns.
-
-    Brackets and numbers get no style, and under NO_COLOR nothing does.
-    """
+    """Print lines unwrapped, and tables in the width of the terminal or 80 columns, whichever is more."""
     width = max(80, Console().width)
     console = Console(width=width, color_system=color_system(), highlight=False, markup=False, emoji=False)
     for view in views:
@@ -28,8 +25,8 @@ def make_table(
     wrapped: Collection[str] = (),
     right: Collection[str] = (),
 ) -> Table:
-    """A table of these columns; those of `wrapped` break their lines, those of `right` are aligned to the right."""
-    # Lines between columns would take columns of a narrow terminal from the text.
+    """Make a table. Columns named in `wrapped` wrap their text; columns named in `right` are right-aligned."""
+    # No lines between columns: a narrow terminal has no room for them.
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in columns:
         table.add_column(

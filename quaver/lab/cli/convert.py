@@ -41,7 +41,7 @@ class QuaverToHF(Settings):
 
 
 def run(argv: list[str]) -> int:
-    """Convert as `argv` says; 0 when done, 2 for bad input, 4 where the result cannot be written."""
+    """Run the verb; returns 0 when done, 2 for bad input, 4 if the result cannot be written."""
     usage = "quaver convert WAY [options] FROM OUT      quaver convert WAY --help"
     way = find_verb(WAYS, argv, kind="conversion", usage=usage)
     if isinstance(way, int):
@@ -65,7 +65,7 @@ def _export(argv: list[str]) -> None:
     options = parse_options(QuaverToHF, argv, prog="quaver convert quaver-to-hf CHECKPOINT OUT")
     out = expanded(options.out)
     with working(f"writing {out}"):
-        found = export_hf(
+        exported = export_hf(
             expanded(options.checkpoint),
             out,
             name=options.model,
@@ -73,5 +73,5 @@ def _export(argv: list[str]) -> None:
             max_shard_bytes=parse_bytes(options.max_shard_size, "--max-shard-size"),
             tokenizer=expanded(options.tokenizer) if options.tokenizer else None,
         )
-    step = found.record["progress"]["step"]
-    print(f"{out}: the model {found.weights.name} of step {step:,} in {options.dtype}")
+    step = exported.record["progress"]["step"]
+    print(f"{out}: the model {exported.weights.name} of step {step:,} in {options.dtype}")

@@ -1,4 +1,4 @@
-"""Finds the verb among the words of a command line; lists the verbs, or names the nearest one."""
+"""Finds the verb of a command line, or prints the verbs or the nearest one."""
 
 import difflib
 
@@ -6,12 +6,12 @@ from quaver.lab.cli.errors import EXIT_BAD_INPUT, print_error
 
 
 def find_verb(verbs: dict[str, str], words: list[str], *, kind: str, usage: str) -> str | int:
-    """Return the verb that `words` begin with; or, after printing the help or an error, an exit code.
+    """Return the verb that `words` begin with, or an exit code after printing the help or an error.
 
     Args:
-        verbs: a summary of each verb.
-        words: the verb and its own arguments.
-        kind: what an error calls a verb, such as "command".
+        verbs: each verb and its summary.
+        words: the verb and its arguments.
+        kind: the word for a verb in errors, such as "command".
         usage: the first line of the help.
     """
     verb = words[0] if words else "--help"

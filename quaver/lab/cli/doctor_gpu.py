@@ -1,6 +1,6 @@
-"""`quaver doctor --gpu NAME [--model CONFIG|RUN|HF-FOLDER] [--recipe NAME]`: what a GPU that is not here runs natively.
+"""`quaver doctor --gpu NAME [--model CONFIG|RUN|HF-FOLDER] [--recipe NAME]`: what a GPU multiplies natively.
 
-Nothing is run and no weight is read: a model is made on the meta device, from its config.
+The GPU need not be in this machine. Nothing runs and no weight is read: the model is made on the meta device.
 """
 
 import json
@@ -27,18 +27,20 @@ from quaver.runtime.names import tied_modules
 
 
 def find_on_gpu(gpu: str, model: str | None, recipe: str | None) -> OnGpu:
-    """Ask for a GPU and maybe a model. Raises OSError, ValueError and NotImplementedError for bad input."""
+    """Return what `gpu` runs natively. Raises OSError, ValueError and NotImplementedError for bad input."""
     spec = require_device_spec(gpu, "--gpu")
     if model is None:
         return on_gpu(spec)
-    made, own_recipe, filter_fqns = _skeleton(expanded(model))
+    skeleton, own_recipe, filter_fqns = _skeleton(expanded(model))
     chosen = canonical_recipe(recipe or own_recipe)
-    convert_to_float8_training(made, config=chosen, module_filter_fn=skip_names(filter_fqns, tied_modules(made)))
-    return on_gpu(spec, made, chosen)
+    convert_to_float8_training(
+        skeleton, config=chosen, module_filter_fn=skip_names(filter_fqns, tied_modules(skeleton))
+    )
+    return on_gpu(spec, skeleton, chosen)
 
 
 def _skeleton(path: Path) -> tuple[nn.Module, str, tuple[str, ...]]:
-    """The model on the meta device, its recipe, and the parts of names that its filter skips."""
+    """Return the model on the meta device, its recipe, and the parts of names that its filter skips."""
     if path.name == HUGGINGFACE_CONFIG:
         path = path.parent
     if (path / HUGGINGFACE_CONFIG).is_file():
@@ -54,39 +56,39 @@ def _skeleton(path: Path) -> tuple[nn.Module, str, tuple[str, ...]]:
         return Llama(config.model), config.float8.recipe_name, tuple(config.float8.filter_fqns)
 
 
-def print_on_gpu(found: OnGpu, *, as_json: bool) -> None:
-    """Print the tables, or all as JSON."""
+def print_on_gpu(result: OnGpu, *, as_json: bool) -> None:
+    """Print the tables, or everything as JSON."""
     if as_json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(result.to_dict(), indent=2))
     else:
-        show(_views(found))
+        show(_views(result))
 
 
-def _views(found: OnGpu) -> Iterator[str | Table]:
-    yield f"{found.gpu}, {found.capability}, by its specification: nothing was run\ncasts: {found.casts}"
-    rows = [(each.recipe, _backends(each.linear), _backends(each.experts)) for each in found.recipes]
+def _views(result: OnGpu) -> Iterator[str | Table]:
+    yield f"{result.gpu}, {result.capability}, by its specification: nothing was run\ncasts: {result.casts}"
+    rows = [(recipe.recipe, _backends(recipe.linear), _backends(recipe.experts)) for recipe in result.recipes]
     yield make_table(None, ("recipe", "linears", "experts"), rows=rows, wrapped=("linears", "experts"))
-    matmuls = [each for recipe in found.recipes for each in (*recipe.linear, *recipe.experts)]
+    matmuls = [matmul for recipe in result.recipes for matmul in (*recipe.linear, *recipe.experts)]
     for backend in ("native", "high precision", "exact"):
-        kernels = dict.fromkeys(each.how for each in matmuls if each.backend == backend)
+        kernels = dict.fromkeys(matmul.how for matmul in matmuls if matmul.backend == backend)
         yield from (f"{backend}: {kernel}" for kernel in kernels)
-    if found.layers is not None:
+    if result.layers is not None:
         columns = ("layers", "count", "in", "out", "float8", "note")
-        backends = next(_backends(each.linear) for each in found.recipes if each.recipe == found.recipe)
+        backends = next(_backends(recipe.linear) for recipe in result.recipes if recipe.recipe == result.recipe)
         yield make_table(
-            f"in {found.recipe}, linears {backends}",
+            f"in {result.recipe}, linears {backends}",
             columns,
-            rows=map(_row, found.layers),
+            rows=map(_row, result.layers),
             wrapped=("layers", "note"),
             right=columns[1:4],
         )
 
 
 def _backends(matmuls: list[MatmulOnGpu]) -> str:
-    """ "native" where all are, else "native output and grad_input, exact grad_weight"."""
+    """Return "native" if all matmuls are, else text such as "native output and grad_input, exact grad_weight"."""
     by_backend: dict[str, list[str]] = {}
-    for each in matmuls:
-        by_backend.setdefault(each.backend, []).append(each.matmul)
+    for matmul in matmuls:
+        by_backend.setdefault(matmul.backend, []).append(matmul.matmul)
     if len(by_backend) == 1:
         return next(iter(by_backend))
     return ", ".join(f"{backend} {' and '.join(names)}" for backend, names in by_backend.items())

@@ -9,20 +9,20 @@ from quaver.lab.bench.working import working
 
 
 def print_machine(*, as_json: bool, try_compile: bool) -> int:
-    """Print it; 0 if every recipe runs on every device, 1 if one does not."""
+    """Print the diagnosis; returns 0 if every recipe runs on every device, else 1."""
     with working("trying each recipe"):
-        found = diagnose(try_compile=try_compile)
+        diagnosis = diagnose(try_compile=try_compile)
     if as_json:
-        print(json.dumps(found, indent=2))
-        return 0 if found["ok"] else 1
-    for name, text in {**found["versions"], **found["devices"], "torch.compile": found["compile"]}.items():
+        print(json.dumps(diagnosis, indent=2))
+        return 0 if diagnosis["ok"] else 1
+    for name, text in {**diagnosis["versions"], **diagnosis["devices"], "torch.compile": diagnosis["compile"]}.items():
         print(f"{name:<14} {text}")
-    for device in found["devices"]:
+    for device in diagnosis["devices"]:
         print(f"\nfloat8 matmuls on {device}")
-        for each in found["recipes"]:
-            if each["device"] == device:
-                print(f"  {each['recipe']:<31} {each['verdict']:<7} {each['detail']}")
-        print(found["recommended"][device])
-    for slow_path in found["slow_paths"]:
+        for recipe in diagnosis["recipes"]:
+            if recipe["device"] == device:
+                print(f"  {recipe['recipe']:<31} {recipe['verdict']:<7} {recipe['detail']}")
+        print(diagnosis["recommended"][device])
+    for slow_path in diagnosis["slow_paths"]:
         print(f"slow path: {slow_path}")
-    return 0 if found["ok"] else 1
+    return 0 if diagnosis["ok"] else 1

@@ -1,9 +1,9 @@
 """`quaver doctor --model RUN|HF-FOLDER [--data TEXT] [--budget-db 25] [--out recipes.toml] [--hardware h100]`.
 
-One batch forward and backward in high precision; beside it each operand of each linear is cast as each recipe would.
-The table has the worst linears first, and the recipe that keeps the budget with most float8. `--out` writes these
-recipes as a config: a whole one for `quaver train` where quaver trains the model, and for `LayerRecipes.read`.
-`--hardware` runs the batch once more, and has a second table: what that GPU's sums would lose in each matmul.
+Runs one batch forward and backward in high precision, and casts each operand of each linear by every recipe. The table
+has the worst linears first. Its recipes keep the budget with the most float8; `--out` writes them as a config, which
+`LayerRecipes.read` reads, and `quaver train` too if it can train the model. `--hardware` runs the batch again for a
+second table: the precision that the GPU's sums lose in each matmul.
 """
 
 import json
@@ -18,7 +18,7 @@ from rich.table import Table
 from quaver.conversion.layer_recipes import HIGH_PRECISION, LayerRecipes
 from quaver.experts.module import is_experts
 from quaver.lab.cli.console import make_table, show
-from quaver.lab.cli.doctor_options import Doctor
+from quaver.lab.cli.doctor_options import DoctorOptions
 from quaver.lab.cli.doctor_sums import sums_as_dict, views_of_sums
 from quaver.lab.settings.fields import expanded
 from quaver.lab.trainer.float8 import linear_config
@@ -39,7 +39,7 @@ class Survey:
     """The findings of `quaver doctor` on a model."""
 
     surveyed: list[SurveyedLinear]
-    """The worst under the first recipe first."""
+    """Sorted by the lowest SQNR under `first`."""
     recipes: LayerRecipes
     first: str
     """The run's own recipe, or tensorwise."""
@@ -47,19 +47,19 @@ class Survey:
     float8_share: float
     skipped: list[str]
     not_surveyed: list[str]
-    """The layers of experts, which have the recipe of the model."""
+    """The layers of experts, which take the recipe of the model."""
     data: str
     out: Path | None
     hardware: str | None
     sums: list[MatmulSums]
-    """With `hardware`, those that its sums cost most first."""
+    """Sorted by the precision lost to the sums of `hardware`; empty without it."""
 
     def recipe_of(self, name: str) -> str:
-        """The recipe of a linear, or "skipped"."""
+        """Return the recipe of a linear, or "skipped"."""
         return "skipped" if name in self.skipped else self.recipes.of(name)
 
 
-def survey_model(path: str, options: "Doctor") -> Survey:
+def survey_model(path: str, options: "DoctorOptions") -> Survey:
     """Survey a model, and write its recipes. Raises OSError, ValueError and NotImplementedError for bad input."""
     out = None if options.out is None else expanded(options.out)
     if out is not None and out.exists():
@@ -71,9 +71,9 @@ def survey_model(path: str, options: "Doctor") -> Survey:
     recipes = recipes_under(options.budget_db, surveyed, opened.is_skipped, first)
     if out is not None:
         out.write_text(_toml(opened, recipes, options.budget_db), encoding="utf-8")
-    surveyed.sort(key=lambda each: each.worst(first)[1])
+    surveyed.sort(key=lambda linear: linear.worst(first)[1])
     share = float8_share(recipes, surveyed, opened.is_skipped)
-    skipped = [each.name for each in surveyed if opened.is_skipped(each.name)]
+    skipped = [linear.name for linear in surveyed if opened.is_skipped(linear.name)]
     experts = [name for name, module in opened.model.named_modules() if is_experts(module)]
     hardware = options.hardware
     sums = [] if hardware is None else _sums(opened, recipes, hardware)
@@ -82,7 +82,7 @@ def survey_model(path: str, options: "Doctor") -> Survey:
 
 
 def _sums(opened: Surveyed, recipes: LayerRecipes, hardware: str) -> list[MatmulSums]:
-    """Survey the sums of the linears as the recipes would cast them, with the run's settings."""
+    """Survey the sums of the linears under their recipes and the run's settings."""
 
     def config_of(name: str) -> Float8LinearConfig | None:
         recipe = HIGH_PRECISION if opened.is_skipped(name) else recipes.of(name)
@@ -100,60 +100,60 @@ def _toml(opened: Surveyed, recipes: LayerRecipes, budget_db: float) -> str:
     return about + tomli_w.dumps({"float8": asdict(float8)})
 
 
-def print_survey(found: Survey, *, as_json: bool) -> None:
-    """Print the table, or all numbers as JSON."""
+def print_survey(result: Survey, *, as_json: bool) -> None:
+    """Print the tables, or all numbers as JSON."""
     if as_json:
-        print(json.dumps(_as_dict(found), indent=2, allow_nan=False))
+        print(json.dumps(_as_dict(result), indent=2, allow_nan=False))
         return
-    show(_views(found))
+    show(_views(result))
 
 
-def _views(found: Survey) -> Iterator[str | Table]:
-    yield f"one batch: {found.data}; decibels of the worst operand, and which that is"
+def _views(result: Survey) -> Iterator[str | Table]:
+    yield f"one batch: {result.data}; decibels of the worst operand, and which that is"
     columns = ("linear\n  its worst operand; recipe", *SHOWN)
-    rows = [_row(found, each) for each in found.surveyed]
+    rows = [_row(result, linear) for linear in result.surveyed]
     yield make_table(None, columns, rows=rows, wrapped=columns[:1], right=SHOWN)
     yield (
-        f"at least {found.budget_db:g} dB: {found.recipes.recipe}, and {len(found.recipes.layers)} linears otherwise; "
-        f"{found.float8_share:.1%} of the linears' FLOPs in float8"
+        f"at least {result.budget_db:g} dB: {result.recipes.recipe}, and {len(result.recipes.layers)} linears "
+        f"otherwise; {result.float8_share:.1%} of the linears' FLOPs in float8"
     )
-    if found.not_surveyed:
+    if result.not_surveyed:
         yield (
-            f"not surveyed: {len(found.not_surveyed)} layers of experts, which get {found.recipes.recipe}: "
-            f"{', '.join(found.not_surveyed)}"
+            f"not surveyed: {len(result.not_surveyed)} layers of experts, which get {result.recipes.recipe}: "
+            f"{', '.join(result.not_surveyed)}"
         )
-    if found.hardware is not None:
-        yield from views_of_sums(found.sums, found.hardware)
-    if found.out is not None:
-        yield f"written: {found.out}"
+    if result.hardware is not None:
+        yield from views_of_sums(result.sums, result.hardware)
+    if result.out is not None:
+        yield f"written: {result.out}"
 
 
-def _row(found: Survey, linear: SurveyedLinear) -> tuple[str, ...]:
-    operand, _ = linear.worst(found.first)
+def _row(result: Survey, linear: SurveyedLinear) -> tuple[str, ...]:
+    operand, _ = linear.worst(result.first)
     figures = (f"{linear.worst(recipe)[1]:.1f}" for recipe in SHOWN)
-    return f"{linear.name}\n  {operand}; {found.recipe_of(linear.name)}", *figures
+    return f"{linear.name}\n  {operand}; {result.recipe_of(linear.name)}", *figures
 
 
-def _as_dict(found: Survey) -> dict[str, Any]:
-    total = sum(each.products for each in found.surveyed)
+def _as_dict(result: Survey) -> dict[str, Any]:
+    total = sum(linear.products for linear in result.surveyed)
     return {
-        "data": found.data,
-        "budget_db": found.budget_db,
-        "recipe": found.recipes.recipe,
-        "float8_share": found.float8_share,
-        "not_surveyed": found.not_surveyed,
+        "data": result.data,
+        "budget_db": result.budget_db,
+        "recipe": result.recipes.recipe,
+        "float8_share": result.float8_share,
+        "not_surveyed": result.not_surveyed,
         "linears": [
             {
-                "name": each.name,
-                "recipe": found.recipe_of(each.name),
-                "flops_share": each.products / total,
-                "db": {recipe: without_inf(of_recipe) for recipe, of_recipe in each.db.items()},
+                "name": linear.name,
+                "recipe": result.recipe_of(linear.name),
+                "flops_share": linear.products / total,
+                "db": {recipe: without_inf(decibels) for recipe, decibels in linear.db.items()},
             }
-            for each in found.surveyed
+            for linear in result.surveyed
         ],
         **(
             {}
-            if found.hardware is None
-            else {"hardware": found.hardware, "sums": [sums_as_dict(each) for each in found.sums]}
+            if result.hardware is None
+            else {"hardware": result.hardware, "sums": [sums_as_dict(matmul) for matmul in result.sums]}
         ),
     }

@@ -1,5 +1,4 @@
-"""The options of `quaver doctor`: `--json --no-compile`, `--model RUN|FOLDER` (doctor_model.py), or
-`--gpu NAME [--model RUN|FOLDER] [--recipe NAME]` (doctor_gpu.py)."""
+"""The options of `quaver doctor`. doctor_model.py runs `--model RUN|FOLDER`; doctor_gpu.py runs `--gpu NAME`."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,7 +12,7 @@ from quaver.numerics.accumulation import HARDWARE
 
 
 @dataclass(frozen=True)
-class Doctor(Settings):
+class DoctorOptions(Settings):
     """Try each float8 recipe on each device of this machine, and say what works."""
 
     json: bool = setting(False, "Print JSON.")
@@ -41,7 +40,7 @@ class Doctor(Settings):
     )
 
     def check(self) -> None:
-        """Refuse options that nothing would read."""
+        """Raise ValueError for options that nothing would read."""
         surveys = ("data", "budget_db", "out", "sequences", "seq_len", "hardware")
         if self.gpu is not None:
             self.require_default(*surveys, "compile", unless="--gpu is not given")

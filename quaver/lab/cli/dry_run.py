@@ -1,4 +1,4 @@
-"""`quaver train ... --dry-run [--ranks N]`: the plan of a run, which is not trained."""
+"""`quaver train ... --dry-run [--ranks N]`: prints the plan of a run without training."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class DryRunOptions(Settings):
 
 
 def print_dry_run(words: list[str], ranks: int) -> int:
-    """Print what `quaver train` with `words` would be on `ranks` processes; 0, or 2 for bad input."""
+    """Print the plan of `quaver train WORDS` on `ranks` processes; returns 0 when done, 2 for bad input."""
     with bad_input(), working("planning the run"):
         result = dry_run(load_config(*parse_arguments(words, DryRunOptions)), ranks)
     show(_views(result))
@@ -51,16 +51,16 @@ def _views(run: DryRun) -> Iterator[str | Table]:
 
 
 def _linear_views(run: DryRun) -> Iterator[str | Table]:
-    """Yield a table of the linears, then the operands of their matmuls, which it refers to by number."""
+    """Yield a table of the linears, and then the operand casts to which it refers by number."""
     rows = []
     schemes: dict[tuple[str, ...], int] = {}
     for linear, count in run.linears:
         shape = f"{linear.in_features:,} -> {linear.out_features:,}"
-        operands = (f"{matmul:<13}{each.replace('dynamic ', '')}" for matmul, each in linear.operands.items())
+        operands = (f"{matmul:<13}{casts.replace('dynamic ', '')}" for matmul, casts in linear.operands.items())
         number = schemes.setdefault(tuple(operands), len(schemes) + 1)
         rows.append((linear.name, str(count), shape, f"({number})"))
     title = "Effective quantization of each matmul (scaled dynamically unless it says how)"
     columns = ("linear", "number", "in -> out", "matmuls")
     yield make_table(title, columns, rows=rows, wrapped=columns[:1], right=columns[1:2])
     for scheme, number in schemes.items():
-        yield from (f"{name:<5}{each}" for name, each in zip((f"({number})", "", ""), scheme, strict=True))
+        yield from (f"{label:<5}{casts}" for label, casts in zip((f"({number})", "", ""), scheme, strict=True))

@@ -1,4 +1,4 @@
-"""Bad input becomes one line on stderr and exit code 2, and a result that cannot be written exit code 4."""
+"""Turns bad input into one line on stderr and exit code 2, and a result that cannot be written into exit code 4."""
 
 import sys
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ EXIT_ALARM = 5
 EXIT_INTERRUPTED = 130
 
 BAD_INPUT = (ValueError, NotImplementedError, OSError, MissingDeviceError)
-"""Exceptions of parsing and validation for bad input. Wrap only that part of a verb: elsewhere they are bugs."""
+"""Exceptions that parsing and validation raise for bad input. Catch them only there: elsewhere they are bugs."""
 
 
 def print_error(message: object) -> None:
-    """Print `message` as one line on stderr, unless stderr is closed; the exit code stays the same.
+    """Print `message` as one line on stderr, unless stderr is closed.
 
-    A name in it may come from a stranger's file: control characters, which terminals obey, are escaped.
+    Control characters are escaped, because a name in a stranger's file could otherwise control the terminal.
     """
     line = " ".join(str(message).split())
     line = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)
@@ -31,7 +31,7 @@ def print_error(message: object) -> None:
 
 @contextmanager
 def bad_input() -> Iterator[None]:
-    """Turn bad input inside the block into one line on stderr and SystemExit(2); a full disk into 4."""
+    """Turn bad input in the block into one line on stderr and SystemExit(2), and a full disk into SystemExit(4)."""
     try:
         yield
     except BrokenPipeError:  # the reader of --help has closed the pipe

@@ -66,13 +66,13 @@ class ExportOptions(Settings):
 
 
 def run(argv: list[str]) -> int:
-    """Export as `argv` says; 0 when done, 2 for bad input, 4 where the result cannot be written."""
+    """Run the verb; returns 0 when done, 2 for bad input, 4 if the result cannot be written."""
     with bad_input():
         options = parse_options(ExportOptions, argv, prog="quaver export SOURCE TARGET")
         target = expanded(options.target)
         if FORMATS[options.format].is_file:
-            of_folder = ("tokenizer", "measure_tokens", "max_shard_size", "kv_scales")
-            options.require_default(*of_folder, unless="--format is that of a folder")
+            for_folders = ("tokenizer", "measure_tokens", "max_shard_size", "kv_scales")
+            options.require_default(*for_folders, unless="--format is that of a folder")
         check_new(target)
         with working("reading the model") as tell:
             source = _source(options)
@@ -83,7 +83,7 @@ def run(argv: list[str]) -> int:
     if not written.requantized:
         print("codes and scales are those of the training forward, to the bit")
     else:
-        worst = max(written.requantized.values(), key=lambda each: each.training_db - each.stored_db)
+        worst = max(written.requantized.values(), key=lambda loss: loss.training_db - loss.stored_db)
         where = "quaver_export in the header of the file" if plan.format.is_file else "README.md in the folder"
         print(
             f"{len(written.requantized)} weights have other codes than in training; the largest loss is from "

@@ -27,7 +27,7 @@ class ImportOptions(Settings):
 
 
 def run(argv: list[str]) -> int:
-    """Import as `argv` says; 0 when done, 2 for bad input, 4 where the result cannot be written."""
+    """Run the verb; returns 0 when done, 2 for bad input, 4 if the result cannot be written."""
     with bad_input():
         options = parse_options(ImportOptions, argv, prog="quaver import SOURCE TARGET")
         target, limit = expanded(options.target), parse_bytes(options.max_shard_size, "--max-shard-size")

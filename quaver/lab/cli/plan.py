@@ -22,7 +22,7 @@ from quaver.lab.plan.layouts import Layouts, layouts_of, precisions_of
 from quaver.lab.plan.limits import limits_in_words, links_of
 from quaver.lab.plan.peak import share_of_peak
 from quaver.lab.plan.picture import draw_step
-from quaver.lab.plan.search import FittingLayout, Found, search, simulated
+from quaver.lab.plan.search import FittingLayout, SearchResult, search, simulated
 from quaver.lab.plan.step import Costs
 from quaver.lab.plan.unmodelled import unmodelled
 from quaver.lab.plan.write import check_target, write_run
@@ -36,8 +36,8 @@ from quaver.roofline.cost import unmultiplied_kinds
 from quaver.roofline.device_specs import DEVICE_NAMES, DeviceSpec, require_device_spec
 
 USABLE = 0.94
-"""Share of a GPU's memory that a run may use at its peak: CUDA's and NCCL's own buffers and gaps between blocks take 5
-GB of 80 (torchtitan's runs of Llama 3 8B reserve up to 0.95 of theirs)."""
+"""Share of a GPU's memory that a run may use at its peak. Buffers of CUDA and NCCL, and gaps between blocks, take about
+5 GB of 80; torchtitan's runs of Llama 3 8B reserve up to 0.95."""
 
 _NETWORK = re.compile(r"(\d+(?:\.\d+)?)\s*([Gg]bps|Gb/s|Gbit/s|GBps|GB/s)")
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)\s*([kmb]?)(?:\s*tokens)?", re.IGNORECASE)
@@ -79,7 +79,7 @@ class PlanOptions(Settings):
     output: str = setting("runs/plan.json", "File of the JSON.")
 
     def check(self) -> None:
-        """Refuse numbers without their units, and files that cannot be written."""
+        """Raise ValueError for numbers without units, and OSError for files that cannot be written."""
         super().check()
         rates = "a rate above 0 with its unit: 400gbps or 400Gb/s for bits, 50GB/s for bytes"
         self.require(self.network_gbps > 0, "network", rates)
@@ -101,13 +101,13 @@ class PlanOptions(Settings):
 
     @property
     def network_gbps(self) -> float:
-        """The rate of the network for each GPU, in bits."""
-        found = _NETWORK.fullmatch(self.network.strip())
-        return float(found[1]) * (8 if found[2].startswith("GB") else 1) if found else 0.0
+        """The rate of the network in Gb/s per GPU; 0 if `network` cannot be parsed."""
+        match = _NETWORK.fullmatch(self.network.strip())
+        return float(match[1]) * (8 if match[2].startswith("GB") else 1) if match else 0.0
 
     @property
     def device(self) -> DeviceSpec:
-        """The numbers of the GPU. Raises ValueError, OSError."""
+        """The specification of the GPU. Raises ValueError or OSError."""
         if self.spec is not None:
             return read_device_spec(Path(self.spec))
         try:
@@ -117,12 +117,12 @@ class PlanOptions(Settings):
 
     @property
     def asked_tokens(self) -> int:
-        """The tokens of `global_batch`; 0 if it is none."""
-        found = _TOKENS.fullmatch((self.global_batch or "").strip())
-        return int(float(found[1]) * _THOUSANDS[found[2].lower()]) if found else 0
+        """The tokens of `global_batch`; 0 if it is unset or cannot be parsed."""
+        match = _TOKENS.fullmatch((self.global_batch or "").strip())
+        return int(float(match[1]) * _THOUSANDS[match[2].lower()]) if match else 0
 
     def step_sequences(self, config: TrainConfig) -> int | None:
-        """Sequences of a step over all ranks; None for one micro-batch of each data-parallel rank."""
+        """Return the sequences of a step on all ranks, or None for one micro-batch per data-parallel rank."""
         if self.global_batch is None:
             size = config.training.global_batch_size
             return None if size == -1 else size
@@ -132,12 +132,12 @@ class PlanOptions(Settings):
         sequences = tokens // config.training.seq_len
         if sequences < self.gpus:
             return 1 << (sequences.bit_length() - 1)
-        unit = self.gpus * config.training.local_batch_size  # what the configured run can have, if it is that much
+        unit = self.gpus * config.training.local_batch_size  # the smallest step of the configured run
         unit = unit if unit <= sequences else self.gpus
         return round(sequences / unit) * unit
 
     def precisions(self, spec: DeviceSpec) -> list[str]:
-        """bfloat16 and the recipes to try. Raises ValueError for one that the GPU does not multiply."""
+        """Return bfloat16 and the recipes to try. Raises ValueError for one that the GPU does not multiply."""
         if not self.recipes:
             return precisions_of(spec.block_length, spec.float8_tflops is not None)
         names = [name if name == BFLOAT16 else Float8LinearRecipeName(name).value for name in self.recipes]
@@ -148,7 +148,7 @@ class PlanOptions(Settings):
 
 
 def run(argv: list[str]) -> int:
-    """Print the fastest layouts; 0, or 2 for bad input."""
+    """Print the fastest layouts; returns 0 when done, 2 for bad input."""
     with bad_input():
         options, words = split_options(PlanOptions, argv, prog="quaver plan [CONFIG.toml]")
         config = load_config(*parse_arguments(words, PlanOptions))
@@ -168,22 +168,22 @@ def run(argv: list[str]) -> int:
         if options.write is not None:
             check_target(config, options.gpus, options.nodes_of, Path(options.write))
         with working("planning") as tell:
-            found = search(layouts, cluster, memory, top=options.top, progress=tell)
-        if not found.rows:
-            raise ValueError(_nothing_fits(found, spec, memory))
+            result = search(layouts, cluster, memory, top=options.top, progress=tell)
+        if not result.rows:
+            raise ValueError(_nothing_fits(result, spec, memory))
         for option, number in (("--explain", options.explain), ("--row", options.row if options.write else None)):
-            if number is not None and number > len(found.rows):
-                raise ValueError(f"{option}: expected a row of 1 to {len(found.rows)}, got {number}")
-    limits = [limits_in_words(row, cluster) for row in found.rows]
-    show(_views(options, found, limits, cluster, memory))
-    show(_batches(options, config, layouts, found))
+            if number is not None and number > len(result.rows):
+                raise ValueError(f"{option}: expected a row of 1 to {len(result.rows)}, got {number}")
+    limits = [limits_in_words(row, cluster) for row in result.rows]
+    show(_views(options, result, limits, cluster, memory))
+    show(_batches(options, config, layouts, result))
     show(f"not simulated: {sentence}" for sentence in unmodelled(config))
-    _write(options, found, limits, cluster)
+    _write(options, result, limits, cluster)
     return 0
 
 
-def _nothing_fits(found: Found, spec: DeviceSpec, memory: int) -> str:
-    candidate, needed = found.nearest
+def _nothing_fits(result: SearchResult, spec: DeviceSpec, memory: int) -> str:
+    candidate, needed = result.nearest
     return (
         f"no layout fits into {memory / 2**30:.1f} GiB of an {spec.name}: the nearest, {candidate.precision} on "
         f"{candidate.words}, needs about {needed / 2**30:.1f} GiB, {(needed - memory) / 2**30:.1f} more; add GPUs with "
@@ -195,15 +195,15 @@ NUMBERS = ("GiB", "step\ntok", "step\ns", "tok/s\n/GPU", "MFU\n%", "wait\n%")
 
 
 def _views(
-    options: PlanOptions, found: Found, limits: list[list[str]], cluster: Cluster, memory: int
+    options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster, memory: int
 ) -> Iterator[str | Table]:
-    first = found.rows[0]
+    first = result.rows[0]
     yield (
         f"{options.gpus} x {cluster.spec.name}, {options.nodes_of} to a node, {options.network_gbps:g} Gb/s each; "
-        f"{first.run.seq_len:,} tokens a sequence; {found.tried:,} layouts compared, "
-        f"{sum(found.refusals.values()):,} refused by the trainer"
+        f"{first.run.seq_len:,} tokens a sequence; {result.tried:,} layouts compared, "
+        f"{sum(result.refusals.values()):,} refused by the trainer"
     )
-    rows = [_cells(number, row, cluster) for number, row in enumerate(found.rows, 1)]
+    rows = [_cells(number, row, cluster) for number, row in enumerate(result.rows, 1)]
     columns = ("", "precision", "FSDP\nxHSDP", "TP\nxEP", "gather", "batch", "AC", *NUMBERS)
     title = f"Fastest layouts whose peak fits into {memory / 2**30:.1f} GiB"
     yield make_table(title, columns, rows=rows, right=NUMBERS, wrapped=("precision",))
@@ -215,7 +215,7 @@ def _views(
         "half. "
         "Wait: for collectives and checkpoints. * as configured."
     )
-    best = next((row for row in found.rows if row.candidate.precision == BFLOAT16), None)
+    best = next((row for row in result.rows if row.candidate.precision == BFLOAT16), None)
     if best is not None and best is not first:
         gain = first.tokens_per_s / best.tokens_per_s
         unequal = "" if best.run.step_tokens == first.run.step_tokens else ", whose step has other tokens"
@@ -224,7 +224,7 @@ def _views(
         yield "no layout in bfloat16 was found to fit"
     yield f"row 1: {'; '.join(limits[0])}"
     if options.explain is not None:
-        yield from _explained(found.rows[options.explain - 1], limits[options.explain - 1], options, cluster)
+        yield from _explained(result.rows[options.explain - 1], limits[options.explain - 1], options, cluster)
     yield (
         f"memory is estimated within 10%: a layout near the limit may not fit; `quaver memory` with --ranks "
         f"{options.gpus} predicts that of a row which --write has written"
@@ -232,10 +232,10 @@ def _views(
     yield f"{sustained_in_words(cluster.spec)}; times are simulated, not measured: docs/plan.md has published runs"
 
 
-def _batches(options: PlanOptions, config: TrainConfig, layouts: Layouts, found: Found) -> Iterator[str]:
-    """Yields the tokens of a step where they differ from the request, and why the configured layout is no row."""
-    run = found.rows[0].run
-    steps = {row.run.step_tokens for row in found.rows}
+def _batches(options: PlanOptions, config: TrainConfig, layouts: Layouts, result: SearchResult) -> Iterator[str]:
+    """Yield the tokens of a step if they differ from the request, and why the configured layout is not in the table."""
+    run = result.rows[0].run
+    steps = {row.run.step_tokens for row in result.rows}
     if len(steps) > 1:
         yield ("the config has no global batch, so steps have different tokens; --global-batch compares equal ones")
     elif options.global_batch is not None and steps != {options.asked_tokens}:
@@ -274,8 +274,8 @@ def _thousands(tokens: int) -> str:
     return f"{tokens / 1e6:.3g}M" if tokens >= 999_500 else f"{tokens / 1e3:.3g}k"
 
 
-def _product(degree: int, other: int) -> str:
-    return f"{degree}x{other}" if other > 1 else str(degree)
+def _product(degree: int, second: int) -> str:
+    return f"{degree}x{second}" if second > 1 else str(degree)
 
 
 def _explained(row: FittingLayout, limits: list[str], options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:
@@ -302,7 +302,7 @@ def _explained(row: FittingLayout, limits: list[str], options: PlanOptions, clus
 
 
 def _counted(row: FittingLayout, cluster: Cluster) -> str:
-    """The times of a row's block and step by the kernels that are counted, beside those by formulas."""
+    """Return the times of a row's block and step from counted kernels, next to the times from formulas."""
     try:
         with working("compiling the block of the row"):
             costs = counted_costs(row.candidate.config, row.run.ranks, row.run, cluster)
@@ -318,17 +318,17 @@ def _counted(row: FittingLayout, cluster: Cluster) -> str:
     )
 
 
-def _write(options: PlanOptions, found: Found, limits: list[list[str]], cluster: Cluster) -> None:
+def _write(options: PlanOptions, result: SearchResult, limits: list[list[str]], cluster: Cluster) -> None:
     files = [Path(options.output)]
-    rows = [_json_of(row, words, cluster) for row, words in zip(found.rows, limits, strict=True)]
+    rows = [_json_of(row, words, cluster) for row, words in zip(result.rows, limits, strict=True)]
     save({"options": asdict(options), "rows": rows}, files[0])
     if options.explain is not None:
-        row = found.rows[options.explain - 1]
+        row = result.rows[options.explain - 1]
         files.append(Path(options.png))
         files[-1].parent.mkdir(parents=True, exist_ok=True)
         draw_step(row.timeline, files[-1], title=f"{row.candidate.precision}, {row.candidate.words}")
     if options.write is not None:
-        row = found.rows[options.row - 1]
+        row = result.rows[options.row - 1]
         comment = (
             f"{row.candidate.precision} on {options.gpus} x {cluster.spec.name}: {row.candidate.words}.\n"
             f"Estimated peak {row.peak_bytes / 2**30:.1f} GiB; simulated {row.tokens_per_s:,.0f} tokens/s per GPU."

@@ -22,7 +22,7 @@ class PrepareData(Settings):
 
 
 def run(argv: list[str]) -> int:
-    """Make or check the tokens as `argv` says and print their number; 0 when done, 2 for bad input."""
+    """Make or check the tokens and print their numbers; returns 0 when done, 2 for bad input."""
     exit_after_help(PrepareData, argv, prog="quaver prepare-data [CONFIG.toml]")
     with bad_input():
         config_path, flags = parse_arguments(argv)

@@ -29,17 +29,17 @@ class ReportOptions(Settings):
     top: NotNegative = setting(10, "Alarms to print of each run.")
 
     def check(self) -> None:
-        """Refuse one run twice."""
+        """Raise ValueError if a run is given twice."""
         twice = [run for run in self.runs if self.runs.count(run) > 1]
         if twice:
             raise ValueError(f"expected different runs, got {twice[0]!r} twice")
 
 
 def run(argv: list[str]) -> int:
-    """Print and write the report of runs; 0, 2 for bad input, 4 where a file cannot be written."""
+    """Print and write the report; returns 0 when done, 2 for bad input, 4 if a file cannot be written."""
     with bad_input():
         options = parse_options(ReportOptions, argv, prog="quaver report RUN [RUN2 ...]")
-        paths = [expanded(each) for each in options.runs]
+        paths = [expanded(path) for path in options.runs]
         with working("reading runs"):
             runs = read_runs(paths)
         first = paths[0] if paths[0].is_dir() else paths[0].parent
@@ -56,26 +56,24 @@ def run(argv: list[str]) -> int:
 
 
 def _views(runs: Sequence[RunData], top: int) -> Iterator[str | Table]:
-    """Whether each run is healthy, numbers by run, and alarms."""
-    for each in runs:
-        yield f"{each.label}: {headline(each)}"
-        yield from (f"{each.label}: {note}" for note in each.notes)
-    facts = [dict(facts_of(each)) for each in runs]
-    names = dict.fromkeys(name for found in facts for name in found)
-    labels = [each.label for each in runs]
-    rows = ([name, *(found.get(name, "") for found in facts)] for name in names)
+    """Yield a headline per run, a table of facts with a column per run, and a table of alarms per run."""
+    for run_data in runs:
+        yield f"{run_data.label}: {headline(run_data)}"
+        yield from (f"{run_data.label}: {note}" for note in run_data.notes)
+    facts = [dict(facts_of(run_data)) for run_data in runs]
+    names = dict.fromkeys(name for facts_of_run in facts for name in facts_of_run)
+    labels = [run_data.label for run_data in runs]
+    rows = ([name, *(facts_of_run.get(name, "") for facts_of_run in facts)] for name in names)
     yield make_table(None, ("", *labels), rows=rows, wrapped=labels)
-    for each in runs:
-        if each.alarms and top:
-            yield _alarm_table(each, top)
+    yield from (_alarm_table(run_data, top) for run_data in runs if run_data.alarms and top)
 
 
-def _alarm_table(found: RunData, top: int) -> Table:
+def _alarm_table(run_data: RunData, top: int) -> Table:
     rows = []
-    for alarm in found.alarms[:top]:
+    for alarm in run_data.alarms[:top]:
         until = "" if alarm["until"] is None else f" to {alarm['until']:,}"
         rows.append((f"{alarm['since']:,}{until}", alarm["rule"], alarm["message"], "\n".join(alarm["remedies"])))
-    more = f", the first {top:,}" if len(found.alarms) > top else ""
-    title = f"{len(found.alarms):,} alarm{'s' * (len(found.alarms) > 1)} of {found.label}{more}"
+    more = f", the first {top:,}" if len(run_data.alarms) > top else ""
+    title = f"{len(run_data.alarms):,} alarm{'s' * (len(run_data.alarms) > 1)} of {run_data.label}{more}"
     columns = ("since step", "rule", "what", "what would help")
     return make_table(title, columns, rows=rows, wrapped=columns[2:])

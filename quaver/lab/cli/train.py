@@ -30,10 +30,11 @@ class Train(DryRunOptions, TrainFlags):
 
 
 def run(argv: list[str]) -> int:
-    """Train as `argv` says; 0 when finished, 2 for bad input, 3 for a non-finite loss, 4 if a checkpoint or another
-    file cannot be written, 5 where an alarm stopped the run, 130 after Ctrl-C or SIGTERM.
+    """Train, and return the exit code, which is the same on all ranks; only the first rank prints.
 
-    All ranks return the same code, and only the first one prints.
+    Returns:
+        0 when finished, 2 for bad input, 3 for a non-finite loss, 4 if a file such as a checkpoint cannot be written,
+        5 if an alarm stopped the run, 130 after Ctrl-C or SIGTERM.
     """
     with bad_input():
         ranks = read_ranks()
@@ -66,16 +67,16 @@ def run(argv: list[str]) -> int:
 
 @contextmanager
 def _agreed_input(ranks: Ranks) -> Iterator[list[str]]:
-    """Leave the block once every rank has; if the input was bad on one, with SystemExit(2) on all and one line.
+    """Wait at the end of the block for all ranks. Bad input on one prints one line and raises SystemExit(2) on all.
 
-    The ranks compare the strings that the block appends to the list.
+    The ranks also compare the strings that the block appends to the list.
     """
     told: list[str] = []
     error = None
     try:
         yield told
-    except BAD_INPUT as found:
-        error = found
+    except BAD_INPUT as bad:
+        error = bad
     verdict = ranks.agree(str(error or ""), "".join(told))
     if verdict:
         if ranks.is_first:
@@ -84,7 +85,7 @@ def _agreed_input(ranks: Ranks) -> Iterator[list[str]]:
 
 
 def _train(plan: RunSetup) -> int:
-    exit_code = EXIT_BAD_INPUT  # of a checkpoint that cannot be resumed
+    exit_code = EXIT_BAD_INPUT  # for a checkpoint that cannot be resumed
     try:
         run = build(plan)
         exit_code = EXIT_NOT_WRITTEN

@@ -1,6 +1,6 @@
-"""Self-contained HTML pages: what the pages of `quaver memory` and `quaver report` share.
+"""Self-contained HTML pages for `quaver memory` and `quaver report`.
 
-`parts/` has the frame of a page, its style, and the script for elements and tables.
+`parts/` has the shared frame, style, and the scripts for elements and tables.
 """
 
 from quaver.lab.page.assemble import Parts, embedded_json, write_page

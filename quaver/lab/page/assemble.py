@@ -1,7 +1,7 @@
 """Writes a page as one HTML file that needs nothing but a browser.
 
-Data reaches the page as JSON, which the script shows as text and never as markup. A content security policy allows this
-style and this script alone, by their hashes, so the browser refuses any other and every network request.
+Data reaches the page as JSON, which the script shows as text and never as markup. A content security policy allows only
+this style and this script, by their hashes, so the browser refuses all others and every network request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 _ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
-"""For JSON inside a script element: no text can close the element or open a comment."""
+"""Escapes for JSON in a script element, so that no text can close the element or open a comment."""
 _SHARED = files("quaver.lab.page") / "parts"
 
 
@@ -28,10 +28,10 @@ class Parts:
     """The files of one kind of page, in a folder that also has header.html, main.html and style.css.
 
     Attributes:
-        folder: of the files.
-        scripts: names, in the order in which they run, after elements.js and table.js.
+        folder: the folder of the files.
+        scripts: names of scripts in the order in which they run, after elements.js and table.js.
         kind: a few words above the title, plain text.
-        footer: HTML.
+        footer: the HTML of the footer.
     """
 
     folder: Traversable
@@ -41,11 +41,11 @@ class Parts:
 
 
 def write_page(path: Path, parts: Parts, *, title: str, data: dict[str, Any]) -> None:
-    """Write a page to `path`, making its folder.
+    """Write a page to `path`, and make its folder.
 
     Args:
         title: plain text.
-        data: JSON-able; the script reads it from the element "data".
+        data: values for JSON, which the script reads from the element "data".
     Raises:
         ValueError: a number of `data` is not finite.
         OSError: `path` cannot be written.
@@ -71,15 +71,11 @@ def _page(parts: Parts, title: str, data: dict[str, Any]) -> str:
         "script_hash": _hash(script),
         "data": embedded_json(data),
     }
-    return _PLACEHOLDER.sub(lambda found: values[found[1]], _read(_SHARED, "frame.html"))
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], _read(_SHARED, "frame.html"))
 
 
 def embedded_json(value: Any) -> str:
-    """`value` as JSON for a script element of an HTML page.
-
-    Raises:
-        ValueError: a number is infinite or NaN.
-    """
+    """Format `value` as JSON for a script element of an HTML page. Raises ValueError for an inf or NaN."""
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).translate(_ESCAPES)
 
 

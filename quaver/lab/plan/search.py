@@ -47,7 +47,7 @@ class FittingLayout:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
     rows: list[FittingLayout]
@@ -86,7 +86,7 @@ def search(
     *,
     top: int,
     progress: Progress = lambda words: None,
-) -> Found:
+) -> SearchResult:
     """The `top` fastest layouts that fit into `memory_bytes`, the fastest in bfloat16, and the configured one.
 
     Of layouts that only differ in replicas and gathers, the fastest is a row.
@@ -113,7 +113,7 @@ def search(
         progress(f"simulating step {number}")
         rows.append(FittingLayout(each.candidate, each.run, each.peak_bytes, *simulated(each.run, cluster)))
     rows.sort(key=lambda row: -row.tokens_per_s)
-    return Found(rows, len(fitting), dict(refusals), (candidate, needed))
+    return SearchResult(rows, len(fitting), dict(refusals), (candidate, needed))
 
 
 def _estimated(

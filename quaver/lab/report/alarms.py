@@ -1,4 +1,4 @@
-"""The alarms of a record, as a report shows them."""
+"""Reads the alarms of a record for a report."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ _END = TypeAdapter(End)
 
 
 def alarms_of(record: Record, where: str) -> list[dict[str, Any]]:
-    """The alarms in order, each with "until", the step at which its cause had ended, or None; JSON-able.
+    """Return the alarms in order, ready for JSON. "until" is the step at which the cause had ended, or None.
 
     Args:
-        where: the file, as an error names it.
+        where: the name of the file in errors.
     Raises:
         ValueError: an alarm lacks a field.
     """
-    found: list[dict[str, Any]] = []
+    alarms: list[dict[str, Any]] = []
     for line in record.alarms:
         try:
             if line["kind"] == "alarm":
                 _ALARM.validate_python(line)
-                found.append(_shown(line))
+                alarms.append(_shown(line))
             else:
-                _end(found, _END.validate_python(line))
+                _end(alarms, _END.validate_python(line))
         except ValidationError as error:
             field = error.errors()[0]["loc"][0]
             raise ValueError(
                 f"the alarm of step {line['step']} in {where} has no proper {field!r}; remove its line"
             ) from None
-    return found
+    return alarms
 
 
 def _end(alarms: list[dict[str, Any]], end: End) -> None:
@@ -74,7 +74,7 @@ def _end(alarms: list[dict[str, Any]], end: End) -> None:
 def _shown(line: dict[str, Any]) -> dict[str, Any]:
     names = ("step", "since", "rule", "layer", "operand", "message", "rank", "action")
     numbers = {name: _number(line.get(name)) for name in ("value", "threshold")}
-    remedies = [_remedy(each) for each in line.get("remedies") or []]
+    remedies = [_remedy(remedy) for remedy in line.get("remedies") or []]
     return {name: line.get(name) for name in names} | numbers | {"remedies": remedies, "until": None}
 
 
@@ -83,7 +83,7 @@ def _number(value: Any) -> str:
 
 
 def _remedy(remedy: dict[str, Any]) -> str:
-    """Such as "rowwise: 27.1 dB, +14.0 dB" or "high precision: 0.8% of the FLOPs"."""
+    """Format a remedy: "rowwise: 27.1 dB, +14.0 dB" or "high precision: 0.8% of the FLOPs"."""
     forms = {"sqnr_db": "{:.1f} dB", "gain_db": "{:+.1f} dB", "flops_share": "{:.1%} of the FLOPs"}
     known = [(form, remedy.get(name)) for name, form in forms.items()]
     numbers = ", ".join(form.format(value) for form, value in known if isinstance(value, int | float))

@@ -24,59 +24,59 @@ NO_STATISTICS = "no statistics of float8 matmuls; --numerics.every 100 records t
 
 
 def memory_curves(run: RunData) -> tuple[str, list[Curve]]:
-    """The label of the kind of memory that the run recorded, and its curves."""
-    found = ((label, curves(run.records, name)) for name, label in MEMORY.items())
-    return next((each for each in found if each[1]), ("", []))
+    """Return the curves of the memory that the run recorded, and their label."""
+    by_label = ((label, curves(run.records, name)) for name, label in MEMORY.items())
+    return next(((label, recorded) for label, recorded in by_label if recorded), ("", []))
 
 
 def size(size_bytes: float) -> str:
-    """Such as 3.00 GiB."""
+    """Format a size, such as "3.00 GiB"."""
     unit_bytes, unit = unit_of(int(size_bytes))
     return f"{size_bytes / unit_bytes:.4g} {unit}"
 
 
 def headline(run: RunData) -> str:
-    """Is the run healthy: a sentence."""
+    """Say in one sentence whether the run is healthy."""
     record = run.numerics
     if record is None:
         return NO_STATISTICS
     samples, tensors = plural(len(record.steps), "sample"), plural(len(record.tensors), "tensor")
     where = f"{samples} of {tensors}, up to step {record.steps[-1]:,}"
-    found = not_finite(record)
+    non_finite = not_finite(record)
     if run.alarms:
         first, number = run.alarms[0], plural(len(run.alarms), "alarm")
         return f"{number} in {where}; the first at step {first['step']:,}: {first['message']}"
-    return f"no alarm in {where}" + (f"; but {found}" if found else "")
+    return f"no alarm in {where}" + (f"; but {non_finite}" if non_finite else "")
 
 
 def is_healthy(run: RunData) -> bool | None:
-    """Whether nothing that was measured is wrong; None where nothing was."""
+    """Whether all measured values are fine; None if nothing was measured."""
     return None if run.numerics is None else not run.alarms and not not_finite(run.numerics)
 
 
 def not_finite(record: Record) -> str:
-    """When and where the first elements that are not finite were seen, or nothing."""
+    """Say when and where the first non-finite elements were seen; "" if there were none."""
     if "nonfinite" not in record.statistics:
         return ""
     bad = record.statistics["nonfinite"] > 0
     if not bad.any():
         return ""
     sample = int(bad.any(1).argmax())
-    tensors, layers = np.flatnonzero(bad[sample]), list(dict.fromkeys(each["layer"] for each in record.tensors))
-    found = [record.tensors[int(position)] for position in tensors]
-    where = name_of(min(found, key=lambda each: order_of(layers.index(each["layer"]), each["operand"])))
-    others = f" and {len(tensors) - 1:,} more" if len(tensors) > 1 else ""
-    return f"NaN or infinities since step {record.steps[sample]:,}, in {where}{others}"
+    layers = list(dict.fromkeys(tensor["layer"] for tensor in record.tensors))
+    tensors = [record.tensors[position] for position in np.flatnonzero(bad[sample]).tolist()]
+    first = min(tensors, key=lambda tensor: order_of(layers.index(tensor["layer"]), tensor["operand"]))
+    more = f" and {len(tensors) - 1:,} more" if len(tensors) > 1 else ""
+    return f"NaN or infinities since step {record.steps[sample]:,}, in {name_of(first)}{more}"
 
 
 def plural(number: int, word: str) -> str:
-    """Such as 1,000 samples."""
+    """Format a count, such as "1,000 samples"."""
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def facts_of(run: RunData) -> list[tuple[str, str]]:
-    """Names and values."""
-    found = [("steps", f"{run.records[-1]['step']:,}")] if run.records else []
+    """Return the names and values of the run's facts."""
+    facts = [("steps", f"{run.records[-1]['step']:,}")] if run.records else []
     models = run.models
     for key, label, shown in (
         ("loss", "last loss", lambda values: f"{values[-1]:.4f}"),
@@ -89,26 +89,26 @@ def facts_of(run: RunData) -> list[tuple[str, str]]:
     ):
         for curve in curves(run.records, key):
             is_first = curve.model in ("", *models[:1])
-            found.append((label if is_first else f"{label}, {curve.model}", shown(curve.values)))
+            facts.append((label if is_first else f"{label}, {curve.model}", shown(curve.values)))
     label, memory = memory_curves(run)
     if memory:
-        found.append((label, size(max(max(curve.values) for curve in memory))))
-    return [*found, *_numerics(run)]
+        facts.append((label, size(max(max(curve.values) for curve in memory))))
+    return [*facts, *_numerics(run)]
 
 
 def _numerics(run: RunData) -> list[tuple[str, str]]:
     record = run.numerics
     if record is None:
         return []
-    found = [("alarms", f"{len(run.alarms):,}"), ("not finite", not_finite(record) or "0")]
+    facts = [("alarms", f"{len(run.alarms):,}"), ("not finite", not_finite(record) or "0")]
     for statistic in STATISTICS:
         for tensor, step, value in worst_cells(record, statistic, 1) if statistic.name in record.statistics else []:
             ends = "lowest" if statistic.is_low_worse else "highest"
             where = "" if value == "0" else f", {name_of(record.tensors[tensor])}, step {step:,}"
-            found.append((f"{ends} {statistic.title}", f"{value}{where}"))
-    return found
+            facts.append((f"{ends} {statistic.title}", f"{value}{where}"))
+    return facts
 
 
 def name_of(tensor: dict[str, Any]) -> str:
-    """A tensor's layer and operand."""
+    """Return a tensor's layer and operand."""
     return f"{tensor['layer']} {tensor['operand'].replace('_', ' ')}"

@@ -16,28 +16,28 @@ WORST_CELLS = 25
 MOST_TRIALS = 500
 SQNR = STATISTICS[0].name
 MOST_HISTOGRAM_BYTES = 400_000
-"""Limit on the counts of all histograms of a page, which base64 makes 0.5 MB."""
+"""Limit on the counts of all histograms of a page; in base64 they take 0.5 MB."""
 
 Limits = dict[str, tuple[float, float]]
 
 
 def limits_of(records: Sequence[Record]) -> Limits:
-    """One scale for all runs, by statistic; without those that no run has."""
-    found = {}
+    """Return the color scale of each statistic that a run has; it is the same for all runs."""
+    limits = {}
     for statistic in STATISTICS:
         runs = [record.statistics[statistic.name] for record in records if statistic.name in record.statistics]
         if any((~np.isnan(run)).any() for run in runs):
-            found[statistic.name] = statistic.limits(runs)
-    return found
+            limits[statistic.name] = statistic.limits(runs)
+    return limits
 
 
 def maps_of(record: Record, alarms: Sequence[dict[str, Any]], limits: Limits, share: float = 1.0) -> dict[str, Any]:
-    """The heat maps of a run, JSON-able.
+    """Return the heat maps of a run, ready for JSON.
 
     Args:
-        alarms: `alarms_of` the run; their histograms are kept.
-        limits: by statistic, `limits_of` all runs of the page.
-        share: of the page's bytes.
+        alarms: from `alarms_of`. The histograms at which they began are included.
+        limits: from `limits_of` for all runs of the page.
+        share: the run's share of the page's bytes.
     """
     shown = [statistic for statistic in STATISTICS if statistic.name in limits and statistic.name in record.statistics]
     kinds = [(tensor["operand"], tensor["cast"]) for tensor in record.tensors]
@@ -59,7 +59,7 @@ def maps_of(record: Record, alarms: Sequence[dict[str, Any]], limits: Limits, sh
 
 
 def _tensors(tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Names once, and rows of positions in them."""
+    """Return each name once, and for each tensor the positions of its names."""
     names: dict[str, int] = {}
 
     def index_of(name: str) -> int:
@@ -73,21 +73,21 @@ def _tensors(tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _form(tensor: dict[str, Any]) -> str:
-    """Such as float8_e4m3fn blockwise 1x128."""
+    """Describe a tensor's cast, such as "float8_e4m3fn blockwise 1x128"."""
     parts = (tensor.get(name) for name in ("dtype", "granularity", "block"))
     return " ".join(str(part) for part in parts if part not in (None, "none"))
 
 
 def every_of(record: Record) -> int:
-    """How many steps lie between two samples, at least 1."""
+    """Return the number of steps from one sample to the next, at least 1."""
     every = record.header.get("every")
     return every if isinstance(every, int) and every > 0 else 1
 
 
 def codes_of(record: Record, statistic: Statistic, limits: tuple[float, float]) -> Codes:
-    """The bytes of a statistic, [samples, tensors].
+    """Return the bytes of a statistic, [samples, tensors].
 
-    A NaN is a value that does not apply, unless the operand has elements that are not finite.
+    A NaN means that the statistic does not apply, unless the operand has non-finite elements.
     """
     values = record.statistics[statistic.name]
     applies = ~np.isnan(values)
@@ -99,14 +99,14 @@ def codes_of(record: Record, statistic: Statistic, limits: tuple[float, float]) 
 
 
 def _map(codes: Codes, grid: Grid) -> dict[str, Any]:
-    """The rows that have a value, and their bytes one row after the other."""
+    """Return the rows that have a value, and their bytes row by row."""
     cells = grid.merged(codes)
     rows = np.flatnonzero((cells != MISSING).any(1))
     return {"rows": rows.tolist(), "bytes": b64encode(np.ascontiguousarray(cells[rows]).tobytes()).decode()}
 
 
 def worst_cells(record: Record, statistic: Statistic, most: int = WORST_CELLS) -> list[list[Any]]:
-    """The worst sample of each tensor, worst first: [tensor, step, the value as text]."""
+    """Return the worst sample of each tensor, worst first: [tensor, step, the value as text]."""
     values = record.statistics[statistic.name]
     badness = np.where(np.isnan(values), -np.inf, statistic.badness(values))
     at = badness.argmax(0)
@@ -117,7 +117,7 @@ def worst_cells(record: Record, statistic: Statistic, most: int = WORST_CELLS) -
 
 
 def _what_if(record: Record) -> dict[str, Any]:
-    """SQNR in dB under other recipes: rows of [tensor, step, the run's, one per recipe], lowest first."""
+    """Return the SQNR in dB under other recipes: rows of [tensor, step, the run's, one per recipe], lowest first."""
     rows = []
     if record.whatif and SQNR in record.statistics:
         tried = np.stack(list(record.whatif.values()))
@@ -135,9 +135,9 @@ def _decibels(value: float) -> float | None:
 
 
 def _histograms(record: Record, alarms: Sequence[dict[str, Any]], most_bytes: int) -> dict[str, Any]:
-    """Counts before and after the cast: of evenly spaced samples, and where an alarm began.
+    """Return counts before and after the cast, for evenly spaced samples and where an alarm began.
 
-    If the counts of the last sample alone are too many, those of the tensors with the lowest SQNR stay.
+    If the last sample exceeds the limit by itself, only the tensors with the lowest SQNR are included.
     """
     kept: list[list[Any]] = []
     if record.histograms and record.tensors:
@@ -146,7 +146,7 @@ def _histograms(record: Record, alarms: Sequence[dict[str, Any]], most_bytes: in
         number = min(len(samples), max(1, most_bytes // (2 * bins * len(record.tensors))))
         chosen = {samples[round(at)] for at in np.linspace(len(samples) - 1, 0, number)}
         tensors = _worst_tensors(record, max(1, most_bytes // (2 * bins * len(chosen))))
-        wanted = {(at, tensor) for at in chosen for tensor in tensors} | _of_alarms(record, samples, alarms)
+        wanted = {(at, tensor) for at in chosen for tensor in tensors} | _alarm_histograms(record, samples, alarms)
         kept = [_counts(record, at, tensor) for at, tensor in sorted(wanted)]
     return {"samples": len(record.histograms), "kept": [row for row in kept if row[3]]}
 
@@ -157,8 +157,8 @@ def _worst_tensors(record: Record, most: int) -> list[int]:
     return [tensor for tensor, *_ in worst_cells(record, STATISTICS[0], most)]
 
 
-def _of_alarms(record: Record, samples: list[int], alarms: Sequence[dict[str, Any]]) -> set[tuple[int, int]]:
-    """The first histogram at or after the beginning of each alarm, of each cast of its operand."""
+def _alarm_histograms(record: Record, samples: list[int], alarms: Sequence[dict[str, Any]]) -> set[tuple[int, int]]:
+    """Return (sample, tensor) of the first histogram at or after each alarm's start, for every cast of its operand."""
     wanted = set()
     for alarm in alarms:
         at = next((sample for sample in samples if record.steps[sample] >= alarm["since"]), samples[-1])
@@ -171,7 +171,7 @@ def _of_alarms(record: Record, samples: list[int], alarms: Sequence[dict[str, An
 
 
 def _counts(record: Record, sample: int, tensor: int) -> list[Any]:
-    """[tensor, step, exponent of the first bin, counts before, counts after] without empty bins at the ends."""
+    """Return [tensor, step, exponent of the first bin, counts before, counts after] without empty bins at the ends."""
     histogram, step = record.histograms[sample], int(record.steps[sample])
     before, after = (np.nan_to_num(counts[tensor]) for counts in (histogram.before, histogram.after))
     used = np.flatnonzero(before + after)

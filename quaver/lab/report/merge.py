@@ -1,4 +1,4 @@
-"""Makes the heat maps of a run small enough for a page: samples and tensors are merged, and the worst value stays."""
+"""Makes the heat maps of a run small enough for a page: merges samples and tensors, and keeps the worst value."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from quaver.lab.report.statistics import Codes
 
 MOST_CELLS = 3_000_000
-"""Bytes of all heat maps of a page, which base64 makes 4 MB."""
+"""Bytes of all heat maps of a page; in base64 they take 4 MB."""
 MOST_COLUMNS = 2000
 FEWEST_COLUMNS = 200
-"""Samples are merged to so many columns before tensors are merged."""
+"""Samples are merged down to this number of columns before tensors are merged."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,7 @@ class Grid:
     rows: list[list[int]]
 
     def merged(self, codes: Codes) -> Codes:
-        """The worst byte of each cell, [rows, columns].
-
-        Args:
-            codes: [samples, tensors].
-        """
+        """Return the worst byte of each cell, [rows, columns], of `codes`, [samples, tensors]."""
         by_column = np.maximum.reduceat(codes, self.columns[:-1], axis=0)
         if len(self.rows) == codes.shape[1]:
             return by_column.T
@@ -42,13 +38,13 @@ class Grid:
 
 
 def grid_of(samples: int, kinds: Sequence[object], statistics: int, cells: int = MOST_CELLS) -> Grid:
-    """The grid whose maps together have about `cells` cells or fewer.
+    """Choose the grid whose maps together have about `cells` cells or fewer.
 
-    Neighbouring samples are merged first, down to `FEWEST_COLUMNS` columns; then neighbouring tensors of one kind.
+    Neighboring samples are merged first, down to `FEWEST_COLUMNS` columns, then neighboring tensors of one kind.
 
     Args:
-        samples: at least 1.
-        kinds: of each tensor, such as its operand and cast; tensors of two kinds never share a row.
+        samples: the number of samples, at least 1.
+        kinds: the kind of each tensor, such as its operand and cast. Tensors of different kinds never share a row.
         statistics: the number of maps.
     """
     per_sample = max(1, len(kinds) * statistics)
@@ -57,11 +53,11 @@ def grid_of(samples: int, kinds: Sequence[object], statistics: int, cells: int =
     edges = np.linspace(0, samples, columns + 1).astype(int).tolist()
     if together == 1:
         return Grid(edges, [[at] for at in range(len(kinds))])
-    return Grid(edges, [row for kind in _of_one_kind(kinds) for row in _chunks(kind, together)])
+    return Grid(edges, [row for kind in _positions_by_kind(kinds) for row in _chunks(kind, together)])
 
 
-def _of_one_kind(kinds: Sequence[object]) -> list[list[int]]:
-    """The positions of each kind, in the order of the first of them."""
+def _positions_by_kind(kinds: Sequence[object]) -> list[list[int]]:
+    """Return the positions of each kind, in the order in which kinds first occur."""
     order = {kind: at for at, kind in enumerate(dict.fromkeys(kinds))}
     positions = sorted(range(len(kinds)), key=lambda at: order[kinds[at]])
     return [list(same) for _, same in groupby(positions, key=lambda at: order[kinds[at]])]

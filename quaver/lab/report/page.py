@@ -30,7 +30,7 @@ CURVES = (
 
 
 def write_report(path: Path, runs: Sequence[RunData]) -> None:
-    """Write the page of one run, or of some side by side, to `path`, making its folder.
+    """Write a page with `runs` side by side to `path`, and make its folder.
 
     Raises:
         OSError: `path` cannot be written.
@@ -46,8 +46,8 @@ def write_report(path: Path, runs: Sequence[RunData]) -> None:
 
 
 def _statistic(name: str, limits: Limits) -> dict[str, Any]:
-    (found,) = (each for each in STATISTICS if each.name == name)
-    about = {field: getattr(found, field) for field in ("name", "title", "unit", "is_low_worse", "scale")}
+    (statistic,) = (known for known in STATISTICS if known.name == name)
+    about = {field: getattr(statistic, field) for field in ("name", "title", "unit", "is_low_worse", "scale")}
     return about | {"limits": limits[name]}
 
 
@@ -71,11 +71,11 @@ def _run(run: RunData, limits: Limits, share: float) -> dict[str, Any]:
     }
 
 
-def _curves(found: Sequence[Curve]) -> list[dict[str, Any]]:
-    return [asdict(thinned(curve)) for curve in found]
+def _curves(full_curves: Sequence[Curve]) -> list[dict[str, Any]]:
+    return [asdict(thinned(curve)) for curve in full_curves]
 
 
 def _events(run: RunData) -> list[tuple[int, str]]:
-    """Steps that were skipped, and spikes of the loss."""
-    skipped = [(each["step"], f"skipped: {each['skipped']}") for each in run.records if "skipped" in each]
-    return skipped + [(each["step"], "loss spike") for each in run.records if each.get("loss_spike")]
+    """Return the skipped steps and the spikes of the loss."""
+    skipped = [(record["step"], f"skipped: {record['skipped']}") for record in run.records if "skipped" in record]
+    return skipped + [(record["step"], "loss spike") for record in run.records if record.get("loss_spike")]

@@ -4,13 +4,13 @@ import matplotlib
 from matplotlib.colors import to_hex
 
 PALETTE = "magma"
-"""Even in lightness, for colour-blind readers too; the end that stands out from the page is the worse one."""
+"""Lightness changes evenly, for color-blind readers too. The worse end stands out from the page."""
 
 SPECIAL = {"light": ("#dfe6ec", "#00a37a", "#0a84ff"), "dark": ("#2b333d", "#00c896", "#4aa8ff")}
-"""On a light and on a dark page: the best value, an infinite one, one that is not a number. No color of the scale."""
+"""Colors outside the scale for a best, an infinite and a NaN value, on a light and on a dark page."""
 
 
 def palette(number: int = 32) -> list[str]:
-    """Colors of the scale from dark to light, without the very ends, which would look like a page's ground."""
+    """Return colors of the scale from dark to light, without its ends, which would look like a page's background."""
     colors = matplotlib.colormaps[PALETTE]
     return [to_hex(colors(0.06 + 0.9 * at / (number - 1))) for at in range(number)]

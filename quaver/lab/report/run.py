@@ -1,4 +1,4 @@
-"""Reads what a report shows of a run: its folder, or a record of numerics alone."""
+"""Reads the data of a report: a run's folder, or a single record of numerics."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ _CONVERSION, _START = TypeAdapter(Conversion), TypeAdapter(Start)
 
 @dataclass(frozen=True)
 class RunData:
-    """The records of a run, as far as its folder has them.
+    """The records that a run's folder has.
 
     Attributes:
         label: the name of its folder.
-        records: of metrics.jsonl.
-        numerics: None without statistics.
-        alarms: of the record; `alarms_of`.
-        conversion: None where it was not written.
-        starts: each start of the run.
+        records: the lines of metrics.jsonl.
+        numerics: numerics.jsonl, or None without statistics.
+        alarms: the alarms of `numerics`, from `alarms_of`.
+        conversion: conversion_report.json, or None if it was not written.
+        starts: the lines of provenance.jsonl, one per start of the run.
     """
 
     label: str
@@ -90,12 +90,12 @@ class RunData:
 
     @property
     def models(self) -> list[str]:
-        """The names of the models that metrics.jsonl has, the float8 model first."""
+        """The names of the models in metrics.jsonl, the float8 model first."""
         return list(dict.fromkeys(str(record["run"]) for record in self.records if "run" in record))
 
 
 def read_runs(paths: list[Path]) -> list[RunData]:
-    """Read runs; those whose folders have one name are labelled by their paths.
+    """Read runs. Runs whose folders have the same name are labeled by their paths.
 
     Raises:
         OSError: a run or a file cannot be read.
@@ -136,13 +136,13 @@ def _numerics(path: Path) -> dict[str, Any]:
 
 
 def _starts(path: Path) -> list[Start]:
-    """The lines of provenance.jsonl; a last one that has no end is left out."""
-    found = []
+    """Return the lines of provenance.jsonl, without a last line that a killed run left incomplete."""
+    starts = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 if line.endswith(b"\n"):
-                    found.append(_START.validate_json(line))
+                    starts.append(_START.validate_json(line))
             except ValidationError:
                 raise ValueError(f"line {number} of {str(path)!r} is not a start of a run; remove the line") from None
-    return found
+    return starts

@@ -1,4 +1,4 @@
-"""The curves of a run: numbers of metrics.jsonl by step, few enough for a page."""
+"""The curves of a run: numbers of metrics.jsonl by step, thinned for a page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 MOST_COLUMNS = 750
-"""Columns of a thinned curve: of the points that share one, the lowest and the highest stay."""
+"""Columns of a thinned curve. Each keeps its lowest and highest points."""
 
 
 @dataclass(frozen=True)
@@ -23,24 +23,24 @@ class Curve:
 
 
 def curves(records: Iterable[dict[str, Any]], key: str) -> list[Curve]:
-    """The curve of each model that has the number `key` in a record."""
-    found: dict[str, tuple[list[int], list[float]]] = {}
+    """Return the curve of each model that has the number `key` in a record."""
+    by_model: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
         value = record.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            steps, values = found.setdefault(str(record.get("run", "")), ([], []))
+            steps, values = by_model.setdefault(str(record.get("run", "")), ([], []))
             steps.append(record["step"])
             values.append(float(value))
-    return [Curve(model, steps, values) for model, (steps, values) in found.items()]
+    return [Curve(model, steps, values) for model, (steps, values) in by_model.items()]
 
 
 def thinned(curve: Curve, most: int = MOST_COLUMNS) -> Curve:
-    """`curve` with its first, its last, and the lowest and highest points of each column."""
-    kept = _kept(curve.values, most)
-    return Curve(curve.model, [curve.steps[at] for at in kept], [curve.values[at] for at in kept])
+    """Return `curve` reduced to its first, its last, and the lowest and highest points of each column."""
+    points = _extremes(curve.values, most)
+    return Curve(curve.model, [curve.steps[at] for at in points], [curve.values[at] for at in points])
 
 
-def _kept(values: Sequence[float], columns: int) -> list[int]:
+def _extremes(values: Sequence[float], columns: int) -> list[int]:
     if len(values) <= 2 * columns:
         return list(range(len(values)))
     array = np.array(values)

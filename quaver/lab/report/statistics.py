@@ -1,4 +1,4 @@
-"""The statistics that the heat maps show: what is worse, and on which scale."""
+"""The statistics in heat maps, with their scales and the direction in which a value gets worse."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from quaver.numerics.record import Values
 Codes = np.ndarray[Any, np.dtype[np.uint8]]
 
 MISSING, BEST, WORST, INFINITE, NOT_A_NUMBER = 0, 1, 253, 254, 255
-"""A cell is one byte, and the larger of two bytes is the worse value: merging cells is taking their maximum.
+"""A cell is one byte, and a larger byte is a worse value, so cells are merged by their maximum.
 
-0: there is no value. 1: an exact zero, or no error at all. 2 to 253: the scale from its best to its worst end; what is
-beyond an end has the byte of the end. 254: infinite, or an SQNR of -inf. 255: NaN, or an operand with elements that are
-not finite.
+0: no value. 1: an exact zero, or no error. 2 to 253: the scale from its best to its worst end, clamped at both.
+254: infinite, or an SQNR of -inf. 255: NaN, or an operand with non-finite elements.
 """
 
 
@@ -26,12 +25,12 @@ class Statistic:
     """A statistic of the record, and its scale.
 
     Attributes:
-        name: in the record.
-        title, unit: as shown.
+        name: its key in the record.
+        title, unit: the words that the page shows.
         is_low_worse: whether a lower value is worse.
-        scale: of the colors: "linear", "log2" or "log10". A logarithm's zero has a byte of its own.
-        bounds: the widest scale, after `scale` was applied; it ends where the values of the runs end.
-        shown: a value as text.
+        scale: the color scale: "linear", "log2" or "log10". A logarithmic scale marks zero by a separate byte.
+        bounds: the widest color scale, after `scale` is applied. The values of the runs narrow it.
+        shown: formats a value as text.
     """
 
     name: str
@@ -43,26 +42,26 @@ class Statistic:
     shown: Callable[[float], str]
 
     def scaled(self, values: Values) -> Values:
-        """`values` after `scale`; 0 becomes -inf."""
+        """Apply `scale` to `values`; 0 becomes -inf on a logarithmic scale."""
         function = {"linear": np.positive, "log2": np.log2, "log10": np.log10}[self.scale]
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(function(values), dtype=np.float64)
 
     def unscaled(self, scaled: float) -> float:
-        """The value whose `scaled` is this."""
+        """Invert `scaled`."""
         return {"linear": scaled, "log2": 2.0**scaled, "log10": 10.0**scaled}[self.scale]
 
     def limits(self, runs: Iterable[Values]) -> tuple[float, float]:
-        """The ends of one scale for all finite values of some runs; of an empty interval, one unit around it."""
+        """Return the ends of one scale for the finite values of all `runs`; an empty interval is widened to 1."""
         finite = [scaled[np.isfinite(scaled)] for scaled in map(self.scaled, runs)]
-        ends = [(each.min(), each.max()) for each in finite if each.size]
+        ends = [(values.min(), values.max()) for values in finite if values.size]
         low, high = self.bounds
         if ends:
             low, high = np.clip([min(end[0] for end in ends), max(end[1] for end in ends)], low, high)
         return (float(low), float(high)) if high > low else (float(low) - 0.5, float(high) + 0.5)
 
     def codes(self, values: Values, present: np.ndarray[Any, Any], limits: tuple[float, float]) -> Codes:
-        """The byte of each value, of the shape of `values`; `MISSING` where `present` is false."""
+        """Return the byte of each value, in the shape of `values`; `MISSING` where `present` is false."""
         low, high = limits
         scaled = self.scaled(values)
         with np.errstate(invalid="ignore"):
@@ -77,7 +76,7 @@ class Statistic:
         return codes
 
     def badness(self, values: Values) -> Values:
-        """A number that is larger where a value is worse; NaN is the worst."""
+        """Return numbers that order values from good to bad: NaN is the worst."""
         return np.where(np.isnan(values), np.inf, -values if self.is_low_worse else values)
 
 

@@ -33,10 +33,10 @@ def load_config(path: Path | None, flags: Sections | None = None) -> TrainConfig
 
 
 def read_toml(path: Path) -> Sections:
-    """Return the sections of a TOML file, their names and keys checked, their values not yet."""
+    """Return the sections of a TOML file. Their names and keys are checked; `build_config` checks their values."""
     if not path.is_file():
-        what = "is a folder; give its config.toml" if path.is_dir() else "does not exist; give the path of a TOML file"
-        raise FileNotFoundError(f"config file {str(path)!r} {what}")
+        fix = "is a folder; give its config.toml" if path.is_dir() else "does not exist; give the path of a TOML file"
+        raise FileNotFoundError(f"config file {str(path)!r} {fix}")
     try:
         sections = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors of Windows write a BOM
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -51,15 +51,17 @@ def read_toml(path: Path) -> Sections:
 
 
 def build_config(sections: Sections) -> TrainConfig:
-    """Return the TrainConfig of nested plain values, which the dataclasses check; missing ones are defaults."""
+    """Make a TrainConfig from nested plain values. Missing values take their defaults; wrong ones raise ValueError."""
     return TrainConfig(**{name: kind(**sections.get(name, {})) for name, kind in hints_of(TrainConfig).items()})
 
 
 def changed_settings(config: TrainConfig) -> Sections:
-    """By section, the settings of `config` that are not their defaults: `build_config` of them is `config` again."""
+    """Return the settings that differ from their defaults, by section. `build_config` makes `config` from them."""
     sections = {name: getattr(config, name) for name in hints_of(TrainConfig)}
     changed = {
-        name: {each.name: value for each in fields(section) if (value := getattr(section, each.name)) != each.default}
+        name: {
+            field.name: value for field in fields(section) if (value := getattr(section, field.name)) != field.default
+        }
         for name, section in sections.items()
     }
     return {name: values for name, values in changed.items() if values}
@@ -85,11 +87,11 @@ class TrainFlags(TrainConfig):
 def parse_arguments(argv: list[str], options: type[Settings] = TrainFlags) -> tuple[Path | None, Sections]:
     """Split `[CONFIG.toml] [--section.field value ...]` into the file and the flags as nested values.
 
-    `--resume RUN_FOLDER` is short for the config of that folder, its name, and checkpoint.resume = must. How values are
-    written is said in `split_flags`.
+    `--resume RUN_FOLDER` takes the config and the name of that folder, and sets checkpoint.resume = must.
+    `split_flags` says how values are written.
 
     Args:
-        options: the command's own, which are parsed already; an unknown flag may have meant one.
+        options: the command's own options, which are parsed already. The hint for an unknown flag may name one.
     Raises:
         ValueError: for an unknown flag, a flag without its value, or a second file.
     """

@@ -16,20 +16,19 @@ Every setting of `quaver train`: a key of the TOML file (`[section]`, `name = va
 
 
 def configuration_page() -> str:
-    """Return the page."""
-    return "\n".join([HEAD, *(_section(each) for each in hints_of(TrainConfig).values())])
+    return "\n".join([HEAD, *(_section(kind) for kind in hints_of(TrainConfig).values())])
 
 
 def _section(kind: type[Settings]) -> str:
     texts, hints = help_of(kind), hints_of(kind)
     meanings = {name: text + _choices(hints[name], text) for name, text in texts.items()}
-    rows = [f"`{each.name}` | `{default_of(each)}` | {meanings[each.name]}" for each in fields(kind)]
+    rows = [f"`{field.name}` | `{default_of(field)}` | {meanings[field.name]}" for field in fields(kind)]
     table = "\n".join(["setting | default | meaning", "---|---|---", *rows])
     return f"## [{kind.section}]\n\n{' '.join((kind.__doc__ or '').split())}\n\n{table}\n"
 
 
 def _choices(hint: Any, text: str) -> str:
-    """The strings that a setting may be, unless its text names them."""
+    """Return the strings that a setting may be, unless its help text names them."""
     choices = choices_of(hint)
     return "" if all(choice in text for choice in choices) else f" One of {', '.join(choices)}."
 

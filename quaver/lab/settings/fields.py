@@ -19,12 +19,12 @@ from pydantic.types import AllowInfNan
 from pydantic_core import CoreSchema, core_schema
 
 MOST = 2**63 - 1
-"""TOML and torch have no larger integers."""
+"""The largest integer of TOML and of torch."""
 AtLeast1 = Annotated[int, Ge(1), Le(MOST)]
 NotNegative = Annotated[int, Ge(0), Le(MOST)]
 AtMost = Annotated[int, Le(MOST)]
 MostRanks = Annotated[int, Ge(1), Le(100_000)]
-"""Processes of a run that is not started."""
+"""The number of ranks of a run that is planned or predicted, not started."""
 FiniteNotNegative = Annotated[float, AllowInfNan(False), Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 
@@ -36,7 +36,7 @@ _BOUND_WORDS = {
     "less_than": "below {lt}",
     "finite_number": "finite",
 }
-"""The bounds behind pydantic's types of errors, in words."""
+"""What a value must be, by pydantic's type of the error."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ class OneOf:
 
     choices: tuple[str, ...]
     has_aliases: bool = False
-    """Other spellings are accepted too; the code that reads the setting refuses wrong ones."""
+    """Accept other spellings too. The code that reads the setting refuses wrong ones."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        """Return the schema by which pydantic checks them."""
+        """Called by pydantic."""
         return core_schema.str_schema() if self.has_aliases else core_schema.literal_schema(list(self.choices))
 
 
 def setting(default: object, text: str) -> Any:
-    """A field of `Settings` with its help text: `steps: AtLeast1 = setting(200, "Optimizer steps.")`."""
+    """Define a field of `Settings` with its help text: `steps: AtLeast1 = setting(200, "Optimizer steps.")`."""
     return field(default=default, metadata={"help": text})
 
 
 def argument(text: str) -> Any:
-    """A field that a command takes without a flag, and always, with its help text."""
+    """Define a required positional argument of a command, with its help text."""
     return field(metadata={"help": text})
 
 
@@ -78,22 +78,22 @@ class Settings:
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
-        for each in fields(self):
-            value, hint = getattr(self, each.name), hints_of(kind)[each.name]
+        for name in hints_of(kind):
+            value, hint = getattr(self, name), hints_of(kind)[name]
             if is_section(hint):
                 continue
             if isinstance(value, list):
                 value = tuple(value)
             try:
-                checked = _adapters(kind)[each.name].validate_python(value)
+                checked = _adapters(kind)[name].validate_python(value)
             except ValidationError as error:
                 first = error.errors()[0]
                 is_type = first["type"].endswith("_type")
                 bound = _BOUND_WORDS.get(first["type"], f"one of {', '.join(choices_of(hint))}")
                 expected = type_words(hint) if is_type else bound.format(**first.get("ctx", {}))
-                got = getattr(self, each.name) if is_type else first["input"]
-                raise ValueError(f"{self.name_of(each.name)} must be {expected}, got {got!r}") from None
-            object.__setattr__(self, each.name, checked)
+                value = getattr(self, name) if is_type else first["input"]
+                raise ValueError(f"{self.name_of(name)} must be {expected}, got {value!r}") from None
+            object.__setattr__(self, name, checked)
         self.check()
 
     def check(self) -> None:
@@ -111,16 +111,16 @@ class Settings:
         require(holds, self.name_of(field), expected, attrgetter(field)(self), fix)
 
     def require_default(self, *names: str, unless: str, fix: str = "") -> None:
-        """Refuse values of these fields that no code would read."""
+        """Raise ValueError if a field of `names` is set although no code would read it."""
         for name in names:
             default = type(self).__dataclass_fields__[name].default
             self.require(getattr(self, name) == default, name, f"its default, {default!r}, unless {unless}", fix)
 
 
-def require(holds: bool, name: str, expected: str, got: object, fix: str = "") -> None:
-    """Raise ValueError saying what setting `name` must be, what it is, and what to do, unless `holds`."""
+def require(holds: bool, name: str, expected: str, value: object, fix: str = "") -> None:
+    """Raise ValueError saying what setting `name` must be, its value, and what to do, unless `holds`."""
     if not holds:
-        raise ValueError(f"{name} must be {expected}, got {got!r}" + (f"; {fix}" if fix else ""))
+        raise ValueError(f"{name} must be {expected}, got {value!r}" + (f"; {fix}" if fix else ""))
 
 
 def expanded(path: str) -> Path:
@@ -137,55 +137,55 @@ def is_folder_name(name: str) -> bool:
 
 
 def hints_of(kind: Any) -> dict[str, Any]:
-    """The types of a dataclass's fields, with their bounds."""
+    """Return the types of a dataclass's fields, with their bounds."""
     return _hints(kind)
 
 
-@cache  # mypy takes a dataclass for unhashable where it is not Any
+@cache  # mypy calls a dataclass unhashable unless it is typed as Any
 def _hints(kind: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(kind, include_extras=True)
-    return {each.name: hints[each.name] for each in fields(kind)}
+    return {field.name: hints[field.name] for field in fields(kind)}
 
 
 def is_section(hint: Any) -> bool:
-    """Whether the type of a field is a dataclass of settings itself."""
+    """Whether the type of a field is a `Settings` class."""
     return isinstance(hint, type) and issubclass(hint, Settings)
 
 
-def is_positional(each: "Field[Any]") -> bool:
+def is_positional(field: "Field[Any]") -> bool:
     """Whether an option is given without a flag."""
-    return each.default is MISSING and each.default_factory is MISSING
+    return field.default is MISSING and field.default_factory is MISSING
 
 
 def base_type(hint: Any) -> Any:
-    """The type of a setting without bounds and without None: bool, int, float, str, or tuple[item, ...]."""
+    """Return the type of a setting without bounds and None: bool, int, float, str, or tuple[item, ...]."""
     if typing.get_origin(hint) is Annotated:
         return base_type(typing.get_args(hint)[0])
-    members = [each for each in typing.get_args(hint) if each is not NoneType]
+    members = [member for member in typing.get_args(hint) if member is not NoneType]
     is_optional = len(members) < len(typing.get_args(hint))
     return base_type(members[0]) if is_optional else hint
 
 
 def item_type(hint: Any) -> Any:
-    """The type of the items of a tuple[item, ...]; None for any other type."""
+    """Return the type of the items of a tuple[item, ...], or None for any other type."""
     base = base_type(hint)
     return base_type(typing.get_args(base)[0]) if typing.get_origin(base) is tuple else None
 
 
 def choices_of(hint: Any) -> tuple[str, ...]:
-    """The strings that a setting, or each of its items, may be; () where any string is one."""
-    return next((each.choices for each in _metadata(hint) if isinstance(each, OneOf)), ())
+    """Return the strings that a setting, or an item of it, may be; () if any string is accepted."""
+    return next((metadata.choices for metadata in _metadata(hint) if isinstance(metadata, OneOf)), ())
 
 
 def type_words(hint: Any) -> str:
-    """The type of a setting, as an error says it."""
+    """Return the type of a setting in the words of an error message."""
     item = item_type(hint)
     return TYPE_WORDS[base_type(hint)] if item is None else f"a list of {TYPE_WORDS[item].split()[-1]}s"
 
 
 def help_of(kind: type) -> dict[str, str]:
-    """By field, its help text, which a field without one inherits."""
-    return {each.name: each.metadata["help"] for each in _own_fields(kind) if each.metadata}
+    """Return the help text of each field. A field without one inherits that of the base class."""
+    return {field.name: field.metadata["help"] for field in _own_fields(kind) if field.metadata}
 
 
 def _own_fields(kind: type) -> "Iterator[Field[Any]]":
@@ -194,15 +194,15 @@ def _own_fields(kind: type) -> "Iterator[Field[Any]]":
 
 
 def nearest(name: str, choices: Collection[str], *, otherwise: str) -> str:
-    """The hint for an unknown `name`: the nearest of `choices`, or `otherwise`."""
+    """Return the hint for an unknown `name`: the nearest of `choices`, or `otherwise`."""
     # A right key in the wrong section is nearer than a name of similar spelling.
-    found = [choice for choice in choices if choice.rpartition(".")[2] == name.rpartition(".")[2]]
-    found = found or difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-    return f"did you mean {found[0]!r}?" if found else otherwise
+    matches = [choice for choice in choices if choice.rpartition(".")[2] == name.rpartition(".")[2]]
+    matches = matches or difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    return f"did you mean {matches[0]!r}?" if matches else otherwise
 
 
 def default_of(setting: "Field[Any]") -> str:
-    """The default of a setting, as TOML writes it."""
+    """Return the default of a setting as TOML."""
     value = setting.default
     if isinstance(value, tuple):
         return str(list(value)).replace("'", '"')
@@ -218,7 +218,7 @@ def _adapters(kind: Any) -> dict[str, TypeAdapter[Any]]:
 
 
 def _metadata(hint: Any) -> Iterator[Any]:
-    """The metadata of all Annotated types inside `hint`."""
+    """Yield the metadata of all Annotated types inside `hint`."""
     yield from getattr(hint, "__metadata__", ())
     for inner in typing.get_args(hint):
         yield from _metadata(inner)

@@ -1,6 +1,6 @@
-"""The flags of a command: an argparse parser whose options are the fields of its dataclass of settings.
+"""The flags of a command: an argparse parser whose options are the fields of a `Settings` class.
 
-Values stay text where they are none of their type, so that a wrong one has the same error as in TOML.
+A value that cannot be converted stays text, so that the type check refuses it with the same error as in TOML.
 """
 
 import itertools
@@ -34,7 +34,7 @@ _Options = TypeVar("_Options", bound=Settings)
 
 
 def parse_options(kind: type[_Options], words: list[str], *, prog: str) -> _Options:
-    """Return the options of a command as `words` give them; for --help print its help and exit.
+    """Parse the options of a command from `words`; for --help print its help and exit.
 
     Raises:
         ValueError: for an unknown flag, a flag without its value, or a wrong value.
@@ -46,7 +46,7 @@ def parse_options(kind: type[_Options], words: list[str], *, prog: str) -> _Opti
     except ValueError as error:
         raise ValueError(f"{error}; {see}") from error
     if rest and rest[0].startswith("--"):
-        flags = [f"--{each.name.replace('_', '-')}" for each in fields(kind) if not is_positional(each)]
+        flags = [f"--{field.name.replace('_', '-')}" for field in fields(kind) if not is_positional(field)]
         flag = rest[0].partition("=")[0].replace("_", "-")
         raise ValueError(f"unknown flag: {rest[0]!r}; {nearest(flag, flags, otherwise=see)}")
     if rest:
@@ -55,7 +55,7 @@ def parse_options(kind: type[_Options], words: list[str], *, prog: str) -> _Opti
 
 
 def split_options(kind: type[_Options], words: list[str], *, prog: str) -> tuple[_Options, list[str]]:
-    """Return the options of a command that also takes the flags of a run, and the words of the run.
+    """Parse the options of a command that also takes the flags of a run. Return them and the remaining words.
 
     For --help print the help of the command and exit.
 
@@ -77,21 +77,19 @@ def exit_after_help(kind: type, words: list[str], *, prog: str) -> None:
 def split_flags(kind: type, words: Iterable[str]) -> tuple[Values, list[str]]:
     """Return the values of the flags of `kind` among `words`, and the other words in their order.
 
-    Hyphens and underscores are the same in names. A boolean is `--flag`, `--no-flag` or `--flag false`; a list takes
-    every word up to the next flag, and commas divide these, or is written as in TOML; the value of a string may be one
-    word that holds flags and spaces. Text that is no value of its type stays text, for the type check to refuse by
-    name.
+    Hyphens and underscores are the same in names. A boolean is `--flag`, `--no-flag` or `--flag false`. A list is
+    every word up to the next flag, split at commas, or is written as in TOML. A string may hold flags and spaces.
 
     Raises:
         ValueError: a flag has no value, or an argument is missing.
     """
     parser = _Parser(kind)
-    found, rest = parser.parse_known_intermixed_args(list(parser.spelled(words)))
-    return vars(found), rest
+    values, rest = parser.parse_known_intermixed_args(list(parser.spelled(words)))
+    return vars(values), rest
 
 
 class _HelpFormatter(HelpFormatter):
-    """Breaks lines at spaces and between choices alone: a flag, a file or a verb with hyphens stays whole."""
+    """Breaks lines at spaces and between choices only, so that a word with hyphens stays whole."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=8)
@@ -139,15 +137,15 @@ class _Parser(ArgumentParser):
 
     def _add(self, add: Callable[..., object], kind: type, section: str) -> None:
         texts = help_of(kind)
-        for each in fields(kind):
-            hint, name = hints_of(kind)[each.name], section + each.name
+        for field in fields(kind):
+            hint, name = hints_of(kind)[field.name], section + field.name
             if is_section(hint):
-                group = self.add_argument_group(each.name, _one_line(hint.__doc__))
+                group = self.add_argument_group(field.name, _one_line(hint.__doc__))
                 self._add(group.add_argument, hint, f"{name}.")
                 continue
             base, item = base_type(hint), item_type(hint)
-            text = f"{texts[each.name]} {_default_words(each)}".replace("%", "%%")
-            if is_positional(each):
+            text = f"{texts[field.name]} {_default_words(field)}".replace("%", "%%")
+            if is_positional(field):
                 add(name, nargs="+" if item else None, metavar=name.upper(), help=text)
                 continue
             choices = ("true", "false") if base is bool else choices_of(hint)
@@ -157,7 +155,7 @@ class _Parser(ArgumentParser):
             if base is bool:
                 options["nargs"] = "?"
                 self._switches.add(flag)
-                for negated in (f"{section}no_{each.name}", f"no_{name}"):
+                for negated in (f"{section}no_{field.name}", f"no_{name}"):
                     self._spellings[f"__{negated}"] = f"{flag}=false"
             if item is not None:
                 options = {"action": _List, "nargs": "*"}
@@ -167,15 +165,12 @@ class _Parser(ArgumentParser):
 
 
 class _List(Action):
-    """Stores the words of a list of strings, and the parts of words with commas; or a list as TOML writes it.
-
-    A flag that repeats appends.
-    """
+    """Stores words split at commas, or a list written as in TOML. A repeated flag appends."""
 
     def __call__(self, parser: object, namespace: object, values: Any, option_string: object = None) -> None:
         """Called by argparse."""
         text = " ".join(values)
-        if text.startswith("[") and text.endswith("]"):  # a shell may have taken its quotes, and divided it
+        if text.startswith("[") and text.endswith("]"):  # the shell may have removed its quotes and split it
             values = [part.strip().strip("\"'") for part in text[1:-1].split(",")]
         given = [part for word in values for part in word.split(",") if part]
         setattr(namespace, self.dest, getattr(namespace, self.dest, []) + given)

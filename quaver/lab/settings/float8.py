@@ -16,7 +16,7 @@ RECIPES = tuple(name.value for name in Float8LinearRecipeName)
 
 @functools.cache
 def _has_persistent_scales(recipe_name: str) -> bool:
-    """Of a recipe. A plan asks for thousands of settings. Raises ValueError for an unknown name."""
+    """Cached, because a plan makes thousands of settings. Raises ValueError for an unknown name."""
     return Float8LinearConfig.from_recipe_name(recipe_name).has_persistent_scales
 
 
@@ -81,7 +81,7 @@ class Float8(Settings, section="float8"):
     )
 
     def check(self) -> None:
-        """Refuse what the recipe does not have, and what float8 would not read."""
+        """Refuse settings that the recipe does not have, and settings that nothing would read."""
         _has_persistent_scales(self.recipe_name)  # raises ValueError listing the choices
         self.require(all(self.filter_fqns), "filter_fqns", "names or parts of names")
         self._check_serving()
@@ -147,17 +147,17 @@ class Float8(Settings, section="float8"):
 
     @property
     def label(self) -> str:
-        """What a run trains in, in tables, records and names of files: "vllm-per-token+rowwise-dequantized"."""
+        """The name of the run's precision in tables, records and files: "vllm-per-token+rowwise-dequantized"."""
         recipe = self.recipe.replace(":", "-")
         return f"{self.serving}+{recipe}" if self.serving else recipe
 
     def with_backward(self, recipe: str) -> str:
-        """The recipe of a layer, with `backward` where it has none of its own."""
+        """Return `recipe` with `backward` appended, unless it names a backward itself."""
         return canonical_recipe(recipe if ":" in recipe else f"{recipe}:{self.backward}")
 
     @property
     def schedule(self) -> tuple[ScheduleEntry, ...]:
-        """The entries of high_precision_schedule. Raises ValueError."""
+        """The parsed entries of high_precision_schedule. Raises ValueError."""
         try:
             return tuple(map(ScheduleEntry.parse, self.high_precision_schedule))
         except ValueError as error:
@@ -173,12 +173,8 @@ class Float8(Settings, section="float8"):
 
     @property
     def delayed_scaling_config(self) -> DelayedScalingConfig:
-        """The delayed_* settings as the library takes them.
-
-        Raises:
-            ValueError: one of them is out of range.
-        """
-        values = {each.name: getattr(self, f"delayed_{each.name}") for each in fields(DelayedScalingConfig)}
+        """The delayed_* settings as a DelayedScalingConfig. Raises ValueError if one is out of range."""
+        values = {field.name: getattr(self, f"delayed_{field.name}") for field in fields(DelayedScalingConfig)}
         try:
             return DelayedScalingConfig(**values)
         except ValueError as error:
@@ -189,12 +185,12 @@ class Float8(Settings, section="float8"):
         self.delayed_scaling_config  # noqa: B018 - raises ValueError
         if self.has_persistent_scales:
             return
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for field in fields(self):
+            value = getattr(self, field.name)
             require(
-                not each.name.startswith("delayed_") or value == each.default,
-                f"float8.{each.name}",
-                f"its default, {each.default!r}, without delayed scaling",
+                not field.name.startswith("delayed_") or value == field.default,
+                f"float8.{field.name}",
+                f"its default, {field.default!r}, without delayed scaling",
                 value,
                 f"set float8.enable_float8_linear and one of the recipes {DELAYED_RECIPES}",
             )

@@ -1,4 +1,4 @@
-"""Reads a JSON file of a run or a checkpoint, which may be damaged or edited, into the type that it must have."""
+"""Reads a JSON file of a run or a checkpoint, which may be damaged or edited, and validates its type."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def read_json(path: Path, kind: TypeAdapter[T], fix: str) -> T:
-    """Return the content of the regular file `path`, checked by `kind`.
+    """Read the regular file `path` and validate it with `kind`.
 
     Raises:
         OSError: the file cannot be read.

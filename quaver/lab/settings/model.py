@@ -9,12 +9,12 @@ from pydantic.types import AllowInfNan
 from quaver.lab.settings.fields import AtLeast1, FiniteNotNegative, Settings, setting
 
 _Width = Annotated[int, Ge(1), Le(10**6)]
-"""With 10^5 experts a weight has 10^17 elements, whose bytes a 64-bit integer counts."""
+"""The bound keeps sizes in bytes inside 64 bits: with 10^5 experts a weight has 10^17 elements."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3.1 stretches rotary embeddings to a longer context; the fields are those of `Model`."""
+    """How Llama 3.1 stretches rotary embeddings to a longer context. `Model` documents the fields."""
 
     factor: float
     low_freq_factor: float
@@ -80,7 +80,7 @@ class Model(Settings, section="model"):
 
     @property
     def rope_scaling(self) -> RopeScaling | None:
-        """The settings that stretch the rotary embeddings; None where nothing does."""
+        """The settings that stretch the rotary embeddings, or None if nothing does."""
         if self.rope_scaling_factor == 1:
             return None
         return RopeScaling(

@@ -17,7 +17,7 @@ class ParallelDims:
     tensor: int = 1
     rank: int = 0
     expert: int = 1
-    """Neighboring ranks of a shard group, which split the experts."""
+    """The number of neighboring ranks in a shard group that split the experts."""
 
     @property
     def world_size(self) -> int:
@@ -40,7 +40,7 @@ class ParallelDims:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The sizes of the device mesh by dim name, without dims of size 1, except that HSDP needs both of its dims."""
+        """The sizes of the device mesh by dim name. Dims of size 1 are left out, except dp_shard under HSDP."""
         dims = {"dp_replicate": self.replicate, "dp_shard": self.shard, "tp": self.tensor}
         needed = {"dp_shard"} if self.replicate > 1 else set()
         return {name: size for name, size in dims.items() if size > 1 or name in needed}
@@ -54,7 +54,7 @@ class ParallelDims:
 def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple[TrainConfig, ParallelDims]:
     """Return `config` with its global batch size resolved, and its parallel dims on `world_size` ranks.
 
-    Every rank must call this with the same config and gets the same answer except for `ParallelDims.rank`.
+    Every rank must pass the same config. The results differ in `ParallelDims.rank` only.
 
     Raises:
         ValueError: the degrees do not multiply to `world_size`, expert parallel ranks or the batch do not divide, or a
@@ -94,9 +94,8 @@ def resolve(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple
 
 def _parallel_dims(config: TrainConfig, rank: int, world_size: int) -> ParallelDims:
     replicate, shard, tensor = (getattr(config.parallelism, name) for name in DEGREES)
-    others = replicate * tensor
-    if shard == -1 and world_size % others == 0:
-        shard = world_size // others
+    if shard == -1 and world_size % (replicate * tensor) == 0:
+        shard = world_size // (replicate * tensor)
     degrees = (replicate, shard, tensor)
     if prod(degrees) == world_size:
         expert = config.parallelism.expert_parallel_degree

@@ -18,20 +18,20 @@ _RANGE = re.compile(r"(first|last) ([1-9][0-9]*)(%?)(?: of)? (step|block)s?")
 
 @dataclass(frozen=True)
 class Range:
-    """The first or last of some steps, or of some blocks."""
+    """The first or last steps of a run, or blocks of a model."""
 
     is_last: bool
     number: int
     is_share: bool
-    """The number is percent; a part of a step or block counts as a whole one."""
+    """`number` is a percentage, which is rounded up to whole steps or blocks."""
 
-    def count(self, of: int) -> int:
-        """How many of so many."""
-        return ceil(self.number * of / 100) if self.is_share else self.number
+    def count(self, total: int) -> int:
+        """Return how many of `total` steps or blocks are in the range."""
+        return ceil(self.number * total / 100) if self.is_share else self.number
 
-    def has(self, index: int, of: int) -> bool:
-        """Whether number `index`, from 0, is among them."""
-        return index >= of - self.count(of) if self.is_last else index < self.count(of)
+    def contains(self, index: int, total: int) -> bool:
+        """Whether step or block `index`, from 0, of `total` is in the range."""
+        return index >= total - self.count(total) if self.is_last else index < self.count(total)
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class ScheduleEntry:
     def parse(cls, text: str) -> "ScheduleEntry":
         """Raises ValueError for another form."""
         part, colon, where = text.partition(":")
-        found = [_RANGE.fullmatch(each.strip()) for each in where.split(" in ")]
-        ranges = {each[4]: Range(each[1] == "last", int(each[2]), bool(each[3])) for each in found if each}
-        fits = colon and part.strip() in PARTS and len(ranges) == len(found)
-        if not fits or any(each.is_share and each.number > 100 for each in ranges.values()):
+        matches = [_RANGE.fullmatch(words.strip()) for words in where.split(" in ")]
+        ranges = {match[4]: Range(match[1] == "last", int(match[2]), bool(match[3])) for match in matches if match}
+        fits = colon and part.strip() in PARTS and len(ranges) == len(matches)
+        if not fits or any(part_range.is_share and part_range.number > 100 for part_range in ranges.values()):
             raise ValueError(
                 'entries such as "forward: last 18% of steps" or "all: last 9 steps in first 2 blocks", each of one '
                 f"of {', '.join(PARTS)}, got {text!r}"
@@ -61,15 +61,16 @@ class ScheduleEntry:
 def matmuls_at(
     entries: Sequence[ScheduleEntry], step: int, steps: int, block: int | None, blocks: int
 ) -> tuple[str, ...]:
-    """The matmuls that run in high precision in `step` (from 1) of `steps`.
+    """Return the matmuls that run in high precision in `step` (from 1) of `steps`.
 
-    `block`: the number of the block, from 0; None for what lies outside of all, where entries for blocks do not count.
+    Args:
+        block: the index of the block, or None for a linear outside of all blocks, which entries for blocks skip.
     """
-    found = {
+    in_high_precision = {
         matmul
         for entry in entries
-        if entry.steps is None or entry.steps.has(step - 1, steps)
-        if entry.blocks is None or (block is not None and entry.blocks.has(block, blocks))
+        if entry.steps is None or entry.steps.contains(step - 1, steps)
+        if entry.blocks is None or (block is not None and entry.blocks.contains(block, blocks))
         for matmul in entry.matmuls
     }
-    return tuple(matmul for matmul in MATMULS if matmul in found)
+    return tuple(matmul for matmul in MATMULS if matmul in in_high_precision)

@@ -1,4 +1,4 @@
-"""All sections together, and what must hold between them."""
+"""TrainConfig: all sections of a run, and the checks between them."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +13,6 @@ from quaver.lab.settings.training import ActivationCheckpoint, Comm, LRScheduler
 
 SPLIT = ("model.n_heads", "model.n_kv_heads", "model.hidden_dim", "model.vocab_size", "training.seq_len")
 """Sizes that tensor parallel ranks split."""
-
 
 MOST_ELEMENTS = 10**16
 """The largest number of elements of one activation."""
@@ -126,16 +125,16 @@ class TrainConfig(Settings):
         names = "float8.skip_first_layers + float8.skip_last_layers"
         require(skipped <= layers, names, f"at most model.n_layers = {layers}", skipped)
         for entry in float8.schedule:
-            for part, of, most, expected in (
+            for part, total, most, expected in (
                 (entry.steps, steps, steps - 1, f"entries of fewer steps than training.steps = {steps}"),
                 (entry.blocks, layers, layers, f"entries of at most model.n_layers = {layers} blocks"),
             ):
-                fits = part is None or part.count(of) <= most
+                fits = part is None or part.count(total) <= most
                 require(fits, "float8.high_precision_schedule", expected, entry.text)
         fix = "every loss is one in high precision"
         is_read = float8.enable_float8_linear or not self.validation.high_precision_too
         self.require(is_read, "validation.high_precision_too", "false where float8.enable_float8_linear is false", fix)
-        # Another class needs weights or inputs in high precision where they are sent to a linear in float8.
+        # A fallback to high precision needs weights or inputs that these settings send as float8 codes.
         degree = self.parallelism.tensor_parallel_degree
         reasons = {
             "where float8.enable_float8_linear is false": not float8.enable_float8_linear,

@@ -87,12 +87,12 @@ class Training(Settings, section="training"):
 
     @property
     def residual_stream_dtype(self) -> str:
-        """`residual_dtype`, without "auto"."""
+        """`residual_dtype` with "auto" resolved."""
         return self.dtype if self.residual_dtype == "auto" else self.residual_dtype
 
     @property
     def step_batch_size(self) -> int:
-        """Sequences in one optimizer step; of a config that `resolve` has not seen, on one data-parallel rank."""
+        """Sequences in one optimizer step. Before `parallel_dims.resolve`, -1 counts one data-parallel rank."""
         return self.local_batch_size if self.global_batch_size == -1 else self.global_batch_size
 
     @property
@@ -202,7 +202,7 @@ class LRScheduler(Settings, section="lr_scheduler"):
             self.require_default("min_lr_factor", unless="lr_scheduler.schedule goes down")
 
     def decay_steps(self, steps: int) -> int:
-        """Return how many of the last of `steps` steps are wsd's decay."""
+        """Return the number of decay steps of the wsd schedule in `steps` steps."""
         return max(1, round(self.decay_ratio * steps))
 
 

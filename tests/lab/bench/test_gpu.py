@@ -77,7 +77,7 @@ def test_every_command_is_understood(part):
     rest = words
     if verb == "bench":
         kind = words.pop(0)
-        options_of_verb = getattr(importlib.import_module(f"quaver.lab.bench.{kind}"), kind.capitalize())
+        options_of_verb = getattr(importlib.import_module(f"quaver.lab.bench.{kind}"), f"{kind.capitalize()}Benchmark")
         values, rest = split_flags(options_of_verb, words)
         assert options_of_verb(**values).device == "cuda"
     if rest:

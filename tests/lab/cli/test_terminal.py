@@ -135,7 +135,7 @@ def test_what_takes_long_is_said_in_a_pipe_in_whole_lines(monkeypatch, capsys):
 
 
 def bench_views(verb):
-    kind = getattr(importlib.import_module(f"quaver.lab.bench.{verb}"), verb.capitalize())
+    kind = getattr(importlib.import_module(f"quaver.lab.bench.{verb}"), f"{verb.capitalize()}Benchmark")
     timing = {"median_us": 9998.9, "p10_us": 1234.5, "p90_us": 99999.9}
     row = {
         "timing": timing,

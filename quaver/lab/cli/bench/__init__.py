@@ -29,7 +29,7 @@ VERBS = {
 }
 
 DEFAULT_CONFIG = Path("train_configs/llama3_debug.toml")
-"""The config of `quaver bench train` by default."""
+"""The default config of `quaver bench train`."""
 
 
 def run(argv: list[str]) -> int:
@@ -58,17 +58,17 @@ def run(argv: list[str]) -> int:
 
 def _views(options: BenchOptions, result: Result) -> Iterator[str | Table]:
     yield title_of(result)
-    for case, of_case in cases_of(result["rows"], options.case_fields):
+    for case, case_rows in cases_of(result["rows"], options.case_fields):
         for title, fields in zip_longest((case,), options.tables):
-            names, rows = table_of(of_case, fields)
+            names, rows = table_of(case_rows, fields)
             yield make_table(title, names, rows=rows, wrapped=names[:1])
     yield options.note(result)
     yield f"saved {options.result_file}" + ("" if result["complete"] else ": interrupted, not complete")
 
 
 def _prepared(verb: str, words: list[str]) -> tuple[BenchOptions, Callable[[], Result]]:
-    """The options of a benchmark, and the call that measures."""
-    kind = getattr(importlib.import_module(f"quaver.lab.bench.{verb}"), verb.capitalize())
+    """Return the options of a benchmark, and the call that measures."""
+    kind = getattr(importlib.import_module(f"quaver.lab.bench.{verb}"), f"{verb.capitalize()}Benchmark")
     if verb != "train":
         options = parse_options(kind, words, prog=f"quaver bench {verb}")
         options.prepare()

@@ -1,4 +1,4 @@
-"""`quaver bench ledger [options]`: what one compiled block does on a GPU, counted without one."""
+"""`quaver bench ledger [options]`: counts what one compiled block does on a GPU, without a GPU."""
 
 import json
 from collections.abc import Iterator
@@ -73,11 +73,11 @@ class LedgerOptions(Settings):
 
     @property
     def device(self) -> str:
-        """The GPU's name, of GPUS."""
+        """The GPU's name in `GPUS`."""
         return next((name for name in GPUS if name.lower() == self.gpu.lower()), "")
 
     def check(self) -> None:
-        """Refuse an unknown GPU or recipe, one that the GPU does not multiply, and a peer that is not installed."""
+        """Raise ValueError for an unknown GPU, a recipe that it does not multiply, or a peer that is not installed."""
         super().check()
         self.require(bool(self.device), "gpu", f"one of {', '.join(name.lower() for name in GPUS)}")
         for recipe in self.recipe:
@@ -86,7 +86,7 @@ class LedgerOptions(Settings):
         check_triton()
 
     def work(self) -> Work:
-        """The subject to compile. Raises ValueError or OSError for an unknown model or a TOML file that is none."""
+        """Return the subject to compile. Raises ValueError or OSError for an unknown model or an invalid TOML file."""
         options = {"autocast": self.autocast, "part": self.part}
         if self.model in MODEL_NAMES:
             return Work(model_of(self.model), self.sequences, self.seq_len, **options)  # type: ignore[arg-type]
@@ -101,15 +101,15 @@ class LedgerOptions(Settings):
 
     def contestants(self) -> list[str]:
         """bfloat16, quaver's recipes, then the peer's."""
-        named = [canonical_recipe(each) for each in self.recipe]
-        recipes = named or [each for each in COUNTED if is_multiplied(each, self.device)]
+        named = [canonical_recipe(recipe) for recipe in self.recipe]
+        recipes = named or [recipe for recipe in COUNTED if is_multiplied(recipe, self.device)]
         recipes = list(dict.fromkeys(recipes))
-        peers = [f"{self.peer} {each}" for each in recipes if self.peer != "none" and is_peer_recipe(each)]
-        return [BFLOAT16, *(f"quaver {each}" for each in recipes), *peers]
+        peers = [f"{self.peer} {recipe}" for recipe in recipes if self.peer != "none" and is_peer_recipe(recipe)]
+        return [BFLOAT16, *(f"quaver {recipe}" for recipe in recipes), *peers]
 
 
 def run(argv: list[str]) -> int:
-    """Count as `argv` says, print the tables, save JSON and picture; 0 when done, 2 for bad input."""
+    """Count, print the tables, save the JSON and the picture; returns 0 when done, 2 for bad input."""
     with bad_input():
         options = parse_options(LedgerOptions, argv, prog="quaver bench ledger")
         work, output = options.work(), Path(options.output)
@@ -129,15 +129,15 @@ def run(argv: list[str]) -> int:
         output.parent.mkdir(parents=True, exist_ok=True)
         draw(ledgers, spec, output.with_suffix(".png"))
     rows = list(rows_of(ledgers, spec))
-    found = {
+    result = {
         "environment": environment(torch.device("cpu"))
         | ({"torchao": version("torchao")} if options.peer != "none" else {}),
         "options": {name: value for name, value in asdict(options).items() if name != "output"},
         "constants": constants(spec),
         "table": [dict(zip(map(_in_one_line, COLUMNS), row, strict=True)) for row in rows],
-        "ledgers": [_json_of(each, spec, kernels=options.kernels) for each in ledgers],
+        "ledgers": [_json_of(ledger, spec, kernels=options.kernels) for ledger in ledgers],
     }
-    output.write_text(json.dumps(found, indent=1) + "\n")
+    output.write_text(json.dumps(result, indent=1) + "\n")
     show(_views(options, ledgers, codes, spec, work))
     print(f"saved {output}, {output.with_suffix('.png')}")
     return 0
@@ -154,8 +154,8 @@ def _json_of(ledger: Ledger, spec: DeviceSpec, *, kernels: bool) -> dict[str, An
 def _views(
     options: LedgerOptions, ledgers: list[Ledger], codes: Codes, spec: DeviceSpec, work: Work
 ) -> Iterator[str | Table]:
-    what = "autocast" if options.autocast else "bfloat16 parameters"
-    title = f"{options.part} of {options.model}, {work.sequences} x {work.seq_len} tokens, {what}, on {spec.name}"
+    parameters = "autocast" if options.autocast else "bfloat16 parameters"
+    title = f"{options.part} of {options.model}, {work.sequences} x {work.seq_len} tokens, {parameters}, on {spec.name}"
     yield make_table(title, COLUMNS, rows=rows_of(ledgers, spec), right=COLUMNS[1:], wrapped=COLUMNS[:1])
     for ledger in ledgers:
         yield from findings(ledger)

@@ -1,4 +1,4 @@
-"""`quaver bench roofline [options]`: what float8 linears would gain, predicted for GPUs that this machine lacks."""
+"""`quaver bench roofline [options]`: predicts the speedup of float8 linears on GPUs that this machine lacks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class RooflineOptions(Settings):
 
 
 def run(argv: list[str]) -> int:
-    """Predict as `argv` says, print the tables, save CSV, JSON and pictures; 0 when done, 2 for bad input."""
+    """Predict, print the tables, save CSV, JSON and pictures; returns 0 when done, 2 for bad input."""
     with bad_input():
         options = parse_options(RooflineOptions, argv, prog="quaver bench roofline")
         settings, output = options.settings(), Path(options.output)
@@ -88,23 +88,23 @@ def run(argv: list[str]) -> int:
 
 
 def _views(roofline: Roofline) -> Iterator[str | Table]:
-    """Yield two tables for each device and model: its linears one by one, and all of them."""
+    """Yield two tables per device and model: one of its linears, one of their totals."""
     settings = roofline.settings
     for spec, model in product(settings.devices, settings.models):
         place = (spec.name, model.name)
-        layers = [each for each in roofline.layers if (each.device, each.model) == place]
-        names = dict.fromkeys(f"{each.layer}\n{each.k:,}\n{each.n:,}" for each in layers)
+        layers = [layer for layer in roofline.layers if (layer.device, layer.model) == place]
+        names = dict.fromkeys(f"{layer.layer}\n{layer.k:,}\n{layer.n:,}" for layer in layers)
         by_recipe: dict[str, list[str]] = {}
-        for each in layers:
-            by_recipe.setdefault(each.recipe, []).append(f"{each.cost.speedup:.2f}")
+        for layer in layers:
+            by_recipe.setdefault(layer.recipe, []).append(f"{layer.cost.speedup:.2f}")
         title = f"{model.name} on {spec.name}, {settings.tokens:,} tokens: speedup of a linear"
         rows = ((recipe, *cells) for recipe, cells in by_recipe.items())
         yield make_table(title, ("linear\nK\nN", *names), rows=rows, right=names)
-        totals = [each for each in roofline.totals if (each.device, each.model) == place]
+        totals = [total for total in roofline.totals if (total.device, total.model) == place]
         speedups = [(total.speedup, *map(total.step_speedup, LINEAR_SHARES)) for total in totals]
         columns = ("recipe", "linears", *(f"{share:.0%}" for share in LINEAR_SHARES))
         title = f"{model.name} on {spec.name}: speedup of all linears, {1e3 * totals[0].bfloat16_s:,.0f} ms in bfloat16"
-        rows = ((total.recipe, *map("{:.2f}".format, each)) for total, each in zip(totals, speedups, strict=True))
+        rows = ((total.recipe, *map("{:.2f}".format, row)) for total, row in zip(totals, speedups, strict=True))
         yield make_table(title, columns, rows=rows, right=columns[1:])
     yield "60% to 90%: of a step in which the linears take this share of bfloat16's time, by Amdahl's law."
     yield "Predictions from data sheets, and no measurements: docs/performance.md says what they leave out."

@@ -69,7 +69,7 @@ class MemoryOptions(Settings):
     png: str | None = setting(None, "File of a picture of the timeline.")
 
     def check(self) -> None:
-        """Refuse options that exclude each other, and files that cannot be written."""
+        """Raise ValueError for options that exclude each other, and OSError for files that cannot be written."""
         if self.measure and self.device:
             raise ValueError("--measure measures on training.device, and predicts for it: expected no --device with it")
         if self.time_on is not None and not (self.advise or self.fit):
@@ -94,7 +94,7 @@ class MemoryOptions(Settings):
 
 
 def run(argv: list[str]) -> int:
-    """Print and write the predicted memory of a training step; 0, or 2 for bad input."""
+    """Print and write the predicted memory of a training step; returns 0 when done, 2 for bad input."""
     with bad_input():
         options, words = split_options(MemoryOptions, argv, prog="quaver memory [CONFIG.toml]")
         config = load_config(*parse_arguments(words, MemoryOptions))
@@ -104,18 +104,18 @@ def run(argv: list[str]) -> int:
             return _print_links(options, config, device)
         if options.quick:
             return _print_estimate(options, config)
-        memory, found = _predict(options, words, config, device)
+        memory, results = _predict(options, words, config, device)
     views = [*prediction_views(memory, device, options.top)]
-    if "comparison" in found:
-        views += comparison_views(found["comparison"], memory.prediction, found["other"].prediction, options.top)
-    if "advice" in found:
-        views += [advice_table(found["advice"]), *advice_summary(found["advice"])]
-    if "measured" in found:
-        views.append(side_by_side_table(side_by_side(memory, found["measured"])))
+    if "comparison" in results:
+        views += comparison_views(results["comparison"], memory.prediction, results["other"].prediction, options.top)
+    if "advice" in results:
+        views += [advice_table(results["advice"]), *advice_summary(results["advice"])]
+    if "measured" in results:
+        views.append(side_by_side_table(side_by_side(memory, results["measured"])))
     show(views)
     config_file = next((word for word in words if not word.startswith("--")), "defaults")
     title = f"{Path(config_file).stem} in {memory.name}, {options.ranks} rank{'s' * (options.ranks > 1)}"
-    for file in _write(memory, found, options, title):
+    for file in _write(memory, results, options, title):
         print(f"saved {file}")
     return 0
 
@@ -142,8 +142,8 @@ def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
     show([f"about {estimate / 2**30:.1f} GiB at the peak of one of {options.ranks} ranks, estimated within 10%"])
     if advice is not None:
         show([advice_table(advice), *advice_summary(advice)])
-    found = {"estimated_peak_bytes": estimate} | ({} if advice is None else {"advice": advice.to_dict()})
-    save(found, Path(options.output))
+    result = {"estimated_peak_bytes": estimate} | ({} if advice is None else {"advice": advice.to_dict()})
+    save(result, Path(options.output))
     print(f"saved {options.output}")
     return 0
 
@@ -151,42 +151,44 @@ def _print_estimate(options: MemoryOptions, config: TrainConfig) -> int:
 def _predict(
     options: MemoryOptions, words: list[str], config: TrainConfig, device: str
 ) -> tuple[RunMemory, dict[str, Any]]:
-    """The prediction; and by its name in the JSON what else was asked for: other and comparison, advice, measured."""
+    """Return the prediction, and the optional results by their JSON names: other and comparison, advice, measured."""
     fit_bytes = None if options.fit is None else parse_bytes(options.fit, "--fit")
     other_words = shlex.split(options.vs or "")
-    if options.vs is not None:  # flags over the first run's words, or all words of the other run
+    if options.vs is not None:  # --vs has flags that override the first run's words, or a whole command line
         is_over = not other_words or other_words[0].startswith("--")
         other_config = load_config(*parse_arguments([*words, *other_words] if is_over else other_words))
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with predicting_for(device), working("predicting a step") as tell:
         memory = predict_memory(config, options.ranks)
         if options.vs is not None:
             tell("predicting a step of the other run")
             other = predict_memory(other_config, options.ranks)
             labels = {"label_a": "as given", "label_b": " ".join(other_words)}
-            found |= {"other": other, "comparison": compare(memory.prediction, other.prediction, **labels)}
+            results |= {"other": other, "comparison": compare(memory.prediction, other.prediction, **labels)}
         if options.advise or fit_bytes is not None:
-            found["advice"] = advise(config, options.ranks, fit_bytes=fit_bytes, device=options.time_on, progress=tell)
+            results["advice"] = advise(
+                config, options.ranks, fit_bytes=fit_bytes, device=options.time_on, progress=tell
+            )
     if options.measure:
         with working("training to measure"):
-            found["measured"] = measure_memory(config, options.ranks)
-    return memory, found
+            results["measured"] = measure_memory(config, options.ranks)
+    return memory, results
 
 
-def _write(memory: RunMemory, found: dict[str, Any], options: MemoryOptions, title: str) -> list[Path]:
-    """Write what was asked for, and return the files."""
-    more = {name: part.to_dict() for name, part in found.items()}
+def _write(memory: RunMemory, results: dict[str, Any], options: MemoryOptions, title: str) -> list[Path]:
+    """Write the files that the options ask for, and return their paths."""
+    more = {name: part.to_dict() for name, part in results.items()}
     files = [Path(options.output)]
     save(memory.to_dict() | more, files[0])
     if options.html is not None:
-        pages = {name: _whole(found[name]) for name in ("other", "measured") if name in found}
+        pages = {name: _with_timeline(results[name]) for name in ("other", "measured") if name in results}
         files.append(Path(options.html))
-        write_html(files[-1], title=title, prediction=_whole(memory), **(more | pages))
+        write_html(files[-1], title=title, prediction=_with_timeline(memory), **(more | pages))
     if options.png is not None:
         files.append(Path(options.png))
         draw_timeline(memory.prediction.report, files[-1], title=title)
     return files
 
 
-def _whole(memory: RunMemory) -> dict[str, Any]:
+def _with_timeline(memory: RunMemory) -> dict[str, Any]:
     return {**memory.to_dict(), **memory.prediction.to_dict(timeline=True)}

@@ -1,4 +1,4 @@
-"""Output of `quaver memory`: the prediction, and its comparison, advice and measurement where they are asked for."""
+"""Output of `quaver memory`: the prediction, and optionally a comparison, advice and a measurement."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def links_views(links: Links, checkpoint_bytes_per_s: int | None) -> Iterator[st
     yield _line("ranks", f"{links.layout}; what follows is of one, in a step of {links.micro_batches} micro-batches")
     columns, numbers = ("link", "ranks\n/ stride", "collective", "dtype"), ("number", "tensors", "sent")
     rows: list[tuple[str, ...]] = []
-    for each in links.traffic:
-        place = (each.link, f"{each.ranks} / {each.stride}", each.kind, each.dtype)
-        rows.append((*place, f"{each.number:,}", _size(each.tensor_bytes), _size(each.sent_bytes)))
+    for collective in links.traffic:
+        place = (collective.link, f"{collective.ranks} / {collective.stride}", collective.kind, collective.dtype)
+        rows.append((*place, f"{collective.number:,}", _size(collective.tensor_bytes), _size(collective.sent_bytes)))
     for link, (number, sent_bytes) in links.sums.items():
         rows.append((link, "", "all", "", f"{number:,}", "", _size(sent_bytes)))
     yield make_table("Collectives of one rank in a step", (*columns, *numbers), rows=rows, right=numbers)
@@ -85,8 +85,8 @@ def _tensor_table(prediction: Prediction, top: int) -> Table:
             f"{inner_operator(row['operator'])} in the {row['phase']}" if row["operator"] else "from before the step"
         )
         places = [place for place in (row["module"], row["source"]) if place]
-        what = f"{_words(row['category'])}: {tensors}, {made_by}" + "".join(f"\n  {place}" for place in places)
-        rows.append((*_peak_numbers(prediction, row["bytes"])[1:], what))
+        description = f"{_words(row['category'])}: {tensors}, {made_by}" + "".join(f"\n  {place}" for place in places)
+        rows.append((*_peak_numbers(prediction, row["bytes"])[1:], description))
     title, numbers = f"The largest {top} of it; * is the number of a layer", _peak_columns(prediction)[1:]
     return make_table(title, (*numbers, "what, and where"), rows=rows, right=numbers, wrapped=("what, and where",))
 
@@ -96,8 +96,8 @@ def _peak_columns(prediction: Prediction) -> tuple[str, str, str]:
 
 
 def _peak_numbers(prediction: Prediction, size_bytes: int) -> tuple[str, str, str]:
-    whole = prediction.peak_bytes
-    return f"{size_bytes:,}", f"{size_bytes / unit_of(whole)[0]:.3f}", f"{size_bytes / whole:.1%}"
+    peak_bytes = prediction.peak_bytes
+    return f"{size_bytes:,}", f"{size_bytes / unit_of(peak_bytes)[0]:.3f}", f"{size_bytes / peak_bytes:.1%}"
 
 
 def comparison_views(
@@ -118,7 +118,7 @@ def comparison_views(
 
 
 def comparison_lines(comparison: Comparison, top: int = 8) -> Iterator[str]:
-    """Yield the lines of both runs, and at most `top` rows of what each saves and has alive."""
+    """Yield the lines of both runs, and at most `top` differences in saved and in live tensors."""
     c = comparison
     runs = (
         ("first", c.label_a, c.peak_a, c.peak_at_a, c.saved_a),
