@@ -87,8 +87,8 @@ class TokenCache:
         if os.name != "posix" or os.getuid() == 0 or not self.folder.exists():
             return
         belongs = self.folder.stat().st_uid in (os.getuid(), 0)
-        what = "a folder that belongs to you, or that you cannot write"
-        require(belongs or not os.access(self.folder, os.W_OK), "data.cache_folder", what, str(self.folder))
+        expected = "a folder that belongs to you, or that you cannot write"
+        require(belongs or not os.access(self.folder, os.W_OK), "data.cache_folder", expected, str(self.folder))
 
     def _wait(self, lock: FileLock) -> None:
         self.progress.say("waiting for another process, which makes the tokens")

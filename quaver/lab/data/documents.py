@@ -37,9 +37,9 @@ class SourceFile:
 
     @classmethod
     def of(cls, name: str, path: Path) -> "SourceFile":
-        """The file at `path` as it is now. Raises OSError if `stat` fails."""
-        found = path.stat()
-        return cls(name, path, found.st_size, found.st_mtime_ns)
+        """Describe the file at `path`. Raises OSError if `stat` fails."""
+        status = path.stat()
+        return cls(name, path, status.st_size, status.st_mtime_ns)
 
     @property
     def identity(self) -> tuple[str, int, int]:
@@ -60,12 +60,12 @@ def find_files(path: str) -> list[SourceFile]:
         raise FileNotFoundError(f"data.path {path!r} does not exist; give stdlib, a text file or a folder")
     if root.is_file():
         return [SourceFile.of(root.name, root)]
-    found = []
+    files = []
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if not (name in STDLIB_SKIPPED if is_library else name.startswith("."))]
         paths = [Path(folder, name) for name in names if not is_library or _is_library_source(name)]
-        found += [SourceFile.of(file.relative_to(root).as_posix(), file) for file in paths if file.is_file()]
-    return sorted(found, key=lambda file: file.name)
+        files += [SourceFile.of(file.relative_to(root).as_posix(), file) for file in paths if file.is_file()]
+    return sorted(files, key=lambda file: file.name)
 
 
 def _is_library_source(name: str) -> bool:
@@ -121,6 +121,6 @@ class Account:
         return not reason and bool(value)
 
 
-def refusal(what: str) -> ValueError:
-    """The error for corrupt data under data.on_corrupt = "refuse"."""
-    return ValueError(f"{what}; repair or remove it, or set data.on_corrupt to skip")
+def refusal(problem: str) -> ValueError:
+    """Return the error for corrupt data under data.on_corrupt = "refuse"."""
+    return ValueError(f"{problem}; repair or remove it, or set data.on_corrupt to skip")

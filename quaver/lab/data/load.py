@@ -1,4 +1,4 @@
-"""From a config to tokens: finds the source and the tokenizer, makes or opens the cache entry, and checks it."""
+"""Loads the tokens of a config: finds the source and the tokenizer, makes or opens the cache entry, and checks it."""
 
 import hashlib
 import sys

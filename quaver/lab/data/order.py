@@ -22,13 +22,13 @@ LEAST_HALF_BITS = 3
 
 
 def stream_indices(first: int, amount: int, count: int, seed: int) -> Integers:
-    """Return the sequences, of `count`, at numbers `first` to `first + amount - 1` of the endless stream.
+    """Return the indices of the sequences at positions `first` to `first + amount - 1` of the endless stream.
 
-    Number k is of epoch k // count. Each epoch has every sequence once, in an order of its own.
+    Position k belongs to epoch k // count. Each epoch has every sequence once, in a different order.
 
     Args:
         first: not negative.
-        count: at least 1.
+        count: the number of sequences in an epoch, at least 1.
     Returns:
         int64 [amount].
     """

@@ -59,16 +59,16 @@ def _read_json_lines(file: SourceFile, field: str, account: Account, advance: Ad
 
 
 def _field(line: bytes, field: str, place: str, account: Account) -> Any:
-    """The value of `field` in the JSON object `line`; None, counted as corrupt, if there is none."""
+    """Return the value of `field` in the JSON object `line`, or None, counted as corrupt, if it is missing."""
     try:
-        found = json.loads(line.decode("utf-8-sig"))
+        content = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are both ValueErrors
         account.add_corrupt(place, f"not JSON ({error})")
         return None
-    value = found.get(field) if isinstance(found, dict) else None
+    value = content.get(field) if isinstance(content, dict) else None
     if value is None:
-        what = f"an object without the field {field!r}" if isinstance(found, dict) else f"a {type(found).__name__}"
-        account.add_corrupt(place, f"expected an object with text in the field {field!r}, got {what}")
+        kind = f"an object without the field {field!r}" if isinstance(content, dict) else f"a {type(content).__name__}"
+        account.add_corrupt(place, f"expected an object with text in the field {field!r}, got {kind}")
     return value
 
 

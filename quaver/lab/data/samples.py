@@ -2,8 +2,8 @@
 
 The documents of a split follow each other, each with its end token. Sequence i is the seq_len + 1 tokens from
 i * seq_len on: its last token is the last target, and the first token of sequence i + 1. The rest at the end of the
-split is in no sequence. An epoch takes every sequence once, in an order of its own (order.py); epoch after epoch makes
-one endless stream. A step takes the next numbers of the stream, so a run's position in its data is one count.
+split is in no sequence. An epoch takes every sequence once, in a different order each (order.py). The epochs make one
+endless stream, and a step takes its next sequences, so a run's position in its data is one count.
 """
 
 from collections.abc import Sequence
@@ -64,10 +64,10 @@ class TokenData:
     def step_batches(self, training: Training, consumed: int, layout: ParallelDims = ALONE) -> list[Batch]:
         """Return this rank's micro-batches of the optimizer step that begins with sequence `consumed` of the stream.
 
-        The m-th of data-parallel rank r of n is the one that a single process would compute as number m * n + r.
+        Micro-batch m of data-parallel rank r of n is micro-batch m * n + r of a single process.
 
         Args:
-            consumed: sequences that the steps before took, over all ranks: training.step_batch_size for each.
+            consumed: sequences that earlier steps took on all ranks, training.step_batch_size in each step.
         """
         count = self.train.sequence_count(training.seq_len)
         indices = stream_indices(consumed, training.step_batch_size, count, training.seed)
@@ -100,7 +100,7 @@ def _batch(split: TokenSplit, starts: Sequence[int], seq_len: int, with_document
 
 
 def _documents(split: TokenSplit, starts: Sequence[int], seq_len: int) -> Integers:
-    """For each window of `seq_len` tokens: how many documents have ended before each token, from 0 on."""
+    """Return the document number of each token, [windows, seq_len], counted from 0 in each window."""
     begins = np.zeros((len(starts), seq_len), dtype=np.int64)
     for row, start in zip(begins, starts, strict=True):
         first, last = np.searchsorted(split.ends, [start, start + seq_len - 1], side="right")

@@ -54,13 +54,13 @@ def find_source(data: Data) -> TextSource:
         ValueError: if pyarrow is missing for Parquet, or data.field is set for plain text.
     """
     files = find_files(data.path)
-    found = [file for file in files if file.name.endswith(records.SUFFIXES)]
-    if any(file.name.endswith(records.PARQUET) for file in found):
+    record_files = [file for file in files if file.name.endswith(records.SUFFIXES)]
+    if any(file.name.endswith(records.PARQUET) for file in record_files):
         records.require_pyarrow()
-    if not found:
+    if not record_files:
         data.require_default("field", unless="data.path has JSONL or Parquet files", fix="plain text has no fields")
-    read = found or files
-    return TextSource(data.path, data.field, tuple(read), bool(found), len(files) - len(read))
+    read = record_files or files
+    return TextSource(data.path, data.field, tuple(read), bool(record_files), len(files) - len(read))
 
 
 def split_of(text: str) -> str:

@@ -86,11 +86,11 @@ def _pieces(split: str, file: SourceFile, start: int, end: int, advance: Advance
 
 
 def _seam(text: str) -> int:
-    """Where to cut a long text: after the last line break between two characters that are not space.
+    """Return the index at which to cut a long text: after the last line break between two non-space characters.
 
     The split patterns of GPT-2, Llama 3 and similar tokenizers never join characters across such a place and look no
-    further ahead, so the tokens are those of the uncut text. Without such a place, the line break may follow space, as
-    between paragraphs (exact with Llama 3's pattern); without that, the text is cut at its end.
+    further ahead, so cutting there does not change the tokens. If there is none, the line break may follow space, as
+    between paragraphs, which is exact with Llama 3's pattern. If there is no line break, the text is cut at its end.
     """
     for may_follow_space in (False, True):
         end = len(text) - 1

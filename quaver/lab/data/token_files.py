@@ -80,8 +80,8 @@ class SplitWriter:
         for opened in self._files:
             opened.flush()
             os.fsync(opened.fileno())
-        found = zip(PARTS, self._items, self._digests, strict=True)
-        return {part: {"items": items, "sha256": digest.hexdigest()} for part, items, digest in found}
+        parts = zip(PARTS, self._items, self._digests, strict=True)
+        return {part: {"items": items, "sha256": digest.hexdigest()} for part, items, digest in parts}
 
 
 @contextmanager
@@ -164,8 +164,7 @@ def open_entry(folder: Path) -> CacheEntry:
     if not folder.is_dir():
         raise FileNotFoundError(folder)
     try:
-        found = read_json(folder / ENTRY, _ABOUT, "")
-        about: dict[str, Any] = {**found}
+        about: dict[str, Any] = {**read_json(folder / ENTRY, _ABOUT, "")}
         if about["corrupt"] and not about["corrupt_places"]:
             raise DamagedEntryError(f"{ENTRY} has corrupt items without a place")
         dtype = np.dtype(about["dtype"])
@@ -188,14 +187,14 @@ def _mapped(path: Path, dtype: "np.dtype[Any]", items: int) -> Tokens:
 
 def check_content(folder: Path, entry: CacheEntry, vocab_size: int) -> None:
     """Read every file of the entry. Raises DamagedEntryError for another sha256, or for impossible numbers."""
-    for split, found in entry.splits.items():
+    for split, content in entry.splits.items():
         for part in PARTS:
             with (folder / f"{split}.{part}").open("rb") as opened:
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
             if digest != entry.about["splits"][split][part]["sha256"]:
                 raise DamagedEntryError(f"{split}.{part} is not what was written")
-        if len(found.tokens) and found.tokens.max() >= vocab_size:
+        if len(content.tokens) and content.tokens.max() >= vocab_size:
             raise DamagedEntryError(f"{split}.tokens has a token that is not below {vocab_size}")
-        bounds = np.concatenate([[0], found.ends])
-        if (np.diff(bounds) < 1).any() or bounds[-1] > len(found.tokens):
+        bounds = np.concatenate([[0], content.ends])
+        if (np.diff(bounds) < 1).any() or bounds[-1] > len(content.tokens):
             raise DamagedEntryError(f"{split}.ends has documents that do not follow each other")

@@ -1,4 +1,4 @@
-"""From text to tokens: the bytes of UTF-8, or a tokenizer.json through `tokenizers`."""
+"""Turns text into tokens: bytes of UTF-8, or a tokenizer.json through the library `tokenizers`."""
 
 import hashlib
 import importlib.util

@@ -1,8 +1,8 @@
-"""Saves and loads a run to the bit, on any number of ranks, with torch.distributed.checkpoint (DCP).
+"""Saves and loads a run bit-exactly, on any number of ranks, with torch.distributed.checkpoint (DCP).
 
-Of each model: parameters, the optimizer's states, float8 scales and amax histories. Of the run: the step and the
-position in the data, from which the learning rate and the samples follow. Of each rank: the states of torch's random
-number generators, which the trainer itself does not use while it trains.
+A checkpoint has the parameters, the optimizer's states, the float8 scales and the amax histories of each model; the
+step and the position in the data, which determine the learning rate and the samples; and each rank's states of torch's
+random number generators, which the trainer itself does not use while it trains.
 
 [Note: background writes] `save` copies the state to host memory and returns. A thread of each rank then writes the
 copy, and the first rank renames the folder once all ranks have written. The threads communicate through their own gloo
@@ -158,8 +158,8 @@ class Checkpointer:
         record = _verified_record(path, self.ranks, verifies=self.config.verify)
         progress = Progress(**record["progress"])
         if progress.step != step:
-            found = f"checkpoint.json has progress.step {progress.step}, expected {step}"
-            raise CheckpointError(f"{str(path)!r} is damaged: {found}; choose another checkpoint")
+            problem = f"checkpoint.json has progress.step {progress.step}, expected {step}"
+            raise CheckpointError(f"{str(path)!r} is damaged: {problem}; choose another checkpoint")
         names = [trained.name for trained in models]
         if not set(names) <= set(record["models"]):
             raise CheckpointError(
@@ -190,8 +190,9 @@ class Checkpointer:
             for name, values in state.items():
                 writer = FileSystemWriter(folder.partial(step) / name)
                 self._on_all_ranks(partial(save, values, storage_writer=writer, process_group=self._group))
-                for each in self._on_all_ranks(partial(digests_of_rank, folder.partial(step), name, self.ranks.rank)):
-                    digests |= each
+                digest = partial(digests_of_rank, folder.partial(step), name, self.ranks.rank)
+                for rank_digests in self._on_all_ranks(digest):
+                    digests |= rank_digests
             self._on_first_rank(partial(_read_back, folder.partial(step), list(state)))
             self._on_first_rank(partial(folder.publish, step, record, digests, discard_after=self._resumed_step))
             self._on_first_rank(partial(folder.prune, self.config.keep_latest_k))
@@ -214,7 +215,7 @@ class Checkpointer:
 
 
 def _with_reason(action: Callable[[], Any]) -> Any:
-    """What `action` returns. Raises CheckpointError for any error; DCP's own are no Exceptions."""
+    """Call `action`. Raises CheckpointError for any error; DCP's CheckpointException is not an Exception."""
     try:
         return action()
     except (Exception, CheckpointException) as error:
@@ -222,7 +223,7 @@ def _with_reason(action: Callable[[], Any]) -> Any:
 
 
 def load_weights(path: Path, models: Sequence[SavedModel]) -> None:
-    """Load the weights of the checkpoint at `path`: for each model those of its name, or of the first model.
+    """Load the weights of the checkpoint at `path`. A model whose name it lacks gets the weights of its first model.
 
     Raises:
         CheckpointError: on every rank, if they cannot be read or do not fit.
@@ -302,7 +303,7 @@ def _unreadable(verb: str, reader: FileSystemReader, error: BaseException) -> Ch
 
 
 def _verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, Any]:
-    """Return the record of the checkpoint at `path`; if it `verifies`, its files are those of the manifest.
+    """Return the record of the checkpoint at `path`; with `verifies`, compare its files with the manifest first.
 
     Raises:
         CheckpointError: on every rank.

@@ -1,4 +1,4 @@
-"""Folders that appear under their name complete or not at all: the checkpoints of a run.
+"""The checkpoint folders of a run, each of which appears under its name only when it is complete.
 
     step-00000100/            complete: it got this name when everything in it was on the disk
         checkpoint.json       the step, the position in the data, the config, the versions
@@ -44,11 +44,11 @@ class Progress:
     consumed_sequences: NotNegative = 0
     """Sequences of the data consumed, over all ranks."""
     skipped_steps: dict[str, NotNegative] = field(default_factory=dict)
-    """By model, the number of steps that were not finite and changed nothing."""
+    """The number of non-finite steps that were skipped, by model."""
     recent_losses: dict[str, list[float]] = field(default_factory=dict)
-    """By model, the losses that a new loss is compared with to detect a spike."""
+    """The losses with which a new loss is compared to detect a spike, by model."""
     fallbacks: dict[str, str] = field(default_factory=dict)
-    """By layer, the recipe that an alarm gave it."""
+    """The recipe that an alarm gave a layer, by layer."""
 
 
 class _CheckpointTraining(TypedDict):
@@ -93,15 +93,15 @@ class CheckpointFolder:
     path: Path
 
     def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, in order, without those of a history that the run left."""
-        found = self._found()
+        """Return the steps of the complete checkpoints in order, without steps of a history that the run abandoned."""
+        complete_steps = self._complete_steps()
         abandoned: set[int] = set()
-        for step in found:
+        for step in complete_steps:
             marker = self.complete(step) / ABANDONS
             if marker.exists():
                 later: list[int] = read_json(marker, _STEPS, "remove the file")
                 abandoned.update(later)
-        return sorted(found - abandoned)
+        return sorted(complete_steps - abandoned)
 
     def complete(self, step: int) -> Path:
         """Return the path of the complete checkpoint of `step`."""
@@ -129,11 +129,11 @@ class CheckpointFolder:
         """Add `record` and the manifest to the partial checkpoint of `step` and rename it to its complete name.
 
         Args:
-            digests: those of files that need not be read again.
-            discard_after: complete checkpoints of later steps belong to a history that the run left. They no longer
-                count once this one is complete, and the next `prune` removes them.
+            digests: the known digests, whose files are not read again.
+            discard_after: complete checkpoints of later steps belong to a history that the run abandoned. They no
+                longer count once this one is complete, and the next `prune` removes them.
         """
-        later = [each for each in self.steps() if discard_after is not None and each > max(step, discard_after)]
+        later = [saved for saved in self.steps() if discard_after is not None and saved > max(step, discard_after)]
         if later:
             (self.partial(step) / ABANDONS).write_text(json.dumps(later), encoding="utf-8")
         write_record(self.partial(step), record, digests)
@@ -151,7 +151,7 @@ class CheckpointFolder:
 
     def remove_partials(self) -> None:
         """Remove what is not a complete checkpoint, or no longer counts as one."""
-        self._hide(sorted(self._found() - set(self.steps())))
+        self._hide(sorted(self._complete_steps() - set(self.steps())))
         for marker in self.path.glob(f"step-*/{ABANDONS}"):
             marker.unlink()
         for replaced in self.path.glob(".step-*.replaced"):
@@ -160,9 +160,9 @@ class CheckpointFolder:
         for left in self.path.glob(".step-*.partial"):
             shutil.rmtree(left)
 
-    def _found(self) -> set[int]:
+    def _complete_steps(self) -> set[int]:
         names = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
-        return {int(found[1] or found[2]) for found in map(_COMPLETE.fullmatch, names) if found}
+        return {int(match[1] or match[2]) for match in map(_COMPLETE.fullmatch, names) if match}
 
     def _path(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
@@ -196,8 +196,8 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
             f"{str(checkpoint)!r} is not a checkpoint: it has no {RECORD}; give a step-... folder of a run's "
             "checkpoints, or one that quaver convert hf-to-quaver wrote"
         )
-    found = read_json(path, _RECORD, CHOOSE)
-    record: dict[str, Any] = {**found, "progress": asdict(found["progress"])}
+    checked = read_json(path, _RECORD, CHOOSE)
+    record: dict[str, Any] = {**checked, "progress": asdict(checked["progress"])}
     if "huggingface" not in record and not ("data" in record and "training" in record["config"]):
         raise ValueError(f"{str(path)!r} is damaged: data or config.training is missing; {CHOOSE}")
     return record

@@ -1,4 +1,4 @@
-"""The errors of a run's files, each with a message of one line, and how those of one rank end the run on all ranks."""
+"""Errors of a run's files, with messages of one line, and how an error of one rank ends the run on all ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,9 +25,9 @@ def writing(path: str | Path) -> Iterator[None]:
 
 
 class OutputFailures:
-    """Keeps the first error of this rank's outputs until the ranks end together.
+    """Keeps the first error of this rank's outputs until all ranks end together.
 
-    Each rank has outputs of its own. If one raised alone, the others would wait for it in their next collective until
+    Every rank writes outputs. If one rank raised by itself, the others would wait for it in their next collective until
     that times out. So `noting` keeps the error, the loop asks between two steps whether any rank has one, and
     `raise_on_all_ranks` raises it.
     """

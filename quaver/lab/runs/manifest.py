@@ -43,7 +43,10 @@ _MANIFEST = TypeAdapter(Manifest)
 
 
 def digests_of_rank(folder: Path, model: str, rank: int) -> dict[str, FileDigest]:
-    """Return the digests of the files that DCP wrote for `rank`, by name below the checkpoint; they are cached yet."""
+    """Return the digests of the files that DCP wrote for `rank`, by name below the checkpoint.
+
+    Reading them is cheap right after the write, while they are in the page cache.
+    """
     paths = list((folder / model).glob(f"__{rank}_*"))
     with file_threads() as threads:
         return dict(zip([_name(folder, path) for path in paths], threads.map(_digest, paths), strict=True))
@@ -66,32 +69,32 @@ def check_manifest(folder: Path, rank: int = 0, world_size: int = 1) -> None:
         ValueError: a file differs, is missing, or is not in the manifest; the message names it.
     """
     expected = read_json(folder / MANIFEST, _MANIFEST, CHOOSE).files
-    found = _files(folder)
-    for name in sorted(expected.keys() - found.keys()):
+    files = _files(folder)
+    for name in sorted(expected.keys() - files.keys()):
         raise ValueError(f"{str(folder / name)!r} is missing; {CHOOSE}")
-    for name in sorted(found.keys() - expected.keys()):
+    for name in sorted(files.keys() - expected.keys()):
         raise ValueError(f"{str(folder / name)!r} is not in {MANIFEST}: remove the file, or {CHOOSE}")
-    for name, path in found.items():
+    for name, path in files.items():
         size = path.stat().st_size
         if size != expected[name].bytes:
             raise ValueError(f"{str(path)!r} has {size} bytes, expected {expected[name].bytes}; {CHOOSE}")
-    mine = sorted(found)[rank::world_size]
+    mine = sorted(files)[rank::world_size]
     with file_threads() as threads:
-        for name, digest in zip(mine, threads.map(_digest, [found[name] for name in mine]), strict=True):
+        for name, digest in zip(mine, threads.map(_digest, [files[name] for name in mine]), strict=True):
             if digest != expected[name]:
-                raise ValueError(f"{str(found[name])!r} is damaged: its xxh3_128 differs from {MANIFEST}; {CHOOSE}")
+                raise ValueError(f"{str(files[name])!r} is damaged: its xxh3_128 differs from {MANIFEST}; {CHOOSE}")
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Return the files below `folder` by name, but those at its top whose name begins with a dot, and the manifest."""
-    found = {}
+    """Return the files below `folder` by name, without the manifest and hidden files at its top."""
+    files = {}
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise ValueError(f"{str(path)!r} must be a file or a folder of the checkpoint itself; {CHOOSE}")
         name = _name(folder, path)
         if path.is_file() and name != MANIFEST and not name.startswith("."):
-            found[name] = path
-    return found
+            files[name] = path
+    return files
 
 
 def _name(folder: Path, path: Path) -> str:

@@ -72,7 +72,7 @@ class RunFolder:
             FileExistsError: the folder has files already, and the run does not resume.
             FileNotFoundError: there is no checkpoint to resume from.
             BlockingIOError: another process writes the run.
-            ValueError: the model or the initial weights differ from those of the run.
+            ValueError: the model or the initial weights differ from the run's.
             OSError: the folder cannot be created or written.
         """
         dump_folder = expanded(config.job.dump_folder)
@@ -194,7 +194,7 @@ def _unused_path(dump_folder: Path, config: TrainConfig) -> Path:
 
 
 def resumes(config: TrainConfig) -> bool:
-    """Whether the run continues from a checkpoint of its own, so that it does not read its initial weights."""
+    """Whether the run continues from one of its checkpoints, so that it does not read initial weights."""
     if config.checkpoint.resume != "auto":
         return config.checkpoint.resume == "must"
     path = expanded(config.job.dump_folder) / config.job.name / config.checkpoint.folder
@@ -211,8 +211,8 @@ def _used(path: Path, config: Checkpoint) -> str:
     if config.resume != "never":
         return f"the folder {str(path)!r} has files but is not a run: it has no {CONFIG}; give another job.name"
     can_resume = (path / CONFIG).exists() and CheckpointFolder(path / config.folder).steps()
-    other = f"resume it with --resume {path}" if can_resume else "remove it"
-    return f"the run folder {str(path)!r} has files already; give another job.name or {other}"
+    fix = f"resume it with --resume {path}" if can_resume else "remove it"
+    return f"the run folder {str(path)!r} has files already; give another job.name or {fix}"
 
 
 def _resume_from(path: Path, config: TrainConfig) -> tuple[int | None, dict[str, list[Any]]]:
@@ -253,9 +253,9 @@ def _resume_step(path: Path, config: Checkpoint, *, is_run: bool) -> int | None:
             )
         return config.load_step
     if not steps and config.resume == "must":
-        what = "has no complete checkpoint" if is_run else "is not a run folder"
+        problem = "has no complete checkpoint" if is_run else "is not a run folder"
         begin = "start the run without --resume, or with checkpoint.resume = never"
-        raise FileNotFoundError(f"{str(path)!r} {what}, so there is nothing to resume; {begin}")
+        raise FileNotFoundError(f"{str(path)!r} {problem}, so there is nothing to resume; {begin}")
     return steps[-1] if steps else None
 
 
@@ -276,7 +276,7 @@ def _changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
     for name, (old, new) in changes.items():
         if name.startswith("model."):
             raise ValueError(f"{name} must be {old!r}, that of the run in {str(path)!r}, got {new!r}; start a new run")
-    began, asked = (each["checkpoint"]["initial_load_path"] for each in (before, now))
+    began, asked = (config["checkpoint"]["initial_load_path"] for config in (before, now))
     if asked != began:
         raise ValueError(
             f"checkpoint.initial_load_path must be {began!r}, from which the run in {str(path)!r} began, got "

@@ -94,8 +94,8 @@ class CheckpointReader(FileSystemReader):
     def _check_files(self, metadata: Metadata) -> None:
         """Each file must be in the folder, and as long as the metadata says."""
         sizes: dict[str, int] = {}
-        for each in metadata.storage_data.values():
-            name = each.relative_path
+        for info in metadata.storage_data.values():
+            name = info.relative_path
             if name not in sizes:
                 path = Path(self.path) / name
                 if Path(name).name != name or path.is_symlink():
@@ -103,15 +103,15 @@ class CheckpointReader(FileSystemReader):
                 if not path.is_file():
                     raise FileNotFoundError(f"{name!r} is missing")
                 sizes[name] = path.stat().st_size
-            if each.offset + each.length > sizes[name]:
-                raise ValueError(f"{name!r} has {sizes[name]} bytes, expected {each.offset + each.length} or more")
+            if info.offset + info.length > sizes[name]:
+                raise ValueError(f"{name!r} has {sizes[name]} bytes, expected {info.offset + info.length} or more")
 
 
 class CheckpointPlanner(DefaultLoadPlanner):
     """Loads values that are not tensors with weights_only=True."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Replace the bytes of a file by those that torch writes for the value that is safe to load from them."""
+        """Load the bytes with weights_only=True, and pass on what torch writes for the resulting value."""
         safe = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), safe)
         safe.seek(0)
@@ -182,9 +182,9 @@ class _Unpickler(pickle._Unpickler):
     dispatch |= {pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items}
 
 
-def _metadata(found: Any) -> Metadata:
-    """Return DCP's metadata of the interpreted `found`. Raises anything if its structure is another one."""
-    state = _state(found, "Metadata")
+def _metadata(pickled: Any) -> Metadata:
+    """Convert the interpreted pickle to DCP's metadata. Raises any exception if its structure is different."""
+    state = _state(pickled, "Metadata")
     tensors = {_text(name): _storage(_text(name), value) for name, value in state["state_dict_metadata"].items()}
     places = {}
     for key, value in state["storage_data"].items():
@@ -198,16 +198,16 @@ def _metadata(found: Any) -> Metadata:
     return Metadata(tensors, storage_data=places)
 
 
-def _storage(name: str, found: Any) -> STORAGE_TYPES:
-    if isinstance(found, _PickledObject) and found.name == "BytesStorageMetadata":
+def _storage(name: str, pickled: Any) -> STORAGE_TYPES:
+    if isinstance(pickled, _PickledObject) and pickled.name == "BytesStorageMetadata":
         return BytesStorageMetadata()
-    state = _state(found, "TensorStorageMetadata")
+    state = _state(pickled, "TensorStorageMetadata")
     (dtype, *_), size = _state(state["properties"], "TensorProperties"), _shape(state["size"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} has no dtype")
     chunks = []
-    for each in state["chunks"]:
-        chunk = _state(each, "ChunkStorageMetadata")
+    for part in state["chunks"]:
+        chunk = _state(part, "ChunkStorageMetadata")
         chunks.append(ChunkStorageMetadata(_shape(chunk["offsets"]), _shape(chunk["sizes"])))
     if not _tile(chunks, size):  # load() would leave the rest uninitialized
         raise ValueError(f"the parts of {name} do not make a tensor of {list(size)}, each element once")
@@ -215,10 +215,10 @@ def _storage(name: str, found: Any) -> STORAGE_TYPES:
 
 
 def _tile(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
-    """Whether chunks cover a tensor without a hole or an overlap; equal ones are one, which several ranks wrote.
+    """Whether chunks cover a tensor without a hole or an overlap. Equal chunks, which several ranks wrote, count once.
 
     A box is a sum of orthants with alternating signs, one at each corner, and orthants at different points are linearly
-    independent. So boxes tile another one exactly where their signed corners add up to its own.
+    independent. So boxes tile a larger box if and only if their signed corners add up to its signed corners.
     """
     boxes = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if math.prod(chunk.sizes)}
     if any(len(offset) != len(size) or len(lengths) != len(size) for offset, lengths in boxes):
@@ -233,18 +233,18 @@ def _tile(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
     if len(cut) > _MOST_CUT_DIMS:
         return False
     corners: Counter[tuple[int, ...]] = Counter()
-    whole = tuple(0 for _ in size), tuple(size)
-    for sign, (offset, lengths) in [(-1, whole), *((1, box) for box in boxes)]:
+    tensor = tuple(0 for _ in size), tuple(size)
+    for sign, (offset, lengths) in [(-1, tensor), *((1, box) for box in boxes)]:
         ends = [((offset[dim], 1), (offset[dim] + lengths[dim], -1)) for dim in cut]
         for corner in itertools.product(*ends):
-            corners[tuple(at for at, _ in corner)] += sign * math.prod(each for _, each in corner)
+            corners[tuple(at for at, _ in corner)] += sign * math.prod(corner_sign for _, corner_sign in corner)
     return not any(corners.values())
 
 
-def _state(found: Any, name: str) -> Any:
-    if not isinstance(found, _PickledObject) or found.name != name:
+def _state(pickled: Any, name: str) -> Any:
+    if not isinstance(pickled, _PickledObject) or pickled.name != name:
         raise ValueError(f"it has another object in place of a {name}")
-    return found.state
+    return pickled.state
 
 
 def _text(value: Any) -> str:
@@ -254,6 +254,6 @@ def _text(value: Any) -> str:
 
 
 def _shape(value: Any) -> torch.Size:
-    if not isinstance(value, tuple) or not all(type(each) is int and 0 <= each < 2**63 for each in value):
+    if not isinstance(value, tuple) or not all(type(size) is int and 0 <= size < 2**63 for size in value):
         raise ValueError("a size or an offset is not a non-negative integer")
     return torch.Size(value)
