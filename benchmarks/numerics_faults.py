@@ -27,7 +27,7 @@ from quaver.lab.data import Batch
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.nonfinite import NonFiniteError
-from quaver.lab.trainer.train import TrainingRun, prepare
+from quaver.lab.trainer.training_run import TrainingRun, prepare
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.monitor import Monitor
 from quaver.numerics.record import Record, RecordWriter

@@ -30,8 +30,9 @@ from quaver.lab.report.run import read_runs
 from quaver.lab.report.statistics import STATISTICS
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.trainer.alarms import RunAlarms
-from quaver.lab.trainer.train import TrainingRun, prepare, train
+from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.lab.trainer.training_run import TrainingRun, prepare
 from quaver.numerics.record import Record
 
 STEPS, REMEDY_AFTER = 60, 40

@@ -31,7 +31,8 @@ from quaver.checkpointing import store_activations_in_float8
 from quaver.lab.settings import Optimizer
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.optimizer import build_optimizer
-from quaver.lab.trainer.train import prepare, train
+from quaver.lab.trainer.train import train
+from quaver.lab.trainer.training_run import prepare
 from quaver.optim import Float8AdamW
 
 RECORD = ROOT / "benchmarks" / "results" / "optimizer_states.json"

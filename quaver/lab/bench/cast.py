@@ -63,7 +63,7 @@ class CastKind:
         return self.dims if self.cast.is_rowwise else (None,)
 
     def floor(self, itemsize: int, device: torch.device) -> int:
-        """Bytes per element."""
+        """Return bytes per element."""
         is_native = reads_along_contracted(device)
         return self.passes * itemsize + (len(self.dims) if is_native or self.cast.is_rowwise else 1)
 
@@ -135,7 +135,7 @@ def _cast_next(cast: CastFunction, inputs: Rotation[Tensor]) -> object:
 
 
 def contestants_of(kind: CastKind, source: Tensor, with_torchao: bool) -> dict[tuple[str, str], CastFunction]:
-    """The casts by library and mode; the persistent scale, where `kind` has one, fits `source`."""
+    """Return the casts by library and mode; the persistent scale, where `kind` has one, fits `source`."""
     config, dims, float8_dtype = kind.config, kind.dims, kind.cast.float8_dtype
     power_of_2 = config.round_scales_to_power_of_2
     scale = None
@@ -165,7 +165,7 @@ def contestants_of(kind: CastKind, source: Tensor, with_torchao: bool) -> dict[t
 
 
 def _in_layouts(kind: CastKind, cast_along: Callable[[Tensor, int | None], tuple[Tensor, ...]]) -> CastFunction:
-    """A cast with a scale per row, or of the tensor (None), whose codes are laid out for each matmul."""
+    """Return a cast with a scale per row, or of the tensor (None), whose codes are laid out for each matmul."""
     scale_dims, dims = kind.scale_dims, kind.dims
 
     def cast(hp: Tensor) -> tuple[Tensor, ...]:

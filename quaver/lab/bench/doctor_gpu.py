@@ -154,7 +154,7 @@ def _layers(model: nn.Module, recipe: str, spec: DeviceSpec) -> list[LayersOnGpu
 
 
 def _padding(in_features: int, out_features: int, multiple: int) -> str:
-    """The dims of a weight that native matmuls complete to a multiple, which copies the codes each time."""
+    """Return the dims of a weight that native matmuls complete to a multiple, which copies the codes each time."""
     padded = [
         f"{name} {size:,} to {-(-size // multiple) * multiple:,}"
         for name, size in (("in", in_features), ("out", out_features))

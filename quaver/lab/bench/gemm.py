@@ -120,7 +120,7 @@ class Matmul:
         return _matrix(m, k, left, device), _matrix(k, n, right, device)
 
     def float8_operands(self, granularity: str, device: torch.device) -> Float8Operands:
-        """The operands in float8, in the layout that the backend reads."""
+        """Return the operands in float8, in the layout that the backend reads."""
         config = Float8LinearConfig.from_recipe_name(granularity)
         made = []
         for hp, operand, dim in zip(self.hp_operands(device), MATMULS[self.name], (1, 0), strict=True):
@@ -134,7 +134,7 @@ class Matmul:
 
 
 def matmuls_of(shape: Shape) -> list[Matmul]:
-    """The three matmuls of a linear."""
+    """Return the three matmuls of a linear."""
     m, k, n = shape.sizes
     return [
         Matmul("output", (m, k, n), (False, True)),
@@ -156,7 +156,7 @@ def _float8_call(operands: Rotation[Float8Operands], granularity: str, fast: boo
 
 
 def share_of_peak(flops_per_s: float, contestant: str, peak: PeakFlops | None) -> float | None:
-    """The share of the peak for the contestant's precision; None where that is unknown."""
+    """Return the share of the peak for the contestant's precision; None where that is unknown."""
     if peak is None:
         return None
     most = peak.flops_per_s if contestant == BFLOAT16 else peak.float8_flops_per_s

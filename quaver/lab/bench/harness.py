@@ -83,7 +83,7 @@ def _sample(function: Callable[[], object], device: torch.device, calls: int, un
 
 
 def last_level_cache_bytes(device: torch.device) -> int | None:
-    """The size of a GPU's L2 or a CPU's L3; None where the system does not report it."""
+    """Return the size of a GPU's L2 or a CPU's L3; None where the system does not report it."""
     if is_cuda_device(device):
         return int(torch.cuda.get_device_properties(device).L2_cache_size) or None
     try:
@@ -109,6 +109,6 @@ class Rotation(Generic[Input]):
         return len(self._inputs)
 
     def next(self) -> Input:
-        """The least recently used copy."""
+        """Return the least recently used copy."""
         self._turn = (self._turn + 1) % len(self._inputs)
         return self._inputs[self._turn]

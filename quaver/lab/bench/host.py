@@ -85,7 +85,7 @@ def count_operations(call: Callable[[], object]) -> dict[str, int]:
 
 
 def count_kernels(call: Callable[[], object], device: torch.device) -> int | None:
-    """How many kernels, copies and fills one call launches; None on a CPU, and where the profiler sees none."""
+    """Return how many kernels, copies and fills one call launches; None on a CPU, and where the profiler sees none."""
     if not is_cuda_device(device):
         return None
     synchronize(device)

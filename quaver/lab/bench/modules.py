@@ -65,7 +65,7 @@ class OptimizerStep:
 def make_steps(
     model: Model, sequences: int, seq_len: int, precisions: list[str], device: torch.device, *, compiled: bool
 ) -> dict[str, OptimizerStep]:
-    """The steps of a block in each precision, "bfloat16" or "quaver RECIPE", on the same inputs.
+    """Return the steps of a block in each precision, "bfloat16" or "quaver RECIPE", on the same inputs.
 
     The inputs [B, T, D] are float32, as the residual stream is. The gradient of the output is as small as a mean over
     tokens makes it.
@@ -86,7 +86,7 @@ def make_steps(
 
 
 def build_subject(model: Model, precision: str, seq_len: int, device: torch.device, *, compiled: bool) -> Subject:
-    """A block in a precision; all precisions have the same weights."""
+    """Return a block in a precision; all precisions have the same weights."""
     torch.manual_seed(0)
     subject = Subject(model, seq_len).to(device)
     library, _, recipe = precision.partition(" ")

@@ -102,7 +102,7 @@ class BenchOptions(Settings):
         return head | about | {"rows": rows}
 
     def note(self, result: Result) -> str:
-        """The line below the printed table."""
+        """Return the line below the printed table."""
         raise NotImplementedError
 
 
@@ -155,7 +155,7 @@ class Shapes(Settings):
             self.require_default("tokens", "divisor", unless="--shapes names a model")
 
     def parse_shapes(self) -> list[Shape]:
-        """The shapes. Raises ValueError for other text."""
+        """Return the shapes. Raises ValueError for other text."""
         return parse_shapes(self.shapes, tokens=self.tokens, divisor=self.divisor, matrices=self.are_matrices)
 
 

@@ -42,7 +42,7 @@ def contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:
 
 
 def title_of(result: dict[str, Any]) -> str:
-    """The machine, versions and commit of a result, as the title of its table."""
+    """Return the machine, versions and commit of a result, as the title of its table."""
     about = result["environment"]
     return f"{about['device']}, {about['threads']} threads, torch {about['torch']}, {about['commit']}"
 
@@ -85,7 +85,7 @@ def cases_of(rows: list[Row], fields: Sequence[str]) -> Iterator[tuple[str, list
 
 
 def table_of(rows: list[Row], fields: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """The titles and the cells of a table of these fields of rows, or of those that `_printable` adds."""
+    """Return the titles and the cells of a table of these fields of rows, or of those that `_printable` adds."""
     columns = {field: _COLUMNS.get(field, (field, "")) for field in fields}
     cells = []
     for row in map(_printable, rows):
@@ -95,7 +95,7 @@ def table_of(rows: list[Row], fields: Sequence[str]) -> tuple[list[str], list[li
 
 
 def _printable(row: Row) -> Row:
-    """The row with bytes in MiB, and with the median, the spread, the precision and the sizes as text."""
+    """Return the row with bytes in MiB, and with the median, the spread, the precision and the sizes as text."""
     unit_us, unit = (1.0, "us") if row["timing"]["median_us"] < 1e4 else (1e3, "ms")
     median, low, high = (_number(row["timing"][name] / unit_us) for name in ("median_us", "p10_us", "p90_us"))
     more: Row = {"median": f"{median} {unit}", "spread": f"{low} .. {high}"}
@@ -112,7 +112,7 @@ def _number(value: float) -> str:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """The provenance of a result: hardware, versions, commit, command, date."""
+    """Return the provenance of a result: hardware, versions, commit, command, date."""
     is_cuda = is_cuda_device(device)
     return {
         "device": torch.cuda.get_device_name(device) if is_cuda else _cpu_name(),
@@ -135,7 +135,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """The commit of quaver's checkout, with "+" where files differ from it."""
+    """Return the commit of quaver's checkout, with "+" where files differ from it."""
     revision = git_revision(Path(__file__).parent)
     return "unknown" if revision is None else revision["commit"][:7] + ("+" if revision["is_modified"] else "")
 

@@ -77,7 +77,7 @@ class Total:
         return self.bfloat16_s / self.shared_s
 
     def step_speedup(self, linear_share: float) -> float:
-        """The speedup of a step in which linears take `linear_share` of bfloat16's time; the rest does not change."""
+        """Return the speedup of a step in which linears take `linear_share` of bfloat16's time; the rest does not change."""
         return 1 / (1 - linear_share + linear_share / self.speedup)
 
 
@@ -116,12 +116,12 @@ class Roofline:
 
 
 def specs_of(names: Sequence[str]) -> tuple[DeviceSpec, ...]:
-    """The devices of these names, without repetition. Raises ValueError for an unknown one, listing the choices."""
+    """Return the devices of these names, without repetition. Raises ValueError for an unknown one, listing the choices."""
     return tuple(dict.fromkeys(require_device_spec(name, "--device") for name in names))
 
 
 def recipes_of(names: Sequence[str]) -> tuple[str, ...]:
-    """The recipes of these names, aliases resolved, without repetition. Raises ValueError for an unknown one."""
+    """Return the recipes of these names, aliases resolved, without repetition. Raises ValueError for an unknown one."""
     return tuple(dict.fromkeys(canonical_recipe(name) for name in names))
 
 

@@ -42,7 +42,7 @@ class ModelLayers:
 
 
 def layers_of_model(name: str) -> ModelLayers:
-    """The linears of one of MODELS, all in float8 but the output projection.
+    """Return the linears of one of MODELS, all in float8 but the output projection.
 
     Raises:
         ValueError: an unknown name, with the choices.
@@ -55,7 +55,7 @@ def layers_of_model(name: str) -> ModelLayers:
 
 
 def layers_of_config(path: Path) -> ModelLayers:
-    """The linears of the model that `quaver train` would build from a TOML file, on one rank.
+    """Return the linears of the model that `quaver train` would build from a TOML file, on one rank.
 
     The filters of the file's [float8] section choose the float8 linears. The file's recipe is ignored, and so is the
     automatic filter, whose estimate is this prediction. Tensor parallelism splits the linears as in the run.
@@ -88,6 +88,6 @@ def _layer(linear: LayerReport, readers: int, split: int) -> LinearGroup:
 
 
 def _input_of(linear: LayerReport) -> tuple[str, object]:
-    """A key for the tensor that a linear reads: equal for siblings that share it."""
+    """Return a key for the tensor that a linear reads: equal for siblings that share it."""
     parent, _, leaf = linear.name.rpartition(".")
     return parent, next((names for names in SHARED_INPUTS if leaf in names), leaf)

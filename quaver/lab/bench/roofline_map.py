@@ -35,7 +35,7 @@ def draw_map(roofline: Roofline, spec: DeviceSpec, image: Path) -> None:
 
 
 def make_figure(roofline: Roofline, spec: DeviceSpec) -> Figure:
-    """One panel for each recipe."""
+    """Return one panel for each recipe."""
     recipes, shared = roofline.settings.recipes, roofline.settings.microbatches
     figure = Figure(figsize=(1.8 + 3.6 * len(recipes), 4.9), layout="constrained")
     FigureCanvasAgg(figure)

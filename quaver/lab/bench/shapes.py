@@ -28,7 +28,7 @@ class Shape:
 
 
 def model_of(name: str, *, divisor: int = 1) -> Model:
-    """A one-block model; `divisor` divides width, heads and feed-forward, and the size of a head stays.
+    """Return a one-block model; `divisor` divides width, heads and feed-forward, and the size of a head stays.
 
     Raises:
         ValueError: the number of heads is not a multiple of the divisor.
@@ -84,7 +84,7 @@ def _linears(name: str) -> dict[str, tuple[int, int]]:
 
 
 def scaled_name(name: str, divisor: int) -> str:
-    """The name of a model, with the divisor of its widths."""
+    """Return the name of a model, with the divisor of its widths."""
     return f"{name}/{divisor}" if divisor > 1 else name
 
 

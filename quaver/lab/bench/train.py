@@ -111,7 +111,7 @@ class TrainBenchmark(Recipes, BenchOptions):
 
 
 def _models_of(plan: RunSetup, planned: list[Planned]) -> list[TrainedModel]:
-    """The models with storage, the high-precision one first."""
+    """Return the models with storage, the high-precision one first."""
     models = []
     for config, by_name in planned:
         for name, model in by_name.items():
@@ -134,7 +134,7 @@ def _train(models: list[TrainedModel], plan: RunSetup, steps: int) -> Iterator[t
 
 
 def _row(model: TrainedModel, timings: dict[str, Timing], plain: TrainedModel, tokens: int) -> Row:
-    """The ratio of peaks is None unless both are exact."""
+    """Return the ratio of peaks is None unless both are exact."""
     timing, peak, baseline = timings[model.name], model.peak, plain.peak
     ratio = None
     if peak.exact and baseline.exact and peak.peak_bytes and baseline.peak_bytes:

@@ -20,7 +20,8 @@ from quaver.lab.settings.config_file import TrainFlags, load_config, parse_argum
 from quaver.lab.settings.flags import exit_after_help, split_options
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.run_setup import RunSetup, open_folder, set_up_run
-from quaver.lab.trainer.train import build, train
+from quaver.lab.trainer.train import train
+from quaver.lab.trainer.training_run import build
 from quaver.runtime.ranks import Ranks, read_ranks
 
 

@@ -125,6 +125,6 @@ def _origin(entry: CacheEntry, source: TextSource, data: Data, cache: TokenCache
 
 
 def _digest(about: dict[str, Any]) -> str:
-    """One sha256 for the tokens and where documents end in both splits."""
+    """Return one sha256 for the tokens and where documents end in both splits."""
     digests = [about["splits"][name][part]["sha256"] for name in SPLITS for part in ("tokens", "ends")]
     return hashlib.sha256("".join([about["dtype"], *digests]).encode()).hexdigest()

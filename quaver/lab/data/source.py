@@ -64,6 +64,6 @@ def find_source(data: Data) -> TextSource:
 
 
 def split_of(text: str) -> str:
-    """The split of a document of JSONL or Parquet, from its content alone: equal documents share a split."""
+    """Return the split of a document of JSONL or Parquet, from its content alone: equal documents share a split."""
     share = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
     return VALIDATION if share < VALIDATION_SHARE else TRAIN

@@ -54,7 +54,7 @@ def _is_text(file: SourceFile, account: Account) -> bool:
 
 
 def _character_start(file: SourceFile, position: int) -> int:
-    """The last byte at or before `position` that begins a UTF-8 character, or the end of the file."""
+    """Return the last byte at or before `position` that begins a UTF-8 character, or the end of the file."""
     while position < file.size and next(iter(_chunks(file, position, position + 1)))[0] & 0xC0 == 0x80:
         position -= 1
     return position

@@ -49,7 +49,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def token_dtype(vocab_size: int) -> "np.dtype[Any]":
-    """The smallest unsigned dtype for tokens below `vocab_size`."""
+    """Return the smallest unsigned dtype for tokens below `vocab_size`."""
     return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
 
 
@@ -164,7 +164,8 @@ def open_entry(folder: Path) -> CacheEntry:
     if not folder.is_dir():
         raise FileNotFoundError(folder)
     try:
-        about: dict[str, Any] = {**read_json(folder / ENTRY, _ABOUT, "")}
+        checked = read_json(folder / ENTRY, _ABOUT, "")
+        about: dict[str, Any] = {**checked}
         if about["corrupt"] and not about["corrupt_places"]:
             raise DamagedEntryError(f"{ENTRY} has corrupt items without a place")
         dtype = np.dtype(about["dtype"])

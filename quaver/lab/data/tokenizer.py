@@ -64,7 +64,7 @@ def check_vocabulary(tokenizer: Tokenizer, data: Data, model: Model) -> None:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """The bytes of UTF-8. A 0 byte, which no text contains, ends a document, so 256 tokens are enough."""
+    """Return the bytes of UTF-8. A 0 byte, which no text contains, ends a document, so 256 tokens are enough."""
     return Tokenizer(BYTES, 256, 0, BYTES, lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts])
 
 

@@ -1,1 +1,1 @@
-"""The needs and the time of a run on a cluster, and the files that start it: `quaver plan`."""
+"""`quaver plan`: estimates the memory and the time of a run on a cluster, and writes the files that start it."""

@@ -3,7 +3,7 @@
     advice = advise(config, 8, fit_bytes=80 * 1024**3, device="H100")
     advice.rows[advice.best].words
 
-Each setting is predicted whole, compiled if the run is: a deep model's blocks compile once. With `fit_bytes`,
+Each setting is predicted for the whole model, compiled if the run is; equal blocks compile once. With `fit_bytes`,
 combinations follow, the fastest first, until one fits. Simulated times (step_cost.py) that are nearly equal count as
 equal; then the setting with fewer changes wins.
 """
@@ -24,13 +24,13 @@ from quaver.roofline.device_specs import DeviceSpec, require_device_spec, spec_o
 
 AS_CONFIGURED = "as configured"
 EQUALLY_FAST = 1.02
-"""Modelled times with a smaller ratio count as equal; the model is no more accurate."""
+"""Modeled times with a smaller ratio count as equal, because the model is not more accurate."""
 NEARLY_FITS = 1.1
-"""Up to this ratio of its peak to `fit_bytes` a setting is tried with fewer gathered weights, too."""
+"""A setting whose peak is at most this many times `fit_bytes` is also tried with fewer gathered weights."""
 SAVES_AS_MUCH = 1.1
-"""A setting is tried with less precise storage too if the run is over by up to so many times what that saves."""
+"""A setting is also tried with less precise storage if it exceeds `fit_bytes` by at most this many times its saving."""
 MOST_TRIED = 60
-"""Combinations that are predicted at most."""
+"""The largest number of combinations that are predicted."""
 TIMES = "times are simulated: what a rank computes and sends, on nodes of 8 GPUs with 400 Gb/s each (docs/plan.md)"
 
 LESS_PRECISE = (
@@ -49,17 +49,17 @@ class AdvisedSetting:
     words: str
     """The flags that apply it to the configured run."""
     peak_bytes: int | None
-    """None where the trainer or the prediction refuses it; `note` has the error."""
+    """None if the trainer or the prediction refuses the setting; `note` has the error."""
     difference_bytes: int | None
-    """To the configured run; negative for less."""
+    """The peak minus the configured run's peak."""
     cost: StepCost | None
     note: str
     fits: bool | None
     """None without `fit_bytes`, or without a peak."""
 
     def to_dict(self) -> dict[str, object]:
-        """A JSON-able dict, with the costs instead of `cost`."""
-        costs = dict.fromkeys(each.name for each in fields(StepCost)) if self.cost is None else vars(self.cost)
+        """Return a dict for JSON, with the fields of `cost` in its place."""
+        costs = dict.fromkeys(field.name for field in fields(StepCost)) if self.cost is None else vars(self.cost)
         return {name: value for name, value in vars(self).items() if name != "cost"} | costs
 
 
@@ -72,13 +72,13 @@ class Advice:
     best: int | None
     """The row of the fastest setting that fits; None if none does, or without `fit_bytes`."""
     nearest: int | None
-    """If none fits, the row with the lowest peak."""
+    """The row with the lowest peak, if none fits."""
     device: str | None
-    """The GPU whose time is modelled."""
+    """The GPU whose time is modeled."""
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, object]:
-        """A JSON-able dict."""
+        """Return a dict for JSON."""
         return vars(self) | {"rows": [row.to_dict() for row in self.rows]}
 
 
@@ -95,9 +95,9 @@ def advise(
 
     Args:
         fit_bytes: find the fastest setting whose peak is at most this.
-        device: a GPU's name, such as "H100", to model times for. By default this machine's GPU; without a known one an
-            H100 if `fit_bytes` is given, else no times.
-        quick: peaks on a GPU are estimated in closed form, within 10%.
+        device: the name of a GPU, such as "H100", whose times are modeled. The default is this machine's GPU. If that
+            is unknown, an H100 is taken with `fit_bytes`, and no times are modeled without.
+        quick: estimate peaks on a GPU in closed form, within 10%, instead of predicting them.
         progress: called with the name of each setting before its prediction.
     Raises:
         ValueError: an unknown device, or an error of the run itself.
@@ -114,7 +114,7 @@ def advise(
 
 
 class _AdviceSearch:
-    """Settings tried so far; each is predicted once."""
+    """Tries settings, each at most once."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class _AdviceSearch:
         self._predict(AS_CONFIGURED, config)  # raises: without it there is nothing to compare with
 
     def try_singly(self) -> None:
-        """Try each change alone."""
+        """Try each single change."""
         for change in single_changes(self._config, self._layout, self._batch):
             self._try(change)
         alone = [self._try(change) for change in less_precise(Change("", self._config))]
@@ -148,18 +148,18 @@ class _AdviceSearch:
         self._less_precise_saves = -min(0, least)
 
     def fastest_that_fits(self) -> int | None:
-        """Try combinations, the fastest first; returns the row of the first that fits."""
+        """Try combinations, the fastest first, and return the row of the first that fits."""
         changes = [Change(AS_CONFIGURED, self._config), *combinations(self._config, self._batch)]
         by_config = {change.config: change for change in reversed(changes) if change.config is not None}
         costs = [(change, self._cost(config)) for config, change in by_config.items()]
         return next((index for index in self._in_order(_fastest_first(costs)) if self.rows[index].fits), None)
 
     def _in_order(self, groups: list[list[Change]]) -> Iterator[int]:
-        """Yield the rows of changes that are equally fast; then those that nearly fit, with less precise storage."""
+        """Yield the rows of each group, and of its changes that nearly fit with less precise storage."""
         left = MOST_TRIED
         for group in groups:
             for change in group[:left]:
-                yield from self._tries(change)
+                yield from self._try_with_fewer_gathered(change)
             for change in group[:left]:
                 over = (self.rows[self._try(change)].peak_bytes or 0) - (self._fit_bytes or 0)
                 if 0 < over <= SAVES_AS_MUCH * self._less_precise_saves:
@@ -169,8 +169,8 @@ class _AdviceSearch:
                 self.notes.append(f"only the {MOST_TRIED} fastest combinations were tried")
                 return
 
-    def _tries(self, change: Change) -> Iterator[int]:
-        """Yield the row of a change, and if it nearly fits that with fewer gathered weights."""
+    def _try_with_fewer_gathered(self, change: Change) -> Iterator[int]:
+        """Yield the row of a change, and if it nearly fits its row with fewer gathered weights."""
         index = self._try(change)
         yield index
         peak_bytes, fit_bytes = self.rows[index].peak_bytes, self._fit_bytes
@@ -206,7 +206,7 @@ class _AdviceSearch:
         return len(self.rows) - 1
 
     def _cost(self, config: TrainConfig) -> StepCost | None:
-        """The cost; None if the trainer refuses the setting, which its prediction then reports."""
+        """Return the cost, or None if the trainer refuses the setting, which the prediction then reports."""
         try:
             return step_cost(*resolve(config, rank=0, world_size=self._ranks), self._spec)
         except (ValueError, NotImplementedError):
@@ -218,7 +218,7 @@ def _predicted_peak(config: TrainConfig, ranks: int) -> int:
 
 
 def _fastest_first(changes: list[tuple[Change, StepCost | None]]) -> list[list[Change]]:
-    """By modelled time, or FLOPs without a device; those nearly equal together, with fewer changes first."""
+    """Sort by modeled time, or by FLOPs without a device. Nearly equal changes form a group, fewer changes first."""
     places = enumerate(changes)
     known = [(cost.modelled_s or float(cost.step_flops), place) for place, (_, cost) in places if cost is not None]
     groups: list[list[int]] = []
@@ -228,10 +228,10 @@ def _fastest_first(changes: list[tuple[Change, StepCost | None]]) -> list[list[C
             groups.append([])
             slowest = time * EQUALLY_FAST
         groups[-1].append(place)
-    return [[changes[i][0] for i in sorted(group, key=lambda i: (_number_of(changes[i][0]), i))] for group in groups]
+    return [[changes[i][0] for i in sorted(group, key=lambda i: (_count(changes[i][0]), i))] for group in groups]
 
 
-def _number_of(change: Change) -> int:
+def _count(change: Change) -> int:
     return 0 if change.name == AS_CONFIGURED else 1 + change.name.count(";")
 
 

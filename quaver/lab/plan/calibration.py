@@ -1,10 +1,10 @@
-"""The share that a long run keeps of a card's best matmul rate: one number for each card, from one published run.
+"""The share of a card's best matmul rate that a long run sustains: one number per card, from one published run.
 
-MATMUL_SHARES (quaver/roofline/matmul.py) are the best of many shapes, each alone on a cold card. A card that trains for
-hours is limited by its power: an H100 at 8192^3 falls below its peak clock, more so with random than with zero operands
-(thonking.ai/p/strangely-matrix-multiplications), and torchtitan's H100s ran with 500 W of 700 W. No table of rates at
-a power limit was found, so `sustained` is the share with which the simulation of one published run takes as long as
-that run did. It divides the seconds of matmuls and attention, and nothing else. All other published runs are
+MATMUL_SHARES (quaver/roofline/matmul.py) are the best rates of many shapes, each measured alone on a cold card. A card
+that trains for hours is limited by its power: an H100 at 8192^3 falls below its peak clock, more so with random than
+with zero operands (thonking.ai/p/strangely-matrix-multiplications), and torchtitan's H100s ran with 500 W of 700 W. No
+table of rates at a power limit was found. So `sustained` is the share with which the simulation of one published run
+takes as long as that run did. It divides the seconds of matmuls and attention only. All other published runs are
 predicted, not fitted (docs/plan.md).
 """
 
@@ -17,12 +17,12 @@ from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
 
 
 class Card(NamedTuple):
-    """A kind of card as somebody trained on it."""
+    """A kind of card in the setup of a published run."""
 
     spec: DeviceSpec
     sustained: float
     row: str
-    """The published run (benchmarks/published_runs.toml) that fixed it."""
+    """The published run (benchmarks/published_runs.toml) from which `sustained` was derived."""
 
 
 _SPECS = {spec.name: spec for spec in DEVICE_SPECS}
@@ -41,18 +41,18 @@ CARDS = {
     "H800": Card(replace(_SPECS["H100"], link_gb_per_s=200.0), 0.794, "deepseek-v3 pretraining"),
 }
 """H100-500W: HBM2e and a limit of 500 W (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md). B200-limited: "power
-limited", the limit is not stated (torchao). H100-DGX: NVIDIA's own runs with Megatron and TransformerEngine. A device
-has the share of its first card here, H100s that of torch's runs. H800: 160 GB/s of NVLink reached; its row ran
+limited", the limit is not stated (torchao). H100-DGX: NVIDIA's runs with Megatron and TransformerEngine. A device takes
+the share of its first card here, so an H100 the share of torch's runs. H800: 160 GB/s of NVLink reached; its run used
 DualPipe, simulated as 1F1B with exchanges behind compute, whose bubbles are longer: its share is a bit too high."""
 
 
 def sustained(spec: DeviceSpec) -> float:
-    """The share for a device: of its card, else of the H100."""
+    """Return the share of the device's card, or of the H100 if there is none."""
     return _card_of(spec).sustained
 
 
 def sustained_in_words(spec: DeviceSpec) -> str:
-    """The share and the run that fixes it; for a device without such a run, whose share is assumed."""
+    """Say which share is taken and from which run, or that the H100's is assumed."""
     card = _card_of(spec)
     share, runs = f"{card.sustained:.0%} of the best rate of a matmul", f"as in {card.row}"
     if card.spec == spec:

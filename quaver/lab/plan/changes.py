@@ -1,4 +1,4 @@
-"""The settings of a run that change its peak memory: alone and combined, with the flags that apply them."""
+"""Changes of a run's settings that affect its peak memory, single and combined, with the flags that apply them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHECKPOINTING = {
     "activations: full": ActivationCheckpoint(mode="full"),
 }
 BFLOAT16 = "bfloat16"
-"""The name of a run without float8."""
+"""The precision of a run without float8."""
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 """Tried in addition to the high-precision dtype."""
 
@@ -33,15 +33,15 @@ class Change:
 
     name: str
     config: TrainConfig | None
-    """None if the config refuses the change."""
+    """None if the config refuses the change; `refusal` has the error."""
     refusal: str = ""
 
 
 def single_changes(config: TrainConfig, layout: ParallelDims, batch: int) -> list[Change]:
-    """Changes of one setting each, without those that leave `config` as it is.
+    """Return changes of one setting each that differ from `config`.
 
     Args:
-        batch: sequences of one optimizer step over all ranks, which stay the same.
+        batch: the sequences of one optimizer step over all ranks, which no change affects.
     """
     edits = [*_checkpointing(), *_precisions(config), *_communication(config, layout, batch), *_less_precise(config)]
     edits += list(_batches(config, batch))[1:2]
@@ -50,20 +50,21 @@ def single_changes(config: TrainConfig, layout: ParallelDims, batch: int) -> lis
 
 
 def combinations(config: TrainConfig, batch: int) -> list[Change]:
-    """All combinations of checkpointing, precision and local batch size that the config accepts.
+    """Return all combinations of checkpointing, precision and local batch size that the config accepts.
 
     The local batch size is halved as often as possible; `batch` as in `single_changes`.
     """
-    found = []
-    for chosen in product(_with_present(_checkpointing()), _with_present(_precisions(config)), _batches(config, batch)):
+    checkpointings, precisions = _with_unchanged(_checkpointing()), _with_unchanged(_precisions(config))
+    changes = []
+    for chosen in product(checkpointings, precisions, _batches(config, batch)):
         names = [name for name, _ in chosen if name]
-        found.append(_change(config, "; ".join(names), [edit for _, edit in chosen]))
-    by_config = {change.config: change for change in reversed(found) if change.config is not None}
+        changes.append(_change(config, "; ".join(names), [edit for _, edit in chosen]))
+    by_config = {change.config: change for change in reversed(changes) if change.config is not None}
     return list(by_config.values())[::-1]
 
 
 def less_precise(change: Change) -> Iterator[Change]:
-    """The same change with one more, then two more, then three more of the settings that store less precisely."""
+    """Yield `change` with one, two and three additional settings that store less precisely."""
     config, edits = change.config, list[tuple[str, Edit]]()
     if config is None:
         return
@@ -72,12 +73,12 @@ def less_precise(change: Change) -> Iterator[Change]:
         if added.config in (None, config):
             continue
         edits.append((name, edit))
-        names = [change.name, *(each for each, _ in edits)]
+        names = [change.name, *(added_name for added_name, _ in edits)]
         yield _change(config, "; ".join(name for name in names if name), [edit for _, edit in edits])
 
 
 def least_gathered(change: Change, layout: ParallelDims) -> Change | None:
-    """The same change with the fewest gathered weights; None if it has them already, or nothing is sharded."""
+    """Return `change` with the fewest gathered weights, or None if that changes nothing."""
     config = change.config
     if config is None or layout.shard == 1:
         return None
@@ -89,7 +90,7 @@ def least_gathered(change: Change, layout: ParallelDims) -> Change | None:
 
 
 def words_of(config: TrainConfig, changed: TrainConfig) -> str:
-    """The flags that turn `config` into `changed`."""
+    """Return the flags that turn `config` into `changed`."""
     words = []
     before, after = asdict(config), asdict(changed)
     for section, values in after.items():
@@ -97,17 +98,17 @@ def words_of(config: TrainConfig, changed: TrainConfig) -> str:
             if value != before[section][name]:
                 parts = value if isinstance(value, (tuple, list)) else [value]
                 words.append(f"--{section}.{name}")
-                words += (str(each).lower() if isinstance(each, bool) else str(each) for each in parts)
+                words += (str(part).lower() if isinstance(part, bool) else str(part) for part in parts)
     return shlex.join(words)
 
 
 def with_precision(config: TrainConfig, precision: str, *, gathers_codes: bool | None = None) -> TrainConfig:
-    """The run with all linears that the filters leave in a recipe, with dynamic scales; or none of them (BFLOAT16).
+    """Return `config` in BFLOAT16, or with a recipe with dynamic scales for all linears that the filters admit.
 
-    The latter is not compared with a baseline: it would be its own.
+    In BFLOAT16 job.compare is off, because the run would be its own baseline.
 
     Args:
-        gathers_codes: whether FSDP2 gathers weights in float8; None leaves it as it is.
+        gathers_codes: whether FSDP2 gathers weights in float8; None does not change it.
     """
     metrics = replace(config.metrics, float8_scales_freq=min(1, config.metrics.float8_scales_freq))
     job = replace(config.job, compare=config.job.compare and precision != BFLOAT16)
@@ -120,7 +121,8 @@ def _with_precision(float8: Float8, precision: str, gathers_codes: bool | None) 
         kept = {name: getattr(float8, name) for name in ("recipe_name", "filter_fqns", "auto_filter", "emulate")}
         return Float8(enable_float8_linear=False, **kept)
     dynamic = Float8()
-    settings = {each.name: getattr(dynamic, each.name) for each in fields(Float8) if each.name.startswith("delayed_")}
+    delayed = [field.name for field in fields(Float8) if field.name.startswith("delayed_")]
+    settings: dict[str, Any] = {name: getattr(dynamic, name) for name in delayed}
     if gathers_codes is not None:
         settings |= {
             "enable_fsdp_float8_all_gather": gathers_codes,
@@ -140,7 +142,7 @@ def _change(config: TrainConfig, name: str, edits: list[Edit]) -> Change:
 
 
 def _set(section: str, **values: Any) -> Edit:
-    """An edit of some settings of one section."""
+    """Return an edit that sets values of one section."""
 
     def edit(config: TrainConfig) -> TrainConfig:
         changed: dict[str, Any] = {section: replace(getattr(config, section), **values)}
@@ -149,7 +151,7 @@ def _set(section: str, **values: Any) -> Edit:
     return edit
 
 
-def _with_present(edits: Iterator[tuple[str, Edit]]) -> list[tuple[str, Edit]]:
+def _with_unchanged(edits: Iterator[tuple[str, Edit]]) -> list[tuple[str, Edit]]:
     return [("", lambda config: config), *edits]
 
 
@@ -187,7 +189,7 @@ def _communication(config: TrainConfig, layout: ParallelDims, batch: int) -> Ite
 
 
 def _less_precise(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
-    """Changes that round between the matmuls or in the optimizer, the least first."""
+    """Yield changes that round more between the matmuls or in the optimizer, the smallest change first."""
     if "bfloat16" == config.training.mixed_precision_param != config.training.residual_stream_dtype:
         yield "residual stream: bfloat16", _set("training", residual_dtype="bfloat16")
     if not config.optimizer.has_float8_states:
@@ -196,7 +198,7 @@ def _less_precise(config: TrainConfig) -> Iterator[tuple[str, Edit]]:
 
 
 def _batches(config: TrainConfig, batch: int) -> Iterator[tuple[str, Edit]]:
-    """The local batch size as it is, then halved again and again, with more micro-batches instead."""
+    """Yield the local batch size unchanged, and then halved repeatedly with twice the micro-batches."""
     sequences = config.training.local_batch_size
     yield "", lambda config: config
     while sequences % 2 == 0:

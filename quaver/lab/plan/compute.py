@@ -1,7 +1,7 @@
-"""The seconds that one rank computes for one micro-batch: of a block, of the output projection with the loss, and more.
+"""The compute time of one rank for one micro-batch: of a block, of the output projection with the loss, and more.
 
-The model is that of quaver/roofline: matmuls at the rate of their shape, casts and all between matmuls by bytes, each
-kernel's launch. So a block on one rank takes what `quaver bench ledger` models (tests/lab/plan/test_compute.py).
+The model is quaver/roofline's: matmuls take the rate of their shape, casts and other operations take their bytes, and
+every kernel takes its launch. tests/lab/plan/test_compute.py compares it with `quaver bench ledger`.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from quaver.roofline.matmul import moved_s
 from quaver.roofline.scaled_matmul import cutlass_rowwise_share, kinds_of_matmuls
 
 READERS = {"q_proj": 3, "k_proj": 3, "v_proj": 3, "gate_proj": 2, "up_proj": 2}
-"""Linears that share their input and its casts."""
+"""The number of linears that share the input of a linear and its casts."""
 RECOMPUTED_BY_OP = ("k_proj", "o_proj", "up_proj")
-"""Linears that "selective" recomputes: one matmul in two, counted from the end, without the last."""
+"""Linears that "selective" recomputes: every second matmul, counted from the end, without the last."""
 LOGIT_BYTES = Both(14, 36)
-"""Bytes that the loss moves for each logit, in slices of float32 (quaver/lab/trainer/loss.py): forward reads bfloat16,
-writes float32, reads it and writes log-probabilities; backward does so again, writes their gradient, and reads both for
-that of the logits, which it writes in bfloat16."""
+"""Bytes that the loss moves per logit, in slices of float32 (quaver/lab/trainer/loss.py). Forward reads bfloat16,
+writes float32, reads it and writes log-probabilities. Backward repeats that, writes the gradient of the
+log-probabilities, and reads both to write the gradient of the logits in bfloat16."""
 SPLIT_LOGIT_BYTES = Both(20, 28)
-"""The same for each logit of a tensor parallel rank's part: forward reads bfloat16 for the maxima, and again to write
-differences in float32, takes exponentials and sums them; backward writes differences, changes them twice, and reads
+"""Bytes per logit of a tensor parallel rank's part. Forward reads bfloat16 for the maxima, and again to write
+differences in float32, takes exponentials and sums them. Backward writes differences, changes them twice, and reads
 them for the gradient."""
 CAST_FORWARD = 0.625
-"""Share of the bytes of a weight's casts that the forward moves: 5 of 8 for one dynamic tensor-wise layout, then one
-more."""
+"""Share of the bytes of a weight's casts that the forward moves: 5 of 8 for a dynamic tensorwise layout and a second
+layout."""
 RESCALED_BYTES = 4
-"""Bytes that torchao moves for each element of a row-wise linear's gradients: it multiplies with one scale for each
-operand, and a pass that reads and writes bfloat16 scales the result (torchao/float8/float8_ops.py)."""
+"""Bytes that torchao moves per element of a row-wise linear's gradients. It multiplies with one scale per operand, and
+a pass that reads and writes bfloat16 scales the result (torchao/float8/float8_ops.py)."""
 EAGER_BYTES = 3.0
-"""Times the bytes of compiled code between matmuls that eager code moves. Counted for a Llama 3 8B block, for each
-token: a norm reads and writes 30 D bytes in bfloat16 and float32, RoPE 20 (Q + K), SwiGLU 10 H, the residual 6 D twice:
-540 kB forward, of 180."""
+"""Ratio of the bytes between matmuls of eager to compiled code. Counted for a Llama 3 8B block, per token: a norm reads
+and writes 30 D bytes in bfloat16 and float32, RoPE 20 (Q + K), SwiGLU 10 H, the residual 6 D twice: 540 kB forward,
+compared with 180."""
 TOKEN_ROWS = 128
-"""Rows of a tile of a grouped matmul, to which the tokens of each expert are filled up."""
+"""Rows of a tile of a grouped matmul, to a multiple of which the tokens of an expert are padded."""
 
 
 class BlockTimes(NamedTuple):
-    """Seconds of one block: forward, backward without recomputation, and what the backward recomputes."""
+    """Seconds of one block: forward, backward without recomputation, and the recomputation."""
 
     forward: float
     backward: float
@@ -55,7 +55,7 @@ class BlockTimes(NamedTuple):
 
 
 def weights_of_block(run: PlannedRun) -> dict[str, tuple[int, int]]:
-    """In- and out-features of each linear of a block, whole, without routed experts."""
+    """Return the in- and out-features of each linear of a block, unsharded, without routed experts."""
     model = run.model
     queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
     dim, hidden = model.dim, model.hidden_dim * (model.n_shared_experts if model.n_experts else 1)
@@ -68,19 +68,19 @@ def weights_of_block(run: PlannedRun) -> dict[str, tuple[int, int]]:
 
 
 def dense_parameters(run: PlannedRun) -> int:
-    """Parameters of a block that one tensor parallel rank has, without routed experts, norms included."""
+    """Return a tensor parallel rank's parameters of a block, with norms and without routed experts."""
     weights = sum(inputs * outputs for inputs, outputs in weights_of_block(run).values())
     return weights // run.tensor + 2 * run.model.dim
 
 
 def expert_parameters(run: PlannedRun) -> int:
-    """Parameters of the routed experts of a block that one expert parallel rank has."""
+    """Return an expert parallel rank's parameters of the routed experts of a block."""
     model = run.model
     return model.n_experts * 3 * model.dim * model.hidden_dim // run.expert
 
 
 def held_parameters(run: PlannedRun) -> float:
-    """The parameters of which one rank holds the optimizer's states."""
+    """Return the number of parameters whose optimizer states one rank holds."""
     model = run.model
     tables = 1 if model.tie_word_embeddings else 2
     dense = dense_parameters(run) * model.n_layers + tables * model.vocab_size * model.dim / run.tensor
@@ -89,14 +89,14 @@ def held_parameters(run: PlannedRun) -> float:
 
 
 def block_times(run: PlannedRun, cluster: Cluster) -> BlockTimes:
-    """The times of one block and micro-batch."""
+    """Return the times of one block and micro-batch."""
     linears = {name: linear_time(run, name, *sizes, cluster) for name, sizes in weights_of_block(run).items()}
     spec, model, share = cluster.spec, run.model, run.tokens / run.tensor
     queries, keys = (heads * model.head_dim for heads in (model.n_heads, model.n_kv_heads))
     wide = model.hidden_dim * ((model.top_k + model.n_shared_experts) if model.n_experts else 1)
     between = seconds_between_matmuls(BlockShape(model.dim, queries, keys, wide), share, spec, run.residual_bytes)
     if not run.compiled:
-        between = Both(*(EAGER_BYTES * each for each in between))
+        between = Both(*(EAGER_BYTES * seconds for seconds in between))
     attention = attention_seconds(queries, share, run.seq_len, spec, run.attention)
     forward = sum(map(_forward_s, linears.values()))
     backward = sum(time.total_s - _forward_s(time) for time in linears.values())
@@ -118,7 +118,7 @@ def block_times(run: PlannedRun, cluster: Cluster) -> BlockTimes:
 
 
 def recomputed_flops(run: PlannedRun) -> int:
-    """The FLOPs of matmuls and attention that the backward of a checkpointed block recomputes for one token.
+    """Return the FLOPs of matmuls and attention that the backward of a checkpointed block recomputes for one token.
 
     The same matmuls as in `block_times`. All of attention counts, although a causal kernel may skip half of it.
     """
@@ -133,9 +133,9 @@ def recomputed_flops(run: PlannedRun) -> int:
 
 
 def linear_time(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: Cluster) -> LinearTime:
-    """One linear for one micro-batch, this rank's share: the mean over all blocks, in some of which it may be float8.
+    """Return the time of a linear for one micro-batch on this rank, averaged over all blocks (float8 and others).
 
-    Under a float8 gather its weight comes as codes.
+    Under a float8 all-gather its weight arrives as codes.
     """
     share = run.float8_share(name)
     if 0 < share < 1:
@@ -148,7 +148,7 @@ def linear_time(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
     rescales = run.rescales_rows and run.precision == Float8LinearRecipeName.ROWWISE.value
 
     def cost(tokens: int) -> LinearTime:
-        found = linear_cost(
+        linear = linear_cost(
             tokens,
             inputs,
             outputs,
@@ -160,33 +160,33 @@ def linear_time(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: 
             shares={"output": cutlass_rowwise_share(spec)} if rescales else None,
         )
         if rescales and share:
-            return _as_in_torchao(found.float8, (tokens, inputs, outputs), spec)
-        return found.float8 if share else found.bfloat16
+            return _add_rescaling(linear.float8, (tokens, inputs, outputs), spec)
+        return linear.float8 if share else linear.bfloat16
 
     time = cost(run.tokens)
-    if run.async_tensor and split > 1:  # a part for each rank's tokens, at the rate of the part's shape
+    if run.async_tensor and split > 1:  # one matmul per rank's tokens, at the rate of its shape
         part = cost(max(1, run.tokens // split))
         time = replace(time, output_s=split * part.output_s, grad_input_s=split * part.grad_input_s)
     if run.recipe is None or not share:
         return time
-    if run.float8_gather:  # the shard was cast; a layout, or the dequantized weight, is left for grad_input
+    if run.float8_gather:  # the shard was cast; grad_input still needs another layout, or the dequantized weight
         moved = 2 if "grad_input" in kinds_of_matmuls(run.precision) else 3
         time = replace(time, weight_casts_s=moved_s(moved * inputs * outputs, spec) if run.has_one_cast else 0.0)
     if split > 1 and not is_split_by_input and not run.casts_gathered:
-        # a rank casts its part of the sequence, and lays out what it gathers
+        # a rank casts its part of the sequence, and changes the layout of the gathered codes
         laid_out_s = moved_s(2 * run.tokens * inputs, spec) / READERS.get(name, 1)
         time = replace(time, input_casts_s=time.input_casts_s / split + laid_out_s)
     return time
 
 
-def _mean(one: LinearTime, other: LinearTime, share: float) -> LinearTime:
-    """The mean of two times, of which the first has a share."""
-    names = (each.name for each in fields(LinearTime))
-    return LinearTime(**{name: share * getattr(one, name) + (1 - share) * getattr(other, name) for name in names})
+def _mean(first: LinearTime, second: LinearTime, share: float) -> LinearTime:
+    """Return the mean of two times, with the weight `share` for the first."""
+    names = (field.name for field in fields(LinearTime))
+    return LinearTime(**{name: share * getattr(first, name) + (1 - share) * getattr(second, name) for name in names})
 
 
-def _as_in_torchao(time: LinearTime, sizes: tuple[int, int, int], spec: DeviceSpec) -> LinearTime:
-    """With the passes that scale both gradients of a row-wise linear of (tokens, inputs, outputs)."""
+def _add_rescaling(time: LinearTime, sizes: tuple[int, int, int], spec: DeviceSpec) -> LinearTime:
+    """Add torchao's passes that scale both gradients of a row-wise linear of (tokens, inputs, outputs)."""
     tokens, inputs, outputs = sizes
     return replace(
         time,
@@ -197,7 +197,7 @@ def _as_in_torchao(time: LinearTime, sizes: tuple[int, int, int], spec: DeviceSp
 
 
 def expert_times(run: PlannedRun, cluster: Cluster) -> Both:
-    """The grouped matmuls of this rank's experts, with tokens spread evenly, and their permutation."""
+    """Return the time of this rank's grouped matmuls, with evenly spread tokens, and of the permutation of tokens."""
     model, spec = run.model, cluster.spec
     local, rows = model.n_experts // run.expert, run.tokens * model.top_k
     filled = local * ceil(rows / local / TOKEN_ROWS) * TOKEN_ROWS
@@ -213,22 +213,22 @@ def expert_times(run: PlannedRun, cluster: Cluster) -> Both:
 
 
 def head_times(run: PlannedRun, cluster: Cluster) -> Both:
-    """The output projection and the loss."""
+    """Return the time of the output projection and the loss."""
     model = run.model
     time = linear_time(run, HEAD, model.dim, model.vocab_size, cluster)
     logits = run.tokens * model.vocab_size / run.tensor
-    bytes_of_each = LOGIT_BYTES if run.tensor == 1 else SPLIT_LOGIT_BYTES
-    loss = [moved_s(logits * each, cluster.spec) for each in bytes_of_each]
+    bytes_per_logit = LOGIT_BYTES if run.tensor == 1 else SPLIT_LOGIT_BYTES
+    loss = [moved_s(logits * logit_bytes, cluster.spec) for logit_bytes in bytes_per_logit]
     forward = _forward_s(time)
     return Both(forward / cluster.sustained + loss[0], (time.total_s - forward) / cluster.sustained + loss[1])
 
 
 def embedding_times(run: PlannedRun, cluster: Cluster) -> Both:
-    """The embedding: its rows are read and written, its gradient is zeroed and added to."""
+    """Return the time of the embedding, which reads and writes rows, and zeroes and accumulates its gradient."""
     model, spec = run.model, cluster.spec
     rows = run.tokens * model.dim * 2 * run.residual_bytes
-    whole = model.vocab_size * model.dim * 4 / run.tensor
-    return Both(moved_s(rows, spec), moved_s(rows + whole, spec))
+    gradient = model.vocab_size * model.dim * 4 / run.tensor
+    return Both(moved_s(rows, spec), moved_s(rows + gradient, spec))
 
 
 def _forward_s(time: LinearTime) -> float:
@@ -241,7 +241,7 @@ def _output_s(time: LinearTime | None) -> float:
 
 
 def _storing_s(run: PlannedRun, cluster: Cluster) -> float:
-    """Casts of what is stored in float8, and back: 3 bytes an element each way."""
+    """Return the time to cast stored activations to float8 or back, 3 bytes an element."""
     model = run.model
     kept = 2 * model.dim + model.head_dim * (2 * model.n_heads + 2 * model.n_kv_heads) + 2 * model.hidden_dim
     return moved_s(3 * kept * run.tokens / run.tensor, cluster.spec)

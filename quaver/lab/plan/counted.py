@@ -1,9 +1,8 @@
-"""The seconds of a layout's block from the kernels that Inductor writes for its GPU: the ledger of one rank.
+"""The time of a layout's block from the kernels that Inductor generates for its GPU: the ledger of one rank.
 
-The trainer's own code makes, converts and parallelizes a model of one block on the first rank of the layout; the block
-is compiled as `quaver bench ledger` compiles one, and each launch takes what its bytes and FLOPs take. Formulas have
-the rest: what checkpointing recomputes (in the same ratio), the output projection and the embedding. Collectives inside
-the block are the simulation's.
+The trainer's code makes, converts and parallelizes a model of one block on the first rank of the layout. The block is
+compiled as in `quaver bench ledger`, and each launch takes the time of its bytes and FLOPs. Formulas give the rest: the
+recomputation (in the same ratio), the output projection and the embedding. The simulation times the collectives.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _COLLECTIVES = "_c10d_functional."
 
 
 def check_counts_for(spec: DeviceSpec) -> None:
-    """Refuse a device for which no code is written.
+    """Raise an error for a device for which no code can be generated.
 
     Raises:
         ValueError: triton is not installed.
-        NotImplementedError: another device than those of quaver bench ledger.
+        NotImplementedError: `quaver bench ledger` does not know the device.
     """
     check_triton()
     if spec.name not in GPUS:
@@ -41,22 +40,22 @@ def check_counts_for(spec: DeviceSpec) -> None:
 
 
 def counted_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Cluster) -> Costs:
-    """The costs of a run's micro-batch, with its block counted; seconds to compile it.
+    """Return the costs of a run's micro-batch, with the kernels of its block counted. Compiling takes seconds.
 
     Args:
-        run: of `config` on so many ranks.
-        cluster: of GPUs that `check_counts_for` accepts.
+        run: the run of `config` on `ranks` ranks.
+        cluster: a cluster of GPUs that `check_counts_for` accepts.
     Raises:
-        NotImplementedError: the block is no single compiled graph, as with experts that ranks split, or blocks differ.
+        NotImplementedError: blocks differ, or are not one compiled graph, as under expert parallelism.
     """
     if parts := [name for name, share in run.in_float8.items() if 0 < share < 1]:
         raise NotImplementedError(f"expected blocks that are alike, got {parts[0]} in float8 in some of them only")
     entries = block_entries(config, ranks, cluster.spec)
     forward, backward = (
         sum(
-            seconds_of(each, cluster.spec, by_shape=True, sustained=cluster.sustained)
-            for each in entries
-            if each.is_backward is is_backward
+            seconds_of(entry, cluster.spec, by_shape=True, sustained=cluster.sustained)
+            for entry in entries
+            if entry.is_backward is is_backward
         )
         for is_backward in (False, True)
     )
@@ -69,17 +68,17 @@ def counted_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Clu
 
 
 def block_entries(config: TrainConfig, ranks: int, spec: DeviceSpec) -> tuple[LedgerEntry, ...]:
-    """The launches of one compiled block of the first rank, not checkpointed, without collectives.
+    """Return the launches of one compiled block of the first rank, not checkpointed, without collectives.
 
     Raises:
         NotImplementedError: as `counted_costs`.
     """
     entries = entries_of(block_graphs(config, ranks, spec), GPUS[spec.name].L2_cache_size)
-    return tuple(each for each in entries if not each.name.startswith(_COLLECTIVES))
+    return tuple(entry for entry in entries if not entry.name.startswith(_COLLECTIVES))
 
 
 def block_graphs(config: TrainConfig, ranks: int, spec: DeviceSpec) -> list[CompiledGraph]:
-    """The forward and the backward of that block.
+    """Return the compiled forward and backward of one block of the first rank, not checkpointed.
 
     Raises:
         NotImplementedError: as `counted_costs`.

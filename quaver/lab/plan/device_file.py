@@ -1,4 +1,4 @@
-"""Reads the numbers of a GPU that quaver has none of from a TOML file."""
+"""Reads the specification of a GPU that quaver does not know from a TOML file."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _WHOLE = ("multiprocessors", "block_length", "compute_capability")
 
 
 def read_device_spec(path: Path) -> DeviceSpec:
-    """A device from a TOML file with the fields of `DeviceSpec`; without float8_tflops it does not multiply float8.
+    """Read a `DeviceSpec` from a TOML file with its fields. Without float8_tflops the device does not multiply float8.
 
     Raises:
-        ValueError: it is no TOML, a field is missing or unknown, or a number is not above 0.
+        ValueError: the file is not TOML, a field is missing or unknown, or a number is not above 0.
         OSError: there is no such file.
     """
     try:

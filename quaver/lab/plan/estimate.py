@@ -1,21 +1,20 @@
-"""The peak memory of one rank in closed form, in a millisecond: it orders layouts and rules out hopeless ones.
+"""Estimates the peak memory of one rank in closed form, in a millisecond, to order layouts and rule out hopeless ones.
 
-Bytes of the rank, with T tokens of a micro-batch, D, Q, K, H and V features of the stream, all queries, all keys, the
-feed-forward and the vocabulary; a block has P weights on this tensor parallel rank:
+The bytes of the rank, where P are the weights of a block on this tensor parallel rank:
 
-    resident    parameters, optimizer states, tokens; gradients too where there are several micro-batches,
-                whole and in float32 if they are reduced after the last
+    resident    parameters, optimizer states, tokens; with several micro-batches also gradients, which are whole and
+                in float32 if they are reduced after the last micro-batch
     root        the gathered embedding, which FSDP2 frees after the backward
-    saved       what blocks save (`_saved_by_blocks`), rotary tables, the last block's output and its norm
+    saved       activations that blocks save (`_saved_by_blocks`), rotary tables, the last block's output and its norm
     peak        resident + root + saved + the largest of
         head, forward       its gathered weight twice (with the buffer of the all-gather), logits
         head, backward      gathered weight, its gradient, the next gathered block, logits, gradient of its input
         last block          two gathered blocks, the head's gradient in float32, gradients of P, temporaries
         first block         as the last, without saved activations, with all gradients sharded
-        embedding           all gradients sharded, its own in float32
+        embedding           all gradients sharded, the embedding's gradient in float32
 
-All blocks are taken to be alike: a linear that is in float8 in some of them has that share of it in each. Layers with
-a recipe of their own count as the run's.
+All blocks are taken to be equal: a linear that is float8 in some blocks counts with that share in every block. Layer
+recipes count as the run's recipe.
 
 `quaver.lab.memory.runs.predict.predict_memory` predicts the peak to the byte, in seconds to minutes;
 tests/lab/plan/test_estimate.py holds the two within 5% of each other.
@@ -43,21 +42,21 @@ _FLOAT32, _LOW = 4, 2
 _STORED = 1 + _FLOAT32 / 128
 """Bytes of an element that is stored in float8: its code and its part of a scale."""
 _SLICES = 4
-"""Slices of the logits in float32 that the loss's backward has at once."""
+"""Slices of the logits in float32 that are alive at once in the loss's backward."""
 _SPLIT_SLICES = 1
-"""The same of tensor parallel ranks, each with its part of the vocabulary."""
+"""The same number under tensor parallelism, which splits the vocabulary."""
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """A parameter: whether tensor parallel ranks split its first or its last dim, or none (-1)."""
+    """A parameter. `split` is the dim that tensor parallelism splits, or -1."""
 
     shape: tuple[int, ...]
     split: int = -1
     is_expert: bool = False
 
     def shape_on(self, layout: ParallelDims) -> tuple[int, ...]:
-        """On one tensor and expert parallel rank, gathered."""
+        """Return the gathered shape on one tensor and expert parallel rank."""
         shape = list(self.shape)
         if self.split >= 0:
             shape[self.split] //= layout.tensor
@@ -66,20 +65,20 @@ class _Weight:
         return tuple(shape)
 
     def sharded(self, layout: ParallelDims) -> int:
-        """Elements on the first rank."""
+        """Return the number of elements on the first rank."""
         first, *rest = self.shape_on(layout)
         ranks = layout.shard // layout.expert if self.is_expert else layout.shard
         return ceil(first / ranks) * prod(rest)
 
     def scales(self, layout: ParallelDims) -> int:
-        """Scales of a float8 state on the first rank; a rank has those of whole rows where ranks split a block."""
+        """Return the scales of a float8 state on the first rank. Ranks that split a block have a whole row's scales."""
         columns = self.shape_on(layout)[-1]
-        whole = columns if columns % BLOCK == 0 else self.shape[-1]
-        return self.sharded(layout) // columns * ceil(whole / BLOCK)
+        row = columns if columns % BLOCK == 0 else self.shape[-1]
+        return self.sharded(layout) // columns * ceil(row / BLOCK)
 
 
 def estimated_peak(config: TrainConfig, ranks: int = 1) -> int:
-    """About the peak bytes of `predict_memory(config, ranks)` for a GPU.
+    """Estimate the peak bytes of `predict_memory(config, ranks)` on a GPU.
 
     Raises:
         ValueError: the degrees do not fit the ranks, as `resolve` says.
@@ -89,7 +88,7 @@ def estimated_peak(config: TrainConfig, ranks: int = 1) -> int:
 
 
 class _Estimate:
-    """The terms of a run; those of a rank that has its share of each tensor."""
+    """The terms of the estimate, for a rank that has its share of each tensor."""
 
     def __init__(self, config: TrainConfig, layout: ParallelDims) -> None:
         self.config, self.layout, self.model = config, layout, config.model
@@ -106,7 +105,7 @@ class _Estimate:
 
     @property
     def peak(self) -> int:
-        """Bytes; see the top of the file."""
+        """The peak in bytes; see the head of this file."""
         model, tp = self.model, self.layout.tensor
         parameters = self.parameters
         resident = parameters + self.states + self._buffers() + self._inputs() + self._held_codes()
@@ -123,7 +122,7 @@ class _Estimate:
         saved = self.tokens * sum(self._saved_by_blocks()) + self._saved_outside()
         gathered_input = self.tokens * model.dim * _LOW if tp > 1 else 0
         block = codes * 2 + self._temporaries() + gathered_input
-        codes_of_gradients = 3 if self.config.comm.float8_gradients else 0  # to be sent, their copy, and arrived
+        codes_of_gradients = 3 if self.config.comm.float8_gradients else 0  # sent, copied and received
         reduced = (_FLOAT32 + codes_of_gradients) * self.in_block if self.is_sharded else 0
         live = root + saved
         return resident + max(
@@ -136,11 +135,11 @@ class _Estimate:
 
     @property
     def parameters(self) -> int:
-        """Bytes of this rank's parameters, and of their gradients."""
+        """The bytes of this rank's parameters, and of their gradients."""
         return self._sum(lambda weight: weight.sharded(self.layout)) * self.parameter_bytes
 
     def _held_gradients(self) -> int:
-        """Bytes of gradients that earlier micro-batches leave: shards in the parameters' dtype, or float32 sums."""
+        """Return the bytes of earlier micro-batches' gradients: shards in the parameters' dtype, or float32 sums."""
         reduce = self.config.training.reduce
         if self.micro_batches == 1:
             return 0
@@ -151,11 +150,11 @@ class _Estimate:
         return _FLOAT32 * self._sum(lambda weight: prod(weight.shape_on(self.layout)))
 
     def _buffers(self) -> int:
-        """Buffers of routers: a bias and a count of tokens for each expert."""
+        """Return the bytes of the routers' buffers, a bias and a count of tokens per expert."""
         return self.model.n_layers * 2 * self.model.n_experts * _FLOAT32
 
     def _head(self, gathered: int, codes: int, head: int) -> int:
-        """Bytes of the output projection and the loss, which tensor parallel ranks split by words."""
+        """Return the bytes of the output projection and the loss, which tensor parallelism splits by words."""
         tp, stream = self.layout.tensor, self.tokens * self.model.dim * _LOW
         logits = self.tokens * self.model.vocab_size // tp
         slices = (_SLICES if tp == 1 else _SPLIT_SLICES) * _FLOAT32 * min(SLICE_ELEMENTS, logits)
@@ -168,10 +167,10 @@ class _Estimate:
 
     @property
     def states(self) -> int:
-        """Bytes of the optimizer's states: float8 codes with a scale for 128 of them, or moments like the parameter."""
+        """The bytes of the optimizer's states: float8 codes with a scale per 128, or moments like the parameters."""
         optimizer, blocks = self.config.optimizer, set(self.block)
 
-        def of(weight: _Weight) -> int:
+        def state_bytes(weight: _Weight) -> int:
             elements, is_muons = weight.sharded(self.layout), optimizer.is_muon and weight in blocks
             is_muons = is_muons and len(weight.shape) == 2
             moments, step = (1, 0) if is_muons else (2, _FLOAT32)
@@ -179,10 +178,10 @@ class _Estimate:
                 return moments * elements * self.parameter_bytes + step
             is_small = len(weight.shape) < 2 or prod(weight.shape) < SMALL
             in_float32 = is_small or weight is self.outside[1]  # the embedding
-            each = _FLOAT32 * elements if in_float32 else elements + _FLOAT32 * weight.scales(self.layout)
-            return moments * each + _FLOAT32
+            moment = _FLOAT32 * elements if in_float32 else elements + _FLOAT32 * weight.scales(self.layout)
+            return moments * moment + _FLOAT32
 
-        return self._sum(of)
+        return self._sum(state_bytes)
 
     def _inputs(self) -> int:
         tensors = 3 if self.config.data.document_mask else 2
@@ -190,7 +189,7 @@ class _Estimate:
         return self.micro_batches * tensors * self.tokens * torch.int64.itemsize + mask
 
     def _casts(self) -> float:
-        """Bytes of the codes of a weight, for both of its matmuls; those in high precision have two, too."""
+        """Return the bytes per element of a weight's codes for both of its matmuls, or 2 in high precision."""
         if self.recipe is None:
             return _LOW
         codes = 1 if has_one_cast(self.config.float8.recipe) else 2
@@ -199,11 +198,11 @@ class _Estimate:
         return share * codes + (1 - share) * _LOW
 
     def _share(self, *names: str) -> float:
-        """The share of blocks in which all of these linears are in float8."""
+        """Return the share of blocks in which all named linears are in float8."""
         return min(self.shares.get(name, 0.0) for name in names)
 
     def _sizes(self) -> dict[str, int]:
-        """The elements of the linears of a block, without routed experts, and of these."""
+        """Return the elements of each linear of a block, and of its routed experts."""
         model = self.model
         dim, keys = model.dim, model.n_kv_heads * model.head_dim
         sizes = {"q_proj": dim * dim, "k_proj": keys * dim, "v_proj": keys * dim, "o_proj": dim * dim}
@@ -215,20 +214,20 @@ class _Estimate:
         return self._casts() if self.config.float8.enable_fsdp_float8_all_gather else _LOW
 
     def _held_codes(self) -> int:
-        """Weights that a step casts once: one process does, and whoever is asked to."""
+        """Return the bytes of weights that are cast once per step, as one process always does."""
         if not self.is_sharded:
             return int(self.model.n_layers * self.in_block * self._casts())
         shards = sum(weight.sharded(self.layout) for weight in self.block)
         return int(self.model.n_layers * shards * self._casts()) if self.config.float8.cast_weights_once else 0
 
     def _saved_outside(self) -> int:
-        """Rotary tables; the stream after the last block, and the input of the head, gathered."""
+        """Return the bytes of the rotary tables, the last block's output and the gathered input of the head."""
         tables = 2 * self.config.training.seq_len * self.model.head_dim * _FLOAT32
         stream = self.stream_bytes * self.model.dim // self.layout.tensor
         return tables + self.tokens * (stream + _LOW * self.model.dim)
 
     def _saved_by_blocks(self) -> Iterator[int]:
-        """Bytes for each token that each block saves."""
+        """Yield the bytes per token that each block saves."""
         checkpoint, layers = self.config.activation_checkpoint, self.model.n_layers
         stream = self.stream_bytes * self.model.dim // self.layout.tensor
         everything = self._saved_without_checkpoint()
@@ -243,15 +242,15 @@ class _Estimate:
             yield from (stream if number % every == 0 else everything for number in range(1, layers + 1))
 
     def _attention(self) -> tuple[int, int, int]:
-        """Features of queries and keys, and bytes of attention's output with the sums of its scores."""
+        """Return the features of queries and keys, and the bytes of attention's output with the sums of its scores."""
         queries, keys = self.model.dim, self.model.n_kv_heads * self.model.head_dim
         return queries, keys, _LOW * queries + _FLOAT32 * self.model.n_heads
 
     def _saved_by_policy(self) -> int:
-        """With the policy of checkpointing/policy.py: one matmul in two, attention, reduce-scatters.
+        """Return the bytes per token that the policy of checkpointing/policy.py saves.
 
-        Matmuls are counted from the first in compiled code, where the last is not saved, and from the last in eager
-        code.
+        The policy saves every second matmul, attention and reduce-scatters. It counts matmuls from the first in
+        compiled code, where the last is not saved, and from the last in eager code.
         """
         (queries, keys, attention), dim, tp = self._attention(), self.model.dim, self.layout.tensor
         experts, shared = self.model.n_experts, self.model.n_shared_experts * self.model.hidden_dim
@@ -265,19 +264,18 @@ class _Estimate:
         return (self.stream_bytes * dim + matmuls + attention + scattered) // tp
 
     def _saved_without_checkpoint(self) -> int:
-        """All that a block saves.
+        """Return the bytes per token that a block saves without checkpointing.
 
-        Compiled float8 saves no input of a linear that it can cast again from what else is saved. Eager code saves
-        codes, and so do inputs that tensor parallel ranks gather; a gradient of weights in high precision saves the
-        input.
-        Norms, attention and feed-forwards may store what they save as codes; linears store nothing.
+        Compiled float8 code does not save an input of a linear that it can cast again from other saved tensors. Eager
+        code, and linears whose input tensor parallelism gathers, save codes. A grad_weight in high precision saves the
+        input. Norms, attention and feed-forwards may store saved tensors as codes; linears do not.
         """
         (queries, keys, attention), dim, tp = self._attention(), self.model.dim, self.layout.tensor
         experts, hidden = self.model.n_experts, self.model.hidden_dim
         is_compiled, stores = self.config.training.compile, self.config.activation_checkpoint.store_in_float8
-        low, of_stream = (_STORED, _STORED) if stores else (_LOW, self.stream_bytes)
-        # at the begin of the block, and after attention; compiled code saves what attention adds
-        streams = (of_stream + (low if is_compiled else of_stream)) * dim
+        low, stream = (_STORED, _STORED) if stores else (_LOW, self.stream_bytes)
+        # at the start of the block, and after attention, where compiled code saves attention's output instead
+        streams = (stream + (low if is_compiled else stream)) * dim
         if self.config.data.document_mask:  # attention with a mask has as many keys as queries
             keys = queries
         rotated = low * (queries + 2 * keys)
@@ -292,24 +290,22 @@ class _Estimate:
             (self._share(wide), *gathered),
             (self._share(down), product, saved),
         )
-        of_linears = sum(features * (share * codes + (1 - share) * _LOW) for share, features, codes in inputs)
+        linears = sum(features * (share * codes + (1 - share) * _LOW) for share, features, codes in inputs)
         if saved < _LOW:  # attention saves its output
-            of_linears += self._share("o_proj") * saved * queries
-        if not is_compiled:  # silu(gate), which a norm or SwiGLU in front of float8 does not save
+            linears += self._share("o_proj") * saved * queries
+        if not is_compiled:  # silu(gate), which a SwiGLU in front of float8 does not save
             fused = self._share(down) if self.config.float8.fused_producers else 0.0
-            of_linears += low * product * (1 - fused)
-        if experts:
-            of_linears += (
-                low * dim * self.model.top_k * 2 + _FLOAT32 * experts
-            )  # tokens of experts, before and after; scores
-        return int(streams + rotated + attention + gates + of_linears) // tp
+            linears += low * product * (1 - fused)
+        if experts:  # scores, and the tokens of experts before and after
+            linears += low * dim * self.model.top_k * 2 + _FLOAT32 * experts
+        return int(streams + rotated + attention + gates + linears) // tp
 
     def _rows(self) -> int:
-        """Feed-forwards, or experts, that a token passes."""
+        """Return the number of feed-forwards or experts through which a token passes."""
         return self.model.top_k + self.model.n_shared_experts if self.model.n_experts else 1
 
     def _saved_of_float8(self, tp: int) -> int:
-        """Bytes that a float8 linear saves for each element of its input, which so many ranks gather."""
+        """Return the bytes that a float8 linear saves per element of its input, which `tp` ranks gather."""
         if self.recipe is None:
             return 0
         if self.recipe.casts.input.of_column.is_disabled:
@@ -318,9 +314,9 @@ class _Estimate:
         return int(saves)
 
     def _temporaries(self) -> int:
-        """Gradients of a block's weights, or their copy in float32, and of the tensors of its feed-forward."""
-        of_token = 8 * self._rows() * self.model.hidden_dim + _FLOAT32 * self.model.dim
-        return _LOW * self.in_block + self.tokens * of_token // self.layout.tensor
+        """Return the bytes of a block's weight gradients, and of the gradients in its feed-forward."""
+        token_bytes = 8 * self._rows() * self.model.hidden_dim + _FLOAT32 * self.model.dim
+        return _LOW * self.in_block + self.tokens * token_bytes // self.layout.tensor
 
 
 def _weights_of_block(model: Model) -> list[_Weight]:
@@ -340,6 +336,6 @@ def _weights_of_block(model: Model) -> list[_Weight]:
 
 
 def _weights_outside(model: Model) -> list[_Weight]:
-    """The last norm, the embedding, and last the head."""
+    """Return the last norm, the embedding and, unless it is tied, the head."""
     embedding = _Weight((model.vocab_size, model.dim), 0)
     return [_Weight((model.dim,)), embedding, *([] if model.tie_word_embeddings else [_Weight(embedding.shape, 0)])]

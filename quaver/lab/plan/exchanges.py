@@ -1,6 +1,6 @@
-"""The exchanges of ranks inside one block and micro-batch, besides FSDP2: of tensor, context and expert parallelism.
+"""The collectives of tensor, context and expert parallelism inside one block and micro-batch.
 
-tests/lab/plan/test_exchanges.py holds numbers and bytes to what `quaver memory --links` counts.
+tests/lab/plan/test_exchanges.py compares their numbers and bytes with `quaver memory --links`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from quaver.recipes.linear_casts import LinearCasts, OperandCasts
 
 _GATHER_INPUTS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 _GATHER_GRADIENTS = ("o_proj",), ("down_proj",)
-"""The linears of each half of a block that read what tensor parallel ranks gather: codes if all are in float8."""
+"""The linears in each half of a block that read what tensor parallelism gathers: codes if all of them are float8."""
 
 _GATHERED_OF_LOGITS = 12
-"""Bytes of a token that the loss gathers from each rank (quaver/lab/trainer/loss.py)."""
+"""Bytes per token that the loss gathers from each rank (quaver/lab/trainer/loss.py)."""
 
 
 class Exchange(NamedTuple):
@@ -33,16 +33,15 @@ class Exchange(NamedTuple):
 
 
 def exchanges_of_block(run: PlannedRun, *, backward: bool) -> list[Exchange]:
-    """The collectives of a block's forward, or of its backward with what that recomputes."""
+    """Return the collectives of a block's forward, or of its backward with the recomputation."""
     return [*_tensor_parallel(run, backward), *_context_parallel(run, backward), *_expert_parallel(run, backward)]
 
 
 def exchanges_at_the_ends(run: PlannedRun) -> tuple[dict[bool, list[Exchange]], dict[bool, list[Exchange]]]:
-    """The exchanges of tensor parallel ranks at the embedding and at the output projection: forward, and backward
-    (True).
+    """Return the exchanges of tensor parallelism at the embedding and at the output projection, by `is_backward`.
 
-    The embedding is split by words: its output is scattered by sequence, its gradient gathered, in the residual
-    stream's dtype. The projection gathers its input; of the logits the loss gathers three numbers a token and rank.
+    The embedding is split by words. Its output is scattered by sequence and its gradient gathered, in the residual
+    stream's dtype. The projection gathers its input; the loss gathers three numbers a token and rank.
     """
     if run.tensor == 1:
         return {False: [], True: []}, {False: [], True: []}
@@ -52,18 +51,18 @@ def exchanges_at_the_ends(run: PlannedRun) -> tuple[dict[bool, list[Exchange]], 
         False: [Exchange("reduce_scatter", stream, *group)],
         True: [Exchange("all_gather", stream, *group)],
     }
-    of_logits = _GATHERED_OF_LOGITS * run.tokens * run.tensor
+    logit_bytes = _GATHERED_OF_LOGITS * run.tokens * run.tensor
     head = {
-        False: [Exchange("all_gather", 2 * hidden, *group), Exchange("all_gather", of_logits, *group)],
+        False: [Exchange("all_gather", 2 * hidden, *group), Exchange("all_gather", logit_bytes, *group)],
         True: [Exchange("reduce_scatter", 2 * hidden, *group)],
     }
     return embedding, head
 
 
 def _tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
-    """Sequence parallel ranks gather the inputs of a block's halves, and scatter their outputs; so with gradients.
+    """Yield the collectives of sequence parallelism: a half of a block gathers its input and scatters its output.
 
-    What a checkpoint recomputes gathers again. "op" saves what was scattered.
+    Gradients do the reverse. A recomputation gathers again; under "op" it does not scatter again.
     """
     if run.tensor == 1:
         return
@@ -82,18 +81,18 @@ def _tensor_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
     for is_gradient in [False] * (again or not backward) + [True] * backward:
         operand = None if casts is None or run.casts_gathered else casts.grad_output if is_gradient else casts.input
         readers = (_GATHER_GRADIENTS if is_gradient else _GATHER_INPUTS)[:halves]
-        in_codes = sum(min(map(run.float8_share, each)) for each in readers)
-        for times, kept in ((in_codes, operand), (halves - in_codes, None)):
-            for gathered in _gathered_bytes(kept, run.tokens, dim, run.tensor) if times else []:
+        in_codes = sum(min(map(run.float8_share, linears)) for linears in readers)
+        for times, casts_of_operand in ((in_codes, operand), (halves - in_codes, None)):
+            for gathered in _gathered_bytes(casts_of_operand, run.tokens, dim, run.tensor) if times else []:
                 yield Exchange("all_gather", gathered, times, *group)
     scatters = halves + (1 if backward and run.checkpointing == "full" else 0)
     yield Exchange("reduce_scatter", 2 * run.tokens * dim, scatters, *group)
 
 
 def _gathered_bytes(casts: OperandCasts | None, tokens: int, dim: int, ranks: int) -> list[float]:
-    """The bytes of the tensors that are gathered for an operand of `tokens` rows: its codes and their scales.
+    """Return the bytes of the tensors that are gathered for an operand of `tokens` rows: its codes and their scales.
 
-    bfloat16 where a rank's rows are no whole blocks.
+    bfloat16 is gathered if a rank's rows do not divide into blocks.
     """
     elements = tokens * dim
     if casts is None or not casts.is_float8:
@@ -110,11 +109,11 @@ def _gathered_bytes(casts: OperandCasts | None, tokens: int, dim: int, ranks: in
 
 
 def _amaxes(run: PlannedRun, casts: LinearCasts) -> tuple[tuple[int, int], tuple[int, int]]:
-    """All-reduces of amaxes, and their elements: in the forward, and in the backward.
+    """Return (all-reduces of amaxes, their elements) of the forward and of the backward.
 
-    Ranks agree on the scale of what is split between them: of a whole tensor, or of dot products along a split dim.
-    q, k, v, gate and up split their outputs, o and down their inputs; the inputs of the first and the gradients of the
-    latter are split by sequence. FSDP2 that gathers codes agrees on the scales of weights once in a step.
+    Ranks that split a tensor agree on its scale, and ranks that split a contracted dim on the scales along it. q, k, v,
+    gate and up split their outputs, o and down their inputs; the inputs of the former and the gradients of the latter
+    are split by sequence. With a float8 all-gather, FSDP2 agrees on the scales of weights once a step.
     """
     tokens, dim = run.tokens, run.model.dim
     forward, backward = [0, 0], [0, 0]
@@ -154,7 +153,7 @@ def _amaxes(run: PlannedRun, casts: LinearCasts) -> tuple[tuple[int, int], tuple
 
 
 def _context_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
-    """Keys and values of all parts of the sequence; their gradients are scattered back."""
+    """Yield the all-gather of keys and values, and the reduce-scatter of their gradients."""
     if run.context == 1:
         return
     keys = 2 * run.model.n_kv_heads * run.model.head_dim * run.tokens * run.context * 2 / run.tensor
@@ -164,7 +163,7 @@ def _context_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
 
 
 def _expert_parallel(run: PlannedRun, backward: bool) -> Iterator[Exchange]:
-    """Tokens go to the ranks of their experts and come back, after how many each gets; so do their gradients."""
+    """Yield the exchange of counts, and the exchanges that send tokens, or their gradients, to the experts and back."""
     if run.expert == 1:
         return
     group = run.expert, run.tensor * run.context

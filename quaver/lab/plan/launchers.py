@@ -1,6 +1,6 @@
-"""The files that start a run on a cluster: a shell on each host with torchrun, Slurm, and Kubernetes with JobSet.
+"""Makes the files that start a run on a cluster: a shell script with torchrun, Slurm, and Kubernetes with JobSet.
 
-The templates stand in launch/. examples/launch/ has what they become for two runs.
+The templates are in launch/. examples/launch/ has the files of two runs.
 """
 
 import json
@@ -15,23 +15,23 @@ SUFFIXES = {".torchrun.sh": "torchrun.sh", ".slurm.sbatch": "slurm.sbatch", ".jo
 """Endings of the launch files, with their templates."""
 
 GRACE_SECONDS = 300
-"""From SIGTERM to the end of a job, in which a run finishes its step and saves a checkpoint."""
+"""The time from SIGTERM to the end of a job, in which a run finishes its step and saves a checkpoint."""
 SAVE_SECONDS = GRACE_SECONDS - 30
-"""From SIGTERM until torchrun kills its ranks, so that its own end comes before the job's."""
+"""The time from SIGTERM until torchrun kills its ranks, so that torchrun ends before the job."""
 JOIN_SECONDS = 600
-"""torchrun's default for the time in which all hosts must arrive."""
+"""The time in which all hosts must join, torchrun's default."""
 CPUS_PER_GPU = 8
 _LONGEST_NAME = 40
 """Kubernetes adds the names of the job and of the pod, and takes 63 characters."""
 
 
 def launch_files(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path) -> dict[str, str]:
-    """Return the texts of the launch files by their endings, for the config that is at `path` when they run.
+    """Return the texts of the launch files by their endings. `path` is the path of the config when they run.
 
-    The run resumes by itself: it gets a name and checkpoint.resume = auto where `config` has none.
+    The run resumes by itself: it gets a name and checkpoint.resume = auto, unless `config` sets them.
 
     Raises:
-        ValueError: so many ranks do not fill hosts of `gpus_per_node` GPUs, or no command can name `path`.
+        ValueError: `ranks` do not fill hosts of `gpus_per_node` GPUs, or a command cannot contain `path`.
     """
     if not str(path).isprintable():
         raise ValueError(f"the path of a config must be printable characters, got {str(path)!r}")
@@ -55,7 +55,7 @@ def launch_files(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path
 
 
 def hosts_of(ranks: int, gpus_per_node: int) -> tuple[int, int]:
-    """Return how many hosts a run of `ranks` has, and how many of their GPUs it takes on each."""
+    """Return the number of hosts of a run of `ranks`, and the number of GPUs that it takes on each."""
     if ranks <= gpus_per_node:
         return 1, ranks
     if ranks % gpus_per_node:
@@ -74,16 +74,16 @@ def _filled(template: str, words: list[str], values: dict[str, object]) -> str:
     else:
         written = shlex.join(words)
     values = {**values, "words": written}
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: str(values[found[1]]), text)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: str(values[match[1]]), text)
 
 
 def _yaml(word: str) -> str:
-    """A word of a container's command as a YAML string. Kubernetes replaces $(NAME), and reads $$ as $."""
+    """Return a word of a container's command as a YAML string. Kubernetes replaces $(NAME), and reads $$ as $."""
     word = word.replace("$", "$$")
     return word if re.fullmatch(r"[\w./=-]+", word, re.ASCII) else json.dumps(word, ensure_ascii=False)
 
 
 def _dns_label(name: str) -> str:
-    """The name of a run as a name in Kubernetes, which also is a word for shells and Slurm."""
+    """Turn the name of a run into a Kubernetes name, which is also a word for shells and Slurm."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return (label if label[:1].isalpha() else f"quaver-{label}")[:_LONGEST_NAME].strip("-")

@@ -1,8 +1,8 @@
-"""The layouts and settings of a run that a search tries, as configs of the trainer, whose refusals count.
+"""The layouts and settings of a run that a search tries, as configs of the trainer, which may refuse them.
 
-Data parallelism (FSDP2, or HSDP with shard groups of whole nodes) x whether weights stay gathered for the backward x
-tensor parallelism inside a node x expert parallelism x local batch size x checkpointing x precision x the dtype of its
-all-gather x the micro-batches after which gradients are reduced; and what stores less precisely, where it is asked for.
+They are the product of data parallelism (FSDP2, or HSDP with shard groups of whole nodes), resharding after the
+forward, tensor parallelism inside a node, expert parallelism, local batch size, checkpointing, precision, the dtype of
+the all-gather, and the micro-batches after which gradients are reduced; on request also less precise storage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Candidate:
     """A run that the trainer accepts."""
 
     config: TrainConfig
-    """With its global batch size."""
+    """The config with its global batch size resolved."""
     layout: ParallelDims
     is_configured: bool = False
 
@@ -41,8 +41,7 @@ class Candidate:
 
     @property
     def saved_words(self) -> str:
-        """The checkpointing of blocks, and states and activations that are stored in float8: "op", "1/2" for every
-        second block, "full+opt", "none+opt+act"."""
+        """Checkpointing, and what is stored in float8: "op", "1/2" (every second block), "full+opt", "none+opt+act"."""
         checkpoint = self.config.activation_checkpoint
         every = selected_every(checkpoint.selective_ac_option)
         words = [checkpoint.mode if checkpoint.mode != "selective" else "op" if every is None else f"1/{every}"]
@@ -51,8 +50,10 @@ class Candidate:
 
     @property
     def gathered_words(self) -> str:
-        """The dtype in which FSDP2 gathers the weights of blocks, and how often in a micro-batch: "fp8x2" for the
-        forward and again for the backward, "bf16x1" for both; empty without shards."""
+        """The dtype of the all-gather of a block's weights, and its number in a micro-batch; "" without shards.
+
+        "fp8x2" gathers for the forward and again for the backward, "bf16x1" once for both.
+        """
         if self.layout.shard == 1:
             return ""
         dtype = "fp8" if self.config.float8.enable_fsdp_float8_all_gather else "bf16"
@@ -60,13 +61,13 @@ class Candidate:
 
     @property
     def reduced_words(self) -> str:
-        """After which of several micro-batches ranks reduce gradients: "last", "every"; empty for one, or one rank."""
+        """training.reduce, or "" for one micro-batch or one rank."""
         training, layout = self.config.training, self.layout
         return training.reduce if has_reductions(training.step_batch_size, training.local_batch_size, layout) else ""
 
     @property
     def words(self) -> str:
-        """The layout, the batch and what blocks save, in a few words."""
+        """The layout, the batch and the checkpointing in a few words."""
         layout, training = self.layout, self.config.training
         degrees = {"FSDP2": layout.shard, "x HSDP": layout.replicate, "x TP": layout.tensor, "EP": layout.expert}
         where = " ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "one GPU"
@@ -79,12 +80,12 @@ class Candidate:
 
 @dataclass
 class Layouts:
-    """The layouts that a search tries, and why the trainer refuses others."""
+    """The layouts that a search tries, and the reasons why the trainer refuses others."""
 
     candidates: list[Candidate] = field(default_factory=list)
     refusals: Counter[str] = field(default_factory=Counter)
     configured_refusal: str = ""
-    """Why the configured layout is no candidate."""
+    """The reason why the configured layout is not a candidate."""
 
     def add(self, config: TrainConfig, ranks: int, *, is_configured: bool = False) -> None:
         """Add a run if the trainer accepts it."""
@@ -105,21 +106,21 @@ class Layouts:
 def layouts_of(
     config: TrainConfig, ranks: int, *, nodes_of: int, precisions: list[str], step_sequences: int | None, stores: bool
 ) -> Layouts:
-    """All candidates, the configured run first if it can be laid out with `step_sequences`.
+    """Return all candidates, with the configured run first if the trainer accepts it with `step_sequences`.
 
     Args:
-        step_sequences: sequences of a step over all ranks, of every candidate; None for one micro-batch of each
-            data-parallel rank, of which layouts have different numbers.
-        stores: also try what rounds between the matmuls or in the optimizer.
+        step_sequences: the sequences of every candidate's step on all ranks. None: one micro-batch per data-parallel
+            rank, so that layouts have different steps.
+        stores: also try less precise storage between the matmuls and in the optimizer.
     """
-    found = Layouts()
+    layouts = Layouts()
     size = config.training.global_batch_size if step_sequences is None else step_sequences
     try:
         training = replace(config.training, global_batch_size=size)
     except ValueError as error:
-        found.refuse(error, is_configured=True)
+        layouts.refuse(error, is_configured=True)
     else:
-        found.add(replace(config, training=training), ranks, is_configured=True)
+        layouts.add(replace(config, training=training), ranks, is_configured=True)
     for degrees, local, checkpoint, precision in product(
         list(_degrees(config, ranks, nodes_of)),
         _local_batches(config, step_sequences),
@@ -133,21 +134,22 @@ def layouts_of(
                 changed = _changed(config, degrees, local, checkpoint, precision, gathering, step_sequences)
                 changed = replace(changed, training=replace(changed.training, reduce=reduce))
             except ValueError as error:
-                found.refuse(error)
+                layouts.refuse(error)
                 continue
-            variants = [changed, *(each.config for each in less_precise(Change("", changed)))] if stores else [changed]
-            for variant in variants:
+            less = [change.config for change in less_precise(Change("", changed))] if stores else []
+            for variant in [changed, *less]:
                 if variant is not None:
-                    found.add(variant, ranks)
-    unique = {each.config: each for each in reversed(found.candidates)}
-    found.candidates = list(unique.values())[::-1]
-    return found
+                    layouts.add(variant, ranks)
+    unique = {candidate.config: candidate for candidate in reversed(layouts.candidates)}
+    layouts.candidates = list(unique.values())[::-1]
+    return layouts
 
 
 def precisions_of(block_length: int | None, is_multiplied: bool) -> list[str]:
-    """bfloat16, and the recipes that a search tries on a GPU with matmuls of such blocks.
+    """Return bfloat16, and the recipes that a search tries on a GPU.
 
     Args:
+        block_length: the length of the blocks that the GPU multiplies natively, or None.
         is_multiplied: whether the GPU multiplies float8.
     """
     if not is_multiplied:
@@ -165,7 +167,7 @@ class Degrees(NamedTuple):
     expert: int
 
     def set_in(self, parallelism: Parallelism) -> Parallelism:
-        """`parallelism` with these degrees."""
+        """Return `parallelism` with these degrees."""
         return replace(
             parallelism,
             data_parallel_replicate_degree=self.replicate,
@@ -184,11 +186,11 @@ class _Gathering(NamedTuple):
 
 
 def _gatherings(shard: int, precision: str, float8: Float8) -> list[_Gathering]:
-    """The ways that differ: "always" only frees the embedding sooner than "default"."""
+    """Return the gatherings to try, without "always", which only frees the embedding sooner than "default"."""
     if shard == 1:
         return [_Gathering(False, "default")]
     codes = [True, False] if precision != BFLOAT16 and has_one_cast(float8.with_backward(precision)) else [False]
-    return [_Gathering(*each) for each in product(codes, ("default", "never"))]
+    return [_Gathering(*gathering) for gathering in product(codes, ("default", "never"))]
 
 
 def has_reductions(step_sequences: int, local: int, layout: ParallelDims | Degrees) -> bool:
@@ -198,7 +200,7 @@ def has_reductions(step_sequences: int, local: int, layout: ParallelDims | Degre
 
 
 def _reductions(degrees: Degrees, local: int, step_sequences: int | None) -> list[str]:
-    """The values of training.reduce that may be best: with replicas "every" sends more than "last_all_reduce"."""
+    """Return the values of training.reduce to try. With replicas "every" sends more than "last_all_reduce"."""
     if not has_reductions(step_sequences or 0, local, degrees):
         return ["every"]
     return ["last_all_reduce" if degrees.replicate > 1 else "every", "last"]
@@ -225,16 +227,16 @@ def _changed(
 
 
 def _degrees(config: TrainConfig, ranks: int, nodes_of: int) -> Iterator[Degrees]:
-    """The degrees that use all ranks; tensor parallelism stays in a node."""
+    """Yield the degrees that use all ranks, with tensor parallelism inside a node."""
     model, configured = config.model, config.parallelism
     tensors = {1} if model.n_experts else {*_powers_of_2(min(nodes_of, ranks)), configured.tensor_parallel_degree}
-    for tensor in sorted(each for each in tensors if ranks % each == 0):
+    for tensor in sorted(degree for degree in tensors if ranks % degree == 0):
         groups = ranks // tensor
         shards = {groups, configured.data_parallel_shard_degree}
-        shards |= {each for each in _powers_of_2(groups) if each * tensor >= min(nodes_of, groups)}
-        for shard in sorted((each for each in shards if each > 0 and groups % each == 0), reverse=True):
-            experts = [each for each in _powers_of_2(min(shard, MOST_EXPERT_RANKS)) if model.n_experts]
-            for expert in experts or [1]:
+        shards |= {degree for degree in _powers_of_2(groups) if degree * tensor >= min(nodes_of, groups)}
+        for shard in sorted((degree for degree in shards if degree > 0 and groups % degree == 0), reverse=True):
+            experts = _powers_of_2(min(shard, MOST_EXPERT_RANKS)) if model.n_experts else [1]
+            for expert in experts:
                 if shard % expert == 0 and (expert == 1 or model.n_experts % expert == 0):
                     yield Degrees(groups // shard, shard, tensor, expert)
 

@@ -1,4 +1,4 @@
-"""The limits of a step, in numbers and in words: where its seconds go, what is hidden, and what float8 gains."""
+"""Explains the time of a step in numbers and words: computing, hidden and exposed communication, the gain of float8."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = {
     "checkpoint": "checkpoints",
 }
 NOTHING = 0.005
-"""A share of a step below which something counts as hidden."""
+"""The share of a step below which communication counts as hidden."""
 
 
 @dataclass(frozen=True)
@@ -27,33 +27,33 @@ class Link:
 
     name: str
     sent_bytes: float
-    """Bytes that the rank sends over it."""
+    """Bytes that the rank sends over the link."""
     busy_s: float
     exposed_s: float
-    """How long it works while nothing is computed."""
+    """The time in which the link works while nothing is computed."""
 
 
 def links_of(timeline: SimulatedTimeline) -> list[Link]:
-    """The links of a step."""
-    found = []
-    for name in timeline.streams:
-        if name in (NVLINK, NETWORK):
-            found.append(Link(name, timeline.sent_bytes(name), timeline.busy_s(name), timeline.exposed_on(name)))
-    return found
+    """Return the links that a step uses."""
+    return [
+        Link(name, timeline.sent_bytes(name), timeline.busy_s(name), timeline.exposed_on(name))
+        for name in timeline.streams
+        if name in (NVLINK, NETWORK)
+    ]
 
 
 def limits_in_words(row: FittingLayout, cluster: Cluster) -> list[str]:
-    """Sentences: what the GPU computes, what is hidden behind it, what is not, and what float8 gains."""
-    timeline, whole = row.timeline, row.timeline.seconds
+    """Return sentences about the share of computing, hidden and exposed communication, and the gain of float8."""
+    timeline, step_s = row.timeline, row.timeline.seconds
     kinds = [kind for kind in WORDS if any(span.task.kind == kind for span in timeline.spans)]
-    exposed = {kind: timeline.exposed_s(kind) / whole for kind in kinds}
+    exposed = {kind: timeline.exposed_s(kind) / step_s for kind in kinds}
     hidden = [WORDS[kind] for kind in kinds if exposed[kind] < NOTHING and kind != "checkpoint"]
     shown = {WORDS[kind]: share for kind, share in exposed.items() if share >= NOTHING}
-    busy = timeline.busy_s(COMPUTE) / whole
+    busy = timeline.busy_s(COMPUTE) / step_s
     sentences = [f"computing takes {busy:.0%} of the step"]
     if hidden:
         sentences.append(f"hidden behind it: {', '.join(hidden)}")
-    for words, share in sorted(shown.items(), key=lambda each: -each[1]):
+    for words, share in sorted(shown.items(), key=lambda item: -item[1]):
         sentences.append(f"{words} are not: {share:.1%} of the step waits for them")
     between_s, writing_s = row.run.steps_between_saves * row.seconds, written_s(row.run, cluster)
     if writing_s > between_s > 0:
@@ -62,7 +62,7 @@ def limits_in_words(row: FittingLayout, cluster: Cluster) -> list[str]:
 
 
 def gain_in_words(row: FittingLayout, cluster: Cluster) -> list[str]:
-    """The gain of float8 in this layout, and why not more; nothing for bfloat16."""
+    """Return a sentence about the gain of float8 in this layout and its bound; nothing for bfloat16."""
     if row.run.recipe is None:
         return []
     bfloat16_s = in_bfloat16(row, cluster)

@@ -1,4 +1,4 @@
-"""The FLOPs of a run's matmuls, and the bound that the data sheet's peaks set: no step is faster than they allow."""
+"""The FLOPs of a run's matmuls, and the bound on a step's speed that the data sheet's peaks set."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from quaver.roofline.scaled_matmul import kinds_of_matmuls
 
 
 def flops_per_token(run: PlannedRun) -> float:
-    """FLOPs of forward and backward for one token: 6 for each weight that it is multiplied with, and attention's.
+    """Return the FLOPs of forward and backward for one token: 6 per weight that multiplies it, and attention's.
 
-    Attention counts as its causal half, which is what kernels compute; `training_flops_per_token` of the trainer counts
-    all of it, as usual, and would be above a peak for long sequences.
+    Attention counts as its causal half, which kernels compute. The trainer's `training_flops_per_token` counts all of
+    it, as usual, and would exceed a peak for long sequences.
     """
     model = run.model
     weights = sum(i * o for i, o in weights_of_block(run).values()) + model.top_k * _expert_weights(run)
@@ -21,7 +21,7 @@ def flops_per_token(run: PlannedRun) -> float:
 
 
 def float8_flops_per_token(run: PlannedRun) -> float:
-    """FLOPs of matmuls in float8, forward and backward."""
+    """Return the FLOPs of float8 matmuls for one token, forward and backward."""
     if run.recipe is None:
         return 0
     model = run.model
@@ -32,10 +32,10 @@ def float8_flops_per_token(run: PlannedRun) -> float:
 
 
 def share_of_peak(run: PlannedRun, seconds: float, spec: DeviceSpec) -> float:
-    """The least time of a step's matmuls, each at the data sheet's peak of its own precision, over `seconds`.
+    """Return the least time of a step's matmuls, each at the data sheet's peak of its precision, over `seconds`.
 
     Raises:
-        RuntimeError: it is above 1, so that `seconds` are wrong: nothing multiplies faster than the peak.
+        RuntimeError: the share is above 1, so `seconds` are wrong: nothing multiplies faster than the peak.
     """
     in_float8 = float8_flops_per_token(run)
     peak8 = spec.float8_tflops or spec.bfloat16_tflops

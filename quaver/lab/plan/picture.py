@@ -1,4 +1,4 @@
-"""The picture of a step: the compute stream and each link as rows of time, the whole step and one block of it."""
+"""Draws a step: the compute stream and each link over time, for the whole step and for a short part of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLORS = {
     "checkpoint": "#ff9da6",
 }
 _ZOOM = 0.08
-"""The share of the step that the second row of the picture shows, around the end of the forward."""
+"""The share of the step, around the end of the forward, that the second row of the picture shows."""
 
 
 def draw_step(timeline: SimulatedTimeline, path: Path, *, title: str) -> None:

@@ -1,7 +1,7 @@
-"""The tasks of a step of a run with pipeline stages: 1F1B, interleaved where a stage holds several parts of the model.
+"""The tasks of a step with pipeline stages: 1F1B, interleaved if a stage holds several parts of the model.
 
-The trainer has no pipeline stages: this is for runs that others published. Every stage is simulated. A stage gathers
-its weights once and reduces their gradients once, after its last backward; inside a block all is as in step.py.
+The trainer has no pipeline stages; this is for runs that others published. Every stage is simulated. A stage gathers
+its weights once and reduces their gradients once, after its last backward. Inside a block the tasks are step.py's.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from quaver.lab.plan.step import GRADIENT_BYTES, block_groups, block_tasks
 from quaver.roofline.matmul import moved_s
 
 Key = tuple[str, int, int, int]
-"""The kind of a task, the stage, the part of the model that the stage holds, and the micro-batch."""
+"""The kind of a task, the stage, the part of the model on that stage, and the micro-batch."""
 
 
 def orders(stages: int, parts: int, micro_batches: int, stage: int) -> list[tuple[bool, int, int]]:
-    """Whether backward, the part and the micro-batch of each of a stage's turns, in order.
+    """Return the turns of a stage in order, as (is_backward, part, micro_batch).
 
     Raises:
-        ValueError: interleaved stages take micro-batches in groups of as many as there are stages.
+        ValueError: with interleaved stages, the micro-batches are not a multiple of the stages.
     """
     if parts > 1 and micro_batches % stages:
         raise ValueError(f"expected a multiple of {stages} micro-batches for interleaved stages, got {micro_batches}")
@@ -45,20 +45,20 @@ def orders(stages: int, parts: int, micro_batches: int, stage: int) -> list[tupl
 
 
 def pipeline_step(run: PlannedRun, cluster: Cluster) -> SimulatedStep:
-    """The tasks of a step of the first rank of every stage.
+    """Return the tasks of a step, for the first rank of every stage.
 
     Raises:
         ValueError: the blocks or micro-batches do not divide.
     """
     stages = run.pipeline
     seconds = _seconds(run, cluster)
-    made: dict[Key, tuple[str, float, list[Key], str]] = {}
+    tasks: dict[Key, tuple[str, float, list[Key], str]] = {}
     for stage in range(stages):
-        _stage(run, cluster, stage, seconds, made)
-    numbers = {key: number for number, key in enumerate(made)}
+        _add_stage(run, cluster, stage, seconds, tasks)
+    numbers = {key: number for number, key in enumerate(tasks)}
     step = SimulatedStep()
-    for (what, stage, part, micro_batch), (stream, took, after, kind) in made.items():
-        name = f"stage {stage}: {what} of part {part}, micro-batch {micro_batch}"
+    for (task, stage, part, micro_batch), (stream, took, after, kind) in tasks.items():
+        name = f"stage {stage}: {task} of part {part}, micro-batch {micro_batch}"
         step.tasks.append(Task(name, f"{stream}@{stage}", took, tuple(sorted(numbers[key] for key in after)), kind))
     last = len(step.tasks) - 1
     held = held_parameters(run) / stages
@@ -70,25 +70,26 @@ def pipeline_step(run: PlannedRun, cluster: Cluster) -> SimulatedStep:
 
 
 def _seconds(run: PlannedRun, cluster: Cluster) -> dict[str, float]:
-    """Seconds of one part of a stage and micro-batch, of the model's ends, and of collectives."""
+    """Return the seconds of one part of a stage per micro-batch, of the model's ends, and of collectives."""
     blocks = run.model.n_layers / (run.pipeline * run.virtual)
-    times, one = block_times(run, cluster), replace(run, pipeline=1)
+    times, unpipelined = block_times(run, cluster), replace(run, pipeline=1)
     stride = run.tensor * run.context * run.shard * run.replicate
     activation = 2 * run.tokens * run.model.dim / run.tensor
     share = run.checkpointed_blocks / run.model.n_layers
     directions = {"forward": times.forward, "backward": times.backward + share * times.recomputed}
-    found = {
-        name: blocks * simulate(block_tasks(one, cluster, each, backward=name == "backward")).seconds
-        for name, each in directions.items()
+    seconds = {
+        name: blocks * simulate(block_tasks(unpipelined, cluster, computed, backward=name == "backward")).seconds
+        for name, computed in directions.items()
     }
     head, embedding = head_times(run, cluster), embedding_times(run, cluster)
-    ends = exchanges_at_the_ends(one)
+    ends = exchanges_at_the_ends(unpipelined)
     for name, both, exchanges in (("embedding", embedding, ends[0]), ("head", head, ends[1])):
         for is_backward, computed in enumerate(both):
             sent = sum(
-                cluster.seconds(each.kind, each.tensor_bytes, each.ranks) for each in exchanges[bool(is_backward)]
+                cluster.seconds(exchange.kind, exchange.tensor_bytes, exchange.ranks)
+                for exchange in exchanges[bool(is_backward)]
             )
-            found[f"{name} {'backward' if is_backward else 'forward'}"] = computed + sent
+            seconds[f"{name} {'backward' if is_backward else 'forward'}"] = computed + sent
     gather = reduce = 0.0
     for group in block_groups(run):
         gather += cluster.seconds("all_gather", group.gathered_bytes, group.shard, group.stride)
@@ -96,50 +97,46 @@ def _seconds(run: PlannedRun, cluster: Cluster) -> dict[str, float]:
         reduce += cluster.seconds("reduce_scatter", scattered, group.shard, group.stride)
         replicas = group.stride * group.shard
         reduce += cluster.seconds("all_reduce", scattered / group.shard, run.replicate, replicas)
-    return found | {
+    return seconds | {
         "gather": blocks * gather,
         "reduce": blocks * reduce,
         "send": cluster.send_s(activation, stride),
     }
 
 
-def _stage(
+def _add_stage(
     run: PlannedRun,
     cluster: Cluster,
     stage: int,
     seconds: dict[str, float],
-    made: dict[Key, tuple[str, float, list[Key], str]],
+    tasks: dict[Key, tuple[str, float, list[Key], str]],
 ) -> None:
     stages, parts, micro_batches = run.pipeline, run.virtual, run.micro_batches
     turns = orders(stages, parts, micro_batches, stage)
     link = cluster.link(run.shard * run.replicate * run.context, run.tensor)
     for part in range(parts):
-        made["gather", stage, part, 0] = link, seconds["gather"], [], "all_gather"
+        tasks["gather", stage, part, 0] = link, seconds["gather"], [], "all_gather"
     last = {part: max(i for i, (back, at, _) in enumerate(turns) if back and at == part) for part in range(parts)}
     for number, (is_backward, part, micro_batch) in enumerate(turns):
-        what = "backward" if is_backward else "forward"
-        took = seconds[what]
+        direction = "backward" if is_backward else "forward"
+        took = seconds[direction]
         step = 1 if is_backward else -1
         place = part * stages + stage
         if place == stages * parts - 1:
-            took += seconds[f"head {what}"]
+            took += seconds[f"head {direction}"]
         if place == 0:
-            took += seconds[f"embedding {what}"]
+            took += seconds[f"embedding {direction}"]
         after: list[Key] = []
         if not is_backward:
             after.append(("gather", stage, part, 0))
         elif place == stages * parts - 1:
             after.append(("forward", stage, part, micro_batch))
         if 0 <= place + step < stages * parts:
-            after.append((f"send {what}", (place + step) % stages, (place + step) // stages, micro_batch))
-        made[what, stage, part, micro_batch] = COMPUTE, took, after, what
+            after.append((f"send {direction}", (place + step) % stages, (place + step) // stages, micro_batch))
+        key = direction, stage, part, micro_batch
+        tasks[key] = COMPUTE, took, after, direction
         if 0 <= place - step < stages * parts:
-            made[f"send {what}", stage, part, micro_batch] = (
-                f"send {what}",
-                seconds["send"],
-                [(what, stage, part, micro_batch)],
-                "send",
-            )
+            send = f"send {direction}"
+            tasks[send, stage, part, micro_batch] = send, seconds["send"], [key], "send"
         if is_backward and number == last[part]:
-            key = (what, stage, part, micro_batch)
-            made["reduce", stage, part, 0] = link, seconds["reduce"], [key], "reduce_scatter"
+            tasks["reduce", stage, part, 0] = link, seconds["reduce"], [key], "reduce_scatter"

@@ -1,4 +1,4 @@
-"""The seconds of a step from a few of its blocks and micro-batches: each further one adds the same time."""
+"""Extrapolates the seconds of a step from a few blocks and micro-batches: each further one adds the same time."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _DEPTHS = (2, 4)
 
 
 def quick_seconds(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> float:
-    """The seconds of `simulate(training_step(run, cluster, costs))`.
+    """Return the seconds of `simulate(training_step(run, cluster, costs))`.
 
     Args:
-        costs: of a micro-batch; modelled by default.
+        costs: the costs of a micro-batch; None models them.
     Raises:
-        RuntimeError: it is faster than the GPU's peak allows.
+        RuntimeError: the step is faster than the GPU's peak allows.
     """
     costs = costs or Costs.of(run, cluster)
-    seconds = one = seconds_of_few(run, 1, cluster, costs)
+    seconds = first_s = seconds_of_few(run, 1, cluster, costs)
     if run.micro_batches > 1:
-        seconds += (run.micro_batches - 1) * (seconds_of_few(run, 2, cluster, costs) - one)
+        seconds += (run.micro_batches - 1) * (seconds_of_few(run, 2, cluster, costs) - first_s)
     share_of_peak(run, seconds, cluster.spec)
     return seconds
 
 
 def seconds_of_few(run: PlannedRun, micro_batches: int, cluster: Cluster, costs: Costs) -> float:
-    """The seconds of a step of so many micro-batches, from a few of its blocks."""
+    """Return the seconds of a step of `micro_batches`, extrapolated from a few of its blocks."""
     blocks, (shallow, deep) = run.model.n_layers, _DEPTHS
     if blocks <= deep:
         return _seconds(run, blocks, micro_batches, cluster, costs)
@@ -39,7 +39,7 @@ def seconds_of_few(run: PlannedRun, micro_batches: int, cluster: Cluster, costs:
 
 
 def least_seconds(run: PlannedRun, costs: Costs) -> float:
-    """The seconds of a step of which nothing but the compute of its micro-batches is waited for."""
+    """Return the seconds of the compute of a step's micro-batches, a lower bound of the step."""
     block = costs.block
     blocks = run.model.n_layers * (block.forward + block.backward) + run.checkpointed_blocks * block.recomputed
     return run.micro_batches * (blocks + sum(costs.head) + sum(costs.embedding))

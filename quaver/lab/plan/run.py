@@ -1,7 +1,7 @@
-"""A run as the model of its time sees it: the degrees of its layout, its shapes and its precision.
+"""The properties of a run on which its time depends: the degrees of its layout, its shapes and its precision.
 
-The trainer's runs come from a config (`run_of`). Other fields describe runs that others published: pipeline stages,
-context parallelism, asynchronous tensor parallelism and more that the trainer does not have.
+`run_of` makes the trainer's runs from a config. Some fields are only for runs that others published: pipeline stages,
+context parallelism, asynchronous tensor parallelism and other features that the trainer does not have.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEAD = "lm_head"
 EXPERTS = "experts"
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _STATE_BYTES = {"AdamW": 8, "Float8AdamW": 2, "Muon": 4, "Float8Muon": 1}
-"""Bytes of the optimizer's states for each parameter, without scales; of Muon's for matrices of blocks."""
+"""Bytes of the optimizer's states per parameter, without scales; Muon's are for matrices of blocks."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class PlannedRun:
     context: int = 1
     pipeline: int = 1
     virtual: int = 1
-    """Parts of the model that each pipeline stage holds (interleaved 1F1B)."""
+    """The number of parts of the model on each pipeline stage (interleaved 1F1B)."""
     recipe: Float8LinearRecipeName | str | None = None
     """None for bfloat16."""
     in_float8: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SEVEN, 1.0))
-    """The share of blocks in which a linear computes in float8, by its last name, and experts by "experts"; 1 for
-    "lm_head" where it does. Read with a recipe, by `float8_share`."""
+    """The share of blocks in which a linear is float8, by its last name, or by "experts"; 0 or 1 for "lm_head".
+    `float8_share` reads it and returns 0 without a recipe."""
     float8_gather: bool = False
     checkpointing: str = "none"
     """none, op or full."""
     checkpointed_blocks: int = 0
     reshards: str = "default"
-    """When FSDP2 gathers weights again for the backward: default (all but the embedding's group), always, never."""
+    """Which weights FSDP2 gathers again for the backward: default (all except the embedding's group), always, never."""
     float8_gradients: bool = False
     """FSDP2 reduces gradients as float8 codes."""
     casts_weights_once: bool = False
@@ -69,30 +69,30 @@ class PlannedRun:
     residual_bytes: int = 4
     parameter_bytes: int = 4
     state_bytes: int = 8
-    """Bytes of the optimizer's states for each parameter."""
+    """Bytes of the optimizer's states per parameter."""
     steps_between_saves: int = 0
     """Steps from one checkpoint of the run to the next; 0 for none."""
     saves_in_background: bool = True
-    """The step after a checkpoint begins when its bytes are in host memory, not when they are written."""
+    """Whether the step after a checkpoint begins when its bytes are in host memory, before they are written."""
     async_tensor: bool = False
-    """Tensor parallel collectives overlap with the matmuls beside them."""
+    """Whether tensor parallel collectives overlap with adjacent matmuls."""
     casts_gathered: bool = False
-    """Tensor parallel ranks gather bfloat16 and each casts the whole; the trainer gathers codes."""
+    """Whether tensor parallel ranks gather bfloat16 and cast the whole; the trainer gathers codes."""
     async_expert: bool = False
-    """Exchanges of tokens overlap with the compute of the same half of a block, as in DeepSeek's DualPipe."""
+    """Whether exchanges of tokens overlap with the compute of the same half of a block, as in DeepSeek's DualPipe."""
     exchanged_share: float = 1.0
-    """Share of the bytes that the trainer's experts exchange: DeepSeek-V3 sends codes, and each token once to a
+    """The bytes of token exchanges relative to the trainer's. DeepSeek-V3 sends codes, and each token once to a
     node."""
     compiled: bool = True
-    """False: what is between matmuls runs as eager code."""
+    """Whether the operations between matmuls are compiled."""
     attention: str | None = None
-    """The kernel of attention, "flash" or "cudnn"; None for the one that torch takes (roofline/attention.py)."""
+    """The kernel of attention, "flash" or "cudnn"; None for torch's choice (roofline/attention.py)."""
     rescales_rows: bool = False
-    """Row-wise linears are torchao's: CUTLASS multiplies the forward, cuBLAS the gradients with one scale for each
-    operand, and a pass of its own scales them."""
+    """Whether row-wise linears are torchao's: CUTLASS multiplies the forward, cuBLAS the gradients with one scale per
+    operand, and another pass scales them."""
     reduce: str = "every"
-    """The micro-batches after which gradients are reduced: training.reduce. With "last" and weights that are never
-    resharded, both are sent once in a step, as where ranks shard the optimizer's states only (ZeRO-1)."""
+    """training.reduce. With "last" and weights that are never resharded, weights and gradients are sent once a step, as
+    if only the optimizer's states were sharded (ZeRO-1)."""
 
     @property
     def ranks(self) -> int:
@@ -101,26 +101,26 @@ class PlannedRun:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one rank of a context group; tensor parallel ranks share them."""
+        """Tokens of a micro-batch on one rank of a context group; tensor parallel ranks split them further."""
         return self.local_batch * self.seq_len // self.context
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step of all ranks."""
+        """Tokens of a step on all ranks."""
         return self.local_batch * self.seq_len * self.micro_batches * self.replicate * self.shard
 
     @property
     def has_feed_forward(self) -> bool:
-        """Whether blocks have one that all tokens take: all but those of experts without shared ones."""
+        """Whether all tokens take a feed-forward, which is false for experts without shared experts."""
         return not self.model.n_experts or self.model.n_shared_experts > 0
 
     @property
     def has_one_cast(self) -> bool:
-        """Whether one set of codes of a weight serves both of its matmuls, so that a float8 gather sends one."""
+        """Whether one set of a weight's codes serves both of its matmuls, so that a float8 all-gather sends one."""
         return self.recipe is not None and has_one_cast(self.recipe)
 
     def float8_share(self, name: str) -> float:
-        """The share of blocks in which a linear or the experts compute in float8; of "lm_head" 0 or 1."""
+        """Return the share of blocks in which a linear or the experts are float8; 0 or 1 for "lm_head"."""
         return 0.0 if self.recipe is None else self.in_float8.get(name, 0.0)
 
     @property
@@ -131,16 +131,15 @@ class PlannedRun:
 
 @functools.cache
 def has_one_cast(recipe: Float8LinearRecipeName | str) -> bool:
-    """Whether one set of codes of a weight serves both of its matmuls."""
+    """Whether one set of a weight's codes serves both of its matmuls."""
     return Float8LinearConfig.from_recipe_name(recipe).casts.weight.has_one_set
 
 
 def run_of(config: TrainConfig, layout: ParallelDims) -> PlannedRun:
-    """The run that the trainer would do, from the `config` and `layout` that `resolve` returned.
+    """Return the trainer's run for the `config` and `layout` that `resolve` returned.
 
     Raises:
-        ValueError: the time of the run is not modelled: outside of bfloat16, or if the compiler decides what it
-            recomputes.
+        ValueError: the time is not modeled: the run is not in bfloat16, or the compiler chooses what to recompute.
     """
     training, checkpoint, float8 = config.training, config.activation_checkpoint, config.float8
     if training.mixed_precision_param != "bfloat16":
@@ -182,7 +181,7 @@ def run_of(config: TrainConfig, layout: ParallelDims) -> PlannedRun:
 
 
 def checkpointed_blocks(config: TrainConfig) -> int:
-    """The number of blocks that are checkpointed."""
+    """Return the number of checkpointed blocks."""
     checkpoint, blocks = config.activation_checkpoint, config.model.n_layers
     if checkpoint.mode == "selective":
         return blocks // (selected_every(checkpoint.selective_ac_option) or 1)
@@ -195,7 +194,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def float8_shares(config: TrainConfig) -> Mapping[str, float]:
-    """The share of blocks in which each linear is in float8, by its last name: see `PlannedRun.in_float8`.
+    """Return the share of blocks in which each linear is float8, as `PlannedRun.in_float8` has it.
 
     Raises:
         ValueError: as `convert_model`.
@@ -219,6 +218,6 @@ def _in_float8(model: Model, float8: Float8, tokens: int) -> Mapping[str, float]
         llama = Llama(model)
     convert_model(llama, float8, tokens=tokens, device=torch.device("cpu"))
     modules = dict(llama.named_modules())
-    names = [name.rpartition(".")[2] for name, each in modules.items() if isinstance(each, Float8Linear)]
-    names += [EXPERTS for each in modules.values() if isinstance(each, Float8Experts)]
+    names = [name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, Float8Linear)]
+    names += [EXPERTS for module in modules.values() if isinstance(module, Float8Experts)]
     return {name: 1.0 if name == HEAD else count / model.n_layers for name, count in Counter(names).items()}

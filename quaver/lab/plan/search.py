@@ -1,8 +1,8 @@
 """Finds the fastest layouts and recipes of a run whose memory fits.
 
-The memory of every layout that the trainer accepts is estimated in closed form, and what it computes is timed. Those
-that fit are simulated, shallow, from the least time to compute on, as far as one may be among the fastest; the fastest
-are simulated whole.
+The memory and the compute time of every layout that the trainer accepts are estimated in closed form. Layouts that fit
+are simulated with a few blocks, in the order of their compute time, until no other layout can be among the fastest. The
+fastest are simulated with all blocks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FittingLayout:
     peak_bytes: int
     seconds: float
     timeline: SimulatedTimeline
-    """The whole step, or its first micro-batches where it has very many tasks."""
+    """The whole step, or its first micro-batches if it has very many tasks."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -51,18 +51,18 @@ class SearchResult:
     """The result of a search."""
 
     rows: list[FittingLayout]
-    """The fastest first."""
+    """Sorted by speed, the fastest first."""
     tried: int
-    """Layouts that were compared: those that fit."""
+    """The number of layouts that fit, which were compared."""
     refusals: dict[str, int]
-    """Why the trainer refuses layouts, and how many."""
+    """The number of layouts that the trainer refuses, by reason."""
     nearest: tuple[Candidate, int]
     """The layout with the least memory, and its bytes."""
 
 
 @dataclass
 class Timed:
-    """A layout with its estimated memory, and its time where it was simulated."""
+    """A layout with its estimated memory, its compute time, and its simulated time, if known."""
 
     candidate: Candidate
     run: PlannedRun
@@ -73,7 +73,7 @@ class Timed:
     _simulated: float | None = None
 
     def seconds_per_token(self, cluster: Cluster) -> float:
-        """Simulated, once."""
+        """Return the simulated time, which is computed once."""
         if self._simulated is None:
             self._simulated = quick_seconds(self.run, cluster, self.costs) / self.run.step_tokens
         return self._simulated
@@ -87,12 +87,12 @@ def search(
     top: int,
     progress: Progress = lambda words: None,
 ) -> SearchResult:
-    """The `top` fastest layouts that fit into `memory_bytes`, the fastest in bfloat16, and the configured one.
+    """Return the `top` fastest layouts that fit into `memory_bytes`, the fastest in bfloat16, and the configured one.
 
-    Of layouts that only differ in replicas and gathers, the fastest is a row.
+    Among layouts that differ in replicas and gathers only, the fastest is returned.
 
     Raises:
-        ValueError: the trainer accepts no layout, or the time of none is modelled.
+        ValueError: the trainer accepts no layout, or the time of no layout is modeled.
     """
     refusals = layouts.refusals.copy()
     estimated = list(_estimated(layouts.candidates, refusals, progress))
@@ -100,18 +100,18 @@ def search(
         ranks = f"{layouts.candidates[0].layout.world_size} GPUs" if layouts.candidates else "so many GPUs"
         reasons = "; ".join(dict(refusals.most_common(3)))
         raise ValueError(f"expected a layout of {ranks} that the trainer accepts; it refuses all: {reasons}")
-    candidate, _, needed = min(estimated, key=lambda each: each[2])
-    fitting = [timed(*each, cluster) for each in estimated if each[2] <= memory_bytes]
-    in_bfloat16 = [each for each in fitting if each.candidate.precision == BFLOAT16]
+    candidate, _, needed = min(estimated, key=lambda estimate: estimate[2])
+    fitting = [timed(*estimate, cluster) for estimate in estimated if estimate[2] <= memory_bytes]
+    in_bfloat16 = [layout for layout in fitting if layout.candidate.precision == BFLOAT16]
     chosen = [
-        *(each for each in fitting if each.candidate.is_configured),
+        *(layout for layout in fitting if layout.candidate.is_configured),
         *islice(by_speed(in_bfloat16, cluster), 1),
         *islice(_unlike(by_speed(fitting, cluster)), top),
     ]
     rows = []
-    for number, each in enumerate({id(each): each for each in chosen}.values(), 1):
+    for number, layout in enumerate({id(layout): layout for layout in chosen}.values(), 1):
         progress(f"simulating step {number}")
-        rows.append(FittingLayout(each.candidate, each.run, each.peak_bytes, *simulated(each.run, cluster)))
+        rows.append(FittingLayout(layout.candidate, layout.run, layout.peak_bytes, *simulated(layout.run, cluster)))
     rows.sort(key=lambda row: -row.tokens_per_s)
     return SearchResult(rows, len(fitting), dict(refusals), (candidate, needed))
 
@@ -119,7 +119,7 @@ def search(
 def _estimated(
     candidates: list[Candidate], refusals: Counter[str], progress: Progress
 ) -> Iterator[tuple[Candidate, PlannedRun, int]]:
-    """Yield candidates with their estimated memory; those whose time is not modelled are counted as refused."""
+    """Yield candidates with their estimated memory. Candidates whose time is not modeled count as refused."""
     for number, candidate in enumerate(candidates, 1):
         if number % 50 == 0:
             progress(f"estimating layout {number} of {len(candidates)}")
@@ -132,14 +132,14 @@ def _estimated(
 
 
 def timed(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster: Cluster) -> Timed:
-    """A candidate with what it computes, timed."""
+    """Return a candidate with its compute time."""
     costs = Costs.of(run, cluster)
     return Timed(candidate, run, costs, peak_bytes, least_seconds(run, costs) / run.step_tokens)
 
 
 def by_speed(layouts: Iterable[Timed], cluster: Cluster) -> Iterator[Timed]:
-    """Yield the fastest first. A layout is simulated when no other one that is left can be faster than it may be."""
-    waiting = [(each.least_seconds_per_token, number, False, each) for number, each in enumerate(layouts)]
+    """Yield layouts, the fastest first. A layout is simulated only when its lower bound is the lowest left."""
+    waiting = [(layout.least_seconds_per_token, number, False, layout) for number, layout in enumerate(layouts)]
     heapify(waiting)
     while waiting:
         _, number, is_simulated, fastest = heappop(waiting)
@@ -150,28 +150,29 @@ def by_speed(layouts: Iterable[Timed], cluster: Cluster) -> Iterator[Timed]:
 
 
 def _unlike(layouts: Iterable[Timed]) -> Iterator[Timed]:
-    """Yield the first of those that differ only in how many replicas share the weights, and how they are gathered."""
+    """Yield the first of layouts that differ only in the number of replicas and in how weights are gathered."""
     seen = set()
-    for each in layouts:
-        layout, config = each.candidate.layout, each.candidate.config
+    for timed_layout in layouts:
+        layout, config = timed_layout.candidate.layout, timed_layout.candidate.config
         storage = config.activation_checkpoint, config.optimizer.name, config.training.residual_stream_dtype
-        group = layout.tensor, layout.expert, config.training.local_batch_size, each.candidate.precision, *storage
+        precision = timed_layout.candidate.precision
+        group = layout.tensor, layout.expert, config.training.local_batch_size, precision, *storage
         if group not in seen:
             seen.add(group)
-            yield each
+            yield timed_layout
 
 
 def simulated(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> tuple[float, SimulatedTimeline]:
-    """The seconds of a step, and its timeline: the whole one, or its first micro-batches where it has very many tasks.
+    """Return the seconds of a step, and its timeline, which has the first micro-batches if there are very many tasks.
 
     Args:
-        costs: of a micro-batch; modelled by default.
+        costs: the costs of a micro-batch; None models them.
     Raises:
-        RuntimeError: it is faster than the GPU's peak allows.
+        RuntimeError: the step is faster than the GPU's peak allows.
     """
     costs = costs or Costs.of(run, cluster)
-    tasks_of_one = len(training_step(replace(run, micro_batches=1), cluster, costs).tasks)
-    few = min(run.micro_batches, max(2, _MOST_TASKS // tasks_of_one))
+    tasks_per_micro_batch = len(training_step(replace(run, micro_batches=1), cluster, costs).tasks)
+    few = min(run.micro_batches, max(2, _MOST_TASKS // tasks_per_micro_batch))
     timeline = simulate(training_step(replace(run, micro_batches=few), cluster, costs))
     seconds = timeline.seconds
     if few < run.micro_batches:
@@ -182,7 +183,7 @@ def simulated(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> 
 
 
 def in_bfloat16(row: FittingLayout, cluster: Cluster) -> float:
-    """The seconds of the same layout in bfloat16, whether it fits or not."""
+    """Return the seconds of the same layout in bfloat16, even if that does not fit."""
     if row.candidate.precision == BFLOAT16:
         return row.seconds
     config = with_precision(row.candidate.config, BFLOAT16)

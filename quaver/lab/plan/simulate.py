@@ -1,8 +1,8 @@
-"""Simulates tasks on streams: each stream runs one task at a time, in the order in which they were added.
+"""Simulates tasks on streams. A stream runs one task at a time, in the order in which they were added.
 
-A task begins when its stream is free and the tasks that it waits for have ended, as CUDA's streams and events do. While
-a collective runs on a link, its kernels hold multiprocessors, and its rank's compute stream is slower by CONTENTION.
-Deterministic; n tasks take n log n steps.
+A task begins when its stream is free and the tasks for which it waits have ended, as with CUDA's streams and events.
+While a collective runs on a link, its kernels occupy multiprocessors, which slows its rank's compute stream by
+CONTENTION. The simulation is deterministic; n tasks take n log n steps.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from dataclasses import dataclass, field
 
 COMPUTE, STORAGE = "compute", "storage"
 CONTENTION = 0.12
-"""Share of the multiprocessors that a collective holds: NCCL's rings take 16 to 24 of 132 on Hopper, a block for each
+"""Share of the multiprocessors that a collective occupies. NCCL's rings take 16 to 24 of 132 on Hopper, one per
 channel; DeepSeek-V3 gives 20 of 132 to communication (arXiv 2412.19437, section 3.2.2)."""
 _WITHOUT_KERNELS = (COMPUTE, STORAGE, "send")
 
 
 @dataclass(frozen=True)
 class Task:
-    """Work of one stream; `after` are the numbers of tasks that end before it begins."""
+    """Work on one stream. `after` has the numbers of the tasks that must end before it begins."""
 
     name: str
     stream: str
-    """compute, storage, or a link; "@3" after it for that of the fourth rank, where several are simulated."""
+    """compute, storage, or a link; followed by "@3" for the fourth rank if several are simulated."""
     seconds: float
     after: tuple[int, ...] = ()
     kind: str = ""
-    """The group of a task, for sums: forward, backward, all_gather, ..."""
+    """The kind by which times are summed: forward, backward, all_gather, ..."""
     sent_bytes: float = 0.0
-    """Bytes that the rank sends in it."""
+    """Bytes that the rank sends."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A task as it ran."""
+    """A task with its start and end."""
 
     task: Task
     start_s: float
@@ -58,13 +58,13 @@ class SimulatedStep:
         kind: str = "",
         sent_bytes: float = 0.0,
     ) -> int:
-        """Issue a task; returns its number. None in `after` is no task."""
-        waits = tuple(sorted({each for each in after if each is not None}))
+        """Issue a task and return its number. None in `after` is ignored."""
+        waits = tuple(sorted({number for number in after if number is not None}))
         self.tasks.append(Task(name, stream, seconds, waits, kind, sent_bytes))
         return len(self.tasks) - 1
 
     def last_of(self, stream: str) -> int | None:
-        """The number of the last task of a stream; None without one."""
+        """Return the number of the last task on a stream, or None if it has no task."""
         return next((i for i in reversed(range(len(self.tasks))) if self.tasks[i].stream == stream), None)
 
 
@@ -76,15 +76,15 @@ class SimulatedTimeline:
 
     @property
     def seconds(self) -> float:
-        """When the last task ends."""
+        """The end of the last task."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     def busy_s(self, stream: str) -> float:
-        """How long a stream works."""
+        """Return the time in which a stream works."""
         return sum(span.end_s - span.start_s for span in self.spans if span.task.stream == stream)
 
     def sent_bytes(self, stream: str) -> float:
-        """Bytes that the rank sends over a link."""
+        """Return the bytes that the rank sends over a link."""
         return sum(span.task.sent_bytes for span in self.spans if span.task.stream == stream)
 
     @property
@@ -93,11 +93,11 @@ class SimulatedTimeline:
         return tuple(dict.fromkeys((COMPUTE, *(span.task.stream for span in self.spans))))
 
     def exposed_s(self, kind: str) -> float:
-        """How long tasks of a kind run while the compute stream does nothing."""
+        """Return the time in which tasks of a kind run while the compute stream is idle."""
         return self._outside_of_compute(span for span in self.spans if span.task.kind == kind)
 
     def exposed_on(self, stream: str) -> float:
-        """How long a stream works while the compute stream does nothing."""
+        """Return the time in which a stream works while the compute stream is idle."""
         return self._outside_of_compute(span for span in self.spans if span.task.stream == stream)
 
     def _outside_of_compute(self, spans: Iterable[Span]) -> float:
@@ -128,7 +128,7 @@ def simulate(step: SimulatedStep, contention: float = CONTENTION) -> SimulatedTi
     """Run the tasks of a step.
 
     Raises:
-        ValueError: a task waits for one that can never begin before it.
+        ValueError: tasks wait for each other.
     """
     run = _Simulation(step.tasks, contention)
     run.all()
@@ -136,12 +136,12 @@ def simulate(step: SimulatedStep, contention: float = CONTENTION) -> SimulatedTi
 
 
 class _Running:
-    """A task that runs: the seconds of work left at `since`, and how many of them it does in a second."""
+    """A running task: the seconds of work left at time `since`, and the rate at which they pass."""
 
     def __init__(self, number: int, left: float, since: float, rate: float) -> None:
         self.number, self.left, self.since, self.rate = number, left, since, rate
 
-    def turn(self, rate: float, now: float) -> None:
+    def change_rate(self, rate: float, now: float) -> None:
         self.left = max(0.0, self.left - (now - self.since) * self.rate)
         self.since, self.rate = now, rate
 
@@ -159,13 +159,13 @@ class _Simulation:
         self._waits = [len(set(task.after)) for task in tasks]
         for number, task in enumerate(tasks):
             self._queues.setdefault(task.stream, deque()).append(number)
-            for each in set(task.after):
-                self._followers[each].append(number)
+            for earlier in set(task.after):
+                self._followers[earlier].append(number)
         self._running: dict[str, _Running] = {}
         self._collectives: Counter[str] = Counter()
-        """How many run, by rank."""
+        """The number of running collectives, by rank."""
         self._events: list[tuple[float, int]] = []
-        """When a task ends, and its number; one whose rate changed has an event for each, of which the last counts."""
+        """(end, number) of running tasks. A task whose rate changed has several events, of which the last is valid."""
 
     def all(self) -> None:
         """Run until no task can begin."""
@@ -181,9 +181,10 @@ class _Simulation:
             self.end[number] = now
             self._queues[stream].popleft()
             self._collective(stream, -1, now)
-            for each in self._followers[number]:
-                self._waits[each] -= 1
-            for freed in dict.fromkeys((stream, *(self._tasks[each].stream for each in self._followers[number]))):
+            followers = self._followers[number]
+            for follower in followers:
+                self._waits[follower] -= 1
+            for freed in dict.fromkeys((stream, *(self._tasks[follower].stream for follower in followers))):
                 self._begin(freed, now)
         stuck = next((queue[0] for queue in self._queues.values() if queue), None)
         if stuck is not None:
@@ -191,7 +192,7 @@ class _Simulation:
             raise ValueError(f"expected tasks that wait for earlier ones, got {name!r}, which can never begin")
 
     def _begin(self, stream: str, now: float) -> None:
-        """Begin the stream's next task, if the stream is free and all that the task waits for has ended."""
+        """Begin the stream's next task, if the stream is free and the task need not wait."""
         queue = self._queues[stream]
         if stream in self._running or not queue or self._waits[queue[0]]:
             return
@@ -204,7 +205,7 @@ class _Simulation:
         self._collective(stream, 1, now)
 
     def _collective(self, stream: str, change: int, now: float) -> None:
-        """A collective began or ended: its rank's compute stream changes its rate with the first or the last one."""
+        """Count a collective that began or ended. The first and the last change the rate of the rank's compute."""
         if stream.startswith(_WITHOUT_KERNELS):
             return
         rank = _rank(stream)
@@ -212,7 +213,7 @@ class _Simulation:
         self._collectives[rank] += change
         compute = f"{COMPUTE}@{rank}" if rank else COMPUTE
         if (before == 0) != (before + change == 0) and compute in self._running:
-            self._running[compute].turn(self._shared_rate if change > 0 else 1.0, now)
+            self._running[compute].change_rate(self._shared_rate if change > 0 else 1.0, now)
             self._expect(compute)
 
     def _expect(self, stream: str) -> None:

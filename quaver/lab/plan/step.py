@@ -1,12 +1,12 @@
-"""The tasks of one training step of one rank: what it computes and sends, in FSDP2's order.
+"""The tasks of one training step of one rank, computing and sending, in FSDP2's order.
 
     forward of block i     waits for its all-gather, copies the weights out, computes; the all-gather of block i + 1
-                           began when the weights of block i were copied out, and runs behind it
+                           began when the weights of block i were copied out, and overlaps with it
     backward of block i    likewise, from the last block to the first; its gradients are copied in and reduce-scattered
-                           behind the backward of block i - 1, and replicas all-reduce them after
-    copying in             waits for the reduce-scatter before: FSDP2 keeps one buffer
-    tensor parallel        collectives stand between the matmuls of a block, and compute waits for them; asynchronous
-                           ones for their first part only
+                           during the backward of block i - 1, and then all-reduced over replicas
+    copying in             waits for the previous reduce-scatter: FSDP2 keeps one buffer
+    tensor parallel        collectives run between the matmuls of a block, and compute waits for them; for asynchronous
+                           collectives it waits for their first part only
     at the end             the norm of gradients, the clipping, the optimizer, the scales of weights, the share of a
                            checkpoint
 
@@ -39,14 +39,14 @@ from quaver.roofline.matmul import moved_s
 GRADIENT_BYTES = 4
 """Gradients are reduced in float32."""
 _CODE_BYTES = 1 + 4 / BLOCK
-"""Where they are sent as float8, with a scale for each block."""
+"""Bytes of a gradient that is sent as a float8 code, with its part of a block's scale."""
 _CAST_BYTES = 6 * GRADIENT_BYTES
-"""Then moved for each, besides the copy: two reads for the cast, codes written, copied and read, and of the decoded
-ones a write, a read, and a read and a write of their sum."""
+"""Bytes that a float8 reduction moves per gradient in addition to the copy. The cast reads twice; codes are written,
+copied and read; decoded values are written, read, and added to a sum that is read and written."""
 
 
 class _Group(NamedTuple):
-    """Parameters that FSDP2 gathers together, of one tensor parallel rank."""
+    """Parameters of one tensor parallel rank that FSDP2 gathers together."""
 
     name: str
     parameters: int
@@ -56,7 +56,7 @@ class _Group(NamedTuple):
 
 
 def block_groups(run: PlannedRun) -> list[_Group]:
-    """The gathers of one block: its own parameters, and split experts on their own mesh."""
+    """Return the FSDP2 groups of one block: its parameters, and separately experts that are split over ranks."""
     stride, shard = run.tensor, run.shard * run.context  # FSDP2 shards over context parallel ranks too
     dense, experts = dense_parameters(run), expert_parameters(run)
     in_codes = 0.0
@@ -73,7 +73,7 @@ def block_groups(run: PlannedRun) -> list[_Group]:
 
 
 def block_tasks(run: PlannedRun, cluster: Cluster, seconds: float, *, backward: bool) -> SimulatedStep:
-    """The tasks of one block alone, with what its ranks exchange."""
+    """Return the tasks of a single block with its exchanges."""
     step = SimulatedStep()
     overlapped = overlapped_kinds(run)
     add_block(step, "block", seconds, exchanges_of_block(run, backward=backward), cluster, overlapped)
@@ -81,9 +81,9 @@ def block_tasks(run: PlannedRun, cluster: Cluster, seconds: float, *, backward: 
 
 
 def overlapped_kinds(run: PlannedRun) -> frozenset[str]:
-    """The kinds of a block's exchanges that overlap with its compute."""
+    """Return the kinds of a block's exchanges that overlap with its compute."""
     tensor = {"all_gather", "reduce_scatter"} if run.async_tensor else set()
-    if run.casts_gathered and run.recipe is not None:  # the casts wait for the whole
+    if run.casts_gathered and run.recipe is not None:  # casts wait for the whole tensor
         tensor -= {"all_gather"}
     return frozenset(tensor | ({"all_to_all"} if run.async_expert else set()))
 
@@ -98,42 +98,41 @@ def add_block(
 ) -> None:
     """Add the compute of a block in two halves, attention and the feed-forward, each between its exchanges.
 
-    A half waits for its amaxes and its input, and its output is scattered after it. Exchanges of `overlapped` kinds
-    run beside the half but for the first part of what comes in and the last part of what goes out, one of as many as
-    there are ranks.
+    A half waits for its amaxes and its input, and its output is scattered afterwards. Exchanges of `overlapped` kinds
+    are split into as many parts as there are ranks; only the first incoming and the last outgoing part do not overlap.
     """
     kind = _direction(name)
     if not exchanges:
         step.add(name, COMPUTE, seconds, kind=kind)
         return
 
-    def send(each: Exchange, seconds: float, after: list[int | None]) -> int:
-        once = cluster.seconds(each.kind, each.tensor_bytes, each.ranks, each.stride)
-        sent = cluster.sent_bytes(each.kind, each.tensor_bytes, each.ranks) * (seconds / once if once else 0.0)
-        link = cluster.link(each.ranks, each.stride)
-        return step.add(f"{name}: {each.kind}", link, seconds, after, each.kind, sent)
+    def seconds_of(exchange: Exchange) -> float:
+        return cluster.seconds(exchange.kind, exchange.tensor_bytes, exchange.ranks, exchange.stride)
 
-    timed = [
-        (each, cluster.seconds(each.kind, each.tensor_bytes, each.ranks, each.stride) * each.number / 2)
-        for each in exchanges
-    ]
+    def send(exchange: Exchange, seconds: float, after: list[int | None]) -> int:
+        once, kind = seconds_of(exchange), exchange.kind
+        sent = cluster.sent_bytes(kind, exchange.tensor_bytes, exchange.ranks) * (seconds / once if once else 0.0)
+        link = cluster.link(exchange.ranks, exchange.stride)
+        return step.add(f"{name}: {kind}", link, seconds, after, kind, sent)
+
+    timed = [(exchange, seconds_of(exchange) * exchange.number / 2) for exchange in exchanges]
     coming = [pair for pair in timed if pair[0].kind != "reduce_scatter"]
     going = [pair for pair in timed if pair[0].kind == "reduce_scatter"]
     waits: list[int | None] = []
     for _ in range(2):
         beside: list[int | None] = []
-        for each, took in coming:
-            first = took / each.ranks if each.kind in overlapped else took
-            waits = [send(each, first, waits)]
+        for exchange, took in coming:
+            first = took / exchange.ranks if exchange.kind in overlapped else took
+            waits = [send(exchange, first, waits)]
             if first < took:
-                beside.append(send(each, took - first, waits))
+                beside.append(send(exchange, took - first, waits))
         begun = step.add(name, COMPUTE, seconds / 4, waits, kind)
-        for each, took in going:
-            if each.kind in overlapped:
-                send(each, took * (1 - 1 / each.ranks), [begun])
+        for exchange, took in going:
+            if exchange.kind in overlapped:
+                send(exchange, took * (1 - 1 / exchange.ranks), [begun])
         waits = [step.add(name, COMPUTE, seconds / 4, beside, kind)]
-        for each, took in going:
-            waits = [send(each, took / each.ranks if each.kind in overlapped else took, waits)]
+        for exchange, took in going:
+            waits = [send(exchange, took / exchange.ranks if exchange.kind in overlapped else took, waits)]
     step.add(f"{name}: end", COMPUTE, 0.0, waits, kind)
 
 
@@ -142,7 +141,7 @@ def _direction(name: str) -> str:
 
 
 class Costs(NamedTuple):
-    """Seconds that one rank computes for one micro-batch: from the model of compute.py, a ledger or a clock."""
+    """The compute seconds of one rank for one micro-batch, from the model of compute.py, a ledger or a measurement."""
 
     block: BlockTimes
     head: Both
@@ -150,15 +149,15 @@ class Costs(NamedTuple):
 
     @classmethod
     def of(cls, run: PlannedRun, cluster: Cluster) -> Costs:
-        """By the model of compute.py."""
+        """Compute the costs by the model of compute.py."""
         return cls(block_times(run, cluster), head_times(run, cluster), embedding_times(run, cluster))
 
 
 def training_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> SimulatedStep:
-    """The tasks of a step of the first rank; of a run without pipeline stages.
+    """Return the tasks of the first rank's step in a run without pipeline stages.
 
     Args:
-        costs: of its micro-batches; modelled by default.
+        costs: the costs of a micro-batch; None models them.
     Raises:
         ValueError: the run has pipeline stages; see pipeline.py.
     """
@@ -186,12 +185,12 @@ class _StepBuilder:
         self._gathers = self._reduces = self._all_reduces = True
         self._split_embedding, self._split_head = exchanges_at_the_ends(run)
         self._scattered: int | None = None
-        """The last reduce-scatter, for which the next copy into its buffer waits."""
+        """The last reduce-scatter. The next copy into its buffer waits for it."""
         self._copied: int | None = None
-        """The last copy of gathered weights: the next all-gather writes into the buffer that it read."""
+        """The last copy of gathered weights. The next all-gather writes into the buffer that it read."""
 
     def micro_batch(self, micro_batch: int) -> None:
-        """Forward and backward of all blocks."""
+        """Add forward and backward of all blocks."""
         run, blocks = self._run, self._run.model.n_layers
         prefix = f"micro-batch {micro_batch + 1}: " if run.micro_batches > 1 else ""
         is_last = micro_batch == run.micro_batches - 1
@@ -228,7 +227,7 @@ class _StepBuilder:
         self._reduced([self._root], f"{prefix}backward of the embedding")
 
     def end(self) -> None:
-        """The norm of the gradients, the optimizer, and the scales of weights that are gathered as codes."""
+        """Add the norm of the gradients, the optimizer, and the scales of weights that are gathered as codes."""
         run, cluster = self._run, self._cluster
         parameters = held_parameters(run)
         norm = self._compute("norm of gradients", moved_s(4 * parameters, cluster.spec), "optimizer", [self._scattered])
@@ -266,27 +265,27 @@ class _StepBuilder:
         add_block(self.step, name, seconds, self._exchanges[backward], self._cluster, overlapped_kinds(self._run))
 
     def _at_the_ends(self, name: str, exchanges: list[Exchange]) -> None:
-        """Exchanges of the embedding or the output projection, for which compute waits."""
+        """Add exchanges of the embedding or the output projection, for which compute waits."""
         last: int | None = self.step.last_of(COMPUTE)
-        for each in exchanges:
-            last = self._send(f"{name}: {each.kind}", each, [last])
+        for exchange in exchanges:
+            last = self._send(f"{name}: {exchange.kind}", exchange, [last])
         if exchanges:
             self._compute(name, 0.0, _direction(name), [last])
 
     # ---- FSDP2 -------------------------------------------------------------------------------------------------------
 
     def _gather(self, groups: list[_Group], name: str) -> list[int | None]:
-        """All-gathers, which begin when the weights gathered before were copied out."""
+        """Add all-gathers, which begin when the previous weights were copied out."""
         if not self._gathers or not groups or groups[0].shard == 1:
             return []
-        found: list[int | None] = []
+        gathers: list[int | None] = []
         for group in groups:
             gather = Exchange("all_gather", group.gathered_bytes, 1, group.shard, group.stride)
-            found.append(self._send(f"{name}: all-gather", gather, [self._copied]))
-        return found
+            gathers.append(self._send(f"{name}: all-gather", gather, [self._copied]))
+        return gathers
 
     def _gather_again(self, name: str) -> list[int | None]:
-        """The gather of a block for its backward, unless its weights stayed."""
+        """Add the all-gathers of a block for its backward, unless its weights stayed gathered."""
         return [] if self._run.reshards == "never" else self._gather(self._groups, name)
 
     def _gathered(self, groups: list[_Group], name: str) -> None:
@@ -308,7 +307,7 @@ class _StepBuilder:
         copied = self.step.add(
             f"{name}: copy in", COMPUTE, moved_s(moved * parameters, cluster.spec), [self._scattered], "copies"
         )
-        if not self._reduces:  # the copy adds to what earlier micro-batches left
+        if not self._reduces:  # the copy adds to the gradients of earlier micro-batches
             return
         for group in groups:
             after = copied
@@ -323,6 +322,6 @@ class _StepBuilder:
 
 
 def is_checkpointed(run: PlannedRun, block: int) -> bool:
-    """Whether a block is one of the checkpointed ones, which are spread evenly."""
+    """Whether a block is checkpointed. Checkpointed blocks are spread evenly."""
     many, blocks = run.checkpointed_blocks, run.model.n_layers
     return (block + 1) * many // blocks > block * many // blocks

@@ -1,7 +1,7 @@
 """The FLOPs and the simulated time of a training step, to order settings by speed.
 
 step       micro-batches * (linears and attention + recomputation), of one rank
-seconds    quaver/lab/plan/step.py: what it computes and sends, on nodes of 8 GPUs with 400 Gb/s each, no checkpoints
+seconds    simulated by quaver/lab/plan/step.py, on nodes of 8 GPUs with 400 Gb/s each, without saving checkpoints
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class StepCost:
     """The cost of one step of one rank."""
 
     step_flops: int
-    """Forward and backward (`training_flops_per_token`), and recomputation."""
+    """The FLOPs of forward and backward (`training_flops_per_token`), and of the recomputation."""
     recomputed_flops: int | None
-    """The share that checkpointing recomputes; None if the compiler decides it, and then not in `step_flops`."""
+    """The FLOPs of the recomputation. None if the compiler decides it; then `step_flops` does not include it."""
     modelled_s: float | None
-    """None without a device, outside bfloat16, or if the compiler decides what is recomputed."""
+    """None without a device, outside bfloat16, or if the compiler decides the recomputation."""
 
 
 def step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec | None) -> StepCost:
-    """The cost of a step of the run, from the `config` and `layout` that `resolve` returned.
+    """Return the cost of a step for the `config` and `layout` that `resolve` returned.
 
     Raises:
         ValueError, NotImplementedError: the run itself would refuse its model.
@@ -42,7 +42,7 @@ def step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec | None
     flops = micro_batches * tokens * training_flops_per_token(config.model, training.seq_len) // layout.tensor
     if config.activation_checkpoint.mode == "memory_budget":
         return StepCost(flops, None, None)
-    # FLOPs depend on no precision, and the time of bfloat16 is modelled; states in float8 would also be saved sooner
+    # FLOPs do not depend on the precision; times are modeled in bfloat16. Saving, which depends on states, is left out.
     in_bfloat16 = replace(config, training=replace(training, mixed_precision_param="bfloat16"))
     run = replace(run_of(in_bfloat16, layout), steps_between_saves=0)
     repeated = run.checkpointed_blocks * micro_batches * tokens * recomputed_flops(run) // layout.tensor

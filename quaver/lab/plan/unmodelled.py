@@ -1,4 +1,4 @@
-"""Settings of a run that the simulated time of a step leaves out, each told in one line."""
+"""Names the settings of a run that the simulated time of a step ignores."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from quaver.lab.settings import TrainConfig
 
 
 def unmodelled(config: TrainConfig) -> Iterator[str]:
-    """Sentences about settings that change the time of a step, and not the simulated one."""
-    yield from _of_float8(config)
+    """Yield a sentence per setting that changes the time of a step, but not the simulated time."""
+    yield from _unmodelled_float8(config)
     training, checkpoint, optimizer = config.training, config.activation_checkpoint, config.optimizer
     if not training.compile:
         yield "training.compile is false: times are those of compiled code"
@@ -29,11 +29,11 @@ def unmodelled(config: TrainConfig) -> Iterator[str]:
         yield "numerics.every: samples are not timed"
 
 
-def _of_float8(config: TrainConfig) -> Iterator[str]:
+def _unmodelled_float8(config: TrainConfig) -> Iterator[str]:
     float8 = config.float8
     if not float8.enable_float8_linear:
         return
-    if any(not each.endswith("=high_precision") for each in float8.layer_recipes):
+    if any(not entry.endswith("=high_precision") for entry in float8.layer_recipes):
         yield "float8.layer_recipes: these layers are timed, and first estimated, in the recipe of the run"
     if float8.serving:
         yield "float8.serving: casts and bytes of the forward are planned as the recipe has them"

@@ -1,4 +1,4 @@
-"""Writes a run that was planned: its config for `quaver train`, and the files that start it on a cluster."""
+"""Writes a planned run: its config for `quaver train`, and the files that start it on a cluster."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from quaver.lab.settings.parallel_dims import resolve
 
 
 def check_target(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path) -> None:
-    """Check that `write_run` could write to `path` whichever layout of `config` it gets, before one is searched for.
+    """Check, before a search, that `write_run` could write any layout of `config` to `path`.
 
-    A layout changes nothing in the launch files: those that exist must have the content that they would get.
+    The layout does not affect the launch files. Existing launch files must have the same content.
 
     Raises:
         ValueError: the launch files cannot be made.
@@ -23,57 +23,57 @@ def check_target(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path
     texts = launch_files(config, ranks, gpus_per_node, path)
     if path.exists() or path.is_symlink():
         raise FileExistsError(f"{str(path)!r} exists already; give another file or remove it")
-    for each, text in _beside(path, texts).items():
-        _exists_as(each, text.encode())
+    for file, text in _beside(path, texts).items():
+        _exists_as(file, text.encode())
 
 
 def write_run(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path, *, comment: str) -> list[Path]:
     """Write `config` to `path`, and launch files beside it, for `ranks` GPUs on nodes of `gpus_per_node`.
 
-    The config has the settings that are not their defaults, so `quaver train PATH` reads an equal one. The launch files
-    have the name of `path` with .torchrun.sh, .slurm.sbatch and .jobset.yaml in place of .toml, and name the config as
-    `path` does. Files that exist with the same content are left alone.
+    The config has the settings that differ from their defaults, so `quaver train PATH` reads an equal config. The
+    launch files have the name of `path` with .torchrun.sh, .slurm.sbatch and .jobset.yaml in place of .toml, and refer
+    to the config by `path`. Existing files with the same content are not changed.
 
     Args:
         comment: lines for the top of the config.
     Returns:
         The files of the run, the config first.
     Raises:
-        ValueError: the config does not run on so many ranks, they do not fill nodes, `path` does not
-            end with .toml, or a setting is no text that UTF-8 holds.
-        FileExistsError: one of the files exists with another content; then none was written.
+        ValueError: the config does not run on `ranks` ranks, they do not fill nodes, `path` does not end with .toml, or
+            a setting cannot be encoded in UTF-8.
+        FileExistsError: one of the files exists with other content; nothing is written.
         OSError: a file cannot be written.
     """
     if path.suffix != ".toml":
         raise ValueError(f"the config of a run must be a file whose name ends with .toml, got {str(path)!r}")
     resolve(config, world_size=ranks)
     texts = {path: config_text(config, comment), **_beside(path, launch_files(config, ranks, gpus_per_node, path))}
-    contents = {each: text.encode() for each, text in texts.items()}
-    missing = [each for each, content in contents.items() if not _exists_as(each, content)]
-    for each in missing:
-        with new_folder(each, file=each.name) as folder:
-            partial = folder / each.name
-            partial.write_bytes(contents[each])
-            if contents[each].startswith(b"#!"):
+    contents = {file: text.encode() for file, text in texts.items()}
+    missing = [file for file, content in contents.items() if not _exists_as(file, content)]
+    for file in missing:
+        with new_folder(file, file=file.name) as folder:
+            partial = folder / file.name
+            partial.write_bytes(contents[file])
+            if contents[file].startswith(b"#!"):
                 partial.chmod(0o755)
     return list(contents)
 
 
 def config_text(config: TrainConfig, comment: str) -> str:
     """Return `config` as TOML, without defaults, below the lines of `comment`."""
-    # TOML allows no control characters in comments, and UTF-8 no surrogates, which stand for bytes of file names.
-    printable = "".join(each if each.isprintable() or each == "\n" else " " for each in comment)
+    # TOML forbids control characters in comments, and UTF-8 forbids surrogates, which stand for bytes of file names.
+    printable = "".join(char if char.isprintable() or char == "\n" else " " for char in comment)
     lines = [f"# {line}".rstrip() for line in printable.splitlines()]
     return "\n".join([*lines, "", tomli_w.dumps(changed_settings(config))])
 
 
 def _beside(path: Path, texts: dict[str, str]) -> dict[Path, str]:
-    """`texts` by file, not by ending."""
+    """Key `texts` by file instead of by ending."""
     return {path.with_name(path.stem + suffix): text for suffix, text in texts.items()}
 
 
 def _exists_as(path: Path, content: bytes) -> bool:
-    """Whether `path` is a file of this content. Raises FileExistsError if it is anything else."""
+    """Whether `path` is a file with this content. Raises FileExistsError if it exists and is anything else."""
     if not path.exists() and not path.is_symlink():
         return False
     if path.is_file() and path.read_bytes() == content:

@@ -72,7 +72,7 @@ class SavedModel(Protocol):
     def ranks(self) -> Ranks: ...
 
     def new_optimizer(self, name: str) -> torch.optim.Optimizer:
-        """An optimizer of `model` in which another one's states can be loaded."""
+        """Return an optimizer of `model` in which another one's states can be loaded."""
 
     def precompute_scales(self) -> None:
         """Compute the scales of weights that were just loaded."""

@@ -116,11 +116,11 @@ class RunFolder:
             self.lock.release()
 
     def stacks(self, rank: int) -> Path:
-        """The stacks that the watchdog of a rank writes."""
+        """Return the stacks that the watchdog of a rank writes."""
         return self.path / f"stacks-rank{rank}.txt"
 
     def checkpoints(self, config: Checkpoint) -> CheckpointFolder:
-        """The run's checkpoints."""
+        """Return the run's checkpoints."""
         return CheckpointFolder(self.path / config.folder)
 
     def add_provenance(self, about: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
-"""Actions of a run on alarms: it shows them, stops with a checkpoint, or changes the recipe of a linear.
+"""The actions of a run on alarms: show them, stop with a checkpoint, or change the recipe of a linear.
 
-The first rank has the record and raises the alarms; every rank learns what is to be done from it, after steps that were
-sampled.
+The first rank has the record and raises the alarms. After sampled steps it tells the other ranks what to do.
 """
 
 from collections.abc import Mapping
@@ -29,22 +28,22 @@ from quaver.numerics.watch import AlarmSink, LineSink
 
 @dataclass
 class RunAlarms:
-    """The alarms of a run, on every rank; only the first one hears them."""
+    """The alarms of a run, on every rank. Only the first rank receives them."""
 
     config: Numerics
     display: Display
     done: Mapping[str, str]
-    """The fallbacks of the run so far: each layer falls back once."""
+    """The fallbacks of the run so far. A layer falls back once."""
     reason: str = ""
     """The first alarm that stops the run."""
     fallbacks: dict[str, str] = field(default_factory=dict)
     """Layers to change after this step, with their new recipe."""
 
     def sink(self, sink: LineSink, folder: RunFolder, failures: OutputFailures) -> AlarmSink:
-        """A sink in front of another one that hears the alarms.
+        """Return a sink that passes lines on to `sink` and raises alarms.
 
-        A resumed run recalls what was bad, and so changes a recipe in the step in which an uninterrupted run does. One
-        that an alarm stopped does not: it would not stop again.
+        A resumed run recalls earlier bad values, so it changes a recipe in the same step as an uninterrupted run. A run
+        with on_alarm = stop recalls nothing: it could not get past the alarm that stopped it.
         """
         alarms = Alarms(action=self.config.on_alarm)
         recalls = None if self.config.on_alarm == "stop" else folder.numerics
@@ -52,7 +51,7 @@ class RunAlarms:
         return _RunSink(failures, folder, sink, alarms=alarms, on_event=self._hear, **files)
 
     def take_fallbacks(self) -> dict[str, str]:
-        """The layers to change now."""
+        """Return the layers to change now, and forget them."""
         taken, self.fallbacks = self.fallbacks, {}
         return taken
 
@@ -68,7 +67,7 @@ class RunAlarms:
 
 
 class _RunSink(AlarmSink):
-    """Keeps what cannot be written: that ends the run on all ranks, and the monitor of the first one does not raise."""
+    """Collects write errors, which end the run on all ranks, instead of raising them in the first rank's monitor."""
 
     def __init__(self, failures: OutputFailures, folder: RunFolder, sink: LineSink, **options: Any) -> None:
         super().__init__(sink, **options)
@@ -83,13 +82,13 @@ class _RunSink(AlarmSink):
 
 
 def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str, str]) -> None:
-    """Give linears of a model that trains other recipes; its config is that of a run that began with them.
+    """Change the recipes of linears during training. The config becomes that of a run that began with these recipes.
 
-    Parameters, their gradients and the optimizer's state stay. Compiled code is compiled anew. A layer of experts is
-    changed with all of its weights. Checkpoints from now on have the new config.
+    Parameters, their gradients and the optimizer's state stay. Compiled code is compiled anew. All weights of a layer
+    of experts change together. Later checkpoints have the new config.
 
     Raises:
-        ValueError: a layer is not of this model, or the config allows none a recipe of its own; nothing has changed.
+        ValueError: a layer is not in this model, or the config allows no layer recipes; nothing has changed.
     """
     model, config, float8 = trained.model, trained.config, trained.config.float8
     changes = {_module_of(model, name): recipe for name, recipe in layers.items()}
@@ -107,11 +106,11 @@ def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str
 
 
 def _module_of(model: nn.Module, name: str) -> str:
-    """The linear, or the experts whose weight it is. Raises ValueError for the name of neither."""
+    """Return the name of the linear, or of the experts that own the weight `name`. Raises ValueError for another."""
     modules = dict(model.named_modules())
-    for found in (name, name.rpartition(".")[0]):
-        if isinstance(modules.get(found), (nn.Linear, Experts)):
-            return found
+    for module_name in (name, name.rpartition(".")[0]):
+        if isinstance(modules.get(module_name), (nn.Linear, Experts)):
+            return module_name
     raise ValueError(f"{name!r} is no linear or expert of this model")
 
 

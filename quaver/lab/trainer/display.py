@@ -26,13 +26,13 @@ class Stdout:
         self._file = sys.stdout  # a live display replaces sys.stdout
 
     def write(self, text: str) -> int:
-        """Write `text`."""
+        """Called by print."""
         with self._silent_after_failure():
             self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush."""
+        """Called by print."""
         with self._silent_after_failure():
             self._file.flush()
 
@@ -45,7 +45,7 @@ class Stdout:
             yield
         except OSError as error:
             with suppress(OSError, ValueError):  # no file descriptor
-                # The buffer still has the text, and the interpreter flushes it at its end.
+                # The buffer still has the text, and the interpreter flushes it when it exits.
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self._file.fileno())
                 os.close(null)
@@ -55,7 +55,7 @@ class Stdout:
 
 
 def color_system() -> typing.Literal["auto"] | None:
-    """The color system for a console: the terminal's; None under NO_COLOR, where rich alone keeps bold and dim text."""
+    """Return the color system for a console: the terminal's, or None under NO_COLOR. Rich keeps bold and dim text."""
     return None if os.environ.get("NO_COLOR") else "auto"
 
 
@@ -65,12 +65,12 @@ def stdout_console(*, quiet: bool = False) -> Console:
 
 
 def say(text: str) -> None:
-    """Print one line on standard output as long as that works, without wrapping or styles."""
+    """Print one line on standard output, without wrapping or styles. Does nothing once stdout has failed."""
     stdout_console().print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 class ShownProgress(CacheProgress):
-    """Prints what the cache of tokens does; reading is a bar on a terminal, one line elsewhere."""
+    """Prints what the cache of tokens does. Progress is a bar on a terminal and one line elsewhere."""
 
     def say(self, text: str) -> None:
         """Print `text`."""
@@ -105,22 +105,22 @@ class Display:
         """Show the record of one training step."""
         loss = f"loss {record['loss']:.4f}"
         if record["loss_spike"]:
-            self._of(record, f"{loss} is a spike: far above the previous losses")
+            self._line(record, f"{loss} is a spike: far above the previous losses")
         if record["step"] % self.log_freq == 0:
             norm, speed = f"grad norm {record['grad_norm']:.2f}", f"{record['tokens_per_s']:,.0f} tokens/s"
             tflops, used = f"{record['tflops']:.3g} TFLOP/s", _used(record, self.peak_source)
-            self._of(record, "  ".join((loss, norm, memory_words(record), speed, tflops, used)))
+            self._line(record, "  ".join((loss, norm, memory_words(record), speed, tflops, used)))
 
     def skipped(self, step: int, run: str, why: str) -> None:
         """Report a step that was skipped."""
-        self._of({"step": step, "run": run}, f"skipped: {why}")
+        self._line({"step": step, "run": run}, f"skipped: {why}")
 
     def validation(self, record: dict[str, Any]) -> None:
         """Show the record of one validation."""
         hp = f" ({record['validation_loss_hp']:.4f} without float8)" if "validation_loss_hp" in record else ""
-        self._of(record, f"validation loss {record['validation_loss']:.4f}{hp}")
+        self._line(record, f"validation loss {record['validation_loss']:.4f}{hp}")
 
-    def _of(self, record: dict[str, Any], text: str) -> None:
+    def _line(self, record: dict[str, Any], text: str) -> None:
         self.line(f"step {record['step']:5d}  {record['run']:<18}  {text}")
 
 

@@ -30,7 +30,7 @@ class DryRun:
     """The run that a config describes: its ranks, data, model and precisions."""
 
     config: TrainConfig
-    """With its global batch size resolved."""
+    """The config with its global batch size resolved."""
     layout: ParallelDims
     source: TextSource
     """The files of the data."""
@@ -39,7 +39,7 @@ class DryRun:
     flops_per_token: int
     """FLOPs of forward and backward."""
     linears: list[tuple[LinearPrecision, int]]
-    """The effective-quantization table: groups of equal linears, with their sizes."""
+    """The rows of the effective-quantization table: a linear of each group of equal linears, and the group's size."""
     report: ConversionReport | None
 
     @property
@@ -49,7 +49,7 @@ class DryRun:
 
 
 def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
-    """Check everything about a run on `ranks` processes that can be checked here, and return what it would be.
+    """Check a run on `ranks` processes as far as possible without starting it, and describe it.
 
     The data is found but not read; the device may be missing here.
 

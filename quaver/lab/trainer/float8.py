@@ -1,4 +1,4 @@
-"""Converts the model as the [float8] section says, and switches its linears to high precision for a while."""
+"""Converts the model as the [float8] section says, and switches its linears to high precision temporarily."""
 
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -73,7 +73,7 @@ def convert_model(model: Llama, config: Float8, *, tokens: int, device: torch.de
 
 
 def convert_chosen(model: nn.Module, config: Float8, decide: ModuleFilter) -> None:
-    """Convert what `decide` admits to the recipe that `config` has for it."""
+    """Convert the modules that `decide` admits, each to the recipe that `config` has for it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nothing to convert")
         config_of = partial(linear_config, config)
@@ -82,10 +82,10 @@ def convert_chosen(model: nn.Module, config: Float8, decide: ModuleFilter) -> No
 
 
 def linear_config(config: Float8, recipe: str | None = None) -> Float8LinearConfig:
-    """Return the config of the float8 linears of a run; of those with another recipe, if one is given."""
-    of_recipe = Float8LinearConfig.from_recipe_name(config.with_backward(recipe or config.recipe_name))
+    """Return the config of a run's float8 linears with `recipe`, or with the run's recipe if it is None."""
+    recipe_config = Float8LinearConfig.from_recipe_name(config.with_backward(recipe or config.recipe_name))
     return replace(
-        serving_config(config.serving, of_recipe) if config.serving else of_recipe,
+        serving_config(config.serving, recipe_config) if config.serving else recipe_config,
         emulate=config.emulate,
         gemm_config_output=Float8GemmConfig(config.use_fast_accum),
         enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
@@ -116,7 +116,7 @@ def _are_float8(*readers: nn.Module) -> bool:
 
 
 def run_in_high_precision(model: Llama, matmuls: Callable[[str], Collection[str]]) -> None:
-    """`set_high_precision_matmuls`; where all are, norms and SwiGLUs save what they do in front of other linears."""
+    """Call `set_high_precision_matmuls`, and update what norms and SwiGLUs save in front of the changed linears."""
     set_high_precision_matmuls(model, matmuls)
     if model.fuses_producers:
         fuse_producers(model)
@@ -128,7 +128,7 @@ def in_high_precision(model: Llama) -> Iterator[None]:
 
     Forward and backward of a step must both be inside. Persistent scales are not updated.
     """
-    configs = {name: config_of(each) for name, each in float8_modules(model)}
+    configs = {name: config_of(module) for name, module in float8_modules(model)}
     try:
         run_in_high_precision(model, lambda name: tuple(MATMULS))
         yield

@@ -2,14 +2,14 @@
 
     {"step": 7, "run": "delayed",
      "quant_scale":     {"model.layers.0.mlp.down_proj.input": 301.2, ...},   the scale of the step's casts
-     "amax":            {...},   of the step, over all ranks
+     "amax":            {...},   the amax of the step over all ranks
      "used_over_ideal": {...},   quant_scale / the scale that maps amax to the format's largest number
-     "saturated":       {...},   elements, the most in one cast on one rank; only of tensors that saturated
-     "dynamic":         [...],   tensors scaled dynamically, for want of a history
+     "saturated":       {...},   the largest number of saturated elements in one cast on one rank, if any saturated
+     "dynamic":         [...],   tensors scaled dynamically, because they have no history yet
      "nonfinite":       [...]}   tensors with an inf or a NaN, which have no amax
 
-A tensor is named `<linear>.<operand>`; an input that linears share has the name of the first one. Tensors that were not
-cast in the step have no entry. JSON has no NaN, so a tensor without a number (no scale fits an amax of 0) has no entry.
+A tensor is named `<linear>.<operand>`; an input that linears share is named after the first one. Tensors that were not
+cast in the step have no entry, nor have tensors without a number (no scale fits an amax of 0), as JSON has no NaN.
 """
 
 import math

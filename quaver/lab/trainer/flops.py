@@ -20,15 +20,15 @@ from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.device_specs import PeakFlops
 
 MASKED = "masked"
-"""Beside precisions: the half of attention's FLOPs that a causal kernel skips."""
+"""The key, next to precisions, of the half of attention's FLOPs that a causal kernel skips."""
 
 
 @dataclass(frozen=True)
 class LinearPrecision:
-    """The three matmuls of one linear, or of one weight of experts: how operands are cast, and what computes them.
+    """How one linear, or one weight of experts, casts the operands of its matmuls, and which units multiply them.
 
-    `runs_in` is "float8" where the device multiplies float8, and the high-precision dtype where the matmul is in high
-    precision or multiplies float8 exactly in that dtype; "float32" where only float32 multiplies it exactly.
+    `runs_in` is "float8" if the device multiplies float8, the high-precision dtype if the matmul is in high precision
+    or multiplies float8 values exactly in that dtype, and "float32" if only float32 is exact.
     """
 
     name: str
@@ -52,19 +52,19 @@ def linear_precisions(model: nn.Module, hp_dtype: str, device: torch.device) -> 
         hp_dtype: the dtype of linears that are not float8, such as "bfloat16".
         device: the device that the model will run on.
     """
-    found = []
+    precisions = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             config = module.config if isinstance(module, Float8Linear) else None
             matmuls = _matmuls(config, hp_dtype, device, backend_of_casts)
-            found.append(LinearPrecision(name, module.in_features, module.out_features, *matmuls))
+            precisions.append(LinearPrecision(name, module.in_features, module.out_features, *matmuls))
         elif isinstance(module, Experts):
             config = module.float8_config if isinstance(module, Float8Experts) else None
             matmuls = _matmuls(config, hp_dtype, device, grouped_backend_of_casts)
             for leaf, weight in weights_of(module).items():
                 sizes = weight.shape[2], weight.shape[1]
-                found.append(LinearPrecision(f"{name}.{leaf}", *sizes, *matmuls, module.top_k))
-    return found
+                precisions.append(LinearPrecision(f"{name}.{leaf}", *sizes, *matmuls, module.top_k))
+    return precisions
 
 
 def _matmuls(
@@ -91,7 +91,7 @@ def grouped(linears: Iterable[LinearPrecision]) -> list[tuple[LinearPrecision, i
     for linear in linears:
         group = replace(linear, name=re.sub(r"\.\d+\.", ".*.", linear.name))
         groups[str(group)] += [group] if str(group) in groups else [linear]
-    return [(each[-1], len(each)) for each in groups.values()]
+    return [(members[-1], len(members)) for members in groups.values()]
 
 
 def flops_per_token_by_precision(
@@ -116,15 +116,15 @@ def utilization(flops_per_token: dict[str, int], tokens_per_s: float, peak: Peak
     """Return how well one device is used, in three measures.
 
     `tflops`: model TFLOP/s. `mfu`: their share of the bfloat16 peak in every precision, so that precisions compare.
-    Both count all of attention, as usual. `mfu_by_precision`: the share with each matmul at the peak of its own
-    precision, without what is `MASKED`, so that no run is above 1; None if such a peak is unknown.
+    Both count all of attention, as usual. `mfu_by_precision`: the share with each matmul at the peak of its precision,
+    without `MASKED` FLOPs, so that no run is above 1; None if a peak is unknown.
 
     Args:
         flops_per_token: forward and backward FLOPs, by precision, and `MASKED`.
         tokens_per_s: tokens per second of this device.
     """
     flops_per_s = sum(flops_per_token.values()) * tokens_per_s
-    seconds_per_token = peak.seconds({each: flops for each, flops in flops_per_token.items() if each != MASKED})
+    seconds_per_token = peak.seconds({name: flops for name, flops in flops_per_token.items() if name != MASKED})
     return {
         "tflops": flops_per_s / 1e12,
         "mfu": flops_per_s / peak.flops_per_s,

@@ -1,20 +1,20 @@
-"""SwiGLU and RMSNorm that save only their inputs for backward, for float8 linears, and an embedding's lookup.
+"""SwiGLU and RMSNorm that save only their inputs for backward, and an embedding whose gradient is summed in float32.
 
     swiglu(gate, up) = silu(gate) * up                                       saves gate and up
     rms_norm(x)      = x / sqrt(mean(x^2) + eps) * weight                    saves x
 
 A high-precision linear saves its input, and autograd saves the intermediate results that compute it. A float8 linear
-saves float8 codes instead, so the tensors between two matmuls need not be saved: backward recomputes them. That leaves
-out silu(gate) (2 bytes per element) and the normalized input in float32 (4 bytes per element), which PyTorch's RMSNorm
-saves on a CPU.
+saves float8 codes instead, so the tensors between two matmuls need not be saved: backward recomputes them. That saves
+silu(gate) (2 bytes per element) and the normalized input in float32 (4 bytes per element), which PyTorch's RMSNorm
+keeps on a CPU.
 
-Forward results are PyTorch's, to the bit; swiglu's gradients too. Compiled code is the plain expression, because the
-compiler decides what to recompute and what to fuse. Double backward is unsupported, as in a float8 linear.
+Forward results, and swiglu's gradients, are bit-identical to PyTorch's. Compiled code is the plain expression, because
+the compiler decides what to recompute and to fuse. Double backward is unsupported, as in a float8 linear.
 
     embedding(tokens, weight)[t] = weight[tokens[t]]                         saves tokens
 
 On a CPU PyTorch sums the gradient of a bfloat16 weight in bfloat16 (an SQNR of 20 dB for 8192 tokens among 256 words).
-A GPU sums in float32, and so does this one.
+This embedding sums in float32, as a GPU does.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype 
     """Return `hidden` divided by its root mean square along the last dim, times `weight`.
 
     Args:
-        hidden: [..., D], floating-point; its dtype is that of the computation.
+        hidden: [..., D], floating-point; the computation runs in its dtype.
         weight: [D], any floating-point dtype.
         eps: added to the mean square.
-        out_dtype: the dtype of the result; None for that of `hidden`.
+        out_dtype: the dtype of the result; None keeps the dtype of `hidden`.
     """
     out_dtype = out_dtype or hidden.dtype
     if torch.compiler.is_compiling() or not _is_cpu(hidden):  # CUDA's kernel saves only its input
@@ -67,7 +67,7 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 def _is_cpu(tensor: Tensor) -> bool:
-    """`is_cpu`, but for a DTensor its own device's: predictions have no stand-in for a GPU's operators of DTensors."""
+    # A prediction takes a fake CPU tensor for a GPU's; it has no stand-in for the GPU's operators of a DTensor.
     return tensor.is_cpu if is_dtensor(tensor) else is_cpu(tensor)
 
 

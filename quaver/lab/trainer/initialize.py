@@ -1,8 +1,8 @@
 """Initial weights that depend on the seed and the parameter's name, but not on the parallel dims.
 
-Each parameter is drawn whole, on the CPU in float32, from its own generator; a rank copies its shard and frees the rest
-before the next parameter. So no rank holds more than one whole parameter, and any number of ranks starts from the
-weights of the single process, bit for bit.
+Each parameter is drawn whole, on the CPU in float32, from its own generator. A rank copies its shard and frees the rest
+before the next parameter. So no rank holds more than one whole parameter, and any number of ranks starts from weights
+that are bit-identical to a single process's.
 """
 
 import hashlib
@@ -36,11 +36,11 @@ def initialize(model: Llama, seed: int) -> None:
     """Initialize `model`: ones for vectors, N(0, `init_std`**2) for matrices."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            whole = initial_value(name, parameter.shape, init_std(name, model.config), seed)
+            value = initial_value(name, parameter.shape, init_std(name, model.config), seed)
             if isinstance(parameter, DTensor):
-                parameter.to_local().copy_(local_part(whole, parameter))
+                parameter.to_local().copy_(local_part(value, parameter))
             else:
-                parameter.copy_(whole)
+                parameter.copy_(value)
 
 
 def initial_value(name: str, shape: torch.Size, std: float, seed: int) -> Tensor:

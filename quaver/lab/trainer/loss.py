@@ -1,15 +1,16 @@
 """Next-token cross entropy that converts the logits to float32 one slice of tokens at a time.
 
-Cross entropy in float32 needs three tensors of the logits' size at once: the log-probabilities, saved for backward,
-their gradient, and that of the logits. With 128,256 words and 8192 tokens each takes 3.9 GiB, more than a block of
-Llama 3 8B. Here the logits are saved in their own dtype and converted one slice at a time; backward converts them again
-and writes the gradient of each slice over its logits. The gradient is bit-identical; the loss sums in another order.
+Cross entropy in float32 needs three tensors of the logits' size at once: the log-probabilities, which are saved for
+backward, their gradient, and the gradient of the logits. With 128,256 words and 8192 tokens each takes 3.9 GiB, more
+than a block of Llama 3 8B. Here the logits are saved in their dtype and converted one slice at a time; backward
+converts them again and overwrites each slice with its gradient. The gradient is bit-identical to torch's; the loss is
+summed in another order.
 
 [Note: split vocabulary] Under tensor parallelism each rank has the logits of its part of the vocabulary. Per token it
-contributes its largest logit, the sum of exponentials relative to that, and the logit of the target where it has it:
-one all-gather of 12 bytes a token and rank, for all slices together. Every rank then computes the same loss from the
-same numbers, to the bit. Backward saves two numbers a token and communicates nothing. A maximum by all-reduce would
-lose a NaN on some backends.
+contributes its largest logit, the sum of exponentials relative to it, and the target's logit if it has that: one
+all-gather of 12 bytes a token and rank, for all slices together. Every rank computes the same loss from the same
+numbers. Backward saves two numbers a token and communicates nothing. A maximum by all-reduce would lose a NaN on some
+backends.
 """
 
 from __future__ import annotations
@@ -84,10 +85,10 @@ class _SlicedCrossEntropy(torch.autograd.Function):
 
 
 def _slices(logits: Tensor, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield slices of the rows of all, as views; none of logits without columns."""
+    """Yield slices of rows of `logits` and `vectors`, as views; nothing if the logits have no columns."""
     if logits.shape[1]:
         rows = max(1, SLICE_ELEMENTS // logits.shape[1])
-        yield from zip(*(each.split(rows) for each in (logits, *vectors)), strict=True)
+        yield from zip(*(tensor.split(rows) for tensor in (logits, *vectors)), strict=True)
 
 
 # ---- [Note: split vocabulary] ----------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def _split_loss(logits: DTensor, targets: Tensor) -> Tensor:
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Cross entropy of `logits` [tokens, this rank's words], which begin with the word `first` of `words`."""
+    """Cross entropy of `logits` [tokens, this rank's words], whose first column is word `first` of `words`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, words: int, group: ProcessGroup) -> Tensor:
@@ -132,19 +133,21 @@ class _SplitCrossEntropy(torch.autograd.Function):
         # Dynamo does not trace a backward that writes over what the forward saved.
         written = torch.empty_like(logits) if torch.compiler.is_compiling() else logits
         vectors = targets - ctx.first, top, shares / whole_sum, shares
-        for rows, *of_rows, result in _slices(logits, *vectors, written):
-            result.copy_(_gradient(rows, *of_rows))
+        for rows, *vectors_of_slice, result in _slices(logits, *vectors, written):
+            result.copy_(_gradient(rows, *vectors_of_slice))
         return written.detach(), None, None, None, None
 
 
 def _parts(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Per row the largest logit, the sum of exponentials relative to it, and the target's logit if it is here, else 0:
-    float32 [3, rows]. The largest of no logits is -inf, their sum 0."""
+    """Return the largest logit of each row, the sum of exponentials relative to it, and the target's logit or 0.
+
+    float32 [3, rows]. A rank without logits has a largest logit of -inf and a sum of 0.
+    """
     parts = logits.new_zeros((3, len(wanted)), dtype=torch.float32)
     parts[0] = -torch.inf
     for rows, words, largest, sums, chosen in _slices(logits, wanted, *parts):
         largest.copy_(rows.amax(1))
-        base = largest.masked_fill(largest == -torch.inf, 0)  # the difference of two would be NaN
+        base = largest.masked_fill(largest == -torch.inf, 0)  # -inf - -inf would be NaN
         sums.copy_((rows - base[:, None]).exp_().sum(1))
         index, is_held = _place(words, rows)
         chosen.copy_(torch.where(is_held, rows.gather(1, index), 0)[:, 0])
@@ -152,14 +155,16 @@ def _parts(logits: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _gradient(rows: Tensor, wanted: Tensor, top: Tensor, factor: Tensor, share: Tensor) -> Tensor:
-    """The gradient of a slice in float32: the probabilities, exponentials times `factor` / `share`, less the target's
-    1, times `share`. The vectors have a number for each row."""
+    """Return the gradient of a slice in float32: exp(rows - top) * factor, less `share` at the target.
+
+    `factor` is share / sum of exponentials, so the first term is the probabilities times `share`. All are per row.
+    """
     grads = (rows - top[:, None]).exp_().mul_(factor[:, None])
     index, is_held = _place(wanted, rows)
     return grads.scatter_(1, index, grads.gather(1, index) - torch.where(is_held, share[:, None], 0))
 
 
 def _place(wanted: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The column of each row's target, any if it is not here, and whether it is; both [rows, 1]."""
+    """Return the column of each row's target (0 if another rank has it), and whether it is here; both [rows, 1]."""
     is_held = (wanted >= 0) & (wanted < rows.shape[1])
     return torch.where(is_held, wanted, 0)[:, None], is_held[:, None]

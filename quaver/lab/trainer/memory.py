@@ -1,7 +1,7 @@
-"""The memory of a training step: its peak per model, and what the device's allocator or the OS reports.
+"""The memory of a training step: its peak per model, and the numbers of the device's allocator or the OS.
 
-A peak is `resident + growth`: the model's own parameters, buffers and optimizer state, plus what the step added at its
-highest point. So the two models of `--compare` do not count each other. Each rank measures its own.
+A peak is the model's parameters, buffers and optimizer state plus the growth during the step. So the two models of
+`--compare` do not count each other. Each rank measures its own memory.
 """
 
 import os
@@ -38,9 +38,9 @@ def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable:
     Args:
         resident: the tensors that live between steps: parameters, buffers, optimizer state.
         device: their device.
-        countable: whether a count of tensors on CPU sees every one. It sees neither the tensors inside compiled code
-            nor those inside the operators of a DTensor; these steps are read from the log of the CPU allocator,
-            without operators' scratch, and torch.profiler must be free.
+        countable: whether a dispatch mode sees every CPU tensor. It does not see tensors inside compiled code or inside
+            the operators of a DTensor. Such steps are read from the CPU allocator's log, without operators' scratch,
+            and torch.profiler must be free.
     """
     peak = PeakMemory()
     resident_bytes = storage_bytes(resident)
@@ -57,15 +57,15 @@ def measure_peak(resident: Iterable[Tensor], *, device: torch.device, countable:
         peak.exact, peak.source = True, "tensors of one step, exact"
     else:
         with measure_usage(device, may_leave=True) as measured:
-            measured.mark()  # what is alive there is not read
+            measured.mark()  # memory that is alive here does not count
             yield peak
         peak.peak_bytes = resident_bytes + (measured.usage.tensor_peak_bytes or 0)
         peak.exact, peak.source = True, "tensors of one step, from the CPU allocator's log"
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the distinct storages behind `tensors`; of a DTensor, those of this rank."""
-    plain = [each for tensor in tensors for each in plain_tensors(tensor)]
+    """Return the bytes of the distinct storages behind `tensors`; a DTensor counts this rank's part."""
+    plain = [part for tensor in tensors for part in plain_tensors(tensor)]
     storages = {storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in plain}
     return sum(storages.values())
 
@@ -77,11 +77,11 @@ def reset_device_peaks(device: torch.device) -> None:
 
 
 def device_memory(device: torch.device) -> dict[str, Any]:
-    """Return the peaks since `reset_device_peaks`, in bytes and as shares of the device's memory, JSON-able.
+    """Return the peaks since `reset_device_peaks`, in bytes and as shares of the device's memory, ready for JSON.
 
-    CUDA: `memory_active_*` is the memory of tensors, `memory_reserved_*` that of the allocator, and `memory_retries`
-    counts the allocations that first had to empty its cache, since the process started: memory is nearly full.
-    CPU: `memory_rss_*` is the resident memory of the process, its peak since it started.
+    CUDA: `memory_active_*` is the memory of tensors, `memory_reserved_*` the memory of the allocator, and
+    `memory_retries` the number of allocations since the process started that first had to empty its cache, a sign that
+    memory is nearly full. CPU: `memory_rss_*` is the peak resident memory of the process since it started.
     """
     if is_cuda_device(device):
         stats = torch.cuda.memory_stats(device)

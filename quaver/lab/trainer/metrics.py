@@ -23,10 +23,10 @@ from quaver.roofline.device_specs import PeakFlops
 from quaver.runtime.devices import describe
 
 WARMUP_STEPS = 3
-"""Steps that every median leaves out: the first one compiles and allocates, the second one measures memory."""
+"""First steps without which medians are computed: they compile, allocate and measure memory."""
 
 SPIKE_WINDOW, SPIKE_MIN_STEPS = 64, 16
-"""The number of previous losses that a loss is compared with, at most and at least."""
+"""The largest and smallest numbers of previous losses with which a loss is compared."""
 MAD_TO_STD = 1.4826
 """Standard deviation / median absolute deviation of a normal distribution: 1 / (sqrt(2) * erfinv(1 / 2))."""
 MIN_RELATIVE_STD = 1e-3
@@ -34,7 +34,7 @@ MIN_RELATIVE_STD = 1e-3
 
 
 class _TensorBoard:
-    """Its methods raise OutputError; a thread writes, so that an error of one record may be raised by a later one."""
+    """Its methods raise OutputError. A thread writes, so a later record may raise the error of an earlier one."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -55,7 +55,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Its methods raise OutputError: the service has errors of its own."""
+    """Its methods raise OutputError for any error of the service."""
 
     def __init__(self, project: str, folder: Path, settings: dict[str, Any], *, resumes: bool) -> None:
         identity = _wandb_id(folder, resumes=resumes)
@@ -77,9 +77,9 @@ class _Wandb:
 
 
 def _wandb_id(folder: Path, *, resumes: bool) -> str:
-    """Return the id under which a resumed run continues its curves, a new one for a run that begins.
+    """Return the id under which a resumed run continues its curves, or a new id for a new run.
 
-    The folder keeps it: runs in other folders may have the same name. Raises OutputError.
+    It is stored in the run folder, because runs in different folders may have the same name. Raises OutputError.
     """
     path = folder / WANDB_ID
     with writing(path):
@@ -155,7 +155,7 @@ def is_spike(loss: float, recent: Sequence[float], deviations: float) -> bool:
     if not deviations or len(recent) < SPIKE_MIN_STEPS:
         return False
     median = statistics.median(recent)
-    std = MAD_TO_STD * statistics.median(abs(each - median) for each in recent)
+    std = MAD_TO_STD * statistics.median(abs(past - median) for past in recent)
     return loss > median + deviations * max(std, MIN_RELATIVE_STD * abs(median))
 
 
@@ -182,10 +182,10 @@ def summarize(
     steps: int,
     error: str | None,
 ) -> dict[str, Any]:
-    """Return the JSON-able summary of a run that completed `steps` steps and ended with `status`.
+    """Return the summary of a run that completed `steps` steps and ended with `status`, ready for JSON.
 
-    Speed is that of the median step over all ranks, MFU that of one device, and memory that of the first rank.
-    `comparison` is the first model relative to the second one, the bfloat16 baseline; memory only if both are exact.
+    Speed is the median step's over all ranks, MFU is per device, and memory is the first rank's. `comparison` has the
+    first model relative to the bfloat16 baseline, with memory only if both measurements are exact.
     """
     runs = {model.name: _model_summary(config, model, peak, dims, flops_per_token[model.name]) for model in models}
     summary: dict[str, Any] = {

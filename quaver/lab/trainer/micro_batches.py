@@ -1,17 +1,17 @@
-"""When the gradients of a step's micro-batches are reduced over the ranks, and in which dtype they are added up.
+"""Reduces the gradients of a step's micro-batches over the ranks, after each or after the last, and adds them up.
 
-    training.reduce    after each of them                      after the last       held meanwhile, of each parameter
-    every              reduce-scatter, all-reduce of replicas                       its shard's sum in training.dtype
-    last_all_reduce    reduce-scatter                          all-reduce           its shard's sum in float32
-    last                                                       both                 its whole sum in float32
+    training.reduce    after each micro-batch                  after the last    held meanwhile, per parameter
+    every              reduce-scatter, all-reduce of replicas                    the shard's sum in training.dtype
+    last_all_reduce    reduce-scatter                          all-reduce        the shard's sum in float32
+    last                                                       both              the whole sum in float32
 
-"last" and "last_all_reduce" add up in float32, in place: 256 + 1 is 257, where bfloat16 has 256. FSDP2 does so for what
-it shards. Of other parameters (one process, tensor parallelism alone) those in bfloat16 get float32 sums from hooks
-here. Each sum is rounded to the parameter's dtype once. With fsdp_reshard_after_forward = never the weights of "last"
-stay gathered from the first forward to the last backward: one all-gather a step.
+"last" and "last_all_reduce" add up in float32, in place: 256 + 1 is 257, where bfloat16 has 256. FSDP2 does that for
+sharded parameters. For other bfloat16 parameters (one process, tensor parallelism alone) the hooks here do it. Each sum
+is rounded to the parameter's dtype once. With fsdp_reshard_after_forward = never the weights of "last" stay gathered
+from the first forward to the last backward: one all-gather a step.
 
-`set_is_last_backward` stays True: nothing is pending after a backward without a reduction, and FSDP2 then forgets the
-order of this forward, which it prefetches by.
+`set_is_last_backward` stays True: after a backward without a reduction nothing is pending, and FSDP2 then forgets the
+order of this forward, which it needs for prefetching.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _Batch = TypeVar("_Batch")
 
 @contextmanager
 def accumulate(model: nn.Module, config: TrainConfig, batches: list[_Batch]) -> Iterator[Iterable[_Batch]]:
-    """Give the micro-batches of one step; go forward and backward with each before the next.
+    """Yield the micro-batches of one step. Run forward and backward of each before taking the next.
 
-    At the exit every `.grad` has the dtype of its parameter. Every rank gives as many batches.
+    At the exit every `.grad` has the dtype of its parameter. Every rank must pass the same number of batches.
     """
     reduce = config.training.reduce
     if reduce == "every":
@@ -42,7 +42,7 @@ def accumulate(model: nn.Module, config: TrainConfig, batches: list[_Batch]) -> 
         stays_gathered = reduce == "last" and config.parallelism.fsdp_reshard_after_forward == "never"
         try:
             yield _reduced_last(model, batches, reduce, stays_gathered)
-        finally:  # also for an evaluation after an error
+        finally:  # also after an error, for an evaluation
             _set(model, reduce, stays_gathered, is_last=True)
     else:
         with _float32_sums(model):
@@ -66,7 +66,7 @@ def _set(model: FSDPModule, reduce: str, stays_gathered: bool, *, is_last: bool)
 
 @contextmanager
 def _float32_sums(model: nn.Module) -> Iterator[None]:
-    """Add up the gradients of parameters in less than float32 in float32, until the exit."""
+    """Add up the gradients of bfloat16 parameters in float32 in the block."""
     sums: dict[Tensor, Tensor] = {}
 
     def add(parameter: Tensor) -> None:
@@ -76,13 +76,13 @@ def _float32_sums(model: nn.Module) -> Iterator[None]:
         elif grad is not None:
             sums[parameter] = grad.float()
 
-    low = [each for each in model.parameters() if each.requires_grad and each.dtype != torch.float32]
-    hooks = [each.register_post_accumulate_grad_hook(add) for each in low]
+    low = [weight for weight in model.parameters() if weight.requires_grad and weight.dtype != torch.float32]
+    hooks = [weight.register_post_accumulate_grad_hook(add) for weight in low]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-    while sums:  # each is freed as its rounded copy is made
+    while sums:  # frees each sum as soon as its rounded copy exists
         parameter, total = sums.popitem()
         parameter.grad = total.to(parameter.dtype)

@@ -5,7 +5,7 @@ A token takes the k experts with the largest score + bias, weighted by their sco
     score = sigmoid(gate.weight @ hidden)     [E], in float32
 
 The bias replaces an auxiliary loss (DeepSeek-V3, section 2.1.2): after each step it rises by a fixed rate for experts
-with fewer tokens than the mean, and falls for those with more. It chooses experts and weighs nothing.
+with fewer tokens than the mean, and falls for experts with more. It affects the choice, not the weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,8 +33,8 @@ class Router(nn.Module):
     e_score_correction_bias: Tensor
     """float32 [E]."""
     tokens_per_expert: Tensor
-    """float32 [E], since the last step of the balance. A checkpoint that recomputes a block counts its tokens again,
-    for all experts alike."""
+    """float32 [E], counted since the last balancing. Activation checkpointing counts the tokens of a recomputed block
+    twice, for all experts alike."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -44,18 +44,18 @@ class Router(nn.Module):
             self.register_buffer(name, torch.zeros(config.n_experts), persistent=persistent)
 
     def reset_balance(self) -> None:
-        """Begin without a preference."""
+        """Set the biases and the counts to 0."""
         self.e_score_correction_bias.zero_()
         self.tokens_per_expert.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         super()._apply(fn, recurse)
         for name in ("e_score_correction_bias", "tokens_per_expert"):
-            setattr(self, name, getattr(self, name).float())  # small steps and counts, which bfloat16 would lose
+            setattr(self, name, getattr(self, name).float())  # bfloat16 would lose small steps and counts
         return self
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token of `hidden` [T, D], int64 [T, k], and their float32 weights [T, k]."""
+        """Return the experts of each token of `hidden` [T, D], int64 [T, k], and their float32 weights [T, k]."""
         with torch.autocast(hidden.device.type, enabled=False):
             scores = F.linear(hidden.float(), self.weight.float()).sigmoid()
         chosen = torch.topk(scores.detach() + self.e_score_correction_bias, self.top_k, sorted=False).indices
@@ -98,13 +98,13 @@ class Experts(RoutedExperts):
         weights = self._local(name).to(dtype).transpose(1, 2)
         if dtype is torch.bfloat16:
             output = F.grouped_mm(tokens, weights, offs=ends)
-        else:  # PyTorch's is traced in bfloat16 alone; this one has the same bits
+        else:  # PyTorch traces its grouped matmul in bfloat16 only; this one is bit-identical
             output = float8_grouped_mm(tokens, weights, ends, config=_HIGH_PRECISION)
         return output if combine is None else Combine.apply(output, combine)
 
 
 class Mixture(nn.Module):
-    """Routed experts, and shared ones that every token takes."""
+    """Routed experts, and shared experts that every token takes."""
 
     def __init__(self, config: Model, shared_experts: nn.Module | None) -> None:
         super().__init__()
@@ -120,12 +120,12 @@ class Mixture(nn.Module):
 
 
 def modules_of(model: nn.Module, kind: type[Kind]) -> list[Kind]:
-    """The modules of a class, in order."""
+    """Return the modules of class `kind`, in order."""
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
 def take_expert_load(routers: Sequence[Router], add_ranks: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """The share of the tokens of each expert since the last call, [layers, E]; None for a model without experts.
+    """Return each expert's share of the tokens since the last call, [layers, E]; None for a model without experts.
 
     Args:
         add_ranks: sums a tensor over the ranks.
@@ -140,14 +140,14 @@ def take_expert_load(routers: Sequence[Router], add_ranks: Callable[[Tensor], Te
 
 @torch.no_grad()
 def balance_experts(routers: Sequence[Router], load: Tensor, rate: float) -> None:
-    """Move the biases of the routers by `rate`, up for experts with less than the mean of `load`, else down."""
+    """Move the biases of the routers by `rate`: up for experts whose load is below the mean, else down."""
     for router, shares in zip(routers, load, strict=True):
         router.e_score_correction_bias += rate * torch.sign(shares.mean() - shares)
 
 
 def average_expert_gradients(experts: Sequence[Experts]) -> None:
-    """Divide the gradients of experts that are split, which are sums over the ranks that split them."""
-    for each in experts:
-        if each.dispatcher is not None:
-            grads = [parameter.grad for parameter in each.parameters() if parameter.grad is not None]
-            torch._foreach_div_([plain for grad in grads for plain in plain_tensors(grad)], each.dispatcher.ranks)
+    """Divide the gradients of split experts by the number of ranks that split them: expert parallelism sums them."""
+    for module in experts:
+        if module.dispatcher is not None:
+            grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+            torch._foreach_div_([plain for grad in grads for plain in plain_tensors(grad)], module.dispatcher.ranks)

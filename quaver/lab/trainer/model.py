@@ -39,8 +39,8 @@ def rope_tables(
 def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Return `frequencies` (float32 [E / 2], radians per position) with the low ones scaled down, as in Llama 3.1.
 
-    A frequency with n turns in the original context keeps the share clamp((n - low) / (high - low), 0, 1) of itself;
-    the rest is divided by the factor (Grattafiori et al., 2024, and the models' published code).
+    For a frequency with n turns in the original context, the share clamp((n - low) / (high - low), 0, 1) stays and the
+    rest is divided by the factor (Grattafiori et al., 2024, and the models' published code).
     """
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
@@ -64,7 +64,7 @@ def apply_rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    (first, second), (cos, _), (sin, _) = (each.chunk(2, dim=-1) for each in (heads, cos[:, None], sin[:, None]))
+    (first, second), (cos, _), (sin, _) = (tensor.chunk(2, dim=-1) for tensor in (heads, cos[:, None], sin[:, None]))
     # One half at a time, each rounded at once, to keep float32 temporaries small.
     halves = (
         (first * cos).sub_(second * sin).to(heads.dtype),
@@ -91,7 +91,7 @@ class RMSNorm(nn.Module):
     """`weight * x / rms(x)` over the last dim."""
 
     feeds_float8 = False
-    """Whether only float8 linears read the result, which then need not be saved for backward (functional.py)."""
+    """Whether only float8 linears read the result, so that it need not be saved for backward (functional.py)."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Normalize `hidden` [..., D]; the result has its shape and, under autocast, autocast's dtype."""
+        """Normalize `hidden` [..., D]. Under autocast the result has autocast's dtype."""
         out_dtype = compute_dtype(hidden.device.type, hidden.dtype)
         if self.feeds_float8:
             return rms_norm(hidden, self.weight, self.eps, out_dtype)
@@ -143,7 +143,7 @@ class FeedForward(nn.Module):
     """Whether down_proj is float8, so that its input need not be saved in high precision."""
 
     def __init__(self, config: Model, experts: int = 1) -> None:
-        """`experts`: how many shared experts of a mixture it is."""
+        """`experts`: the number of shared experts of a mixture, which are one wide network."""
         super().__init__()
         hidden_dim = experts * config.hidden_dim
         self.gate_proj = nn.Linear(config.dim, hidden_dim, bias=False)
@@ -176,13 +176,13 @@ class Block(nn.Module):
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, mask)
         output = self.mlp(self.post_attention_layernorm(hidden))
         if torch.compiler.is_compiling():
-            # Else each of five readers adds both terms again. Behind the norm, so that a backward may recompute that.
+            # Else Inductor lets each of five readers add both terms again. After the norm, which stays recomputable.
             materialize(hidden.detach(), output.detach())
         return hidden + output
 
 
 class Embedding(nn.Embedding):
-    """The embedding of tokens."""
+    """The embedding of tokens, whose gradient is summed in float32."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the vectors [B, T, D] of `input` [B, T] (int64), in the weight's dtype."""
@@ -190,10 +190,10 @@ class Embedding(nn.Embedding):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and the last norm; `model` in Hugging Face's names."""
+    """Embedding, blocks and the last norm; Hugging Face's name is `model`."""
 
     residual_dtype: torch.dtype | None = None
-    """The dtype of the residual stream, which blocks add to; None for that of the embedding."""
+    """The dtype of the residual stream; None for the embedding's dtype."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Decoder(nn.Module):
 class Llama(nn.Module):
     """The language model; `initialize` draws its weights.
 
-    Its state_dict is that of `transformers.LlamaForCausalLM`, with experts that of `Glm4MoeForCausalLM`.
+    Its state_dict has the names of `transformers.LlamaForCausalLM`, or with experts of `Glm4MoeForCausalLM`.
     """
 
     fuses_producers: bool = False
@@ -249,17 +249,16 @@ class Llama(nn.Module):
 
 
 def init_std(name: str, config: Model) -> float:
-    """Return a matrix's initial standard deviation, smaller with depth where it writes to the residual stream."""
+    """Return a matrix's initial standard deviation; matrices that write to the residual stream shrink with depth."""
     writes_residual = name.removesuffix(".weight").endswith(("o_proj", "down_proj"))
     return INIT_STD / (2 * config.n_layers) ** 0.5 if writes_residual else INIT_STD
 
 
 def training_flops_per_token(config: Model, seq_len: int) -> int:
-    """Return the FLOPs of forward and backward for one token: 6 per weight that it is multiplied with, and attention.
+    """Return the FLOPs of forward and backward for one token: 6 per weight that multiplies it, and attention.
 
-    Of E experts it is multiplied with top_k.
-
-    All of attention counts, as usual, although a causal kernel may skip half of it.
+    A token is multiplied with top_k of the experts. All of attention counts, as usual, although a causal kernel may
+    skip half of it.
     """
     kv_dim = config.n_kv_heads * config.head_dim
     attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim
@@ -271,5 +270,5 @@ def training_flops_per_token(config: Model, seq_len: int) -> int:
 
 
 def attention_flops_per_token(config: Model, seq_len: int) -> int:
-    """Return the FLOPs of attention's matmuls, forward and backward, for one token, with what a causal mask hides."""
+    """Return the FLOPs of attention's matmuls for one token, forward and backward, including masked scores."""
     return 12 * config.n_layers * config.dim * seq_len

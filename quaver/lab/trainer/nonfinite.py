@@ -1,4 +1,4 @@
-"""Finds where a training step first became non-finite, by repeating it with hooks."""
+"""Repeats a training step with hooks to find where it first became non-finite."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,24 +16,24 @@ from quaver.runtime.ranks import plain_tensors
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or a gradient norm was not finite; the message names the first non-finite operand."""
+    """A loss or a gradient norm was not finite. The message names the first non-finite operand."""
 
     can_continue: bool = True
-    """Whether the models are as the last step left them, so that a checkpoint of it can be written."""
+    """Whether no model has taken the failed step, so that a checkpoint of the last step can be written."""
 
 
 @dataclass(frozen=True)
 class NonFiniteOperand:
-    """`operand` is input, weight, bias or output of `module`, or a gradient of one, such as grad_weight.
+    """`operand` is input, weight, bias or output of `module`, or the gradient of one, such as grad_weight.
 
-    `position` is the number of checks before this one. It is the same on every rank, so the lowest of all is first.
+    `position` is the number of the check, which is the same on every rank: the lowest position of all ranks is first.
     """
 
     module: str
     operand: str
     position: int = field(default=0, compare=False, repr=False)
     in_float8: "NonFiniteOperand | None" = field(default=None, compare=False, repr=False)
-    """The first such operand of a float8 module, which is what a monitor's alarm names; may be this one."""
+    """The first non-finite operand of a float8 module, which a monitor's alarm names."""
 
     def __str__(self) -> str:
         return f"{self.operand} of {self.module}"
@@ -47,7 +47,7 @@ def find_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> No
     this together. Clears the gradients of `model`.
     """
     search = _NonFiniteSearch(
-        {name for name, each in model.named_modules() if isinstance(each, Float8Linear | Float8Experts)}
+        {name for name, module in model.named_modules() if isinstance(module, Float8Linear | Float8Experts)}
     )
     model.zero_grad(set_to_none=True)
     with torch.compiler.set_stance("force_eager"), _hooked(model, search), warnings.catch_warnings():
@@ -83,7 +83,7 @@ class _NonFiniteSearch:
 
 def is_finite(value: Any) -> bool:
     """Whether the part of `value` on this rank is finite, or `value` is not a tensor."""
-    # Detached, so that the check saves nothing: a checkpointed block would recompute without it.
+    # Detached, because a checkpointed block would otherwise save more in the forward than in the recomputation.
     tensors = plain_tensors(value.detach()) if isinstance(value, Tensor) else []
     return all(bool(tensor.float().isfinite().all()) for tensor in tensors if tensor.is_floating_point())
 

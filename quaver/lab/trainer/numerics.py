@@ -1,4 +1,4 @@
-"""Where the numerics of a run go: numerics.jsonl of the run folder, TensorBoard and Weights & Biases."""
+"""Writes the numerics of a run to numerics.jsonl, TensorBoard and Weights & Biases."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from quaver.lab.trainer.metrics import Logger
 from quaver.numerics.record import RecordWriter
 
 LOGGED = ("amax", "underflow", "saturated", "sqnr_db", "nonfinite")
-"""The statistics that loggers get; the file has all."""
+"""The statistics that loggers show; numerics.jsonl has all of them."""
 
 
 class NumericsLog:
@@ -20,7 +20,7 @@ class NumericsLog:
         self._names: list[str] = []
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line, and log it. Raises OutputError."""
+        """Append a line and log its numbers. Raises OutputError."""
         with writing(self._writer.path):
             self._writer.write(line)
         if line["kind"] == "header":
@@ -32,11 +32,11 @@ class NumericsLog:
                     logger.write_numerics(line["step"], scalars)
 
     def close(self) -> None:
-        """The loggers belong to the run."""
+        """Do nothing: the run closes the loggers."""
 
 
 def name_of(tensor: dict[str, Any]) -> str:
-    """A tensor of a record as loggers call it: `layers.0.mlp.up_proj.input`, with the cast where there are two."""
+    """Return a tensor's name in the loggers: `layers.0.mlp.up_proj.input`, plus the cast if the operand has two."""
     cast = "" if tensor["cast"] in ("both", "result") else f".{tensor['cast']}"
     return f"{tensor['layer']}.{tensor['operand']}{cast}"
 

@@ -19,7 +19,7 @@ REMAINING: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "sqrt": lambda progress: 1 - math.sqrt(progress),
 }
-"""The share of the learning rate above its floor after this share (0 to 1) of the decay's steps.
+"""The remaining share of the learning rate above its floor, by the share (0 to 1) of the decay's steps that are done.
 
 sqrt is the 1-sqrt cooldown of Hägele et al. 2024, https://arxiv.org/abs/2405.18392."""
 
@@ -38,11 +38,11 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimize
     muon: Any = Float8Muon if config.has_float8_states else torch.optim.Muon
     options = {"weight_decay": config.weight_decay, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
     taken = set(matrices)
-    others = [parameter for parameter in parameters if parameter not in taken]
-    of_matrices = muon(matrices, lr=config.lr, **options)
-    if isinstance(of_matrices, Float8Muon):
-        of_matrices.name_parameters(model)
-    return CombinedOptimizer(of_matrices, _adamw(others, model, config))
+    rest = [parameter for parameter in parameters if parameter not in taken]
+    muon_optimizer = muon(matrices, lr=config.lr, **options)
+    if isinstance(muon_optimizer, Float8Muon):
+        muon_optimizer.name_parameters(model)
+    return CombinedOptimizer(muon_optimizer, _adamw(rest, model, config))
 
 
 def _adamw(parameters: list[nn.Parameter], model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
@@ -82,7 +82,7 @@ def learning_rate(step: int, steps: int, config: Optimizer, schedule: LRSchedule
 
 
 def sum_partial_gradients(model: nn.Module) -> None:
-    """Give each gradient the layout of its parameter; norms have partial sums where FSDP2 does not reduce them."""
+    """Give each gradient its parameter's placements: norms have partial sums if FSDP2 does not reduce them."""
     for parameter in model.parameters():
         grad = parameter.grad
         if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
@@ -90,7 +90,7 @@ def sum_partial_gradients(model: nn.Module) -> None:
 
 
 def squared_norm_share(model: nn.Module) -> Tensor:
-    """Return this rank's share of the squared norm of all gradients, a float32 scalar to be summed over the ranks.
+    """Return this rank's share of the squared norm of all gradients, a float32 scalar. The shares of all ranks add up.
 
     A gradient that n ranks hold counts 1/n on each. Every parameter must be on the mesh of all ranks.
     """
@@ -110,7 +110,7 @@ def clip_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
 
 
 def _copies(grad: Tensor) -> int:
-    """The number of ranks that hold the same part of `grad`."""
+    """Return the number of ranks that hold the same part of `grad`."""
     if not isinstance(grad, DTensor):
         return 1
     return prod(grad.device_mesh.size(axis) for axis, place in enumerate(grad.placements) if place.is_replicate())

@@ -1,18 +1,18 @@
-"""Applies tensor and expert parallelism, what blocks save, compilation and FSDP2 to the Llama, in this order.
+"""Applies tensor and expert parallelism, activation checkpointing, compilation and FSDP2 to the Llama, in this order.
 
 Tensor parallelism is Megatron's with sequence parallelism: between linears each rank holds 1/tp of the sequence;
 q, k, v, gate and up gather it and split their outputs, o and down split their inputs and scatter the sequence again.
 
-[Note: mesh of experts] Expert parallelism splits experts over neighboring ranks of a shard group, and FSDP2 shards
-those of a rank over the rest: a mesh of its own, [dp_replicate,] dp_shard / ep, ep. All other parameters are on the
-mesh of the run. FSDP2 averages the gradients of experts over its part of that mesh, where each is a sum over "ep"
-already: `average_expert_gradients` (mixture.py) divides by the rest.
+[Note: mesh of experts] Expert parallelism splits experts over neighboring ranks of a shard group, and FSDP2 shards a
+rank's experts over the other ranks of the group, on the mesh [dp_replicate,] dp_shard / ep, ep. All other parameters
+are on the mesh of the run. FSDP2 averages the gradients of experts over its dims of that mesh. They are already sums
+over "ep", by which `average_expert_gradients` (mixture.py) divides.
 
 [Note: precision under FSDP2] Autocast defines the numerics, as on one rank: a linear reads its weight in
 `training.mixed_precision_param`. Blocks and the output projection are therefore gathered in that dtype, to which
 autocast would cast them anyway, in half the bytes of float32. The embedding and the last norm, which autocast does not
-cast, are gathered in the dtype of the residual stream, to which the model rounds what it looks up (and a norm its
-weight). Gradients are reduced in float32. That of an embedding in bfloat16 is rounded before, as a linear's is.
+cast, are gathered in the dtype of the residual stream, to which the model rounds embeddings (and a norm its weight)
+anyway. Gradients are reduced in float32. A bfloat16 embedding's gradient is rounded before, like a linear's.
 """
 
 import warnings
@@ -49,7 +49,7 @@ from quaver.parallel.linear_sharding import check_can_be_sharded
 
 
 def parallelize(model: Llama, config: TrainConfig, mesh: DeviceMesh | None) -> None:
-    """Parallelize `model`, which is converted to float8 and on the meta device, over `mesh`; None for one process.
+    """Parallelize `model`, which is converted to float8 and on the meta device, over `mesh` (None: one process).
 
     Args:
         mesh: a mesh with dims among "dp_replicate", "dp_shard" and "tp" (see `ParallelDims.mesh`).
@@ -89,21 +89,21 @@ def _checkpoint_blocks(model: Llama, config: TrainConfig) -> None:
 
 
 def _split_experts(model: Llama, config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh over whose "ep" the experts are split now; see [Note: mesh of experts]."""
+    """Split the experts over the dim "ep" of a new mesh, and return that mesh; see [Note: mesh of experts]."""
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     degree = config.parallelism.expert_parallel_degree
     sizes = {**sizes, "dp_shard": sizes["dp_shard"] // degree, "ep": degree}
-    whole = init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    expert_mesh = init_device_mesh(mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     style = Float8ExpertParallel(grad_weight_from_codes=config.float8.grad_weight_from_codes)
     for experts in modules_of(model, Experts):
-        parallelize_module(experts, whole["ep"], style)
-    return whole
+        parallelize_module(experts, expert_mesh["ep"], style)
+    return expert_mesh
 
 
 def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh, mesh_of_experts: DeviceMesh | None) -> None:
     """Shard with one FSDP2 group per block, one for the output projection, and the root for the rest.
 
-    Experts that are split have a group of their own on `mesh_of_experts`.
+    Split experts have a separate group on `mesh_of_experts`.
     """
     if mesh_of_experts is not None:
         fsdp_part = mesh_of_experts[tuple(name for name in mesh_of_experts.mesh_dim_names or () if name != "ep")]
@@ -120,15 +120,15 @@ def _shard(model: Llama, config: TrainConfig, mesh: DeviceMesh, mesh_of_experts:
 
 
 def check_float8_gradients(model: Llama, dims: ParallelDims) -> None:
-    """Raise ValueError where ranks have too few gradients of a group to reduce them in float8."""
+    """Raise ValueError if a group has too few gradients per rank to reduce them in float8."""
     groups: dict[str, nn.Module] = {f"model.layers.{number}": block for number, block in enumerate(model.blocks())}
     if model.lm_head.weight is not model.model.embed_tokens.weight:
         groups["lm_head"] = model.lm_head
     inside = {parameter for group in groups.values() for parameter in group.parameters()}
-    of_groups = {name: set(group.parameters()) for name, group in groups.items()}
-    of_groups["the embedding"] = {parameter for parameter in model.parameters() if parameter not in inside}
+    parameters_by_group = {name: set(group.parameters()) for name, group in groups.items()}
+    parameters_by_group["the embedding"] = {parameter for parameter in model.parameters() if parameter not in inside}
     split = {parameter for experts in modules_of(model, Experts) for parameter in experts.parameters()}
-    for name, parameters in of_groups.items():
+    for name, parameters in parameters_by_group.items():
         for part in (parameters & split, parameters - split) if dims.expert > 1 else (parameters,):
             elements = sum(parameter.numel() for parameter in part) // (dims.shard * dims.tensor)
             if part and elements < LEAST_ELEMENTS and not (part <= split and dims.shard == dims.expert):
@@ -142,7 +142,7 @@ def group_options(config: TrainConfig, mesh: DeviceMesh, *, dtype: str = "") -> 
     """Return the arguments of `fully_shard` for a group of parameters; see [Note: precision under FSDP2].
 
     Args:
-        dtype: the dtype in which they are gathered; that of the computation if empty.
+        dtype: the dtype in which they are gathered; "" for the dtype of the computation.
     """
     param_dtype = getattr(torch, dtype or config.training.mixed_precision_param)
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -212,7 +212,7 @@ def check_tensor_parallel(model: Llama, degree: int) -> None:
 
 
 def _gather_sequence(readers: list[nn.Linear], other_inputs: int = 0) -> ParallelStyle:
-    """Gather a module's first input along the sequence; in float8 where all of its `readers` compute in float8."""
+    """Gather a module's first input along the sequence, in float8 if all of its `readers` compute in float8."""
     layouts: dict[str, Any] = {
         "input_layouts": (Shard(1), *[None] * other_inputs),
         "desired_input_layouts": (Replicate(), *[None] * other_inputs),

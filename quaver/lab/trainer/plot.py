@@ -15,7 +15,7 @@ COLORS = ("#d1495b", "#30638e")
 
 
 def draw_curves(metrics: Path, image: Path, *, title: str) -> None:
-    """Write a PNG with the losses of every model, the gap between two, and tokens/s, as far as the run came."""
+    """Write a PNG with the losses of every model, the gap between two models, and tokens/s."""
     records = read_metrics(metrics)
     names = list(dict.fromkeys(record["run"] for record in records if "run" in record))
     panels = 3 if len(names) == 2 else 2
@@ -68,12 +68,12 @@ def _finish(axis: Any) -> None:
 
 
 def _series(records: Iterable[Record], name: str, key: str) -> tuple[list[int], list[float]]:
-    found = [(record["step"], record[key]) for record in records if record.get("run") == name and key in record]
-    return [step for step, _ in found], [value for _, value in found]
+    points = [(record["step"], record[key]) for record in records if record.get("run") == name and key in record]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Return centered moving averages, which do not lag behind."""
+    """Return centered moving averages."""
     radius = min(5, len(values) // 20)
     windows = (values[max(0, i - radius) : i + radius + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]

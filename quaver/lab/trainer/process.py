@@ -1,4 +1,4 @@
-"""How the process behaves during a run: signals, a watchdog for steps that hang, deterministic algorithms."""
+"""Process-wide behavior during a run: signals, a watchdog for steps that hang, deterministic algorithms."""
 
 import ctypes
 import faulthandler
@@ -17,7 +17,7 @@ from types import FrameType
 import torch
 
 CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-"""cuBLAS needs it for reproducible results (its documentation, "Results Reproducibility") and reads it at start."""
+"""cuBLAS reads it at start and needs it for reproducible results (its documentation, "Results Reproducibility")."""
 
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process gets when its parent ends."""
@@ -25,15 +25,16 @@ PR_SET_PDEATHSIG = 1
 
 @contextmanager
 def quiet(is_first: bool) -> Iterator[None]:
-    """Let the first rank alone show warnings of Python and torch inside the block: those of all ranks are the same.
+    """Show warnings of Python and torch in the block on the first rank only, because all ranks have the same warnings.
 
-    Errors, and what quaver logs of a rank, are shown on every rank.
+    Errors, and quaver's own log lines, are shown on every rank.
     """
     if is_first:
         yield
         return
-    known = [each for name, each in logging.root.manager.loggerDict.items() if name.partition(".")[0] == "torch"]
-    levels = [(each, each.level) for each in known if isinstance(each, logging.Logger) and each.level < logging.ERROR]
+    known = [logger for name, logger in logging.root.manager.loggerDict.items() if name.partition(".")[0] == "torch"]
+    loggers = [logger for logger in known if isinstance(logger, logging.Logger) and logger.level < logging.ERROR]
+    levels = [(logger, logger.level) for logger in loggers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for logger, level in levels:
@@ -47,12 +48,12 @@ def quiet(is_first: bool) -> Iterator[None]:
 
 @dataclass
 class Requests:
-    """Requests that this process got by signals."""
+    """Requests that this process received as signals."""
 
     stop: bool = False
     """SIGINT (Ctrl-C), SIGTERM or SIGHUP (the terminal was closed) arrived."""
     snapshots: int = 0
-    """The number of SIGUSR1."""
+    """The number of SIGUSR1 that arrived."""
 
 
 @contextmanager
@@ -82,7 +83,7 @@ def stop_signals() -> Iterator[Requests]:
 
 
 def _end_with_launcher() -> None:
-    """Ask Linux for SIGTERM when torchrun is killed, which forwards nothing: ranks would train on and hold the lock."""
+    """Ask Linux to send SIGTERM when torchrun is killed. Otherwise the ranks would train on and hold the lock."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
@@ -116,19 +117,19 @@ def _handled(numbers: tuple[signal.Signals, ...], handler: "signal._HANDLER") ->
 class Watchdog:
     """Writes the stacks of all threads to `path` while a step hangs, to show where.
 
-    Each rank watches itself. Ranks that wait for a hanging rank are late as well and write their stacks, too.
-    A thread reads them, which holds the GIL: without it, frames that change are read, which has crashed processes. So a
-    kernel that hangs with the GIL held writes none.
+    Each rank watches itself. Ranks that wait for a hanging rank are late as well and write their stacks, too. A thread
+    reads the stacks and holds the GIL, because reading frames that change has crashed processes. So a kernel that hangs
+    while it holds the GIL writes no stacks.
     """
 
     path: Path
 
     @contextmanager
     def step(self, seconds: float, what: str) -> Iterator[None]:
-        """Run the block; every `seconds` it takes, append all stacks of this process to the file. 0 disables.
+        """Append all stacks of this process to the file each time that the block has taken `seconds` more; 0 disables.
 
-        The first time, a line on stderr says that `what` is late. The step continues: a collective's timeout or the
-        user ends it.
+        The first time, a line on stderr says that `what` is late. The step continues until a collective times out or
+        the user ends it.
         """
         if not seconds:
             yield
@@ -161,7 +162,7 @@ class Watchdog:
 def determinism(enabled: bool) -> Iterator[None]:
     """Use deterministic algorithms in the block if `enabled`; torch then refuses operations that have none.
 
-    CPU runs repeat to the bit without it. On CUDA it costs speed, above all in attention.
+    CPU runs are reproducible without it. On CUDA it costs speed, above all in attention.
     """
     if not enabled:
         yield

@@ -5,8 +5,8 @@
     memory_snapshot/step-000003/tensorwise-rank0.pickle        CUDA: the allocator's history until its end,
                                                                for https://pytorch.org/memory_viz
 
-docs/profiling.md describes the files. Ranks do not wait for each other here: what one cannot write is kept, and
-ends the run on all of them after the step. SIGUSR1 asks one rank for snapshots.
+docs/profiling.md describes the files. Ranks do not wait for each other here: a write error is kept, and ends the run on
+all ranks after the step. SIGUSR1 asks one rank for snapshots.
 """
 
 import gzip
@@ -41,12 +41,12 @@ MAX_HISTORY_ENTRIES = 100_000
 
 
 class Profiler:
-    """Profiles the steps that the config names, and those that SIGUSR1 asks for."""
+    """Profiles steps that the config names or SIGUSR1 asks for."""
 
     def __init__(
         self, config: TrainConfig, folder: Path, rank: int, device: torch.device, failures: OutputFailures
     ) -> None:
-        """`folder` is the run folder, on every rank. What cannot be written is kept in `failures`."""
+        """`folder` is the run folder, on every rank. `failures` keeps write errors."""
         self._config, self._folder, self._rank, self._device = config, folder, rank, device
         self._failures = failures
         self._stack = ExitStack()
@@ -80,7 +80,7 @@ class Profiler:
             yield
 
     def traces(self, step: int) -> bool:
-        """Whether torch.profiler runs in the step: those that are written, and the warm-up before them."""
+        """Whether torch.profiler runs in the step, to write a trace or to warm up for one."""
         config = self._config.profiling
         window = config.profiler_warmup + config.profiler_active
         return config.enable_profiling and -step % config.profile_freq < window
@@ -131,7 +131,7 @@ class Profiler:
         self._write(file, write)
 
     def _is_snapshot_due(self, step: int, name: str) -> bool:
-        """Whether it is the config's step, or a SIGUSR1 came after the last snapshot of `name`."""
+        """Whether the config names this step, or a SIGUSR1 arrived after the last snapshot of `name`."""
         asked, served = self._requests.snapshots, self._served.get(name, 0)
         self._served[name] = asked
         return step == self._config.profiling.memory_snapshot_step or asked > served
@@ -140,9 +140,9 @@ class Profiler:
         return self._folder / folder / f"step-{step:06d}" / f"{name}-rank{self._rank}{ending}"
 
     def _write(self, file: Path, write: Callable[[Path], None]) -> None:
-        """Create the folder of `file` and write it; keep an error of that."""
+        """Create the folder of `file` and write it; keep an error."""
         with self._failures.noting(), writing(file):
-            for folder in (file.parent.parent, file.parent):  # not the run folder: one that was removed stays so
+            for folder in (file.parent.parent, file.parent):  # not the run folder, which may have been removed
                 folder.mkdir(exist_ok=True)
             write(file)
 

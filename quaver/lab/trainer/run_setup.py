@@ -1,6 +1,6 @@
 """Sets up a run before it trains: the checked config, parallel dims, device, data and models.
 
-Everything that can be wrong with the input is refused here, before a file is written or a process group made.
+Bad input is refused here, before a file is written or a process group is made.
 """
 
 import json
@@ -36,12 +36,12 @@ class Models:
     report: ConversionReport | None
     """The conversion of the float8 model."""
     flops_per_token: dict[str, dict[str, int]]
-    """By model, and by the precision that computes them."""
+    """Per model, the FLOPs by the precision that computes them."""
 
 
 @dataclass
 class RunSetup:
-    """A run with checked input: equal on every rank, except for `dims.rank`."""
+    """A run with checked input, equal on every rank except for `dims.rank`."""
 
     config: TrainConfig
     ranks: Ranks
@@ -60,7 +60,7 @@ class RunSetup:
         return json.dumps([asdict(self.config), self.data.origin["sha256"]])
 
     def release(self) -> None:
-        """Release the lock of the run folder, which the end of the process does, too."""
+        """Release the lock of the run folder, as the end of the process does."""
         if self.folder is not None:
             self.folder.release()
 
@@ -95,18 +95,18 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
 
 
 def _check_recordable(config: TrainConfig) -> None:
-    """Refuse what the JSON of a checkpoint or config.toml lacks, before the first save would fail: inf, NaN, bytes."""
+    """Refuse inf, NaN and invalid UTF-8, which a checkpoint's JSON or config.toml cannot hold."""
     for section, values in asdict(config).items():
         for name, value in values.items():
             items = value if isinstance(value, tuple) else (value,)
-            is_finite = all(not isinstance(each, float) or math.isfinite(each) for each in items)
+            is_finite = all(not isinstance(item, float) or math.isfinite(item) for item in items)
             require(is_finite, f"{section}.{name}", "finite", value, "each checkpoint records it as JSON")
-            is_text = all(not isinstance(each, str) or each == each.encode(errors="replace").decode() for each in items)
+            is_text = all(not isinstance(item, str) or item == item.encode(errors="replace").decode() for item in items)
             require(is_text, f"{section}.{name}", "in UTF-8", value, "config.toml records it")
 
 
 def check_environment(config: TrainConfig) -> None:
-    """Refuse a logger without its package, and initial weights that are missing where the run begins from them.
+    """Refuse a logger whose package is missing, and missing initial weights of a run that begins from them.
 
     Raises:
         ValueError: a package is missing, or the checkpoint has another format.
@@ -118,10 +118,11 @@ def check_environment(config: TrainConfig) -> None:
 
 
 def make_models(config: TrainConfig, device: torch.device) -> Models:
-    """Make the models of a run on the meta device, and convert the one that trains in float8.
+    """Make the models of a run on the meta device, and convert the float8 model.
 
     Raises:
-        ValueError: a filter matches nothing, or tensor parallelism cuts blocks. NotImplementedError: a known gap.
+        ValueError: a filter matches nothing, or tensor parallelism cuts blocks.
+        NotImplementedError: a known gap.
     """
     precision = config.training.mixed_precision_param
     models = {precision: _meta_model(config)}
@@ -150,9 +151,9 @@ def open_folder(setup: RunSetup) -> None:
 
 
 def begin_folder(setup: RunSetup) -> None:
-    """Write what the run folder says about this start of the run: [Note: refusals write nothing].
+    """Write the files about this start of the run into the run folder; see [Note: refusals write nothing].
 
-    Every rank calls it, with a process group.
+    Every rank must call this, with a process group.
 
     Raises:
         CheckpointError: on every rank, if the metrics are damaged.

@@ -28,15 +28,15 @@ class Surveyed:
 
     model: nn.Module
     config: TrainConfig
-    """The config of the run; for a Hugging Face folder the defaults, with its model where quaver trains it."""
+    """The config of the run. For a Hugging Face folder the defaults, with its [model] if quaver trains that model."""
     data: str
-    """Where the batch comes from, in words."""
+    """The source of the batch, in words."""
     forward_backward: Callable[[], None]
     can_train: bool
     """Whether `config` is a whole run for `quaver train`."""
 
     def is_skipped(self, name: str) -> bool:
-        """Whether a linear stays in high precision whatever its numerics."""
+        """Whether a linear stays in high precision regardless of its numerics."""
         return any(part in name for part in self.config.float8.filter_fqns) or name.rpartition(".")[2] in ROUTERS
 
 
@@ -44,10 +44,11 @@ def open_surveyed(path: Path, *, data: str | None, sequences: int, seq_len: int 
     """Open a run, one of its checkpoints, or a Hugging Face folder.
 
     Args:
-        data: as data.path; None for the run's own, or the sources of Python's library.
-        sequences, seq_len: of the batch; a run has its own length.
+        data: a value for data.path; None for the run's data, or the sources of Python's library.
+        sequences: the number of sequences in the batch.
+        seq_len: their length; None for the run's.
     Raises:
-        OSError, ValueError, NotImplementedError: it is neither, or is damaged, or the data does not fit.
+        OSError, ValueError, NotImplementedError: `path` is neither, or is damaged, or the data does not fit.
     """
     if not path.is_dir():
         raise FileNotFoundError(
@@ -59,8 +60,8 @@ def open_surveyed(path: Path, *, data: str | None, sequences: int, seq_len: int 
 
 
 def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int | None) -> Surveyed:
-    found = open_checkpoint(checkpoint, None)
-    sections = found.record["config"]
+    checked = open_checkpoint(checkpoint, None)
+    sections = checked.record["config"]
     if "training" not in sections:
         raise ValueError(f"{str(checkpoint)!r} is a converted model without a run; give its Hugging Face folder")
     config = build_config(sections)
@@ -91,16 +92,16 @@ def _with_batch(config: TrainConfig, data: str | None, sequences: int, seq_len: 
     return replace(config, training=training, data=replace(config.data, path=data or config.data.path))
 
 
-def _surveyed(model: nn.Module, config: TrainConfig, of_batch: TrainConfig, *, can_train: bool) -> Surveyed:
-    training = of_batch.training
-    (batch,) = load_data(of_batch).step_batches(training, 0)
+def _surveyed(model: nn.Module, config: TrainConfig, batch_config: TrainConfig, *, can_train: bool) -> Surveyed:
+    training = batch_config.training
+    (batch,) = load_data(batch_config).step_batches(training, 0)
     model.train()
 
     def forward_backward() -> None:
         with autocast_of(training, torch.device("cpu")):
             _loss(model, batch).backward()
 
-    about = f"{training.local_batch_size} sequences of {training.seq_len} tokens of {of_batch.data.path}"
+    about = f"{training.local_batch_size} sequences of {training.seq_len} tokens of {batch_config.data.path}"
     return Surveyed(model, config, about, forward_backward, can_train)
 
 

@@ -1,4 +1,4 @@
-"""The training loop: set up a run, build its models, train step by step, conclude.
+"""The training loop: trains the models of a run step by step, validates, saves, and writes the summary.
 
 With `job.compare` a float8 model and its bfloat16 baseline take turns, step by step and in alternating order, so that
 a slow moment of the machine affects both, and the ratio of their median step times is fair.
@@ -6,48 +6,37 @@ a slow moment of the machine affects both, and the ratio of their median step ti
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
-from functools import partial
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from quaver.conversion.report import conversion_report
-from quaver.lab.data import Batch, TokenData
-from quaver.lab.runs.checkpoint import Checkpointer, load_weights
-from quaver.lab.runs.checkpoint_folder import Progress
+from quaver.lab.data import Batch
 from quaver.lab.runs.errors import CheckpointError, OutputError, OutputFailures
 from quaver.lab.runs.json_lines import JsonLines
-from quaver.lab.runs.run_folder import RunFolder, replaced
-from quaver.lab.settings import TrainConfig
-from quaver.lab.settings.parallel_dims import ParallelDims
+from quaver.lab.runs.run_folder import replaced
 from quaver.lab.trainer.alarms import RunAlarms, fall_back
 from quaver.lab.trainer.display import Display, print_results, say, stdout_console
 from quaver.lab.trainer.float8_scales import saturation_summary, scales_record
 from quaver.lab.trainer.flops import flops_per_token_by_precision, utilization
-from quaver.lab.trainer.initialize import allocate, initialize
 from quaver.lab.trainer.memory import device_memory, reset_device_peaks
 from quaver.lab.trainer.metrics import Logger, is_spike, open_loggers, remember, summarize
 from quaver.lab.trainer.nonfinite import NonFiniteError, is_finite
 from quaver.lab.trainer.numerics import NumericsLog
-from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.plot import draw_curves
 from quaver.lab.trainer.process import Requests, Watchdog, determinism, quiet, stop_signals
 from quaver.lab.trainer.profiling import Profiler
-from quaver.lab.trainer.run_setup import RunSetup, begin_folder, open_folder, set_up_run
 from quaver.lab.trainer.trained_model import StepResult, TrainedModel
+from quaver.lab.trainer.training_run import TrainingRun
 from quaver.numerics.monitor import Monitor
 from quaver.numerics.watch import AlarmSink
 from quaver.recipes.linear_casts import MATMULS
-from quaver.roofline.device_specs import PeakFlops, peak_flops
-from quaver.runtime.ranks import Ranks
 
 MEMORY_STEP = 2
-"""The step of this process whose peak memory is measured: the optimizer's state exists after the first one.
+"""The step of this process whose peak memory is measured: the optimizer's state exists after the first step.
 
-Where torch.profiler measures it (memory.py) and traces that step, the first later one that it does not trace.
+If torch.profiler is needed for it (memory.py) but traces that step, a later step is measured.
 """
 
 FIRST_STEP_PATIENCE = 10
@@ -55,115 +44,15 @@ FIRST_STEP_PATIENCE = 10
 
 
 VARIANTS_OF_A_BLOCK = 8
-"""In compiled code: that trains or validates, in float8 or high precision, with a monitor or without."""
-
-
-@dataclass
-class TrainingRun:
-    """The state of a run: its models (the float8 model first, then its bfloat16 baseline), data and folder."""
-
-    config: TrainConfig
-    ranks: Ranks
-    dims: ParallelDims
-    device: torch.device
-    peak: PeakFlops
-    flops_per_token: dict[str, dict[str, int]]
-    data: TokenData
-    models: list[TrainedModel]
-    folder: RunFolder | None
-    """On the first rank, which writes it."""
-    paths: RunFolder
-    """The same folder on every rank, for the files that each rank writes."""
-    checkpoints: Checkpointer
-    progress: Progress = field(default_factory=Progress)
-    began_at_step: int = 0
-
-
-def prepare(config: TrainConfig) -> TrainingRun:
-    """Return the run of a single process. Raises what `set_up_run`, `open_folder` and `build` raise."""
-    setup = set_up_run(config, Ranks())
-    open_folder(setup)
-    try:
-        return build(setup)
-    except BaseException:
-        setup.release()
-        raise
-
-
-def build(setup: RunSetup) -> TrainingRun:
-    """Parallelize the models of `setup`, give them their weights, initial or of a checkpoint, and begin the run folder.
-
-    The initial weights are the same for any number of ranks. Several ranks need the process group, and every rank must
-    call this.
-
-    Raises:
-        CheckpointError: on every rank, if a checkpoint cannot be read or does not fit; the run folder is as it was.
-        OutputError: on every rank, if the run folder cannot be written.
-    """
-    config, ranks = setup.config, setup.ranks
-    own = (str(setup.folder.path), setup.folder.resume_step) if setup.folder else None
-    path, resume_step = ranks.gather(own)[0]
-    loads_weights = resume_step is not None or bool(config.checkpoint.initial_load_path)
-    torch.manual_seed(config.training.seed)  # nothing here draws from it, but a dropout layer would
-    models = _build_models(setup, initializes=not loads_weights)
-    paths = RunFolder(Path(path), resume_step)
-    checkpoints = Checkpointer(
-        paths.checkpoints(config.checkpoint), config.checkpoint, ranks, setup.device, setup.about
-    )
-    progress = Progress()
-    if resume_step is not None:
-        progress = checkpoints.load(resume_step, models, partial(_fall_back_again, models, checkpoints))
-    elif loads_weights:
-        load_weights(config.checkpoint.initial_weights, models)
-    begin_folder(setup)
-    return TrainingRun(
-        config,
-        ranks,
-        setup.dims,
-        setup.device,
-        peak_flops(setup.device),
-        setup.models.flops_per_token,
-        setup.data,
-        models,
-        setup.folder,
-        paths,
-        checkpoints,
-        progress,
-        progress.step,
-    )
-
-
-def _fall_back_again(models: list[TrainedModel], checkpoints: Checkpointer, progress: Progress) -> None:
-    """Give the float8 model the recipes that alarms had given it when the checkpoint was saved."""
-    if not progress.fallbacks or not models[0].config.float8.enable_float8_linear:
-        return
-    try:
-        fall_back(models[0], checkpoints, progress.fallbacks)
-    except ValueError as error:
-        raise CheckpointError(f"the run fell back in {', '.join(progress.fallbacks)}: {error}") from error
-
-
-def _build_models(setup: RunSetup, *, initializes: bool) -> list[TrainedModel]:
-    mesh = None
-    if setup.dims.mesh:
-        sizes = setup.dims.mesh
-        mesh = init_device_mesh(setup.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    models = []
-    for name, model in setup.models.by_name.items():
-        parallelize(model, setup.config, mesh)
-        allocate(model, setup.device)
-        if initializes:
-            initialize(model, setup.config.training.seed)
-        models.append(TrainedModel(name, model, setup.config, setup.device, setup.ranks))
-    return models
+"""The compiled variants of a block: training or validation, float8 or high precision, with or without a monitor."""
 
 
 def train(run: TrainingRun) -> dict[str, Any]:
     """Train every model to the last step and return the summary, which the run folder has as summary.json.
 
-    Ctrl-C, SIGTERM or SIGHUP, on any rank, ends the run on all ranks after the current step with status "interrupted",
-    and with a checkpoint if they are enabled; so does an alarm with numerics.on_alarm = stop, with status "alarm". The
-    summary and the curves are written however the loop ends, and the lock of the run folder is released.
+    Ctrl-C, SIGTERM or SIGHUP on any rank ends the run on all ranks after the current step, with status "interrupted"
+    and with a checkpoint if checkpoints are enabled. An alarm with numerics.on_alarm = stop does the same with status
+    "alarm". However the loop ends, the summary and the curves are written and the run folder is unlocked.
 
     Raises:
         NonFiniteError: if a loss or a gradient norm is not finite; on every rank, with the same message.
@@ -193,18 +82,18 @@ def _train(run: TrainingRun) -> dict[str, Any]:
         status, waits = "interrupted", False
         if not run.ranks.is_alone:
             raise
-    except Exception as found:
+    except Exception as raised:
         statuses: dict[type, str] = {NonFiniteError: "non-finite", CheckpointError: "checkpoint failed"}
-        status = statuses.get(type(found), "failed")
-        is_writable = not isinstance(found, OutputError)
-        is_one_line = isinstance(found, (NonFiniteError, CheckpointError, OutputError))
-        error = str(found) if is_one_line else f"{type(found).__name__}: {next(iter(str(found).splitlines()), '')}"
+        status = statuses.get(type(raised), "failed")
+        is_writable = not isinstance(raised, OutputError)
+        is_one_line = isinstance(raised, (NonFiniteError, CheckpointError, OutputError))
+        error = str(raised) if is_one_line else f"{type(raised).__name__}: {next(iter(str(raised).splitlines()), '')}"
         raise
     finally:
         run.checkpoints.close(waits=waits)
         summary = _summary(run, status, error)
         if is_writable:
-            with failures.noting():  # an error that ended the run is raised
+            with failures.noting():  # an error that ended the run has priority
                 _conclude(run, status, summary)
     failures.raise_on_all_ranks()
     _print_end(run, status, summary)
@@ -212,18 +101,19 @@ def _train(run: TrainingRun) -> dict[str, Any]:
 
 
 def _compiles(run: TrainingRun) -> AbstractContextManager[Any]:
-    """Let torch.compile make what a run needs of a block: with a recipe for each layer no two blocks are alike."""
+    """Raise Dynamo's recompile limit to what a run needs: with recipes per layer no two blocks share compiled code."""
     if not run.config.training.compile:
         return nullcontext()
     from quaver.torch_private.compiler import recompile_limit  # imports the compiler, which takes seconds
 
-    torch.compiler.reset()  # code of an earlier run in this process would be taken, and not be counted
-    phases = 2 ** len(MATMULS) if run.config.float8.schedule else 1  # of a block
-    return recompile_limit(VARIANTS_OF_A_BLOCK * phases * sum(len(list(each.model.blocks())) for each in run.models))
+    torch.compiler.reset()  # code of an earlier run in this process would be reused, and not be counted
+    phases_of_block = 2 ** len(MATMULS) if run.config.float8.schedule else 1
+    blocks = sum(len(list(model.model.blocks())) for model in run.models)
+    return recompile_limit(VARIANTS_OF_A_BLOCK * phases_of_block * blocks)
 
 
 def _train_steps(run: TrainingRun, outputs: "Outputs", requests: Requests) -> None:
-    """Train until the last step, a signal, or a file that cannot be written on any rank; then save."""
+    """Train until the last step, a signal or a write error on any rank, and then save."""
     config, progress = run.config, run.progress
     while progress.step < config.training.steps:
         has_failed = run.checkpoints.failed or bool(outputs.failures.first)
@@ -246,7 +136,7 @@ def _train_steps(run: TrainingRun, outputs: "Outputs", requests: Requests) -> No
 
 
 def _check_folder(run: TrainingRun, outputs: "Outputs") -> None:
-    """Note a run folder that was removed; after the first step record what multiplied, which is known then."""
+    """Note a removed run folder. After the first step, write the report of conversion with the backends that ran."""
     if run.folder is None:
         return
     with outputs.failures.noting():
@@ -273,7 +163,7 @@ def _train_step(run: TrainingRun, step: int, outputs: "Outputs") -> None:
                 result = model.train_step(step, batches, measure_memory=measure_memory)
             except NonFiniteError as error:
                 outputs.write({"step": step, "run": model.name, "nonfinite": str(error)})
-                error.can_continue = model is models[0]  # else the first one has taken this step
+                error.can_continue = model is models[0]  # otherwise the other model has taken this step
                 raise
         _record_step(run, model, step, result, outputs)
         if steps_here == 1 and model.note_on_compile:
@@ -283,13 +173,13 @@ def _train_step(run: TrainingRun, step: int, outputs: "Outputs") -> None:
 
 
 def _saved_before(run: TrainingRun, error: NonFiniteError) -> str:
-    """Save the run as the last finite step left it, if it can go on from there; return what an error says about that.
+    """Save the run after its last finite step, if it can continue from there. Return the end of the error's message.
 
-    Weights that are not finite are not saved: the new checkpoint would take the place of an older one.
+    Non-finite weights are not saved, because the new checkpoint would replace an older one.
     """
     if not run.config.checkpoint.enable or run.progress.step == run.began_at_step or not error.can_continue:
         return ""
-    are_finite = all(is_finite(each) for model in run.models for each in model.model.parameters())
+    are_finite = all(is_finite(parameter) for model in run.models for parameter in model.model.parameters())
     if run.ranks.any(not are_finite, run.device):
         return "; the weights are not finite, and are not saved"
     try:
@@ -301,7 +191,7 @@ def _saved_before(run: TrainingRun, error: NonFiniteError) -> str:
 
 
 def _is_memory_due(run: TrainingRun, model: TrainedModel, step: int, profiling: Profiler) -> bool:
-    """Whether to measure memory: once, and on the first rank, whose the summary has."""
+    """Whether to measure memory: once, and on the first rank only, which writes the summary."""
     first = min(MEMORY_STEP, run.config.training.steps - run.began_at_step)
     is_reached = step - run.began_at_step >= first
     is_free = model.has_countable_memory or not profiling.traces(step)
@@ -328,7 +218,7 @@ def _to_device(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
 
 @dataclass
 class Outputs:
-    """The destinations of a run's numbers while it trains; only the first rank has loggers and a visible display."""
+    """The destinations of a run's numbers during training. Only the first rank has loggers and a visible display."""
 
     loggers: list[Logger]
     scales: JsonLines | None
@@ -402,7 +292,7 @@ def _close_monitor(run: TrainingRun) -> None:
 
 
 def _fall_back(run: TrainingRun, outputs: "Outputs") -> None:
-    """Change the recipes of layers that an alarm of this step names, on every rank."""
+    """Change the recipes of layers that alarms of this step name, on every rank."""
     numerics, step, model = run.config.numerics, run.progress.step, run.models[0]
     if numerics.on_alarm != "fallback" or not (step == 1 or step % numerics.every == 0):
         return
@@ -459,7 +349,7 @@ def _step_record(run: TrainingRun, model: TrainedModel, step: int, result: StepR
 
 
 def _fullest_expert(model: TrainedModel) -> dict[str, float]:
-    """The load of the fullest expert of any layer, relative to the mean."""
+    """Return the load of the fullest expert of any layer, relative to the mean."""
     load = model.expert_load
     return {} if load is None else {"expert_load_max": load.max().item() * load.shape[1]}
 
@@ -473,7 +363,8 @@ def _introduce(run: TrainingRun, display: Display) -> None:
     if run.folder.resume_step is not None:
         changes = "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in run.folder.changes.items())
         display.line(f"resumed      after step {run.progress.step}" + (f", changed: {changes}" if changes else ""))
-    display.line(f"model        {parameters:,} parameters, trained in {' and '.join(each.name for each in run.models)}")
+    precisions = " and ".join(model.name for model in run.models)
+    display.line(f"model        {parameters:,} parameters, trained in {precisions}")
     display.line(
         f"data         {origin['path']}: {origin['files']:,} files ({origin['corrupt']:,} corrupt items left out), "
         f"{origin['train_tokens']:,} tokens to train, {origin['validation_tokens']:,} to validate"

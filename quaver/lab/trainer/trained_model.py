@@ -1,4 +1,4 @@
-"""One model in training: its optimizer, its precision, one step, one validation."""
+"""One model in training: its optimizer, its precision, its training step and its validation."""
 
 import math
 import time
@@ -62,7 +62,7 @@ def autocast_of(training: Training, device: torch.device) -> torch.autocast:
 class StepResult:
     """One optimizer step: mean loss (nats), gradient norm before clipping, learning rate, wall time.
 
-    `nonfinite` is empty, or says what was not finite in a step that was skipped.
+    `nonfinite` says what was not finite in a skipped step; otherwise it is empty.
     """
 
     loss: float
@@ -76,11 +76,11 @@ class StepResult:
 class TrainedModel:
     """A model with its optimizer; `name` is its recipe, or the high-precision dtype for the bfloat16 baseline.
 
-    `precision` is `name`, except where float8.high_precision_schedule has matmuls in the high-precision dtype: it is
-    that dtype in steps in which all are, else both; times and memory of these steps are not recorded as the recipe's.
+    `precision` is `name`, unless float8.high_precision_schedule runs matmuls of the step in high precision: then it is
+    the high-precision dtype if all matmuls do, else both names. Times and memory of such steps are not recorded.
 
-    With several ranks each has its shard of the model and of the batches. Every method is a collective: all ranks call
-    it, in the same order, and get the same results, except for times.
+    Each rank has its shard of the model and of the batches. Every method is a collective: all ranks must call it, in
+    the same order. The results are the same on all ranks, except for times.
     """
 
     name: str
@@ -92,14 +92,14 @@ class TrainedModel:
     step_seconds: list[float] = field(default_factory=list)
     validation_loss: float | None = None
     validation_loss_hp: float | None = None
-    """With validation.high_precision_too, the loss of the same weights with every linear in high precision."""
+    """The loss of the same weights with every linear in high precision, if validation.high_precision_too is set."""
     expert_load: Tensor | None = field(init=False, default=None, repr=False)
     """The share of the last step's tokens that each expert took, [layers, E]; None without experts."""
     compiled_graphs: int = field(init=False, default=0)
-    """With training.compile, the graphs that its steps have compiled."""
+    """The number of graphs that the steps have compiled."""
     precision: str = field(init=False)
     monitor: Monitor | None = field(init=False, default=None, repr=False)
-    """Samples the numerics of its float8 matmuls, where numerics.every asks for it."""
+    """Samples the numerics of the float8 matmuls, if numerics.every is set."""
     scaling: Float8ScalingState = field(init=False, repr=False)
     """The persistent scales; empty for recipes with dynamic scaling."""
     _schedule: tuple[ScheduleEntry, ...] = field(init=False, repr=False)
@@ -118,20 +118,22 @@ class TrainedModel:
         self.precompute_scales()
 
     def new_optimizer(self, name: str) -> torch.optim.Optimizer:
-        """An optimizer of the model with the default settings; a checkpoint loads the states of another one into it."""
+        """Make an optimizer with default settings, into which a checkpoint loads the states of another optimizer."""
         return build_optimizer(self.model, Optimizer(name=name))
 
     @property
     def notes(self) -> list[str]:
-        """Sentences on tokens sent to experts of other ranks, on weights rounded before their cast, and, after a step,
-        on a training.compile that compiled nothing.
+        """Sentences about surprises of this setup.
+
+        They tell about tokens sent to experts of other ranks, about weights rounded before their cast, and after a step
+        about a training.compile that compiled nothing.
         """
-        split = [(each, each.dispatcher) for each in self._experts if each.dispatcher is not None]
-        notes = list(dict.fromkeys(dispatcher.note(each) for each, dispatcher in split))
+        split = [(experts, experts.dispatcher) for experts in self._experts if experts.dispatcher is not None]
+        notes = list(dict.fromkeys(dispatcher.note(experts) for experts, dispatcher in split))
         training, gathered = self.config.training, self.config.float8.enable_fsdp_float8_all_gather
         is_rounded = training.dtype != training.mixed_precision_param and not gathered
-        is_sharded = any(isinstance(each, FSDPModule) for each in self.model.modules())
-        is_float8 = any(isinstance(each, Float8Linear | Float8Experts) for each in self.model.modules())
+        is_sharded = any(isinstance(module, FSDPModule) for module in self.model.modules())
+        is_float8 = any(isinstance(module, Float8Linear | Float8Experts) for module in self.model.modules())
         if is_rounded and is_sharded and is_float8:
             notes.append(
                 f"FSDP2 gathers weights in {training.mixed_precision_param}: float8 casts read rounded weights, where "
@@ -143,14 +145,14 @@ class TrainedModel:
 
     @property
     def note_on_compile(self) -> str:
-        """Why training.compile has compiled nothing in the steps so far; empty if it has, or is off.
+        """The reason why training.compile has compiled nothing so far; "" if it has, or is off.
 
-        A graph break inside a checkpoint makes Dynamo give up the whole frame, and expert parallelism breaks graphs.
+        A graph break inside a checkpoint makes Dynamo skip the whole frame, and expert parallelism breaks graphs.
         """
         if not self.config.training.compile or self.compiled_graphs:
             return ""
         note = "training.compile compiled no graph, so the blocks run eagerly"
-        is_split = any(each.dispatcher is not None for each in self._experts)
+        is_split = any(experts.dispatcher is not None for experts in self._experts)
         if is_split and self.config.activation_checkpoint.mode in ("selective", "full"):
             why = "expert parallelism ends graphs, and torch compiles no part of a checkpoint"
             return f"{note}: {why}; set activation_checkpoint.mode = none, or training.compile = false"
@@ -158,7 +160,7 @@ class TrainedModel:
 
     @property
     def has_countable_memory(self) -> bool:
-        """Whether a dispatch mode sees every tensor: not those of compiled code, nor inside DTensor's operators."""
+        """Whether a dispatch mode sees every tensor, which it does not in compiled code and in DTensor's operators."""
         return not self.config.training.compile and self.config.parallelism.tensor_parallel_degree == 1
 
     def train_step(self, step: int, batches: Sequence[Batch], *, measure_memory: bool = False) -> StepResult:
@@ -167,8 +169,8 @@ class TrainedModel:
         A step with a non-finite loss or gradient norm leaves weights, moments and persistent scales unchanged.
 
         Raises:
-            NonFiniteError: for such a step, unless training.nonfinite is "skip"; and then for the first after
-                training.max_nonfinite_steps of them in a row.
+            NonFiniteError: for such a step; with training.nonfinite = "skip" only after training.max_nonfinite_steps of
+                them in a row.
         """
         self.follow_schedule(step)
         measure: AbstractContextManager[PeakMemory] = nullcontext(self.peak)
@@ -214,7 +216,7 @@ class TrainedModel:
         return loss, grad_norm, rate, ""
 
     def _forward_backward(self, batches: Sequence[Batch]) -> Tensor:
-        """Accumulate the gradients of the mean loss over `batches`; return that loss (float32, detached)."""
+        """Accumulate the gradients of the mean loss over `batches`, and return the loss (float32, detached)."""
         graphs = self._graph_count()
         loss_sum = torch.zeros((), device=self.device)
         once = self.ranks.is_alone or self.config.float8.cast_weights_once
@@ -241,7 +243,7 @@ class TrainedModel:
             return next_token_loss(self.model(batch.tokens, batch.documents), batch.targets)
 
     def follow_schedule(self, step: int) -> None:
-        """Let the matmuls run in high precision that float8.high_precision_schedule has in `step`."""
+        """Run the matmuls in high precision that float8.high_precision_schedule names for `step`."""
         if not self._schedule:
             return
         config, blocks = self.config, list(self.model.blocks())
@@ -251,14 +253,14 @@ class TrainedModel:
             for name, module in float8_modules(self.model)
         }
         run_in_high_precision(self.model, wanted.__getitem__)
-        found = set(wanted.values())
+        matmul_sets = set(wanted.values())
         high_precision = config.training.mixed_precision_param
-        self.precision = self.name if found == {()} else high_precision
-        if found not in ({()}, {tuple(MATMULS)}):
+        self.precision = self.name if matmul_sets == {()} else high_precision
+        if matmul_sets not in ({()}, {tuple(MATMULS)}):
             self.precision = f"{self.name} and {high_precision}"
 
     def _skip(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:
-        """Discard a non-finite step and return where it began; NonFiniteError if the run must stop."""
+        """Discard a non-finite step, and return where it began. Raises NonFiniteError if the run must stop."""
         training = self.config.training
         where = self._find_nonfinite(step, batches, loss, grad_norm)
         self.scaling.forget_observed()
@@ -277,9 +279,10 @@ class TrainedModel:
 
         with self.monitor.repeating() if self.monitor else nullcontext():
             own = find_nonfinite(self.model, replay)
-        findings = [found for found in self.ranks.gather(own) if found]
-        first = min(findings, key=_position, default=None)
-        in_float8 = min((found.in_float8 for found in findings if found.in_float8), key=_position, default=None)
+        operands = [operand for operand in self.ranks.gather(own) if operand]
+        first = min(operands, key=_position, default=None)
+        float8_operands = (operand.in_float8 for operand in operands if operand.in_float8)
+        in_float8 = min(float8_operands, key=_position, default=None)
         where = f"first in {first}" if first else "but in no module when the step was repeated eagerly"
         if in_float8 and in_float8 != first:
             where += f"; of float8 modules first in {in_float8}"
@@ -320,11 +323,11 @@ class TrainedModel:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def precompute_scales(self) -> None:
-        """Compute the scales of the next float8 all-gathers, if the config enables that: after the weights changed."""
+        """Compute the scales of the next float8 all-gathers, if the config says so. Call after the weights changed."""
         has_float8 = any(isinstance(module, Float8Linear) for module in self.model.modules())
         if has_float8 and self.config.float8.precompute_float8_dynamic_scale_for_fsdp:
             precompute_float8_dynamic_scale_for_fsdp(self.model)
 
 
-def _position(found: NonFiniteOperand) -> int:
-    return found.position
+def _position(operand: NonFiniteOperand) -> int:
+    return operand.position

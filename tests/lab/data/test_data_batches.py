@@ -16,7 +16,7 @@ from quaver.lab.trainer.float8 import convert_model
 from quaver.lab.trainer.loss import next_token_loss
 from quaver.lab.trainer.model import Llama
 from quaver.lab.trainer.parallelize import parallelize
-from quaver.lab.trainer.train import prepare
+from quaver.lab.trainer.training_run import prepare
 
 TRAINING = Training(seq_len=16, local_batch_size=2, global_batch_size=12, seed=3)
 

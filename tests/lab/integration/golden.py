@@ -17,7 +17,7 @@ import torch
 from quaver.kernels import cpu
 from quaver.lab.settings import Checkpoint
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.trainer.train import prepare
+from quaver.lab.trainer.training_run import prepare
 from quaver.recipes.config import Float8LinearRecipeName
 
 FILE = Path(__file__).with_name("golden_losses.json")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quaver.lab.runs.checkpoint_folder import CheckpointFolder, read_record
-from quaver.lab.trainer.train import build
+from quaver.lab.trainer.training_run import build
 from tests.lab.integration.test_train_distributed import LIMIT_S, TINY
 from tests.lab.integration.train_on_ranks import train_here
 from tests.ranks import run

@@ -20,7 +20,8 @@ from quaver.lab.settings import (
     Training,
     Validation,
 )
-from quaver.lab.trainer.train import prepare, train
+from quaver.lab.trainer.train import train
+from quaver.lab.trainer.training_run import prepare
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 
 

@@ -18,7 +18,8 @@ from quaver.lab.runs.manifest import MANIFEST
 from quaver.lab.settings import Checkpoint, Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.optimizer import build_optimizer
-from quaver.lab.trainer.train import TrainingRun, prepare, train
+from quaver.lab.trainer.train import train
+from quaver.lab.trainer.training_run import TrainingRun, prepare
 from quaver.optim import load_states_of
 from quaver.roofline.device_specs import peak_flops
 from tests.lab.conftest import resumable, tiny, write_text

@@ -22,7 +22,8 @@ from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.runs.manifest import check_manifest
 from quaver.lab.runs.safe_dcp import METADATA, CheckpointReader
 from quaver.lab.settings import Checkpoint, TrainConfig
-from quaver.lab.trainer.train import prepare, train
+from quaver.lab.trainer.train import train
+from quaver.lab.trainer.training_run import prepare
 
 
 class _Calls:

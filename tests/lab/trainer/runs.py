@@ -12,8 +12,9 @@ from quaver.lab.settings.parallel_dims import ParallelDims, resolve
 from quaver.lab.trainer.initialize import allocate, initialize
 from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.run_setup import make_models
-from quaver.lab.trainer.train import TrainingRun, prepare, train
+from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.lab.trainer.training_run import TrainingRun, prepare
 from quaver.runtime.ranks import Ranks
 
 

@@ -9,7 +9,8 @@ import torch._functorch.config as compiler_config
 from quaver.lab.data import Batch
 from quaver.lab.settings import ActivationCheckpoint, Checkpoint, Float8, Parallelism, TrainConfig
 from quaver.lab.trainer.model import Block
-from quaver.lab.trainer.train import TrainingRun, prepare, train
+from quaver.lab.trainer.train import train
+from quaver.lab.trainer.training_run import TrainingRun, prepare
 from tests.lab.trainer.runs import changed, numbers, on_rank, run_to_end
 from tests.ranks import run as run_on_ranks
 

@@ -10,7 +10,7 @@ from quaver import Float8Linear, LayerRecipes
 from quaver.integrations.transformers import prepare_model_for_float8
 from quaver.lab.cli import main
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.trainer.train import prepare
+from quaver.lab.trainer.training_run import prepare
 from quaver.numerics.survey import recipes_under, survey
 from tests.lab.trainer.runs import changed, run_to_end
 

@@ -17,8 +17,8 @@ from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.settings import Float8, TrainConfig, Validation
 from quaver.lab.trainer.float8 import in_high_precision
 from quaver.lab.trainer.parallelize import parallelize
-from quaver.lab.trainer.train import TrainingRun, prepare
 from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.lab.trainer.training_run import TrainingRun, prepare
 from tests.lab.trainer.runs import changed, run_to_end
 
 

@@ -15,8 +15,9 @@ from quaver.lab.trainer import trained_model as trained_model_module
 from quaver.lab.trainer.float8_scales import saturation_summary, scales_record
 from quaver.lab.trainer.memory import storage_bytes
 from quaver.lab.trainer.nonfinite import NonFiniteError
-from quaver.lab.trainer.train import TrainingRun, prepare, train
+from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.lab.trainer.training_run import TrainingRun, prepare
 from tests.lab.trainer.runs import changed, run_to_end
 
 NAN, INF = math.nan, math.inf

@@ -29,7 +29,8 @@ from quaver.lab.trainer.metrics import (
     median_step_seconds,
     remember,
 )
-from quaver.lab.trainer.train import prepare, train
+from quaver.lab.trainer.train import train
+from quaver.lab.trainer.training_run import prepare
 from quaver.roofline.device_specs import PeakFlops
 
 ROOT = Path(__file__).parents[3]

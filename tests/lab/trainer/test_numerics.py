@@ -14,7 +14,8 @@ from quaver.lab.runs.run_folder import RunFolder
 from quaver.lab.settings import Metrics, TrainConfig
 from quaver.lab.trainer.metrics import open_loggers
 from quaver.lab.trainer.nonfinite import NonFiniteError
-from quaver.lab.trainer.train import prepare, train
+from quaver.lab.trainer.train import train
+from quaver.lab.trainer.training_run import prepare
 from quaver.numerics.record import Record
 from quaver.runtime.ranks import Ranks
 from tests.lab.trainer.runs import changed, numbers, run_to_end

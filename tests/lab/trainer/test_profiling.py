@@ -15,7 +15,7 @@ from torch import nn
 from quaver import Float8Linear
 from quaver.kernels import cpu
 from quaver.lab.runs.errors import OutputError, OutputFailures
-from quaver.lab.settings import Profiler as ProfilingConfig
+from quaver.lab.settings import Profiling as ProfilingConfig
 from quaver.lab.settings import TrainConfig, Training
 from quaver.lab.trainer.profiling import Profiler
 from quaver.runtime.ranks import Ranks

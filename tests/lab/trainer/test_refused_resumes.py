@@ -19,7 +19,8 @@ from quaver.lab.cli import main
 from quaver.lab.runs.json_lines import read_metrics
 from quaver.lab.runs.lock import HOLDER, RunLock
 from quaver.lab.runs.manifest import MANIFEST, write_manifest
-from quaver.lab.trainer.train import prepare, train
+from quaver.lab.trainer.train import train
+from quaver.lab.trainer.training_run import prepare
 from tests.command_line import TEXT, TINY
 from tests.isolated import Forked
 from tests.lab.trainer.runs import changed, run_to_end

@@ -15,9 +15,10 @@ from quaver.lab.runs.checkpoint_folder import read_record
 from quaver.lab.runs.errors import CheckpointError
 from quaver.lab.settings import Float8, TrainConfig
 from quaver.lab.settings.config_file import load_config
-from quaver.lab.trainer import train as train_module
+from quaver.lab.trainer import training_run as run_module
 from quaver.lab.trainer.nonfinite import NonFiniteError
-from quaver.lab.trainer.train import TrainingRun, build, prepare, train
+from quaver.lab.trainer.train import train
+from quaver.lab.trainer.training_run import TrainingRun, build, prepare
 from quaver.numerics.record import Record
 from tests.lab.trainer.runs import changed
 
@@ -143,7 +144,7 @@ def test_fallbacks_that_a_resume_cannot_have_are_refused(watched_config, monkeyp
     train(run)
     config = changed(load_config(run.folder.path / "config.toml"), checkpoint={"resume": "must"})
     if "tensor_parallel" in message:
-        build_models = train_module._build_models
+        build_models = run_module._build_models
 
         def with_two_ranks(setup, **options):
             models = build_models(setup, **options)
@@ -151,7 +152,7 @@ def test_fallbacks_that_a_resume_cannot_have_are_refused(watched_config, monkeyp
             models[0].config = replace(models[0].config, parallelism=parallelism)
             return models
 
-        monkeypatch.setattr(train_module, "_build_models", with_two_ranks)
+        monkeypatch.setattr(run_module, "_build_models", with_two_ranks)
     with pytest.raises(CheckpointError, match=f"the run fell back in {next(iter(fallbacks))}: .*{re.escape(message)}"):
         prepare(config)
 

@@ -21,8 +21,9 @@ from quaver.lab.settings import Comm, Float8
 from quaver.lab.trainer import train as train_module
 from quaver.lab.trainer.nonfinite import NonFiniteError
 from quaver.lab.trainer.process import Watchdog, determinism, quiet
-from quaver.lab.trainer.train import TrainingRun, prepare, train
+from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.lab.trainer.training_run import TrainingRun, prepare
 from quaver.runtime.ranks import Ranks
 from tests.isolated import Forked
 from tests.lab.trainer.runs import changed, run_to_end
@@ -235,7 +236,7 @@ def test_a_full_disk_or_a_removed_folder_ends_the_run_with_one_line(
 
         kept = Path(shutil.copy(folder / "metrics.jsonl", folder / "kept"))
         with monkeypatch.context() as patch:
-            patch.setattr("quaver.lab.trainer.train.begin_folder", fill_disk)
+            patch.setattr("quaver.lab.trainer.training_run.begin_folder", fill_disk)
             assert resume(5) == 4
         assert f"{folder / file}': No space left on device" in error_line(capsys)
         assert checkpoints(folder)[:2] == ["step-00000002", "step-00000004"]

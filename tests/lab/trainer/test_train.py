@@ -11,8 +11,9 @@ from quaver.lab.settings import Float8
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.memory import PeakMemory
 from quaver.lab.trainer.metrics import summarize
-from quaver.lab.trainer.train import TrainingRun, prepare, train
+from quaver.lab.trainer.train import train
 from quaver.lab.trainer.trained_model import TrainedModel
+from quaver.lab.trainer.training_run import TrainingRun, prepare
 from tests.lab.trainer.runs import changed, run_to_end
 
 PNG = b"\x89PNG\r\n\x1a\n"

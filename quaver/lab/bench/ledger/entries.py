@@ -77,7 +77,7 @@ class LedgerEntry:
 
 
 def entries_of(graphs: Sequence[CompiledGraph], l2_bytes: int) -> tuple[LedgerEntry, ...]:
-    """The launches of all graphs in order, for a GPU with an L2 cache of so many bytes."""
+    """Return the launches of all graphs in order, for a GPU with an L2 cache of so many bytes."""
     largest = max(access.elements for graph in graphs for access in _accessed(graph.launches))
     found = []
     for graph in graphs:
@@ -132,7 +132,7 @@ def _is_atens(launch: Launch) -> bool:
 
 
 def _loaded_again(launch: Launch, l2_bytes: int) -> tuple[int, int]:
-    """The bytes that loops load again: from memory, and from a cache.
+    """Return the bytes that loops load again: from memory, and from a cache.
 
     The first loop that loads a buffer reads it, unless the kernel has stored it before.
     """
@@ -154,7 +154,7 @@ def _loaded_again(launch: Launch, l2_bytes: int) -> tuple[int, int]:
 
 
 def matrices(entry: LedgerEntry) -> tuple[Access, Access]:
-    """The two operands of a matmul, without scales of one number."""
+    """Return the two operands of a matmul, without scales of one number."""
     matrices = [access for access in entry.launch.reads if len(access.size) >= 2 and access.elements > 1]
     return matrices[0], matrices[1]
 
@@ -179,7 +179,7 @@ def _matmul(entry: LedgerEntry) -> list[LedgerEntry]:
 
 
 def _grouped_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
-    """Each row of tokens [T, K] is multiplied with one expert, of [E, K, N] or [E * N, K]; or T is contracted."""
+    """Return each row of tokens [T, K] is multiplied with one expert, of [E, K, N] or [E * N, K]; or T is contracted."""
     a, b = matrices(entry)
     result = entry.launch.writes[0]
     rows = a.size[0] if len(result.size) == 2 else 1
@@ -220,7 +220,7 @@ def _expert_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
 
 
 def _block_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
-    """A matmul with scales of blocks, and before it copies and pads of codes and scales."""
+    """Return a matmul with scales of blocks, and before it copies and pads of codes and scales."""
     b, b_scale = entry.launch.reads[1], entry.launch.reads[3]
     is_square = b_scale.size[-1] != b.size[-1]
     calls = called_inside(_native_block_mm, entry.launch.reads, scale_kind(entry).block_length, is_square)
@@ -266,23 +266,23 @@ def is_contiguous(access: Access, *, transposed: bool = False) -> bool:
 
 
 def _copy_of_codes(entry: LedgerEntry) -> list[LedgerEntry]:
-    """The first argument is copied; a gradient behind it, which only orders the copy, is not read."""
+    """Return the first argument is copied; a gradient behind it, which only orders the copy, is not read."""
     return [_copy(entry, entry.launch.reads[0])]
 
 
 def _amaxes_of_groups(entry: LedgerEntry) -> list[LedgerEntry]:
-    """One launch fills the amaxes with zeros."""
+    """Return one launch fills the amaxes with zeros."""
     return [replace(entry, category="small" if entry.category == "small" else "amax", launches=2)]
 
 
 def _cast_from_two_reads(entry: LedgerEntry) -> list[LedgerEntry]:
-    """An operand is read for its amaxes and for its codes."""
+    """Return an operand is read for its amaxes and for its codes."""
     operand = entry.launch.reads[0].moved_bytes
     return [replace(entry, read_bytes=entry.read_bytes + operand, launches=3)]
 
 
 def _cast_of_blocks(entry: LedgerEntry) -> list[LedgerEntry]:
-    """One kernel; of blocks of 1 x n in both directions two, if the sizes are odd, and each reads the operand."""
+    """Return one kernel; of blocks of 1 x n in both directions two, if the sizes are odd, and each reads the operand."""
     operand, written = entry.launch.reads[0], sum(each.elements > 0 for each in entry.launch.writes)
     if written == OF_CODES_AND_SCALES and not casts_both_at_once(*operand.size):
         return [replace(entry, read_bytes=entry.read_bytes + operand.moved_bytes, launches=2)]
@@ -290,7 +290,7 @@ def _cast_of_blocks(entry: LedgerEntry) -> list[LedgerEntry]:
 
 
 def query_and_key(entry: LedgerEntry) -> tuple[Access, Access]:
-    """The first operands of attention; before them its backward reads a gradient."""
+    """Return the first operands of attention; before them its backward reads a gradient."""
     reads = entry.launch.reads[entry.is_backward :]
     return reads[0], reads[1]
 

@@ -39,7 +39,7 @@ class Called(NamedTuple):
 
 
 def called_inside(function: Callable[..., Any], accesses: Sequence[Access], *arguments: Any) -> list[Called]:
-    """The operators that `function` calls for tensors like these buffers, but views and empty memory."""
+    """Return the operators that `function` calls for tensors like these buffers, but views and empty memory."""
     with as_on_a_gpu(), Fakes(), torch.no_grad():
         tensors = [torch.empty_strided(each.size, each.stride, dtype=each.dtype) for each in accesses]
         with _Recording() as recording:

@@ -14,7 +14,7 @@ _WORD = re.compile(r"\b(?:_?tmp\w*|[xyz]\d+|[xyz]index|r[01]_\w+)\b")
 
 
 def loads_in_loops(source: str) -> Counter[str]:
-    """How many loops of a kernel load from each pointer.
+    """Return how many loops of a kernel load from each pointer.
 
     Triton keeps no tensor in registers from one loop to the next: machine code loads again, also what it has stored.
     """
@@ -30,7 +30,7 @@ def is_along_rows(source: str) -> bool:
 
 
 def float64_operations(source: str) -> int:
-    """How many values a kernel computes in float64 in one launch.
+    """Return how many values a kernel computes in float64 in one launch.
 
     A value that depends on the rows of a tile alone is computed once a row: Triton broadcasts it. One that is loaded by
     a flat index is computed once an element, however few values there are.

@@ -31,11 +31,11 @@ class Ledger:
         return sum(entry.launches for entry in self.entries)
 
     def bytes_of(self, *categories: str) -> int:
-        """Bytes read and written by entries of these categories."""
+        """Return bytes read and written by entries of these categories."""
         return sum(entry.moved_bytes for entry in self.of(*categories))
 
     def of(self, *categories: str) -> list[LedgerEntry]:
-        """The entries of these categories."""
+        """Return the entries of these categories."""
         return [entry for entry in self.entries if entry.category in categories]
 
     @property
@@ -70,7 +70,7 @@ class Ledger:
 
     @staticmethod
     def _smallest(entry: LedgerEntry) -> int:
-        """The elements of the tensor that a launch quantizes: as many as its codes, or as its largest operand has."""
+        """Return the elements of the tensor that a launch quantizes: as many as its codes, or as its largest operand has."""
         accesses = (*entry.launch.reads, *entry.launch.writes)
         return max((each.elements for each in accesses if each.is_float8), default=max(e.elements for e in accesses))
 
@@ -115,7 +115,7 @@ class Ledger:
         return max(ratios, default=0.0)
 
     def counts(self) -> dict[str, Any]:
-        """The numbers that tests hold."""
+        """Return the numbers that tests hold."""
         return {
             "launches": self.launches,
             "copies": self.copies,

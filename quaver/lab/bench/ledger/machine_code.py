@@ -21,7 +21,7 @@ Codes = dict[str, MachineCode]
 
 
 def machine_codes(ledger: Ledger, capability: int, known: Codes) -> Codes:
-    """The machine code of the large Triton kernels of a ledger, for a compute capability such as 90; seconds for each.
+    """Return the machine code of the large Triton kernels of a ledger, for a compute capability such as 90; seconds for each.
 
     Args:
         known: kernels of other ledgers, which are not compiled again.
@@ -38,7 +38,7 @@ def machine_codes(ledger: Ledger, capability: int, known: Codes) -> Codes:
 
 
 def with_machine_code(ledger: Ledger, codes: Codes) -> Ledger:
-    """The ledger with the instructions that its kernels issue, which its times then count."""
+    """Return the ledger with the instructions that its kernels issue, which its times then count."""
     issued = [
         sum(codes[kernel.source].issued for kernel in entry.launch.kernels if kernel.source in codes)
         for entry in ledger.entries
@@ -48,7 +48,7 @@ def with_machine_code(ledger: Ledger, codes: Codes) -> Ledger:
 
 
 def machine_rows(ledger: Ledger, codes: Codes) -> Iterator[list[str]]:
-    """One row a Triton kernel; a kernel that several launches run has one."""
+    """Yield one row a Triton kernel; a kernel that several launches run has one."""
     seen = set()
     for entry in ledger.entries:
         largest = max((each.elements for each in entry.launch.reads), default=0)

@@ -31,7 +31,7 @@ _SCHEDULERS = 4
 
 
 def seconds_of(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool = False, sustained: float = 1.0) -> float:
-    """The modelled time of one entry, its launches included.
+    """Return the modelled time of one entry, its launches included.
 
     Args:
         by_shape: matmuls have the rate of their shape; else all have the best rate of the device.
@@ -44,7 +44,7 @@ def seconds_of(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool = False, 
 
 
 def issue_s(entry: LedgerEntry, spec: DeviceSpec) -> float:
-    """The least time in which the instructions of an entry are issued; 0 where no machine code was compiled."""
+    """Return the least time in which the instructions of an entry are issued; 0 where no machine code was compiled."""
     if not entry.issued:
         return 0.0
     gpu = GPUS[spec.name]
@@ -52,7 +52,7 @@ def issue_s(entry: LedgerEntry, spec: DeviceSpec) -> float:
 
 
 def milliseconds_by_category(ledger: Ledger, spec: DeviceSpec) -> dict[str, float]:
-    """The modelled time of each category; they add up to the whole."""
+    """Return the modelled time of each category; they add up to the whole."""
     found = dict.fromkeys(CATEGORIES, 0.0)
     for entry in ledger.entries:
         found[entry.category] += 1e3 * seconds_of(entry, spec)
@@ -60,7 +60,7 @@ def milliseconds_by_category(ledger: Ledger, spec: DeviceSpec) -> dict[str, floa
 
 
 def _multiplied_s(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool) -> float:
-    """The time of the FLOPs of attention, at the rate of its kernel and its length, or of a matmul."""
+    """Return the time of the FLOPs of attention, at the rate of its kernel and its length, or of a matmul."""
     if entry.category == "attention":
         query, _ = query_and_key(entry)
         rate = rates_of(spec, CUDNN if CUDNN in entry.name else FLASH)[entry.is_backward]
@@ -75,7 +75,7 @@ def _multiplied_s(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool) -> fl
 
 
 def constants(spec: DeviceSpec) -> dict[str, str]:
-    """Each constant of the model with its source, for the reader of a result."""
+    """Return each constant of the model with its source, for the reader of a result."""
     shares = MATMUL_SHARES[spec.name]
     measured = "Bekman, Machine Learning Engineering, Maximum Achievable Matmul FLOPS"
     kernel = kernel_of(spec.compute_capability)

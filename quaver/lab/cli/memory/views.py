@@ -145,7 +145,7 @@ def _differences(title: str, rows: tuple[TensorDifference, ...], top: int) -> It
 
 
 def advice_table(advice: Advice) -> Table:
-    """The settings that were tried and are possible, in that order; the best one is marked by a star."""
+    """Return the settings that were tried and are possible, in that order; the best one is marked by a star."""
     asks_fit = advice.fit_bytes is not None
     rows = []
     for index, row in enumerate(advice.rows):
@@ -168,7 +168,7 @@ def _advice_numbers(row: AdvisedSetting) -> tuple[str, str, str, str]:
 
 
 def advice_summary(advice: Advice) -> list[str]:
-    """The flags of the best setting, or of the nearest one; then why others are not possible, and the notes."""
+    """Return the flags of the best setting, or of the nearest one; then why others are not possible, and the notes."""
 
     def setting(index: int) -> str:
         row = advice.rows[index]
@@ -188,7 +188,7 @@ def advice_summary(advice: Advice) -> list[str]:
 
 
 def side_by_side_table(compared: list[dict[str, Any]]) -> Table:
-    """The rows of `quaver.lab.memory.runs.measure.side_by_side`; what was not measured stays empty."""
+    """Return the rows of `quaver.lab.memory.runs.measure.side_by_side`; what was not measured stays empty."""
     rows = []
     for row in compared:
         measured, ratio = row["measured_bytes"], row["ratio"]

@@ -26,11 +26,11 @@ _SIZES = {
 """Positive integers that a config.json must have, and their names in [model]."""
 
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
-"""The only value of each that quaver's Llama supports."""
+"""Keys for which quaver's Llama supports one value only."""
 
 _EXPERT_SIZES = {"moe_intermediate_size": "hidden_dim", "n_routed_experts": "n_experts", "num_experts_per_tok": "top_k"}
-"""Sizes that a mixture's config.json must have besides `_SIZES`, and their names in [model]. Its `intermediate_size` is
-the hidden dim of dense blocks, and such a model has none."""
+"""Additional sizes of a mixture's config.json, and their names in [model]. Its `intermediate_size` is the hidden dim of
+dense blocks, which such a model does not have."""
 
 _FIXED_OF_MIXTURE = {
     **{name: _FIXED[name] for name in ("hidden_act", "attention_bias", "attention_dropout")},
@@ -42,7 +42,7 @@ _FIXED_OF_MIXTURE = {
     "use_qk_norm": False,
 }
 _DEFAULTS_OF_MIXTURE = {"first_k_dense_replace": 1, "norm_topk_prob": True, "rms_norm_eps": 1e-5}
-"""Defaults of `Glm4MoeConfig` for absent keys, where `LlamaConfig` has another default."""
+"""Defaults of `Glm4MoeConfig` that differ from `LlamaConfig`'s."""
 
 _SCALING = {
     "factor": "rope_scaling_factor",
@@ -54,7 +54,7 @@ _PARTIAL = "partial_rotary_factor"
 _ROPE_KEYS = {"rope_type", "type", "rope_theta", _PARTIAL, _ORIGINAL_CONTEXT, *_SCALING}
 
 KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-"""Keys that do not change the model, but the way that others use it."""
+"""Keys that do not change the model, but its use by other software."""
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "an integer of 0 or more": lambda value: type(value) is int and value >= 0,
@@ -103,7 +103,7 @@ def hf_config(model: Model, *, dtype: str, kept: dict[str, Any]) -> dict[str, An
     """Return the config.json of `model`, readable by transformers 4 and 5.
 
     Args:
-        dtype: of the weights, as torch names it.
+        dtype: torch's name of the weights' dtype.
         kept: values of the keys in `KEPT`. Missing token ids become null: with the defaults of transformers, generation
             would stop at tokens that have another meaning.
     """
@@ -112,10 +112,10 @@ def hf_config(model: Model, *, dtype: str, kept: dict[str, Any]) -> dict[str, An
         scaling = {"rope_type": "llama3", **{theirs: getattr(model, ours) for theirs, ours in _SCALING.items()}}
         scaling[_ORIGINAL_CONTEXT] = model.rope_original_max_position
     model_type, architecture = MIXTURE if model.n_experts else DENSE
-    of_kind: dict[str, Any] = {**_FIXED}
+    kind_fields: dict[str, Any] = {**_FIXED}
     if model.n_experts:
-        of_kind = {**_FIXED_OF_MIXTURE, **{theirs: getattr(model, ours) for theirs, ours in _EXPERT_SIZES.items()}}
-        of_kind |= {"n_shared_experts": model.n_shared_experts, "num_mtp_layers": 0, _PARTIAL: 1.0}
+        kind_fields = {**_FIXED_OF_MIXTURE, **{theirs: getattr(model, ours) for theirs, ours in _EXPERT_SIZES.items()}}
+        kind_fields |= {"n_shared_experts": model.n_shared_experts, "num_mtp_layers": 0, _PARTIAL: 1.0}
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -124,7 +124,7 @@ def hf_config(model: Model, *, dtype: str, kept: dict[str, Any]) -> dict[str, An
         "head_dim": model.head_dim,
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_word_embeddings,
-        **of_kind,
+        **kind_fields,
         "rope_theta": model.rope_theta,
         "rope_scaling": scaling,
         "rope_parameters": {
@@ -165,7 +165,7 @@ def _check_fixed(config: dict[str, Any], name: str, only: object, absent: object
 def _rope_settings(config: dict[str, Any], absent_factor: float) -> dict[str, Any]:
     """Return the [model] settings of the rotary embeddings; `rope_scaling` has priority, as in transformers.
 
-    `absent_factor`: what an absent partial_rotary_factor means.
+    `absent_factor` is the default of partial_rotary_factor.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(rope, dict):
@@ -187,7 +187,7 @@ def _rope_settings(config: dict[str, Any], absent_factor: float) -> dict[str, An
 
 
 def _get(config: dict[str, Any], name: str, kind: str, default: Any = None) -> Any:
-    """Return the value of `name`, checked to be of a kind in `_KINDS`; null means absent."""
+    """Return the value of `name` after a check that it is of a kind in `_KINDS`; null means absent."""
     value = config.get(name)
     value = default if value is None else value
     if value is None:

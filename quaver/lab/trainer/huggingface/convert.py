@@ -53,7 +53,7 @@ from quaver.lab.trainer.huggingface.weights import (
 from quaver.runtime.names import listed
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""The dtypes of weights that are imported, by their names in a safetensors file."""
+"""The supported dtypes of imported weights, by their names in a safetensors file."""
 
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Buffers that old versions of transformers saved; they follow from the config."""
@@ -61,14 +61,14 @@ _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """One model of a checkpoint that was checked."""
+    """One model of a checkpoint, after `open_checkpoint` has checked it."""
 
     weights: Path
     model: Model
     record: dict[str, Any]
 
     def tensors(self) -> CheckpointWeights:
-        """Its weights by their names in Hugging Face's files."""
+        """Return the weights by their names in Hugging Face's files."""
         return CheckpointWeights(self.weights, self.model)
 
 
@@ -116,12 +116,12 @@ def export_hf(
     max_shard_bytes: int = 5 * 1000**3,
     tokenizer: Path | None = None,
 ) -> CheckedModel:
-    """Write the model `name` of `checkpoint`, or its first, as the new folder `out`.
+    """Write the model `name` of `checkpoint`, or its first model, as the new folder `out`.
 
     Args:
-        checkpoint: a checkpoint, or a run, whose last one is taken.
-        dtype: float32 or bfloat16; of the written weights, rounded to nearest even.
-        max_shard_bytes: a file holds at most so much, or one tensor; memory holds one file.
+        checkpoint: a checkpoint, or a run, whose last checkpoint is taken.
+        dtype: float32 or bfloat16, the dtype of the written weights, which are rounded to nearest even.
+        max_shard_bytes: the largest size of a file that has more than one tensor. Memory holds one file.
         tokenizer: a folder with tokenizer files to copy.
     Raises:
         FileExistsError: `out` exists.
@@ -132,15 +132,15 @@ def export_hf(
     """
     check_new(out)
     copied = tokenizer_files(tokenizer) if tokenizer else []
-    found = open_checkpoint(checkpoint_of(checkpoint) or checkpoint, name)
-    config = hf_config(found.model, dtype=dtype, kept=kept_of_run(found))
+    checked = open_checkpoint(checkpoint_of(checkpoint) or checkpoint, name)
+    config = hf_config(checked.model, dtype=dtype, kept=kept_of_run(checked))
     with new_folder(out) as partial:
         rounded = (
-            (each, tensor if each.endswith(KEPT_IN_FLOAT32) else tensor.to(getattr(torch, dtype)))
-            for each, tensor in chain(found.tensors().items(), without_width(found.model).items())
+            (key, tensor if key.endswith(KEPT_IN_FLOAT32) else tensor.to(getattr(torch, dtype)))
+            for key, tensor in chain(checked.tensors().items(), without_width(checked.model).items())
         )
         write_model(partial, rounded, config, copied, max_shard_bytes)
-    return found
+    return checked
 
 
 def _check_tensors(stored: StoredTensors, model: Model, folder: Path) -> None:
@@ -154,8 +154,8 @@ def _check_tensors(stored: StoredTensors, model: Model, folder: Path) -> None:
     _check_shapes({name: stored.shape(name) for name in stored}, expected, folder)
     for name in expected:
         if stored.dtype(name) not in _DTYPES:
-            got = stored.dtype(name)
-            raise NotImplementedError(f"{name} must be float32, bfloat16 or float16, got {got}; dequantize the model")
+            dtypes = "float32, bfloat16 or float16"
+            raise NotImplementedError(f"{name} must be {dtypes}, got {stored.dtype(name)}; dequantize the model")
     if model.tie_word_embeddings and HEAD in stored and not torch.equal(stored[HEAD], stored[EMBEDDING]):
         raise ValueError(
             f"config.json says tie_word_embeddings, but {HEAD} and {EMBEDDING} differ; say false there to keep both"
@@ -173,7 +173,7 @@ def _check_shapes(stored: Mapping[str, list[int]], expected: Mapping[str, Tensor
 
 
 def open_checkpoint(checkpoint: Path, name: str | None) -> CheckedModel:
-    """Read the record of a checkpoint and the list of its tensors, and check that they are those of its config."""
+    """Read the record of a checkpoint and the list of its tensors, and compare the tensors with its config."""
     record = read_record(checkpoint)
     check_manifest(checkpoint)
     names = record["models"]
@@ -183,19 +183,19 @@ def open_checkpoint(checkpoint: Path, name: str | None) -> CheckedModel:
     unknown = sorted(settings.keys() - asdict(Model()).keys())
     if unknown:
         raise ValueError(f"{str(checkpoint)!r} has model settings that this version does not know: {listed(unknown)}")
-    found = CheckedModel(checkpoint / (name or names[0]), build_config({"model": settings}).model, record)
-    stored = read_metadata(CheckpointReader(found.weights)).state_dict_metadata
+    checked = CheckedModel(checkpoint / (name or names[0]), build_config({"model": settings}).model, record)
+    stored = read_metadata(CheckpointReader(checked.weights)).state_dict_metadata
     shapes = {
-        name.removeprefix("model."): list(each.size)
-        for name, each in stored.items()
-        if isinstance(each, TensorStorageMetadata)
+        name.removeprefix("model."): list(tensor.size)
+        for name, tensor in stored.items()
+        if isinstance(tensor, TensorStorageMetadata)
     }
-    _check_shapes(shapes, stored_state(found.model), found.weights)
-    return found
+    _check_shapes(shapes, stored_state(checked.model), checked.weights)
+    return checked
 
 
 def checkpoint_of(path: Path) -> Path | None:
-    """The checkpoint that `path` is, or the last one of the run that it is; None if it is neither.
+    """Return `path` if it is a checkpoint, the last checkpoint if it is a run, or else None.
 
     Raises:
         FileNotFoundError: the run has no complete checkpoint.
@@ -217,12 +217,12 @@ def _kept(config: dict[str, Any]) -> dict[str, Any]:
     return {name: config[name] for name in KEPT if name in config}
 
 
-def kept_of_run(found: CheckedModel) -> dict[str, Any]:
-    """Return token ids and the longest context: those of the imported model, or those of the run's training."""
-    if "huggingface" in found.record:
-        return _kept(found.record["huggingface"])
-    scaling = found.model.rope_scaling
-    longest = found.record["config"]["training"]["seq_len"]
+def kept_of_run(checked: CheckedModel) -> dict[str, Any]:
+    """Return the token ids and the longest context, of the imported model or of the run's training."""
+    if "huggingface" in checked.record:
+        return _kept(checked.record["huggingface"])
+    scaling = checked.model.rope_scaling
+    longest = checked.record["config"]["training"]["seq_len"]
     if scaling:
         longest = max(longest, int(scaling.factor * scaling.original_max_position))
-    return {"eos_token_id": found.record["data"]["eos_id"], "max_position_embeddings": longest}
+    return {"eos_token_id": checked.record["data"]["eos_id"], "max_position_embeddings": longest}

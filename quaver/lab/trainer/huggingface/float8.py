@@ -1,4 +1,4 @@
-"""Checkpoints of `quaver train` as sources of a float8 export: the linears that the run converted, and its weights."""
+"""Makes a checkpoint of `quaver train` the source of a float8 export, with the run's conversion and weights."""
 
 from __future__ import annotations
 
@@ -32,20 +32,19 @@ S = TypeVar("S", bound=Settings)
 def run_source(
     checkpoint: Path, *, name: str | None = None, recipe: str | None = None, filter_fqns: Sequence[str] = DEFAULT_FILTER
 ) -> ExportSource:
-    """The model `name` of a checkpoint, or its first.
+    """Return the model `name` of a checkpoint, or its first model, as the source of an export.
 
-    Its linears are converted as the run converted them. A model that the run did not convert needs a `recipe`, which
-    converts all linears but those of `filter_fqns`; for the others a recipe replaces that of the run.
+    Its linears are converted as the run converted them; `recipe` replaces the run's recipe. A model that was trained in
+    high precision needs a `recipe`, to which all linears except those of `filter_fqns` are converted.
 
     Raises:
-        OSError, ValueError, CheckpointError: as `export_hf`; or the model was trained in high precision and there is no
-            recipe.
+        OSError, ValueError, CheckpointError: for the reasons of `export_hf`, or if a recipe is needed and missing.
     """
-    found = open_checkpoint(checkpoint, name)
-    config, converted = _section(found, Float8), _converted(found)
+    checked = open_checkpoint(checkpoint, name)
+    config, converted = _section(checked, Float8), _converted(checked)
     if recipe is None and not converted:
         raise ValueError(
-            f"the model {found.weights.name!r} was trained in high precision: give the recipe whose codes to export, "
+            f"the model {checked.weights.name!r} was trained in high precision: give the recipe whose codes to export, "
             "for example --recipe rowwise"
         )
     if converted and tuple(filter_fqns) != DEFAULT_FILTER:
@@ -54,55 +53,55 @@ def run_source(
             f"got {list(filter_fqns)}"
         )
     with torch.device("meta"):
-        model = Llama(found.model)
+        model = Llama(checked.model)
     decide = partial(_as_in_the_run, converted) if converted else skip_names(filter_fqns)
     if recipe is None:
         convert_chosen(model, config, decide)
     else:
         convert_to_float8_training(model, config=recipe, module_filter_fn=decide)
     if recipe is None:
-        _load_scales(model, CheckpointReader(found.weights))
-    progress = found.record["progress"]
+        _load_scales(model, CheckpointReader(checked.weights))
+    progress = checked.record["progress"]
 
     def high_precision_model() -> nn.Module:
-        loaded, tensors = Llama(found.model), found.tensors()
-        state = {name: tensors.whole(name) for name in stored_state(found.model)}
+        loaded, tensors = Llama(checked.model), checked.tensors()
+        state = {name: tensors.stored(name) for name in stored_state(checked.model)}
         loaded.load_state_dict(state, strict=False)  # a tied weight is stored once
         return loaded
 
     return ExportSource(
         model=model,
-        weights=ChainMap(without_width(found.model), typing.cast(Any, found.tensors())),
-        config=hf_config(found.model, dtype="bfloat16", kept=kept_of_run(found)),
+        weights=ChainMap(without_width(checked.model), typing.cast(Any, checked.tensors())),
+        config=hf_config(checked.model, dtype="bfloat16", kept=kept_of_run(checked)),
         high_precision_model=high_precision_model,
-        about={"source": f"{checkpoint.name}/{found.weights.name} of quaver train", "step": progress["step"]},
-        rounded_from=_forward_dtype(found, config),
+        about={"source": f"{checkpoint.name}/{checked.weights.name} of quaver train", "step": progress["step"]},
+        rounded_from=_forward_dtype(checked, config),
     )
 
 
-def _section(found: CheckedModel, kind: type[S]) -> S:
-    """A section of the run's settings; the defaults for a converted checkpoint, which has no run."""
-    settings = found.record["config"].get(kind.section, {})
-    unknown = sorted(settings.keys() - {each.name for each in fields(kind)})
+def _section(checked: CheckedModel, kind: type[S]) -> S:
+    """Return a section of the run's settings, or its defaults for a converted checkpoint, which has no run."""
+    settings = checked.record["config"].get(kind.section, {})
+    unknown = sorted(settings.keys() - {field.name for field in fields(kind)})
     if unknown:
         raise ValueError(f"this version does not know the {kind.section} settings of the checkpoint: {listed(unknown)}")
     return kind(**settings)
 
 
-def _converted(found: CheckedModel) -> dict[str, FilterDecision]:
-    """By linear, what the run decided and why; empty for a model that it did not convert."""
-    report = found.record.get("conversion_report")
-    if not report or found.weights.name in ("bfloat16", "float32", "float16"):
+def _converted(checked: CheckedModel) -> dict[str, FilterDecision]:
+    """Return the run's decision about each linear; empty for a model that it did not convert."""
+    report = checked.record.get("conversion_report")
+    if not report or checked.weights.name in ("bfloat16", "float32", "float16"):
         return {}
     return {layer["name"]: FilterDecision(layer["converted"], layer["reason"]) for layer in report["layers"]}
 
 
 def _as_in_the_run(converted: dict[str, FilterDecision], module: nn.Module, name: str) -> FilterDecision:
-    return converted[name if name in converted else f"{name}.down_proj"]  # that of experts
+    return converted[name if name in converted else f"{name}.down_proj"]  # experts are listed by weight
 
 
 def _load_scales(model: nn.Module, reader: CheckpointReader) -> None:
-    """Load the persistent scales that the checkpoint has; the export names one that it misses."""
+    """Load the persistent scales that the checkpoint has. The export raises an error for a missing scale."""
     scaling = float8_scaling_state(model)
     saved = read_metadata(reader).state_dict_metadata
     state = {name: tensor for name, tensor in scaling.state_dict().items() if f"float8.{name}" in saved}
@@ -111,10 +110,13 @@ def _load_scales(model: nn.Module, reader: CheckpointReader) -> None:
         scaling.load_state_dict(state)
 
 
-def _forward_dtype(found: CheckedModel, config: Float8) -> torch.dtype | None:
-    """Dtype in which FSDP2 gathered weights; see [Note: precision under FSDP2] in parallelize.py. None: their own."""
-    tensor_parallel = _section(found, Parallelism).tensor_parallel_degree
-    if found.record["world_size"] == tensor_parallel or config.enable_fsdp_float8_all_gather:
+def _forward_dtype(checked: CheckedModel, config: Float8) -> torch.dtype | None:
+    """Return the dtype in which FSDP2 gathered weights, or None if it did not change the dtype.
+
+    See [Note: precision under FSDP2] in parallelize.py.
+    """
+    tensor_parallel = _section(checked, Parallelism).tensor_parallel_degree
+    if checked.record["world_size"] == tensor_parallel or config.enable_fsdp_float8_all_gather:
         return None
-    dtype: torch.dtype = getattr(torch, _section(found, Training).mixed_precision_param)
+    dtype: torch.dtype = getattr(torch, _section(checked, Training).mixed_precision_param)
     return dtype

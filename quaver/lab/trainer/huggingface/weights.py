@@ -1,6 +1,6 @@
-"""The weights of a Llama by their names in Hugging Face's files: those of a checkpoint, and a checkpoint made of them.
+"""Reads the weights of a checkpoint by their names in Hugging Face's files, and writes a checkpoint from such weights.
 
-Names are equal in both, but those of experts: files have a matrix for each, a checkpoint one 3-D weight for all
+The names are equal, except for experts: files have a matrix per expert, a checkpoint has one 3-D weight for all
 (quaver/export/checkpoint_names.py). quaver/export/files.py reads and writes safetensors files.
 """
 
@@ -24,17 +24,17 @@ from quaver.lab.settings import Model
 from quaver.lab.trainer.model import Llama
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""The two that may be tied."""
+"""The two weights that may be tied."""
 
 
 def meta_state(model: Model, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Return the model's state dict without storage; a tied weight has both its names."""
+    """Return the model's state dict without storage. A tied weight has both names."""
     with torch.device("meta"):
         return Llama(model).to(dtype).state_dict()
 
 
 def stored_state(model: Model) -> dict[str, Tensor]:
-    """Return what a checkpoint has of `meta_state`: a tied weight once, as the embedding."""
+    """Return `meta_state` as a checkpoint stores it: a tied weight once, as the embedding."""
     state = meta_state(model)
     if model.tie_word_embeddings:
         del state[HEAD]
@@ -42,7 +42,7 @@ def stored_state(model: Model) -> dict[str, Tensor]:
 
 
 def file_state(model: Model) -> dict[str, Tensor]:
-    """Return the tensors of Hugging Face's files without storage: those of `stored_state`, and a matrix an expert."""
+    """Return `stored_state` as Hugging Face's files store it, with a matrix per expert."""
     names = _names(model)
     return {
         part: view
@@ -52,7 +52,7 @@ def file_state(model: Model) -> dict[str, Tensor]:
 
 
 def without_width(model: Model) -> dict[str, Tensor]:
-    """The shared experts of no width that GLM-4.5 has where a mixture has none."""
+    """Return shared experts of width 0, which GLM-4.5's files need for a mixture without shared experts."""
     if not model.n_experts or model.n_shared_experts:
         return {}
     prefixes = [f"model.layers.{layer}.mlp.shared_experts" for layer in range(model.n_layers)]
@@ -66,13 +66,13 @@ def _names(model: Model) -> CheckpointNames:
 
 
 class CheckpointWeights(Mapping[str, Tensor]):
-    """The weights of a model of a checkpoint, in their stored dtypes; each is read when it is asked for.
+    """The weights of a model of a checkpoint, in their stored dtypes. A weight is read when it is accessed.
 
     Reading raises CheckpointError if the files are damaged.
     """
 
     def __init__(self, folder: Path, model: Model) -> None:
-        """`folder` is that of the model in the checkpoint, whose tensors were checked."""
+        """`folder` is the model's folder in a checkpoint that `open_checkpoint` has checked."""
         self._reader = CheckpointReader(folder)
         stored: dict[str, Any] = read_metadata(self._reader).state_dict_metadata
         self._like = {
@@ -80,11 +80,11 @@ class CheckpointWeights(Mapping[str, Tensor]):
         }
         self._names = _names(model)
         self._owners = {part: name for name in self._like for part in self._names.of(name)}
-        """The checkpoint's name of the tensor that holds each of the files' tensors."""
+        """The name in the checkpoint of the tensor that contains a tensor of the files."""
         self._last: tuple[str, dict[str, Tensor]] = "", {}
 
-    def whole(self, name: str) -> Tensor:
-        """A tensor under its name in the checkpoint: of experts, all of them."""
+    def stored(self, name: str) -> Tensor:
+        """Return a tensor by its name in the checkpoint, which has all experts of a layer in one tensor."""
         tensor = torch.empty_like(self._like[name], device="cpu")
         load_state({f"model.{name}": tensor}, self._reader)
         return tensor
@@ -92,7 +92,7 @@ class CheckpointWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         owner = self._owners[name]
         if self._last[0] != owner:  # the experts of a layer follow each other
-            self._last = owner, self._names.matrices(owner, self.whole(owner))
+            self._last = owner, self._names.matrices(owner, self.stored(owner))
         return self._last[1][name]
 
     def __iter__(self) -> Iterator[str]:
@@ -103,7 +103,7 @@ class CheckpointWeights(Mapping[str, Tensor]):
 
 
 def write_weights(weights: Mapping[str, Tensor], folder: Path, model: Model, dtype: torch.dtype) -> None:
-    """Write `weights` as the model of a checkpoint, rounded to nearest even; memory holds one tensor at a time.
+    """Write `weights`, rounded to nearest even, as the model of a checkpoint. Memory holds one tensor at a time.
 
     Raises:
         NotWrittenError: a file cannot be written.
@@ -121,7 +121,7 @@ def write_weights(weights: Mapping[str, Tensor], folder: Path, model: Model, dty
 
 
 class _Copy(DefaultSavePlanner):
-    """Reads each tensor when the writer asks for it, so that memory never holds the whole model."""
+    """Reads a tensor when the writer asks for it, so that memory never holds the whole model."""
 
     def __init__(self, weights: Mapping[str, Tensor], model: Model) -> None:
         super().__init__()
