@@ -1,9 +1,9 @@
 """A transformer block in training: time, tokens per second and memory of a step, per recipe against bfloat16.
 
 A step is forward, backward and fused AdamW of one block as `quaver train` builds it (modules.py). Each step casts the
-weights and updates delayed scales. All precisions of a mode are in memory at once and take turns. Memory is that of one
-more step after the timed ones (quaver/lab/recorder/allocator.py): on a CPU every allocation and release, exactly; on a
-GPU the allocator's own peak. docs/benchmarks.md defines the columns.
+weights and updates delayed scales. All precisions of a mode are in memory at once and take turns. Memory is measured in
+one more step after the timed steps (quaver/lab/recorder/allocator.py): exactly on a CPU, as the allocator's peak on a
+GPU. docs/benchmarks.md defines the columns.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
     )
 
     def check(self) -> None:
-        """Refuse a divisor that does not divide the heads, and tokens that are no whole number of sequences."""
+        """Raise ValueError if the divisor does not divide the heads, or the sequence length the tokens."""
         super().check()
         model_of(self.model, divisor=self.divisor)
         if self.tokens % self.batch[1]:
@@ -65,10 +65,10 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
         return self.tokens // seq_len, seq_len
 
     def prepare(self) -> None:
-        """Refuse more blocks than a GPU holds, before the first is built.
+        """Also refuse more blocks than fit into a GPU, before the first is built.
 
         Raises:
-            ValueError: their parameters, gradients and moments alone take more than its memory; or as in the base.
+            ValueError: their parameters, gradients and moments take more than the GPU's memory; or as in the base.
         """
         super().prepare()
         if not is_cuda_device(self.torch_device):
@@ -86,7 +86,7 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
     def measure(self) -> Result:
         """Return a row for each mode and precision."""
         name, sequences, seq_len = scaled_name(self.model, self.divisor), *self.batch
-        sizes = {each: getattr(self.shape, each) for each in ("dim", "n_heads", "n_kv_heads", "hidden_dim")}
+        sizes = {field: getattr(self.shape, field) for field in ("dim", "n_heads", "n_kv_heads", "hidden_dim")}
         batch = {"sequences": sequences, "seq_len": seq_len, "tokens": self.tokens}
         cases = product([name], [f"{self.tokens} tokens"], self.modes)
         about = {"model": {"name": name, **sizes}, "batch": batch}
@@ -119,7 +119,7 @@ def _measure_memory(step: OptimizerStep, device: torch.device) -> Row:
     with measure_usage(device) as measured:
         step(measured.mark)
     states = chain.from_iterable(state.values() for state in step.optimizer.state.values())
-    moments = (each for each in states if isinstance(each, Tensor))
+    moments = (state for state in states if isinstance(state, Tensor))
     resident = storage_bytes(chain(step.subject.parameters(), step.subject.buffers(), moments))
     usage = measured.usage
     tensor_peak = usage.tensor_peak_bytes

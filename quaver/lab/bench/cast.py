@@ -3,11 +3,11 @@
 The contestants cast one operand of a linear: `quaver.linear.quantize.Quantizer`, eager and compiled; the same
 arithmetic in plain PyTorch (`quaver.recipes.scaling`), compiled; torchao's dynamic casts, if installed.
 
-`floor` is the least bytes per element: passes over the source times its bytes, and 1 for each layout of the codes. A
-dynamic scale of a matrix, or of rows and of columns, needs one pass for the amaxes and one for the codes; the scale of
-a row needs one pass, because a row stays on the chip; a persistent scale needs one. Hardware float8 matmuls want each
-operand contiguous along its contracted dim, so codes are written in two layouts; a CPU's matmuls take any layout, so
-one set of codes serves both matmuls where there is one scale. Rates are of the floor, not of the traffic beyond it.
+`floor` is the least bytes per element: the source's bytes times the passes over it, and 1 for each layout of the codes.
+A dynamic scale of a matrix, or of rows and of columns, needs one pass for the amaxes and one for the codes. The scale
+of a row needs one pass, because a row stays on the chip; a persistent scale needs one. Hardware float8 matmuls read
+operands that are contiguous along the contracted dim, so codes are written in two layouts. A CPU's matmuls take any
+layout, so one set of codes serves both matmuls if they share a scale. Rates count the floor only, not further traffic.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from quaver.recipes.formats import FORMATS
 from quaver.recipes.scaling import PersistentScale, amax, cast_with_persistent_scale, dynamic_cast
 
 CastFunction = Callable[[Tensor], tuple[Tensor, ...]]
-"""From a matrix [rows, columns] to its float8 codes, the scales, and anything else that the cast returns."""
+"""Maps a matrix [rows, columns] to its float8 codes, its scales, and anything else that the cast returns."""
 
 COPY = "copy"
 """The contestant that moves the same matrix without a cast."""
@@ -47,7 +47,7 @@ class CastKind:
     recipe: str
     dims: tuple[int, ...]
     passes: int
-    """Over the source, at least."""
+    """The least number of passes over the source."""
 
     @property
     def config(self) -> Float8LinearConfig:
@@ -63,7 +63,7 @@ class CastKind:
         return self.dims if self.cast.is_rowwise else (None,)
 
     def floor(self, itemsize: int, device: torch.device) -> int:
-        """Return bytes per element."""
+        """Return the least bytes per element."""
         is_native = reads_along_contracted(device)
         return self.passes * itemsize + (len(self.dims) if is_native or self.cast.is_rowwise else 1)
 
@@ -74,7 +74,7 @@ KINDS = {
     "rowwise": CastKind("rowwise", (1,), 1),
     "rowwise_both": CastKind("rowwise", (1, 0), 2),
 }
-"""By name: casts for both matmuls, except `rowwise`, which is for one."""
+"""Casts by name. They serve both matmuls, except `rowwise`, which serves one."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ class CastBenchmark(Shapes, OperandOptions):
         for (library, mode), timing in timings.items():
             floor = 2 * dtype.itemsize if library == COPY else kind.floor(dtype.itemsize, device)
             rate = floor * source.numel() / (1e3 * timing.median_us)
-            of_copy = rate / rows[0]["gb_per_s"] if rows else 1.0
+            share_of_copy = rate / rows[0]["gb_per_s"] if rows else 1.0
             row: Row = {"matrix": str(matrix), "cast": name, "library": library, "mode": mode, "timing": asdict(timing)}
-            row |= {"floor_bytes_per_element": floor, "gb_per_s": rate, "share_of_copy": of_copy}
+            row |= {"floor_bytes_per_element": floor, "gb_per_s": rate, "share_of_copy": share_of_copy}
             row |= {"same_codes": same.get((library, mode)), "input_copies": len(inputs)}
             rows.append(row)
         return rows
@@ -135,7 +135,7 @@ def _cast_next(cast: CastFunction, inputs: Rotation[Tensor]) -> object:
 
 
 def contestants_of(kind: CastKind, source: Tensor, with_torchao: bool) -> dict[tuple[str, str], CastFunction]:
-    """Return the casts by library and mode; the persistent scale, where `kind` has one, fits `source`."""
+    """Return the casts by library and mode. A persistent scale, if `kind` has one, fits `source`."""
     config, dims, float8_dtype = kind.config, kind.dims, kind.cast.float8_dtype
     power_of_2 = config.round_scales_to_power_of_2
     scale = None
@@ -144,8 +144,8 @@ def contestants_of(kind: CastKind, source: Tensor, with_torchao: bool) -> dict[t
         scale = PersistentScale(quant_scale, torch.zeros(2, device=source.device), torch.tensor(True), True)
 
     def ours(hp: Tensor) -> tuple[Tensor, ...]:
-        made = Quantizer(config.casts.input, hp.dtype, scale)(hp, row=1 in dims, column=0 in dims)
-        return tuple(part for operand in made if operand is not None for part in operand[:2] if part is not None)
+        operands = Quantizer(config.casts.input, hp.dtype, scale)(hp, row=1 in dims, column=0 in dims)
+        return tuple(part for operand in operands if operand is not None for part in operand[:2] if part is not None)
 
     def plain(hp: Tensor, dim: int | None) -> tuple[Tensor, ...]:
         if scale is not None:
@@ -165,23 +165,23 @@ def contestants_of(kind: CastKind, source: Tensor, with_torchao: bool) -> dict[t
 
 
 def _in_layouts(kind: CastKind, cast_along: Callable[[Tensor, int | None], tuple[Tensor, ...]]) -> CastFunction:
-    """Return a cast with a scale per row, or of the tensor (None), whose codes are laid out for each matmul."""
+    """Return a cast whose codes are laid out for each matmul; `cast_along` gets a dim, or None for one scale."""
     scale_dims, dims = kind.scale_dims, kind.dims
 
     def cast(hp: Tensor) -> tuple[Tensor, ...]:
-        made = [cast_along(hp, dim) for dim in scale_dims]
-        codes = [each[0] for each in made] * (len(dims) // len(made))
+        results = [cast_along(hp, dim) for dim in scale_dims]
+        codes = [result[0] for result in results] * (len(dims) // len(results))
         layouts = [
-            laid_out_for_rows(each) if dim == 1 else laid_out_for_columns(each)
-            for each, dim in zip(codes, dims, strict=True)
+            laid_out_for_rows(matrix) if dim == 1 else laid_out_for_columns(matrix)
+            for matrix, dim in zip(codes, dims, strict=True)
         ]
-        return (*layouts, *(scale for each in made for scale in each[1:]))
+        return (*layouts, *(scale for result in results for scale in result[1:]))
 
     return cast
 
 
 def _codes(results: Sequence[Tensor]) -> list[Tensor]:
-    return [each for each in results if each.dtype in FORMATS]
+    return [tensor for tensor in results if tensor.dtype in FORMATS]
 
 
 def _same(codes: list[Tensor], expected: list[Tensor]) -> bool:

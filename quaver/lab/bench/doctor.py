@@ -1,4 +1,4 @@
-"""Diagnoses this machine by trying: each recipe on each device, torch.compile, the optional parts."""
+"""Diagnoses this machine: tries every recipe on every device, torch.compile, and the optional parts."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Finding = dict[str, str]
 
 
 def diagnose(*, try_compile: bool = True) -> dict[str, Any]:
-    """Try everything; `ok` when every recipe runs on every device found, one way or the other. JSON-able.
+    """Try every recipe on every device, and return the findings as a dict for JSON.
 
-    `slow_paths` are what ran more slowly than this machine could, in sentences; they raise no error here. `recommended`
-    has a sentence for each device.
+    `ok` is true if every recipe runs on every device, natively or exactly. `slow_paths` has a sentence for each code
+    path that was slower than necessary; none raises an error here. `recommended` has a sentence per device.
 
     Args:
         try_compile: try torch.compile, which takes some seconds.
@@ -45,9 +45,9 @@ def diagnose(*, try_compile: bool = True) -> dict[str, Any]:
     with error_on_slow_path(False):
         recipes = [try_recipe(recipe, torch.device(device)) for device in devices for recipe in Float8LinearRecipeName]
         compiles = _try_compile() if try_compile else "not tried"
-    found = {"versions": _versions(), "devices": devices, "recipes": recipes, "slow_paths": slow_paths()}
-    found["recommended"] = {device: recommendation(device, recipes) for device in devices}
-    return {**found, "compile": compiles, "ok": all(each["verdict"] != "impossible" for each in recipes)}
+    diagnosis = {"versions": _versions(), "devices": devices, "recipes": recipes, "slow_paths": slow_paths()}
+    diagnosis["recommended"] = {device: recommendation(device, recipes) for device in devices}
+    return {**diagnosis, "compile": compiles, "ok": all(finding["verdict"] != "impossible" for finding in recipes)}
 
 
 def try_recipe(recipe: Float8LinearRecipeName, device: torch.device) -> Finding:
@@ -57,8 +57,9 @@ def try_recipe(recipe: Float8LinearRecipeName, device: torch.device) -> Finding:
 
 
 def recommendation(device: str, findings: list[Finding]) -> str:
-    """Which recipes to begin with on a device, by what it multiplies natively; no time is measured."""
-    native = {each["recipe"] for each in findings if each["device"] == device and each["verdict"] == "native"}
+    """Recommend recipes for a device from its native matmuls. No time is measured."""
+    here = [finding for finding in findings if finding["device"] == device]
+    native = {finding["recipe"] for finding in here if finding["verdict"] == "native"}
     if not native:
         return "no recipe is faster than bfloat16 here, and all save memory: take the one of the GPUs that will train"
     robust = next((recipe for recipe in ("mxfp8", "blockwise", "rowwise") if recipe in native), None)
@@ -115,7 +116,7 @@ def _try_compile() -> str:
     module = Float8Linear(_SIZE, _SIZE, bias=False)
     input = torch.randn(_SIZE, _SIZE)
     try:
-        # The sine is a kernel that the compiler has to generate: the linear itself may be calls of existing ones.
+        # The sine makes the compiler generate a kernel; the linear may only call existing ones.
         torch.compile(lambda input: module(input).sin(), fullgraph=True)(input).sum().backward()
     except Exception as error:  # noqa: BLE001 - the compiler, the toolchain and the OS each raise their own
         return f"fails: {str(error).splitlines()[0]}"
@@ -132,9 +133,9 @@ def _describe_cpu() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("triton", "torchao"):
         spec = importlib.util.find_spec(name)
-        found[name] = "not installed" if spec is None else importlib.metadata.version(name)
-    found["C extension"] = "built" if cpu.AVAILABLE else f"off, casts run in PyTorch: {cpu.UNAVAILABLE_BECAUSE}"
-    return found
+        versions[name] = "not installed" if spec is None else importlib.metadata.version(name)
+    versions["C extension"] = "built" if cpu.AVAILABLE else f"off, casts run in PyTorch: {cpu.UNAVAILABLE_BECAUSE}"
+    return versions

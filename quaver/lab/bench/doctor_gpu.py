@@ -1,7 +1,4 @@
-"""Says what a GPU that need not be here multiplies natively: each matmul of each recipe, and the linears of a model.
-
-The specification of the GPU answers in place of a probe.
-"""
+"""Says which matmuls of each recipe, and which linears of a model, a GPU runs natively, from its specification."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from quaver.roofline.scaled_matmul import kinds_of_matmuls
 from quaver.runtime.names import without_numbers
 
 NVIDIA_GPUS = tuple(spec.name for spec in DEVICE_SPECS if spec.compute_capability)
-"""The names of the GPUs whose kernels are known here."""
+"""The names of the GPUs whose kernels are known."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class MatmulOnGpu:
     Attributes:
         matmul: output, grad_input or grad_weight.
         backend: "native", "exact" or "high precision".
-        how: the kernel, or why none is native.
+        how: the kernel, or the reason why it is not native.
     """
 
     matmul: str
@@ -46,7 +43,7 @@ class MatmulOnGpu:
 
 @dataclass(frozen=True)
 class RecipeOnGpu:
-    """A recipe's matmuls on a GPU: of a linear, and of experts."""
+    """A recipe's matmuls of linears and experts on a GPU."""
 
     recipe: str
     linear: list[MatmulOnGpu]
@@ -55,12 +52,12 @@ class RecipeOnGpu:
 
 @dataclass(frozen=True)
 class LayersOnGpu:
-    """Layers that differ in the number of their block alone.
+    """Layers that differ only in the number of their block.
 
     Attributes:
-        name: with * for the number.
-        converted: whether the conversion takes them.
-        note: why not; or the dims that are padded at each matmul.
+        name: their name, with * for the number.
+        converted: whether they are converted.
+        note: the reason why not, or the dims that are padded in each matmul.
     """
 
     name: str
@@ -80,23 +77,23 @@ class OnGpu:
     casts: str
     recipes: list[RecipeOnGpu]
     recipe: str
-    """The one of `layers`."""
+    """The recipe of `layers`."""
     layers: list[LayersOnGpu] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return asdict(self)
 
 
 def on_gpu(spec: DeviceSpec, model: nn.Module | None = None, recipe: str = "tensorwise") -> OnGpu:
-    """Say what the GPU runs natively. `model`, which may be on the meta device, was converted with `recipe`.
+    """Return what the GPU runs natively. `model`, which may be on the meta device, was converted with `recipe`.
 
     Raises:
         ValueError: the GPU is not one of NVIDIA_GPUS.
     """
     if spec.compute_capability is None:
         raise ValueError(f"expected an NVIDIA GPU, {', '.join(NVIDIA_GPUS)}, got {spec.name}")
-    recipes = [_recipe(each.value, spec) for each in Float8LinearRecipeName]
+    recipes = [_recipe(name.value, spec) for name in Float8LinearRecipeName]
     layers = None if model is None else _layers(model, recipe, spec)
     return OnGpu(spec.name, f"sm_{spec.compute_capability}", _casts(spec), recipes, recipe, layers)
 
@@ -146,15 +143,15 @@ def _layers(model: nn.Module, recipe: str, spec: DeviceSpec) -> list[LayersOnGpu
     kinds = kinds_of_matmuls(canonical_recipe(recipe)).values()
     native = [kind for kind in kinds if kind is not None and obstacle_to(spec, kind) is None]
     multiple = max((max(ALIGNMENT, kind.block_length) for kind in native), default=1)
-    found: Counter[tuple[Any, ...]] = Counter()
+    counts: Counter[tuple[Any, ...]] = Counter()
     for layer in conversion_report(model).layers:
         note = _padding(layer.in_features, layer.out_features, multiple) if layer.converted else layer.reason
-        found[without_numbers(layer.name), layer.in_features, layer.out_features, layer.converted, note] += 1
-    return [LayersOnGpu(name, count, *rest) for (name, *rest), count in found.items()]
+        counts[without_numbers(layer.name), layer.in_features, layer.out_features, layer.converted, note] += 1
+    return [LayersOnGpu(name, count, *rest) for (name, *rest), count in counts.items()]
 
 
 def _padding(in_features: int, out_features: int, multiple: int) -> str:
-    """Return the dims of a weight that native matmuls complete to a multiple, which copies the codes each time."""
+    """Name the dims of a weight that native matmuls pad to a multiple, which copies the codes each time."""
     padded = [
         f"{name} {size:,} to {-(-size // multiple) * multiple:,}"
         for name, size in (("in", in_features), ("out", out_features))

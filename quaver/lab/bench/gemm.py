@@ -108,13 +108,13 @@ class Matmul:
     name: str
     sizes: tuple[int, int, int]
     transposed: tuple[bool, bool]
-    """Whether the left and the right operand are transposed views."""
+    """Whether the left and the right operands are transposed views."""
 
     def __str__(self) -> str:
         return self.name
 
     def hp_operands(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """bfloat16 [m, k] and [k, n], as the views that autograd multiplies."""
+        """Return bfloat16 [m, k] and [k, n], as the views that autograd multiplies."""
         m, k, n = self.sizes
         left, right = self.transposed
         return _matrix(m, k, left, device), _matrix(k, n, right, device)
@@ -122,14 +122,14 @@ class Matmul:
     def float8_operands(self, granularity: str, device: torch.device) -> Float8Operands:
         """Return the operands in float8, in the layout that the backend reads."""
         config = Float8LinearConfig.from_recipe_name(granularity)
-        made = []
+        operands = []
         for hp, operand, dim in zip(self.hp_operands(device), MATMULS[self.name], (1, 0), strict=True):
             cast = config.casts.of(*operand)
             scale_dim = dim if cast.is_rowwise else None
             power_of_2 = config.round_scales_to_power_of_2
             codes, _, dequant = dynamic_cast(hp.contiguous(), cast.float8_dtype, scale_dim, power_of_2=power_of_2)
-            made.append((laid_out_for_rows(codes) if dim == 1 else laid_out_for_columns(codes), dequant))
-        (a, a_scale), (b, b_scale) = made
+            operands.append((laid_out_for_rows(codes) if dim == 1 else laid_out_for_columns(codes), dequant))
+        (a, a_scale), (b, b_scale) = operands
         return a, b, a_scale, b_scale
 
 
@@ -156,7 +156,7 @@ def _float8_call(operands: Rotation[Float8Operands], granularity: str, fast: boo
 
 
 def share_of_peak(flops_per_s: float, contestant: str, peak: PeakFlops | None) -> float | None:
-    """Return the share of the peak for the contestant's precision; None where that is unknown."""
+    """Return the share of the peak for the contestant's precision, or None if the peak is unknown."""
     if peak is None:
         return None
     most = peak.flops_per_s if contestant == BFLOAT16 else peak.float8_flops_per_s

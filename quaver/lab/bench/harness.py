@@ -1,4 +1,4 @@
-"""The timer of all benchmarks: contestants alternate in one process, inputs are not in cache; medians and spread."""
+"""Times contestants that alternate in one process, on inputs that are not in cache; returns medians and spread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_BYTES = {"cpu": 512 << 20, "cuda": 4 << 30}
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: the median of the samples, their 10th and 90th percentile, and the least."""
+    """Microseconds of one call: the median, the 10th and 90th percentiles and the minimum of the samples."""
 
     median_us: float
     p10_us: float
@@ -51,7 +51,7 @@ def time_alternating(
 ) -> dict[Name, Timing]:
     """Time each contestant once per round; each round starts with the next contestant.
 
-    A sample is as many calls as take 2 ms together, so that the clock's resolution does not matter.
+    A sample is a number of calls that take 2 ms together, so that the clock's resolution does not matter.
 
     Args:
         until_done: wait for the device inside a sample; False stops the clock when the host has queued the work.
@@ -83,7 +83,7 @@ def _sample(function: Callable[[], object], device: torch.device, calls: int, un
 
 
 def last_level_cache_bytes(device: torch.device) -> int | None:
-    """Return the size of a GPU's L2 or a CPU's L3; None where the system does not report it."""
+    """Return the size of a GPU's L2 or a CPU's L3, or None if the system does not report it."""
     if is_cuda_device(device):
         return int(torch.cuda.get_device_properties(device).L2_cache_size) or None
     try:
@@ -93,13 +93,13 @@ def last_level_cache_bytes(device: torch.device) -> int | None:
 
 
 class Rotation(Generic[Input]):
-    """Equal inputs in different memory, handed out in turn by `next`, so that no call finds its input in cache.
+    """Equal inputs in different memory. `next` returns them in turn, so that no call finds its input in cache.
 
-    There are as many copies as fill twice the last-level cache, at most 256: a smaller input is dominated by the call.
+    The copies fill twice the last-level cache, or there are 256: the time of smaller inputs is dominated by the call.
     """
 
     def __init__(self, make: Callable[[], Input], bytes_each: int, device: torch.device) -> None:
-        """`make` is called once for each copy of `bytes_each` bytes; there is at least one copy."""
+        """`make` is called once per copy of `bytes_each` bytes, and at least once."""
         wanted = 2 * (last_level_cache_bytes(device) or _UNKNOWN_CACHE_BYTES)
         copies = -(-min(wanted, _MOST_BYTES[device.type]) // max(1, bytes_each))
         self._inputs = [make() for _ in range(min(max(1, copies), _MOST_COPIES))]

@@ -1,4 +1,4 @@
-"""The host time of a linear, forward and backward, at a size where the work itself takes next to nothing.
+"""The host time of a linear, forward and backward, at a size at which the work itself takes almost no time.
 
     host time    median time until the host has queued all work; on a CPU the work, little at this size, is included
     operations   calls that PyTorch dispatches below autograd in one eager forward and backward, views included; not
@@ -78,14 +78,14 @@ class _Operations(TorchDispatchMode):
 
 
 def count_operations(call: Callable[[], object]) -> dict[str, int]:
-    """How often one eager call dispatches each operation, the most frequent first."""
+    """Count the operations that one eager call dispatches, the most frequent first."""
     with _Operations() as operations:
         call()
     return dict(operations.counts.most_common())
 
 
 def count_kernels(call: Callable[[], object], device: torch.device) -> int | None:
-    """Return how many kernels, copies and fills one call launches; None on a CPU, and where the profiler sees none."""
+    """Count the kernels, copies and fills that one call launches; None on a CPU, and if the profiler sees none."""
     if not is_cuda_device(device):
         return None
     synchronize(device)

@@ -32,7 +32,7 @@ class LinearOptions(Modes, Recipes, OperandOptions):
     """The contestants of benchmarks of a linear."""
 
     def steps(self, shape: Shape, mode: str) -> dict[str, Callable[[], None]]:
-        """Forward and backward of each contestant by name: "bfloat16", "quaver RECIPE", "torchao RECIPE"."""
+        """Return forward and backward of each contestant by name: "bfloat16", "quaver RECIPE", "torchao RECIPE"."""
         device, dtype = self.torch_device, self.torch_dtype
         m, k, n = shape.sizes
 
@@ -70,12 +70,12 @@ class LinearBenchmark(Shapes, LinearOptions):
 
     def _rows_of(self, shape: Shape, mode: str) -> list[Row]:
         rows = contestant_rows(time_alternating(self.steps(shape, mode), self.torch_device, rounds=self.rounds))
-        made = []
+        result_rows = []
         for row in rows.values():
             peer = rows.get(f"torchao {row['recipe']}") if row["library"] == "quaver" else None
             ratio = None if peer is None else peer["timing"]["median_us"] / row["timing"]["median_us"]
-            made.append({"shape": str(shape), "mode": mode, **row, "torchao_time_over_this": ratio})
-        return made
+            result_rows.append({"shape": str(shape), "mode": mode, **row, "torchao_time_over_this": ratio})
+        return result_rows
 
 
 def _batches(m: int, k: int, n: int, device: torch.device, dtype: torch.dtype) -> Rotation[Batch]:

@@ -40,7 +40,7 @@ class Subject(nn.Module):
 
 
 class OptimizerStep:
-    """The optimizer step of a subject; each call is one."""
+    """Runs one training step of a subject per call."""
 
     def __init__(self, subject: Subject, sources: Rotation[Tensor], direction: Tensor) -> None:
         """`sources`: inputs [B, T, D] that require gradients; `direction`: the gradient of the output, in its shape."""
@@ -49,7 +49,7 @@ class OptimizerStep:
         self._has_persistent_scales = bool(float8_scaling_state(subject))
 
     def __call__(self, forward_is_done: Callable[[], object] = lambda: None) -> None:
-        """Forward, `forward_is_done()`, backward, optimizer step, and gradients set to None."""
+        """Run forward, `forward_is_done()`, backward and the optimizer, and set the gradients to None."""
         source = self.sources.next()
         with torch.autocast(source.device.type, torch.bfloat16):
             loss = (self.subject(source * 1.5) * self.direction).sum()
@@ -86,7 +86,7 @@ def make_steps(
 
 
 def build_subject(model: Model, precision: str, seq_len: int, device: torch.device, *, compiled: bool) -> Subject:
-    """Return a block in a precision; all precisions have the same weights."""
+    """Return a block in a precision, with the same weights in all precisions."""
     torch.manual_seed(0)
     subject = Subject(model, seq_len).to(device)
     library, _, recipe = precision.partition(" ")

@@ -32,7 +32,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in HP_DTYPES}
 
 @dataclass(frozen=True)
 class BenchOptions(Settings):
-    """Where a benchmark runs, how often, and where its result goes."""
+    """The device, the samples and the output of a benchmark."""
 
     device: Annotated[str, OneOf(DEVICES)] = setting("auto", "Where it runs; auto: a GPU if there is one.")
     threads: Annotated[int, Ge(0), Le(10_000)] = setting(0, "CPU threads; 0 for torch's default.")
@@ -77,7 +77,7 @@ class BenchOptions(Settings):
             torch.set_num_threads(self.threads)
 
     def run_cases(self, cases: Iterable[tuple[Any, ...]], rows_of: Callable[..., list[Row]], **about: Any) -> Result:
-        """Measure each case with `rows_of(*case)`; returns `result` of the rows of all.
+        """Measure each case with `rows_of(*case)`, and return `result` of all rows.
 
         Ctrl-C ends the benchmark with the rows of the finished cases, or the program if none is finished.
         """
@@ -146,10 +146,10 @@ class Shapes(Settings):
     divisor: AtLeast1 = setting(1, "Divide K and N of a model's linears by this.")
 
     are_matrices: ClassVar[bool] = False
-    """Whether the shapes are those of one operand."""
+    """Whether a shape describes one operand instead of a matmul."""
 
     def check(self) -> None:
-        """Refuse text that is not a shape, and what only a model has where there is none."""
+        """Raise ValueError for text that is not a shape, and for options of models without a model."""
         super().check()
         if not any(shape.layer for shape in self.parse_shapes()):
             self.require_default("tokens", "divisor", unless="--shapes names a model")

@@ -1,4 +1,4 @@
-"""torchao.float8, the optional peer that results are compared with."""
+"""torchao.float8, with which results are optionally compared."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def convert_with_torchao(module: nn.Module, recipe: str, *, device: torch.device
 
 
 def torchao_cast(float8_dtype: torch.dtype, dim: int | None, *, power_of_2: bool) -> Callable[[Tensor], Tensor]:
-    """torchao's dynamic cast of a matrix to float8 codes, as in its linears: tensorwise, or a scale along `dim`."""
+    """Return torchao's dynamic cast of a matrix to float8 codes, as its linears use it: tensorwise or along `dim`."""
     with _quiet():
         from torchao.float8.config import ScalingGranularity
         from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic

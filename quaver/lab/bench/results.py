@@ -1,4 +1,4 @@
-"""The result of a benchmark: rows, the machine and the versions that they hold for, columns to print."""
+"""The result of a benchmark: its rows, the machine and the versions, and the columns to print."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quaver.runtime.devices import is_cuda_device
 from quaver.torch_private.hardware import has_amx_tiles
 
 BFLOAT16 = "bfloat16"
-"""The contestant that all ratios are to."""
+"""The contestant to which ratios refer."""
 
 Row = dict[str, Any]
 
@@ -32,7 +32,7 @@ Result = dict[str, Any]
 
 
 def contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:
-    """By contestant ("bfloat16", "quaver RECIPE"): library, recipe, timing and the ratio of medians to bfloat16's."""
+    """Return a row per contestant ("bfloat16", "quaver RECIPE"), with the ratio of its median to bfloat16's."""
     rows = {}
     for name, timing in timings.items():
         library, _, recipe = name.partition(" ")
@@ -42,7 +42,7 @@ def contestant_rows(timings: dict[str, Timing]) -> dict[str, Row]:
 
 
 def title_of(result: dict[str, Any]) -> str:
-    """Return the machine, versions and commit of a result, as the title of its table."""
+    """Return the title of a result's table: machine, versions and commit."""
     about = result["environment"]
     return f"{about['device']}, {about['threads']} threads, torch {about['torch']}, {about['commit']}"
 
@@ -67,7 +67,7 @@ _COLUMNS = {
     "peak_over_bfloat16": ("peak /\nbfloat16", ".2f"),
     "peak_over_high_precision": ("peak / high\nprecision", ".2f"),
 }
-"""The title and the format of a field; any other is printed as it is, under its own name."""
+"""The titles and formats of fields. Other fields are printed unformatted under their names."""
 _UNKNOWN = {
     "torchao_time_over_this": "",
     "same_codes": "",
@@ -75,17 +75,17 @@ _UNKNOWN = {
     "operations": "not counted",
     "kernels": "not counted",
 }
-"""The text of None; elsewhere "unknown"."""
+"""The text that is printed for None; the default is "unknown"."""
 
 
 def cases_of(rows: list[Row], fields: Sequence[str]) -> Iterator[tuple[str, list[Row]]]:
-    """Yield rows that are equal in these fields, and before them the values of the fields."""
-    for values, found in groupby(rows, key=lambda row: [str(_printable(row)[field]) for field in fields]):
-        yield ", ".join(values), list(found)
+    """Yield the values of `fields` with the rows that have them."""
+    for values, case_rows in groupby(rows, key=lambda row: [str(_printable(row)[field]) for field in fields]):
+        yield ", ".join(values), list(case_rows)
 
 
 def table_of(rows: list[Row], fields: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and the cells of a table of these fields of rows, or of those that `_printable` adds."""
+    """Return the titles and the cells of a table of `fields`, including the fields that `_printable` adds."""
     columns = {field: _COLUMNS.get(field, (field, "")) for field in fields}
     cells = []
     for row in map(_printable, rows):
@@ -135,7 +135,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """Return the commit of quaver's checkout, with "+" where files differ from it."""
+    """Return the commit of quaver's checkout, with "+" if files differ from it."""
     revision = git_revision(Path(__file__).parent)
     return "unknown" if revision is None else revision["commit"][:7] + ("+" if revision["is_modified"] else "")
 
@@ -168,6 +168,6 @@ def writable(path: Path, option: str = "--output") -> Path:
 
 
 def save(result: dict[str, Any], path: Path) -> None:
-    """Write a result as JSON, in a folder that is made if there is none."""
+    """Write a result as JSON, and make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")

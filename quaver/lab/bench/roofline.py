@@ -25,16 +25,16 @@ from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE
 from quaver.roofline.scaled_matmul import share_of_scales
 
 LINEAR_SHARES = (0.6, 0.7, 0.8, 0.9)
-"""Shares of a step's time for which Amdahl's law is written out."""
+"""Shares of a step's time for which a speedup by Amdahl's law is given."""
 
 _PARTS = tuple(part.name.removesuffix("_s") for part in fields(LinearTime))
 _BFLOAT16_PARTS = ("output", "grad_input", "grad_weight", "launches")
-"""The others are zero."""
+"""The fields that are not always zero."""
 
 
 @dataclass(frozen=True)
 class RooflineSettings:
-    """The predictions to make. `tokens` is the M of the models' layers; `microbatches` is that of `linear_cost`."""
+    """The predictions to make. `tokens` is the M of the models' layers; `linear_cost` takes `microbatches`."""
 
     devices: tuple[DeviceSpec, ...]
     recipes: tuple[str, ...]
@@ -45,7 +45,7 @@ class RooflineSettings:
 
 @dataclass(frozen=True)
 class RooflinePrediction:
-    """The layers of one shape of a model on one device with one recipe, each with an input of its own."""
+    """The layers of one shape of a model on one device with one recipe. Each layer casts its input."""
 
     model: str
     layer: str
@@ -59,9 +59,9 @@ class RooflinePrediction:
 
 @dataclass(frozen=True)
 class Total:
-    """All linears of a model, forward and backward; those that stay out of float8 take bfloat16's time in both.
+    """All linears of a model, forward and backward. Linears in high precision take bfloat16's time in both sums.
 
-    `alone_s` casts the input of every linear; in `shared_s` linears that read one input share its casts.
+    In `alone_s` every linear casts its input; in `shared_s` linears that read one input share its casts.
     """
 
     model: str
@@ -73,11 +73,11 @@ class Total:
 
     @property
     def speedup(self) -> float:
-        """The speedup of the linears alone, inputs shared."""
+        """The speedup of the linears with shared inputs."""
         return self.bfloat16_s / self.shared_s
 
     def step_speedup(self, linear_share: float) -> float:
-        """Return the speedup of a step in which linears take `linear_share` of bfloat16's time; the rest does not change."""
+        """Return the speedup of a step in which linears take `linear_share` of bfloat16's time, by Amdahl's law."""
         return 1 / (1 - linear_share + linear_share / self.speedup)
 
 
@@ -101,7 +101,7 @@ class Roofline:
         return [table, summary]
 
     def to_json(self) -> dict[str, Any]:
-        """Settings, constants and whole models."""
+        """Return settings, constants and totals for JSON."""
         constants = {
             "matmul_shares": {name: shares._asdict() for name, shares in MATMUL_SHARES.items()},
             "rowwise_shares": {spec.name: share_of_scales(ScaleKind.ROWWISE, spec) for spec in DEVICE_SPECS},
@@ -109,19 +109,19 @@ class Roofline:
             "kernel_launch_s": KERNEL_LAUNCH_S,
         }
         totals = []
-        for each in self.totals:
-            steps = {str(share): each.step_speedup(share) for share in LINEAR_SHARES}
-            totals.append({**asdict(each), "speedup": each.speedup, "step_speedup": steps})
+        for total in self.totals:
+            steps = {str(share): total.step_speedup(share) for share in LINEAR_SHARES}
+            totals.append({**asdict(total), "speedup": total.speedup, "step_speedup": steps})
         return {"settings": asdict(self.settings), "constants": constants, "totals": totals}
 
 
 def specs_of(names: Sequence[str]) -> tuple[DeviceSpec, ...]:
-    """Return the devices of these names, without repetition. Raises ValueError for an unknown one, listing the choices."""
+    """Return the devices with these names, each once. Raises ValueError for an unknown name, listing the choices."""
     return tuple(dict.fromkeys(require_device_spec(name, "--device") for name in names))
 
 
 def recipes_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the recipes of these names, aliases resolved, without repetition. Raises ValueError for an unknown one."""
+    """Return the recipes with these names or aliases, each once. Raises ValueError for an unknown name."""
     return tuple(dict.fromkeys(canonical_recipe(name) for name in names))
 
 
@@ -139,12 +139,12 @@ def predict(settings: RooflineSettings) -> Roofline:
 
 
 def merged_names(model: ModelLayers) -> dict[str, tuple[int, int]]:
-    """K and N of the float8 layers; layers of one shape are one entry: {"q,o": (4096, 4096), ...}."""
+    """Return K and N of the float8 layers; layers of one shape are one entry: {"q,o": (4096, 4096), ...}."""
     names: dict[tuple[int, int], dict[str, None]] = {}
     for layer in model.layers:
         if layer.in_float8:
             names.setdefault((layer.k, layer.n), {})[layer.name.removesuffix("_proj")] = None
-    return {",".join(of_shape): shape for shape, of_shape in names.items()}
+    return {",".join(layer_names): shape for shape, layer_names in names.items()}
 
 
 def _total(model: ModelLayers, recipe: str, spec: DeviceSpec, tokens: int, microbatches: int | None) -> Total:
@@ -162,7 +162,7 @@ def _total(model: ModelLayers, recipe: str, spec: DeviceSpec, tokens: int, micro
 
 
 def _csv_row(layer: RooflinePrediction) -> dict[str, Any]:
-    """Times in microseconds; the parts of each precision follow the sums."""
+    """Return times in microseconds; the parts of each precision follow its sum."""
     cost = layer.cost
     row: dict[str, Any] = {name: getattr(layer, name) for name in ("m", "k", "n", "device", "recipe")}
     row |= {"bf16_us": _us(cost.bfloat16.total_s), "fp8_us": _us(cost.float8.total_s), "speedup": f"{cost.speedup:.4f}"}

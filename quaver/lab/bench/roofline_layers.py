@@ -1,4 +1,4 @@
-"""The linears of a model for the roofline: their shapes and counts, which are in float8, which share an input."""
+"""The linears of a model for the roofline: their shapes and counts, and which are float8 or share an input."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ModelLayers:
 
 
 def layers_of_model(name: str) -> ModelLayers:
-    """Return the linears of one of MODELS, all in float8 but the output projection.
+    """Return the linears of one of MODELS, all in float8 except the output projection.
 
     Raises:
         ValueError: an unknown name, with the choices.
@@ -71,7 +71,7 @@ def layers_of_config(path: Path) -> ModelLayers:
 def _layers(name: str, shape: Model, float8: Float8, *, seq_len: int, split: int = 1) -> ModelLayers:
     with torch.device("meta"):
         model = Llama(shape)
-    filters = {each: getattr(float8, each) for each in ("filter_fqns", "skip_first_layers", "skip_last_layers")}
+    filters = {field: getattr(float8, field) for field in ("filter_fqns", "skip_first_layers", "skip_last_layers")}
     linears = convert_model(model, Float8(**filters), tokens=seq_len, device=torch.device("cpu")).layers
     readers = Counter(_input_of(linear) for linear in linears)
     counts = Counter(_layer(linear, readers[_input_of(linear)], split) for linear in linears)
@@ -88,6 +88,6 @@ def _layer(linear: LayerReport, readers: int, split: int) -> LinearGroup:
 
 
 def _input_of(linear: LayerReport) -> tuple[str, object]:
-    """Return a key for the tensor that a linear reads: equal for siblings that share it."""
+    """Return a key for the tensor that a linear reads. Linears that share an input have equal keys."""
     parent, _, leaf = linear.name.rpartition(".")
     return parent, next((names for names in SHARED_INPUTS if leaf in names), leaf)

@@ -65,8 +65,8 @@ def _draw_speedups(axis: Any, recipe: str, spec: DeviceSpec, microbatches: int |
     )
     norm = BoundaryNorm(LEVELS, COLORS.N, extend="both")
     mesh = axis.contourf(sizes, tokens, speedups, levels=LEVELS, cmap=COLORS, norm=norm, extend="both")
-    others = [level for level in LEVELS if level != 1]
-    lines = axis.contour(sizes, tokens, speedups, levels=others, colors="0.25", linewidths=0.5)
+    levels = [level for level in LEVELS if level != 1]
+    lines = axis.contour(sizes, tokens, speedups, levels=levels, colors="0.25", linewidths=0.5)
     border = axis.contour(sizes, tokens, speedups, levels=[1.0], colors="black", linewidths=2.2)
     labels = [*axis.clabel(lines, fmt="%gx", fontsize=7, inline_spacing=2)]
     for label in [*labels, *axis.clabel(border, fmt="1x", fontsize=9, inline_spacing=2)]:
@@ -74,6 +74,6 @@ def _draw_speedups(axis: Any, recipe: str, spec: DeviceSpec, microbatches: int |
     axis.set(xlabel="K = N (features; 1k = 1024)", ylabel="M (tokens)", box_aspect=1)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
-    for each in (axis.xaxis, axis.yaxis):
-        each.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}")
+    for scale in (axis.xaxis, axis.yaxis):
+        scale.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}")
     return mesh

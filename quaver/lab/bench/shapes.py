@@ -1,4 +1,4 @@
-"""Llama 3's shapes, and the parsing of the shapes that a user types."""
+"""Llama 3's shapes, and the parser of shapes that a user types."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ MODEL_NAMES = ("debug", *MODELS)
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a linear, M tokens x K inputs x N outputs, or of a matrix, rows x columns."""
+    """The sizes of a linear (M tokens x K inputs x N outputs) or of a matrix (rows x columns)."""
 
     sizes: tuple[int, ...]
     layer: str = ""
-    """The layer of a model that has them."""
+    """The layer of a model with this shape."""
 
     def __str__(self) -> str:
         return " x ".join(map(str, self.sizes)) + (f" ({self.layer})" if self.layer else "")
 
 
 def model_of(name: str, *, divisor: int = 1) -> Model:
-    """Return a one-block model; `divisor` divides width, heads and feed-forward, and the size of a head stays.
+    """Return a one-block model. `divisor` divides width, heads and feed-forward, and keeps the size of a head.
 
     Raises:
         ValueError: the number of heads is not a multiple of the divisor.
@@ -55,11 +55,11 @@ def parse_shapes(text: str, *, tokens: int, divisor: int = 1, matrices: bool = F
     Raises:
         ValueError: anything else, with the choices; or a divisor above a width of the model.
     """
-    what, form, count = "shape", "M x K x N such as 512x1024x4096", 3
+    kind, form, count = "shape", "M x K x N such as 512x1024x4096", 3
     if matrices:
-        what, form, count = "matrix", "rows x columns such as 512x4096", 2
+        kind, form, count = "matrix", "rows x columns such as 512x4096", 2
     parsed: list[Shape] = []
-    for word in (each.strip().lower() for each in text.split(",")):
+    for word in (word.strip().lower() for word in text.split(",")):
         numbers = word.split("x")
         if word in MODELS:
             for layer, widths in _linears(word).items():
@@ -71,12 +71,12 @@ def parse_shapes(text: str, *, tokens: int, divisor: int = 1, matrices: bool = F
             parsed.append(Shape(tuple(map(int, (numbers * count)[:count]))))
         else:
             models = ", ".join(MODELS)
-            raise ValueError(f"{what} {word!r}: expected a size such as 1024, {form}, or one of {models}")
+            raise ValueError(f"{kind} {word!r}: expected a size such as 1024, {form}, or one of {models}")
     return parsed
 
 
 def _linears(name: str) -> dict[str, tuple[int, int]]:
-    """K and N of the linears of a block; linears of one shape are one entry."""
+    """Return K and N of the linears of a block; linears of one shape are one entry."""
     shape = MODELS[name]
     kv_dim = shape.n_kv_heads * shape.head_dim
     layers = {"q,o": (shape.dim, shape.dim), "k,v": (shape.dim, kv_dim)}

@@ -4,7 +4,7 @@ Every precision is a model of the trainer, from the same weights, on the same ba
 clipping, optimizer and weight casts included. All models are in memory at once and take turns step by step; each round
 starts with the next model. The trainer's clock times the steps and waits for the device; the first steps, in which code
 is compiled and memory is measured (quaver/lab/trainer/memory.py), are not timed. Nothing is validated, logged or saved.
-`float8.high_precision_schedule` is left out: no timed step is another than those of the recipe.
+`float8.high_precision_schedule` is ignored, so that every timed step runs the recipe.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quaver.runtime.ranks import Ranks
 from quaver.torch_private.compiler import recompile_limit
 
 _MOST_COMPILED_VARIANTS = 64
-"""Limit on torch.compile's variants of one block: every precision is one, and by default torch gives up after 8."""
+"""Limit on torch.compile's variants of one block. Every precision is a variant, and torch's default limit is 8."""
 
 Planned = tuple[TrainConfig, dict[str, Llama]]
 Subject = tuple[RunSetup, list[Planned]]
@@ -50,7 +50,7 @@ class TrainBenchmark(Recipes, BenchOptions):
     )
 
     def check(self) -> None:
-        """Refuse a warm-up in which memory is not measured."""
+        """Raise ValueError if the warm-up is too short to measure memory."""
         super().check()
         if self.warmup < MEMORY_STEP:
             raise ValueError(f"--warmup: expected {MEMORY_STEP} or more, got {self.warmup}: memory is measured in it")
@@ -66,8 +66,8 @@ class TrainBenchmark(Recipes, BenchOptions):
         configs = [self._config_of(config, recipe) for recipe in self.recipe_names]
         configs[0] = replace(configs[0], job=replace(config.job, compare=True))
         plan = set_up_run(configs[0], Ranks())
-        others = [(each, make_models(each, plan.device).by_name) for each in configs[1:]]
-        return plan, [(plan.config, plan.models.by_name), *others]
+        compared = [(recipe_config, make_models(recipe_config, plan.device).by_name) for recipe_config in configs[1:]]
+        return plan, [(plan.config, plan.models.by_name), *compared]
 
     def _config_of(self, config: TrainConfig, recipe: str) -> TrainConfig:
         float8 = replace(config.float8, enable_float8_linear=True, recipe_name=recipe, high_precision_schedule=())
@@ -76,7 +76,7 @@ class TrainBenchmark(Recipes, BenchOptions):
         return replace(config, float8=float8, training=training, job=replace(config.job, compare=False))
 
     def measure_steps(self, subject: Subject) -> Result:
-        """Train; return a row for each precision, with ratios to the high-precision dtype.
+        """Train, and return a row for each precision, with ratios to the high-precision dtype.
 
         Raises:
             NonFiniteError: as `quaver train` does.
@@ -90,10 +90,10 @@ class TrainBenchmark(Recipes, BenchOptions):
             seconds: dict[str, list[float]] = {model.name: [] for model in models}
             is_complete = True
             try:
-                for step, model, took in _train(models, plan, steps):
+                for step, model, step_s in _train(models, plan, steps):
                     tell(f"step {step} of {steps}, {model.name}")
                     if step > self.warmup:
-                        seconds[model.name].append(took)
+                        seconds[model.name].append(step_s)
             except KeyboardInterrupt:
                 if not all(seconds.values()):
                     raise
@@ -111,7 +111,7 @@ class TrainBenchmark(Recipes, BenchOptions):
 
 
 def _models_of(plan: RunSetup, planned: list[Planned]) -> list[TrainedModel]:
-    """Return the models with storage, the high-precision one first."""
+    """Return the models with storage, the high-precision model first."""
     models = []
     for config, by_name in planned:
         for name, model in by_name.items():
@@ -134,7 +134,7 @@ def _train(models: list[TrainedModel], plan: RunSetup, steps: int) -> Iterator[t
 
 
 def _row(model: TrainedModel, timings: dict[str, Timing], plain: TrainedModel, tokens: int) -> Row:
-    """Return the ratio of peaks is None unless both are exact."""
+    """Return the row of a model. The ratio of peaks is None unless both are exact."""
     timing, peak, baseline = timings[model.name], model.peak, plain.peak
     ratio = None
     if peak.exact and baseline.exact and peak.peak_bytes and baseline.peak_bytes:

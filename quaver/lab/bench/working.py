@@ -1,4 +1,4 @@
-"""Says on stderr what a command is doing, and for how many seconds: on a terminal in a line that goes."""
+"""Shows on stderr what a command is doing and for how many seconds; on a terminal the line disappears afterwards."""
 
 import shutil
 import sys
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Tell = Callable[[str], None]
-"""Called with what is being done from now on."""
+"""Called with the description of the next activity."""
 
 _EVERY_S = 0.2
 _EVERY_LINE_S = 10.0
@@ -16,16 +16,16 @@ _EVERY_LINE_S = 10.0
 
 
 @contextmanager
-def working(what: str) -> Iterator[Tell]:
-    """Show `what` on stderr while the block runs; the block may tell of other things.
+def working(activity: str) -> Iterator[Tell]:
+    """Show `activity` on stderr while the block runs; the block may change it.
 
-    A thread writes, because what takes long may be one call. A terminal's line has no escape codes. A file or a pipe
-    gets a line every _EVERY_LINE_S seconds, so nothing from a short command.
+    A thread writes, because a single call may take long. A terminal's line has no escape codes. A file or a pipe gets a
+    line every _EVERY_LINE_S seconds, so a short command writes none.
     """
     if sys.stderr is None:
         yield lambda text: None
         return
-    told, start, is_done = [what], time.monotonic(), threading.Event()
+    told, start, is_done = [activity], time.monotonic(), threading.Event()
     width = shutil.get_terminal_size().columns - 1
 
     def line() -> str:

@@ -1,17 +1,17 @@
 """The launches of compiled code as entries: category, bytes, FLOPs.
 
-Category, by what is written:
+The category depends on what the launch writes:
 
     casts       float8 codes, with or without an amax or a norm in the same kernel
-    amax        nothing but reductions of what quantization needs
-    copies      codes that were codes, in another layout
-    hp          anything else in high precision: norms, SwiGLU, RoPE, the residual, gradients of them
+    amax        only amaxes for quantization
+    copies      codes in another layout
+    hp          other tensors in high precision: norms, SwiGLU, RoPE, the residual, and their gradients
     float8 matmul, bfloat16 matmul, attention
     small       vectors and scales
 
-Bytes are those that the launch moves in memory. Inductor's counts are its best case; two are corrected. A kernel
-whose tiles are larger than the L2 cache reads a buffer once for each loop that loads it; loads that the cache serves
-count apart. And operations of quaver's own move more than their arguments: they are in OPERATIONS.
+Bytes are counted as the launch moves them in memory. Inductor's counts are a best case, with two corrections here. A
+kernel whose tiles are larger than the L2 cache reads a buffer once for each loop that loads it; loads that the cache
+serves are counted separately. quaver's operations move more than their arguments, as OPERATIONS describes.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class LedgerEntry:
     """The work of one launch, or of an operator with the kernels that it launches.
 
     Attributes:
-        again_bytes: in `read_bytes`, of second reads.
-        cached_bytes: loaded again, from a cache: not in `read_bytes`.
-        strided_elements: of codes that aten's strided copy of bytes moves.
-        float64_operations: values that are computed in float64.
+        again_bytes: bytes of repeated reads, which `read_bytes` includes.
+        cached_bytes: bytes that a cache serves again, which `read_bytes` does not include.
+        strided_elements: elements of codes that aten's strided copy of bytes moves.
+        float64_operations: the number of values that are computed in float64.
         issued: instructions of all warps of its Triton kernels; 0 before `with_machine_code` (machine_code.py).
     """
 
@@ -72,18 +72,18 @@ class LedgerEntry:
 
     @property
     def moved_bytes(self) -> int:
-        """Read and written."""
+        """Bytes read and written."""
         return self.read_bytes + self.written_bytes
 
 
 def entries_of(graphs: Sequence[CompiledGraph], l2_bytes: int) -> tuple[LedgerEntry, ...]:
-    """Return the launches of all graphs in order, for a GPU with an L2 cache of so many bytes."""
+    """Return the launches of all graphs in order, for a GPU whose L2 cache has `l2_bytes`."""
     largest = max(access.elements for graph in graphs for access in _accessed(graph.launches))
-    found = []
+    entries = []
     for graph in graphs:
         for launch in graph.launches:
-            found += _entries(launch, graph.is_backward, largest / _SMALL, l2_bytes)
-    return tuple(found)
+            entries += _entries(launch, graph.is_backward, largest / _SMALL, l2_bytes)
+    return tuple(entries)
 
 
 def _accessed(launches: Sequence[Launch]) -> list[Access]:
@@ -109,7 +109,7 @@ def _entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int) -> 
         float64_operations=sum(float64_operations(kernel.source) for kernel in launch.kernels),
         launch=launch,
     )
-    operation = next((found for name, found in OPERATIONS.items() if launch.operator.startswith(name)), None)
+    operation = next((operation for name, operation in OPERATIONS.items() if launch.operator.startswith(name)), None)
     return [entry] if operation is None else operation(entry)
 
 
@@ -126,21 +126,21 @@ def _category(launch: Launch, small: float) -> str:
 
 
 def _is_atens(launch: Launch) -> bool:
-    """Whether aten copies codes across strides: it is no kernel of Inductor's, and the layout changes."""
+    """Whether aten, not a kernel of Inductor, copies codes into another layout."""
     codes = next(access for access in launch.reads if access.is_float8)
     return launch.operator.startswith("aten.") and codes.stride != launch.writes[0].stride
 
 
 def _loaded_again(launch: Launch, l2_bytes: int) -> tuple[int, int]:
-    """Return the bytes that loops load again: from memory, and from a cache.
+    """Return the bytes that loops load again from memory, and from a cache.
 
-    The first loop that loads a buffer reads it, unless the kernel has stored it before.
+    The first loop that loads a buffer does not count, unless the kernel has stored the buffer.
     """
     again = cached = 0
     for kernel in launch.kernels:
         loops = loads_in_loops(kernel.source)
-        first = {kernel.pointers.get(each.name) for each in launch.reads}
-        for access in (*launch.reads, *launch.writes):  # what is computed in place has the pointer of what was read
+        first = {kernel.pointers.get(access.name) for access in launch.reads}
+        for access in (*launch.reads, *launch.writes):  # a result in place has its operand's pointer
             pointer = kernel.pointers.get(access.name, "")
             moved = max(0, loops.pop(pointer, 0) - (pointer in first)) * access.moved_bytes
             if is_along_rows(kernel.source) or access.moved_bytes <= l2_bytes:
@@ -154,13 +154,13 @@ def _loaded_again(launch: Launch, l2_bytes: int) -> tuple[int, int]:
 
 
 def matrices(entry: LedgerEntry) -> tuple[Access, Access]:
-    """Return the two operands of a matmul, without scales of one number."""
+    """Return the two operands of a matmul, skipping scalar scales."""
     matrices = [access for access in entry.launch.reads if len(access.size) >= 2 and access.elements > 1]
     return matrices[0], matrices[1]
 
 
 def scale_kind(entry: LedgerEntry) -> ScaleKind:
-    """How the scales of a float8 matmul lie: those of its first operand, which stand behind the second."""
+    """Return the kind of a float8 matmul's scales, from the scale of its first operand."""
     a, b = matrices(entry)
     scale = entry.launch.reads[entry.launch.reads.index(b) + 1]
     if scale.elements == 1:
@@ -172,14 +172,14 @@ def scale_kind(entry: LedgerEntry) -> ScaleKind:
 
 
 def _matmul(entry: LedgerEntry) -> list[LedgerEntry]:
-    """[.., m, k] @ [.., k, n]: what its operands and its result hold."""
+    """Count [.., m, k] @ [.., k, n]."""
     a, b = matrices(entry)
     category = "float8 matmul" if a.is_float8 else "bfloat16 matmul"
     return [replace(entry, category=category, flops=2 * prod(a.size) * b.size[-1])]
 
 
 def _grouped_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
-    """Return each row of tokens [T, K] is multiplied with one expert, of [E, K, N] or [E * N, K]; or T is contracted."""
+    """Count a matmul of tokens [T, K] with one expert each, [E, K, N] or [E * N, K], or one that contracts T."""
     a, b = matrices(entry)
     result = entry.launch.writes[0]
     rows = a.size[0] if len(result.size) == 2 else 1
@@ -189,11 +189,11 @@ def _grouped_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
 
 
 def _expert_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
-    """quaver's, and before it the copies of e4m3 codes that do not lie along the contracted dim (experts/gpu_gemm.py).
+    """Count quaver's grouped matmul, preceded by copies of e4m3 codes that are not contiguous along the contracted dim.
 
-    quaver's kernel makes them. Tokens that are contracted are moved between zeros first. A square weight is
-    contracted along its columns in the forward and along its rows in the backward. Codes with scales of blocks are
-    widened instead.
+    quaver's kernel makes the copies (experts/gpu_gemm.py). Contracted tokens are first padded with zeros. A square
+    weight is contracted along its columns in the forward and along its rows in the backward. Codes with blockwise
+    scales are widened instead.
     """
     a, b, *scales, ends = entry.launch.reads
     result = entry.launch.writes[0]
@@ -220,37 +220,38 @@ def _expert_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
 
 
 def _block_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
-    """Return a matmul with scales of blocks, and before it copies and pads of codes and scales."""
+    """Count a matmul with blockwise scales, preceded by copies and pads of codes and scales."""
     b, b_scale = entry.launch.reads[1], entry.launch.reads[3]
     is_square = b_scale.size[-1] != b.size[-1]
     calls = called_inside(_native_block_mm, entry.launch.reads, scale_kind(entry).block_length, is_square)
-    return [made for call in calls for made in _inside(entry, call)]
+    return [operation for call in calls for operation in _inside(entry, call)]
 
 
 def _inside(entry: LedgerEntry, call: Called) -> list[LedgerEntry]:
     if "scaled_mm" in call.name:
         return _matmul(entry)
-    is_of_codes = call.reads[0].element_size() == 1
+    moves_codes = call.reads[0].element_size() == 1
     is_ours = call.name.startswith("quaver.") and any(
-        each.is_contiguous() for each in (call.reads[0], call.reads[0].mT)
+        operand.is_contiguous() for operand in (call.reads[0], call.reads[0].mT)
     )
     keeps_layout = call.reads[0].stride() == call.writes[0].stride() or "pad" in call.name
-    made = replace(
+    part = replace(
         entry,
-        category="copies" if is_of_codes else "small",
+        category="copies" if moves_codes else "small",
         name=f"{entry.name}: {call.name}",
         launches=call.kernels,
         read_bytes=call.read_bytes,
         written_bytes=call.written_bytes,
-        strided_elements=call.reads[0].numel() if is_of_codes and not (is_ours or keeps_layout) else 0,
+        strided_elements=call.reads[0].numel() if moves_codes and not (is_ours or keeps_layout) else 0,
     )
-    return [made]
+    return [part]
 
 
 def _copy(entry: LedgerEntry, codes: Access) -> LedgerEntry:
-    """Codes, read once and written once into the other layout.
+    """Count a copy of codes into the other layout.
 
-    quaver's kernel copies those that are contiguous one way or the other (quaver/kernels/triton_copy.py), aten others.
+    quaver's kernel (quaver/kernels/triton_copy.py) copies codes that are contiguous or whose transpose is; aten copies
+    others.
     """
     is_ours = is_contiguous(codes) or is_contiguous(codes, transposed=True)
     moved = codes.elements * codes.dtype.itemsize
@@ -259,44 +260,44 @@ def _copy(entry: LedgerEntry, codes: Access) -> LedgerEntry:
 
 
 def is_contiguous(access: Access, *, transposed: bool = False) -> bool:
-    """Whether a matrix lies row by row without gaps, or its transpose does."""
+    """Whether a matrix, or its transpose, is contiguous."""
     size, stride = ((lengths[::-1] if transposed else lengths) for lengths in (access.size, access.stride))
     dense = (prod(size[dim + 1 :]) for dim in range(len(size)))
-    return all(extent == 1 or got == wanted for extent, got, wanted in zip(size, stride, dense, strict=True))
+    return all(extent == 1 or step == expected for extent, step, expected in zip(size, stride, dense, strict=True))
 
 
 def _copy_of_codes(entry: LedgerEntry) -> list[LedgerEntry]:
-    """Return the first argument is copied; a gradient behind it, which only orders the copy, is not read."""
+    """Count a copy of the first argument. A gradient after it only orders the copy, and is not read."""
     return [_copy(entry, entry.launch.reads[0])]
 
 
 def _amaxes_of_groups(entry: LedgerEntry) -> list[LedgerEntry]:
-    """Return one launch fills the amaxes with zeros."""
+    """Count the launch that fills the amaxes with zeros, too."""
     return [replace(entry, category="small" if entry.category == "small" else "amax", launches=2)]
 
 
 def _cast_from_two_reads(entry: LedgerEntry) -> list[LedgerEntry]:
-    """Return an operand is read for its amaxes and for its codes."""
+    """Count two reads of the operand, for its amaxes and for its codes."""
     operand = entry.launch.reads[0].moved_bytes
     return [replace(entry, read_bytes=entry.read_bytes + operand, launches=3)]
 
 
 def _cast_of_blocks(entry: LedgerEntry) -> list[LedgerEntry]:
-    """Return one kernel; of blocks of 1 x n in both directions two, if the sizes are odd, and each reads the operand."""
-    operand, written = entry.launch.reads[0], sum(each.elements > 0 for each in entry.launch.writes)
+    """Count one kernel, or two that both read the operand for 1 x n blocks in both directions of unaligned sizes."""
+    operand, written = entry.launch.reads[0], sum(access.elements > 0 for access in entry.launch.writes)
     if written == OF_CODES_AND_SCALES and not casts_both_at_once(*operand.size):
         return [replace(entry, read_bytes=entry.read_bytes + operand.moved_bytes, launches=2)]
     return [entry]
 
 
 def query_and_key(entry: LedgerEntry) -> tuple[Access, Access]:
-    """Return the first operands of attention; before them its backward reads a gradient."""
+    """Return query and key of attention. Its backward reads a gradient before them."""
     reads = entry.launch.reads[entry.is_backward :]
     return reads[0], reads[1]
 
 
 def _attention(entry: LedgerEntry) -> list[LedgerEntry]:
-    """Causal: half of the scores."""
+    """Count causal attention, which computes half of the scores."""
     query, key = query_and_key(entry)
     sequences, heads, queries, size = query.size
     flops = ATTENTION_MATMULS[entry.is_backward] * 2 * sequences * heads * queries * key.size[2] * size // 2
@@ -324,4 +325,4 @@ OPERATIONS: dict[str, Operation] = {
     "addmm": _matmul,
     **{f"aten._scaled_dot_product_{kernel}_attention": _attention for kernel in (FLASH, CUDNN)},
 }
-"""By the beginning of an operator's name: what it moves and multiplies beyond its arguments and results."""
+"""Corrects the entry of an operator, by the beginning of its name, for work that its arguments do not show."""

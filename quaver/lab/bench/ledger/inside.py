@@ -1,4 +1,4 @@
-"""The kernels that an operation of quaver's launches: it runs on fake tensors, and PyTorch's dispatcher is asked."""
+"""Finds the kernels that an operation of quaver launches, by running it on fake tensors under a dispatch mode."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from quaver.lab.memory.faking.fakes import Fakes
 from quaver.lab.memory.faking.gpu import as_on_a_gpu
 
 _KERNELS = {"aten.constant_pad_nd": 2}
-"""Kernels of an operator that launches several: one fills, one copies (aten/src/ATen/native/PadNd.cpp)."""
+"""The number of kernels of an operator that launches several: a fill and a copy (aten/src/ATen/native/PadNd.cpp)."""
 _NONE = ("aten.empty", "aten.new_empty", "prim.")
 
 
 class Called(NamedTuple):
-    """An operator that launches kernels: its name, how many, and the tensors that it reads and writes."""
+    """A called operator: its name, the number of its kernels, and the tensors that it reads and writes."""
 
     name: str
     kernels: int
@@ -30,18 +30,18 @@ class Called(NamedTuple):
     @property
     def read_bytes(self) -> int:
         """The bytes of all arguments."""
-        return sum(each.numel() * each.element_size() for each in self.reads)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.reads)
 
     @property
     def written_bytes(self) -> int:
         """The bytes of all results."""
-        return sum(each.numel() * each.element_size() for each in self.writes)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.writes)
 
 
 def called_inside(function: Callable[..., Any], accesses: Sequence[Access], *arguments: Any) -> list[Called]:
-    """Return the operators that `function` calls for tensors like these buffers, but views and empty memory."""
+    """Return the operators that `function` calls for tensors like `accesses`, without views and empty memory."""
     with as_on_a_gpu(), Fakes(), torch.no_grad():
-        tensors = [torch.empty_strided(each.size, each.stride, dtype=each.dtype) for each in accesses]
+        tensors = [torch.empty_strided(access.size, access.stride, dtype=access.dtype) for access in accesses]
         with _Recording() as recording:
             function(*tensors, *arguments)
     return recording.calls
@@ -57,7 +57,7 @@ class _Recording(TorchDispatchMode):
         name = str(operator).removesuffix(".default")
         if not (operator.is_view or name.startswith(_NONE)):
             reads, writes = (
-                tuple(each for each in tree_leaves(part) if isinstance(each, Tensor)) for part in (args, result)
+                tuple(leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)) for part in (args, result)
             )
             self.calls.append(Called(name, _KERNELS.get(name, 1), reads, writes))
         return result

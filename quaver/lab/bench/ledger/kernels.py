@@ -1,4 +1,4 @@
-"""Reads the source of a Triton kernel of Inductor's: loops that load a buffer again, and float64."""
+"""Reads the source of Inductor's Triton kernels: loops that load a buffer again, and float64 operations."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ _WORD = re.compile(r"\b(?:_?tmp\w*|[xyz]\d+|[xyz]index|r[01]_\w+)\b")
 
 
 def loads_in_loops(source: str) -> Counter[str]:
-    """Return how many loops of a kernel load from each pointer.
+    """Count the loops of a kernel that load from each pointer.
 
-    Triton keeps no tensor in registers from one loop to the next: machine code loads again, also what it has stored.
+    Triton keeps no tensor in registers from one loop to the next, so the machine code loads even what it has stored.
     """
     return Counter(pointer for loop in source.split(_LOOP)[1:] for pointer in set(_LOAD.findall(loop)))
 
 
 def is_along_rows(source: str) -> bool:
-    """Whether blocks of a kernel are a row or two, which a cache serves from one loop to the next.
+    """Whether the blocks of a kernel are one or two rows, which a cache serves from one loop to the next.
 
-    Others are tiles of 8 to 256 rows or columns: those of all multiprocessors together are larger than the L2 cache.
+    Other blocks are tiles of 8 to 256 rows or columns, which exceed the L2 cache for all multiprocessors together.
     """
     return "ReductionHint.INNER" in source
 
 
 def float64_operations(source: str) -> int:
-    """Return how many values a kernel computes in float64 in one launch.
+    """Count the values that a kernel computes in float64 in one launch.
 
-    A value that depends on the rows of a tile alone is computed once a row: Triton broadcasts it. One that is loaded by
-    a flat index is computed once an element, however few values there are.
+    A value that depends only on the row of a tile is computed once a row, because Triton broadcasts it. A value that is
+    loaded by a flat index is computed once an element.
     """
     sizes = {name[0]: int(size) for name, size in _SIZE.findall(source)}
     axes: dict[str, frozenset[str]] = {}

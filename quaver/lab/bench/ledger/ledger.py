@@ -1,4 +1,4 @@
-"""Sums over the entries of one subject in one precision."""
+"""The ledger of one subject in one precision: its entries and their sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quaver.lab.memory.compiling.launches import Access, CompiledGraph
 class Ledger:
     """The launches of one compiled subject, forward and backward.
 
-    `name` is "bfloat16", "quaver RECIPE" or "torchao RECIPE"; `gpu` that of a device spec.
+    `name` is "bfloat16", "quaver RECIPE" or "torchao RECIPE"; `gpu` is the name of a device spec.
     """
 
     name: str
@@ -27,11 +27,11 @@ class Ledger:
 
     @property
     def launches(self) -> int:
-        """Kernels that start."""
+        """The number of launched kernels."""
         return sum(entry.launches for entry in self.entries)
 
     def bytes_of(self, *categories: str) -> int:
-        """Return bytes read and written by entries of these categories."""
+        """Return the bytes that entries of these categories read and write."""
         return sum(entry.moved_bytes for entry in self.of(*categories))
 
     def of(self, *categories: str) -> list[LedgerEntry]:
@@ -40,82 +40,83 @@ class Ledger:
 
     @property
     def overhead_bytes(self) -> int:
-        """Bytes outside of matmuls and attention."""
+        """Bytes of launches that are neither matmuls nor attention."""
         return self.bytes_of(*OVERHEAD)
 
     @property
     def copies(self) -> int:
-        """Copies of codes into another layout."""
+        """The number of copies of codes into another layout."""
         return len(self.of("copies"))
 
     @property
     def strided_copies(self) -> int:
-        """Copies of codes by aten's strided copy of bytes, which is slow."""
+        """The number of copies by aten's strided copy of bytes, which is slow."""
         return sum(1 for entry in self.entries if entry.strided_elements)
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that the forward saves for backward, but for parameters and buffers."""
-        return sum(each.moved_bytes for graph in self.graphs for each in graph.saved)
+        """Bytes that the forward saves for backward, without parameters and buffers."""
+        return sum(tensor.moved_bytes for graph in self.graphs for tensor in graph.saved)
 
     @property
     def quantization_reads(self) -> Counter[str]:
-        """By tensor in high precision, how many launches read it to quantize it: for an amax or for codes."""
+        """The number of launches that read a high-precision tensor for an amax or for codes, by tensor."""
         return Counter(
-            f"{'backward' if entry.is_backward else 'forward'} {each.name} {list(each.size)}"
+            f"{'backward' if entry.is_backward else 'forward'} {access.name} {list(access.size)}"
             for entry in self.of("amax", "casts")
-            for each in entry.launch.reads
-            if each.dtype in _HIGH_PRECISION and each.elements >= self._smallest(entry)
+            for access in entry.launch.reads
+            if access.dtype in _HIGH_PRECISION and access.elements >= self._smallest(entry)
         )
 
     @staticmethod
     def _smallest(entry: LedgerEntry) -> int:
-        """Return the elements of the tensor that a launch quantizes: as many as its codes, or as its largest operand has."""
+        """Return the number of elements that a launch quantizes: of its codes, or of its largest operand."""
         accesses = (*entry.launch.reads, *entry.launch.writes)
-        return max((each.elements for each in accesses if each.is_float8), default=max(e.elements for e in accesses))
+        largest = max(access.elements for access in accesses)
+        return max((access.elements for access in accesses if access.is_float8), default=largest)
 
     @property
     def stores(self) -> dict[str, list[Access]]:
-        """By conversion to float8, the buffers in which its codes are stored, copies of them included."""
-        found: dict[str, list[Access]] = {}
-        of_buffer: dict[str, str] = {}
+        """The buffers that store a conversion's codes, including copies, by conversion."""
+        buffers: dict[str, list[Access]] = {}
+        conversions: dict[str, str] = {}
         for entry in self.entries:
             side = "backward" if entry.is_backward else "forward"
             launch = entry.launch
             for access in launch.writes:
                 if access.is_float8 and entry.category in ("casts", "copies") and not entry.flops:
                     source = launch.reads[0].name if entry.category == "copies" else ""
-                    conversion = of_buffer.get(source) or f"{side} {launch.conversions.get(access.name, access.name)}"
-                    of_buffer[access.name] = conversion
-                    found.setdefault(conversion, []).append(access)
-        return found
+                    conversion = conversions.get(source) or f"{side} {launch.conversions.get(access.name, access.name)}"
+                    conversions[access.name] = conversion
+                    buffers.setdefault(conversion, []).append(access)
+        return buffers
 
     @property
     def surplus_stores(self) -> int:
-        """Stores of codes in a layout in which the same conversion's codes are stored already."""
-        return sum(len(each) - len({access.stride for access in each}) for each in self.stores.values())
+        """The number of stores of codes in a layout that already has the same conversion's codes."""
+        return sum(len(buffers) - len({access.stride for access in buffers}) for buffers in self.stores.values())
 
     @property
     def float32_bytes(self) -> int:
-        """Bytes of float32 intermediates, as large as an activation, that are written."""
+        """Bytes of written float32 intermediates that are as large as an activation."""
         return sum(
-            each.moved_bytes
+            access.moved_bytes
             for entry in self.of(*OVERHEAD)
-            for each in entry.launch.writes
-            if each.dtype is torch.float32
+            for access in entry.launch.writes
+            if access.dtype is torch.float32
         )
 
     @property
     def float64_per_element(self) -> float:
-        """The most float64 operations that a kernel spends on an element that it reads or writes."""
+        """The largest number of float64 operations that a kernel spends per element."""
         ratios = [
-            entry.float64_operations / max(each.elements for each in (*entry.launch.reads, *entry.launch.writes))
+            entry.float64_operations / max(access.elements for access in (*entry.launch.reads, *entry.launch.writes))
             for entry in self.of(*OVERHEAD)
         ]
         return max(ratios, default=0.0)
 
     def counts(self) -> dict[str, Any]:
-        """Return the numbers that tests hold."""
+        """Return the numbers that tests compare."""
         return {
             "launches": self.launches,
             "copies": self.copies,
@@ -127,7 +128,7 @@ class Ledger:
         }
 
     def to_json(self, *, kernels: bool) -> dict[str, Any]:
-        """Sums, the names of Inductor's kernels in each category, and with `kernels` all entries."""
+        """Return sums and the names of Inductor's kernels by category, and with `kernels` all entries."""
         categories = {
             category: {
                 "launches": sum(entry.launches for entry in self.of(category)),
@@ -137,7 +138,7 @@ class Ledger:
             }
             for category in CATEGORIES
         }
-        found = {
+        result = {
             "name": self.name,
             "gpu": self.gpu,
             **self.counts(),
@@ -149,7 +150,7 @@ class Ledger:
             "quantization_reads": dict(self.quantization_reads.most_common()),
             "stores": {name: len(each) for name, each in self.stores.items()},
         }
-        return found | ({"kernels": [_row(entry) for entry in self.entries]} if kernels else {})
+        return result | ({"kernels": [_row(entry) for entry in self.entries]} if kernels else {})
 
 
 _HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
@@ -161,4 +162,4 @@ def _row(entry: LedgerEntry) -> dict[str, Any]:
 
 
 def _accesses(accesses: Iterable[Access]) -> list[dict[str, Any]]:
-    return [{**asdict(each), "dtype": str(each.dtype).removeprefix("torch.")} for each in accesses]
+    return [{**asdict(access), "dtype": str(access.dtype).removeprefix("torch.")} for access in accesses]

@@ -1,4 +1,4 @@
-"""Registers, spills and instructions of the Triton kernels of a ledger."""
+"""Compiles the Triton kernels of a ledger to machine code, for registers, spills and instructions."""
 
 from __future__ import annotations
 
@@ -17,42 +17,43 @@ MACHINE_COLUMNS = (
     "float64",
 )
 Codes = dict[str, MachineCode]
-"""By the source of a kernel."""
+"""Machine code by the source of a kernel."""
 
 
 def machine_codes(ledger: Ledger, capability: int, known: Codes) -> Codes:
-    """Return the machine code of the large Triton kernels of a ledger, for a compute capability such as 90; seconds for each.
+    """Return the machine code of a ledger's large Triton kernels. Compiling a kernel takes seconds.
 
     Args:
-        known: kernels of other ledgers, which are not compiled again.
+        capability: the compute capability, such as 90.
+        known: the kernels of other ledgers, which are not compiled again.
     Raises:
         ImportError, RuntimeError: triton or its tools are not installed.
     """
-    found: Codes = {}
+    codes: Codes = {}
     for entry in ledger.entries:
         for kernel in entry.launch.kernels:
-            if entry.category != "small" and kernel.source not in found:
+            if entry.category != "small" and kernel.source not in codes:
                 code = known.get(kernel.source) or compile_kernel(kernel.source, kernel.name, capability)
-                found[kernel.source] = code
-    return found
+                codes[kernel.source] = code
+    return codes
 
 
 def with_machine_code(ledger: Ledger, codes: Codes) -> Ledger:
-    """Return the ledger with the instructions that its kernels issue, which its times then count."""
+    """Return the ledger with the instructions that its kernels issue, which then affect its times."""
     issued = [
         sum(codes[kernel.source].issued for kernel in entry.launch.kernels if kernel.source in codes)
         for entry in ledger.entries
     ]
-    entries = (replace(entry, issued=each) for entry, each in zip(ledger.entries, issued, strict=True))
+    entries = (replace(entry, issued=instructions) for entry, instructions in zip(ledger.entries, issued, strict=True))
     return replace(ledger, entries=tuple(entries))
 
 
 def machine_rows(ledger: Ledger, codes: Codes) -> Iterator[list[str]]:
-    """Yield one row a Triton kernel; a kernel that several launches run has one."""
+    """Yield one row per Triton kernel, even if several launches run it."""
     seen = set()
     for entry in ledger.entries:
-        largest = max((each.elements for each in entry.launch.reads), default=0)
-        element_bytes = sum(each.dtype.itemsize for each in entry.launch.reads if each.elements * 100 > largest)
+        largest = max((access.elements for access in entry.launch.reads), default=0)
+        element_bytes = sum(access.dtype.itemsize for access in entry.launch.reads if access.elements * 100 > largest)
         for kernel in entry.launch.kernels:
             if kernel.source not in seen and kernel.source in codes:
                 seen.add(kernel.source)

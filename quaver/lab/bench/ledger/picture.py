@@ -1,4 +1,4 @@
-"""Draws ledgers as stacked bars: modelled milliseconds, and bytes outside of matmuls and attention."""
+"""Draws ledgers as stacked bars: modeled milliseconds, and bytes outside matmuls and attention."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _COLORS = dict(zip(CATEGORIES, matplotlib.colormaps["tab10"].colors, strict=Fals
 
 
 def draw(ledgers: Sequence[Ledger], spec: DeviceSpec, image: Path) -> None:
-    """Write a PNG: the same bytes for the same ledgers and versions."""
+    """Write a PNG. Equal ledgers and versions give equal files."""
     with matplotlib.style.context(["default", {"font.size": 9}]):
         make_figure(ledgers, spec).savefig(image, dpi=100, metadata={"Software": None})
 
 
 def make_figure(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Figure:
-    """Two panels with one bar for each ledger."""
+    """Make two panels with one bar per ledger."""
     figure = Figure(figsize=(9.5, 1.8 + 0.32 * len(ledgers)), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(f"{spec.name}: one compiled forward and backward. Bytes are counted, milliseconds are modelled.")
     left, right = figure.subplots(1, 2, sharey=True)
     times = [milliseconds_by_category(ledger, spec) for ledger in ledgers]
-    _stack(left, ledgers, {name: [each[name] for each in times] for name in reversed(CATEGORIES)})
+    _stack(left, ledgers, {name: [categories[name] for categories in times] for name in reversed(CATEGORIES)})
     left.set_xlabel("ms, modelled")
     gigabytes = {name: [ledger.bytes_of(name) / 1e9 for ledger in ledgers] for name in reversed(OVERHEAD)}
     _stack(right, ledgers, gigabytes)
@@ -48,4 +48,4 @@ def _stack(axis: Any, ledgers: Sequence[Ledger], sizes: dict[str, list[float]]) 
     start = [0.0] * len(names)
     for category, values in sizes.items():
         axis.barh(names, values, left=start, color=_COLORS[category], label=category, height=0.7)
-        start = [each + value for each, value in zip(start, values, strict=True)]
+        start = [begin + value for begin, value in zip(start, values, strict=True)]

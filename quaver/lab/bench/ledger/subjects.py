@@ -26,7 +26,7 @@ from quaver.roofline.device_specs import require_device_spec
 BFLOAT16 = "bfloat16"
 PARTS = ("block", "linear")
 COUNTED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
-"""Recipes that are counted where none is named."""
+"""The recipes that are counted by default."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Work:
 
     Attributes:
         model: the block's shapes; with experts, its feed-forward is a mixture.
-        autocast: parameters and the residual stream in float32, matmuls in bfloat16; else all in bfloat16.
-        part: a whole block, or its first feed-forward linear alone.
+        autocast: keep parameters and the residual stream in float32, and multiply in bfloat16; else all is bfloat16.
+        part: "block", or "linear" for its first feed-forward linear only.
     """
 
     model: Model
@@ -52,7 +52,7 @@ class Work:
 
 
 def check_recipe(recipe: str, gpu: str) -> None:
-    """Refuse a recipe whose float8 matmuls a GPU does not have.
+    """Raise an error for a recipe whose float8 matmuls a GPU does not have.
 
     Raises:
         ValueError: an unknown recipe.
@@ -76,19 +76,19 @@ def _not_multiplied(recipe: str, gpu: str) -> set[ScaleKind | None]:
 
 
 def check_triton() -> None:
-    """Raise ValueError without triton."""
+    """Raise ValueError if triton is not installed."""
     if find_spec("triton") is None:
         raise ValueError("triton is not installed, and Inductor writes a GPU's kernels in it: pip install triton")
 
 
 def count(work: Work, name: str, gpu: str) -> Ledger:
-    """Compile the forward and the backward for a GPU, and count what they launch.
+    """Compile the forward and the backward for a GPU, and count their launches.
 
     Args:
         name: "bfloat16", "quaver RECIPE" or "torchao RECIPE".
-        gpu: of GPUS.
+        gpu: a name in GPUS.
     Raises:
-        ValueError, NotImplementedError: an unknown recipe, or one that the GPU does not multiply.
+        ValueError, NotImplementedError: the recipe is unknown, or the GPU does not multiply it.
         ImportError: torchao is not installed.
     """
     library, _, recipe = name.partition(" ")
@@ -117,7 +117,7 @@ def count(work: Work, name: str, gpu: str) -> Ledger:
 
 
 class _LinearSubject(nn.Module):
-    """One linear; it has no norm, so its input's gradient is another linear's."""
+    """One linear without a norm, so that the gradient of its input is a result of its backward."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()

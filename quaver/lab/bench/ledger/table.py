@@ -1,4 +1,4 @@
-"""Ledgers as rows of text: one precision a row, or one kernel a row."""
+"""Formats ledgers as rows of text: one precision or one kernel a row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LONGEST = 8
 
 
 def rows_of(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Iterator[list[str]]:
-    """Yield one row a precision, the first of which is the one that speeds are of."""
+    """Yield one row per precision, with speeds relative to the first."""
     base = sum(milliseconds_by_category(ledgers[0], spec).values())
     for ledger in ledgers:
         total = sum(milliseconds_by_category(ledger, spec).values())
@@ -39,7 +39,7 @@ def rows_of(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Iterator[list[str]]:
 
 
 def kernel_rows(ledger: Ledger, spec: DeviceSpec) -> Iterator[list[str]]:
-    """Yield one row an entry, the slowest first."""
+    """Yield one row per entry, the slowest first."""
     for entry in sorted(ledger.entries, key=lambda entry: -seconds_of(entry, spec)):
         again = f" + {entry.again_bytes / 1e6:,.0f} again" if entry.again_bytes else ""
         again += f"\n{entry.cached_bytes / 1e6:,.0f} cached" if entry.cached_bytes >= 1e5 else ""
@@ -55,7 +55,7 @@ def kernel_rows(ledger: Ledger, spec: DeviceSpec) -> Iterator[list[str]]:
 
 
 def findings(ledger: Ledger) -> Iterator[str]:
-    """Yield sentences on what a recipe reads, stores and computes more often than it needs."""
+    """Yield sentences about redundant reads, stores and computations of a recipe."""
     reads = ledger.quantization_reads
     if reads:
         times = sorted(reads.values())

@@ -1,13 +1,12 @@
-"""Modelled milliseconds of a ledger on a device: quaver/roofline/cost.py's model of a launch, for each entry.
+"""Models the milliseconds of a ledger on a device, by quaver/roofline/cost.py's model of a launch.
 
     seconds = max(FLOPs / rate, bytes / bandwidth, instructions / issue rate) + launches * KERNEL_LAUNCH_S
 
-with the data sheet's rates and bandwidth, and the shares of them that quaver/roofline/cost.py takes from measurements.
-A copy of codes is such a launch, of quaver's kernel or of Inductor's; aten's strided copy of bytes is slower.
-Instructions are those of machine code, where it was compiled (`--machine-code`), and the issue rate is one of a warp in
-each cycle of each of a multiprocessor's four schedulers, at the clock of the data sheet's FLOP/s: the least time.
-Not modelled: slower pipes (special functions, integers, conversions), the rate of caches, the host, the overlap of
-kernels, tiles that do not fill the last wave.
+Rates and bandwidth are the data sheet's, times the shares that quaver/roofline/cost.py takes from measurements. A copy
+of codes by quaver's or Inductor's kernel is such a launch; aten's strided copy of bytes is slower. Instructions are
+counted if machine code was compiled (`--machine-code`). The issue rate is the best case: one instruction per cycle of
+each of a multiprocessor's four schedulers, at the clock of the data sheet's FLOP/s. Not modeled: slower pipes (special
+functions, integers, conversions), the rate of caches, the host, the overlap of kernels, partial last waves of tiles.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from quaver.roofline.matmul import MATMUL_SHARES, MEMORY_SHARE, best_tflops, mat
 from quaver.roofline.scaled_matmul import share_of_scales
 
 STRIDED_COPY_S = 7.4e-12
-"""Time of one element in aten's strided copy of bytes: 1.98 ms for 32768 x 8192 on an H100, where a compiled copy takes
-0.224 ms (github.com/pytorch/pytorch/issues/113560). Assumed for every GPU; one round on a loaded H200 was nearer to a
-compiled copy (docs/log.md)."""
+"""Time per element of aten's strided copy of bytes: 1.98 ms for 32768 x 8192 on an H100, where a compiled copy takes
+0.224 ms (github.com/pytorch/pytorch/issues/113560). It is assumed for every GPU; one measurement on a loaded H200 was
+closer to a compiled copy (docs/log.md)."""
 
 _SCHEDULERS = 4
 
 
 def seconds_of(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool = False, sustained: float = 1.0) -> float:
-    """Return the modelled time of one entry, its launches included.
+    """Return the modeled time of one entry, including its launches.
 
     Args:
-        by_shape: matmuls have the rate of their shape; else all have the best rate of the device.
-        sustained: the share of its rates that matmuls and attention keep in a long run.
+        by_shape: take the rate of a matmul's shape instead of the best rate of the device.
+        sustained: the share of their rates that matmuls and attention sustain in a long run.
     """
     multiplied_s = _multiplied_s(entry, spec, by_shape=by_shape) / sustained if entry.flops else 0.0
     strided_s = entry.strided_elements * STRIDED_COPY_S
@@ -44,7 +43,7 @@ def seconds_of(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool = False, 
 
 
 def issue_s(entry: LedgerEntry, spec: DeviceSpec) -> float:
-    """Return the least time in which the instructions of an entry are issued; 0 where no machine code was compiled."""
+    """Return the least time to issue the instructions of an entry, or 0 if no machine code was compiled."""
     if not entry.issued:
         return 0.0
     gpu = GPUS[spec.name]
@@ -52,15 +51,15 @@ def issue_s(entry: LedgerEntry, spec: DeviceSpec) -> float:
 
 
 def milliseconds_by_category(ledger: Ledger, spec: DeviceSpec) -> dict[str, float]:
-    """Return the modelled time of each category; they add up to the whole."""
-    found = dict.fromkeys(CATEGORIES, 0.0)
+    """Return the modeled time of each category."""
+    milliseconds = dict.fromkeys(CATEGORIES, 0.0)
     for entry in ledger.entries:
-        found[entry.category] += 1e3 * seconds_of(entry, spec)
-    return found
+        milliseconds[entry.category] += 1e3 * seconds_of(entry, spec)
+    return milliseconds
 
 
 def _multiplied_s(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool) -> float:
-    """Return the time of the FLOPs of attention, at the rate of its kernel and its length, or of a matmul."""
+    """Return the time of an entry's FLOPs: attention at the rate of its kernel and length, or a matmul."""
     if entry.category == "attention":
         query, _ = query_and_key(entry)
         rate = rates_of(spec, CUDNN if CUDNN in entry.name else FLASH)[entry.is_backward]
@@ -75,7 +74,7 @@ def _multiplied_s(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool) -> fl
 
 
 def constants(spec: DeviceSpec) -> dict[str, str]:
-    """Return each constant of the model with its source, for the reader of a result."""
+    """Return the constants of the model with their sources, for the reader of a result."""
     shares = MATMUL_SHARES[spec.name]
     measured = "Bekman, Machine Learning Engineering, Maximum Achievable Matmul FLOPS"
     kernel = kernel_of(spec.compute_capability)
