@@ -16,6 +16,7 @@ Every setting of `quaver train`: a key of the TOML file (`[section]`, `name = va
 
 
 def configuration_page() -> str:
+    """Return the page as Markdown."""
     return "\n".join([HEAD, *(_section(kind) for kind in hints_of(TrainConfig).values())])
 
 
