@@ -66,6 +66,7 @@ def test_the_notebooks_links_lead_to_files():
 @pytest.mark.parametrize(
     ("name", "suffix", "config", "ranks"),
     [
+        ("eight_h100.sh", ".torchrun.sh", "llama3_8b_8xh100", 8),
         ("two_hosts.sh", ".torchrun.sh", "llama3_8b", 16),
         ("slurm.sbatch", ".slurm.sbatch", "llama3_70b", 1024),
         ("jobset.yaml", ".jobset.yaml", "llama3_70b", 1024),

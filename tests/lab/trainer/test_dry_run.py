@@ -18,6 +18,7 @@ from tests.lab.trainer.runs import changed
 CONFIGS = sorted((Path(__file__).parents[3] / "train_configs").glob("*.toml"))
 PARAMETERS = {
     "llama3_8b": 8_030_261_248,
+    "llama3_8b_8xh100": 8_030_261_248,
     "llama3_8b_blockwise": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
@@ -27,7 +28,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_would_run(path):
-    ranks = {"llama3_8b": 8, "llama3_8b_blockwise": 8, "llama3_70b": 256, "llama3_405b": 512}.get(path.stem, 1)
+    ranks = 8 if path.stem.startswith("llama3_8b") else {"llama3_70b": 256, "llama3_405b": 512}.get(path.stem, 1)
     config = load_config(path)
     depth = config.model.n_layers
     result, deeper = (dry_run(changed(config, model={"n_layers": layers}), ranks) for layers in (2, 3))
