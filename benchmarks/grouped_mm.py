@@ -20,7 +20,7 @@ from quaver import float8_grouped_mm
 from quaver.lab.bench.harness import time_alternating
 
 RECORD = ROOT / "benchmarks" / "results" / "grouped_mm.json"
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "lab" / "performance.md"
 EXPERTS = 8
 SHAPES = ((1024, 512, 512), (1024, 1024, 1024), (8192, 1024, 1024))
 """Tokens, K, N."""

@@ -22,6 +22,7 @@ from benchmarks.record import ROOT, markdown, page_parser, provenance, run_quave
 from quaver.lab.recorder.figure import figure_of
 
 DOCS = ROOT / "docs" / "results.md"
+MIXTURE_DOCS = ROOT / "docs" / "lab" / "mixture-curves.md"
 CONFIGS = {"loss_curves": "train_configs/llama3_debug.toml", "mixture_curves": "train_configs/llama3_debug_moe.toml"}
 """By the name of the record and the picture."""
 REFERENCE = "bfloat16"
@@ -203,7 +204,8 @@ def main() -> None:
     seeds = whole_seeds(record, names_of(kind))
     if not seeds:
         raise SystemExit(f"{path}: no seed has all of {', '.join(names_of(kind))} yet; run this without --recorded")
-    show({"mixture losses" if options.mixture else "losses": table(seeds)}, DOCS, update=options.update_docs)
+    name, page = ("mixture losses", MIXTURE_DOCS) if options.mixture else ("losses", DOCS)
+    show({name: table(seeds)}, page, update=options.update_docs)
     if options.update_docs:
         draw(seeds, ROOT / "docs" / "images" / f"{kind}.png")
 

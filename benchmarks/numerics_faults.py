@@ -32,7 +32,7 @@ from quaver.numerics.alarms import Alarm, Alarms, Cleared
 from quaver.numerics.monitor import Monitor
 from quaver.numerics.record import Record, RecordWriter
 
-STORIES_PAGE = ROOT / "docs" / "diagnosing.md"
+STORIES_PAGE = ROOT / "docs" / "lab" / "alarms.md"
 PAGE = ROOT / "benchmarks" / "results" / "numerics.md"
 STORIES = (
     "an outlier channel x 2^17",
@@ -199,7 +199,7 @@ def short(alarm: Alarm) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
-    """The tables of results/numerics.md and, "stories", of docs/diagnosing.md."""
+    """The tables of results/numerics.md and, "stories", of docs/lab/alarms.md."""
     faults, healthy = results["faults"], results["healthy"]
     found, quiet = sum(each["found"] for each in faults), sum(not each["alarms"] for each in healthy)
     lines = grouped("alarm | faults that it named, and after how many samples", map(_outcome, faults))

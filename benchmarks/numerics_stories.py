@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a folder for the runs; those that it has stay")
     parser.add_argument("--only", default="", help="those with this in the name of the fault")
-    parser.add_argument("--update-docs", action="store_true", help="write pictures and table of docs/diagnosing.md")
+    parser.add_argument("--update-docs", action="store_true", help="write pictures and table of docs/lab/alarms.md")
     options = parser.parse_args()
     results = []
     for story in (each for each in STORIES if options.only in each.fault):

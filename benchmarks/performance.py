@@ -1,6 +1,6 @@
-"""The tables of docs/performance.md: predictions by `quaver bench roofline`, measurements of a CPU by `quaver bench`.
+"""The tables of docs/performance.md (predicted) and docs/lab/performance.md (measured on a CPU).
 
-    python -m benchmarks.performance --update-docs                        the page again, from the recorded files
+    python -m benchmarks.performance --update-docs                        the pages again, from the recorded files
     python -m benchmarks.performance --predict --update-docs              after predicting again
     python -m benchmarks.performance --measure [linear ...] --update-docs after measuring all again, or some benchmarks
 
@@ -22,6 +22,7 @@ from quaver.roofline.matmul import MATMUL_SHARES
 from quaver.roofline.scaled_matmul import share_of_scales
 
 DOCS = ROOT / "docs" / "performance.md"
+LAB = ROOT / "docs" / "lab" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 ROOFLINE, CPU = RESULTS / "roofline", RESULTS / "cpu"
 DEVICES = ("H100", "H200", "B200", "MI300X", "A100")
@@ -53,17 +54,15 @@ def read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def tables(rows: Rows, roofline: dict[str, Any], measured: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Every table of the page, by name."""
-    made = {"devices": _devices_table(), "totals": _totals_table(roofline["totals"])}
-    made["layers"] = _layers_table([row for row in rows if (row["model"], row["recipe"]) == ("llama-8b", "tensorwise")])
-    return made | {f"cpu {name}": _MEASURED[name](result["rows"]) for name, result in measured.items()}
-
-
-def recorded() -> dict[str, str]:
-    """The tables of the recorded files."""
-    measured = {name: read(CPU / f"{name}.json") for name in COMMANDS}
-    return tables(read_rows(), read(ROOFLINE / "roofline.json"), measured)
+def recorded() -> dict[Path, dict[str, str]]:
+    """Return the tables of each page from the recorded files."""
+    layers = [row for row in read_rows() if (row["model"], row["recipe"]) == ("llama-8b", "tensorwise")]
+    totals = read(ROOFLINE / "roofline.json")["totals"]
+    measured = {f"cpu {name}": _MEASURED[name](read(CPU / f"{name}.json")["rows"]) for name in COMMANDS}
+    return {
+        DOCS: {"layers": _layers_table(layers), "totals": _totals_table(totals)},
+        LAB: {"devices": _devices_table(), **measured},
+    }
 
 
 def _devices_table() -> str:
@@ -133,7 +132,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--predict", action="store_true", help="predict first")
     parser.add_argument("--measure", nargs="*", choices=COMMANDS, metavar="NAME", help="measure these first, or all")
-    parser.add_argument("--update-docs", action="store_true", help=f"fill the tables of {DOCS.name}")
+    parser.add_argument("--update-docs", action="store_true", help="fill the tables of both pages")
     options = parser.parse_args()
     commands = [words(name) for name in options.measure or COMMANDS] if options.measure is not None else []
     if options.predict:
@@ -141,7 +140,8 @@ def main() -> int:
     codes = [run_quaver(command) for command in commands]
     if any(codes):
         return max(codes)
-    show(recorded(), DOCS, update=options.update_docs)
+    for page, tables in recorded().items():
+        show(tables, page, update=options.update_docs)
     return 0
 
 

@@ -1,8 +1,8 @@
 """What `quaver plan` predicts of published runs, and of its own configs on up to 100,000 GPUs. Simulated: nothing runs.
 
-    python -m benchmarks.plan --published --update-docs    the tables of docs/plan.md; a minute
+    python -m benchmarks.plan --published --update-docs    docs/lab/published-runs.md; a minute
     python -m benchmarks.plan --published --memory         their memory, too, else as recorded; half an hour
-    python -m benchmarks.plan --scaling --update-docs      the tables and the picture of docs/scale.md; minutes
+    python -m benchmarks.plan --scaling --update-docs      docs/lab/scaling-curves.md and its picture; minutes
     python -m benchmarks.plan --calibrate                  the share of each card that its row asks for
 
 With `--recorded` from benchmarks/results/plan_{published,memory,scaling}.json. All of it is deterministic.

@@ -1,4 +1,4 @@
-"""The memory of published runs as the trainer's own prediction has it: a table of docs/plan.md.
+"""The memory of published runs as the trainer's own prediction has it: a table of docs/lab/published-runs.md.
 
 Each run is predicted twice: as the trainer would do it, and with what torchtitan did otherwise (`as_published`). Their
 figures are what the caching allocator reserved, ours what is live.
@@ -22,7 +22,7 @@ from quaver.lab.memory.runs.predict import predict_memory
 from quaver.lab.settings import ActivationCheckpoint, Float8, Parallelism, TrainConfig, Training
 from quaver.lab.trainer import parallelize, trained_model
 
-PAGE = ROOT / "docs" / "plan.md"
+PAGE = ROOT / "docs" / "lab" / "published-runs.md"
 RECORD = ROOT / "benchmarks" / "results" / "plan_memory.json"
 CHECKPOINTING = {
     "none": ActivationCheckpoint(mode="none"),

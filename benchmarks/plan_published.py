@@ -1,4 +1,4 @@
-"""The published runs as `quaver plan` predicts them: the table of docs/plan.md.
+"""The published runs as `quaver plan` predicts them: the table of docs/lab/published-runs.md.
 
 Each card's share of its best matmul rate is that at which one row is met (`calibrated`); nothing else is fitted.
 """
@@ -16,7 +16,7 @@ from quaver.lab.plan.simulate import simulate
 from quaver.lab.plan.step import training_step
 from quaver.recipes.config import Float8LinearRecipeName
 
-PAGE = ROOT / "docs" / "plan.md"
+PAGE = ROOT / "docs" / "lab" / "published-runs.md"
 RECORD = ROOT / "benchmarks" / "results" / "plan_published.json"
 NETWORK_GBPS = 400.0
 """Where a source does not state it."""

@@ -1,4 +1,4 @@
-"""Tokens/s of each GPU from 8 to 100,352 H100s, simulated: the tables and the picture of docs/scale.md.
+"""Tokens/s of each GPU from 8 to 100,352 H100s, simulated: the tables and the picture of docs/lab/scaling-curves.md.
 
 For each config of train_configs/, precision and number of GPUs the fastest of LAYOUTS that fits: FSDP2 and HSDP, each
 with tensor parallel degrees, and for experts with expert parallel ones. At a fixed number of tokens of each GPU, and at
@@ -26,7 +26,7 @@ from quaver.lab.settings.config_file import load_config
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.device_specs import DEVICE_SPECS
 
-PAGE = ROOT / "docs" / "scale.md"
+PAGE = ROOT / "docs" / "lab" / "scaling-curves.md"
 RECORD = ROOT / "benchmarks" / "results" / "plan_scaling.json"
 PICTURE = ROOT / "docs" / "images" / "plan-scaling.png"
 SIZES = (*(2**power for power in range(3, 17)), 100_352)

@@ -1,4 +1,4 @@
-"""What other trainers do in six scenarios. Prints a table of docs/reliability.md.
+"""What other trainers do in six scenarios. Prints a table of docs/lab/reliability.md.
 
     python -m benchmarks.reliability_peers            # a minute
 

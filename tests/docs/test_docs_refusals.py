@@ -15,19 +15,16 @@ WORDS = re.compile(
     r"\b(refuse[sd]?|refusals?|raises?|(is|are|an) errors?|exit codes? (is )?\d|(not |un)supported|not allowed)\b", re.I
 )
 """What a page promises to refuse has one of these words."""
-NO_PROMISES = {"log.md"}
-"""Pages that say what was once."""
 
 
 def pages() -> dict[str, str]:
-    """The text of README.md and of each page of docs/ and docs/design/, by its path from docs/."""
+    """Return README.md and each page of docs/ and docs/design/ by its path from docs/; docs/lab/ says what was once."""
     paths = [
         ROOT / "README.md",
         *sorted((ROOT / "docs").glob("*.md")),
         *sorted((ROOT / "docs" / "design").glob("*.md")),
     ]
-    texts = {os.path.relpath(path, ROOT / "docs"): path.read_text(encoding="utf-8") for path in paths}
-    return {name: text for name, text in texts.items() if name not in NO_PROMISES}
+    return {os.path.relpath(path, ROOT / "docs"): path.read_text(encoding="utf-8") for path in paths}
 
 
 def sentences(text: str) -> list[str]:

@@ -5,7 +5,7 @@ that trains for hours is limited by its power: an H100 at 8192^3 falls below its
 with zero operands (thonking.ai/p/strangely-matrix-multiplications), and torchtitan's H100s ran with 500 W of 700 W. No
 table of rates at a power limit was found. So `sustained` is the share with which the simulation of one published run
 takes as long as that run did. It divides the seconds of matmuls and attention only. All other published runs are
-predicted, not fitted (docs/plan.md).
+predicted, not fitted (docs/lab/published-runs.md).
 """
 
 from __future__ import annotations

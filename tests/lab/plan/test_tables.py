@@ -1,4 +1,4 @@
-"""The tables of docs/plan.md and docs/scale.md are those of the recorded predictions, and those are the model's."""
+"""The tables of docs/lab/ are those of the recorded predictions, and those are the model's."""
 
 import json
 
