@@ -84,7 +84,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# A warning is an error: a link that leads nowhere, a page that is not in mkdocs.yml, a docstring that does not parse.
+# A warning is an error: a link that leads nowhere, a page that is not in mkdocs.yml.
 # Not with --quiet, under which mkdocs counts no warnings. The variable silences what mkdocs-material says of a future
 # mkdocs.
 docs: $(VENV)/.docs

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.sizes import lines_of_halves
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
+API = sorted((REPOSITORY / "docs" / "api").glob("*.md"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 URLS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["urls"]
 
@@ -72,10 +74,9 @@ def test_the_code_of_the_readme_runs():
 
 
 def documented() -> dict[str, object]:
-    """What docs/api/ documents, by its path: the directives from which mkdocstrings makes the reference."""
-    pages = sorted((REPOSITORY / "docs" / "api").glob("*.md"))
-    paths = [path for page in pages for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
-    # torchtitan and Lightning may be absent; `make docs` reads their files without importing them.
+    """What docs/api/ documents, by its path."""
+    paths = [path for page in API for path in re.findall(r"^<!-- api: (\S+) -->$", page.read_text(), re.MULTILINE)]
+    # torchtitan and Lightning may be absent.
     return {path: found(path) for path in paths if not path.startswith("quaver.integrations.")}
 
 
@@ -95,6 +96,13 @@ def test_every_public_name_is_in_the_reference(module):
     public = importlib.import_module(f"quaver{module}")
     entries = {id(value) for value in documented().values()}
     assert [name for name in public.__all__ if id(getattr(public, name)) not in entries] == []
+
+
+@pytest.mark.parametrize("page", API, ids=lambda page: page.stem)
+def test_the_reference_is_that_of_the_docstrings(page):
+    filled = runpy.run_path(str(REPOSITORY / "docs" / "site" / "api.py"))["filled"]
+    text = page.read_text(encoding="utf-8")
+    assert filled(text) == text, "run python docs/site/api.py"
 
 
 def test_which_recipe_names_what_there_is():
