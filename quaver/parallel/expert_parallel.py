@@ -18,7 +18,7 @@ matrix travels as codes only where they give all its readers here the operands o
                                                  high-precision rows of all ranks, or those rows themselves
 
 With `grad_weight_from_codes` the second kind travels as codes in training too, and the column operand is made of the
-dequantized rows. docs/design/0011-dispatch-of-experts.md counts the bytes.
+dequantized rows. docs/experts.md counts the bytes.
 
 Rows arrive sorted by expert, then rank, then position, which is how one process with the tokens of all ranks sorts
 them. So each rank has the results of that process, and each weight its gradient, to the bit; nothing is summed over
