@@ -1,6 +1,6 @@
 """The rules of alarms: what each measures of a tensor, where it alarms, and where it is quiet again.
 
-Each has its threshold from the formats or from optimizers, not from runs; docs/diagnosing.md derives them. Beyond
+Each has its threshold from the formats or from optimizers, not from runs; docs/monitor.md derives them. Beyond
 `raise_at` a tensor is bad, and stays so until it is on the good side of `clear_at`.
 """
 

@@ -42,7 +42,7 @@ def order_of(layer: int, operand: str) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """The statistics of one tensor at one step, as docs/diagnosing.md names them. None: it has none."""
+    """The statistics of one tensor at one step, as docs/monitor.md names them. None: it has none."""
 
     key: TensorKey
     position: int
