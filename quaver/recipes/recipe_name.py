@@ -21,7 +21,7 @@ class Float8LinearRecipeName(enum.Enum):
     ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
     """As rowwise, with grad_weight computed in high precision. The most accurate."""
     ROWWISE_WITH_TENSORWISE_WEIGHT = "rowwise_with_tensorwise_weight"
-    """As rowwise, with one scale per weight, so that FSDP2 gathers one byte per element. The recipe for FSDP2."""
+    """As rowwise, with one scale per weight, so that FSDP2 gathers one byte per element instead of two."""
     DELAYED = "delayed"
     """As tensorwise, with scales from the amaxes of earlier steps: each tensor is read once."""
     DELAYED_WITH_DYNAMIC_WEIGHT = "delayed_with_dynamic_weight"

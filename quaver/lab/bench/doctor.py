@@ -63,9 +63,9 @@ def recommendation(device: str, findings: list[Finding]) -> str:
     if not native:
         return "no recipe is faster than bfloat16 here, and all save memory: take the one of the GPUs that will train"
     robust = next((recipe for recipe in ("mxfp8", "blockwise", "rowwise") if recipe in native), None)
-    gathered = "rowwise_with_tensorwise_weight" if robust == "rowwise" else robust
     goals = {"speed": "tensorwise" if "tensorwise" in native else robust, "outliers": robust}
-    goals["FSDP2 (all-gathers one byte per element)"] = gathered if gathered in native else "tensorwise"
+    gathered = "tensorwise" if robust == "rowwise" else robust  # FSDP2 all-gathers two casts of a row-wise weight
+    goals["FSDP2 (all-gathers one byte per element)"] = gathered or "tensorwise"
     goals["accuracy"] = f"{robust}_with_gw_hp" if robust else None
     return ", ".join(f"{recipe} for {goal}" for goal, recipe in goals.items() if recipe)
 

@@ -38,8 +38,8 @@ def test_a_recipe_that_raises_or_is_wrong_is_impossible(capsys):
         (("tensorwise",), "tensorwise for speed, tensorwise for FSDP2 (all-gathers one byte per element)"),
         (
             ("tensorwise", "rowwise", "rowwise_with_tensorwise_weight"),
-            "tensorwise for speed, rowwise for outliers, rowwise_with_tensorwise_weight for FSDP2 (all-gathers one "
-            "byte per element), rowwise_with_gw_hp for accuracy",
+            "tensorwise for speed, rowwise for outliers, tensorwise for FSDP2 (all-gathers one byte per element), "
+            "rowwise_with_gw_hp for accuracy",
         ),
         (
             ("tensorwise", "rowwise", "blockwise"),
