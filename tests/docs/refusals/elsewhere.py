@@ -41,6 +41,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "fewer than 4,096 gradients for each rank are refused": "tests/library/distributed/test_float8_gradients.py"
         "::test_what_is_refused",
         "or the style refuses them": f"{TENSOR_PARALLEL}::test_errors_when_a_style_is_applied",
+        "The styles refuse experts": f"{TENSOR_PARALLEL}::test_errors_when_a_style_is_applied",
         "A tied weight is refused": f"{FSDP}::test_tied_weights_are_refused_and_nothing_is_changed",
         "does not divide by the tensor-parallel ranks is refused": f"{TENSOR_PARALLEL}"
         "::test_errors_when_a_module_is_called",
@@ -210,6 +211,15 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "so are a collective": f"{FROZEN}::test_what_is_refused",
         "For a gathered weight and inside": f"{FSDP}"
         "::test_a_write_around_the_parameter_is_an_error_and_not_a_stale_scale",
+    },
+    "what-works-with-what.md": {
+        '"no" ends in an error': "tests/library/conversion/test_freeze.py::test_refusals_leave_the_model_as_it_was "
+        "tests/library/weights/test_primary.py::test_what_cannot_be_is_refused_and_nothing_is_changed "
+        f"{TENSOR_PARALLEL}::test_errors_when_a_style_is_applied {SPLIT_EXPERTS}::test_experts_that_cannot_be_split "
+        f"{FROZEN}::test_what_is_refused "
+        "tests/library/distributed/test_ddp_fsdp1.py::test_fsdp1_refuses_weights_to_gather "
+        f"{FSDP}::test_tied_weights_are_refused_and_nothing_is_changed {SERVING}::test_what_is_refused "
+        f"{TORCHTITAN}::test_the_converter_and_the_override_of_0_3",
     },
     "design/0001-decisions.md": {
         "Refused: Inductor's code for GPUs": f"{MEMORY}::test_what_is_refused_and_that_settings_are_as_before",
