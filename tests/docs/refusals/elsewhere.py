@@ -158,6 +158,8 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "::test_no_step_is_faster_than_the_peak_of_its_gpu",
     },
     "primary-weights.md": {
+        "- A weight of the optimizer that is tied, sharded": "tests/library/weights/test_primary.py"
+        "::test_what_cannot_be_is_refused_and_nothing_is_changed",
         "is an error at its next all-gather": f"{CAST_ONCE}"
         "::test_a_change_inside_is_an_error_at_the_next_all_gather_or_at_the_exit",
         "and `fully_shard` replace the parameters": "tests/library/distributed/test_primary_weights.py"
@@ -194,7 +196,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "serving.md": {
         "a `module_filter_fn` that admits one is an error": f"{SERVING}::test_heads_and_routers_stay_in_high_precision",
         "refused for a model with such siblings": f"{SERVING}::test_siblings_that_engines_fuse_have_one_scale_there",
-        "rules of rows are refused with it": "tests/library/recipes/test_scale_rules.py"
+        "rules of rows are refused, unless": "tests/library/recipes/test_scale_rules.py"
         "::test_a_rule_that_an_all_gather_does_not_have",
     },
     "trainer.md": {
