@@ -135,11 +135,11 @@ PAGES: Pages = {
         "the scope's exit. A write inside is an error": [
             Case(lambda: written_in_the_scope(lambda each: each.weight.detach().mul_(2)), "was changed inside"),
         ],
-        "otherwise than a primary or frozen weight that they hold was quantized raise an error": [
+        "where their config would quantize a primary or frozen weight in another way": [
             Case(under_another_config, "was quantized under another config"),
             Case(converted_again, "was quantized under another config"),
         ],
-        "conversion back and another config inside": [
+        "a conversion back and another config are errors": [
             Case(converted_in_the_scope, "cannot be converted back inside cast_weights_once"),
             Case(
                 lambda: written_in_the_scope(lambda each: setattr(each, "config", converted("rowwise")[0].config)),
