@@ -147,7 +147,7 @@ def test_the_page_of_the_layout_has_the_folders_in_the_order_of_the_layers():
     ("number", "lines"),
     [
         (r"library of ([\d,]+)\s+lines", lines_of_halves()[0].total()),
-        (r"one file of (\d+)", len((REPOSITORY / "quaver/recipes/reference.py").read_text().splitlines())),
+        (r"one file of\s+(\d+)", len((REPOSITORY / "quaver/recipes/reference.py").read_text().splitlines())),
         (r"([\d,]+)\s+lines of tools", lines_of_halves()[1].total()),
     ],
 )

@@ -59,7 +59,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "export.md": {
         "It refuses those of several blocks": "tests/library/foreign/test_export_experts.py"
         "::test_what_transformers_does_not_read",
-        "no: an error (576 rows), or wrong values (192)": "tests/library/foreign/test_export.py"
+        "ends in an error for 576 rows and in wrong values for 192": "tests/library/foreign/test_export.py"
         "::test_transformers_does_not_dequantize_ragged_fp8",
         "compressed-tensors raises for activations in groups of 128": "tests/library/foreign/test_export.py"
         "::test_compressed_tensors_runs_blocks_that_the_inputs_cut",
