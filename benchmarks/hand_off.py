@@ -2,8 +2,7 @@
 
     python -m benchmarks.hand_off                       # a Llama with 2048 features and 4 layers, on a CPU
 
-"yielded" is what the engine gets, "moved" what each rank receives whole tensors of. The table is that of
-docs/export.md.
+"yielded" is what the engine gets, "moved" what each rank receives whole tensors of. docs/export.md quotes the bytes.
 """
 
 from __future__ import annotations
