@@ -2,8 +2,8 @@
 
     python -m benchmarks.frozen_lora                    # a Llama of the debug model's size, on the standard library
 
-The base is trained for a while on one part of the text, the adapters on another. The table is that of
-docs/fine-tuning.md.
+The base is trained for a while on one part of the text, the adapters on another. docs/fine-tuning.md quotes
+its numbers.
 """
 
 from __future__ import annotations
