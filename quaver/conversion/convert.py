@@ -21,6 +21,7 @@ from quaver.conversion.report import (
     conversion_report,
     obstacle_of,
 )
+from quaver.conversion.roles import HEADS, is_router
 from quaver.experts.module import (
     Float8Experts,
     check_whole,
@@ -238,18 +239,13 @@ def decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) 
     return FilterDecision(bool(decision), "" if decision else "filter")
 
 
-_IN_HIGH_PRECISION = ("lm_head", "embed_out")
-_ROUTERS = ("gate", "router", "shared_expert_gate")
-
-
 def _served_by(root: nn.Module, serving: str, module_filter_fn: ModuleFilter | None) -> ModuleFilter:
     """A filter that leaves what engines keep in high precision: heads, and routers beside experts."""
 
     def decide_served(module: nn.Module, name: str) -> FilterDecision:
         parent, _, leaf = name.rpartition(".")
-        is_router = leaf in _ROUTERS and hasattr(root.get_submodule(parent), "experts")
         decision = decide(module_filter_fn, module, name)
-        if not (leaf in _IN_HIGH_PRECISION or is_router):
+        if leaf not in HEADS and not is_router(root.get_submodule(parent), leaf):
             return decision
         if module_filter_fn is not None and decision:
             raise ValueError(

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.convert import FilterDecision, convert_to_float8_training
+from quaver.conversion.roles import LM_HEAD, ROUTERS
 from quaver.export.bundle import copied_files
 from quaver.export.files import StoredTensors, read_config
 from quaver.export.layouts import quantization_of
 from quaver.runtime.names import tied_modules
 
-DEFAULT_FILTER = ("lm_head",)
+DEFAULT_FILTER = (LM_HEAD,)
 """Linears whose full names contain one of these stay in high precision."""
-
-ROUTERS = ("gate", "router")
-"""The last names of linears that choose experts; they stay in high precision."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from quaver.conversion.roles import ROUTERS
 from quaver.export.files import read_config
-from quaver.export.source import ROUTERS, huggingface_source
+from quaver.export.source import huggingface_source
 from quaver.lab.data import Batch, load_data
 from quaver.lab.settings import Data, Model, TrainConfig
 from quaver.lab.settings.config_file import build_config

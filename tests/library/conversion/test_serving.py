@@ -153,7 +153,8 @@ class Mixture(nn.Module):
 
 
 def model():
-    return nn.ModuleDict({"mlp": Mixture(), "gate": nn.Linear(32, 32), "lm_head": nn.Linear(32, 64)})
+    linears = {"gate": nn.Linear(32, 32), "router": nn.Linear(32, 32), "lm_head": nn.Linear(32, 64)}
+    return nn.ModuleDict({"mlp": Mixture(), **linears})
 
 
 def test_heads_and_routers_stay_in_high_precision():
@@ -161,7 +162,7 @@ def test_heads_and_routers_stay_in_high_precision():
         each.name: each.reason
         for each in conversion_report(convert_to_float8_training(model(), serving="deepgemm")).skipped
     }
-    assert reasons == dict.fromkeys(["mlp.gate", "lm_head"], "high precision in deepgemm")
+    assert reasons == dict.fromkeys(["mlp.gate", "router", "lm_head"], "high precision in deepgemm")
     with pytest.raises(ValueError, match=r"module_filter_fn admits mlp\.gate, which engines keep in high precision"):
         convert_to_float8_training(model(), serving="deepgemm", module_filter_fn=lambda module, name: True)
 
