@@ -6,7 +6,8 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -49,32 +50,25 @@ def save_float8(
     high_precision_model: Callable[[], nn.Module] | None = None,
     measure_tokens: int = 128,
 ) -> Float8Weights:
-    """Write `model` as the new Hugging Face folder `folder`, or the new file `folder`; an error leaves nothing there.
-
-    The scales of a float8 KV cache are written too, if the model has them: from `calibrate_kv_cache`, `load_frozen` or
-    `set_kv_scales`.
+    """Write `model` as the new Hugging Face folder `folder`, or as a new file. An error leaves nothing there.
 
     Args:
         model, recipe, format, weights, dtype, rounded_from, share_fused_scales, module_filter_fn: as for
-            `iter_float8_weights`. For a sharded model all ranks call this, and rank 0 writes; its errors are raised on
-            all.
-        folder: in the format comfyui a file, NAME.safetensors. It has no config, other files or model card: its
-            header says under `quaver_export` what the record of a bundle says. Memory holds it whole.
-        config: the config.json without its quantization_config; by default that of a transformers model, whose
-            generation config is written too.
-        max_shard_bytes: a file holds at most so much, or one tensor; memory holds one file. Not for comfyui.
-        about: what the record of the bundle says about the origin: "source", "step".
-        files: other files to copy, such as the tokenizer's.
-        high_precision_model: makes the model in high precision, to measure how much the logits change; the model is
-            then whole in memory. Without it they are not measured.
-        measure_tokens: how many random tokens to measure on.
+            `iter_float8_weights`. All ranks of a sharded model call this; rank 0 writes, its errors are raised on all.
+            Scales of a float8 KV cache are written, too (`calibrate_kv_cache`, `load_frozen`, `set_kv_scales`).
+        folder: a new path; for comfyui a file NAME.safetensors with the record in its header, which memory holds whole.
+        config: config.json without quantization_config; None for the model's, with its generation config.
+        max_shard_bytes: the most bytes in a file, unless one tensor has more. Memory holds one file.
+        about: the origin, for the record of the bundle: "source", "step".
+        files: more files to copy, such as the tokenizer's.
+        high_precision_model, measure_tokens: a function that returns the model in high precision, whole in memory, and
+            the number of random tokens on which to measure how its logits change; None to measure nothing.
     Returns:
-        The weights that were written, with what the format cost.
+        The weights that were written, with the cost of the format.
     Raises:
-        FileExistsError: `folder` exists.
-        NotWrittenError: the weights cannot be written.
-        ValueError, NotImplementedError: as `iter_float8_weights`; `config` or `about` has what JSON does not hold.
-        NotImplementedError: ComfyUI loses the scales of the model, because it renames its tensors.
+        FileExistsError, NotWrittenError: `folder` exists, or the weights cannot be written.
+        ValueError, NotImplementedError: as `iter_float8_weights`; JSON cannot hold `config` or `about`; ComfyUI would
+            rename tensors and lose their scales.
     """
     tensors = iter_float8_weights(
         model,
@@ -86,44 +80,50 @@ def save_float8(
         share_fused_scales=share_fused_scales,
         module_filter_fn=module_filter_fn,
     )
-    folder, stored = Path(folder), tensors.plan.format
-    stored.check_target(folder, tensors.plan.names, files=files, high_precision_model=high_precision_model)
-    record = {"format": format, "recipe": tensors.plan.recipe, **(about or {})}
-    if stored.is_file:
-        target = _file(folder, model, tensors, record)
+    path, plan = Path(folder), tensors.plan
+    plan.format.check_target(path, plan.names, files=files, high_precision_model=high_precision_model)
+    record = {"format": format, "recipe": plan.recipe, **(about or {})}
+    if plan.format.is_file:
+        target = _new_file(path, model, tensors, record)
     else:
-        measure = (
-            None
-            if high_precision_model is None
-            else lambda path: _measured(high_precision_model(), path, measure_tokens)
-        )
-        of_model = _own_config(model) if config is None else config
-        target = _folder(folder, model, tensors, record, of_model, dtype, max_shard_bytes, files, measure)
-    is_sharded = any(isinstance(each, DTensor) for each in model.parameters())
-    write: Callable[[Callable[[], None]], None] = on_first_rank if is_sharded else (lambda action: action())
-    writers: list[SafetensorsWriter] = []
-    with ExitStack() as stack:
-        write(lambda: writers.append(stack.enter_context(target)))
-        for name, tensor in tensors:
-            write(lambda name=name, tensor=tensor: writers[0].add(name, tensor))  # type: ignore[misc]
-        write(stack.close)
+        measure = None if high_precision_model is None else partial(_measure, high_precision_model, measure_tokens)
+        config = _config_of(model) if config is None else config
+        target = _new_bundle(path, model, tensors, record, config, dtype, max_shard_bytes, files, measure)
+    _write(model, tensors, target)
     return tensors
 
 
+def _write(model: nn.Module, tensors: Float8Weights, target: AbstractContextManager[SafetensorsWriter]) -> None:
+    """Write the tensors, on the first rank if the model is sharded. Every rank iterates, because it gathers them."""
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    run: Callable[[Callable[[], None]], None] = on_first_rank if is_sharded else (lambda action: action())
+    writers: list[SafetensorsWriter] = []  # empty on all ranks but the first
+
+    def add(name: str, tensor: Tensor) -> None:
+        writers[0].add(name, tensor)
+
+    with ExitStack() as stack:
+        run(lambda: writers.append(stack.enter_context(target)))
+        for name, tensor in tensors:
+            run(partial(add, name, tensor))
+        run(stack.close)
+
+
 @contextmanager
-def _file(path: Path, model: nn.Module, tensors: Float8Weights, record: dict[str, Any]) -> Iterator[SafetensorsWriter]:
-    """A file with all tensors, and in its header the record."""
+def _new_file(
+    path: Path, model: nn.Module, tensors: Float8Weights, record: dict[str, Any]
+) -> Iterator[SafetensorsWriter]:
     json_text("about", record)  # raises before anything is written
     _warn(tensors.plan)
-    with new_folder(path, file=SINGLE) as partial:
-        writer = SafetensorsWriter(partial, None)
+    with new_folder(path, file=SINGLE) as staging:
+        writer = SafetensorsWriter(staging, None)
         yield writer
         writer.metadata[HEADER_RECORD] = json.dumps({"quaver": version("quaver"), **record, **_costs(model, tensors)})
         writer.close()
 
 
 @contextmanager
-def _folder(
+def _new_bundle(
     path: Path,
     model: nn.Module,
     tensors: Float8Weights,
@@ -134,37 +134,36 @@ def _folder(
     files: Sequence[Path],
     measure: Callable[[Path], dict[str, Any]] | None,
 ) -> Iterator[SafetensorsWriter]:
-    """A folder with the tensors, config.json, other files, the record and the model card."""
+    """Yields the writer of a folder, which also gets config.json, other files, the record and the model card."""
     json_text("about", record)  # raises before anything is written
-    plan, text = tensors.plan, _text_of_config(config, model, tensors, dtype)
+    plan, text = tensors.plan, _quantized_config(config, model, tensors, dtype)
     _warn(plan)
-    with new_folder(path) as partial:
-        writer = SafetensorsWriter(partial, max_shard_bytes)
+    with new_folder(path) as staging:
+        writer = SafetensorsWriter(staging, max_shard_bytes)
         yield writer
         writer.close()
-        (partial / CONFIG).write_text(text, encoding="utf-8")
+        (staging / CONFIG).write_text(text, encoding="utf-8")
         generation = getattr(model, "generation_config", None)
         if generation is not None:
-            generation.to_json_file(partial / GENERATION)
-        for file in files:  # which may have another generation config
-            shutil.copyfile(file, partial / file.name)
-        logits = None if measure is None else measure(partial)
+            generation.to_json_file(staging / GENERATION)
+        for file in files:  # may replace the generation config
+            shutil.copyfile(file, staging / file.name)
+        logits = None if measure is None else measure(staging)
         record |= {**_costs(model, tensors), "ragged": plan.ragged, "whole_stacks": plan.whole_stacks, "logits": logits}
-        write_bundle(partial, {**record, "bytes": writer.total_bytes}, plan.report)
+        write_bundle(staging, {**record, "bytes": writer.total_bytes}, plan.report)
 
 
 def _costs(model: nn.Module, tensors: Float8Weights) -> dict[str, Any]:
-    """What the format and writes to frozen weights cost, by weight."""
-    requantized = {name: without_inf(each._asdict()) for name, each in tensors.requantized.items()}
-    written = {name: each.requantized_sqnr_db for name, each in frozen_weights(model).items()}
-    written = without_inf({name: each for name, each in written.items() if each is not None})
+    """Return the SQNR of weights that the format, or a write to a frozen weight, quantized again."""
+    requantized = {name: without_inf(cost._asdict()) for name, cost in tensors.requantized.items()}
+    written = {name: weight.requantized_sqnr_db for name, weight in frozen_weights(model).items()}
+    written = without_inf({name: decibels for name, decibels in written.items() if decibels is not None})
     return {"requantized": requantized, "written": written}
 
 
-def _text_of_config(
+def _quantized_config(
     config: Mapping[str, Any], model: nn.Module, tensors: Float8Weights, dtype: torch.dtype | None
 ) -> str:
-    """The config.json: `config` with how the weights are quantized, and the dtype of the others."""
     plan = tensors.plan
     quantization = plan.format.quantization_config(plan.ignore, plan.cut_inputs, has_kv_scales=bool(tensors.kv_scales))
     written = {**config, "quantization_config": quantization}
@@ -176,7 +175,6 @@ def _text_of_config(
 
 
 def _warn(plan: Plan) -> None:
-    """Say what readers of the export cannot do, and what of the training it does not have."""
     for warning in plan.format.warnings(plan.ragged, plan.kept):
         logger.warning(warning)
     if plan.whole_stacks:
@@ -187,21 +185,21 @@ def _warn(plan: Plan) -> None:
         )
 
 
-def _own_config(model: nn.Module) -> dict[str, Any]:
+def _config_of(model: nn.Module) -> dict[str, Any]:
     to_dict: Callable[[], dict[str, Any]] | None = getattr(getattr(model, "config", None), "to_dict", None)
     if to_dict is None:
         raise ValueError("config: expected the content of config.json for a model that is not of transformers")
     config = to_dict()
-    if "architectures" in config and not config["architectures"]:  # save_pretrained fills it in, too; readers need it
+    if "architectures" in config and not config["architectures"]:  # readers need it, and save_pretrained fills it in
         config["architectures"] = [type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")]
     return config
 
 
 @torch.no_grad()
-def _measured(model: nn.Module, folder: Path, count: int) -> dict[str, Any]:
-    """How the logits of `model` change on `count` random tokens when it gets the dequantized weights in `folder`."""
-    model.eval()
-    vocab_size = next((each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)), 1)
+def _measure(make_model: Callable[[], nn.Module], count: int, folder: Path) -> dict[str, Any]:
+    """Measure how the logits on `count` random tokens change with the dequantized weights in `folder`."""
+    model = make_model().eval()
+    vocab_size = next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), 1)
     tokens = torch.randint(vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
     try:
         before = _logits(model, tokens)
@@ -211,7 +209,7 @@ def _measured(model: nn.Module, folder: Path, count: int) -> dict[str, Any]:
         ) from error
     state = model.state_dict()
     for name, tensor in load_float8(folder, dtype=torch.float32, model=model).items():
-        if tensor.numel():  # transformers has shared experts of no width where a mixture of quaver train has none
+        if tensor.numel():  # where quaver train has no shared experts, transformers has empty ones
             state[name].copy_(tensor)
     after = _logits(model, tokens)
     return {
