@@ -1,6 +1,6 @@
-"""The files that come with the weights of an export: its record with a sha256 of each file, and a model card.
+"""The files beside the weights of an export: its record with a sha256 of each file, and a model card.
 
-quaver_export.json    version, recipe, format, step and source; what the format costs; the digests of all other files
+quaver_export.json    version, recipe, format, step and source; SQNR of requantized weights; sha256 of all other files
 README.md             the same for people
 """
 
@@ -19,7 +19,7 @@ from quaver.runtime.names import listed
 
 RECORD = "quaver_export.json"
 HEADER_RECORD = "quaver_export"
-"""The key of the record in the header of a format that is one file."""
+"""The key of the record in the header of a single file."""
 
 CARD = "README.md"
 GENERATION = "generation_config.json"
@@ -28,15 +28,15 @@ _TOKENIZER = ("tokenizer*", "*_tokens*.json", "vocab.json", "merges.txt", "chat_
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files of the tokenizer in `folder`. Raises FileNotFoundError if it has none."""
-    found = sorted(file for pattern in _TOKENIZER for file in folder.glob(pattern) if file.is_file())
-    if not found:
+    """Return the files of the tokenizer in `folder`. Raises FileNotFoundError if it has none."""
+    files = sorted(file for pattern in _TOKENIZER for file in folder.glob(pattern) if file.is_file())
+    if not files:
         raise FileNotFoundError(f"--tokenizer {str(folder)!r} must have files of a tokenizer, such as tokenizer.json")
-    return found
+    return files
 
 
 def copied_files(folder: Path) -> list[Path]:
-    """The files of a model that do not depend on its weights: of the tokenizer and of the generation config."""
+    """Return the files of the tokenizer and the generation config, which do not depend on the weights."""
     patterns = (*_TOKENIZER, GENERATION)
     return sorted(file for pattern in patterns for file in folder.glob(pattern) if file.is_file())
 
@@ -45,7 +45,7 @@ def write_bundle(folder: Path, record: dict[str, Any], report: ConversionReport)
     """Write the card and the record, the last files of an export."""
     (folder / CARD).write_text("\n".join(_card(record, report)) + "\n", encoding="utf-8")
     about = {"quaver": version("quaver"), **record, "conversion_report": report.to_dict()}
-    write_json(folder / RECORD, {**about, "sha256": _digests(folder, sorted(each.name for each in folder.iterdir()))})
+    write_json(folder / RECORD, {**about, "sha256": _digests(folder, sorted(file.name for file in folder.iterdir()))})
 
 
 def check_bundle(folder: Path) -> None:
@@ -64,8 +64,8 @@ def check_bundle(folder: Path) -> None:
     missing = sorted(name for name in digests if not (folder / name).is_file())
     if missing:
         raise FileNotFoundError(f"{str(folder)!r} lacks files that {RECORD} names: {listed(missing)}")
-    found = _digests(folder, list(digests))
-    differing = sorted(name for name in digests if found[name] != digests[name])
+    actual = _digests(folder, list(digests))
+    differing = sorted(name for name in digests if actual[name] != digests[name])
     if differing:
         raise ValueError(
             f"{str(folder)!r} has files that differ from their sha256 in {RECORD}: {listed(differing)}; download them "
@@ -99,7 +99,7 @@ def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
         yield ""
     if requantized:
         yield "- Codes of these weights differ from those of the training forward; SQNR of the weight in dB:"
-        rows = {name: [each["training_db"], each["stored_db"]] for name, each in requantized.items()}
+        rows = {name: [decibels["training_db"], decibels["stored_db"]] for name, decibels in requantized.items()}
         yield from _table("weight (of experts, the worst one)", ["training", "stored"], rows)
     else:
         whose = "the forward of the merged model" if written else "the training forward"
@@ -126,7 +126,6 @@ def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
 
 
 def _table(name: str, columns: list[str], rows: Mapping[str, list[float | None]]) -> Iterator[str]:
-    """A table of decibels by weight."""
     yield from ("", f"| {' | '.join([name, *columns])} |", f"| --- |{' ---: |' * len(columns)}")
     for weight, decibels in rows.items():
         yield f"| {' | '.join([weight, *map(_decibels, decibels)])} |"

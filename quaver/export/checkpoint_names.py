@@ -4,16 +4,15 @@
     mlp.experts.gate_up_proj [E, 2 F, D]      mlp.experts.7.gate_proj.weight, mlp.experts.7.up_proj.weight [F, D]
     mlp.experts.down_proj [E, D, F]           mlp.experts.7.down_proj.weight [D, F]
 
-transformers knows the names of each architecture (Mixtral's are block_sparse_moe.experts.7.w1, w3 and w2), and writes
-them in `save_pretrained`: its conversion mapping, reversed, gives those of the table and of everything else in a model
-with experts. Servers load these names. Experts of other models have the names of the table.
+The table shows the default names. transformers has a conversion mapping for each architecture: Mixtral's experts are
+block_sparse_moe.experts.7.w1, w3 and w2. `save_pretrained` reverses this mapping, and so does this file, for models
+with and without experts: model.language_model.layers is language_model.model.layers in LLaVA's checkpoints. Servers
+load these names. Reading accepts all names that `from_pretrained` knows, legacy and multimodal ones included.
 
-A stack stays as it is where its checkpoints hold no matrices by expert: gate and up interleaved, biases, other names
-(gpt-oss, Granite, Qwen3-VL-MoE); llm-compressor writes some of them as linears of each expert. Llama 4's are stacks
-[E, K, N] in transformers' checkpoints, and linears of each expert in those of compressed-tensors, for which
-transformers makes such linears; vLLM and SGLang load their names. A model of transformers without experts has the names
-of its mapping, too: model.language_model.layers is language_model.model.layers in LLaVA's checkpoints. Those that
-`from_pretrained` knows are read, older names and a multimodal model's for its text included.
+Some checkpoints hold a whole stack as one tensor: gate and up interleaved, with biases, or under other names (gpt-oss,
+Granite, Qwen3-VL-MoE). llm-compressor writes some of these stacks as linears of each expert. Llama 4's experts are
+stacks [E, K, N] in transformers' checkpoints. In compressed-tensors they are linears of each expert, which
+transformers, vLLM and SGLang load.
 """
 
 from __future__ import annotations
@@ -32,67 +31,67 @@ from quaver.experts.module import is_experts, is_transposed, weights_of
 from quaver.runtime.names import plain_name
 
 Parts = tuple[str, ...]
-"""The names of the matrices of one expert, whose rows follow each other in the stack."""
+"""The names of the matrices of one expert; the stack concatenates their rows in this order."""
 
 PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
-"""Prefixes of the names of a diffusion model in files that hold other models, too."""
+"""Prefixes of the names of a diffusion model in files that hold several models."""
 
 KEPT_IN_FLOAT32 = "e_score_correction_bias"
-"""The end of the name of what no export rounds: routers add it to scores to choose experts."""
+"""The last part of the name of a bias that routers add to scores. No export rounds it."""
 
 _LEAVES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True)
 class CheckpointNames:
-    """The names in a checkpoint; see the top of the file. Names of the model are without wrappers."""
+    """The names of a model's tensors in a checkpoint. Names in the model are without wrappers."""
 
     stacks: dict[str, list[Parts]]
     """The parts of each expert, by the name of the stack in the model."""
     transposed: set[str]
     """The stacks that the model holds as [E, K, N]; each matrix is [N, K] in the checkpoint."""
     whole_stacks: list[str]
-    """The stacks that checkpoints hold as the model does."""
+    """The stacks that checkpoints hold as one tensor."""
     conversions: _Conversions
     linears: dict[str, list[list[Parts]]] = field(default_factory=dict)
-    """Of `whole_stacks`: the parts that a checkpoint may have instead; see `with_linears`."""
+    """The parts that a checkpoint may have in place of a whole stack, by the name of the stack; see `with_linears`."""
 
     def with_linears(self, stored: Container[str]) -> CheckpointNames:
-        """These names, with the linears of each expert that llm-compressor writes where `stored` has them for a stack.
+        """Return these names, with linears of each expert for the whole stacks whose linears are among `stored`.
 
-        `stored`: the names in the checkpoint.
+        llm-compressor writes such linears. `stored`: the names in the checkpoint.
         """
-        options = ((name, parts) for name, each in self.linears.items() for parts in each if parts[0][0] in stored)
-        found = dict(options)
-        whole = [name for name in self.whole_stacks if name not in found]
-        return replace(self, stacks=self.stacks | found, whole_stacks=whole)
+        variants = ((name, parts) for name, variants in self.linears.items() for parts in variants)
+        stored_stacks = {name: parts for name, parts in variants if parts[0][0] in stored}
+        whole_stacks = [name for name in self.whole_stacks if name not in stored_stacks]
+        return replace(self, stacks=self.stacks | stored_stacks, whole_stacks=whole_stacks)
 
-    def renamed(self, name: str) -> str:
-        """The name of a tensor that is no stack, or of a module with a dot at its end."""
-        return self.conversions.renamed(name)
+    def stored_name(self, name: str) -> str:
+        """Return the stored name of a tensor that is not a stack, or of a module, whose `name` ends with a dot."""
+        return self.conversions.stored_name(name)
 
     def parts(self, name: str) -> list[Parts]:
-        """The names of the parts of each matrix of a stack; another tensor is one part."""
+        """Return the stored names of the parts of each matrix of a stack; any other tensor is one part."""
         stack = self.stacks.get(name)
-        return [(self.renamed(name),)] if stack is None else stack
+        return [(self.stored_name(name),)] if stack is None else stack
 
-    def of(self, name: str) -> list[str]:
-        """The names of a tensor of the model: one, or one for each matrix of a stack."""
+    def stored_names(self, name: str) -> list[str]:
+        """Return the stored name of a tensor, or the names of all parts of a stack."""
         return [part for parts in self.parts(name) for part in parts]
 
     def modules(self, name: str) -> list[str]:
-        """The modules that a tensor, or each matrix of a stack, belongs to, by both names.
+        """Return the modules of a tensor, or of each matrix of a stack, by their names in model and checkpoint.
 
         vLLM and SGLang match `ignore` and `targets` of a config.json with the checkpoint's names, transformers with
         the model's.
         """
         own = [] if name in self.stacks else [name]
-        return list(dict.fromkeys(each.rpartition(".")[0] for each in (*own, *self.of(name))))
+        return list(dict.fromkeys(tensor.rpartition(".")[0] for tensor in (*own, *self.stored_names(name))))
 
     def matrices(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """A tensor of the model by its names in the checkpoint, as views: of a stack, a matrix [N, K] for each."""
+        """Return a tensor of the model by its stored name; for a stack, views [N, K] by the names of its parts."""
         if name not in self.stacks:
-            return {self.renamed(name): tensor}
+            return {self.stored_name(name): tensor}
         experts = tensor.mT if name in self.transposed else tensor
         return {
             part: rows
@@ -101,38 +100,43 @@ class CheckpointNames:
         }
 
     def stacked(self, name: str, shape: Sequence[int], dtype: torch.dtype, read: Callable[[str], Tensor]) -> Tensor:
-        """A stack of the model, made of what `read` gives for its names in the checkpoint."""
+        """Return a stack of the model; `read` returns the matrix with a stored name."""
         stack = torch.empty(tuple(shape), dtype=dtype)
         for part, matrix in self.matrices(name, stack).items():
             matrix.copy_(read(part))
         return stack
 
     def in_model(self, model_names: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
-        """The name in the model of each stored tensor, which may have either name; its own for an unknown one."""
+        """Return the name in the model of each stored tensor, or its own name if it is unknown.
+
+        `stored` may have names of the model or of the checkpoint.
+        """
         known = set(model_names)
-        owners = {each: name for name in known for each in self.of(name)}
-        parts = {each: part for part, each in self.stored_parts(stored).items()}
-        named = {each: each if each in known else owners.get(parts.get(each, each)) for each in stored}
+        owners = {part: name for name in known for part in self.stored_names(name)}
+        parts = {stored_name: part for part, stored_name in self.stored_parts(stored).items()}
+        named = {name: name if name in known else owners.get(parts.get(name, name)) for name in stored}
         free = known.difference(named.values())
-        return {each: name or self.conversions.other_name(each, free) for each, name in named.items()}
+        return {name: in_model or self.conversions.other_name(name, free) for name, in_model in named.items()}
 
     def stored_parts(self, stored: Iterable[str]) -> dict[str, str]:
-        """The stored name of each matrix of the stacks: its own, or that in a larger model or in one of its parts."""
+        """Return the stored name of each part of the stacks, which may have the name of a larger or a smaller model."""
         parts = {part for stack in self.stacks.values() for parts in stack for part in parts}
-        found = {each: each for each in stored if each in parts}
-        for each in stored:
-            if each not in found and (part := next((name for name in other_names(each) if name in parts), None)):
-                found.setdefault(part, each)
-        return found
+        stored_names = {name: name for name in stored if name in parts}
+        for name in stored:
+            if name in stored_names:
+                continue
+            if part := next((other for other in other_names(name) if other in parts), None):
+                stored_names.setdefault(part, name)
+        return stored_names
 
 
 def checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> CheckpointNames:
-    """The names of `model`'s tensors in a checkpoint.
+    """Return the names of `model`'s tensors in a checkpoint.
 
-    `has_linears`: whether the checkpoint may be one of compressed-tensors, in which Llama 4's experts are linears.
+    `has_linears`: whether the format may be compressed-tensors, where Llama 4's experts are linears.
     """
     model = getattr(model, "_orig_mod", model)
-    experts = {plain_name(name): each for name, each in model.named_modules() if is_experts(each)}
+    experts = {plain_name(name): module for name, module in model.named_modules() if is_experts(module)}
     conversions = _Conversions(model)
     stacks: dict[str, list[Parts]] = {}
     linears: dict[str, list[list[Parts]]] = {}
@@ -140,55 +144,60 @@ def checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> Checkpoin
     for prefix, module in experts.items():
         for leaf, weight in weights_of(module).items():
             name = f"{prefix}{'.' if prefix else ''}{leaf}"
-            parts = conversions.parts(name, weight.shape[0]) if conversions.is_known else _default(prefix, leaf, module)
-            if parts is None and has_linears and _class_before(module) == "Llama4TextExperts":
-                parts = [tuple(map(conversions.renamed, each)) for each in _matrices(prefix, leaf, weight.shape[0])]
+            parts = (
+                conversions.parts(name, weight.shape[0])
+                if conversions.is_known
+                else _default_parts(prefix, leaf, module)
+            )
+            if parts is None and has_linears and _original_class_name(module) == "Llama4TextExperts":
+                parts = [
+                    tuple(map(conversions.stored_name, names)) for names in _matrices(prefix, leaf, weight.shape[0])
+                ]
                 transposed.add(name)
             if parts is None:
                 whole_stacks.append(name)
-                linears[name] = _linears(prefix, leaf, module, conversions)
+                linears[name] = _linear_variants(prefix, leaf, module, conversions)
             else:
                 stacks[name] = parts
     return CheckpointNames(stacks, transposed, whole_stacks, conversions, linears)
 
 
-def _class_before(experts: nn.Module) -> str:
-    """The name of the class that they had before a conversion."""
+def _original_class_name(experts: nn.Module) -> str:
     return str(getattr(experts, "_converted_from", type(experts)).__name__)
 
 
-def _default(prefix: str, leaf: str, module: nn.Module) -> list[Parts] | None:
+def _default_parts(prefix: str, leaf: str, module: nn.Module) -> list[Parts] | None:
     is_plain = getattr(module, "is_concatenated", True) and not getattr(module, "has_bias", False)
     if is_transposed(module) or not is_plain:
         return None
     return _matrices(prefix, leaf, getattr(module, leaf).shape[0])
 
 
-def _linears(prefix: str, leaf: str, module: nn.Module, conversions: _Conversions) -> list[list[Parts]]:
-    """The parts of a whole stack in a checkpoint that has linears: gate and up by themselves, or one linear an expert.
+def _linear_variants(prefix: str, leaf: str, module: nn.Module, conversions: _Conversions) -> list[list[Parts]]:
+    """Return the variants of a whole stack as linears: gate and up each, or one linear for each expert.
 
     Granite's `input_linear.weight`, a stack of gate and up, becomes `input_linear.7.weight` or, in older files,
     `input_linear.experts.7.weight`.
     """
-    parts = _default(prefix, leaf, module)
+    parts = _default_parts(prefix, leaf, module)
     if parts is None:
         return []
-    base = conversions.renamed(f"{prefix}.{leaf}".lstrip(".")).removesuffix(".weight")
-    found: list[list[Parts]] = [[tuple(map(conversions.renamed, each)) for each in parts]]
+    base = conversions.stored_name(f"{prefix}.{leaf}".lstrip(".")).removesuffix(".weight")
+    variants: list[list[Parts]] = [[tuple(map(conversions.stored_name, names)) for names in parts]]
     for infix in ("", ".experts"):
-        found.append([(f"{base}{infix}.{index}.weight",) for index in range(len(parts))])
-    return found
+        variants.append([(f"{base}{infix}.{index}.weight",) for index in range(len(parts))])
+    return variants
 
 
 def _matrices(prefix: str, leaf: str, count: int) -> list[Parts]:
     dot = "." if prefix else ""
-    return [tuple(f"{prefix}{dot}{index}.{each}.weight" for each in _LEAVES[leaf]) for index in range(count)]
+    return [tuple(f"{prefix}{dot}{index}.{part}.weight" for part in _LEAVES[leaf]) for index in range(count)]
 
 
 class _Conversions:
-    """transformers' conversion mapping of a model, reversed as `save_pretrained` reverses it; none for other models.
+    """transformers' conversion mapping of a model, reversed as `save_pretrained` does; empty for other models.
 
-    A prefix that `from_pretrained` removed is added again, as `save_pretrained` adds it.
+    Like `save_pretrained`, it adds a prefix that `from_pretrained` removed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -196,31 +205,31 @@ class _Conversions:
         self.is_known = is_of_transformers(model)
         base = self._model.base_model_prefix if self.is_known else ""
         self.base_prefix = f"{base}." if base else ""
-        """The prefix of the base model, which may be loaded alone, in the names of the model."""
+        """The prefix of names in the base model, which may be loaded without its head."""
         self._converters: list[Any] = []
         self._renamings: list[Any] = []
         if self.is_known:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import PrefixChange, WeightConverter
 
-            found = [
-                each
-                for each in get_model_conversion_mapping(self._model, add_legacy=False)
-                if not isinstance(each, PrefixChange)
+            conversions = [
+                conversion
+                for conversion in get_model_conversion_mapping(self._model, add_legacy=False)
+                if not isinstance(conversion, PrefixChange)
             ]
             loaded = getattr(model, "_weight_conversions", None)
             if loaded is not None:  # from_pretrained made the model
-                found += [each for each in loaded if isinstance(each, PrefixChange)]
-            for each in reversed(found):
-                of_kind = self._converters if isinstance(each, WeightConverter) else self._renamings
-                of_kind.append(each.reverse_transform())
+                conversions += [conversion for conversion in loaded if isinstance(conversion, PrefixChange)]
+            for conversion in reversed(conversions):
+                is_converter = isinstance(conversion, WeightConverter)
+                (self._converters if is_converter else self._renamings).append(conversion.reverse_transform())
 
-    def renamed(self, name: str) -> str:
-        """The name of a tensor that is stored whole; the model's own where transformers computes it from others."""
+    def stored_name(self, name: str) -> str:
+        """Return the stored name of a whole tensor. A tensor that a converter computes keeps its name."""
         return name if self._converter(name) else self._apply_renamings(name)
 
     def other_name(self, name: str, known: set[str]) -> str:
-        """The name in the model that `from_pretrained` reads a tensor of a checkpoint into; its own for none."""
+        """Return the name among `known` into which `from_pretrained` reads the tensor `name`, else `name`."""
         candidates = [name, *other_names(name)]
         if self.is_known:
             from transformers.core_model_loading import rename_source_key
@@ -228,51 +237,50 @@ class _Conversions:
             renamings, converters = self._forwards
             prefix = self._model.base_model_prefix
             names = dict.fromkeys(known, True)
-            found = (rename_source_key(each, renamings, converters, prefix, names) for each in candidates)
-            candidates = [each for each, pattern in found if pattern is None]
-        return next((each for each in candidates if each in known), name)
+            matches = (rename_source_key(candidate, renamings, converters, prefix, names) for candidate in candidates)
+            candidates = [candidate for candidate, pattern in matches if pattern is None]
+        return next((candidate for candidate in candidates if candidate in known), name)
 
     @functools.cached_property
     def _forwards(self) -> tuple[list[Any], list[Any]]:
-        """The renamings and the converters by which `from_pretrained` reads checkpoints, old ones included."""
+        """The renamings and the converters with which `from_pretrained` reads checkpoints, legacy ones included."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
 
-        found = get_model_conversion_mapping(self._model)
-        converters = [each for each in found if isinstance(each, WeightConverter)]
-        return [each for each in found if not isinstance(each, WeightConverter)], converters
+        conversions = get_model_conversion_mapping(self._model)
+        converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+        return [conversion for conversion in conversions if not isinstance(conversion, WeightConverter)], converters
 
     def _apply_renamings(self, name: str) -> str:
-        for each in self._renamings:
-            name = each.rename_source_key(name)[0]
+        for renaming in self._renamings:
+            name = renaming.rename_source_key(name)[0]
         return name
 
     def _converter(self, name: str) -> tuple[Any, str, str] | None:
-        """The converter of a tensor, with the target and the pattern that it matches."""
-        for each in self._converters:
-            target, pattern = each.rename_source_key(name)
+        for converter in self._converters:
+            target, pattern = converter.rename_source_key(name)
             if pattern is not None:
-                return each, target, pattern
+                return converter, target, pattern
         return None
 
     def parts(self, name: str, count: int) -> list[Parts] | None:
-        """The parts of a stack's experts; None where they are no rows of [N, K] that follow each other.
+        """Return the parts of each expert of a stack; None unless each part is a contiguous range of rows [N, K].
 
-        The converter itself says what it makes of a stack: it gets one whose elements are the numbers of their rows.
+        Converts a stack whose elements are their row numbers, and reads off which rows each part has.
         """
-        found = self._converter(name)
-        if found is None:
+        match = self._converter(name)
+        if match is None:
             return None
-        converter, target, pattern = found
+        converter, target, pattern = match
         if len(converter.source_patterns) > 1:  # it needs several stacks at once, as Ernie 4.5 VL's does
             return None
         rows = torch.arange(count * _ROWS).view(count, _ROWS, 1)
         converter.add_tensor(target, name, pattern, rows)
-        made = converter.convert(target, model=self._model, config=self._model.config)
-        first_rows = {_first_row(each): self._apply_renamings(part) for part, each in made.items()}
-        if None in first_rows or len(made) % count:
+        split = converter.convert(target, model=self._model, config=self._model.config)
+        first_rows = {_first_row(part): self._apply_renamings(part_name) for part_name, part in split.items()}
+        if None in first_rows or len(split) % count:
             return None
-        height = len(made) // count
+        height = len(split) // count
         return [
             tuple(first_rows[row] for row in range(index * _ROWS, (index + 1) * _ROWS, _ROWS // height))
             for index in range(count)
@@ -280,31 +288,31 @@ class _Conversions:
 
 
 _TEXT_PARTS = ("model.language_model.", "language_model.model.", "language_model.", "text_model.")
-"""Parts of the names of a multimodal model that the names of its text model lack."""
+"""Parts of names in a multimodal model that names in its text model lack."""
 
 
 def other_names(name: str) -> list[str]:
-    """The names that a tensor of a larger model may have in a part of it, as its model of text, or the reverse."""
+    """Return the names that a tensor may have in a part of the model, such as its text model, and the reverse."""
     in_text = [name.replace(part, "", 1) for part in _TEXT_PARTS if part in name]
     without = [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
     return [*in_text, *without, *(f"{prefix}{name}" for prefix in PREFIXES)]
 
 
 _ROWS = 4
-"""How many rows an expert has in the stack that a converter is asked with: two for each of gate and up."""
+"""Rows of an expert in the probe stack of `_Conversions.parts`: two each for gate and up."""
 
 
-def _first_row(made: Tensor | list[Tensor]) -> int | None:
-    """The number of the first row, of rows in sequence; None for others."""
-    rows = made[0] if isinstance(made, list) else made
+def _first_row(part: Tensor | list[Tensor]) -> int | None:
+    """Return the number of the first row if the rows are consecutive, else None."""
+    rows = part[0] if isinstance(part, list) else part
     first = int(rows.flatten()[0])
     expected = torch.arange(first, first + rows.shape[0])
     return first if rows.dim() == 2 and rows.shape[1] == 1 and torch.equal(rows[:, 0], expected) else None
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether transformers has names for `model`; it converts checkpoints since 5.0."""
-    if not any(each.__module__.startswith("transformers.") for each in type(model).__mro__):
+    """Whether transformers, 5.0 or newer, has a conversion mapping for `model`."""
+    if not any(cls.__module__.startswith("transformers.") for cls in type(model).__mro__):
         return False
     if importlib.util.find_spec("transformers.conversion_mapping") is None:
         return False

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder, or one file: a lazy reader that trusts no index, and a writer."""
+"""A lazy reader of the safetensors files of a Hugging Face folder, which checks their index, and a writer."""
 
 import json
 import math
@@ -33,14 +33,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def json_object(name: str, text: bytes | str) -> dict[str, Any]:
-    """Return the JSON object in `text`. Raises ValueError, about `name`, if it is none."""
+    """Return the JSON object in `text`. Raises ValueError, naming `name`, for any other text."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} must be a JSON object: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} must be a JSON object, got a {type(found).__name__}")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be a JSON object, got a {type(value).__name__}")
+    return value
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -64,10 +64,10 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def config_text(config: Mapping[str, Any]) -> str:
-    """The content of a config.json. An inf or a NaN becomes an object, as transformers writes and reads it.
+    """Return the text of a config.json. An inf or a NaN becomes an object, as transformers writes and reads it.
 
     Raises:
-        ValueError: it has what no JSON holds.
+        ValueError: JSON cannot hold a value.
     """
     try:
         return json_text("config", _without_special_floats(config))
@@ -76,7 +76,7 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 
 def json_text(name: str, value: Any) -> str:
-    """`value` as indented JSON. Raises ValueError, about the argument `name`, if JSON does not hold it."""
+    """Return `value` as indented JSON. Raises ValueError, naming the argument `name`, if JSON cannot hold it."""
     try:
         return json.dumps(value, indent=2, allow_nan=False) + "\n"
     except (TypeError, RecursionError, ValueError) as error:
@@ -87,19 +87,19 @@ def _without_special_floats(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {"__float__": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
     if isinstance(value, Mapping):
-        return {key: _without_special_floats(each) for key, each in value.items()}
-    return [_without_special_floats(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _without_special_floats(item) for key, item in value.items()}
+    return [_without_special_floats(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of a Hugging Face folder, or of one file, by name; each is read when it is asked for.
+    """The tensors of a Hugging Face folder, or of one file, by name; a tensor is read on access.
 
     Attributes:
-        path: of the folder or the file.
+        path: the folder or the file.
         metadata: the strings in the header of each file.
     Raises (when made):
         FileNotFoundError: there is no safetensors file, or the index names one that is not in the folder.
-        ValueError: a file is damaged, or the index and the files differ; a file is one of several.
+        ValueError: a file is damaged, the index and the files differ, or `folder` is one of several files of a model.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -125,7 +125,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return tensor
 
     def __contains__(self, name: object) -> bool:
-        return name in self._file  # a Mapping reads the tensor
+        return name in self._file  # Mapping's method would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file)
@@ -134,16 +134,16 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._file)
 
     def shape(self, name: str) -> list[int]:
-        """The shape of a tensor, from the header of its file."""
+        """Return the shape of a tensor, from the header of its file."""
         return list(self._opened[self._file[name]].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """The dtype of a tensor as the header of its file names it: F8_E4M3, BF16, F32 and so on."""
+        """Return the dtype of a tensor as the header of its file names it: F8_E4M3, BF16, F32 and so on."""
         return str(self._opened[self._file[name]].get_slice(name).get_dtype())
 
 
 def _read_index(folder: Path) -> dict[str, Path] | None:
-    """Return the file of each tensor as the index names it; None if one file has all.
+    """Return the file of each tensor from the index, or None if one file has all tensors.
 
     Raises:
         FileNotFoundError: a file that the index names is missing, or outside of the folder.
@@ -168,7 +168,7 @@ def _read_index(folder: Path) -> dict[str, Path] | None:
 def check_names(names: Iterable[str], path: Path) -> None:
     """Raise ValueError if a name in the file or folder `path` has line breaks or control characters.
 
-    Names stand in error messages and in the names of modules; a stranger chose these.
+    Names come from an untrusted file and appear in error messages and module names.
     """
     for name in names:
         if not name.isprintable():
@@ -176,7 +176,6 @@ def check_names(names: Iterable[str], path: Path) -> None:
 
 
 def _check_index(folder: Path, index: dict[str, Path] | None, stored: dict[str, Path]) -> None:
-    """Raise ValueError if an index places tensors in other files than they are stored in."""
     if index is not None and index != stored:
         differing = sorted(name for name in {*index, *stored} if index.get(name) != stored.get(name))
         raise ValueError(f"{str(folder / INDEX)!r} and the files it names differ: {listed(differing)}")
@@ -186,37 +185,37 @@ def _single_file(folder: Path) -> Path:
     """Return the one safetensors file of a folder without an index, or the given one.
 
     Raises:
-        FileNotFoundError: there is none, or several.
-        ValueError: it is one of several, or no safetensors file.
+        FileNotFoundError: the folder has no safetensors file, or several.
+        ValueError: `folder` is a file of another kind, or one of several files of a model.
     """
     if folder.is_file():
         _check_file(folder)
         return folder
     if (folder / SINGLE).is_file():
         return folder / SINGLE
-    found = sorted(folder.glob("*.safetensors"))
-    if len(found) != 1:
-        names = ", ".join(path.name for path in found[:3] or sorted(folder.glob("*.bin"))[:3]) or "neither"
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        names = ", ".join(path.name for path in files[:3] or sorted(folder.glob("*.bin"))[:3]) or "neither"
         raise FileNotFoundError(
             f"{str(folder)!r} must have {SINGLE}, or shards and {INDEX}, got {names}; download all files of the model, "
             "or save it with save_pretrained, which writes safetensors"
         )
-    return found[0]
+    return files[0]
 
 
 def _check_file(file: Path) -> None:
-    """Raise ValueError for a file of another kind, or one that an index next to it names with others."""
+    """Raise ValueError for a file of another kind, or one that shares an index with other files."""
     if file.suffix != SUFFIX:
         raise ValueError(f"{str(file)!r} must be a folder or a {SUFFIX} file")
     for index in file.parent.glob(f"*{SUFFIX}.index.json"):
         weight_map = read_json_object(index).get("weight_map")
         files = list(weight_map.values()) if isinstance(weight_map, dict) else []
-        if file.name in files and any(each != file.name for each in files):
+        if file.name in files and any(other_file != file.name for other_file in files):
             raise ValueError(f"{str(file)!r} is one of the files of {index.name}; give their folder")
 
 
 def _open(file: Path) -> Any:
-    from safetensors import SafetensorError, safe_open  # an extra; the errors of this file are everyone's
+    from safetensors import SafetensorError, safe_open  # optional: the rest of this file works without it
 
     try:
         return safe_open(file, framework="pt")
@@ -225,9 +224,9 @@ def _open(file: Path) -> Any:
 
 
 class SafetensorsWriter:
-    """Writes tensors into files of at most `max_bytes`, or one tensor, and an index. Memory holds one file.
+    """Writes tensors into files of at most `max_bytes` (or one larger tensor), and an index. Memory holds one file.
 
-    `max_bytes=None`: into one file, whose header gets `metadata`, which may be filled until `close`.
+    With `max_bytes=None` it writes one file. The header gets `metadata`, which may be filled until `close`.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None) -> None:
@@ -239,7 +238,7 @@ class SafetensorsWriter:
         self.total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor, on any device; a file that has no room for it is written first. Raises NotWrittenError."""
+        """Add a tensor on any device. Writes the pending file if it has no room. Raises NotWrittenError."""
         if self._filled and self._filled + tensor.nbytes > self._max_bytes:
             self._flush()
         self._pending[name] = tensor.detach().cpu().contiguous()

@@ -1,4 +1,4 @@
-"""Folders that appear under their name complete or not at all: exports, imports, converted models, checkpoints."""
+"""Atomic folders: exports, imports, converted models and checkpoints appear under their name once complete."""
 
 import errno
 import os
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
-"""Errors of a write to a disk, or of a user, with no room left."""
+"""The `errno` of a write without room: a full disk, a quota, or the size limit of a file."""
 
 
 class NotWrittenError(OSError):
-    """A result could not be written, for want of space for example."""
+    """A result could not be written, for example because the disk is full."""
 
 
 def check_new(path: Path) -> None:
@@ -24,14 +24,14 @@ def check_new(path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path, *, file: str = "") -> Iterator[Path]:
-    """Yield an empty folder next to `path`; at the end of the block it is on the disk and renamed to `path`.
+    """Yield an empty folder next to `path`; the end of the block syncs it to disk and renames it to `path`.
 
-    With `file`, `path` becomes the file of this name that the block has made in the folder. An error in the block
-    leaves nothing. What a killed process left is removed by the next call.
+    With `file`, `path` becomes the file of this name that the block made in the folder. An error in the block leaves
+    nothing. The next call removes what a killed process left.
 
     Raises:
         FileExistsError: `path` exists.
-        NotWrittenError: there is no room for what the block writes.
+        NotWrittenError: the disk or the quota is full.
         OSError: the folder cannot be made or written.
     """
     check_new(path)
@@ -42,30 +42,30 @@ def new_folder(path: Path, *, file: str = "") -> Iterator[Path]:
     try:
         yield partial
         sync_all(partial)
-        check_new(path)  # rename() would replace an empty folder that was made in the meantime
+        check_new(path)  # rename() would replace an empty folder made in the meantime
         rename(partial / file, path)
     except OSError as error:
         if error.errno in NO_ROOM:
             raise NotWrittenError(f"cannot write {str(path)!r}: {error.strerror}") from error
         raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # an error of the block is more important
+        shutil.rmtree(partial, ignore_errors=True)  # must not hide an error of the block
 
 
 def rename(partial: Path, path: Path) -> None:
-    """Rename a folder or a file to `path` on the same disk, and return when the new name is on the disk."""
+    """Rename a folder or a file to `path` on the same disk, and sync the new name."""
     partial.rename(path)
     sync(path.parent)
 
 
 def sync_all(folder: Path) -> None:
-    """`sync` everything below `folder`, and itself, at once: the file system writes them together."""
+    """`sync` a folder and everything below it, concurrently: the file system writes them together."""
     with file_threads() as threads:
         list(threads.map(sync, (*folder.rglob("*"), folder)))
 
 
 def sync(path: Path) -> None:
-    """Return when the content of a file, or the names in a folder, are on the disk."""
+    """Flush the content of a file, or the names in a folder, to disk."""
     if os.name != "posix" and path.is_dir():  # Windows does not open folders
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -76,5 +76,5 @@ def sync(path: Path) -> None:
 
 
 def file_threads() -> ThreadPoolExecutor:
-    """Threads for file operations that wait for the disk."""
+    """Return a pool of threads for file operations that wait for the disk."""
     return ThreadPoolExecutor(min(8, 2 * (os.cpu_count() or 1)), "files")

@@ -1,4 +1,4 @@
-"""`load_frozen`: the codes of a float8 checkpoint become the frozen base of a model, as they are."""
+"""`load_frozen`: loads a float8 checkpoint as a model's frozen weights, without quantizing again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,38 +37,38 @@ _DEQUANTIZED = FilterDecision(
 def load_frozen(model: nn.Module, folder: Path | str, *, serving: str | None = None) -> nn.Module:
     """Load a float8 checkpoint into `model`, in place, with its codes and scales as frozen float8 weights.
 
-        with accelerate.init_empty_weights():                             # the meta device, but for buffers
+        with accelerate.init_empty_weights():                             # parameters on the meta device
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         load_frozen(model, folder)
 
-    Nothing is quantized again: the weights are the checkpoint's to the bit, and so is a forward that quantizes
-    activations as quaver's recipe does. Activations are quantized by row where the checkpoint says by token, per 128 of
-    a row where by group, and otherwise by tensor, always dynamically: a stored input_scale is not used. Where a scale
-    is 0 the weights are zeros. Tensors in high precision are loaded in the dtype of the model. So are experts whose
-    gate and up, one matrix in the model, have scales that are none of it; they are dequantized. All but an error of the
-    disk is found before the model changes. As after `freeze_to_float8`, frozen weights do not train, and
-    `conversion_report(model)` lists each layer. Scales of a float8 KV cache are kept for `save_float8`.
+    Loads the codes and scales bit-exactly. The forward quantizes activations dynamically: per row if the checkpoint
+    says per token, per 128 elements of a row if it says per group, else per tensor. A stored input_scale is not used.
+    Where a scale is 0 the weights are zeros. Tensors in high precision are loaded in the dtype of the model.
+
+    Gate and up of experts are one matrix in the model. If their scales do not fit this matrix, these experts are
+    dequantized and stay in high precision. All checks run before the model changes; only an error of the disk can come
+    later. As after `freeze_to_float8`, frozen weights do not train, and `conversion_report(model)` lists each layer.
+    Scales of a float8 KV cache are kept for `save_float8`.
 
     Args:
-        model: in high precision, on any device, or on the meta device, from where it moves to the CPU. Its names are
-            those of the checkpoint, which transformers converts for experts. Not sharded, compiled or with adapters
-            yet.
+        model: in high precision, on any device; weights on the meta device move to the CPU. Its names match the
+            checkpoint's, or transformers maps them. Call this before sharding, compiling or adding adapters.
         folder: as for `load_float8`.
-        serving: the engine by whose rule activations are quantized, a name of quaver/recipes/serving.py; None for
-            quaver's.
+        serving: an engine of quaver/recipes/serving.py whose rule quantizes activations; None for quaver's rule.
     Returns:
         `model`.
     Raises:
         OSError, ValueError, NotImplementedError: as `load_float8`.
-        ValueError: an unknown engine, one with static scales, or with other scales of weights than the checkpoint.
+        ValueError: `serving` is unknown, or an engine with static scales or another granularity of weights.
         ValueError: names or shapes of the model and of the checkpoint differ; a float8 weight belongs to no nn.Linear
             or experts, is tied, or converted to float8 already; a scale is below 0; a buffer that the checkpoint
             lacks is on the meta device.
         NotImplementedError: the checkpoint has scales of several granularities.
     """
     checkpoint = Float8Checkpoint(Path(folder), torch.float32)
-    if any(each.is_meta for each in model.parameters()) and callable(tie := getattr(model, "tie_weights", None)):
-        tie()  # transformers tied them when it made the model, and init_empty_weights made parameters of its own
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
+    if is_empty and callable(tie := getattr(model, "tie_weights", None)):
+        tie()  # init_empty_weights replaced the parameters that transformers had tied
     tensors, loaded = model.state_dict(keep_vars=True), ModelTensors(model, checkpoint)
     stored = StoredWeights(model, checkpoint, loaded, serving=serving)
     problem = next(_problems(model, tensors, checkpoint, loaded, stored.weights), None)
@@ -84,15 +85,15 @@ def load_frozen(model: nn.Module, folder: Path | str, *, serving: str | None = N
 
 
 class StoredWeights:
-    """The float8 weights of a checkpoint that a model can hold as codes and scales, as they are stored.
+    """The float8 weights of a checkpoint that a model can hold with the stored codes and scales.
 
     Attributes:
-        weights: those of linears and of experts, by name in the model: the parts of each matrix in the checkpoint.
-        frozen: those of `weights` whose scales are those of the model's matrices; the others are dequantized.
-        config: how the forward that the checkpoint describes quantizes.
+        weights: the float8 weights of linears and experts: the stored parts of each matrix, by name in the model.
+        frozen: the `weights` whose scales fit the model's matrices; the others are dequantized.
+        config: how the checkpoint says that the forward quantizes.
     Raises (when made):
-        NotImplementedError: their scales are of several granularities.
-        ValueError: as `load_frozen` of `serving`.
+        NotImplementedError: the scales have several granularities.
+        ValueError: as `load_frozen` for `serving`.
     """
 
     def __init__(
@@ -103,21 +104,21 @@ class StoredWeights:
         left_out: Mapping[str, FilterDecision] | None = None,
         serving: str | None = None,
     ) -> None:
-        """`left_out`: the modules whose weights are dequantized, with the reason. `serving`: as for `load_frozen`."""
+        """`left_out`: the reason by module whose weights are dequantized. `serving`: as for `load_frozen`."""
         self._checkpoint, self._loaded, self._left_out = checkpoint, loaded, left_out or {}
-        found = _float8_weights(model, checkpoint, loaded)
-        self.weights = {name: stack for name, stack in found.items() if _owner(name) not in self._left_out}
+        float8 = _float8_weights(model, checkpoint, loaded)
+        self.weights = {name: stack for name, stack in float8.items() if _owner(name) not in self._left_out}
         names = [part for stack in self.weights.values() for parts in stack for part in parts]
         self._granularity = _granularity(checkpoint, names)
         config = _config(checkpoint, self._granularity, names)
-        self.config = config if serving is None else _served(config, serving)
+        self.config = config if serving is None else _with_casts_of(config, serving)
         self._dequantized = {
             _owner(name) for name, stack in self.weights.items() if not _has_scales_of_stack(checkpoint, stack)
         }
         self.frozen = {name: stack for name, stack in self.weights.items() if _owner(name) not in self._dequantized}
 
     def convert(self, model: nn.Module, *, include_subclasses: bool = False) -> None:
-        """Convert the modules of the frozen weights, which may be on the meta device."""
+        """Convert the modules of the frozen weights. They may be on the meta device."""
         frozen = set(map(_owner, self.frozen))
 
         def decide(_: nn.Module, name: str) -> FilterDecision:
@@ -130,16 +131,19 @@ class StoredWeights:
         )
 
     def store(self, model: nn.Module, name: str, dtype: torch.dtype, device: torch.device) -> None:
-        """Give the converted module the codes and scales of its weight `name`, on `device`, which presents `dtype`."""
+        """Store the codes and scales of the weight `name` in its converted module, on `device`.
+
+        `dtype`: the high-precision dtype that the weight presents.
+        """
         module, leaf = model.get_submodule(_owner(name)), name.rpartition(".")[2]
         transposed = name in self._loaded.transposed
         shape = getattr(module, leaf).shape
         stack, granularity = self.frozen[name], self._granularity
         if len(shape) == 3 and name not in self._loaded.stacks:
             is_swapped = name in self._loaded.swapped
-            codes, scale = _of_whole_stack(self._checkpoint, stack[0][0], module, is_swapped, granularity, device)
+            codes, scale = _read_whole_stack(self._checkpoint, stack[0][0], module, is_swapped, granularity, device)
         else:
-            codes, scale = _codes_and_scale(self._checkpoint, stack, shape, transposed, granularity, device)
+            codes, scale = _read_parts(self._checkpoint, stack, shape, transposed, granularity, device)
         store_float8_weight(module, codes, scale, config=self.config, dtype=dtype, name=leaf)
 
 
@@ -148,21 +152,21 @@ def _owner(name: str) -> str:
 
 
 def _float8_weights(model: nn.Module, checkpoint: Float8Checkpoint, loaded: ModelTensors) -> dict[str, list[Parts]]:
-    """The weights of linears and the stacks of experts that the checkpoint has in float8, a tied one once."""
+    """Return the weights of linears and experts that the checkpoint has in float8; of tied names the stored one."""
     float8, modules = set(checkpoint.float8_names), dict(model.named_modules())
-    found = {}
+    weights = {}
     for name, stack in loaded.parts.items():
         if not float8.issuperset(itertools.chain(*stack)) or name in loaded.tied:
             continue
         module = modules.get(_owner(name))
         is_linear = name.endswith(".weight") and isinstance(module, nn.Linear)
         if name in loaded.stacks or is_linear or _is_whole_stack(module, name, checkpoint, loaded):
-            found[name] = stack
-    return found
+            weights[name] = stack
+    return weights
 
 
 def _is_whole_stack(module: nn.Module | None, name: str, checkpoint: Float8Checkpoint, loaded: ModelTensors) -> bool:
-    """Whether a tensor is a stack of experts with scales that frozen stacks have: of a row, they are of an output."""
+    """Whether a tensor is a stack of experts whose scales a frozen stack can hold: scales of rows are of outputs."""
     if module is None or not is_experts(module) or name.rpartition(".")[2] not in weights_of(module):
         return False
     kinds = {scale.kind for scale in checkpoint.scales(loaded.parts[name][0][0])}
@@ -170,10 +174,10 @@ def _is_whole_stack(module: nn.Module | None, name: str, checkpoint: Float8Check
 
 
 def _has_scales_of_stack(checkpoint: Float8Checkpoint, stack: list[Parts]) -> bool:
-    """Whether the scales of the matrices of each expert, one above the other, are those of one matrix."""
+    """Whether the parts of each expert, concatenated along rows, have the scales of one matrix."""
     for parts in stack if len(stack[0]) > 1 else []:
         scales = [checkpoint.scale(part) for part in parts]
-        if scales[0].kind == "tensor" and any(each.values != scales[0].values for each in scales):
+        if scales[0].kind == "tensor" and any(scale.values != scales[0].values for scale in scales):
             return False
         rows, *_ = checkpoint.shape(parts[0])
         if scales[0].block_size is not None and rows % scales[0].block_size[0]:
@@ -181,7 +185,7 @@ def _has_scales_of_stack(checkpoint: Float8Checkpoint, stack: list[Parts]) -> bo
     return True
 
 
-def _codes_and_scale(
+def _read_parts(
     checkpoint: Float8Checkpoint,
     stack: list[Parts],
     shape: torch.Size,
@@ -189,44 +193,44 @@ def _codes_and_scale(
     granularity: str,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """The codes and the scale of a weight of `shape` [N, K], or of a stack, in memory of their own."""
+    """Read the codes and the scale of a weight of `shape` [N, K], or of a stack, into new memory."""
     codes, scales = torch.empty(shape, dtype=E4M3.dtype, device=device), []
     for index, parts in enumerate(stack):
-        made = [_live(checkpoint.codes(part), checkpoint.scale(part)) for part in parts]
+        pairs = [_without_zero_scales(checkpoint.codes(part), checkpoint.scale(part)) for part in parts]
         matrix = codes if codes.dim() == 2 else codes[index].t() if transposed else codes[index]
-        for rows, (part, _) in zip(matrix.chunk(len(parts)), made, strict=True):
+        for rows, (part, _) in zip(matrix.chunk(len(parts)), pairs, strict=True):
             rows.copy_(part)
-        of_parts = [_expanded(scale, part.shape, granularity) for part, scale in made]
-        scale = torch.cat(of_parts) if of_parts[0].dim() else of_parts[0]
+        expanded = [_expand_scale(scale, part.shape, granularity) for part, scale in pairs]
+        scale = torch.cat(expanded) if expanded[0].dim() else expanded[0]
         scales.append(scale.t() if transposed and scale.dim() else scale)
-    scale = torch.stack(scales) if codes.dim() == 3 else scales[0].clone()  # not the file
+    scale = torch.stack(scales) if codes.dim() == 3 else scales[0].clone()  # the scale may be a view of the file
     return codes, scale.to(device)
 
 
-def _of_whole_stack(
+def _read_whole_stack(
     checkpoint: Float8Checkpoint, part: str, experts: nn.Module, swapped: bool, granularity: str, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The codes and the scales of a stack that is one tensor; `swapped`: its matrices are transposed in the model."""
+    """Read the codes and scales of a stack that is one tensor. `swapped`: the model holds its matrices transposed."""
     stored, scales = checkpoint.codes(part), checkpoint.scales(part)
     codes = torch.empty((stored.mT if swapped else stored).shape, dtype=E4M3.dtype, device=device)
-    has_inputs_first, made = is_transposed(experts), []
-    for to, matrix, scale in zip(codes, stored, scales * (len(stored) // len(scales)), strict=True):
-        live, scale = _live(matrix, scale)
-        to.copy_(live.t() if swapped else live)
-        rows, columns = reversed(to.shape) if has_inputs_first else to.shape
+    has_inputs_first, values_of_matrices = is_transposed(experts), []
+    for matrix_codes, matrix, scale in zip(codes, stored, scales * (len(stored) // len(scales)), strict=True):
+        live, scale = _without_zero_scales(matrix, scale)
+        matrix_codes.copy_(live.t() if swapped else live)
+        rows, columns = reversed(matrix_codes.shape) if has_inputs_first else matrix_codes.shape
         if swapped != has_inputs_first and scale.values.dim():
             scale = scale._replace(values=scale.values.t())
-        values = _expanded(scale, torch.Size((rows, columns)), granularity)
-        made.append(values.t() if has_inputs_first and values.dim() else values)
-    return codes, torch.stack(made).contiguous().to(device)
+        values = _expand_scale(scale, torch.Size((rows, columns)), granularity)
+        values_of_matrices.append(values.t() if has_inputs_first and values.dim() else values)
+    return codes, torch.stack(values_of_matrices).contiguous().to(device)
 
 
-def _live(codes: Tensor, scale: StoredScale) -> tuple[Tensor, StoredScale]:
-    """Codes of 0 with a scale of 1 where the scale is 0, as some writers store rows and blocks of zeros."""
+def _without_zero_scales(codes: Tensor, scale: StoredScale) -> tuple[Tensor, StoredScale]:
+    """Replace scales of 0, with which some writers store rows and blocks of zeros, by 1, and their codes by 0."""
     dead = scale.values == 0
     if not dead.any():
         return codes, scale
-    is_zero = scale.dequantized(torch.ones_like(codes), torch.float32) == 0
+    is_zero = scale.dequantize(torch.ones_like(codes), torch.float32) == 0
     zeroed = codes.view(torch.uint8).masked_fill(is_zero, 0).view(codes.dtype)
     return zeroed, scale._replace(values=scale.values.masked_fill(dead, 1.0))
 
@@ -236,41 +240,40 @@ _GRANULARITIES = {
     "channel": ROWWISE,
     **{f"block {rows} x {columns}": ScaleLayout(rows, columns) for rows, columns in BLOCK_SIZES if rows == columns},
 }
-"""The granularities of frozen weights, with the layout of scales that are not one number."""
+"""The layout of the scales of frozen weights by their kind. A single number counts as row-wise."""
 
 
 def _granularity(checkpoint: Float8Checkpoint, names: list[str]) -> str:
-    """The granularity of the scales of the weights `names`; one number for a whole weight fits any granularity.
+    """Return the granularity of the scales of the weights `names`. A scale per tensor fits any granularity.
 
     Raises:
-        NotImplementedError: there are several, or none that a frozen weight can have.
+        NotImplementedError: the granularities differ, or a frozen weight cannot have them.
     """
     kinds = {scale.kind for name in names for scale in checkpoint.scales(name)} or {"tensor"}
     kinds = kinds - {"tensor"} or kinds
-    others = [name for name in names if checkpoint.dtype_of_codes(name) != "F8_E4M3"]
-    if len(kinds) > 1 or not kinds <= _GRANULARITIES.keys() or others:
-        found = ", ".join(sorted(kinds)) + (f"; {listed(others)} in F8_E5M2" if others else "")
+    e5m2 = [name for name in names if checkpoint.dtype_of_codes(name) != "F8_E4M3"]
+    if len(kinds) > 1 or not kinds <= _GRANULARITIES.keys() or e5m2:
+        got = ", ".join(sorted(kinds)) + (f"; {listed(e5m2)} in F8_E5M2" if e5m2 else "")
         raise NotImplementedError(
-            f"frozen weights are F8_E4M3 with scales of one granularity of {', '.join(_GRANULARITIES)}, got {found}; "
+            f"frozen weights are F8_E4M3 with scales of one granularity of {', '.join(_GRANULARITIES)}, got {got}; "
             "use load_float8, which dequantizes them, and freeze_to_float8"
         )
     return next(iter(kinds))
 
 
-def _expanded(scale: StoredScale, shape: torch.Size, granularity: str) -> Tensor:
-    """The values of a scale in a granularity; those of one number are repeated."""
+def _expand_scale(scale: StoredScale, shape: torch.Size, granularity: str) -> Tensor:
     if scale.kind == granularity or scale.kind != "tensor":
         return scale.values
     return scale.values.expand(_GRANULARITIES[granularity].scale_shape(shape[0], shape[1]))
 
 
 def _config(checkpoint: Float8Checkpoint, granularity: str, names: list[str]) -> Float8LinearConfig:
-    """How the forward that the checkpoint describes quantizes; gradients as in the recipe with the weights `names`.
+    """Return the config of the forward that the checkpoint describes; gradients are as in the matching recipe.
 
-    What the file has beyond the model, as layers that predict further tokens, may be of another kind.
+    Only the weights `names` count: tensors outside the model, such as layers that predict further tokens, may differ.
     """
     scales = (scale.values for name in names for scale in checkpoint.scales(name))
-    power_of_2 = all(bool((torch.frexp(each)[0].eq(0.5) | each.eq(0)).all()) for each in scales)
+    power_of_2 = all(bool((torch.frexp(values)[0].eq(0.5) | values.eq(0)).all()) for values in scales)
     layout = _GRANULARITIES[granularity]
     if layout == SQUARE_BLOCKS:
         return blockwise_config(power_of_2=power_of_2)
@@ -280,13 +283,13 @@ def _config(checkpoint: Float8Checkpoint, granularity: str, names: list[str]) ->
     if granularity == "tensor" and not checkpoint.format.has_rows(names):
         return Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.TENSORWISE)
     rowwise = Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.ROWWISE)
-    of_weight = ScalingGranularity.ROWWISE if granularity == "channel" else ScalingGranularity.TENSORWISE
-    weight = CastConfig(scaling_granularity=of_weight, target_dtype=E4M3.dtype)
+    weight_granularity = ScalingGranularity.ROWWISE if granularity == "channel" else ScalingGranularity.TENSORWISE
+    weight = CastConfig(scaling_granularity=weight_granularity, target_dtype=E4M3.dtype)
     return replace(rowwise, cast_config_weight=weight, round_scales_to_power_of_2=power_of_2)
 
 
-def _served(config: Float8LinearConfig, serving: str) -> Float8LinearConfig:
-    """The config with the casts of an engine, and for the backward the codes that are stored."""
+def _with_casts_of(config: Float8LinearConfig, serving: str) -> Float8LinearConfig:
+    """Return the config with the casts of an engine; the backward reads the stored codes."""
     served, weight = serving_named(serving), config.casts.weight.row
     if served.input.is_persistent or served.weight.granularity != weight.granularity:
         raise ValueError(
@@ -297,7 +300,6 @@ def _served(config: Float8LinearConfig, serving: str) -> Float8LinearConfig:
 
 
 def _with_float32_scales(config: Float8LinearConfig) -> Float8LinearConfig:
-    """A config of MXFP8 with scales that E8M0 does not hold."""
     names = [f"cast_config_{operand}" for operand in ("input", "weight", "grad_output")]
     casts = {name: replace(getattr(config, name), scale_calculation_mode=None) for name in names}
     return replace(config, round_scales_to_power_of_2=False, **casts)
@@ -310,14 +312,13 @@ def _problems(
     loaded: ModelTensors,
     weights: Mapping[str, list[Parts]],
 ) -> Iterator[str]:
-    """Why the checkpoint cannot be loaded, the first reason first; the codes are read last."""
     modules, owners = dict(model.named_modules()), owners_of_parameters(model)
     unknown = [name for name in loaded if name not in tensors]
     filled = {id(tensors[name]) for name in loaded if name in tensors}
     missing = [name for name, tensor in tensors.items() if id(tensor) not in filled]
     if unknown or missing:
         lists = (("the model lacks", unknown), ("the checkpoint lacks", missing))
-        differences = [f"{what} {listed(names)}" for what, names in lists if names]
+        differences = [f"{prefix} {listed(names)}" for prefix, names in lists if names]
         yield f"names differ: {', '.join(differences)}"
     for name in loaded:
         if loaded.shape(name) != list(tensors[name].shape):
@@ -342,13 +343,13 @@ def _problems(
             if not all((scale.values >= 0).all() for scale in checkpoint.scales(stored)):
                 yield f"the scale of {stored} must not be below 0"
             checkpoint.codes(stored)
-    others = {part for stack in loaded.parts.values() for parts in stack for part in parts} - frozen
-    for stored in others.intersection(checkpoint.float8_names):
-        checkpoint.codes(stored)  # of an embedding, say; it raises ValueError for a NaN
+    dequantized = {part for stack in loaded.parts.values() for parts in stack for part in parts} - frozen
+    for stored in dequantized.intersection(checkpoint.float8_names):
+        checkpoint.codes(stored)  # raises ValueError for a NaN, for example in an embedding
 
 
 def obstacle_to_frozen(module: nn.Module, include_subclasses: bool = False) -> str:
-    """Why a linear, or experts, cannot be converted for codes of a checkpoint; "" where it can."""
+    """Return why a linear, or experts, cannot hold codes of a checkpoint, or ""."""
     if isinstance(module, nn.Linear):
         return obstacle_of(module, include_subclasses)
     return obstacle_of_experts(module, Float8LinearConfig())
@@ -356,15 +357,15 @@ def obstacle_to_frozen(module: nn.Module, include_subclasses: bool = False) -> s
 
 @torch.no_grad()
 def _load_others(model: nn.Module, tensors: dict[str, Tensor], loaded: Mapping[str, Tensor], names: list[str]) -> None:
-    """Copy into parameters and buffers; those on the meta device are replaced, tied ones everywhere."""
-    made: dict[int, Tensor] = {}
+    """Copy into parameters and buffers. Replaces those on the meta device, also where they are tied."""
+    replaced: dict[int, Any] = {}
     for name in names:
         old, tensor = tensors[name], loaded[name]
         if not old.is_meta:
             old.copy_(tensor)
             continue
         new = tensor.to(old.dtype, copy=True)
-        made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        replaced[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
     for module in model.modules():
-        for own in (module._parameters, module._buffers):
-            own.update({leaf: made[id(old)] for leaf, old in own.items() if id(old) in made})  # type: ignore[misc]
+        for held in (module._parameters, module._buffers):
+            held.update({leaf: replaced[id(old)] for leaf, old in held.items() if id(old) in replaced})

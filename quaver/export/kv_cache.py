@@ -1,11 +1,11 @@
-"""Scales of a float8 KV cache: measured on batches, kept from a checkpoint, and written beside the weights.
+"""Scales of a float8 KV cache: measured on batches or taken from a checkpoint, and written beside the weights.
 
     <attention>.k_scale, .v_scale    float32 [1]; cached key = code * k_scale, so k_scale = amax / 448 (e4m3)
 
-These are the names and the meaning of compressed-tensors 0.20, whose reader quantizes what an attention gives to
-transformers' cache, and of vLLM's BaseKVCacheMethod (its main branch, 2026) with `kv_cache_dtype="fp8"`, which
-`kv_cache_scheme` of compressed-tensors turns on. vLLM takes k_scale for queries, too, where a file has no q_scale.
-The scales are no tensors of the state dict: a training that changes keys and values makes them stale.
+compressed-tensors 0.20 and vLLM's BaseKVCacheMethod (main branch, 2026) define these names and this meaning. The reader
+of compressed-tensors quantizes the keys and values that an attention passes to transformers' cache. In vLLM,
+`kv_cache_scheme` of compressed-tensors turns on `kv_cache_dtype="fp8"`. Without a q_scale vLLM scales queries by
+k_scale. The scales are not in the state dict: training that changes keys and values makes them stale.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ _STORED = {
     "k_scale": ("k_scale",),
     "v_scale": ("v_scale",),
 }
-"""The leaf names of files that vLLM reads as scales of its cache. q_proj.k_scale and the like are none."""
+"""The last names of tensors that vLLM reads as scales of its cache. `q_proj.k_scale` and the like are ignored."""
 
 
 @contextmanager
 def calibrate_kv_cache(model: nn.Module) -> Iterator[None]:
-    """Measure the scales of a float8 KV cache on the batches that run inside the block; `save_float8` writes them.
+    """Measure the scales of a float8 KV cache on the batches that run in the block; `save_float8` writes them.
 
         with calibrate_kv_cache(model.eval()), torch.no_grad():
             for batch in batches:
                 model(**batch)
         save_float8(model, "served")
 
-    What is measured is what each attention gives to the cache: keys after the rotary embedding, and values, before
-    heads of a group are repeated. A scale is the largest amax of all batches and ranks, divided by 448. Padding counts.
+    Measures the tensors that each attention passes to the cache: keys after the rotary embedding, and values, before
+    the heads of a group are repeated. A scale is the amax over all batches and ranks, divided by 448. Padding counts.
 
     Args:
         model: a decoder of transformers; every rank of a process group runs the block, sharded or not.
     Raises:
         ValueError: no attention of the model takes a cache.
         NotImplementedError: an encoder-decoder, or latent attention, whose cache in servers holds the latent.
-        RuntimeError: at the exit, if no batch reached an attention, or keys or values were all 0 or not finite. No
-            scale is then changed.
+        RuntimeError: at the exit, if no batch reached an attention, or keys or values were all 0 or not finite. The
+            scales then stay unchanged.
     """
-    attentions = {name: module for name, module in model.named_modules() if _cached_argument(module)}
+    attentions = {name: module for name, module in model.named_modules() if _cache_argument(module)}
     if not attentions:
         raise ValueError(f"{type(model).__name__}: expected a decoder of transformers, whose attention takes a cache")
     latent = [name for name, attention in attentions.items() if hasattr(attention, "kv_b_proj")]
@@ -73,32 +73,32 @@ def calibrate_kv_cache(model: nn.Module) -> Iterator[None]:
     amaxes: dict[str, list[Tensor]] = {}
     with ExitStack() as hooks:
         for name, attention in attentions.items():
-            hook = partial(_record_cached, amaxes.setdefault(name, []))
+            hook = partial(_wrap_cache, amaxes.setdefault(name, []))
             hooks.callback(attention.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield
-    scales = _measured(amaxes)
+    scales = _kv_scales(amaxes)
     for name, scale in scales.items():
         setattr(attentions[name], _ATTRIBUTE, scale)
 
 
-def _cached_argument(module: nn.Module) -> str | None:
-    """The argument of an attention for its cache, found as compressed-tensors does; None for other modules."""
+def _cache_argument(module: nn.Module) -> str | None:
+    """Return the name of an attention's argument for its cache, as compressed-tensors does; None for other modules."""
     if "attention" not in type(module).__name__.lower():
         return None
     arguments = inspect.signature(module.forward).parameters
     return next((cache for cache in _CACHES if cache in arguments), None)
 
 
-def _record_cached(
+def _wrap_cache(
     amaxes: list[Tensor], module: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Give the attention a cache that records what it gets, and does what the one of the caller does."""
-    argument = str(_cached_argument(module))
+    """A pre-hook that wraps the cache of an attention in one that records amaxes."""
+    argument = str(_cache_argument(module))
     return args, {**kwargs, argument: _RecordingCache(amaxes, kwargs.get(argument))}
 
 
 class _RecordingCache:
-    """In front of a cache of transformers, or of none."""
+    """Records the amaxes of keys and values, and forwards to the cache of transformers, if there is one."""
 
     def __init__(self, amaxes: list[Tensor], cache: Any) -> None:
         self._amaxes, self._cache = amaxes, cache
@@ -112,24 +112,24 @@ class _RecordingCache:
         return getattr(self._cache, name)
 
 
-def _measured(amaxes: dict[str, list[Tensor]]) -> dict[str, dict[str, float]]:
-    """The scales of each attention that any rank measured. Raises RuntimeError on every rank."""
+def _kv_scales(amaxes: dict[str, list[Tensor]]) -> dict[str, dict[str, float]]:
     ranks: list[dict[str, list[float]]] = [{name: amax[0].tolist() for name, amax in amaxes.items() if amax}]
     if dist.is_available() and dist.is_initialized():
         local, ranks = ranks[0], [{}] * dist.get_world_size()
         dist.all_gather_object(ranks, local)
-    names = [name for name in amaxes if any(name in each for each in ranks)]
-    largest = {name: torch.tensor([each[name] for each in ranks if name in each]).amax(0).tolist() for name in names}
-    bad = [f"{name} {each}" for name, each in largest.items() if not all(0 < amax < float("inf") for amax in each)]
+    names = [name for name in amaxes if any(name in measured for measured in ranks)]
+    amaxes_of = {name: torch.tensor([measured[name] for measured in ranks if name in measured]) for name in names}
+    largest = {name: by_rank.amax(0).tolist() for name, by_rank in amaxes_of.items()}
+    bad = [f"{name} {pair}" for name, pair in largest.items() if not all(0 < amax < float("inf") for amax in pair)]
     if bad or not largest:
-        found = f"the amaxes of keys and values are {listed(bad)}" if bad else "no batch reached an attention"
-        raise RuntimeError(f"calibration of the KV cache: {found}; no scale was changed")
-    scales = torch.tensor([[amax / E4M3.max for amax in each] for each in largest.values()], dtype=torch.float32)
-    return {name: dict(zip(LEAVES, each, strict=True)) for name, each in zip(largest, scales.tolist(), strict=True)}
+        problem = f"the amaxes of keys and values are {listed(bad)}" if bad else "no batch reached an attention"
+        raise RuntimeError(f"calibration of the KV cache: {problem}; no scale was changed")
+    scales = torch.tensor([[amax / E4M3.max for amax in pair] for pair in largest.values()], dtype=torch.float32)
+    return {name: dict(zip(LEAVES, pair, strict=True)) for name, pair in zip(largest, scales.tolist(), strict=True)}
 
 
 def kv_scales_of(model: nn.Module) -> dict[str, float]:
-    """The scales that `model` has of a calibration or a checkpoint, by name, `model.layers.0.self_attn.k_scale`."""
+    """Return the scales of `model` from a calibration or a checkpoint, by name: `model.layers.0.self_attn.k_scale`."""
     return {
         plain_name(f"{name}.{leaf}".lstrip(".")): scale
         for name, module in model.named_modules()
@@ -138,14 +138,14 @@ def kv_scales_of(model: nn.Module) -> dict[str, float]:
 
 
 def set_kv_scales(model: nn.Module, scales: Mapping[str, float]) -> None:
-    """Give `model` the scales of a checkpoint's KV cache in place of its own, for `save_float8` to write them.
+    """Replace the scales of `model`'s KV cache by a checkpoint's, for `save_float8` to write them.
 
         set_kv_scales(model, load_float8(folder).kv_scales)
 
     Args:
-        scales: by name, `model.layers.0.self_attn.k_scale`, of the model or of its checkpoints.
+        scales: by name in the model or in its checkpoints: `model.layers.0.self_attn.k_scale`.
     Raises:
-        ValueError: the model has no module of such a name; it is then unchanged.
+        ValueError: the model has no module for a scale. It is then unchanged.
     """
     modules = {plain_name(name): module for name, module in model.named_modules()}
     known = {f"{name}.{leaf}".lstrip(".") for name in modules for leaf in LEAVES}
@@ -161,17 +161,17 @@ def set_kv_scales(model: nn.Module, scales: Mapping[str, float]) -> None:
 
 
 def stored_kv_scales(names: list[str], quantized: Container[str]) -> dict[str, tuple[str, ...]]:
-    """The names in a model, one or two, of the scales of a file's KV cache, by the name in the file.
+    """Return the names in a model, one or two, of each scale of a KV cache, by its name in the file.
 
-    Other modules have such names, too: an attention has both scales, or is one of the `quantized` modules.
+    Other modules may have parameters with these names. An attention has both scales, or is `quantized`.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    stored: dict[str, tuple[str, ...]] = {}
     for name in names:
         suffix = next((leaf for leaf in _STORED if name.endswith(f".{leaf}")), None)
         owner = name.removesuffix(f".{suffix}")
         if suffix is not None and not owner.endswith("_proj"):
-            found[name] = tuple(f"{owner}.{leaf}" for leaf in _STORED[suffix])
-    in_model = set(itertools.chain(*found.values()))
-    attentions = {name: of_model[0].rpartition(".")[0] for name, of_model in found.items()}
-    both = [each for each in attentions.values() if in_model.issuperset(f"{each}.{leaf}" for leaf in LEAVES)]
-    return {name: found[name] for name, each in attentions.items() if each in quantized or each in both}
+            stored[name] = tuple(f"{owner}.{leaf}" for leaf in _STORED[suffix])
+    in_model = set(itertools.chain(*stored.values()))
+    owners = {name: names_in_model[0].rpartition(".")[0] for name, names_in_model in stored.items()}
+    both = [owner for owner in owners.values() if in_model.issuperset(f"{owner}.{leaf}" for leaf in LEAVES)]
+    return {name: stored[name] for name, owner in owners.items() if owner in quantized or owner in both}

@@ -1,9 +1,9 @@
-"""What the tensors of a float8 checkpoint are, found by their names and dtypes.
+"""Finds the weights and scales of a float8 checkpoint by the names and dtypes of its tensors.
 
     weight      `<name>.weight` in e4m3 or e5m2 [N, K], or a stack of matrices [E, N, K]; value = code * scale
     scale       the tensor next to it with one of `SCALE_NAMES`: float32, bfloat16, float16 or E8M0, also as raw bytes
 
-Scales of a KV cache have a mapping of their own (kv_cache.py); those of activations are left out.
+kv_cache.py maps the scales of a KV cache. Scales of activations are left out.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from quaver.export.kv_cache import stored_kv_scales
 from quaver.runtime.names import listed
 
 CODES = ("F8_E4M3", "F8_E5M2")
-"""Dtypes of weights, as headers of files name them."""
+"""The dtypes of float8 weights, as the headers of files name them."""
 
 SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale", "scale_inv", "qscale_weight", "scale_weight")
-"""Leaf names of the scale of a module's weight; the scales of a stack have `_STACK_SCALES` after its name."""
+"""Leaf names of the scale of a module's weight. A stack's scale has the stack's name and one of `_STACK_SCALES`."""
 
 _STACK_SCALES = ("_scale", "_scale_inv", "_weight_scale")
 
@@ -54,11 +54,11 @@ _KNOWN = (
 
 
 def stored_format(config: Mapping[str, Any]) -> StoredFormat:
-    """What a config.json says of float8 weights; a config of a part, as text_config, may say it.
+    """Return the format of float8 weights that a config.json, or a part such as its text_config, describes.
 
     Raises:
         ValueError: its quantization_config is damaged.
-        NotImplementedError: it has another format.
+        NotImplementedError: it describes a format that is not in `METHODS`.
     """
     quantization = quantization_of(config)
     if quantization is None:
@@ -74,43 +74,43 @@ def stored_format(config: Mapping[str, Any]) -> StoredFormat:
 
 
 def quantization_of(config: Mapping[str, Any]) -> Any:
-    """The quantization_config of a config.json, or of a part of it; None if there is none."""
-    parts = [each for each in config.values() if isinstance(each, dict)]
-    found = (each.get(key) for each in (config, *parts) for key in QUANTIZATION_KEYS)
-    return next((each for each in found if each is not None), None)
+    """Return the quantization_config of a config.json or of a part of it, or None."""
+    parts = [part for part in config.values() if isinstance(part, dict)]
+    quantizations = (part.get(key) for part in (config, *parts) for key in QUANTIZATION_KEYS)
+    return next((quantization for quantization in quantizations if quantization is not None), None)
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json, and its parts, without what says that the weights are quantized."""
+    """Return a config.json without the quantization_config of it and its parts."""
     return {
-        name: without_quantization(each) if isinstance(each, dict) else each
-        for name, each in config.items()
+        name: without_quantization(value) if isinstance(value, dict) else value
+        for name, value in config.items()
         if name not in QUANTIZATION_KEYS
     }
 
 
 class Tensors(NamedTuple):
-    """The tensors of a checkpoint by what they are."""
+    """The names of a checkpoint's tensors, sorted by their role."""
 
     scale_of: dict[str, str | None]
-    """The name of the scale of each float8 weight; None for one whose values are its codes."""
-    others: list[str]
-    """The names of all tensors but scales; float8 weights among them."""
-    of_cache: dict[str, tuple[str, ...]]
+    """The name of the scale of each float8 weight; None if the codes are the values."""
+    model_tensors: list[str]
+    """All tensors except scales, float8 weights included."""
+    cache_scales: dict[str, tuple[str, ...]]
     """The names in a model of the scales of keys and values in a KV cache, by the name in the file."""
     left_out: list[str]
-    """The scales of activations, and those of a cache that are none of keys or values."""
+    """The scales of activations, and scales of a KV cache for tensors other than keys and values."""
 
 
 def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
-    """Say what each tensor of a checkpoint is, from its name and its dtype.
+    """Sort the tensors of a checkpoint by their role, from their names and dtypes.
 
     Args:
-        dtypes: of the tensors, by name.
-        format: of the checkpoint, which may have float8 tensors without a scale.
+        dtypes: the dtype of each tensor, by name.
+        format: the format of the checkpoint. It may allow float8 tensors without a scale.
     Raises:
-        ValueError: a float8 weight has no scale or several, or a scale no weight.
-        NotImplementedError: weights have another dtype.
+        ValueError: a float8 weight has no scale or several, or a scale has no weight.
+        NotImplementedError: weights are quantized to another dtype.
     """
     foreign = {
         name: dtype
@@ -120,32 +120,35 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
         or (
             name.endswith(".weight")
             and dtype not in (*_HIGH_PRECISION, *CODES)
-            and any(s in dtypes for s in _scales(name))
+            and any(s in dtypes for s in _scale_names(name))
         )
     }
     if foreign:
-        found = [f"{name} ({dtype})" for name, dtype in foreign.items()]
-        raise NotImplementedError(f"weights that are no float8: {listed(found)}; {_KNOWN}")
+        names = [f"{name} ({dtype})" for name, dtype in foreign.items()]
+        raise NotImplementedError(f"weights that are no float8: {listed(names)}; {_KNOWN}")
     found_scales = {
-        name: [each for each in _scales(name) if each in dtypes] for name, dtype in dtypes.items() if dtype in CODES
+        name: [scale for scale in _scale_names(name) if scale in dtypes]
+        for name, dtype in dtypes.items()
+        if dtype in CODES
     }
     scaled = [name for name, scales in found_scales.items() if scales]
     plain = format.plain(found_scales, scaled)
     scale_of: dict[str, str | None] = {}
     for name, scales in found_scales.items():
         if len(scales) != 1 and name not in plain:
-            found = [each for each in dtypes if each.startswith(f"{name.rpartition('.')[0]}.") and each != name]
+            module = f"{name.rpartition('.')[0]}."
+            neighbours = [tensor for tensor in dtypes if tensor.startswith(module) and tensor != name]
             raise ValueError(
                 f"{name} ({dtypes[name]}) must have one scale, got {listed(scales) or 'none'}"
-                + (f", next to it {listed(found)}" if found and not scales else "")
+                + (f", next to it {listed(neighbours)}" if neighbours and not scales else "")
                 + ("" if scaled or format.is_file else "; give the file and not its folder if the codes are the values")
                 + f"; {_KNOWN}"
             )
         scale_of[name] = scales[0] if scales else None
     used = set(scale_of.values())
     unused, quantized = [name for name in dtypes if name not in used], _quantized_modules(found_scales)
-    of_cache = stored_kv_scales(unused, quantized)
-    left_out = [name for name in unused if name in of_cache or _is_left_out(name, found_scales, quantized)]
+    cache_scales = stored_kv_scales(unused, quantized)
+    left_out = [name for name in unused if name in cache_scales or _is_left_out(name, found_scales, quantized)]
     lost = [
         name
         for name in dtypes
@@ -153,32 +156,30 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
     ]
     if lost:
         raise ValueError(f"scales without a float8 weight: {listed(sorted(lost))}; {_KNOWN}")
-    others = [name for name in dtypes if name not in used.union(left_out)]
-    return Tensors(scale_of, others, of_cache, [name for name in left_out if name not in of_cache])
+    model_tensors = [name for name in dtypes if name not in used.union(left_out)]
+    return Tensors(scale_of, model_tensors, cache_scales, [name for name in left_out if name not in cache_scales])
 
 
-def _scales(name: str) -> list[str]:
-    """The names that the scale of a weight may have."""
+def _scale_names(name: str) -> list[str]:
     if not name.endswith(".weight"):
         return [f"{name}{end}" for end in _STACK_SCALES]
     return [f"{name.removesuffix('weight')}{leaf}" for leaf in SCALE_NAMES]
 
 
 def _quantized_modules(float8: Iterable[str]) -> set[str]:
-    """The modules that have a weight in float8, or have one inside."""
     modules = {weight.rpartition(".")[0] for weight in float8}
     return {parent for name in modules for parent in itertools.accumulate(name.split("."), "{}.{}".format)}
 
 
 def _is_left_out(name: str, float8: Container[str], quantized: set[str]) -> bool:
-    """Whether it is a scale that only a quantized module has. Models have parameters with such names, too:
+    """Whether a tensor is a scale of activations or of a KV cache, and no parameter with a similar name.
 
-    `altup.correct_output_scale` of Gemma 3n ends as the scale of a stack of experts, `gate_up_proj_input_scale`, does.
+    Gemma 3n has a parameter `altup.correct_output_scale`; a scale of a stack of experts is `gate_up_proj_input_scale`.
     """
     module, _, leaf = name.rpartition(".")
     if leaf in _OF_ACTIVATIONS:
         return module in quantized
     if leaf in _OF_CACHES:
         return not quantized.isdisjoint((module, module.rpartition(".")[0]))
-    stacks = (name.removesuffix(f"_{each}") for each in _OF_ACTIVATIONS if name.endswith(f"_{each}"))
+    stacks = (name.removesuffix(f"_{leaf}") for leaf in _OF_ACTIVATIONS if name.endswith(f"_{leaf}"))
     return any(stack in float8 or f"{stack}_weight" in float8 for stack in stacks)

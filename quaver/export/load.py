@@ -1,4 +1,4 @@
-"""Reads float8 checkpoints: `load_float8` dequantizes tensor by tensor, `import_float8` writes a trainable folder."""
+"""Reads float8 checkpoints: `load_float8` dequantizes tensors on access, `import_float8` writes a trainable folder."""
 
 from __future__ import annotations
 
@@ -31,43 +31,42 @@ def load_float8(
 ) -> Float8Checkpoint | ModelTensors:
     """Return the tensors of a float8 checkpoint in high precision: `model.load_state_dict(dict(load_float8(folder)))`.
 
-    Each is read and dequantized when it is asked for, so that a loop over the items holds one at a time. The value of a
+    A tensor is read and dequantized on access, so that a loop over the items holds one at a time. The value of a
     float8 weight is RN(RN32(code * scale)) in `dtype`; other floating-point tensors are converted to it.
 
-    A mixture of experts needs `model`, because checkpoints have a matrix where the model has a stack of experts:
+    A mixture of experts needs `model`, because checkpoints have matrices of single experts and the model has stacks:
 
         model.load_state_dict(dict(load_float8(folder, model=model)))
 
-    The scales of a float8 KV cache are no tensors of it: `kv_scales` has them, for `set_kv_scales`.
+    The scales of a float8 KV cache are not among the tensors; `kv_scales` has them, for `set_kv_scales`.
 
     Args:
-        folder: with config.json and safetensors, in a layout of layouts.py: of compressed-tensors, AutoFP8, DeepSeek,
-            FBGEMM, modelopt and others. A bundle of quaver's is compared with its digests first. Or one .safetensors
-            file, as ComfyUI has them, where a float8 tensor without a scale is its codes.
+        folder: a folder with config.json and safetensors files of compressed-tensors, AutoFP8, DeepSeek, FBGEMM,
+            modelopt and others (layouts.py); files of quaver's bundles are first compared with their sha256. Or one
+            .safetensors file, as for ComfyUI, where the values of a float8 tensor without a scale are its codes.
         dtype: float32, bfloat16 or float16.
-        model: whose names and stacks the tensors get, converted or not, on any device; without it the names are those
-            of the file. What the checkpoint has beyond the model stays, but for what its class ignores in transformers,
-            and for other models in a file where this one's names have a prefix of ComfyUI's.
+        model: return tensors under the names and in the stacks of this model, converted or not, on any device; None for
+            the stored names. The result has tensors outside the model, too. It leaves out tensors that the model's
+            class ignores in transformers, and other models in a file where this model has a prefix of ComfyUI.
     Raises:
         OSError: a file is missing, or the index names one outside of the folder.
-        ValueError: a file is damaged; a scale is missing, not finite or of another shape; a matrix of an expert is
-            missing or of another shape than those of the other experts.
-        NotImplementedError: the checkpoint has another layout.
+        ValueError: a file is damaged; a scale is missing, not finite or has a wrong shape; a matrix of an expert is
+            missing or has another shape than the first expert's.
+        NotImplementedError: the layout is unknown.
     """
     checkpoint = Float8Checkpoint(Path(folder), dtype)
-    _tell_of_kv_scales(checkpoint, "set_kv_scales(model, load_float8(folder).kv_scales)")
+    _warn_of_kv_scales(checkpoint, "set_kv_scales(model, load_float8(folder).kv_scales)")
     return checkpoint if model is None else ModelTensors(model, checkpoint)
 
 
 class Float8Checkpoint(Mapping[str, Tensor]):
-    """A checkpoint that `load_float8` opened: its tensors, dequantized, and the codes and scales of the float8 weights.
+    """The dequantized tensors of a checkpoint by their stored names, and the codes and scales of its float8 weights.
 
     Attributes:
-        dtype: of the tensors in high precision.
-        format: how the folder stores them.
+        dtype: the dtype of the dequantized tensors.
+        format: how the checkpoint stores float8 weights.
         float8_names: the names of the weights that are stored in float8.
-        kv_scales: the scales of a float8 KV cache, `model.layers.0.self_attn.k_scale`, under these names in the file
-            or under others that vLLM reads.
+        kv_scales: the scales of a float8 KV cache, by name in a model: `model.layers.0.self_attn.k_scale`.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
@@ -75,10 +74,10 @@ class Float8Checkpoint(Mapping[str, Tensor]):
             raise ValueError(f"dtype: expected one of {', '.join(map(str, HP_DTYPES))}, got {dtype}")
         keep_configs_true()
         self._config = {} if folder.is_file() else read_config(folder)
-        of_config = stored_format(self._config)
+        config_format = stored_format(self._config)
         self._stored, self.dtype = StoredTensors(folder), dtype
         check_bundle(folder)
-        self.format: StoredFormat = MarkedFormat(of_config, self._stored, folder.is_file())
+        self.format: StoredFormat = MarkedFormat(config_format, self._stored, folder.is_file())
         self._check()
 
     def _check(self) -> None:
@@ -86,7 +85,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         tensors = sort_tensors(
             {name: stored.dtype(name) for name in stored if name not in self.format.marks}, self.format
         )
-        self._scale_of, self._names = tensors.scale_of, dict.fromkeys(tensors.others)
+        self._scale_of, self._names = tensors.scale_of, dict.fromkeys(tensors.model_tensors)
         if not self._scale_of:
             if self.format.method is None:
                 raise ValueError("no weight is in float8: the model is in high precision already; use it as it is")
@@ -98,7 +97,7 @@ class Float8Checkpoint(Mapping[str, Tensor]):
             self.scales(name)
         self.float8_names = list(self._scale_of)
         self.kv_scales: dict[str, float] = {}
-        for name, in_model in tensors.of_cache.items():
+        for name, in_model in tensors.cache_scales.items():
             if not (stored[name].numel() == 1 and 0 < (scale := stored[name].float().item()) < math.inf):
                 raise ValueError(f"{name}: expected one scale of a KV cache, above 0 and finite, got {stored[name]}")
             self.kv_scales |= dict.fromkeys(in_model, scale)
@@ -111,12 +110,12 @@ class Float8Checkpoint(Mapping[str, Tensor]):
             )
 
     def scales(self, name: str) -> list[StoredScale]:
-        """The scale of a matrix, or of each matrix of a stack; one where it is one number of the whole stack."""
+        """Return the scales of a float8 weight: one for a matrix or a whole stack, else one for each matrix."""
         stored = self._scale_of[name]
         return self.format.scales(name, self.shape(name), torch.ones(()) if stored is None else self._stored[stored])
 
     def cut(self, name: str, shape: Sequence[int]) -> None:
-        """Read the part of `shape` of a matrix, where the file has padded a matrix of this shape."""
+        """If the file holds a matrix padded, read only `shape` of it from now on."""
         padded = self.format.padded_shape(name, shape)
         if padded is not None and padded == self._stored.shape(name):
             self._cut[name] = list(shape)
@@ -132,66 +131,66 @@ class Float8Checkpoint(Mapping[str, Tensor]):
         return self.read(name, self.dtype)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The tensor `name`, dequantized or converted to `dtype`. Raises ValueError for a NaN or an inf in float8."""
-        keep_configs_true()  # transformers may have been imported meanwhile
+        """Return a tensor, dequantized or converted to `dtype`. Raises ValueError for a NaN or an inf in float8."""
+        keep_configs_true()  # again: transformers may have been imported since
         tensor = self._read(name)
         if name in self._scale_of:
             _check_codes(name, tensor)
             scales = self.scales(name)
             if tensor.dim() == 2:
-                return scales[0].dequantized(tensor, dtype)
+                return scales[0].dequantize(tensor, dtype)
             if len(scales) == 1:
-                return scales[0].dequantized(tensor.reshape(1, -1), dtype).view(tensor.shape)
-            matrices = [each.dequantized(codes, dtype) for each, codes in zip(scales, tensor, strict=True)]
+                return scales[0].dequantize(tensor.reshape(1, -1), dtype).view(tensor.shape)
+            matrices = [scale.dequantize(codes, dtype) for scale, codes in zip(scales, tensor, strict=True)]
             return torch.stack(matrices)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     @property
     def files(self) -> list[Path]:
-        """The files that it is read from."""
+        """The files of the checkpoint."""
         return self._stored.files
 
     @property
     def scales_beside(self) -> list[str]:
-        """The names in the files that are no tensors of a model: scales of weights, of activations and so on."""
+        """The names of stored scales and marks, which are not tensors of a model."""
         return [name for name in self._stored if name not in self._names]
 
     def codes(self, name: str) -> Tensor:
-        """The float8 codes of a weight [N, K], or of a stack. Raises ValueError if one is NaN or infinite."""
+        """Return the float8 codes of a weight [N, K], or of a stack. Raises ValueError if one is NaN or infinite."""
         codes = self._read(name)
         _check_codes(name, codes)
         return codes
 
     def dtype_of_codes(self, name: str) -> str:
-        """The dtype of a float8 weight, from the header of its file."""
+        """Return the dtype of a float8 weight, as the header of its file names it."""
         return self._stored.dtype(name)
 
     def scale(self, name: str) -> StoredScale:
-        """The scale of a float8 matrix."""
+        """Return the scale of a float8 matrix."""
         return self.scales(name)[0]
 
     def write_file(self, path: Path) -> None:
-        """Write all tensors in high precision as the new file `path`, with what the header says of the model."""
+        """Write all tensors in high precision to the new file `path`. Keeps metadata that is not about float8."""
         with new_folder(path, file=SINGLE) as partial:
             writer, own = SafetensorsWriter(partial, None), (*self.format.metadata_keys, HEADER_RECORD)
-            for each in self._stored.metadata:
-                writer.metadata |= {key: text for key, text in each.items() if key not in own}
+            for metadata in self._stored.metadata:
+                writer.metadata |= {key: text for key, text in metadata.items() if key not in own}
             for name, tensor in self.items():
                 writer.add(name, tensor)
             writer.close()
 
     def has_part(self, model: nn.Module) -> bool:
-        """Whether `model` is one of the models that the checkpoint's consists of, such as its model of text."""
+        """Whether `model` is a part of the checkpoint's model, such as its text model."""
         model_type = getattr(getattr(model, "config", None), "model_type", None)
-        parts = [each.get("model_type") for each in self._config.values() if isinstance(each, dict)]
+        parts = [part.get("model_type") for part in self._config.values() if isinstance(part, dict)]
         return model_type is not None and model_type in parts and model_type != self._config.get("model_type")
 
     def shape(self, name: str) -> list[int]:
-        """The shape of a tensor, from the header of its file."""
+        """Return the shape of a tensor, from the header of its file."""
         return self._cut.get(name) or self._stored.shape(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names  # a Mapping reads the tensor
+        return name in self._names  # Mapping's method would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -201,29 +200,30 @@ class Float8Checkpoint(Mapping[str, Tensor]):
 
 
 class ModelTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint under the names of a model, whose stacks of experts are put together when asked for.
+    """The tensors of a checkpoint under the names of a model. Stacks of experts are assembled on access.
 
     Attributes:
-        parts: the names in the checkpoint of each matrix of a stack; of another tensor one.
-        stacks: the names of the stacks.
+        parts: the stored parts of each matrix of a stack, by name in the model; any other tensor is one part.
+        stacks: the stacks that the checkpoint holds as matrices.
         transposed: the stacks that hold each matrix transposed.
-        tied: the names of tied tensors that the checkpoint has under another one.
-        swapped: the stacks that the checkpoint holds as one tensor, whose matrices are transposed in the model.
+        tied: the names of tied tensors that the checkpoint stores under another of their names.
+        swapped: the stacks that the checkpoint holds as one tensor, and the model with transposed matrices.
         kv_scales: as in `Float8Checkpoint`.
     Raises (when made):
-        ValueError: the checkpoint lacks matrices of a stack of which it has others, or their shapes differ.
+        ValueError: the checkpoint lacks some matrices of a stack, or their shapes differ.
     """
 
     def __init__(self, model: nn.Module, checkpoint: Float8Checkpoint) -> None:
         self._names, self._checkpoint = checkpoint_names(model).with_linears(checkpoint), checkpoint
         self.kv_scales, self.transposed = checkpoint.kv_scales, self._names.transposed
-        tensors = {plain_name(name): each for name, each in model.state_dict().items()}
+        tensors = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
         self.parts: dict[str, list[Parts]] = {}
         stacks: dict[str, list[Parts]] = {}
         stored_parts = self._names.stored_parts(checkpoint)
         beyond, in_model = [], self._names.in_model(tensors, checkpoint)
-        prefix = next((each for each in PREFIXES if any(s == f"{each}{name}" for s, name in in_model.items())), "")
+        pairs = in_model.items()
+        prefix = next((start for start in PREFIXES if any(s == f"{start}{name}" for s, name in pairs)), "")
         for stored, name in in_model.items():
             if name in self._names.stacks and stored != name:
                 stacks[name] = [
@@ -241,7 +241,7 @@ class ModelTensors(Mapping[str, Tensor]):
             logger.warning("the model is a part of the checkpoint's, which has more: %s", listed(sorted(beyond)))
         for stack in stacks.values():
             self._check(stack)
-        self.tied, self.stacks = self._tie(model), frozenset(stacks)
+        self.tied, self.stacks = self._add_tied_names(model), frozenset(stacks)
         self.swapped = {
             name
             for name in self._names.whole_stacks
@@ -251,8 +251,8 @@ class ModelTensors(Mapping[str, Tensor]):
         }
         self.parts |= stacks
 
-    def _tie(self, model: nn.Module) -> set[str]:
-        """Give every name of a tied tensor, of which the checkpoint has one; returns the names that it lacks."""
+    def _add_tied_names(self, model: nn.Module) -> set[str]:
+        """Add the missing names of tied tensors that the checkpoint has under another name; returns the added names."""
         tied: dict[str, list[Parts]] = {}
         for names in owners_of_parameters(model).values():
             own = [plain_name(name) for name in names]
@@ -279,23 +279,23 @@ class ModelTensors(Mapping[str, Tensor]):
         return self.read(name, self._checkpoint.dtype)
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
-        """As `Float8Checkpoint.read`."""
+        """Return a tensor, or a stack, dequantized or converted to `dtype`; raises as `Float8Checkpoint.read`."""
         if name not in self.stacks:
             tensor = self._checkpoint.read(self.parts[name][0][0], dtype)
             return tensor.mT.contiguous() if name in self.swapped else tensor
-        stored = dict(zip(self._names.of(name), itertools.chain(*self.parts[name]), strict=True))
+        stored = dict(zip(self._names.stored_names(name), itertools.chain(*self.parts[name]), strict=True))
         return self._names.stacked(
             name, self.shape(name), dtype, lambda part: self._checkpoint.read(stored[part], dtype)
         )
 
     def shape(self, name: str) -> list[int]:
-        """The shape of a tensor, from the headers of the files."""
-        first, *others = self.parts[name][0]
+        """Return the shape of a tensor, from the headers of the files."""
+        first, *more_parts = self.parts[name][0]
         if name not in self.stacks:
             shape = self._checkpoint.shape(first)
             return [shape[0], *reversed(shape[1:])] if name in self.swapped else shape
         rows, columns = self._checkpoint.shape(first)
-        matrix = [rows * (1 + len(others)), columns]
+        matrix = [rows * (1 + len(more_parts)), columns]
         return [len(self.parts[name]), *(reversed(matrix) if name in self.transposed else matrix)]
 
     def __contains__(self, name: object) -> bool:
@@ -308,7 +308,7 @@ class ModelTensors(Mapping[str, Tensor]):
         return len(self.parts)
 
 
-def _tell_of_kv_scales(checkpoint: Float8Checkpoint, call: str) -> None:
+def _warn_of_kv_scales(checkpoint: Float8Checkpoint, call: str) -> None:
     if checkpoint.kv_scales:
         logger.warning(
             "%s: scales of a float8 KV cache are not loaded; %s keeps them for save_float8",
@@ -320,7 +320,7 @@ def _tell_of_kv_scales(checkpoint: Float8Checkpoint, call: str) -> None:
 def _check_codes(name: str, codes: Tensor) -> None:
     fmt = FORMATS[codes.dtype]
     magnitudes = codes.view(torch.uint8).bitwise_and(0x7F)
-    if (magnitudes >= min(each & 0x7F for each in fmt.nan_codes + fmt.infinity_codes)).any():
+    if (magnitudes >= min(code & 0x7F for code in fmt.nan_codes + fmt.infinity_codes)).any():
         raise ValueError(f"{name} has a NaN or an inf: the model that was exported has diverged")
 
 
@@ -330,12 +330,12 @@ def import_float8(
     """Write the float8 checkpoint in `folder` as the new Hugging Face folder `out` in high precision.
 
     transformers' `from_pretrained` and `quaver convert hf-to-quaver` load it for training. The tokenizer and the
-    generation config are copied. Memory holds one file of the result. A file becomes the new file `out`, with the same
-    names. Returns the number of float8 weights.
+    generation config are copied. Memory holds one file of the result. If `folder` is a file, `out` is a new file with
+    the same tensor names. Returns the number of float8 weights.
 
     Raises:
         OSError, ValueError, NotImplementedError: as `load_float8`.
-        ValueError: `folder` is a file and `out` has not the suffix .safetensors.
+        ValueError: `folder` is a file and `out` does not end in .safetensors.
         FileExistsError: `out` exists.
         NotWrittenError: the weights cannot be written.
     """
@@ -344,7 +344,7 @@ def import_float8(
     if folder.is_file() and out.suffix != SUFFIX:
         raise ValueError(f"{str(out)!r} must end in {SUFFIX}, because {str(folder)!r} is a file")
     weights = Float8Checkpoint(folder, dtype)
-    _tell_of_kv_scales(weights, f"quaver export --kv-scales {str(folder)!r}")
+    _warn_of_kv_scales(weights, f"quaver export --kv-scales {str(folder)!r}")
     if folder.is_file():
         weights.write_file(out)
         return len(weights.float8_names)

@@ -1,10 +1,9 @@
-"""`matches_serving`: whether a trained model multiplies what a serving engine will, by layer and in its logits."""
+"""`matches_serving`: compares the codes and logits of a trained model with a serving engine's."""
 
 from __future__ import annotations
 
 import importlib
 import tempfile
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -33,16 +32,16 @@ from quaver.runtime.names import listed
 
 @dataclass(frozen=True)
 class ServingMatch:
-    """What `matches_serving` found; true where all codes are equal.
+    """The result of `matches_serving`; true if all codes are equal.
 
     Attributes:
         serving: the engine.
-        weights: by float8 weight, the share of its codes and scales that the folder has as the forward multiplies them.
-        inputs: by linear, the share of the codes of its input that are those of the engine's equations.
-        engine: the largest difference of a log probability from the model whose linears are the engine's equations in
-            float64, on the codes of the folder. Equal codes leave the order of sums.
-        transformers: that from the folder, loaded by transformers with its defaults, which may leave activations in
-            high precision; None for a model that is not of transformers.
+        weights: the share of the forward's codes and scales that equal the folder's, by float8 weight.
+        inputs: the share of the codes of a linear's input that equal the engine's equations, by linear.
+        engine: the largest difference of a log probability from the model with the engine's equations as linears, in
+            float64, on the codes of the folder. With equal codes only the order of sums differs.
+        transformers: the largest difference of a log probability from the folder, loaded by transformers with its
+            defaults, which may leave activations in high precision; None for a model of another library.
     """
 
     serving: str
@@ -56,9 +55,9 @@ class ServingMatch:
 
     def __str__(self) -> str:
         lines = []
-        for what, shares in (("weights", self.weights), ("inputs", self.inputs)):
+        for operand, shares in (("weights", self.weights), ("inputs", self.inputs)):
             unequal = [f"{name} {share:.4%}" for name, share in shares.items() if share < 1]
-            lines.append(f"{what}: {len(shares) - len(unequal)} of {len(shares)} with equal codes")
+            lines.append(f"{operand}: {len(shares) - len(unequal)} of {len(shares)} with equal codes")
             lines += [f"    {listed(unequal)}"] if unequal else []
         lines.append(f"largest difference of a log probability from {self.serving}'s equations: {self.engine:.3g}")
         if self.transformers is not None:
@@ -74,79 +73,74 @@ def matches_serving(
     folder: Path | str | None = None,
     serving: str | None = None,
 ) -> ServingMatch:
-    """Compare the forward of a trained model with what an engine computes from its export.
+    """Compare the forward of a trained model with a serving engine's forward on its export.
 
-    Three sets of logits on the same inputs: of `model`; of `model` with the engine's equations for linears and the
-    codes of the folder for weights; and of the folder in transformers. Experts keep their own forward.
+    Computes three sets of logits on the same inputs: of `model`; of `model` with the engine's equations as linears and
+    the folder's codes as weights; and of the folder in transformers. Experts keep their own forward.
 
     Args:
-        model: converted to float8, whole on one device, such as by `convert_to_float8_training(model, serving=...)`; or
-            a folder for transformers, whose codes and `serving` make the forward that is compared (`load_frozen`).
-        inputs: what the model is called with: token ids, or the arguments by name.
-        folder: an export of `model` by `save_float8`; None to write one for a moment, in the format of the engine.
-        serving: the engine, a name of quaver/recipes/serving.py; None for that of the model.
+        model: converted to float8, such as by `convert_to_float8_training(model, serving=...)`, whole on one device; or
+            a folder, which `load_frozen` loads into a model of transformers with `serving`.
+        inputs: token ids, or the arguments of the model by name.
+        folder: an export of `model` by `save_float8`; None for a temporary one in the format of the engine.
+        serving: an engine of quaver/recipes/serving.py; None for the engine that the model was converted with.
     Raises:
-        ValueError: no engine is named and the model has none, an unknown engine, linears of several, or a folder that
-            lacks a weight.
+        ValueError: `serving` is unknown, or None for a model with no engine or several; the folder lacks a weight.
         NotImplementedError: the model is sharded; or as `save_float8`.
     """
     if isinstance(model, Path | str):
-        folder, model = model, _of_folder(Path(model), serving)
-    linears = {name: each for name, each in model.named_modules() if isinstance(each, Float8Linear)}
-    name = serving or _serving_of(linears)
+        folder, model = model, _load_frozen_model(Path(model), serving)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+    name = serving or _common_engine(linears)
     served = serving_named(name)
-    if any(isinstance(each, DTensor) for each in model.parameters()):
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise NotImplementedError("matches_serving: expected a whole model, got a sharded one; save and load it first")
     with ExitStack() as stack:
-        stack.enter_context(_evaluating(model))
+        stack.enter_context(_eval_mode(model))
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "served"
-            save_float8(model, folder, format=served.format, **_config_of(model))
+            save_float8(model, folder, format=served.format, config=None if is_of_transformers(model) else {})
         stored = StoredTensors(Path(folder))
         tensors = iter_float8_weights(model, format=served.format)
         weights = dict(_equal_weights(tensors, stored))
-        called: dict[str, Tensor] = {}
-        trained = _log_probabilities(_recording(model, linears, called), inputs)
-        shares = {each: _equal_inputs(linears[each], rows, served.input) for each, rows in called.items()}
-        operands = {linear_of(each): operand for each, operand in _stored_operands(tensors, stored)}
+        rows_of: dict[str, Tensor] = {}
+        trained = _log_probabilities(_recording_inputs(model, linears, rows_of), inputs)
+        shares = {linear: _equal_inputs(linears[linear], rows, served.input) for linear, rows in rows_of.items()}
+        operands = {linear_of(weight): operand for weight, operand in _stored_operands(tensors, stored)}
         engine = _log_probabilities(_with_equations(model, linears, operands, served), inputs)
         difference = None
         if is_of_transformers(model):
-            loaded = _in_transformers(Path(folder), model)
-            difference = _largest(trained, _log_probabilities(loaded, inputs))
-    return ServingMatch(name, weights, shares, _largest(trained, engine), difference)
+            loaded = _load_in_transformers(Path(folder), model)
+            difference = _largest_difference(trained, _log_probabilities(loaded, inputs))
+    return ServingMatch(name, weights, shares, _largest_difference(trained, engine), difference)
 
 
-def _serving_of(linears: Mapping[str, Float8Linear]) -> str:
-    found = {serving_of(each.config) for each in linears.values()}
-    if len(found) != 1 or None in found:
+def _common_engine(linears: Mapping[str, Float8Linear]) -> str:
+    engines = {serving_of(linear.config) for linear in linears.values()}
+    engine = engines.pop() if len(engines) == 1 else None
+    if engine is None:
         raise ValueError(
             f"serving: expected one of {', '.join(SERVING)} for a model that was not converted with one serving=, got "
             "None"
         )
-    return typing.cast(str, found.pop())
+    return engine
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = [each for each in model.modules() if each.training]
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        for each in training:
-            each.training = True
-
-
-def _config_of(model: nn.Module) -> dict[str, Any]:
-    return {} if is_of_transformers(model) else {"config": {}}
+        for module in training:
+            module.training = True
 
 
 def _equal_weights(tensors: Float8Weights, stored: StoredTensors) -> Iterator[tuple[str, float]]:
-    """The share of codes and scales that are stored as the forward has them, by weight."""
     for name, part, codes, scale in _expected(tensors):
         names = part, tensors.plan.format.name_of_scale(part)
-        missing = [each for each in names if each not in stored]
+        missing = [stored_name for stored_name in names if stored_name not in stored]
         if missing:
             raise ValueError(f"folder: expected an export of this model, got one without {listed(missing)}")
         equal = [_share(stored[names[0]], codes)] + ([] if scale is None else [_share(stored[names[1]], scale)])
@@ -154,70 +148,72 @@ def _equal_weights(tensors: Float8Weights, stored: StoredTensors) -> Iterator[tu
 
 
 def _expected(tensors: Float8Weights) -> Iterator[tuple[str, str, Tensor, Tensor | None]]:
-    """Of each matrix of a float8 weight: the weight's name, its own, its codes in the forward, and its stored scale.
+    """Yields the weight's name, the stored name, the codes in the forward and the stored scale of each float8 matrix.
 
-    None for the scale where the format has other blocks.
+    There is no scale if the blocks of the format and of the forward differ.
     """
     format = tensors.plan.format
     rows_of_block = (format.block_size or (1, 1))[0]
     for name, weight in tensors.plan.float8.items():
-        for parts, _, operand in tensors.of_forward(name):
-            held, count = format.held(operand, weight.config.casts.weight.row), len(parts)
-            if count > 1 and operand.data.shape[0] // count % rows_of_block:  # as gate and up in blocks that they share
+        for parts, _, operand in tensors.forward_operands(name):
+            held, count = format.as_stored(operand, weight.config.casts.weight.row), len(parts)
+            if count > 1 and operand.data.shape[0] // count % rows_of_block:  # gate and up share a block
                 held = None
             scale = None if held is None else present(held.dequant_scale)
             scales = scale.chunk(count) if scale is not None and scale.dim() else [scale] * count
-            for part, codes, of_part in zip(parts, operand.data.chunk(count), scales, strict=True):
-                yield name, part, codes, None if of_part is None else format.stored_scale(of_part)
+            for part, codes, part_scale in zip(parts, operand.data.chunk(count), scales, strict=True):
+                yield name, part, codes, None if part_scale is None else format.stored_scale(part_scale)
 
 
 def _share(actual: Tensor, expected: Tensor) -> float:
-    """The share of elements with the same bits."""
+    """Return the share of elements with equal bits; 0 if shapes or dtypes differ."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return 0.0
     if not expected.numel():
         return 1.0
-    a, b = (each.cpu().contiguous().view(-1).view(torch.uint8).view(each.numel(), -1) for each in (actual, expected))
+    a, b = (x.cpu().contiguous().view(-1).view(torch.uint8).view(x.numel(), -1) for x in (actual, expected))
     return (a == b).all(1).double().mean().item()
 
 
 def _stored_operands(tensors: Float8Weights, stored: StoredTensors) -> Iterator[tuple[str, Operand]]:
-    """The weights of linears as the folder has them, by their names in the model."""
+    """Yields the stored operand of each linear's weight, by its name in the model."""
     format = tensors.plan.format
     for name, weight in tensors.plan.float8.items():
         if isinstance(weight.module, Float8Linear):
-            part, device = tensors.plan.checkpoint.of(name)[0], weight.parameter.device
+            part, device = tensors.plan.checkpoint.stored_names(name)[0], weight.parameter.device
             codes, scale = stored[part].to(device), stored[format.name_of_scale(part)].to(device)
             scale = scale.view(torch.float8_e8m0fnu).float() if scale.dtype is torch.uint8 else scale
             yield name, Operand(codes, scale.squeeze() if scale.numel() == 1 else scale)
 
 
-def _recording(model: nn.Module, linears: Mapping[str, Float8Linear], called: dict[str, Tensor]) -> Callable[..., Any]:
-    """`model`, which keeps the first input of each linear."""
+def _recording_inputs(
+    model: nn.Module, linears: Mapping[str, Float8Linear], rows_of: dict[str, Tensor]
+) -> Callable[..., Any]:
+    """Return a function that calls `model` and stores the rows of each linear's first input in `rows_of`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             for name, linear in linears.items():
-                keep = partial(_keep, called, name)
-                stack.callback(linear.register_forward_pre_hook(keep).remove)
+                record = partial(_record_input, rows_of, name)
+                stack.callback(linear.register_forward_pre_hook(record).remove)
             return model(*args, **kwargs)
 
     return call
 
 
-def _keep(called: dict[str, Tensor], name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-    called.setdefault(name, as_matrix(args[0].detach()))
+def _record_input(rows_of: dict[str, Tensor], name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+    rows_of.setdefault(name, as_matrix(args[0].detach()))
 
 
 def _equal_inputs(linear: Float8Linear, rows: Tensor, cast: CastConfig) -> float:
     own = linear.persistent_scales(rows.device, recording=False).input
-    made = present(Quantizer(linear.config.casts.input, rows.dtype, own)(rows, row=True, column=False).row)
+    operand = present(Quantizer(linear.config.casts.input, rows.dtype, own)(rows, row=True, column=False).row)
     codes, scale = quantize_by_equations(rows, cast, linear)
-    return min(_share(made.data, codes), _share(present(made.dequant_scale), scale))
+    return min(_share(operand.data, codes), _share(present(operand.dequant_scale), scale))
 
 
 def quantize_by_equations(rows: Tensor, cast: CastConfig, linear: Float8Linear) -> tuple[Tensor, Tensor]:
-    """The codes of [tokens, K] and their dequant_scale, in plain PyTorch; a static scale is as `linear` exports it."""
+    """Return the codes of [tokens, K] and their dequant_scale, in plain PyTorch. `linear` has the static scale."""
     dtype = cast.float8_dtype
     if cast.is_persistent:
         scale = input_scale("a linear", linear)
@@ -232,8 +228,6 @@ def quantize_by_equations(rows: Tensor, cast: CastConfig, linear: Float8Linear) 
 def _with_equations(
     model: nn.Module, linears: Mapping[str, Float8Linear], weights: Mapping[str, Operand], served: Serving
 ) -> Callable[..., Any]:
-    """`model` with the engine's linears."""
-
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             for name, linear in linears.items():
@@ -246,7 +240,7 @@ def _with_equations(
 
 
 def _linear_by_equations(linear: Float8Linear, weight: Operand, cast: CastConfig, input: Tensor) -> Tensor:
-    """[..., K] -> [..., N]: the products of dequantized codes, summed in float64 and rounded once."""
+    """Return [..., N] for an input [..., K]: products of dequantized codes, summed in float64 and rounded once."""
     codes, scale = quantize_by_equations(as_matrix(input), cast, linear)
     output = _values(codes, scale) @ _values(weight.data, present(weight.dequant_scale)).t()
     output = output if linear.bias is None else output + linear.bias.double()
@@ -258,8 +252,7 @@ def _values(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.double() * scaling.multiply_scale_(ones, scale).double()
 
 
-def _of_folder(folder: Path, serving: str | None) -> nn.Module:
-    """The model of a folder, with its codes and activations by the rule of `serving`."""
+def _load_frozen_model(folder: Path, serving: str | None) -> nn.Module:
     if serving is None:
         raise ValueError(f"serving: expected one of {', '.join(SERVING)} for a folder, got None")
     transformers = importlib.import_module("transformers")
@@ -269,12 +262,11 @@ def _of_folder(folder: Path, serving: str | None) -> nn.Module:
     return load_frozen(model, folder, serving=serving)
 
 
-def _in_transformers(folder: Path, model: nn.Module) -> nn.Module:
-    """The folder, loaded by transformers with its defaults, on the device of `model`."""
+def _load_in_transformers(folder: Path, model: nn.Module) -> nn.Module:
     transformers = importlib.import_module("transformers")
-    of_class = getattr(transformers, (getattr(model.config, "architectures", None) or [""])[0], None)
-    of_class = transformers.AutoModelForCausalLM if of_class is None else of_class
-    loaded: nn.Module = of_class.from_pretrained(folder)
+    model_class = getattr(transformers, (getattr(model.config, "architectures", None) or [""])[0], None)
+    model_class = transformers.AutoModelForCausalLM if model_class is None else model_class
+    loaded: nn.Module = model_class.from_pretrained(folder)
     return loaded.to(next(model.parameters()).device).eval()
 
 
@@ -283,5 +275,5 @@ def _log_probabilities(model: Callable[..., Any], inputs: Tensor | Mapping[str, 
     return getattr(output, "logits", output).double().log_softmax(-1)
 
 
-def _largest(a: Tensor, b: Tensor) -> float:
+def _largest_difference(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item()

@@ -1,11 +1,12 @@
-"""The float8 codes of a weight that ranks share, while no rank has all of its values.
+"""Quantizes a sharded weight for an export and gathers its codes, so that no rank holds all high-precision values.
 
-A scale belongs to the whole matrix, wherever ranks cut it. Each rank takes the amaxes of its part, the ranks agree on
-their maximum, and each casts its part with the scales of the whole. The codes are gathered, one byte an element.
+A scale belongs to the whole matrix, wherever its shards end. Each rank computes the amaxes of its shard, the ranks
+reduce them to their maximum, and each rank casts its shard with the scales of the whole. The codes are all-gathered,
+one byte per element.
 
-Any mesh and placements will do: FSDP2 over one axis or with replicas, tensor parallelism of either dim, experts that
-are split over ranks, and these together. fsdp/scales.py has the same sums for a step of training, over FSDP2's groups
-and for all weights of a model at once; there a scale belongs to the part of tensor parallelism.
+All meshes and placements work: FSDP2 with or without replicas, tensor parallelism along either dim, experts that are
+split over ranks, and combinations. fsdp/scales.py does the same in a training step, over FSDP2's groups and for all
+weights of a model at once. There a scale belongs to the shard of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from quaver.torch_private.dtensor import distributed_like, local_shape_and_offse
 
 
 def whole_amaxes(weight: DTensor, local: Tensor, config: Float8LinearConfig) -> Tensor:
-    """The amaxes of a weight's row cast, float32 [E, rows of scales, columns of scales], equal on every rank.
+    """Return the amaxes of a weight's row cast, float32 [E, rows of scales, columns of scales], equal on every rank.
 
     A collective over the mesh of `weight`.
 
     Args:
         weight: [N, K], or a stack of E matrices [E, N, K].
-        local: this rank's part, in the dtype that is cast.
+        local: this rank's shard, in the dtype that is cast.
     """
     layout, (experts, *size) = _layout(config), _stack(weight.shape)
     first, *offset = _stack(local_shape_and_offset(weight)[1], leading=0)
@@ -43,7 +44,7 @@ def whole_amaxes(weight: DTensor, local: Tensor, config: Float8LinearConfig) -> 
         for index, matrix in enumerate(local.view(_stack(local.shape)), start=first):
             amax, corner = _amaxes(matrix, offset, layout)
             amaxes[index].narrow(0, corner[0], amax.shape[0]).narrow(1, corner[1], amax.shape[1]).copy_(amax)
-    amaxes = amaxes.to(weight.device_mesh.device_type)  # an offloaded part lies elsewhere
+    amaxes = amaxes.to(weight.device_mesh.device_type)  # an offloaded shard is on the CPU
     for axis, placement in enumerate(weight.placements):
         if not placement.is_replicate():
             amaxes = max_over_ranks(amaxes, weight.device_mesh.get_group(axis))
@@ -51,15 +52,15 @@ def whole_amaxes(weight: DTensor, local: Tensor, config: Float8LinearConfig) -> 
 
 
 def whole_operands(weight: DTensor, local: Tensor, config: Float8LinearConfig, amaxes: Tensor) -> list[Operand]:
-    """The row operand of each matrix of a weight, [N, K], equal on every rank; a collective over its mesh.
+    """Return the row operand [N, K] of each matrix of a weight, equal on every rank; a collective over its mesh.
 
-    `amaxes`: of `whole_amaxes`; the other arguments are as there.
+    `amaxes`: from `whole_amaxes`, which has the other arguments, too.
     """
     layout, size = _layout(config), _stack(weight.shape)[1:]
     first, *offset = _stack(local_shape_and_offset(weight)[1], leading=0)
     rule = rounding_rule(config)
-    of_parts = amaxes.flatten().to(local.dtype)  # exact: some rules round scales to it
-    scales = scales_of_parts(of_parts, [amaxes.numel()], *rule)[0]
+    flat_amaxes = amaxes.flatten().to(local.dtype)  # exact: some rules round scales to it
+    scales = scales_of_parts(flat_amaxes, [amaxes.numel()], *rule)[0]
     factor, divisor_of = factor_of(scales, rule[-1] or "")
     factor = factor.view_as(amaxes)
     quant, dequant = scales.quant.view_as(amaxes), scales.dequant.view_as(amaxes)
@@ -67,9 +68,9 @@ def whole_operands(weight: DTensor, local: Tensor, config: Float8LinearConfig, a
     if local.numel():
         parts = codes.view(_stack(local.shape))
         for index, matrix in enumerate(local.view(_stack(local.shape))):
-            of_matrix = factor[first + index].to(local.device)
-            parts[index].copy_(_codes(matrix, of_matrix, offset, layout, codes.dtype, divisor_of))
-    as_bytes = codes.view(torch.uint8).to(weight.device_mesh.device_type)  # which every backend gathers
+            matrix_factor = factor[first + index].to(local.device)
+            parts[index].copy_(_codes(matrix, matrix_factor, offset, layout, codes.dtype, divisor_of))
+    as_bytes = codes.view(torch.uint8).to(weight.device_mesh.device_type)  # every backend gathers bytes
     gathered = distributed_like(as_bytes, weight).full_tensor().view(codes.dtype)
     shape = layout.scale_shape(*size)
     return [
@@ -83,33 +84,33 @@ def _layout(config: Float8LinearConfig) -> ScaleLayout:
 
 
 def _stack(shape: tuple[int, ...] | torch.Size, leading: int = 1) -> tuple[int, ...]:
-    """A shape of three dims; a matrix is a stack of `leading`."""
+    """Return a shape, or an offset, with three dims. `leading` is the first dim of a matrix."""
     return (leading, *shape) if len(shape) == 2 else tuple(shape)
 
 
 def _amaxes(matrix: Tensor, offset: list[int], layout: ScaleLayout) -> tuple[Tensor, list[int]]:
-    """The amaxes [r, c] of what a part at `offset` holds of the blocks of the whole, and where the first one lies."""
+    """Return the amaxes [r, c] of a shard at `offset` by the blocks of the whole, and the index of the first block."""
     cut = [0 if length == ALL else o % length for length, o in zip(layout[:2], offset, strict=True)]
     corner = [0 if length == ALL else o // length for length, o in zip(layout[:2], offset, strict=True)]
     if layout.is_tensorwise:
         return scaling.amax(matrix).view(1, 1), corner
     if layout.columns == ALL:
         return scaling.amax(matrix, 1), corner
-    before = (cut[1], 0, cut[0], 0)  # zeros in place of what other ranks hold of the first blocks
+    before = (cut[1], 0, cut[0], 0)  # zeros in place of the elements of the first blocks on other ranks
     return scaling.block_amax(F.pad(matrix, before) if any(cut) else matrix, layout), corner
 
 
 def _codes(
     matrix: Tensor, factor: Tensor, offset: list[int], layout: ScaleLayout, dtype: torch.dtype, divisor_of: str
 ) -> Tensor:
-    """The codes of a part at `offset`; `factor` [rows, columns of scales], of `factor_of`, is that of the whole."""
+    """Return the codes of a shard at `offset`. `factor`: of the whole matrix, from `factor_of`."""
     lengths = list(layout[:2])
     for dim, (length, first, n) in enumerate(zip(layout[:2], offset, matrix.shape, strict=True)):
         if length == ALL:
             continue
         corner, cut = divmod(first, length)
         factor = factor.narrow(dim, corner, -(-(cut + n) // length))
-        if cut:  # a block begins before the part: each row, or column, gets the scale of its block
+        if cut:  # the first block begins before the shard: repeat the scale of its block for each row or column
             factor, lengths[dim] = factor.repeat_interleave(length, dim).narrow(dim, cut, n), 1
     if layout.is_blockwise:
         layout = layout._replace(rows=lengths[0], columns=lengths[1])

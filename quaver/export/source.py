@@ -18,7 +18,7 @@ from quaver.export.layouts import quantization_of
 from quaver.runtime.names import tied_modules
 
 DEFAULT_FILTER = (LM_HEAD,)
-"""Linears whose full names contain one of these stay in high precision."""
+"""Linears whose full name contains one of these stay in high precision."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class ExportSource:
 
 
 def skip_names(filter_fqns: Sequence[str], tied: Collection[str] = ()) -> Callable[[nn.Module, str], FilterDecision]:
-    """A filter that leaves out routers, what is `tied`, and the linears whose names contain one of `filter_fqns`."""
+    """Return a filter that leaves out routers, `tied` linears, and those whose name contains one of `filter_fqns`."""
 
     def decide(module: nn.Module, name: str) -> FilterDecision:
-        found = next((part for part in filter_fqns if part in name), None)
-        if found is not None:
-            return FilterDecision(False, f"filter: name contains {found!r}")
+        part = next((part for part in filter_fqns if part in name), None)
+        if part is not None:
+            return FilterDecision(False, f"filter: name contains {part!r}")
         if name in tied:
             return FilterDecision(False, "its weight is tied")
         is_router = name.rpartition(".")[2] in ROUTERS
@@ -51,9 +51,7 @@ def skip_names(filter_fqns: Sequence[str], tied: Collection[str] = ()) -> Callab
 
 
 def huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[str] = DEFAULT_FILTER) -> ExportSource:
-    """The model of a Hugging Face folder in high precision, for the codes of a first training step with `recipe`.
-
-    transformers says which of its weights are linears.
+    """Return the model of a high-precision Hugging Face folder, to export with the codes of `recipe`.
 
     Raises:
         OSError, ValueError: files are missing or damaged, the model is quantized already, or transformers is not
@@ -78,7 +76,7 @@ def huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[str] 
 
 
 def skeleton_of(folder: Path, config: Mapping[str, Any]) -> nn.Module:
-    """The model of a Hugging Face folder on the meta device, by its config alone. Raises as `huggingface_source`."""
+    """Return the model of a Hugging Face folder on the meta device, from its config. Raises as `huggingface_source`."""
     made_of, model_config = _class_of(folder, config)
     with torch.device("meta"):
         model: nn.Module = made_of._from_config(model_config)
@@ -86,9 +84,10 @@ def skeleton_of(folder: Path, config: Mapping[str, Any]) -> nn.Module:
 
 
 def _class_of(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The class of transformers that a folder's model is of, and its config.
+    """Return the class in transformers of a folder's model, and its config.
 
-    config.json names it; without that it is the model with a head of text, or else the one without a head.
+    `architectures` in config.json names the class. Without it, the class is the causal language model, else the
+    image-text-to-text model, else the model without a head.
 
     Raises:
         ValueError: transformers is not installed or has no class for the model.
@@ -109,11 +108,11 @@ def _class_of(folder: Path, config: Mapping[str, Any]) -> tuple[Any, Any]:
     model_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     architectures = config.get("architectures")
     for name in architectures if isinstance(architectures, list) else []:
-        found = getattr(transformers, str(name), None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found, model_config
+        model_class = getattr(transformers, str(name), None)
+        if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
+            return model_class, model_config
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel):
         if type(model_config) in auto._model_mapping:
-            found = auto._model_mapping[type(model_config)]
-            return found[0] if isinstance(found, tuple) else found, model_config
+            model_class = auto._model_mapping[type(model_config)]
+            return model_class[0] if isinstance(model_class, tuple) else model_class, model_config
     raise ValueError(f"transformers has no model for {str(folder)!r}, whose architectures are {architectures!r}")

@@ -1,16 +1,15 @@
-"""A model that is not in float8, or has adapters, as the converted model that an export reads.
+"""`converted_view`: the converted model that an export reads in place of a high-precision or adapted one.
 
-`converted_view(model, ...)` makes modules that share the parameters, buffers and attributes of `model`, and converts
-those. `model` stays as it is, trains on, and its memory is not copied. Without the adapters of PEFT, which are merged
-into their base layers, tensors have the names of the base model. FSDP2's modules are plain ones there.
+The view has modules that share the parameters, buffers and attributes of `model`, and converts those. `model` itself
+does not change and its memory is not copied. The view leaves out PEFT's adapters, which must be merged into their base
+layers, so tensors have the names of the base model. Modules of FSDP2 are plain modules in the view.
 """
 
 from __future__ import annotations
 
 import copy
-import typing
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,56 +25,59 @@ from quaver.torch_private.fsdp import fsdp_module_class, param_dtype
 Recipe = Float8LinearConfig | Float8LinearRecipeName | str
 
 
-class ConvertedView(typing.NamedTuple):
-    """What an export reads in place of a model."""
+class ConvertedView(NamedTuple):
+    """The model that an export reads, made by `converted_view`."""
 
     model: nn.Module
     forward_dtypes: dict[int, torch.dtype]
-    """The dtype in which FSDP2 gathers a parameter for the forward, by its id, where its policy has one."""
+    """The `param_dtype` with which FSDP2 gathers a parameter, by the id of the parameter."""
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether PEFT wrapped `model`, or put adapters around modules of it."""
-    return hasattr(model, "get_base_model") or any(_is_adapted(each) for each in model.modules())
+    """Whether PEFT wrapped `model` or modules of it."""
+    return hasattr(model, "get_base_model") or any(_is_adapted(module) for module in model.modules())
 
 
 def converted_view(model: nn.Module, recipe: Recipe | None, module_filter_fn: ModuleFilter | None) -> ConvertedView:
-    """See the top of the file; for the arguments and the errors see `iter_float8_weights`."""
+    """Return a view of `model`, converted to `recipe` if there is one.
+
+    See the top of the file, and `iter_float8_weights` for arguments and errors.
+    """
     sharded = fsdp_module_class()
-    for each in model.modules():
-        if sharded is not None and isinstance(each, sharded):
-            each.reshard()
-    if hasattr(model, "get_base_model") and any(_is_adapted(each) for each in model.modules()):
-        model = typing.cast(Callable[[], nn.Module], model.get_base_model)()
-    made = ConvertedView(model, {})
-    made = made._replace(model=_share(getattr(model, "_orig_mod", model), {}, made.forward_dtypes, None))
+    for module in model.modules():
+        if sharded is not None and isinstance(module, sharded):
+            module.reshard()
+    if hasattr(model, "get_base_model") and any(_is_adapted(module) for module in model.modules()):
+        base: Any = model.get_base_model
+        model = base()
+    view = ConvertedView(model, {})
+    view = view._replace(model=_copy_module(getattr(model, "_orig_mod", model), {}, view.forward_dtypes, None))
     if recipe is None:
-        return made
+        return view
     config = resolve_config(recipe)
     if config.has_persistent_scales:
-        got = recipe if isinstance(recipe, str) else config.short_str()
+        name = recipe if isinstance(recipe, str) else config.short_str()
         raise ValueError(
-            f"recipe: expected one whose scales follow from the weights alone, got {got}; convert the model to it and "
+            f"recipe: expected one whose scales follow from the weights alone, got {name}; convert the model to it and "
             "train, or calibrate, or give another"
         )
-    kept = module_filter_fn or skip_names(DEFAULT_FILTER, tied_modules(made.model))
+    admits = module_filter_fn or skip_names(DEFAULT_FILTER, tied_modules(view.model))
     convert_to_float8_training(
-        made.model, config=replace(config, enable_fsdp_float8_all_gather=False), module_filter_fn=kept
+        view.model, config=replace(config, enable_fsdp_float8_all_gather=False), module_filter_fn=admits
     )
-    return made
+    return view
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    """Whether this is a layer of PEFT around another module."""
     return hasattr(module, "base_layer") and hasattr(module, "merged")
 
 
-def _without_adapters(module: nn.Module, name: str) -> nn.Module:
-    """The module that PEFT put its own around; what a forward with merged adapters computes is in it.
+def _without_adapters(module: Any, name: str) -> nn.Module:
+    """Return the module inside PEFT's layers, which computes the forward after a merge.
 
     Raises:
         ValueError: adapters are not merged.
-        NotImplementedError: PEFT trains the module in a way that it cannot merge.
+        NotImplementedError: PEFT cannot merge what it trains in the module.
     """
     while _is_adapted(module):
         if not module.merged:
@@ -83,7 +85,7 @@ def _without_adapters(module: nn.Module, name: str) -> nn.Module:
                 f"{name} has adapters of PEFT that are not merged: call model.merge_adapter() before, and "
                 "model.unmerge_adapter() after the export"
             )
-        module = typing.cast(nn.Module, module.base_layer)
+        module = module.base_layer
     if hasattr(module, "original_module") and hasattr(module, "active_adapters"):
         trained = getattr(module, "modules_to_save", None)
         if trained is None:
@@ -91,24 +93,25 @@ def _without_adapters(module: nn.Module, name: str) -> nn.Module:
                 f"{name} is a {type(module).__name__} of PEFT, which merge_adapter() leaves as it is; export "
                 "model.merge_and_unload()"
             )
-        active = typing.cast("list[str]", module.active_adapters)
-        module = typing.cast(nn.Module, trained[active[0]] if active else module.original_module)
-    return module
+        active = module.active_adapters
+        module = trained[active[0]] if active else module.original_module
+    unwrapped: nn.Module = module
+    return unwrapped
 
 
-def _share(
+def _copy_module(
     module: nn.Module,
     known: dict[int, nn.Module],
     dtypes: dict[int, torch.dtype],
     dtype: torch.dtype | None,
     name: str = "the model",
 ) -> nn.Module:
-    """A module like `module`, and so on below it, with the same tensors, and hooks and attributes in dicts of its own.
+    """Copy `module` and the modules below it. The copies share tensors; their dicts of hooks and attributes are new.
 
     Args:
         known: the copies so far, by the id of the module; shared modules stay shared.
-        dtypes: of `ConvertedView`, which this fills.
-        dtype: in which FSDP2 gathers the parameters of `module`, unless it is a unit of FSDP2 itself.
+        dtypes: filled as `ConvertedView.forward_dtypes`.
+        dtype: the `param_dtype` of the FSDP2 module above `module`.
     """
     module = _without_adapters(module, name)
     if id(module) in known:
@@ -117,18 +120,18 @@ def _share(
     sharded = fsdp_module_class()
     if sharded is not None and isinstance(module, sharded):
         dtype = param_dtype(module)
-        cls = next(each for each in cls.__mro__ if not issubclass(each, sharded))
-    made: nn.Module = object.__new__(cls)
-    known[id(module)] = made
+        cls = next(base for base in cls.__mro__ if not issubclass(base, sharded))
+    copied: Any = object.__new__(cls)
+    known[id(module)] = copied
     own = {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
-    own.pop("forward", None)  # no forward runs
-    vars(made).update(own)
-    if is_experts(module) and all(map(is_dtensor, weights_of(module).values())):  # whole, over whichever ranks
-        made.num_experts, made._is_expert_parallel = next(iter(weights_of(module).values())).shape[0], False  # type: ignore[assignment]
+    own.pop("forward", None)  # an export runs no forward
+    vars(copied).update(own)
+    if is_experts(module) and all(map(is_dtensor, weights_of(module).values())):  # a DTensor has all experts
+        copied.num_experts, copied._is_expert_parallel = next(iter(weights_of(module).values())).shape[0], False
     if dtype is not None:
-        dtypes.update((id(each), dtype) for each in module._parameters.values() if each is not None)
+        dtypes.update((id(parameter), dtype) for parameter in module._parameters.values() if parameter is not None)
     prefix = "" if name == "the model" else f"{name}."
     for child_name, child in module._modules.items():
         if child is not None:
-            made._modules[child_name] = _share(child, known, dtypes, dtype, f"{prefix}{child_name}")
-    return made
+            copied._modules[child_name] = _copy_module(child, known, dtypes, dtype, f"{prefix}{child_name}")
+    return copied

@@ -1,4 +1,4 @@
-"""The formats of float8 checkpoints, in a file each: what a recipe becomes in them, and how they are read.
+"""The formats of float8 checkpoints, one file each. The table shows how a recipe is stored in each format:
 
     format                      recipe                          weights                 activations
     compressed-tensors          rowwise, rowwise_with_gw_hp     a scale per row         dynamic, per token
@@ -12,13 +12,14 @@
                                 delayed, static                 one scale               static, per tensor
                                 any other                       one scale               in high precision
 
-A float8 weight `<linear>.weight`, e4m3 [N, K], comes with its scale, float32: [N, 1] per row, [1] per tensor,
-[ceil(N / 128), ceil(K / 128)] per block; or the bytes of E8M0, uint8 [N, K / 32]; value = code * scale. It is called
-`<linear>.weight_scale`, in fp8 `<linear>.weight_scale_inv`. Static activations add `<linear>.input_scale`, [1].
+A float8 weight `<linear>.weight`, e4m3 [N, K], has a scale in float32: [N, 1] per row, [1] per tensor,
+[ceil(N / 128), ceil(K / 128)] per block; or the bytes of E8M0, uint8 [N, K / 32]. value = code * scale. The scale is
+called `<linear>.weight_scale`, in fp8 `<linear>.weight_scale_inv`. Static activations add `<linear>.input_scale`, [1].
 
-Weights whose codes a format cannot hold are quantized again. The 32 x 32 blocks of `mxfp8` are 32 equal rows of scales.
-Under a blockwise config compressed-tensors is that of the two which has its blocks. Folders of other writers are read
-by their `quant_method`, see `METHODS`; docs/export.md lists who writes which layout.
+A weight is quantized again if the format cannot hold its codes. The 32 x 32 blocks of `mxfp8` become 32 equal rows of
+scales. With a blockwise config, compressed-tensors has the blocks of compressed-tensors-block or of
+compressed-tensors-mxfp8. `METHODS` reads folders of other writers by their `quant_method`; docs/export.md lists who
+writes which layout.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ FORMATS: dict[str, type[WeightFormat]] = {
     fp8.METHOD: fp8.FP8,
     COMFYUI: ComfyUI,
 }
-"""The formats that are written, by the name that `save_float8` takes."""
+"""The formats that `save_float8` writes, by name."""
 
 CONTROL = {"high-precision": WeightFormat}
-"""The control, which `iter_float8_weights` takes: the same names in high precision."""
+"""The control of `iter_float8_weights`: the same names in high precision."""
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], StoredFormat]] = {
     COMPRESSED_TENSORS: compressed_tensors.stored_format,
@@ -57,8 +58,8 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], StoredFormat]] = {
     "mxfp8": partial(with_blocks, "mxfp8", by_token=True),
     "quark": partial(with_blocks, "quark"),
 }
-"""The formats that are read, by `quant_method` in config.json: what a quantization_config says of float8 weights. They
-raise ValueError or NotImplementedError.
+"""The formats that are read: by `quant_method`, the function that reads a quantization_config. They raise ValueError or
+NotImplementedError.
 """
 
 
@@ -67,7 +68,7 @@ def _by_token(algorithm: object) -> bool:
 
 
 def format_named(format: str) -> type[WeightFormat]:
-    """The format, or the control, of this name. Raises ValueError for an unknown one."""
+    """Return the format, or the control, with this name. Raises ValueError for an unknown name."""
     known = {**FORMATS, **CONTROL}
     if format not in known:
         raise ValueError(f"format: expected one of {', '.join(known)}, got {format!r}")
@@ -75,15 +76,15 @@ def format_named(format: str) -> type[WeightFormat]:
 
 
 def weight_format(format: str, config: Float8LinearConfig) -> WeightFormat:
-    """Return how `format` holds the linears with `config`.
+    """Return how `format` stores linears with `config`.
 
     Raises:
-        ValueError: an unknown format.
-        NotImplementedError: the format does not hold the codes, because they are not e4m3.
+        ValueError: the format is unknown.
+        NotImplementedError: the codes are not e4m3, or the format does not hold the casts.
     """
     weight, input = config.casts.weight.row, config.casts.input.row
     for name, cast in (("weight", weight), ("input", input)):
         if not cast.is_disabled and cast.float8_dtype is not torch.float8_e4m3fn:
             raise NotImplementedError(f"{name}: checkpoints hold codes in e4m3, got {cast}; export with another recipe")
     weight.known_layout("export")
-    return format_named(format).of(weight, input)
+    return format_named(format).from_casts(weight, input)

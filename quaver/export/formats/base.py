@@ -1,8 +1,7 @@
-"""`WeightFormat`: what an export asks of the format that it writes. A format is a subclass, in a file of its own."""
+"""`WeightFormat`: the interface of a format that an export writes. Each format is a subclass in a separate file."""
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from quaver.kernels.operands import Operand
+from quaver.kernels.operands import Operand, present
 from quaver.recipes.cast_config import ScaleCalculationMode
 from quaver.recipes.config import CastConfig
 from quaver.recipes.formats import E4M3
@@ -19,42 +18,42 @@ from quaver.recipes.scale_layout import BLOCK_SIZE, ROWWISE, TENSORWISE, ScaleLa
 from quaver.recipes.scaling import dynamic_cast, dynamic_cast_blocks
 
 GROUP_SIZE = 32
-"""How many elements of a row share a scale in MXFP8."""
+"""The number of elements of a row that share a scale in MXFP8."""
 
 _BLOCK_SIZES = {"block": (BLOCK_SIZE, BLOCK_SIZE), "group": (1, GROUP_SIZE)}
-"""The rows and columns that share a scale, by the strategies of weights in blocks."""
+"""The rows and columns of a block, by the strategy of the weights."""
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a format holds the weights of one recipe, and how a server quantizes the inputs of these linears."""
+    """How a format stores the weights of one recipe, and how a server quantizes the inputs of these linears."""
 
     weights: str
     """The strategy "channel" (a scale per row), "tensor", "block" (128 x 128) or "group" (MXFP8)."""
     activations: str | None
     """The strategy "token", "tensor" or "group"; None for activations in high precision."""
     is_static: bool = False
-    """Whether the scale of the activations is stored."""
+    """Whether the checkpoint has scales of activations."""
 
     scale_name: ClassVar[str] = "weight_scale"
     """The leaf name of a weight's scale."""
     is_file: ClassVar[bool] = False
-    """Whether a checkpoint is one file without a config.json; KV caches and fused scales are not for it."""
+    """Whether a checkpoint is one file without config.json, scales of a KV cache and fused scales."""
     has_linears: ClassVar[bool] = False
-    """Whether Llama 4's experts are linears in it, and not stacks."""
+    """Whether the format stores Llama 4's experts as linears rather than stacks."""
 
     @classmethod
-    def of(cls, weight: CastConfig, input: CastConfig) -> Self:
-        """The format of linears whose operands are cast so, by default in blocks of 128 x 128.
+    def from_casts(cls, weight: CastConfig, input: CastConfig) -> Self:
+        """Return the format for linears with these casts; by default blocks of 128 x 128.
 
         Raises:
-            NotImplementedError: it does not hold them.
+            NotImplementedError: the format does not hold them.
         """
         return cls("block", "group")
 
     @property
     def block_size(self) -> tuple[int, int] | None:
-        """The rows and columns that share a scale; None where it is one of a row or of the tensor."""
+        """The rows and columns of a block; None for scales per row or per tensor."""
         return _BLOCK_SIZES.get(self.weights)
 
     @property
@@ -63,34 +62,34 @@ class WeightFormat:
         return self.weights == "group"
 
     def holds(self, weight: CastConfig) -> bool:
-        """Whether the codes and scales of weights that are cast so are stored as they are."""
+        """Whether the format stores the codes and scales of this cast unchanged."""
         if self.is_mx:
             is_e8m0 = weight.scale_calculation_mode is not None
             return is_e8m0 and weight.block_size is not None and weight.block_size[1] == GROUP_SIZE
         known = {"tensor": weight.is_tensorwise, "channel": weight.is_rowwise}
         return known.get(self.weights, weight.block_size == self.block_size)
 
-    def held(self, operand: Operand, weight: CastConfig) -> Operand | None:
-        """The codes [N, K] of the forward with scales of the format; None where it cannot hold them.
+    def as_stored(self, operand: Operand, weight: CastConfig) -> Operand | None:
+        """Return the operand with the format's layout of scales, or None if the format cannot hold its codes.
 
         Args:
-            operand: of the forward's matmul.
-            weight: how it was cast.
+            operand: the weight [N, K] in the forward's matmul.
+            weight: the cast of the weight.
         """
-        scale = typing.cast(Tensor, operand.dequant_scale)
+        scale = present(operand.dequant_scale)
         if self.is_mx:
             if weight.block_size is None or weight.block_size[1] != GROUP_SIZE or not _is_e8m0(scale):
                 return None
-            of_rows = scale.repeat_interleave(weight.block_size[0], 0)[: operand.data.shape[0]]
-            return Operand(operand.data, of_rows, ScaleLayout(1, GROUP_SIZE))
+            row_scales = scale.repeat_interleave(weight.block_size[0], 0)[: operand.data.shape[0]]
+            return Operand(operand.data, row_scales, ScaleLayout(1, GROUP_SIZE))
         if self.weights == "tensor":
             return operand if scale.numel() == 1 else None
         return operand if self.block_size in (None, weight.block_size) else None
 
-    def quantized(self, weight: Tensor, *, power_of_2: bool = False) -> Operand:
-        """A weight [N, K] in high precision with scales of the format.
+    def quantize(self, weight: Tensor, *, power_of_2: bool = False) -> Operand:
+        """Quantize a weight [N, K] in high precision with the format's layout of scales.
 
-        `power_of_2`: round the scales to powers of two; those of MXFP8 are such.
+        `power_of_2`: round the scales to powers of two. MXFP8 always does.
         """
         if self.block_size is None:
             layout = ROWWISE if self.weights == "channel" else TENSORWISE
@@ -105,62 +104,61 @@ class WeightFormat:
         return Operand(codes, scale, layout)
 
     def tensors(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the weight `name` in a checkpoint."""
+        """Yields the tensors of the weight `name` in a checkpoint, by name."""
         yield name, self.stored_codes(operand.data)
-        yield self.name_of_scale(name), self.stored_scale(typing.cast(Tensor, operand.dequant_scale))
+        yield self.name_of_scale(name), self.stored_scale(present(operand.dequant_scale))
 
     def name_of_scale(self, name: str) -> str:
-        """The name of the scale of the weight `name`."""
+        """Return the name of the scale of the weight `name`."""
         return f"{name.removesuffix('weight')}{self.scale_name}"
 
     def stored_codes(self, codes: Tensor) -> Tensor:
-        """The codes as the checkpoint has them, contiguous."""
+        """Return the codes as the checkpoint has them, contiguous."""
         return codes.contiguous()
 
     def stored_scale(self, dequant_scale: Tensor) -> Tensor:
-        """A scale as the checkpoint has it, contiguous: bytes of E8M0, or float32, [1] for one number."""
+        """Return a scale as the checkpoint has it, contiguous: bytes of E8M0, or float32; [1] for a scalar."""
         scale = dequant_scale.contiguous()
         if self.is_mx:
             return scale.to(torch.float8_e8m0fnu).view(torch.uint8)
-        return scale if scale.dim() else scale.reshape(1).clone()  # it may be shared
+        return scale if scale.dim() else scale.reshape(1).clone()  # several weights may share it
 
     def quantization_config(
         self, ignore: Sequence[str], cut_inputs: Sequence[str] = (), *, has_kv_scales: bool = False
     ) -> dict[str, Any]:
-        """The `quantization_config` of config.json.
+        """Return the `quantization_config` of config.json.
 
         Args:
-            ignore: names the modules that stay in high precision.
-            cut_inputs: names those whose inputs are no multiple of 128.
+            ignore: the names of modules that stay in high precision.
+            cut_inputs: the names of modules whose inputs are no multiple of 128.
             has_kv_scales: whether the checkpoint has scales of a KV cache.
         Raises:
-            NotImplementedError: the control, which no folder holds.
+            NotImplementedError: the control "high-precision", which is not written as a folder.
         """
         raise NotImplementedError("format: high-precision is for iter_float8_weights; save_pretrained writes a folder")
 
     @classmethod
     def left_out(cls, model: nn.Module, linears: Sequence[str], stacks: Sequence[str]) -> list[str]:
-        """Those of the float8 `linears` that stay in high precision in this format.
+        """Return the float8 `linears` that stay in high precision in this format.
 
         Raises:
-            NotImplementedError: it holds no stacks of experts.
+            NotImplementedError: the format does not hold stacks of experts.
         """
         return []
 
     def check(self, model: nn.Module, sizes: Mapping[str, Sequence[int]], ignore: Sequence[str]) -> None:
-        """Raise NotImplementedError for weights that no reader of the format reads.
+        """Raise NotImplementedError for weights that no reader of the format loads.
 
-        `sizes`: the rows and columns of each matrix, by the names of float8 weights in the model.
+        `sizes`: the rows and columns of each matrix, by the name of the float8 weight in the model.
         """
 
-    def check_target(self, path: Path, names: Sequence[str], **of_folder: object) -> None:
-        """Raise ValueError if a model with tensors `names` cannot be written as `path` with the options of a folder."""
+    def check_target(self, path: Path, names: Sequence[str], **folder_options: object) -> None:
+        """Raise ValueError if tensors with these names cannot be written to `path`, or options are for folders only."""
 
     def warnings(self, ragged: Sequence[str], kept: Sequence[str]) -> Iterator[str]:
-        """What readers cannot do with the weights that are `ragged`, and why linears are `kept` in high precision."""
+        """Yields what readers cannot do with `ragged` weights, and why linears are `kept` in high precision."""
         yield from ()
 
 
 def _is_e8m0(scale: Tensor) -> bool:
-    """Whether every scale is a power of two that E8M0 has."""
     return scale.to(torch.float8_e8m0fnu).float().equal(scale)

@@ -1,14 +1,14 @@
-"""comfyui: ComfyUI's single files of diffusion models and text encoders, whose layers are marked.
+"""comfyui: ComfyUI's single files of diffusion models and text encoders, with a mark for each quantized layer.
 
     mark        `<layer>.comfy_quant`: the bytes of a JSON object, {"format": "float8_e4m3fn"}; or the same objects by
                 layer in the metadata of the file, {"layers": {...}} under `_quantization_metadata`, which come first
     older mark  `scaled_fp8`, one for a file or a part of it; scales are `<layer>.scale_weight`
-    no mark     a float8 tensor without a scale is its codes, as in files that were cast
+    no mark     the values of a float8 tensor without a scale are its codes, as in files that were cast
     scale       `<layer>.weight_scale`, one number, or E8M0 per 1 x 32 in MXFP8, in the tiles of NVIDIA's tensor cores
 
-The layer of a mark has float8 codes with a scale. MXFP8 pads rows and columns with zeros to multiples of 32. ComfyUI
-scales activations dynamically only in MXFP8: without a static scale it would cast them unscaled, so the mark of such a
-layer asks for a matmul in high precision.
+A marked layer has float8 codes with a scale. MXFP8 pads rows and columns with zeros to multiples of 32. ComfyUI scales
+activations dynamically only in MXFP8. In other formats it casts activations unscaled if there is no static scale; the
+mark then asks for a matmul in high precision.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from quaver.recipes.config import CastConfig
 from quaver.runtime.names import listed
 
 COMFYUI = "comfyui"
-"""The name of the format."""
-
 _MARK = "comfy_quant"
 _METADATA = "_quantization_metadata"
 _OLDER_MARK = "scaled_fp8"
@@ -45,7 +43,7 @@ _CODES = {
     "float8_e4m3fn_blockwise": "F8_E4M3",
     "mxfp8": "F8_E4M3",
 }
-"""The formats of marks, and the dtype of their codes. ComfyUI has no scales by row and block; convert_to_quant has."""
+"""The dtype of the codes by the format of a mark. Only convert_to_quant writes scales per row and per block."""
 
 _REPLACED = {
     "Flux or AuraFlow": ("single_transformer_blocks.0.attn.to_q.",),
@@ -54,20 +52,20 @@ _REPLACED = {
     "Z-Image": ("noise_refiner.0.attention.to_q.",),
     "a UNet": ("down_blocks.0.", "mid_block.", "up_blocks.0.", "conv_in."),
 }
-"""The models of diffusers whose names ComfyUI replaces, and how some of their names begin."""
+"""Prefixes of tensor names that identify a model of diffusers. ComfyUI renames the tensors of these models."""
 
 _PADDED = 32
 _TILE = (128, 4)
-"""The rows and columns of scales in a tile: those of 4 x 32 rows of a matrix follow each other, 32 at a time."""
+"""The rows and columns of scales in a tile; see `_to_tiles`."""
 
 
 class ComfyUI(WeightFormat):
-    """The format as it is written."""
+    """The format for writing."""
 
     is_file = True
 
     @classmethod
-    def of(cls, weight: CastConfig, input: CastConfig) -> Self:
+    def from_casts(cls, weight: CastConfig, input: CastConfig) -> Self:
         if has_mx_scales(weight):
             return cls("group", "group")
         return cls("tensor", "tensor", True) if input.is_persistent else cls("tensor", None)
@@ -92,18 +90,19 @@ class ComfyUI(WeightFormat):
     def stored_codes(self, codes: Tensor) -> Tensor:
         if not self.is_mx:
             return super().stored_codes(codes)
-        rows, columns = (to - length for to, length in zip(_padded_shape(codes.shape), codes.shape, strict=True))
+        padding = zip(_padded_shape(codes.shape), codes.shape, strict=True)
+        rows, columns = (padded - length for padded, length in padding)
         return F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(codes.dtype)
 
     def stored_scale(self, dequant_scale: Tensor) -> Tensor:
         stored = super().stored_scale(dequant_scale)
-        return _tiled(stored) if self.is_mx else stored.reshape(())
+        return _to_tiles(stored) if self.is_mx else stored.reshape(())
 
-    def check_target(self, path: Path, names: Sequence[str], **of_folder: object) -> None:
-        """Refuse the path or the options of a folder, and names of diffusers that ComfyUI replaces when it loads."""
+    def check_target(self, path: Path, names: Sequence[str], **folder_options: object) -> None:
+        """Refuse a folder, options of a folder, and names of diffusers, which ComfyUI replaces when it loads them."""
         if path.suffix != SUFFIX:
             raise ValueError(f"{str(path)!r} must end in {SUFFIX}: the format {COMFYUI} is one file")
-        given = [name for name, value in of_folder.items() if value]
+        given = [name for name, value in folder_options.items() if value]
         if given:
             raise ValueError(f"{', '.join(given)}: not in the format {COMFYUI}, which is one file")
         for model, parts in _REPLACED.items():
@@ -119,24 +118,24 @@ class _LayerMark(NamedTuple):
     """The mark of a layer in a file: how its weight is quantized."""
 
     format: str
-    """In "mxfp8" scales are E8M0 in tiles, and the codes padded."""
+    """A key of `_CODES`. In "mxfp8" the scales are E8M0 in tiles and the codes are padded."""
     block_size: tuple[int, int] | None
-    """The rows and columns that share a scale; None where the shape of the scale says it."""
+    """The rows and columns of a block; None if the shape of the scale implies it."""
     shape: tuple[int, int] | None
-    """Shape of the matrix before it was padded, where the mark has it: convert_to_quant writes it, ComfyUI does not."""
+    """The shape before padding, which convert_to_quant writes and ComfyUI does not."""
 
 
 class MarkedFormat(StoredFormat):
-    """The format of a file, or of a folder in which layers are marked."""
+    """The format of a file, or of a folder with marked layers, for reading."""
 
     metadata_keys = (_METADATA,)
 
     def __init__(self, config: StoredFormat, stored: StoredTensors, is_file: bool) -> None:
-        """Read the marks of a checkpoint; there are none in those of other libraries.
+        """Read the marks of a checkpoint, if it has any.
 
         Raises:
             ValueError: a mark is damaged, or its layer is missing or has codes of another dtype.
-            NotImplementedError: a layer has a format that is no float8.
+            NotImplementedError: a mark has a format that is not float8.
         """
         super().__init__(config.method, config.block_sizes, config.rows)
         leaves = {name: name.rpartition(".")[2] for name in stored}
@@ -145,27 +144,27 @@ class MarkedFormat(StoredFormat):
             for name, leaf in leaves.items()
             if leaf == _MARK and stored.dtype(name) == "U8"
         }
-        objects |= _of_metadata(stored)
-        layers = {f"{layer}.weight": _mark(layer, each) for layer, each in objects.items()}
-        unknown = [f"{name} ({each.format})" for name, each in layers.items() if each.format not in _CODES]
+        objects |= _marks_in_metadata(stored)
+        layers = {f"{layer}.weight": _parse_mark(layer, mark) for layer, mark in objects.items()}
+        unknown = [f"{name} ({mark.format})" for name, mark in layers.items() if mark.format not in _CODES]
         if unknown:
             raise NotImplementedError(
                 f"formats of ComfyUI that are no float8: {listed(unknown)}; known are {', '.join(_CODES)}"
             )
-        for name, each in layers.items():
-            got = stored.dtype(name) if name in stored else "no such tensor"
-            if got != _CODES[each.format]:
-                raise ValueError(f"{name} is marked as {each.format}: expected {_CODES[each.format]}, got {got}")
+        for name, mark in layers.items():
+            dtype = stored.dtype(name) if name in stored else "no such tensor"
+            if dtype != _CODES[mark.format]:
+                raise ValueError(f"{name} is marked as {mark.format}: expected {_CODES[mark.format]}, got {dtype}")
         self.layers, self.is_file = layers, is_file
         self.marks = [name for name, leaf in leaves.items() if leaf in (_MARK, _OLDER_MARK, *_TOKENIZERS)]
-        self.shapes = {name: each.shape for name, each in layers.items() if each.shape is not None}
+        self.shapes = {name: mark.shape for name, mark in layers.items() if mark.shape is not None}
 
     def padded_shape(self, name: str, shape: Sequence[int]) -> list[int] | None:
         is_padded = name in self.layers and self.layers[name].format == "mxfp8" and len(shape) == 2
         return _padded_shape(shape) if is_padded else None
 
     def plain(self, float8: Collection[str], scaled: Collection[str]) -> list[str]:
-        """Those without a scale, in a file that has marks or no scale at all."""
+        """Return the tensors without a scale, if the file has marks or no scales at all."""
         has_marks = bool(self.layers) or any(name.endswith((_MARK, _OLDER_MARK)) for name in self.marks)
         if not self.is_file or (scaled and not has_marks):
             return []
@@ -176,61 +175,60 @@ class MarkedFormat(StoredFormat):
         if mark is None or mark.block_size is None:
             return super().scales(name, shape, stored)
         if len(shape) == 3 and shape[0] == stored.shape[0]:
-            return [each for matrix in stored for each in self.scales(name, shape[1:], matrix)]
+            return [scale for matrix in stored for scale in self.scales(name, shape[1:], matrix)]
         if len(shape) != 2:
             raise ValueError(f"{name} {shape} is marked as {mark.format}: expected a matrix, or a stack of them")
         format = StoredFormat(self.method, (mark.block_size,))
-        return [format.scale(name, shape, _untiled(name, stored, shape) if mark.format == "mxfp8" else stored)]
+        return [format.scale(name, shape, _from_tiles(name, stored, shape) if mark.format == "mxfp8" else stored)]
 
 
-def _of_metadata(stored: StoredTensors) -> Iterator[tuple[str, Any]]:
-    """The objects by layer in the metadata, under the names in the file, which may have a prefix."""
-    for text in (each[_METADATA] for each in stored.metadata if _METADATA in each):
+def _marks_in_metadata(stored: StoredTensors) -> Iterator[tuple[str, Any]]:
+    """Yields the marks in the metadata by the stored name of the layer, which may have a prefix."""
+    for text in (metadata[_METADATA] for metadata in stored.metadata if _METADATA in metadata):
         layers = json_object(_METADATA, text).get("layers")
         if not isinstance(layers, dict):
             raise ValueError(f"{_METADATA} must have an object of layers, got a {type(layers).__name__}")
         check_names(layers, stored.path)
-        for layer, each in layers.items():
+        for layer, mark in layers.items():
             names = (f"{prefix}{layer}" for prefix in ("", *PREFIXES))
-            yield next((name for name in names if f"{name}.weight" in stored), layer), each
+            yield next((name for name in names if f"{name}.weight" in stored), layer), mark
 
 
-def _mark(layer: str, found: Any) -> _LayerMark:
-    format = found.get("format") if isinstance(found, dict) else None
+def _parse_mark(layer: str, mark: Any) -> _LayerMark:
+    format = mark.get("format") if isinstance(mark, dict) else None
     if not isinstance(format, str) or not format.isprintable():
-        raise ValueError(f"the mark of {layer} must name a format, got {str(found)[:80]!r}")
-    parameters = found.get("params")
-    size = found.get("group_size", parameters.get("group_size") if isinstance(parameters, dict) else None)
+        raise ValueError(f"the mark of {layer} must name a format, got {str(mark)[:80]!r}")
+    parameters = mark.get("params")
+    size = mark.get("group_size", parameters.get("group_size") if isinstance(parameters, dict) else None)
     block_size = (1, _PADDED) if format == "mxfp8" else None
     if format == "float8_e4m3fn_blockwise":
         if type(size) is not int or size < 1:
             raise ValueError(f"the mark of {layer} must have a group_size, got {str(size)[:80]!r}")
         block_size = size, size
-    shape = found.get("orig_shape")
+    shape = mark.get("orig_shape")
     return _LayerMark(format, block_size, (shape[0], shape[1]) if is_block(shape) else None)
 
 
 def _padded_shape(shape: Sequence[int]) -> list[int]:
-    """The shape that MXFP8 stores a matrix with."""
     return [-(-length // _PADDED) * _PADDED for length in shape]
 
 
-def _tiled(scales: Tensor) -> Tensor:
-    """Scales [R, C], one byte each, in tiles: [R', C'], multiples of 128 and 4; what is padded is 0.
+def _to_tiles(scales: Tensor) -> Tensor:
+    """Return scales [R, C], one byte each, in tiles: [R', C'], multiples of 128 and 4, padded with 0.
 
     Within a tile, the scale of row r and column c is at (r % 32) * 16 + r // 32 * 4 + c: "scaling factors layout" in
     NVIDIA's documentation of cuBLAS.
     """
     rows, columns = (-(-length // tile) for length, tile in zip(scales.shape, _TILE, strict=True))
-    whole = F.pad(scales, (0, columns * 4 - scales.shape[1], 0, rows * 128 - scales.shape[0]))
-    return whole.view(rows, 4, 32, columns, 4).permute(0, 3, 2, 1, 4).reshape(whole.shape)
+    padded = F.pad(scales, (0, columns * 4 - scales.shape[1], 0, rows * 128 - scales.shape[0]))
+    return padded.view(rows, 4, 32, columns, 4).permute(0, 3, 2, 1, 4).reshape(padded.shape)
 
 
-def _untiled(name: str, scales: Tensor, shape: Sequence[int]) -> Tensor:
-    """The scales [N, K / 32] of the matrix `name` [N, K] from those in tiles; see `_tiled`.
+def _from_tiles(name: str, scales: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the scales [N, K / 32] of the matrix `name` [N, K] from tiles; see `_to_tiles`.
 
     Raises:
-        ValueError: they are too few or too many.
+        ValueError: the number of scales does not match.
     """
     rows, length = shape
     columns = -(-length // _PADDED)

@@ -1,8 +1,7 @@
-"""compressed-tensors: scales of rows, tensors, 128 x 128 blocks or MXFP8, in groups of linears by name.
+"""compressed-tensors: scales per row, tensor, 128 x 128 block or MXFP8 block, in groups of linears by name.
 
-The tensors have the names, shapes and dtypes that compressed-tensors 0.20 and transformers 5.23 write, and that the
-CompressedTensorsW8A8Fp8 of vLLM (its main branch, October 2025) and of SGLang register, and vLLM's
-CompressedTensorsW8A8Mxfp8.
+compressed-tensors 0.20 and transformers 5.23 write tensors with the same names, shapes and dtypes. Readers are
+CompressedTensorsW8A8Fp8 of vLLM (main branch, October 2025) and of SGLang, and vLLM's CompressedTensorsW8A8Mxfp8.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ BLOCKS = "compressed-tensors-block"
 
 
 class CompressedTensors(WeightFormat):
-    """The format with the codes of the recipe, whatever its granularity."""
+    """The format with the granularity and the codes of the recipe."""
 
     has_linears = True
 
     @classmethod
-    def of(cls, weight: CastConfig, input: CastConfig) -> Self:
+    def from_casts(cls, weight: CastConfig, input: CastConfig) -> Self:
         layout = weight.known_layout("export")
         if has_mx_scales(weight):
             return cls("group", "group")
@@ -38,7 +37,7 @@ class CompressedTensors(WeightFormat):
         return cls(weights, _activations(input), input.is_persistent)
 
     def check(self, model: nn.Module, sizes: Mapping[str, Sequence[int]], ignore: Sequence[str]) -> None:
-        """Refuse rows that groups of MXFP8 do not divide: compressed-tensors reads none."""
+        """Refuse rows that groups of MXFP8 do not divide: compressed-tensors cannot read them."""
         cut = [f"{name.removesuffix('.weight')} {size}" for name, size in sizes.items() if size[1] % GROUP_SIZE]
         if cut and self.is_mx:
             raise NotImplementedError(
@@ -59,7 +58,7 @@ class CompressedTensors(WeightFormat):
             "output_activations": None,
         }
         groups = {"group_0": group}
-        if cut_inputs and self.activations == "group":  # for groups that do not divide the inputs it raises
+        if cut_inputs and self.activations == "group":  # compressed-tensors raises for groups that do not divide inputs
             groups["group_1"] = {**group, "targets": list(cut_inputs), "input_activations": None}
         return {
             "quant_method": METHOD,
@@ -85,7 +84,7 @@ class CompressedTensorsBlocks(CompressedTensors):
     """Blocks of 128 x 128 for any recipe."""
 
     @classmethod
-    def of(cls, weight: CastConfig, input: CastConfig) -> Self:
+    def from_casts(cls, weight: CastConfig, input: CastConfig) -> Self:
         return cls("block", "group")
 
 
@@ -93,7 +92,7 @@ class CompressedTensorsMXFP8(CompressedTensors):
     """MXFP8 for any recipe."""
 
     @classmethod
-    def of(cls, weight: CastConfig, input: CastConfig) -> Self:
+    def from_casts(cls, weight: CastConfig, input: CastConfig) -> Self:
         return cls("group", "group")
 
 
@@ -116,14 +115,14 @@ def _activations(input: CastConfig) -> str | None:
 
 
 def stored_format(quantization: Mapping[str, Any]) -> StoredFormat:
-    """The format of a folder with this quantization_config. Raises ValueError, NotImplementedError."""
+    """Return the format of a folder with this quantization_config. Raises ValueError, NotImplementedError."""
     if quantization.get("transform_config"):
         raise NotImplementedError(
             "transform_config in config.json: the weights are those of a rotated model; dequantize the model with "
             "compressed-tensors, which rotates them back"
         )
     groups = quantization.get("config_groups")
-    if not isinstance(groups, dict) or not groups or not all(isinstance(each, dict) for each in groups.values()):
+    if not isinstance(groups, dict) or not groups or not all(isinstance(group, dict) for group in groups.values()):
         raise ValueError(f"config_groups in config.json must be an object of groups, got {type(groups).__name__}")
     rows: dict[str, bool] = {}
     for group in groups.values():
@@ -135,7 +134,6 @@ def stored_format(quantization: Mapping[str, Any]) -> StoredFormat:
 
 
 def _blocks_of(group: dict[str, Any]) -> Iterator[tuple[int, int]]:
-    """The blocks of a group, if it has any."""
     weights = group.get("weights")
     weights = weights if isinstance(weights, dict) else {}
     got = {name: weights.get(name) for name in ("type", "num_bits", "strategy")}

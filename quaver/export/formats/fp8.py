@@ -17,13 +17,13 @@ METHOD = "fp8"
 
 
 class FP8(WeightFormat):
-    """See the top of the file."""
+    """DeepSeek's format, for writing."""
 
     scale_name = "weight_scale_inv"
 
     @classmethod
     def left_out(cls, model: nn.Module, linears: Sequence[str], stacks: Sequence[str]) -> list[str]:
-        """The linears that transformers never quantizes in fp8, whatever config.json says, as T5's `wo`."""
+        """Return the linears that transformers never quantizes in fp8, regardless of config.json, such as T5's `wo`."""
         patterns = getattr(model, "_keep_in_fp32_modules", None) if is_of_transformers(model) else None
         if not patterns:
             return []
@@ -32,7 +32,7 @@ class FP8(WeightFormat):
         return [name for name in linears if not should_convert_module(name, list(patterns))]
 
     def check(self, model: nn.Module, sizes: Mapping[str, Sequence[int]], ignore: Sequence[str]) -> None:
-        """Refuse linears that transformers would skip, because the name of a module in `ignore` ends as theirs."""
+        """Refuse linears whose name ends with the name of a module in `ignore`: transformers would skip them."""
         linears = [name.removesuffix(".weight") for name in sizes if name.endswith(".weight")]
         hidden = [name for name in linears if name.endswith(tuple(ignore))]
         if hidden and is_of_transformers(model):

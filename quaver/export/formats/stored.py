@@ -1,11 +1,12 @@
-"""`StoredFormat`: how a checkpoint stores its float8 weights, by config.json, and the shapes of its scales.
+"""`StoredFormat`: how a checkpoint stores its float8 weights. The shape of a scale gives its granularity:
 
-    its shape   one number        () [1] [1, 1]                            the whole matrix
-                a row             [N] [N, 1]                               [E, N, 1] of a stack, and so on
-                a column          [1, K], or [K] where K is not N
-                a block           [n, k] or [n, 1, k, 1]                   of config.json, or of powers of two
+    a scale for      shape of the scale of [N, K]; of a stack [E, N, K] with E in front
+    the matrix       () [1] [1, 1]
+    a row            [N] [N, 1]
+    a column         [1, K], or [K] where K is not N
+    a block          [n, k] or [n, 1, k, 1], with the block size of config.json or of powers of two
 
-A block that does not divide the matrix has the size that config.json gives; without it the scale is ambiguous.
+A block size that does not divide the matrix must be in config.json; otherwise the scale is ambiguous.
 """
 
 from __future__ import annotations
@@ -23,63 +24,63 @@ from quaver.recipes.scale_layout import BLOCK_SIZES, ScaleLayout
 from quaver.recipes.scaling import dequantize
 
 LINEARS = "Linear"
-"""The target of a group that is for all linears, as far as no other names them."""
+"""The target of the group for all linears that no other group names."""
 
 
 class StoredScale(NamedTuple):
     """The scale of a matrix [N, K]."""
 
     values: Tensor
-    """float32: () of the whole matrix, [N, 1] of rows, or one a block, which a column may be."""
+    """float32: () for the whole matrix, [N, 1] for rows, or one for each block; a column counts as a block."""
     kind: str
-    """tensor, channel, or block ROWS x COLUMNS."""
+    """`tensor`, `channel`, or `block ROWS x COLUMNS`."""
     block_size: tuple[int, int] | None = None
 
-    def dequantized(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """RN(RN32(code * scale)) in `dtype`."""
+    def dequantize(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return RN(RN32(code * scale)) in `dtype`."""
         return dequantize(codes, self.values, dtype, None if self.block_size is None else ScaleLayout(*self.block_size))
 
 
 @dataclass
 class StoredFormat:
-    """The format of the float8 weights as config.json states it; empty where it is silent."""
+    """The format of the float8 weights, from config.json; fields that it does not give keep their defaults."""
 
     method: str | None = None
     block_sizes: tuple[tuple[int, int], ...] = ()
-    """The rows and columns of the blocks of its groups."""
+    """The rows and columns of a block, for each group of linears."""
     rows: Mapping[str, bool] = field(default_factory=dict)
-    """Whether activations are quantized by token, or by groups of one, and not by tensor: by the target of a group."""
+    """Whether activations have a scale per token, or per group of a token, by the target of a group."""
     is_file: bool = False
-    """Whether the checkpoint is one file, in which a float8 tensor without a scale may be plain values."""
+    """Whether the checkpoint is one file, where the values of a float8 tensor without a scale may be its codes."""
     marks: Collection[str] = ()
-    """The names of tensors that say how others are quantized, or are none of the model."""
+    """The names of tensors that are not tensors of the model, such as marks of quantized layers."""
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """The shapes of matrices that are stored padded, by name, where the file has them."""
+    """The shapes of matrices before padding, by name, if the file has them."""
     metadata_keys: ClassVar[tuple[str, ...]] = ()
-    """The keys in the header of a file that say how it is quantized."""
+    """The keys of metadata about quantization in the header of a file."""
 
     def padded_shape(self, name: str, shape: Sequence[int]) -> list[int] | None:
-        """The shape that a matrix is stored with; None where the format pads none."""
+        """Return the shape with which a matrix is stored, or None if the format does not pad it."""
         return None
 
     def plain(self, float8: Collection[str], scaled: Collection[str]) -> list[str]:
-        """Of the names of the `float8` tensors, of which `scaled` have a scale, those whose values are their codes."""
+        """Return the `float8` tensors whose values are their codes; `scaled` are the float8 tensors with a scale."""
         return []
 
     def has_rows(self, weights: Iterable[str]) -> bool:
-        """Whether the activations of any of these weights are quantized by token, or by groups of one."""
+        """Whether the activations of any of these weights have a scale per token, or per group of a token."""
         return any(self._has_rows(name.removesuffix(".weight")) for name in weights)
 
     def _has_rows(self, module: str) -> bool:
-        """Whether the group that compressed-tensors matches, by name, pattern or class, scales activations by token."""
+        """`has_rows` of one module. Like compressed-tensors, matches its group by name, then pattern, then class."""
         if module in self.rows:
             return self.rows[module]
-        patterns = (each for each in self.rows if each.startswith("re:"))
-        found = next((each for each in patterns if re.match(each.removeprefix("re:"), module)), LINEARS)
-        return self.rows.get(found, any(self.rows.values()))
+        patterns = (target for target in self.rows if target.startswith("re:"))
+        target = next((target for target in patterns if re.match(target.removeprefix("re:"), module)), LINEARS)
+        return self.rows.get(target, any(self.rows.values()))
 
     def scales(self, name: str, shape: Sequence[int], stored: Tensor) -> list[StoredScale]:
-        """The scale of the matrix `name`, or of each matrix of a stack. Raises as `scale`."""
+        """Return the scale of the matrix `name`, or of each matrix of a stack. Raises as `scale`."""
         if len(shape) == 2:
             return [self.scale(name, shape, stored)]
         if stored.numel() == 1:
@@ -88,16 +89,16 @@ class StoredFormat:
             raise ValueError(
                 f"{name} {shape} must be a matrix, or a stack with scales of each, got a scale {list(stored.shape)}"
             )
-        return [self.scale(name, shape[1:], each) for each in stored]
+        return [self.scale(name, shape[1:], scale) for scale in stored]
 
     def scale(self, name: str, shape: Sequence[int], stored: Tensor) -> StoredScale:
         """Interpret the scale of the matrix `name` [N, K]; see the top of the file.
 
         Raises:
-            ValueError: it has the shape of no granularity, or of several, or is not finite.
-            NotImplementedError: it has another dtype.
+            ValueError: its shape fits no granularity, or several, or it is not finite.
+            NotImplementedError: its dtype is unknown.
         """
-        values = _float32(name, stored)
+        values = _to_float32(name, stored)
         rows, columns = shape
         if values.dim() == 4 and values.shape[1] == values.shape[3] == 1:
             values = values[:, 0, :, 0]
@@ -124,11 +125,11 @@ class StoredFormat:
                 f"{' or '.join(blocks)}, got {list(stored.shape)}"
                 + ("" if self.block_sizes else "; weight_block_size in config.json says which blocks")
             )
-        values, size = _in_squares(values.reshape(counts), sizes[0])
+        values, size = _merge_rows_to_squares(values.reshape(counts), sizes[0])
         return StoredScale(values, f"block {size[0]} x {size[1]}", size)
 
 
-def _float32(name: str, scale: Tensor) -> Tensor:
+def _to_float32(name: str, scale: Tensor) -> Tensor:
     if scale.dtype is torch.uint8:  # E8M0 as raw bytes
         scale = scale.contiguous().view(torch.float8_e8m0fnu)
     if scale.dtype is not torch.float8_e8m0fnu and (not scale.is_floating_point() or scale.itemsize == 1):
@@ -139,10 +140,10 @@ def _float32(name: str, scale: Tensor) -> Tensor:
     return scale
 
 
-def _in_squares(values: Tensor, size: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
-    """Scales of groups of a row as those of square blocks, where the rows of each block have the same ones.
+def _merge_rows_to_squares(values: Tensor, size: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
+    """Return the scales and size of square blocks if the scales of groups of a row are equal within each block.
 
-    So files of MXFP8 hold the blocks of quaver's recipe, which frozen weights have.
+    MXFP8 files store the square blocks of quaver's recipe in this way; frozen weights need the blocks.
     """
     length = size[1]
     squares, is_known = values[::length], size[0] == 1 and (length, length) in BLOCK_SIZES
@@ -152,7 +153,7 @@ def _in_squares(values: Tensor, size: tuple[int, int]) -> tuple[Tensor, tuple[in
 
 
 def _exact_blocks(shape: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The block whose rows and columns are powers of two and divide the matrix, or all of its rows or columns."""
+    """Yields the block size for `counts` blocks, if each length is a power of two or spans all rows or columns."""
     lengths = []
     for elements, count in zip(shape, counts, strict=True):
         length, rest = divmod(elements, max(count, 1))
@@ -164,21 +165,21 @@ def _exact_blocks(shape: Sequence[int], counts: Sequence[int]) -> Iterator[tuple
 
 
 def block_of(size: Any) -> tuple[int, int]:
-    """The block that a config.json states. Raises ValueError for what is no [rows, columns]."""
+    """Return the block size in a config.json. Raises ValueError if it is not [rows, columns]."""
     if not is_block(size):
         raise ValueError(f"blocks in config.json must be [rows, columns], such as [128, 128], got {size!r}")
     return size[0], size[1]
 
 
 def is_block(size: Any) -> bool:
-    """Whether a value of JSON is [rows, columns]."""
-    return isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)
+    """Whether a JSON value is [rows, columns]."""
+    return isinstance(size, list) and len(size) == 2 and all(type(length) is int and length > 0 for length in size)
 
 
 def with_blocks(method: str, quantization: Mapping[str, Any], *, by_token: bool = False) -> StoredFormat:
-    """The format of a config with one `weight_block_size`, or none.
+    """Return the format of a config with or without a `weight_block_size`.
 
-    `by_token`: whether activations are quantized by token where it has none.
+    `by_token`: whether activations have a scale per token if there are no blocks.
     """
     size = quantization.get("weight_block_size")
     return StoredFormat(method, () if size is None else (block_of(size),), {LINEARS: by_token or size is not None})

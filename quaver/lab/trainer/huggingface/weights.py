@@ -79,7 +79,7 @@ class CheckpointWeights(Mapping[str, Tensor]):
             name: tensor.to(stored[f"model.{name}"].properties.dtype) for name, tensor in stored_state(model).items()
         }
         self._names = _names(model)
-        self._owners = {part: name for name in self._like for part in self._names.of(name)}
+        self._owners = {part: name for name in self._like for part in self._names.stored_names(name)}
         """The name in the checkpoint of the tensor that contains a tensor of the files."""
         self._last: tuple[str, dict[str, Tensor]] = "", {}
 
