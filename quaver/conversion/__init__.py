@@ -1,1 +1,1 @@
-"""Verbs for a whole model: convert, report, freeze, and keep delayed and static scales."""
+"""Functions for a whole model: convert, report, freeze, and keep delayed and static scales."""

@@ -1,4 +1,4 @@
-"""How many experts of a mixture each token takes, as the router, the block or the config of the model says."""
+"""Counts the experts that a token of a mixture takes, from the router, the block or the config of the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COUNTS = (
     "n_activated_experts",
     "moe_router_topk",
 )
-"""Names of the number of active experts in configs of Hugging Face models, and of litgpt, DeepSeek and Megatron."""
+"""Names of the number of active experts in configs of Hugging Face models, litgpt, DeepSeek and Megatron."""
 
 _SHARED = re.compile("shared", re.IGNORECASE)
 _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
@@ -29,14 +29,14 @@ _ROUTER = re.compile("router|gate$", re.IGNORECASE)
 
 
 class ActiveExperts:
-    """How many matrices of each weight a token is multiplied with.
+    """Counts the matrices of each weight that multiply a token.
 
     Experts are linears in a ModuleList or ModuleDict called `experts` or the like, or 3-D parameters [E, .., ..].
-    Shared experts always run, and so does every matrix of a model without experts, a router or a count of them, such
-    as the heads of XLNet's attention.
+    Shared experts count fully. So do all matrices of a model without experts, a router or a number of active experts,
+    such as the heads of XLNet's attention.
 
     Attributes:
-        unknown: the weights for which nothing says how many experts are active; one is counted.
+        unknown: the weights whose number of active experts is unknown; they count as one.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,9 +47,9 @@ class ActiveExperts:
         self._is_mixture = any(
             _ROUTER.search(leaf) or _EXPERTS.search(f"{leaf} {kind}") for leaf, kind in leaves
         ) or any(
-            type(getattr(config, each, None)) is int
+            type(getattr(config, count, None)) is int
             for config in _configs(getattr(model, "config", None))
-            for each in _COUNTS
+            for count in _COUNTS
         )
         for name, module in model.named_modules():
             leaf = name.rpartition(".")[2]
@@ -58,14 +58,14 @@ class ActiveExperts:
                 experts = len(module)
                 self._in_lists[name] = self._active(name, name, experts) / experts
 
-    def of_linear(self, name: str) -> float:
-        """1; for a linear of one of E experts, of which a token takes k, the mean k / E."""
+    def count_linear(self, name: str) -> float:
+        """Return 1, or the mean k / E for a linear in one of E experts with k active."""
         parts = name.split(".")
         owners = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
         return next((self._in_lists[owner] for owner in owners if owner in self._in_lists), 1.0)
 
-    def of_stack(self, name: str, module: nn.Module, matrices: int) -> float:
-        """How many matrices of a 3-D parameter of `module` a token takes; `name` is the parameter's in the model."""
+    def count_stack(self, name: str, module: nn.Module, matrices: int) -> float:
+        """Return how many matrices of a 3-D parameter of `module` multiply a token. `name`: its full name."""
         owner = name.rpartition(".")[0]
         if isinstance(module, nn.Bilinear) or _SHARED.search(owner):
             return float(matrices)
@@ -77,12 +77,11 @@ class ActiveExperts:
         return self._active(name, owner, matrices)
 
     def _active(self, name: str, path: str, experts: int) -> float:
-        """The nearest count that is stated at `path` or above it."""
         parts = path.split(".") if path else []
         for length in range(len(parts), -1, -1):
             module = self._model.get_submodule(".".join(parts[:length]))
             for source, names in _sources(module):
-                for count in (getattr(source, each, None) for each in names):
+                for count in (getattr(source, attribute, None) for attribute in names):
                     if type(count) is int and 0 < count <= experts:
                         return float(count)
         self.unknown.append(name)
@@ -90,19 +89,18 @@ class ActiveExperts:
 
 
 def _sources(module: nn.Module) -> Iterator[tuple[object, tuple[str, ...]]]:
-    """Objects that may state how many experts of `module` are active, with the names of that attribute."""
     with_top_k = (*_COUNTS, "top_k")
     yield module, with_top_k
     for name, child in module.named_children():
         if _ROUTER.search(name):
             yield child, with_top_k
     for config in _configs(getattr(module, "config", None)):
-        # `top_k` of a config of transformers is a setting of generation, 50 by default before its release 5.
+        # `top_k` in a config of transformers is a setting of generation (50 by default before release 5).
         yield config, (_COUNTS if hasattr(config, "model_type") else with_top_k)
 
 
 def _configs(config: Any) -> Iterator[object]:
-    """`config` and those that it holds, such as `text_config`."""
+    """Yields `config` and the configs inside, such as `text_config`."""
     if config is None or not hasattr(config, "__dict__"):
         return
     yield config

@@ -1,4 +1,4 @@
-"""`assert_float8_training`: is float8 really on, and does the optimizer train the weights that run in float8?"""
+"""`assert_float8_training`: checks that float8 is on and that the optimizer trains the float8 weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from quaver.conversion.report import conversion_report, unfinished
-from quaver.conversion.runs import idle_modules, replaced_forward, weightless
+from quaver.conversion.runs import idle_modules, missing_weight, replaced_forward
 from quaver.experts.base import Float8Grouped
 from quaver.linear.module import Float8Linear
 from quaver.recipes.torchao_forms import why_inference_only
@@ -24,27 +24,27 @@ logger = logging.getLogger(__name__)
 def assert_float8_training(
     model: nn.Module, optimizer: Optimizer | None = None, *, allow_frozen: bool = False, require_native: bool = False
 ) -> None:
-    """Raise if `model` does not train in float8 as its conversion says.
+    """Raise RuntimeError unless `model` trains in float8 as it was converted.
 
-    Call it when model and optimizer are complete, after any wrapper (DDP, `fully_shard`, PEFT) was applied; with
+    Call it when model and optimizer are complete, after all wrappers (DDP, `fully_shard`, PEFT) were applied; with
     `require_native` after a step.
 
     Args:
         model: the model that trains, or a wrapper around it.
         optimizer: its optimizer; None to check the model alone.
-        allow_frozen: whether float8 linears may have weights without gradients, as under LoRA. One float8 linear must
-            still take part in training: its weight, or one that its gradients reach, has to require gradients.
-        require_native: whether the float8 linears must have multiplied on float8 units, each of them, in all matmuls so
-            far (`Float8Linear.backend`). A CPU has none: it always multiplies exactly.
+        allow_frozen: whether float8 linears may have weights without gradients, as under LoRA. Some parameter of the
+            model must still require a gradient.
+        require_native: whether each float8 linear must have run all matmuls so far on float8 units
+            (`Float8Linear.backend`). A CPU has no float8 units and always multiplies exactly.
     Raises:
-        RuntimeError: with one line for each problem: torchao has converted linears; no linear is in float8; a float8
-            linear that its conversion did not finish, that has no weight any more, that did not run though others
-            trained, or not since its forward was replaced; its weight requires no gradient, or is not in the optimizer;
-            the optimizer holds a parameter twice, or parameters of another model in place of this one's; with
-            `require_native`, a float8 linear multiplied exactly or has not run.
+        RuntimeError: with one line for each problem. Torchao has converted linears. No linear is in float8. A float8
+            linear has an unfinished conversion or no weight, or did not run while others trained, or since its forward
+            was replaced. Its weight requires no gradient or is not in the optimizer. The optimizer holds a parameter
+            twice, or parameters of another model instead of this one's. With `require_native`, a float8 linear
+            multiplied exactly or did not run.
 
-    A forward that was replaced before the linear ran may call the original: that is logged at WARNING, and after a step
-    it is known. Of compiled code nothing is known.
+    A replaced forward may call the original. Before a step this is unknown and logged at WARNING. Compiled code is not
+    checked.
     """
     problems = [*_problems_of_the_model(model, allow_frozen)]
     if require_native:
@@ -86,12 +86,12 @@ def _problems_of_the_model(model: nn.Module, allow_frozen: bool) -> Iterator[str
 def _problems_of_the_run(model: nn.Module) -> Iterator[str]:
     idle = idle_modules(model)
     for reason in dict.fromkeys(idle.values()):
-        names = [name for name, each in idle.items() if each == reason]
+        names = [name for name, its_reason in idle.items() if its_reason == reason]
         yield f"{listed(names)}: {reason}; leave it out of the conversion (module_filter_fn)"
     for name, module in model.named_modules():
         if not isinstance(module, Float8Linear | Float8Grouped):
             continue
-        if isinstance(module, Float8Linear) and (deleted := weightless(module)):
+        if isinstance(module, Float8Linear) and (deleted := missing_weight(module)):
             yield f"{name}: {deleted}"
         elif (replaced := replaced_forward(module)) and module.backend != "not run yet":
             yield f"{name}: {replaced}"
@@ -105,7 +105,7 @@ def _problems_of_the_backend(model: nn.Module) -> Iterator[str]:
     idle: list[str] = []
     for name, linear in _float8_linears(model):
         ran_on: torch.device | None = linear._last_run.device
-        if ran_on is None or (ran_on.type == "cpu" != linear.weight.device.type):  # it ran before it moved
+        if ran_on is None or (ran_on.type == "cpu" != linear.weight.device.type):  # it ran on the CPU, then moved
             idle.append(name)
         elif "exact" in linear.backend:
             (on_cpu if ran_on.type == "cpu" else exact).append(name)
@@ -130,7 +130,7 @@ def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterat
     twice = [names.get(key, "a parameter of another model") for key, count in held.items() if count > 1]
     if twice:
         yield f"parameters that the optimizer holds more than once: {listed(twice)}"
-    # A loss may have parameters, too: those of another model are held in place of this one's.
+    # Parameters of a loss are foreign, too: report foreign ones only if the optimizer lacks parameters of the model.
     lacks = any(parameter.requires_grad and id(parameter) not in held for parameter in model.parameters())
     foreign = len([key for key in held if key not in names])
     if foreign and lacks:
@@ -139,4 +139,4 @@ def _problems_of_the_optimizer(model: nn.Module, optimizer: Optimizer) -> Iterat
 
 def _float8_linears(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
     linears = ((name, module) for name, module in model.named_modules() if isinstance(module, Float8Linear))
-    return ((name, linear) for name, linear in linears if not weightless(linear))
+    return ((name, linear) for name, linear in linears if not missing_weight(linear))

@@ -1,4 +1,4 @@
-"""The module swap: `nn.Linear` to `Float8Linear` in place, and the exact way back."""
+"""Swaps `nn.Linear` for `Float8Linear` in place, and back."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FilterDecision:
-    """A filter's decision with its reason, for the report; a filter may return it instead of a bool."""
+    """A filter's decision with a reason for the report. A filter may return it instead of a bool."""
 
     convert: bool
     reason: str
@@ -66,7 +66,7 @@ class FilterDecision:
 
 
 ModuleFilter = Callable[[nn.Module, str], "bool | FilterDecision"]
-"""Takes a linear and its fully qualified name; says whether to convert it."""
+"""Takes a linear or experts and the fully qualified name; returns whether to convert it."""
 
 
 def convert_to_float8_training(
@@ -77,43 +77,40 @@ def convert_to_float8_training(
     module_filter_fn: ModuleFilter | None = None,
     include_subclasses: bool = False,
 ) -> nn.Module:
-    """Make every `nn.Linear` of `module` a `Float8Linear`, and every module of experts a `Float8Experts`, in place.
+    """Convert every `nn.Linear` of `module` to `Float8Linear`, and all modules of experts to `Float8Experts`, in place.
 
-    An error leaves `module` as it was. Modules keep their identity, parameters, hooks, attributes and training mode;
-    subclasses of `nn.Linear` that do not override `forward`, and experts, keep all but that. With delayed or static
-    scaling the linears of one call share one state (linear/scale_state.py); call
-    `sync_float8_amax_and_scale_history(model)` once a step, and experts stay in high precision. With
+    An error leaves `module` unchanged. Modules keep their identity, parameters, hooks, attributes and training mode.
+    Experts, and subclasses of `nn.Linear` that do not override `forward`, keep everything except `forward`. With
+    delayed or static scaling, the linears of one call share one state (linear/scale_state.py), experts stay in high
+    precision, and `sync_float8_amax_and_scale_history(model)` must run once a step. With
     `enable_fsdp_float8_all_gather` the weights become new parameters around the same memory: convert before
-    `fully_shard`, and make the optimizer after both.
-    `conversion_report(module)` lists each layer.
+    `fully_shard`, and make the optimizer after both. `conversion_report(module)` lists each layer.
 
-    A second call leaves converted layers alone; those that its filter admits must have its config.
+    A second call leaves converted layers alone. If its filter admits a converted layer, the config must be equal.
 
     Args:
         module: any module, or an `nn.Linear` itself.
         config: a config, a recipe or a recipe's name; None for the tensorwise recipe.
-        serving: the engine whose codes the forward multiplies, a name of recipes/serving.py such as "vllm-per-token";
-            `config`, by default the recipe of its granularity, is then for the backward (`serving_config`). Layers that
-            engines keep in high precision (lm_head, routers) stay so.
-        module_filter_fn: called with each linear and each module of experts (experts/module.py), and its fully
-            qualified name; false leaves it in high precision. It may return a `FilterDecision`, whose reason goes to
-            the report.
+        serving: the engine with whose codes the forward multiplies, a name of recipes/serving.py such as
+            "vllm-per-token". `config` then applies to the backward (`serving_config`), by default the recipe of the
+            engine's granularity. Layers that engines keep in high precision (lm_head, routers) stay so.
+        module_filter_fn: called with each linear or module of experts (experts/module.py) and its fully qualified
+            name; false leaves it in high precision. It may return a `FilterDecision` with a reason for the report.
         include_subclasses: also convert subclasses of `nn.Linear` that override `forward`; their forward is not called.
     Returns:
-        `module`. A UserWarning says why if nothing was converted; linears that the filter admits but that cannot be
-        converted are logged at WARNING.
+        `module`. Gives a UserWarning with the reasons if nothing was converted. Logs linears that the filter admits
+        but that cannot be converted at WARNING.
     Raises:
-        ValueError: an unknown recipe or engine, a filter that admits what engines keep in high precision, an admitted
-            layer that is converted under another config, or a weight to gather in float8 that is tied to another
-            module's.
-        TypeError: `config` or `module` is of another type.
-        RuntimeError: weights to gather in float8, of a model that ran under `fully_shard` before.
+        ValueError: an unknown recipe or engine; a filter that admits layers that engines keep in high precision; an
+            admitted layer that is converted with another config; a tied weight that would be gathered in float8.
+        TypeError: `config` or `module` has a wrong type.
+        RuntimeError: weights would be gathered in float8, and the model already ran under `fully_shard`.
     """
     config = resolve_config(config) if serving is None else serving_config(serving, config)
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {type(module).__name__}")
     if serving is not None:
-        module_filter_fn = _served_by(module, serving, module_filter_fn)
+        module_filter_fn = _serving_filter(module, serving, module_filter_fn)
     chosen = _choose(module, config, module_filter_fn, include_subclasses)
     if serving is not None:
         _check_fused(chosen.linears, serving, config)
@@ -123,18 +120,16 @@ def convert_to_float8_training(
     for child, reason in chosen.reasons:
         vars(child).pop(FILTER_REASON, None)
         vars(child).update({FILTER_REASON: reason} if reason else {})
-    _tell(conversion_report(module), bool(chosen.linears or chosen.experts), chosen.missed)
+    _log(conversion_report(module), bool(chosen.linears or chosen.experts), chosen.missed)
     return module
 
 
 def convert_to_high_precision(module: nn.Module) -> nn.Module:
-    """Make every `Float8Linear` of `module` the `nn.Linear` that it was, and experts what they were, in place.
+    """Convert all float8 linears and experts (also torchtitan's) of `module` back to their original classes, in place.
 
-    Experts are `Float8Experts`, and torchtitan's, whose grouped matmul alone runs in float8.
-
-    An error leaves `module` as it was. It may be, or contain, a wrapper such as DistributedDataParallel,
+    An error leaves `module` unchanged. `module` may be, or contain, a wrapper such as DistributedDataParallel,
     torch.compile's or PEFT's. Weights that were prepared for a float8 all-gather become new parameters: make the
-    optimizer after it. Returns `module`.
+    optimizer after this call. Returns `module`.
 
     Raises:
         RuntimeError: a linear, or experts, cannot be converted back: `fully_shard` gathers its weight in float8,
@@ -145,19 +140,18 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     for name, weight in weights_under(module):
         _check_way_back(weight, name, has_ddp)
     experts = [child for child in module.modules() if isinstance(child, Float8Experts)]
-    if any(parametrize.is_parametrized(each) for each in experts):
+    if any(map(parametrize.is_parametrized, experts)):
         raise RuntimeError("experts are parametrized and cannot be converted back: remove their parametrizations first")
-    for each in experts:
-        check_whole(each)
-    for linear in linears:
-        restore_plain_weights(linear)
-    for each in experts:
-        restore_plain_weights(each)
+    for layer in experts:
+        check_whole(layer)
+    converted: list[Float8Linear | Float8Experts] = [*linears, *experts]
+    for linear_or_experts in converted:
+        restore_plain_weights(linear_or_experts)
     for linear in linears:
         plain = _restore(linear, _to_linear)
-        getattr(plain, "to_original", lambda: None)()  # a module that was made an nn.Linear for the conversion
-    for of_experts in experts:
-        _restore(of_experts, to_plain_experts)
+        getattr(plain, "to_original", lambda: None)()  # another class became an nn.Linear for the conversion
+    for layer in experts:
+        _restore(layer, to_plain_experts)
     for grouped in [child for child in module.modules() if isinstance(child, Float8GroupedMM)]:
         _restore(grouped, to_plain_grouped_mm)
     for child in module.modules():
@@ -171,10 +165,9 @@ Converted = TypeVar("Converted", bound=nn.Module)
 
 
 def _restore(converted: Converted, to_plain: Callable[[Converted], nn.Module]) -> nn.Module:
-    """Convert back, also what `fully_shard` put FSDPModule in front of."""
+    """Convert back. A module that `fully_shard` sharded after its conversion stays an FSDPModule."""
     before, plain, sharded = type(converted), to_plain(converted), fsdp_module_class()
     if sharded is not None and issubclass(before, sharded) and not isinstance(plain, sharded):
-        # it was sharded after its conversion
         namespace = {"__deepcopy__": vars(before)["__deepcopy__"]}
         plain.__class__ = type(f"FSDP{type(plain).__name__}", (sharded, type(plain)), namespace)
     return plain
@@ -185,12 +178,12 @@ def _restore(converted: Converted, to_plain: Callable[[Converted], nn.Module]) -
 
 @dataclass(frozen=True)
 class _Choice:
-    """The modules that a conversion changes, by name; why the rest stays, and which it admits but cannot convert."""
-
     linears: list[tuple[str, nn.Linear]] = field(default_factory=list)
     experts: list[tuple[str, nn.Module]] = field(default_factory=list)
     reasons: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """The reasons for the report, by module."""
     missed: dict[str, list[str]] = field(default_factory=dict)
+    """The names of modules that the filter admits, by the obstacle to their conversion."""
 
 
 def _choose(
@@ -206,12 +199,12 @@ def _choose(
             obstacle = obstacle_of(child, include_subclasses)
         elif decision:
             obstacle = obstacle_of_experts(child, config)
-        if not isinstance(child, Float8Linear | Float8Experts):  # a report finds the obstacle of a linear by itself
+        if not isinstance(child, Float8Linear | Float8Experts):  # the report computes the obstacle of a linear
             chosen.reasons.append((child, decision.reason if not obstacle else "" if is_linear else obstacle))
         if obstacle:
             chosen.missed.setdefault(obstacle, []).append(name or "the module")
         elif decision:
-            tied = [x for x in owners.get(id(getattr(child, "weight", None)), []) if x != name]
+            tied = [owner for owner in owners.get(id(getattr(child, "weight", None)), []) if owner != name]
             tied += [] if is_linear else _other_owners(module, child, name)
             _check_can_convert(child, name, config, tied)
             if isinstance(child, nn.Linear):
@@ -239,8 +232,8 @@ def decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) 
     return FilterDecision(bool(decision), "" if decision else "filter")
 
 
-def _served_by(root: nn.Module, serving: str, module_filter_fn: ModuleFilter | None) -> ModuleFilter:
-    """A filter that leaves what engines keep in high precision: heads, and routers beside experts."""
+def _serving_filter(root: nn.Module, serving: str, module_filter_fn: ModuleFilter | None) -> ModuleFilter:
+    """Return a filter that leaves out heads and routers, which engines keep in high precision."""
 
     def decide_served(module: nn.Module, name: str) -> FilterDecision:
         parent, _, leaf = name.rpartition(".")
@@ -258,12 +251,11 @@ def _served_by(root: nn.Module, serving: str, module_filter_fn: ModuleFilter | N
 
 
 def _check_fused(linears: list[tuple[str, nn.Linear]], serving: str, config: Float8LinearConfig) -> None:
-    """Raise ValueError where an engine fuses siblings into one linear, with one scale for all of them."""
     names = {name for name, _ in linears}
     for name, _ in linears if config.casts.weight.row.is_tensorwise else ():
         parent, dot, leaf = name.rpartition(".")
         siblings = next((group for group in config.shared_inputs if leaf in group), ())
-        fused = [each for each in siblings if f"{parent}{dot}{each}" in names]
+        fused = [sibling for sibling in siblings if f"{parent}{dot}{sibling}" in names]
         if len(fused) > 1:
             raise ValueError(
                 f"serving={serving!r}: engines fuse {', '.join(fused)} of {parent or 'the model'} into one linear with "
@@ -272,12 +264,10 @@ def _check_fused(linears: list[tuple[str, nn.Linear]], serving: str, config: Flo
 
 
 def _other_owners(root: nn.Module, experts: nn.Module, name: str) -> list[str]:
-    """The parameters of other modules that are weights of these experts."""
     weights = set(map(id, weights_of(experts).values()))
-    named = [
-        (x, parameter) for x, parameter in root.named_parameters(remove_duplicate=False) if id(parameter) in weights
-    ]
-    return [x for x, _ in named if x.rpartition(".")[0] != name]
+    parameters = root.named_parameters(remove_duplicate=False)
+    names = [parameter_name for parameter_name, parameter in parameters if id(parameter) in weights]
+    return [parameter_name for parameter_name in names if parameter_name.rpartition(".")[0] != name]
 
 
 def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig, tied: list[str]) -> None:
@@ -304,18 +294,19 @@ def _convert(
     experts: list[tuple[str, nn.Module]],
     config: Float8LinearConfig,
 ) -> None:
-    """Convert the chosen linears and experts, all or none; of those that are converted, set up what is missing."""
+    """Convert the chosen linears and experts, all or none. Converted ones get the state that they lack."""
     with ExitStack() as undo:
         converted: list[tuple[str, Float8Linear]] = []
         for name, linear in chosen:
             if not isinstance(linear, Float8Linear):
-                undo.callback(_to_linear, to_float8(linear, config))
-            converted.append((name, linear))  # type: ignore[arg-type]
+                linear = to_float8(linear, config)
+                undo.callback(_to_linear, linear)
+            converted.append((name, linear))
         weights = [(name, ModuleWeight(linear)) for name, linear in converted]
-        for name, each in experts:
-            if not isinstance(each, Float8Experts):
-                undo.callback(to_plain_experts, to_float8_experts(each, config))
-            weights += [(f"{name}.{weight.name}", weight) for weight in weights_of_module(each)]
+        for name, module_of_experts in experts:
+            if not isinstance(module_of_experts, Float8Experts):
+                undo.callback(to_plain_experts, to_float8_experts(module_of_experts, config))
+            weights += [(f"{name}.{weight.name}", weight) for weight in weights_of_module(module_of_experts)]
         stateless = [(name, linear) for name, linear in converted if linear.scaling is None]
         plain = [(name, weight) for name, weight in weights if not is_all_gather_weight(weight)]
         for _, linear in stateless:
@@ -352,15 +343,15 @@ def _check_way_back(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
     raise RuntimeError(f"{name or 'the module'} cannot be converted back: {obstacle}; convert back before that")
 
 
-def _tell(report: ConversionReport, found: bool, missed: dict[str, list[str]]) -> None:
+def _log(report: ConversionReport, has_converted: bool, missed: dict[str, list[str]]) -> None:
     logger.info(report.summary())
-    said = slow_paths()
+    logged = slow_paths()
     for note in report.notes:
-        if note not in said:  # it was logged when it happened
+        if note not in logged:
             logger.warning(note)
     for obstacle, names in missed.items():
         logger.warning("%d layers stay in high precision (%s): %s", len(names), listed(names), obstacle)
-    if not found:
+    if not has_converted:
         warnings.warn(report.why_nothing(), stacklevel=3)
 
 
@@ -368,7 +359,7 @@ def _tell(report: ConversionReport, found: bool, missed: dict[str, list[str]]) -
 
 
 def to_float8(linear: nn.Linear, config: Float8LinearConfig) -> Float8Linear:
-    """Turn `linear` itself into a Float8Linear: same object, parameters, hooks and attributes."""
+    """Make `linear` a Float8Linear in place: same object, parameters, hooks and attributes."""
     converted_from = type(linear)
     linear.__class__ = float8_class(converted_from, Float8Linear)
     float8 = typing.cast(Float8Linear, linear)
@@ -377,7 +368,7 @@ def to_float8(linear: nn.Linear, config: Float8LinearConfig) -> Float8Linear:
 
 
 def _to_linear(linear: Float8Linear) -> nn.Linear:
-    """Turn `linear` back into what it was converted from: same object, parameters, hooks and attributes."""
+    """Restore the original class of `linear` in place: same object, parameters, hooks and attributes."""
     linear.__class__ = linear._converted_from  # type: ignore[assignment]
     for name in OWN_ATTRIBUTES:
         delattr(linear, name)

@@ -1,4 +1,4 @@
-"""Delayed and static scaling of a model: sync, calibrate, save, load, report. linear/scale_state.py has the state."""
+"""Delayed and static scaling of a model: sync, calibrate, save, load, report. linear/scale_state.py holds the state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 def add_persistent_scales(
     model: nn.Module, named_linears: Sequence[tuple[str, Float8Linear]], config: Float8LinearConfig
 ) -> None:
-    """Give these linears of `model` one state for the persistent scales of `config`. Called by the conversion."""
+    """Give these linears of `model` one state for the persistent scales of `config`."""
     if not config.has_persistent_scales or not named_linears:
         return
     owners = input_owners([(name, linear.in_features) for name, linear in named_linears], config)
@@ -61,10 +61,10 @@ def add_persistent_scales(
 
 
 def input_owners(named_sizes: Iterable[tuple[str, int]], config: Float8LinearConfig) -> dict[str, str]:
-    """By the name of a linear, the name of the sibling whose input scale it shares; see `shared_inputs`.
+    """Return the sibling whose input scale a linear shares (`shared_inputs`), by the name of the linear.
 
     Args:
-        named_sizes: fully qualified names, and in_features.
+        named_sizes: the fully qualified name and in_features of each linear.
     """
     first: dict[tuple[str, int, int], str] = {}
     owners: dict[str, str] = {}
@@ -83,20 +83,20 @@ def sync_float8_amax_and_scale_history(
 ) -> None:
     """Compute the delayed scales of the next step from the amaxes of this one. Call it once a step, after the backward.
 
-    It may come before or after `optimizer.step()`. A loop that forgets it gets a RuntimeWarning after 1,000 forwards
-    ([Note: a forgotten sync] in linear/scale_state.py). Models without delayed scaling are left alone.
-    `torch.compile(fullgraph=True)` traces it, to the same bits.
+    It may run before or after `optimizer.step()`. Without it a RuntimeWarning comes after 1,000 forwards ([Note: a
+    forgotten sync] in linear/scale_state.py). Does nothing for models without delayed scaling.
+    `torch.compile(fullgraph=True)` traces it, with bit-identical results.
 
     Args:
         model: the module that was given to `convert_to_float8_training`, or a module around or inside it.
-        fp8_layers: the Float8Linears of `model`, to save the walk over its modules.
-        group: the ranks that must have the same scales: all that train this model. None for every rank, where there
-            is a process group. With pipeline parallelism, the ranks of one stage.
+        fp8_layers: the Float8Linears of `model`; None to collect them from its modules.
+        group: the ranks with equal scales: all that train this model; with pipeline parallelism, the ranks of one
+            stage. None for all ranks of the default process group.
     Raises:
         RuntimeError: on every rank, if ranks have different tensors or configs.
 
-    One all-reduce of 8 bytes a tensor, and a number of kernels that does not depend on the number of tensors. The first
-    eager call also checks, in a collective of 16 bytes, that the ranks agree; compiled code does not check.
+    Runs one all-reduce of 8 bytes per tensor, and a number of kernels that does not depend on the number of tensors.
+    The first eager call checks in a collective of 16 bytes that the ranks agree; compiled code does not check.
     """
     states = _states(model.modules() if fp8_layers is None else fp8_layers)
     group = group or _every_rank()
@@ -109,18 +109,18 @@ def sync_float8_amax_and_scale_history(
 
 @contextmanager
 def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | None = None) -> Iterator[None]:
-    """Measure the static scales of `model` on the batches that run inside the block.
+    """Measure the static scales of `model` on the batches that run in the block.
 
-    Run forward and backward (or the forward only, if grad_output is not static) as in training. Inside the block,
-    tensors without a static scale are scaled dynamically. At its exit each gets the scale of the largest amax over all
-    ranks, with the `headroom` and `margin` of `delayed_scaling_config`.
+    Run forward and backward (or the forward only, if grad_output is not static) as in training. In the block, tensors
+    to calibrate are scaled dynamically. At the exit each gets the scale of its largest amax over all ranks, with the
+    `headroom` and `margin` of `delayed_scaling_config`.
 
     Args:
         group: as for `sync_float8_amax_and_scale_history`.
     Raises:
         ValueError: the model has no static scale to measure.
         RuntimeError: on every rank, if ranks have different tensors or configs; at the exit, if a tensor was not cast,
-            was all zeros, or was not finite. No scale is then changed.
+            was all zeros, or was not finite. The scales then stay unchanged.
     """
     states = _states(model.modules())
     group = group or _every_rank()
@@ -152,37 +152,35 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
 def _check_measured(amaxes: dict[str, float]) -> None:
     bad = [name for name, amax in amaxes.items() if not 0 < amax < float("inf")]
     if bad:
-        what = f"had an amax of {amaxes[bad[0]]}"
+        problem = f"had an amax of {amaxes[bad[0]]}"
         if amaxes[bad[0]] < 0:
-            what = (
+            problem = (
                 "was not cast. Run its module, and the backward; siblings whose input tensor parallelism gathers for "
                 "all of them must be named in Float8LinearConfig.shared_inputs"
             )
         more = f", and {len(bad) - 1} more have no amax to scale by either" if len(bad) > 1 else ""
-        raise RuntimeError(f"calibration: {bad[0]} {what}{more}; no scale was changed")
+        raise RuntimeError(f"calibration: {bad[0]} {problem}{more}; no scale was changed")
 
 
 class TensorScaling(NamedTuple):
-    """How the persistent scale of one tensor fitted it in the step before the last sync."""
+    """How the persistent scale of one tensor fitted its amax in the step before the last sync."""
 
     name: str
     quant_scale: float
-    """The scale that its casts multiplied by: that of its amax where it was scaled dynamically; the stored one where it
-    was not cast."""
+    """The scale of its casts: from its amax if it was scaled dynamically; the stored scale if it was not cast."""
     is_dynamic: bool
-    """Whether it was scaled dynamically, for want of a history."""
+    """Whether it was scaled dynamically, because it had no history."""
     amax: float
     """-1 if it was not cast."""
     used_over_ideal: float
-    """The scale that was used over the one that would have brought amax to the format's largest number: above 1 the
-    tensor saturates, 2**-n leaves n powers of two unused. 1 where it was scaled dynamically, inf or NaN if amax is;
-    NaN if not cast."""
+    """`quant_scale` over the scale that brings amax to the format's largest number: above 1 the tensor saturates, 2**-n
+    leaves n powers of two unused. 1 if it was scaled dynamically, inf or NaN if amax is, NaN if it was not cast."""
     saturated: int
-    """The most elements that saturated in one cast, on one rank."""
+    """The largest number of elements that saturated in one cast on one rank."""
 
 
 class Float8ScalingState:
-    """The persistent scales of a model by name: a `Stateful` of torch.distributed.checkpoint."""
+    """The persistent scales of a model by name; a `Stateful` of torch.distributed.checkpoint."""
 
     def __init__(self, model: nn.Module) -> None:
         self._slots = named_slots(model)
@@ -192,22 +190,22 @@ class Float8ScalingState:
         return len(self._slots)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`<linear>.<operand>.quant_scale` () and, with delayed scaling, `<linear>.<operand>.amax_history` [H].
+        """Return `<linear>.<operand>.quant_scale` () and, with delayed scaling, `<linear>.<operand>.amax_history` [H].
 
-        Views, float32: what is copied into them (as torch.distributed.checkpoint does) is loaded. Equal on every rank
-        after a sync, so it loads into any number of ranks. It has neither static scales that the config gives nor the
-        amaxes since the last sync: save between a sync and the next forward.
+        The tensors are float32 views: copying into them loads a state, as torch.distributed.checkpoint does. After a
+        sync they are equal on every rank, so they load into any number of ranks. Static scales of the config and the
+        amaxes since the last sync are left out: save between a sync and the next forward.
         """
         return entries_of(self._slots)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict`. `quaver.compat.delayed_buffers` reads the buffers of torchao 0.9.
 
-        Tensors that it does not have start cold, and the log says so; entries for tensors that the model does not have
-        are ignored. A history of another length keeps its newest entries.
+        Tensors without an entry start without a history, which is logged. Entries for unknown tensors are ignored. A
+        history of another length keeps its newest entries.
 
         Raises:
-            ValueError: an entry that is not a tensor of the right number of dims; nothing is then loaded.
+            ValueError: an entry is not a tensor, or has a wrong number of dims; nothing is then loaded.
         """
         missing = load_slots(self._slots, state_dict)
         if missing:
@@ -219,29 +217,29 @@ class Float8ScalingState:
             )
 
     def reset(self) -> None:
-        """Forget every history and every measured scale, as for weights of another origin."""
+        """Forget all histories and measured scales, for example after loading other weights."""
         load_slots(self._slots, {})
 
     def forget_observed(self) -> None:
-        """Forget the amaxes since the last sync, as of a step that is skipped: no scale will follow from them."""
+        """Forget the amaxes since the last sync, for a step that is skipped: they do not enter the next scales."""
         for state in self._states:
             state.reset_amax_buffer()
 
     def report(self) -> list[TensorScaling]:
-        """How each scale fitted in the last synced step. Waits for the device."""
+        """Return how each scale fitted in the last synced step. Waits for the device."""
         steps = {id(state): torch.cat([state.last_step, state.format_max.unsqueeze(1)], 1) for state in self._states}
         values = {key: step.tolist() for key, step in steps.items()}
         return [_fit(name, *values[id(state)][slot]) for name, state, slot in self._slots]
 
 
 def float8_scaling_state(model: nn.Module) -> Float8ScalingState:
-    """The delayed and static scales of `model`, to save, load, and look at.
+    """Return the delayed and static scales of `model`, to save, load and report.
 
         torch.save({"model": model.state_dict(), "float8": float8_scaling_state(model).state_dict()}, path)
         dcp.save({"model": ..., "float8": float8_scaling_state(model)}, checkpoint_id=path)
 
-    The model's own state_dict has none of it. Names are those of `model.named_modules()`, without what wrappers
-    (torch.compile, DDP, FSDP1, checkpoint) put before them. A model without persistent scales has an empty state.
+    The model's state_dict does not have them. Names are as in `model.named_modules()`, without the prefixes of wrappers
+    (torch.compile, DDP, FSDP1, checkpoint). A model without persistent scales has an empty state.
     """
     return Float8ScalingState(model)
 
@@ -256,8 +254,8 @@ def _fit(name: str, scale: float, amax: float, saturated: float, format_max: flo
 
 
 def named_slots(model: nn.Module) -> list[NamedSlot]:
-    """Each slot once, as `<linear>.<operand>` of the first linear that has it."""
-    found: dict[tuple[int, int], NamedSlot] = {}
+    """Return each slot once, under the name `<linear>.<operand>` of its first linear."""
+    slots: dict[tuple[int, int], NamedSlot] = {}
     in_ddp: list[str] = []
     for fqn, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -268,29 +266,28 @@ def named_slots(model: nn.Module) -> list[NamedSlot]:
                 if prefix.startswith(wrapper):
                     prefix = wrapper.removesuffix("module.") + prefix.removeprefix(wrapper)
             for name, state, slot in module.scaling.named_slots(plain_name(prefix)):
-                found.setdefault((id(state), slot), (name, state, slot))
-    return list(found.values())
+                slots.setdefault((id(state), slot), (name, state, slot))
+    return list(slots.values())
 
 
 def _states(modules: Iterable[nn.Module]) -> list[ScaleState]:
-    found = {}
+    states = {}
     for module in modules:
         if isinstance(module, Float8Linear) and isinstance(module.scaling, LinearScales):
-            found[id(module.scaling.state)] = module.scaling.state
-    return list(found.values())
+            states[id(module.scaling.state)] = module.scaling.state
+    return list(states.values())
 
 
 def _every_rank() -> ProcessGroup | None:
-    """The default group, None where there is none or one rank."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return dist.group.WORLD if several else None
+    has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if has_ranks else None
 
 
 _checked: WeakKeyDictionary[nn.Module, list[ScaleState]] = WeakKeyDictionary()
 
 
 def _check_once(model: nn.Module, states: list[ScaleState], group: ProcessGroup) -> None:
-    """Check that the ranks agree. A rank whose model has no persistent scales checks, too."""
+    """Check that the ranks agree. A rank without persistent scales must take part in the collective."""
     if _checked.get(model) == states:
         return
     lines = [f"{name} {state.casts[slot]}" for name, state, slot in named_slots(model)]

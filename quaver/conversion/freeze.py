@@ -1,17 +1,16 @@
-"""`freeze_to_float8`: the base of a fine-tuned model, stored once in float8, for adapters that train on top of it.
+"""`freeze_to_float8`: stores the base weights of a fine-tuned model once in float8; adapters train on top.
 
-    output      = input       @ codes.t()     the codes and scales that are stored
-    grad_input  = grad_output @ codes         the same ones; grad_weight does not exist
+    output      = input       @ codes.t()     the stored codes and scales
+    grad_input  = grad_output @ codes         the same codes and scales; there is no grad_weight
 
-The weights of linears and of experts are `FrozenFloat8Weight`s (linear/frozen_weight.py): one byte per element and
-scales. Tensorwise and blockwise codes serve both matmuls. Row-wise scales run along the contracted dim of
-grad_input, so there the weight is dequantized inside the exact matmul (linear/gemm.py): a second cast would give the
-backward other weights than the forward.
+The weights of linears and of experts are `FrozenFloat8Weight`s (linear/frozen_weight.py): one byte per element, and
+scales. Both matmuls read tensorwise and blockwise codes. Row-wise scales run along the contracted dim of grad_input, so
+the exact matmul (linear/gemm.py) dequantizes the weight there: a second cast would give the backward other weights than
+the forward.
 """
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -48,9 +47,9 @@ from quaver.weights.frozen_modules import FrozenFloat8Experts, FrozenFloat8Linea
 
 
 def blockwise_config(*, power_of_2: bool = True) -> Float8LinearConfig:
-    """The recipe `blockwise`, with another rounding of its scales.
+    """Return the config of the recipe `blockwise` with or without scales that are powers of two.
 
-    `power_of_2`: scales that are powers of two, so that the exact matmul runs on bfloat16 units; off for the float32
+    `power_of_2`: round scales to powers of two, so that the exact matmul runs on bfloat16 units. False for the float32
     scales of DeepSeek's and Qwen's checkpoints.
     """
     config = Float8LinearConfig.from_recipe_name(Float8LinearRecipeName.BLOCKWISE)
@@ -64,27 +63,25 @@ def freeze_to_float8(
     module_filter_fn: ModuleFilter | None = None,
     include_subclasses: bool = False,
 ) -> nn.Module:
-    """Store the weights of all linears and experts of `module` in float8, in place; they do not train any more.
+    """Store the weights of all linears and experts of `module` in float8, in place. They no longer train.
 
     Call it on the loaded model, before adapters, `fully_shard`, DistributedDataParallel or `torch.compile`. Weights
-    keep their shape and dtype outside; biases and other modules stay as they are. All weights are checked before the
-    first is changed. `conversion_report(module)` lists each layer.
+    present the same shape and dtype as before; biases and other modules do not change. All weights are checked before
+    the first one changes. `conversion_report(module)` lists each layer.
 
     Args:
         module: a model in high precision, on any device.
         config: "blockwise" (the default), "mxfp8", "tensorwise", "rowwise", another recipe with one weight cast, or a
-            config, such as `serving_config("vllm-per-token")`, with the codes of an engine.
-            `enable_fsdp_float8_all_gather` has no effect: frozen codes are all-gathered as they are.
-        module_filter_fn: called with each linear, each module of experts, and its name; false leaves it in high
-            precision.
+            config, such as `serving_config("vllm-per-token")` for the codes of an engine.
+            `enable_fsdp_float8_all_gather` has no effect: FSDP2 always all-gathers frozen codes.
+        module_filter_fn: called with each linear or module of experts and its name; false leaves it in high precision.
         include_subclasses: as for `convert_to_float8_training`.
     Returns:
         `module`.
     Raises:
-        ValueError: a config that scales delayed or statically, casts a weight in two ways or has E8M0 scales by FLOOR;
-            a weight that holds NaN or inf, is tied, sharded, on the meta device or of another dtype; weights of which
-            only some train.
-        TypeError: `config` or `module` is of another type; a filter for linears alone was asked for experts.
+        ValueError: the config has delayed or static scaling, two casts of a weight, or E8M0 scales by FLOOR; a weight
+            holds NaN or inf, is tied, sharded or on the meta device, or has a wrong dtype; only some weights train.
+        TypeError: `config` or `module` has a wrong type; `module_filter_fn` fails for experts.
     """
     config = frozen_config(config)
     if not isinstance(module, nn.Module):
@@ -96,7 +93,7 @@ def freeze_to_float8(
     chosen = {
         name: child
         for name, child in modules.items()
-        if decisions[name] and not _stays(child, config, include_subclasses)
+        if decisions[name] and not _is_left_alone(child, config, include_subclasses)
     }
     problem = next(_problems(chosen, owners_of_parameters(module)), None)
     if problem is not None:
@@ -104,7 +101,7 @@ def freeze_to_float8(
     convert_to_float8_training(
         module,
         config=config,
-        module_filter_fn=lambda each, name: decisions[name],
+        module_filter_fn=lambda _, name: decisions[name],
         include_subclasses=include_subclasses,
     )
     for child in chosen.values():
@@ -114,13 +111,13 @@ def freeze_to_float8(
 
 
 def freeze_weight(weight: ModuleWeight, config: Float8LinearConfig) -> None:
-    """Store a finite weight of a converted module in float8, in place; `config` as `frozen_config` makes it."""
+    """Store a finite weight of a converted module in float8, in place. `config`: from `frozen_config`."""
     dtype = weight.parameter.dtype
     store_float8_weight(weight.module, *_quantize(weight), config=config, dtype=dtype, name=weight.name)
 
 
-def _stays(module: nn.Module, config: Float8LinearConfig, include_subclasses: bool) -> bool:
-    """Whether a linear or experts cannot be converted, or are frozen already."""
+def _is_left_alone(module: nn.Module, config: Float8LinearConfig, include_subclasses: bool) -> bool:
+    """Whether a linear, or experts, cannot be converted or are already frozen with this config."""
     if isinstance(module, FrozenModule) and all(weight.config == config for weight in weights_of_module(module)):
         return True
     if isinstance(module, nn.Linear):
@@ -130,18 +127,17 @@ def _stays(module: nn.Module, config: Float8LinearConfig, include_subclasses: bo
 
 @torch.no_grad()
 def _quantize(weight: ModuleWeight) -> tuple[Tensor, Tensor]:
-    """The codes and scales that the forward multiplies by; matrix by matrix, those of a stack."""
     quantizer = Quantizer(weight.config.casts.weight, weight.parameter.dtype)
     if weight.parameter.dim() == 2:
-        made = present(quantizer(weight.parameter.detach(), row=True, column=False).row)
-        return made.data, present(made.dequant_scale)
+        operand = present(quantizer(weight.parameter.detach(), row=True, column=False).row)
+        return operand.data, present(operand.dequant_scale)
     transposed, stack = is_transposed(weight.module), weight.parameter.detach()
     codes = torch.empty(stack.shape, dtype=weight.config.casts.weight.row.float8_dtype, device=stack.device)
     scales = []
-    for to, matrix in zip(codes, stack, strict=True):
-        made = present(quantizer(matrix.t() if transposed else matrix, row=True, column=False).row)
-        scale = typing.cast(Tensor, made.dequant_scale)
-        to.copy_(made.data.t() if transposed else made.data)
+    for matrix_codes, matrix in zip(codes, stack, strict=True):
+        operand = present(quantizer(matrix.t() if transposed else matrix, row=True, column=False).row)
+        scale = present(operand.dequant_scale)
+        matrix_codes.copy_(operand.data.t() if transposed else operand.data)
         scales.append(scale.t() if transposed and scale.dim() else scale)
     return codes, torch.stack(scales)
 
@@ -158,15 +154,15 @@ def store_float8_weight(
     """Freeze a weight of one linear or of experts, in place, with codes and scales from a checkpoint.
 
     Args:
-        module: an nn.Linear or experts, which may be on the meta device, or what this config made of them.
-        codes, dequant_scale: float8 [N, K] and float32 (), [N, 1] or one a block of `config`; of experts a stack of
-            each, in the layout of the module. They are kept, not copied.
+        module: an nn.Linear or experts, on any device including meta, or already converted with `config`.
+        codes, dequant_scale: float8 [N, K] and float32 (), [N, 1] or one for each block of `config`; for experts stacks
+            in the layout of the module. They are kept, not copied.
         config: how activations and gradients are cast. It may promise that every dequant_scale is a power of two
             (`weight_scales_are_powers_of_2`).
         dtype: the high-precision dtype that the weight presents.
-        name: of the weight; of experts one of theirs.
+        name: the name of the weight in `module`.
     Raises:
-        ValueError: operands that do not fit each other, the module or the config.
+        ValueError: codes and scales do not fit each other, the module or the config.
     """
     frozen = FrozenFloat8Weight.from_codes(codes, dequant_scale, dtype)
     expected, shape = config.casts.weight.row.granularity, getattr(module, name).shape
@@ -179,13 +175,14 @@ def store_float8_weight(
         to_float8(module, config) if isinstance(module, nn.Linear) else to_float8_experts(module, config)
     setattr(module, name, nn.Parameter(frozen, requires_grad=False))
     frozen_class = FrozenFloat8Linear if isinstance(module, nn.Linear) else FrozenFloat8Experts
-    module.__class__ = float8_class(typing.cast(Any, module)._converted_from, frozen_class)
+    converted: Any = module
+    module.__class__ = float8_class(converted._converted_from, frozen_class)
 
 
 def frozen_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
-    """The config of a frozen base: "blockwise" for None. Raises ValueError for one that stores no weight once."""
+    """Return the config for frozen weights; None means "blockwise". Raises ValueError unless it has one weight cast."""
     config = resolve_config("blockwise" if config is None else config)
-    if config.casts.weight.row.scale_rule is not None:  # the backward, too, multiplies the codes that are stored
+    if config.casts.weight.row.scale_rule is not None:  # the backward also multiplies the stored codes
         config = replace(config, cast_config_weight_for_grad_input=config.cast_config_weight)
     weight = config.casts.weight
     if config.has_persistent_scales:
@@ -204,7 +201,7 @@ def frozen_config(config: Float8LinearConfig | Float8LinearRecipeName | str | No
 
 
 def _problems(chosen: dict[str, nn.Module], owners: dict[int, list[str]]) -> Iterator[str]:
-    """Why the first weight that cannot be frozen cannot."""
+    """Yields the reasons why weights cannot be frozen."""
     weights: dict[str, Tensor] = {}
     for name, module in chosen.items():
         own = {"": module.weight} if isinstance(module, nn.Linear) else weights_of(module)
@@ -225,12 +222,12 @@ def _problems(chosen: dict[str, nn.Module], owners: dict[int, list[str]]) -> Ite
 
 
 def obstacle_to_storing(name: str, weight: Tensor, owners: dict[int, list[str]]) -> str:
-    """Why a weight cannot be replaced with float8 codes; "" where it can.
+    """Return why a weight cannot be replaced with float8 codes, or "".
 
-    `name`: of a linear, or of the weight of experts. `owners`: see `owners_of_parameters`.
+    `name`: the name of a linear, or of a weight of experts. `owners`: see `owners_of_parameters`.
     """
     names = [f".{owner}".removesuffix(".weight").lstrip(".") for owner in owners.get(id(weight), [])]
-    tied = [other for other in names if other != name]
+    tied = [owner for owner in names if owner != name]
     if type(weight) is not nn.Parameter:
         return f"the weight of {name} is a {type(weight).__name__}; freeze before fully_shard and other wrappers"
     if weight.dtype not in HP_DTYPES:

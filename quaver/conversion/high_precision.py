@@ -1,12 +1,12 @@
-"""Which matmuls of a converted model run in high precision, changed between steps: by direction, and by layer.
+"""`set_high_precision_matmuls`: changes between steps which matmuls of a converted model run in high precision.
 
     set_high_precision_matmuls(model, ["output"])                                   # the forward, from now on
     set_high_precision_matmuls(model, lambda name: ["grad_weight"] if "layers.31." in name else [])
-    set_high_precision_matmuls(model, [])                                           # as the recipe has it
+    set_high_precision_matmuls(model, [])                                           # back to the recipe
 
-Each module gets another config, whose casts say what is quantized, saved and sent: an input that tensor parallelism
-all-gathers, and a weight that FSDP2 does, travel in high precision where a matmul reads them so. Modules of one config
-share the new one, and a config that comes again is the same object, so that compiled code is compiled once for each.
+Each module gets a new config, whose casts decide what is quantized, saved for backward and sent. If a matmul reads the
+input or the weight in high precision, tensor parallelism and FSDP2 all-gather it in high precision. Modules with the
+same config share the new one, and equal configs are the same object, so compiled code is compiled once for each.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.fsdp import forget_unsharded
 
 _CONFIGS: dict[tuple[Float8LinearConfig, tuple[str, ...]], Float8LinearConfig] = {}
-"""By the config without `high_precision_matmuls`, and these."""
+"""The shared configs, by the config without `high_precision_matmuls` and these matmuls."""
 
 
 def set_high_precision_matmuls(model: nn.Module, matmuls: Collection[str] | Callable[[str], Collection[str]]) -> None:
-    """Run these matmuls of the float8 linears and experts of `model` in high precision from now on, and no others.
+    """Run exactly these matmuls of the float8 linears and experts of `model` in high precision from now on.
 
-    Call it between steps, on every rank alike, outside of `cast_weights_once`. It does nothing where nothing changes.
-    Persistent scales stay: what is not cast records no amax.
+    Call it between steps, with equal arguments on every rank, outside of `cast_weights_once`. Modules whose matmuls do
+    not change are left alone. Persistent scales stay: a tensor that is not cast records no amax.
 
     Args:
-        model: a converted model, wrapped or not; eager, compiled, under tensor, expert and data parallelism, also
-            where FSDP2 all-gathers weights in float8: it sends those in high precision that a matmul reads so.
-        matmuls: of "output", "grad_input" and "grad_weight"; or by the name of a linear or experts. [] for none.
+        model: a converted model, wrapped or not; eager or compiled; under tensor, expert and data parallelism. With
+            FSDP2's float8 all-gather, weights that a matmul reads in high precision are gathered in high precision.
+        matmuls: some of "output", "grad_input" and "grad_weight", or a function from the name of a linear or experts to
+            these. [] for none.
     Raises:
-        ValueError: an unknown matmul; a weight that is stored in float8 (frozen, primary) and would be read in high
-            precision. The model is as it was.
+        ValueError: a matmul is unknown; a weight that is stored in float8 (frozen, primary) would be read in high
+            precision. The model is then unchanged.
     """
     configs: dict[Float8Linear | Float8Experts, Float8LinearConfig] = {}
     for name, module in float8_modules(model):
@@ -61,31 +62,33 @@ def set_high_precision_matmuls(model: nn.Module, matmuls: Collection[str] | Call
             module.config = config
         else:
             module.float8_config = config
-    for each in model.modules() if configs else ():
-        for of_module in (getattr(each, "sharding", None), *each._forward_pre_hooks.values()):
-            follow: Any = getattr(of_module, "follow_config", None)  # of tensor parallelism
+    for child in model.modules() if configs else ():
+        for holder in (getattr(child, "sharding", None), *child._forward_pre_hooks.values()):
+            follow: Any = getattr(holder, "follow_config", None)  # tensor parallelism's
             if follow is not None:
                 follow()
 
 
 def float8_modules(model: nn.Module) -> Iterator[tuple[str, Float8Linear | Float8Experts]]:
-    """The float8 linears and experts, by name."""
-    return ((name, each) for name, each in model.named_modules() if isinstance(each, Float8Linear | Float8Experts))
+    """Yields the float8 linears and experts, by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear | Float8Experts):
+            yield name, module
 
 
 def config_of(module: Float8Linear | Float8Experts) -> Float8LinearConfig:
-    """The config of a float8 linear or of experts."""
+    """Return the config of a float8 linear or of experts."""
     return module.config if isinstance(module, Float8Linear) else module.float8_config
 
 
 def _config_with(config: Float8LinearConfig, matmuls: tuple[str, ...]) -> Float8LinearConfig:
-    if set(matmuls) == set(config.high_precision_matmuls):  # without a new config: steps of a phase ask this
+    if set(matmuls) == set(config.high_precision_matmuls):  # the fast path of every step without a change
         return config
-    found = replace(config, high_precision_matmuls=matmuls)
+    changed = replace(config, high_precision_matmuls=matmuls)
     plain = replace(config, high_precision_matmuls=())
     if not config.high_precision_matmuls:
         _CONFIGS.setdefault((plain, ()), config)
-    return _CONFIGS.setdefault((plain, found.high_precision_matmuls), found)
+    return _CONFIGS.setdefault((plain, changed.high_precision_matmuls), changed)
 
 
 def _check_stored(name: str, module: Float8Linear | Float8Experts, config: Float8LinearConfig) -> None:

@@ -22,19 +22,19 @@ from quaver.recipes.config import Float8LinearConfig, resolve_config
 from quaver.recipes.recipe_name import canonical_recipe
 
 HIGH_PRECISION = "high_precision"
-"""The recipe of a layer that stays as it is."""
+"""The recipe of a layer that is not converted."""
 
 
 @dataclass(frozen=True)
 class LayerRecipes:
-    """Which recipe each layer has.
+    """The recipe of each layer.
 
     Args:
-        recipe: that of layers without an own one.
-        layers: by fully qualified name of a linear or a module of experts, its recipe or `HIGH_PRECISION`.
+        recipe: the recipe of layers that are not in `layers`.
+        layers: the recipe, or `HIGH_PRECISION`, by the fully qualified name of a linear or a module of experts.
     Raises:
-        ValueError: an unknown recipe, or one that keeps scales from step to step beside another `recipe`: a model has
-            one state of such scales.
+        ValueError: a recipe is unknown, or one in `layers` has delayed or static scales and is not `recipe`: a model
+            has one state for these scales.
     """
 
     recipe: str = "tensorwise"
@@ -54,7 +54,7 @@ class LayerRecipes:
 
     @classmethod
     def parse(cls, recipe: str, entries: Sequence[str]) -> LayerRecipes:
-        """From entries "name=recipe". Raises ValueError."""
+        """Make an instance from entries "name=recipe". Raises ValueError."""
         layers: dict[str, str] = {}
         for entry in entries:
             name, equals, own = entry.partition("=")
@@ -67,7 +67,7 @@ class LayerRecipes:
 
     @classmethod
     def read(cls, path: str | Path) -> LayerRecipes:
-        """From the [float8] section of a TOML file. Raises OSError, and ValueError where it has none."""
+        """Read the [float8] section of a TOML file. Raises OSError, and ValueError if the section is missing."""
         try:
             section = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("float8")
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -83,7 +83,7 @@ class LayerRecipes:
         return tuple(f"{name}={recipe}" for name, recipe in self.layers.items())
 
     def of(self, name: str) -> str:
-        """The recipe of a layer."""
+        """Return the recipe of a layer."""
         return self.layers.get(name, self.recipe)
 
 
@@ -99,12 +99,12 @@ def convert_layers(
     """`convert_to_float8_training` with a recipe for each layer; returns `module`.
 
     Args:
-        config_of: the config of a recipe's name.
+        config_of: returns the config for the name of a recipe.
         serving: as for `convert_to_float8_training`, for all recipes.
-        module_filter_fn: false leaves a layer in high precision whatever its recipe.
+        module_filter_fn: false leaves a layer in high precision, regardless of its recipe.
     Raises:
-        ValueError: a layer that `module` does not have; and what `convert_to_float8_training` raises. The layers of
-            recipes before that one are converted then.
+        ValueError: `module` lacks a layer of `recipes`; or as `convert_to_float8_training`. In the second case the
+            layers of earlier recipes stay converted.
     """
     names = {name for name, _ in module.named_modules()}
     for name in recipes.layers:

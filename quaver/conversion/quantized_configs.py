@@ -1,10 +1,11 @@
-"""Configs of transformers that say that a model is quantized when it is not.
+"""Removes `quantization_config` from the configs of transformers' models that are not quantized.
 
-`AutoConfig.from_pretrained` of a float8 folder has a `quantization_config`, and `from_config` makes a model in high
-precision that keeps it. What `save_pretrained` writes of that model would be read as float8 codes without scales: NaN.
-transformers sets `hf_quantizer` on a model that it quantized, and `_is_quantized` in its configs; other models in high
-precision lose the entry here. A state_dict does not know its model, so `keep_configs_true` does it where a model of
-transformers loads or is saved. It can go when `from_config` drops the entry or quantizes (transformers 5.23 does not).
+`AutoConfig.from_pretrained` of a float8 folder has a `quantization_config`. `from_config` makes a high-precision model
+that keeps this entry. A later reader would then take the weights that `save_pretrained` writes for float8 codes without
+scales, and get NaN. transformers sets `hf_quantizer` on a model that it quantized, and `_is_quantized` in its configs;
+from other high-precision models this file removes the entry. A state_dict does not know its model, so
+`keep_configs_true` hooks into the loading and saving of models. This file can go when `from_config` drops the entry or
+quantizes (transformers 5.23 does neither).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
 def drop_false_quantization(model: nn.Module) -> None:
-    """Remove from the configs of `model`, and of models in it, a quantization that its parameters do not have."""
+    """Remove the `quantization_config` of `model`, and of models inside it, if their parameters are not quantized."""
     for module in model.modules():
         if getattr(module, "hf_quantizer", None) is not None:
             continue
@@ -34,7 +35,8 @@ def drop_false_quantization(model: nn.Module) -> None:
             if any(vars(config).get(key) for key in QUANTIZATION_KEYS)
         ]
         configs = [config for config in configs if not getattr(config, "_is_quantized", False)]
-        if not configs or any(not each.dtype.is_floating_point or each.itemsize == 1 for each in module.parameters()):
+        dtypes = {parameter.dtype for parameter in module.parameters()}
+        if not configs or any(not dtype.is_floating_point or dtype.itemsize == 1 for dtype in dtypes):
             continue
         for config in configs:
             for key in QUANTIZATION_KEYS:
@@ -43,14 +45,14 @@ def drop_false_quantization(model: nn.Module) -> None:
 
 
 def configs_of(config: object) -> Iterator[Any]:
-    """The config of a model of transformers, and those of its parts: of text, vision and so on; of another none."""
+    """Yields the config of a transformers model and of its parts (text, vision and so on); nothing for other models."""
     if hasattr(config, "__dict__"):
         yield config
         yield from (part for part in vars(config).values() if hasattr(part, "to_diff_dict"))
 
 
 def keep_configs_true() -> None:
-    """`drop_false_quantization` whenever a model of transformers loads a state_dict or is saved, if it is imported."""
+    """If transformers is imported, run `drop_false_quantization` whenever a model loads a state_dict or is saved."""
     modeling = sys.modules.get("transformers.modeling_utils")
     base: Any = getattr(modeling, "PreTrainedModel", None)
     if base is None or "load_state_dict" in vars(base):

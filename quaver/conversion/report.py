@@ -1,4 +1,4 @@
-"""`conversion_report`: every matmul weight of a model, whether its matmuls run in float8, and why not."""
+"""`conversion_report`: lists every matmul weight of a model, whether its matmuls run in float8, and why not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from quaver.conversion.active_experts import ActiveExperts
-from quaver.conversion.runs import idle_modules, read_weights, replaced_forward, weightless
+from quaver.conversion.runs import idle_modules, missing_weight, read_weights, replaced_forward
 from quaver.experts.base import Float8Grouped
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
 from quaver.experts.module_weight import weights_of_module
@@ -28,7 +28,7 @@ from quaver.runtime.slow_paths import slow_paths
 from quaver.torch_private.dtensor import local_tensor
 
 FILTER_REASON = "_float8_filter_reason"
-"""The attribute of a linear that holds the filter's reason; a report computes everything else when it is made."""
+"""The attribute of a module with the filter's reason; `conversion_report` computes all other reasons."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class LayerReport:
     """One matmul weight of the model: whether its matmuls run in float8, and why (or why not).
 
     Attributes:
-        name: of the linear, or of the parameter where the weight belongs to another module.
-        in_features, out_features: the last two dims of the weight; it may be a stack of such matrices.
-        matrices_per_token: with how many such matrices of this weight a token is multiplied. 1; of a stack of experts
-            the active ones; of one expert in a list of E, of which k are active, the mean k / E.
-        backend: what the float8 matmuls ran on last: "native", "exact", "native and exact" or "not run yet"; "" for
-            skipped layers.
+        name: the name of the linear, or of the parameter if another module has the weight.
+        in_features, out_features: the last two dims of the weight, a matrix or a stack of matrices.
+        matrices_per_token: the number of matrices of this weight that multiply a token: 1 for a linear, the active
+            experts for a stack, the mean k / E for one expert in a list of E experts with k active.
+        backend: how the float8 matmuls ran last: "native" (on float8 units), "exact" (the same numbers without float8
+            units), "native and exact" or "not run yet"; "" for skipped layers.
     """
 
     name: str
@@ -58,7 +58,7 @@ class LayerReport:
         return 6 * self.in_features * self.out_features * self.matrices_per_token
 
     def row(self, width: int) -> str:
-        """One line, with `width` characters for the name."""
+        """Return the layer as a line, with `width` characters for the name."""
         shape = f"{self.in_features:>6} -> {self.out_features:<6}"
         matrices = "" if self.matrices_per_token == 1 else f"{self.matrices_per_token:g} a token  "
         kind = "float8" if self.converted else "skipped"
@@ -70,11 +70,11 @@ class ConversionReport:
     """Every matmul weight of a model, converted or skipped and why.
 
     Attributes:
-        config: the configs of the float8 linears, one a line.
-        notes: what the user should know about these configs, what travels to experts of other ranks, mixtures whose
-            FLOPs are a guess, and the slow paths that this process took (slow_paths.py).
-        convolutions: how many convolutions the model has. They stay in high precision, and `float8_flops_fraction` does
-            not count them, because their FLOPs depend on the size of the input.
+        config: the configs of the float8 linears, one per line.
+        notes: notes about these configs, about what expert parallelism sends, about mixtures whose FLOPs are a guess,
+            and about the slow paths that this process took (slow_paths.py).
+        convolutions: the number of convolutions. They stay in high precision, and `float8_flops_fraction` does not
+            count them, because their FLOPs depend on the size of the input.
     """
 
     config: str
@@ -92,19 +92,19 @@ class ConversionReport:
 
     @property
     def float8_flops_fraction(self) -> float:
-        """The share of the matmul FLOPs with these weights that runs in float8 linears."""
+        """The share of the FLOPs of all `layers` that runs in float8."""
         total = sum(layer.flops_per_token for layer in self.layers)
         return sum(layer.flops_per_token for layer in self.converted) / total if total else 0.0
 
     def why_nothing(self) -> str:
-        """One line, for a model of which nothing was converted."""
+        """Return why nothing was converted, in one line."""
         if not self.layers:
             return "nothing to convert: the module has no nn.Linear"
         reasons = [f"{layer.name}: {layer.reason}" for layer in self.layers]
         return f"nothing to convert: all {len(reasons)} matmul weights were skipped ({listed(reasons, '; ')})"
 
     def summary(self) -> str:
-        """One line."""
+        """Return the counts in one line."""
         plural = "s" if self.convolutions > 1 else ""
         uncounted = f"; {self.convolutions} convolution{plural} in high precision" if self.convolutions else ""
         return (
@@ -113,7 +113,7 @@ class ConversionReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report for JSON."""
         return {**asdict(self), "float8_flops_fraction": self.float8_flops_fraction}
 
     def __str__(self) -> str:
@@ -125,13 +125,12 @@ class ConversionReport:
 def conversion_report(module: nn.Module) -> ConversionReport:
     """List every matmul weight of `module`: converted to float8, or skipped and why.
 
-    It is computed from the modules as they are at the call: it holds for wrapped models (under the wrapper's names),
-    submodules, copies, and layers that were replaced or made by hand. Weights of modules other than `nn.Linear` are
-    found by shape and name: 2-D and 3-D parameters but those of embeddings, convolutions, norms and the like.
+    The report shows the modules at the time of the call. It works for wrapped models (under the wrapper's names),
+    submodules, copies, and layers that were replaced or made by hand. Modules other than `nn.Linear` are covered by
+    shape and name: all 2-D and 3-D parameters outside embeddings, convolutions, norms and the like.
 
-    A layer that did not run while others trained counts as skipped: its parent multiplies by its weight without calling
-    it, or it takes no part in training. Before a step a note names the linears whose weights the code of a parent
-    reads.
+    A layer that did not run while others trained counts as skipped: its parent reads its weight without calling it, or
+    it takes no part in training. Before the first step, a note names the linears whose weights a parent reads.
     """
     layers: list[LayerReport] = []
     configs: dict[str, None] = {}
@@ -148,8 +147,8 @@ def conversion_report(module: nn.Module) -> ConversionReport:
             layers += _other_matmul_weights(child, name, owners, experts, idle.get(name, ""))
             continue
         quantized = why_inference_only(child._parameters.get("weight"))
-        obstacle = quantized or weightless(child) or idle.get(name, "")
-        converted, said = isinstance(child, Float8Linear) and not obstacle, vars(child).get(FILTER_REASON, "")
+        obstacle = quantized or missing_weight(child) or idle.get(name, "")
+        converted, filtered = isinstance(child, Float8Linear) and not obstacle, vars(child).get(FILTER_REASON, "")
         if quantized or isinstance(child, Float8Linear) and obstacle:
             reason = obstacle
         elif isinstance(child, Float8Linear):
@@ -158,27 +157,27 @@ def conversion_report(module: nn.Module) -> ConversionReport:
             tied = [owner for owner in owners.get(id(child._parameters.get("weight")), []) if owner != name]
             ties = f"weight tied to {', '.join(tied)}" if tied else ""
             shares = _shared_input_scale(child, name, scale_owners)
-            about = [said, ties, shares, _stored(local_weight(child)), replaced_forward(child), *unfinished(child)]
-            reason = "; ".join(filter(None, about))
+            frozen = _describe_frozen(local_weight(child))
+            reasons = [filtered, ties, shares, frozen, replaced_forward(child), *unfinished(child)]
+            reason = "; ".join(filter(None, reasons))
         else:
-            reason = said or obstacle_of(child, False) or "not converted, or new since the conversion"
+            reason = filtered or obstacle_of(child, False) or "not converted, or new since the conversion"
         shape = child.in_features, child.out_features
         backend = child.backend if isinstance(child, Float8Linear) and converted else ""
-        layers.append(LayerReport(name, *shape, converted, reason, experts.of_linear(name), backend))
-    convolutions = sum(isinstance(each, _CONVOLUTIONS) for each in module.modules())
-    said = slow_paths() if configs else []
-    told = [*notes, *read_weights(module), *_guesses(experts), *said]
-    return ConversionReport("\n".join(configs), layers, told, convolutions)
+        layers.append(LayerReport(name, *shape, converted, reason, experts.count_linear(name), backend))
+    convolutions = sum(isinstance(child, _CONVOLUTIONS) for child in module.modules())
+    all_notes = [*notes, *read_weights(module), *_guesses(experts), *(slow_paths() if configs else [])]
+    return ConversionReport("\n".join(configs), layers, all_notes, convolutions)
 
 
 # ---- one linear ------------------------------------------------------------------------------------------------------
 
 
 def obstacle_of(linear: nn.Linear, include_subclasses: bool) -> str:
-    """Why `linear` cannot be converted; "" where it can, or is and has its weight."""
+    """Return why `linear` cannot be converted, or ""."""
     cls = type(linear)
     if isinstance(linear, Float8Linear):
-        return weightless(linear)
+        return missing_weight(linear)
     weight = linear._parameters.get("weight")
     if weight is not None and weight.dtype.itemsize == 1:
         if not any("scale" in name for name in (*linear._parameters, *linear._buffers)):
@@ -199,7 +198,9 @@ def obstacle_of(linear: nn.Linear, include_subclasses: bool) -> str:
     if weight is None:
         return "its weight is no parameter but computed (weight_norm, spectral_norm, pruning) or flattened (FSDP1)"
     if cls.forward is not nn.Linear.forward and not include_subclasses:
-        return f"subclass {_named(cls)} of nn.Linear overrides forward (include_subclasses=True replaces its forward)"
+        return (
+            f"subclass {_class_name(cls)} of nn.Linear overrides forward (include_subclasses=True replaces its forward)"
+        )
     if isinstance(linear, nn.LazyLinear):
         return "a LazyLinear without a shape: run a forward, or initialize_parameters, before the conversion"
     if linear.in_features == 0 or linear.out_features == 0:
@@ -208,14 +209,14 @@ def obstacle_of(linear: nn.Linear, include_subclasses: bool) -> str:
     return f"it has attributes of its own that Float8Linear needs: {', '.join(taken)}" if taken else ""
 
 
-def _named(cls: type[nn.Module]) -> str:
-    """The name of a class; with its module where it is not torch's but called as one of torch.nn."""
+def _class_name(cls: type[nn.Module]) -> str:
+    """Return the name of a class, with its module if torch.nn has another class with this name."""
     is_namesake = hasattr(nn, cls.__name__) and not cls.__module__.startswith("torch.")
     return f"{cls.__module__}.{cls.__name__}" if is_namesake else cls.__name__
 
 
-def _stored(weight: Tensor) -> str:
-    """How a frozen weight, or a shard of one, is stored, and what an adapter that was merged into it lost."""
+def _describe_frozen(weight: Tensor) -> str:
+    """Describe how a frozen weight is stored, with the SQNR of a merge; "" for other weights."""
     if not isinstance(weight, FrozenFloat8Weight):
         return ""
     merged = weight.requantized_sqnr_db
@@ -224,21 +225,21 @@ def _stored(weight: Tensor) -> str:
 
 
 def unfinished(linear: Float8Linear) -> Iterator[str]:
-    """Reasons why a Float8Linear does not run as its config says."""
+    """Yields the reasons why a Float8Linear does not run as its config says."""
     yield from _unprepared(linear)
     if linear.config.has_persistent_scales and linear.scaling is None:
         yield "cannot run until convert_to_float8_training has made the state of its scales"
 
 
 def unfinished_experts(experts: Float8Grouped) -> Iterator[str]:
-    """Reasons why converted experts do not run as their config says."""
+    """Yields the reasons why converted experts do not run as their config says."""
     if isinstance(experts, Float8Experts):
         yield from _unprepared(experts)
 
 
 def _unprepared(module: Float8Linear | Float8Experts) -> Iterator[str]:
     weights = list(weights_of_module(module))
-    if weights[0].config.enable_fsdp_float8_all_gather and not all(is_all_gather_weight(each) for each in weights):
+    if weights[0].config.enable_fsdp_float8_all_gather and not all(map(is_all_gather_weight, weights)):
         yield "gathered in high precision until convert_to_float8_training has prepared its weight"
 
 
@@ -261,7 +262,6 @@ def _guesses(experts: ActiveExperts) -> Iterator[str]:
 
 
 def _shared_input_scale(linear: Float8Linear, name: str, owners: dict[tuple[int, int], str]) -> str:
-    """Says which linear before it has the persistent scale of its input, if one has."""
     if not isinstance(linear.scaling, LinearScales) or linear.scaling.slots[0] is None:
         return ""
     owner = owners.setdefault((id(linear.scaling.state), linear.scaling.slots[0]), name)
@@ -276,9 +276,9 @@ _NO_WEIGHTS = re.compile("norm|embed|bias|token|position|scale", re.IGNORECASE)
 def _other_matmul_weights(
     module: nn.Module, name: str, owners: dict[int, list[str]], experts: ActiveExperts, idle: str
 ) -> Iterator[LayerReport]:
-    """The parameters of a module other than nn.Linear that matmuls read, by their shape and name.
+    """Yields the matmul weights of a module other than nn.Linear, judged by their shape and name.
 
-    `idle`: why converted experts do not count.
+    `idle`: why converted experts did not run, or "".
     """
     kind = type(module).__name__
     for leaf, parameter in module.named_parameters(recurse=False):
@@ -287,17 +287,18 @@ def _other_matmul_weights(
             continue
         if not nn.parameter.is_lazy(parameter) and parameter.dim() in (2, 3) and min(parameter.shape) > 1:
             out_features, in_features = parameter.shape[-2:]
-            said, float8, backend = vars(module).get(FILTER_REASON, ""), isinstance(module, Float8Grouped), ""
-            reason = f"{parameter.dim()}-D parameter of {_named(type(module))}, which is no nn.Linear"
+            filtered, float8, backend = vars(module).get(FILTER_REASON, ""), isinstance(module, Float8Grouped), ""
+            reason = f"{parameter.dim()}-D parameter of {_class_name(type(module))}, which is no nn.Linear"
             if is_experts(module):
-                reason = said or "experts, not converted or new since the conversion"
+                reason = filtered or "experts, not converted or new since the conversion"
                 if is_transposed(module):
                     in_features, out_features = parameter.shape[-2:]
             if isinstance(module, Float8Grouped) and idle:
                 float8, reason = False, idle
             elif isinstance(module, Float8Grouped):
-                about = [said, _stored(local_tensor(parameter)), replaced_forward(module), *unfinished_experts(module)]
-                reason, backend = "; ".join(filter(None, about)), module.backend
+                frozen = _describe_frozen(local_tensor(parameter))
+                reasons = [filtered, frozen, replaced_forward(module), *unfinished_experts(module)]
+                reason, backend = "; ".join(filter(None, reasons)), module.backend
             full_name = f"{name}.{leaf}".lstrip(".")
-            uses = experts.of_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0
+            uses = experts.count_stack(full_name, module, len(parameter)) if parameter.dim() == 3 else 1.0
             yield LayerReport(full_name, in_features, out_features, float8, reason, uses, backend)

@@ -1,4 +1,4 @@
-"""Tells which converted float8 modules ran, and which may never run."""
+"""Finds converted float8 modules that did not run, or may never run."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from quaver.runtime.names import listed
 
 
 def idle_modules(model: nn.Module) -> dict[str, str]:
-    """The float8 linears and experts of `model` that never ran though others of it trained since: why, by name.
+    """Return why float8 linears and experts of `model` did not run while others trained, by name.
 
-    One of several experts in a list may wait for its first token, and is left out.
+    Experts in a list are left out, because they may still wait for their first token.
     """
-    float8 = {name: each for name, each in model.named_modules() if isinstance(each, Float8Linear | Float8Grouped)}
-    trained_at = max((each._last_run.trained_at for each in float8.values()), default=0)
-    idle = {name: each for name, each in float8.items() if is_idle(each, trained_at)}
+    modules = model.named_modules()
+    float8 = {name: module for name, module in modules if isinstance(module, Float8Linear | Float8Grouped)}
+    trained_at = max((module._last_run.trained_at for module in float8.values()), default=0)
+    idle = {name: module for name, module in float8.items() if is_idle(module, trained_at)}
     if not idle:
         return {}
     experts, readers = ActiveExperts(model), readers_of_weights(model)
     return {
-        name: f"converted, but it did not run while others trained: {_why_idle(each, readers.get(id(each), ''))}"
-        for name, each in idle.items()
-        if experts.of_linear(name) == 1
+        name: f"converted, but it did not run while others trained: {_why_idle(module, readers.get(id(module), ''))}"
+        for name, module in idle.items()
+        if experts.count_linear(name) == 1
     }
 
 
@@ -39,7 +40,7 @@ def _why_idle(module: Float8Linear | Float8Grouped, reader: str) -> str:
 
 
 def read_weights(model: nn.Module) -> Iterator[str]:
-    """Names the float8 linears that have not run and may never, because the code of a parent reads their weight."""
+    """Yields the float8 linears that did not run and may never run, because a parent reads their weight."""
     names: dict[str, list[str]] = {}
     idle, readers = idle_modules(model), readers_of_weights(model)
     for name, module in model.named_modules():
@@ -53,9 +54,10 @@ def read_weights(model: nn.Module) -> Iterator[str]:
 
 
 def replaced_forward(module: Float8Linear | Float8Grouped) -> str:
-    """Says that the forward of a float8 module was replaced; "" where it ran since, as a wrapper of the original does.
+    """Return a warning that the forward of a float8 module was replaced, or "".
 
-    What plans experts for parallelism replaces their forward, too, and knows of them.
+    There is no warning if the module ran since, because the new forward then calls the original, nor for experts whose
+    forward a plan for expert parallelism replaced.
     """
     if "forward" not in vars(module) or has_run(module) or getattr(module, "planned_dispatcher", None) is not None:
         return ""
@@ -63,8 +65,8 @@ def replaced_forward(module: Float8Linear | Float8Grouped) -> str:
     return f"its forward was replaced on the instance{ran}: float8 only if that calls the original; a step tells"
 
 
-def weightless(linear: nn.Linear) -> str:
-    """Says that a Float8Linear has no weight any more; "" where it has."""
+def missing_weight(linear: nn.Linear) -> str:
+    """Return an error if `linear` is a Float8Linear without a weight, else ""."""
     if not isinstance(linear, Float8Linear) or getattr(linear, "weight", None) is not None:
         return ""
     return "converted, but its weight was deleted: what took it (an adapter of LyCORIS, say) multiplies in its place"

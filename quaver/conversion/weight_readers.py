@@ -1,7 +1,7 @@
-"""Modules whose forward reads the weight of a linear below them, as `F.linear(x, self.qkv.weight, bias)` does.
+"""Finds modules whose forward reads the weight of a linear below them, such as `F.linear(x, self.qkv.weight, bias)`.
 
-Before a step nothing else tells that such a linear may never be called. What is read is the source of the forward, and
-of the methods that it calls; code without source says nothing.
+Before a step nothing else shows that such a linear may never be called. This file parses the source of the forward and
+of the methods that it calls. Code without source is skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHECKS = frozenset({"isinstance", "hasattr", "getattr"})
 
 
 def readers_of_weights(model: nn.Module) -> dict[int, str]:
-    """By the id of each linear: the method of a module above it that reads its weight, as "Attention.forward"."""
+    """Return the method that reads the weight of a linear below it, such as "Attention.forward", by the linear's id."""
     readers = {}
     for module in model.modules():
         for forward in filter(None, [type(module).forward, vars(module).get("forward")]):
@@ -39,7 +39,7 @@ def readers_of_weights(model: nn.Module) -> dict[int, str]:
 
 
 def _code_of(function: Callable[..., Any]) -> CodeType | None:
-    """The code of a function or method, under its wrappers; None for one of torch's own, and where it has none."""
+    """Return the code of a function or method without its wrappers; None for torch's functions and without code."""
     function = inspect.unwrap(function)
     is_torchs = getattr(function, "__module__", None) is None or function.__module__.startswith("torch.")
     return None if is_torchs else getattr(function, "__code__", None)
@@ -47,22 +47,23 @@ def _code_of(function: Callable[..., Any]) -> CodeType | None:
 
 @functools.cache
 def _weights_read(cls: type, forward: CodeType | None) -> list[tuple[str, str]]:
-    """The paths of modules whose weights `forward` and the methods of `cls` that it calls read, and which one reads."""
-    found: list[tuple[str, str]] = []
-    left, seen = [forward], set()
-    while left:
-        code = left.pop()
+    """Return the paths of modules whose weights `forward`, or a method that it calls, reads, each with the reader."""
+    reads: list[tuple[str, str]] = []
+    pending, seen = [forward], set()
+    while pending:
+        code = pending.pop()
         if code is None or code in seen:
             continue
         seen.add(code)
-        left += [_code_of(each) for name in code.co_names if inspect.isfunction(each := getattr(cls, name, None))]
+        methods = (getattr(cls, name, None) for name in code.co_names)
+        pending += [_code_of(method) for method in methods if inspect.isfunction(method)]
         if "weight" in code.co_names:
-            found += [(path, code.co_name) for path in _paths(code)]
-    return found
+            reads += [(path, code.co_name) for path in _paths(code)]
+    return reads
 
 
 def _paths(code: CodeType) -> Iterator[str]:
-    """The paths from the method's first argument to the modules whose `weight` it reads for more than a fact of it."""
+    """Yields the paths from `self` to modules whose `weight` a method reads, not only its `_FACTS`."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError):
