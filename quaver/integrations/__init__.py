@@ -1,1 +1,1 @@
-"""quaver in other people's trainers: one file per library, which is imported only when that file is."""
+"""Integrations of quaver into other trainers. Each file imports its library when it is imported."""

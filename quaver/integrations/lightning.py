@@ -7,8 +7,8 @@
 The plugins convert the module before it is sharded, run forwards under bfloat16 autocast, update delayed scales and the
 scales of float8 all-gathers after each optimizer step, and save persistent scales in Lightning's checkpoints.
 
-Both packages have the same classes, and each accepts its own alone: the plugins derive from those of every package that
-is installed. What they inherit comes from the one that the program has imported.
+Both packages have the same classes, and each accepts only its own. The plugins therefore derive from the classes of all
+installed packages, beginning with the packages that the program imported.
 """
 
 from __future__ import annotations
@@ -32,27 +32,30 @@ from quaver.numerics.record import FILE_NAME
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 
 
-def _of_packages(names: dict[str, str], attribute: str) -> Any:
-    """A base class made of `attribute` of a module of each installed package, those that were imported first.
+def _combine_bases(names: dict[str, str], attribute: str) -> Any:
+    """Return a class that derives from the class `attribute` in each installed package, imported packages first.
 
     Args:
-        names: the module, by the package.
+        names: the module of the class, by package.
     """
     installed = [package for package in names if importlib.util.find_spec(package) is not None]
     if not installed:
         raise ImportError(f"expected {' or '.join(names)} to be installed, got neither; pip install lightning")
     installed.sort(key=lambda package: package not in _imported)
-    return type(attribute, tuple(getattr(importlib.import_module(names[each]), attribute) for each in installed), {})
+    modules = [importlib.import_module(names[package]) for package in installed]
+    return type(attribute, tuple(getattr(module, attribute) for module in modules), {})
 
 
 _TRAINERS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _FABRICS = {"lightning": "lightning.fabric", "lightning_fabric": "lightning_fabric"}
 _imported = {package for package in (*_TRAINERS, *_FABRICS) if package in sys.modules}
-_TrainerPrecision: Any = _of_packages(
+_TrainerPrecision: Any = _combine_bases(
     {key: f"{name}.plugins.precision" for key, name in _TRAINERS.items()}, "Precision"
 )
-_FabricPrecision: Any = _of_packages({key: f"{name}.plugins.precision" for key, name in _FABRICS.items()}, "Precision")
-_Callback: Any = _of_packages(_TRAINERS, "Callback")
+_FabricPrecision: Any = _combine_bases(
+    {key: f"{name}.plugins.precision" for key, name in _FABRICS.items()}, "Precision"
+)
+_Callback: Any = _combine_bases(_TRAINERS, "Callback")
 
 
 class _PrecisionPlugin:
@@ -60,8 +63,8 @@ class _PrecisionPlugin:
 
     Args:
         config: as `convert_to_float8_training` takes it.
-        module_filter_fn: as there; names begin at the LightningModule.
-        autocast_dtype: the dtype of everything that is not a float8 matmul; None for the module's own.
+        module_filter_fn: as `convert_to_float8_training` takes it; names begin at the LightningModule.
+        autocast_dtype: the dtype of autocast for everything except float8 matmuls; None for no autocast.
     """
 
     precision: Any = "bf16-mixed"
@@ -77,7 +80,7 @@ class _PrecisionPlugin:
         self._module: nn.Module | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Convert the module in place. Raises RuntimeError if a strategy has sharded it before."""
+        """Convert the module in place. Raises RuntimeError if a strategy has already sharded it."""
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise RuntimeError(
                 "this module is sharded before Lightning converts it (ModelParallelStrategy): call "
@@ -88,13 +91,13 @@ class _PrecisionPlugin:
         return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Autocast on every kind of device that the module is on."""
+        """Return an autocast for the device of the module."""
         parameter = None if self._module is None else next(self._module.parameters(), None)
         device_type = "cpu" if parameter is None else parameter.device.type
         return torch.autocast(device_type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
     def state_dict(self) -> dict[str, Any]:
-        """The persistent scales, for Lightning's checkpoint."""
+        """Return the persistent scales, for Lightning's checkpoint."""
         return {} if self._module is None else {**float8_scaling_state(self._module).state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -111,7 +114,6 @@ class Float8Precision(_PrecisionPlugin, _TrainerPrecision):
     """The plugin of Lightning's Trainer."""
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **options: Any) -> Any:
-        """Step, and then update the scales."""
         result = super().optimizer_step(optimizer, model, closure, **options)
         self._after_optimizer_step()
         return result
@@ -121,8 +123,8 @@ class Float8Monitor(_Callback):
     """A callback of Lightning's Trainer that samples the numerics of float8 matmuls.
 
     Args:
-        every: optimizer steps between two samples.
-        options: others of `quaver.monitor`; its `sink` is numerics.jsonl in the Trainer's log folder, if none is given.
+        every: the number of optimizer steps between samples.
+        options: further options of `quaver.monitor`. `sink` is by default numerics.jsonl in the Trainer's log folder.
     """
 
     def __init__(self, every: int = 100, **options: Any) -> None:
@@ -130,7 +132,7 @@ class Float8Monitor(_Callback):
         self.monitor: Monitor | None = None
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Attach the monitor: the strategy has converted and sharded the module."""
+        """Attach the monitor, after the strategy converted and sharded the module."""
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         if trainer.is_global_zero:
             with suppress(OSError):  # the monitor raises it on all ranks
@@ -139,12 +141,10 @@ class Float8Monitor(_Callback):
         self.monitor = Monitor(pl_module, completed_steps=trainer.global_step, **options)
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Detach it."""
         if self.monitor is not None:
             self.monitor.close()
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        """Detach it."""
         self.on_train_end(trainer, pl_module)
 
 
@@ -152,7 +152,6 @@ class Float8FabricPrecision(_PrecisionPlugin, _FabricPrecision):
     """The plugin of Lightning's Fabric."""
 
     def optimizer_step(self, optimizer: Any, **options: Any) -> Any:
-        """Step, and then update the scales."""
         result = super().optimizer_step(optimizer, **options)
         self._after_optimizer_step()
         return result

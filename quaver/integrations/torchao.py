@@ -1,12 +1,12 @@
-"""Programs that import torchao.float8, on quaver: replaces torchao's names by quaver's, in torchao and its importers.
+"""Runs programs that import torchao.float8 on quaver: replaces torchao's names, in torchao and in its importers.
 
     python -m quaver.integrations.torchao train.py --its --arguments       # or -m package.module
-    quaver.integrations.torchao.install()                                  # in a program of your own
+    quaver.integrations.torchao.install()                                  # inside a program
 
-It reaches what Accelerate (`mixed_precision="fp8"`), transformers' Trainer on it, axolotl, LLaMA-Factory, NeMo
-AutoModel and torchtitan import. torchao must be installed, because these programs ask for it. Its configs and enums
-stay its own, since its functions compare them, and quaver takes them by value. Its own quantization and prototypes keep
-what they imported before.
+This covers Accelerate (`mixed_precision="fp8"`), transformers' Trainer on top of it, axolotl, LLaMA-Factory, NeMo
+AutoModel and torchtitan. torchao must be installed, because these programs check for it. torchao's configs and enums
+are not replaced, because its functions compare them; quaver accepts them by value. torchao's quantization and
+prototypes keep the names that they imported before.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ PATHS = tuple(
     "torchao.float8" + path
     for path in ("", ".config", ".float8_linear", ".float8_linear_utils", ".float8_tensor_parallel", ".fsdp_utils")
 )
-"""Where torchao defines what programs import to train; other modules of `torchao.float8` are its own tools."""
+"""The modules with torchao's training API; the other modules of `torchao.float8` are internal tools."""
 _CONFIG = "torchao.float8.config"
-"""Whose classes stay torchao's."""
+"""The module whose classes are not replaced."""
 
 
 def convert_to_float8_training(
@@ -45,11 +45,11 @@ def convert_to_float8_training(
     module_filter_fn: ModuleFilter | None = None,
     config: Float8LinearConfig | Float8LinearRecipeName | str | None = None,
 ) -> nn.Module:
-    """quaver's, as Accelerate needs it.
+    """quaver's `convert_to_float8_training`, adapted to Accelerate.
 
-    Accelerate asks for a float8 all-gather by default, also without FSDP2, and makes the optimizer before the
-    conversion. Without FSDP2 the float8 all-gather is turned off here: it would compute the same, with new parameters
-    that the optimizer does not hold.
+    Accelerate asks for a float8 all-gather by default, even without FSDP2, and makes the optimizer before the
+    conversion. Without FSDP2 this function turns the float8 all-gather off: it would have no effect except for new
+    parameters, which the optimizer does not hold.
 
     Raises:
         RuntimeError: torchao has converted the model.
@@ -59,7 +59,7 @@ def convert_to_float8_training(
         if is_torchao_linear(child):
             raise RuntimeError(f"{name or 'the module'} was converted by torchao: call install() before the conversion")
     if isinstance(module, nn.Linear) and next(module.children(), None) is not None:
-        raise AssertionError("Does not support a root nn.Linear with children")  # torchao's, which its callers expect
+        raise AssertionError("Does not support a root nn.Linear with children")  # torchao's callers expect this error
     state = _accelerate_state()
     if state is not None and not state.is_fsdp2:
         config = replace(resolve_config(config), enable_fsdp_float8_all_gather=False)
@@ -67,14 +67,14 @@ def convert_to_float8_training(
 
 
 def install() -> None:
-    """Replace the names of `torchao.float8` by quaver's, there and in all modules that have imported them.
+    """Replace the names of `torchao.float8` by quaver's, there and in all modules that imported them.
 
-    Prints one line on the first rank, and another after the first step of an optimizer if no linear is in float8 then.
-    A second call does nothing.
+    Prints one line on the first rank, and another after the first step of an optimizer if no linear is in float8. A
+    second call does nothing.
 
     Raises:
-        RuntimeError: torchao is missing, or a module has imported or derived from something of `torchao.float8` that
-            quaver cannot stand in for.
+        RuntimeError: torchao is missing, or a module imported or derived from a name of `torchao.float8` that quaver
+            cannot replace.
     """
     if is_installed():
         return
@@ -84,7 +84,7 @@ def install() -> None:
         for name, module in [*sys.modules.items()]
         if isinstance(module, ModuleType) and not name.startswith(("torchao.", "quaver."))
     ]
-    _refuse_what_cannot_be_served(importers, replaced)
+    _check_importers(importers, replaced)
     for path in PATHS:
         module = importlib.import_module(path)
         for name in _counterpart(path).__all__:
@@ -96,7 +96,7 @@ def install() -> None:
                 setattr(module, name, replaced[id(value)][1])
     if os.environ.get("RANK", "0") == "0":
         print(f"quaver stands in for torchao.float8: {len(replaced)} classes and functions replaced", file=sys.stderr)
-        _say_at_the_first_step_if_nothing_is_converted()
+        _warn_at_first_step()
 
 
 def is_installed() -> bool:
@@ -106,13 +106,13 @@ def is_installed() -> bool:
 
 
 def accelerate_precision() -> str | None:
-    """The `mixed_precision` of this process's `Accelerator`, or the one that it will have by its environment."""
+    """Return the `mixed_precision` of this process's `Accelerator`; before it exists, the environment's."""
     state = _accelerate_state()
     return os.environ.get("ACCELERATE_MIXED_PRECISION") if state is None else state.mixed_precision
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script, or a module after `-m`, with torchao's names replaced; its arguments follow it."""
+    """Run a script, or a module after `-m`, with torchao's names replaced. Its arguments follow its name."""
     by_module, rest = arguments[:1] == ["-m"], arguments[arguments[:1] == ["-m"] :]
     if not rest or rest[0].startswith("-"):
         sys.exit(USAGE)
@@ -135,13 +135,13 @@ def _counterpart(path: str) -> ModuleType:
 
 
 def _is_definition(value: object) -> bool:
-    """Whether it is a class or a function; asked of its type, because the attributes of some objects warn."""
+    """Whether `value` is a class or a function. Looks at its type, because attributes of some objects warn."""
     return issubclass(type(value), type | FunctionType)
 
 
 def _replacements() -> dict[int, tuple[Any, Any]]:
-    """torchao's classes and functions with quaver's, by the id of torchao's."""
-    found: dict[int, tuple[Any, Any]] = {}
+    """Return pairs of torchao's and quaver's class or function, by the id of torchao's."""
+    replaced: dict[int, tuple[Any, Any]] = {}
     for path in PATHS:
         try:
             module = importlib.import_module(path)
@@ -150,11 +150,11 @@ def _replacements() -> dict[int, tuple[Any, Any]]:
         for name in _counterpart(path).__all__:
             old, new = vars(module).get(name), getattr(_counterpart(path), name)
             if _is_definition(old) and old.__module__ in PATHS and old.__module__ != _CONFIG:
-                found[id(old)] = (old, convert_to_float8_training if new is _convert else new)
-    return found
+                replaced[id(old)] = (old, convert_to_float8_training if new is _convert else new)
+    return replaced
 
 
-def _refuse_what_cannot_be_served(importers: list[ModuleType], replaced: dict[int, tuple[Any, Any]]) -> None:
+def _check_importers(importers: list[ModuleType], replaced: dict[int, tuple[Any, Any]]) -> None:
     for old in [old for old, _ in replaced.values() if isinstance(old, type)]:
         derived: type
         for derived in old.__subclasses__():
@@ -174,10 +174,12 @@ def _refuse_what_cannot_be_served(importers: list[ModuleType], replaced: dict[in
                 )
 
 
-def _say_at_the_first_step_if_nothing_is_converted() -> None:
-    def look(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _warn_at_first_step() -> None:
+    """Print a warning after the first step of an optimizer if no object of the process is a Float8Linear."""
+
+    def warn(optimizer: Any, args: Any, kwargs: Any) -> None:
         handle.remove()
-        if any(issubclass(type(each), Float8Linear) for each in gc.get_objects()):  # whoever converted or made it
+        if any(issubclass(type(value), Float8Linear) for value in gc.get_objects()):
             return
         precision, line = accelerate_precision(), "quaver: an optimizer has stepped, and no linear is in float8"
         if precision != "fp8" and _accelerate_state() is not None:
@@ -185,15 +187,14 @@ def _say_at_the_first_step_if_nothing_is_converted() -> None:
             line += ", which TrainingArguments(bf16=True) turns off: leave bf16 out" if precision == "bf16" else ""
         print(line, file=sys.stderr)
 
-    handle = register_optimizer_step_post_hook(look)
+    handle = register_optimizer_step_post_hook(warn)
 
 
 def _accelerate_state() -> Any:
-    """Accelerate's state, None in a process without an `Accelerator`."""
     module = sys.modules.get("accelerate.state")
     return module.AcceleratorState() if module is not None and module.is_initialized() else None
 
 
 if __name__ == "__main__":
-    # The module that this process shares with others, not a second one under the name __main__.
+    # Import this module by its name: other modules of the process must not see a second copy of __main__.
     importlib.import_module("quaver.integrations.torchao").main(sys.argv[1:])

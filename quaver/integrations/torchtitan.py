@@ -1,19 +1,18 @@
-"""torchtitan 0.3: float8 linears and experts by converters of the model's config, or by an override.
+"""torchtitan 0.3: converters of the model's config, or an override, for float8 linears and experts.
 
     model_registry("8B", converters=[Float8LinearConverter.Config(recipe_name="rowwise")])
     model_registry("30B-A3B", converters=[..., Float8GroupedExpertsConverter.Config(recipe_name="rowwise")])
     --override.imports 'quaver.integrations.torchtitan.float8_linear={"recipe_name": "rowwise"}'
 
-A converted config keeps the fields of `Linear.Config`, `param_init` and `sharding_config` among them, and builds
-a `Float8TitanLinear`, torchtitan's linear in float8: `init_states`, `parallelize` and LoRAConverter treat it as before.
-torchtitan knows both configs as quantized (`has_quantization`), and counts no MFU. torchtitan 0.2 needs no converter:
-run it under `python -m quaver.integrations.torchao`.
+A converted config keeps the fields of `Linear.Config`, including `param_init` and `sharding_config`, and builds a
+`Float8TitanLinear`, torchtitan's linear in float8. `init_states`, `parallelize` and LoRAConverter treat it as a linear.
+torchtitan sees both configs as quantized (`has_quantization`), and does not report MFU. torchtitan 0.2 needs no
+converter: run it under `python -m quaver.integrations.torchao`.
 """
 
 from __future__ import annotations
 
 import functools
-import typing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,20 +31,20 @@ from quaver.linear.module import Float8Linear
 from quaver.recipes.config import resolve_config
 
 _QuantizedConfig: Any = Linear.Config if TorchAOLinear is None else TorchAOLinear.Config
-"""The base of a linear's config that torchtitan takes for quantized; it has none where torchao is not installed."""
+"""The base of a linear's config that torchtitan counts as quantized, which exists only if torchao is installed."""
 
 
 class Float8TitanLinear(Float8Linear, Linear):
-    """torchtitan's linear in float8, which its LoRAConverter can derive from."""
+    """torchtitan's linear in float8. LoRAConverter can derive from it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(_QuantizedConfig):
         """A `Linear.Config` that builds a float8 linear."""
 
         recipe_name: str = "rowwise"
-        """A recipe that scales dynamically: torchtitan has no event after the optimizer's step."""
+        """A recipe with dynamic scaling: torchtitan has no event after the optimizer's step."""
         emulate: bool = False
-        """Multiply exactly, also where the hardware multiplies float8."""
+        """Multiply exactly, even if the hardware has float8 units."""
         enable_fsdp_float8_all_gather: bool = False
         """FSDP2 all-gathers the weight in float8."""
 
@@ -65,7 +64,7 @@ class Float8LinearConverter(QuantizationConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        """The fields of torchtitan's own converter, and that of the all-gather, which torchtitan 0.3 has removed."""
+        """The fields of torchtitan's converter, and the float8 all-gather, which torchtitan 0.3 removed."""
 
         recipe_name: str = "rowwise"
         filter_fqns: list[str] = field(default_factory=lambda: ["lm_head", "router"])
@@ -74,13 +73,13 @@ class Float8LinearConverter(QuantizationConverter):
         enable_fsdp_float8_all_gather: bool = False
         """FSDP2 all-gathers the weights in float8: one byte per element, two with the recipe `rowwise`."""
         model_compile_enabled: bool = False
-        """Has no effect: the same linears run eager and compiled, with and without `emulate`."""
+        """Has no effect: the same linears run eagerly and compiled, with and without `emulate`."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """Replace each `Linear.Config` that can run in float8; return the model's config.
+        """Replace each `Linear.Config` that can run in float8, and return the model's config.
 
         Raises ValueError if none can, with the reasons.
         """
@@ -93,10 +92,10 @@ class Float8LinearConverter(QuantizationConverter):
             if reason:
                 skipped.append(f"{name} ({reason})")
             else:
-                converted = _float8(
+                converted = _to_float8(
                     linear, self.config.recipe_name, self.config.emulate, self.config.enable_fsdp_float8_all_gather
                 )
-                model_config = _put(converted, parent, attribute, model_config)
+                model_config = _replace_config(converted, parent, attribute, model_config)
         if len(skipped) == len(linears):
             raise ValueError(f"0 of {len(linears)} linears can run in float8: {', '.join(skipped)}")
         logger.info(
@@ -107,16 +106,16 @@ class Float8LinearConverter(QuantizationConverter):
 
 
 class Float8GroupedExpertsConverter(QuantizationConverter):
-    """Converts the grouped experts of a model's config, whatever the arguments of their `_grouped_mm` are called."""
+    """Converts the grouped experts of a model's config, with any names of the arguments of their `_grouped_mm`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        """The fields of torchtitan's own converter, and the recipe."""
+        """The fields of torchtitan's converter, and the recipe."""
 
         recipe_name: str = "rowwise"
         emulate: bool = False
         model_compile_enabled: bool = False
-        """Has no effect: the same experts run eager and compiled."""
+        """Has no effect: the same experts run eagerly and compiled."""
         pad_multiple: int | None = None
         """Has no effect: groups have any size."""
 
@@ -124,29 +123,26 @@ class Float8GroupedExpertsConverter(QuantizationConverter):
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """Replace each config of experts that have `_grouped_mm`; return the model's config.
+        """Replace each config of experts with `_grouped_mm`, and return the model's config.
 
-        Raises ValueError if there are none, or if their arguments are unknown.
+        Raises ValueError if there are none, or if the arguments of `_grouped_mm` are unknown.
         """
         config = replace(resolve_config(self.config.recipe_name), emulate=self.config.emulate)
-        found = [
-            each
-            for each in model_config.traverse(Module.Config, recurse=True)
-            if hasattr(each[1]._owner, "_grouped_mm")
-        ]
-        if not found:
+        modules = model_config.traverse(Module.Config, recurse=True)
+        grouped = [entry for entry in modules if hasattr(entry[1]._owner, "_grouped_mm")]
+        if not grouped:
             raise ValueError("expected a model with grouped experts, got one without")
-        for _, experts, parent, attribute in found:
+        for _, experts, parent, attribute in grouped:
             arguments_of(experts._owner)
-            converted = derive(experts, _float8_experts(typing.cast(Any, experts._owner)).Config, float8=config)
-            model_config = _put(converted, parent, attribute, model_config)
-        logger.info(f"float8 ({self.config.recipe_name}): {len(found)} modules of grouped experts")
+            converted = derive(experts, _float8_experts(experts._owner).Config, float8=config)
+            model_config = _replace_config(converted, parent, attribute, model_config)
+        logger.info(f"float8 ({self.config.recipe_name}): {len(grouped)} modules of grouped experts")
         return model_config
 
 
 @functools.cache
 def _float8_experts(base: Any) -> Any:
-    """A class of experts like `base` whose config makes them float8 when they are built."""
+    """Return a subclass of the experts `base` whose config builds float8 experts."""
 
     class Float8TitanExperts(base):
         @dataclass(kw_only=True, slots=True)
@@ -156,13 +152,13 @@ def _float8_experts(base: Any) -> Any:
             def build(self, **kwargs: Any) -> Any:
                 return to_float8_grouped_mm(base.Config.build(derive(self, base.Config), **kwargs), self.float8)
 
-    # Where torchtitan looks for experts that are quantized; the key is no class that its own converter asks for.
+    # torchtitan finds quantized experts in this cache. Its own converter never looks up this key.
     _float8_experts_cache[Float8TitanExperts] = Float8TitanExperts
     return Float8TitanExperts
 
 
-def _put(converted: Any, parent: Any, attribute: Any, model_config: Any) -> Any:
-    """Put a config at its place in `model_config`, and return that; the root has no parent."""
+def _replace_config(converted: Any, parent: Any, attribute: Any, model_config: Any) -> Any:
+    """Put a converted config in its place, and return the model's config. The root has no parent."""
     if parent is None:
         return converted
     if isinstance(parent, list):
@@ -185,12 +181,11 @@ def float8_linear(
     emulate: bool = False,
     enable_fsdp_float8_all_gather: bool = False,
 ) -> Any:
-    """The linears of attention, of the feed-forward and of shared experts in float8."""
-    return linear if _obstacle(linear) else _float8(linear, recipe_name, emulate, enable_fsdp_float8_all_gather)
+    """Convert the config of a linear in attention, feed-forward or shared experts to float8, if it can run so."""
+    return linear if _obstacle(linear) else _to_float8(linear, recipe_name, emulate, enable_fsdp_float8_all_gather)
 
 
 def _obstacle(linear: Any) -> str:
-    """Why a `Linear.Config` stays in high precision; "" where it need not."""
     if type(linear) is not Linear.Config:
         return f"{type(linear).__qualname__} has a forward of its own"
     if linear.in_features % ALIGNMENT or linear.out_features % ALIGNMENT:
@@ -198,7 +193,7 @@ def _obstacle(linear: Any) -> str:
     return ""
 
 
-def _float8(
+def _to_float8(
     linear: Any, recipe_name: str, emulate: bool, enable_fsdp_float8_all_gather: bool
 ) -> Float8TitanLinear.Config:
     if resolve_config(recipe_name).has_persistent_scales:

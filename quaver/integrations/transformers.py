@@ -1,10 +1,10 @@
-"""transformers' Trainer, and what is built on it (TRL, PEFT with Trainer): one call before it, one callback in it.
+"""transformers' Trainer, also under TRL and PEFT: one call before the Trainer, and one callback.
 
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=QuaverConfig("rowwise"))
     trainer = Trainer(model, TrainingArguments(..., bf16=True), train_dataset=..., callbacks=[Float8Callback()])
 
-`prepare_model_for_float8(model, "rowwise")` converts a model that is loaded already. The conversion must come before
-`Trainer(...)`, which takes the model's parameters as they are.
+`prepare_model_for_float8(model, "rowwise")` converts a loaded model. Convert before `Trainer(...)`, which collects the
+model's parameters.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ logger = logging.getLogger(__name__)
 class Float8Callback(TrainerCallback, ExportableState):
     """Runs the float8 parts of a training loop at the events of transformers' Trainer.
 
-    At the beginning it checks that the model trains in float8 (`assert_float8_training`) and logs the conversion. With
-    gradient accumulation it quantizes each weight once a step (`cast_weights_once`). Before each optimizer step it
-    updates delayed scales; after it, it computes the scales of weights that FSDP2 all-gathers in float8.
+    At the start of training it checks that the model trains in float8 (`assert_float8_training`) and logs the
+    conversion. With gradient accumulation it quantizes each weight once per step (`cast_weights_once`). It updates
+    delayed scales before each optimizer step, and the scales of FSDP2's float8 all-gather after it.
 
-    Each checkpoint's trainer_state.json holds the persistent scales, so they follow a checkpoint wherever a run resumes
-    from it, and the best one that `load_best_model_at_end` loads.
+    Persistent scales are saved in the trainer_state.json of each checkpoint. They are loaded when a run resumes, and
+    with the best checkpoint under `load_best_model_at_end`.
 
-    A run that an exception ended leaves its monitor and its `cast_weights_once` open. The next run on one of the same
-    modules closes them; `close()` does it at once.
+    A run that an exception ended leaves its monitor and its `cast_weights_once` open. `close()` closes them; so does
+    the next run that has a module in common.
 
-    Logs gain `float8_flops`, the share of the linears' FLOPs in float8; with persistent scales also `float8_saturated`,
-    the most elements that one cast of the last step clipped, and `float8_scale_fit`, the largest ratio of a scale to
-    the ideal one (above 1 it clips). With a monitor `float8_sqnr_min_db` is the lowest SQNR in its last sample, of a
-    cast or a result.
+    Logs gain `float8_flops`, the share of the linears' FLOPs in float8. With persistent scales they also gain
+    `float8_saturated`, the most elements that a cast clipped in the last step, and `float8_scale_fit`, the largest
+    ratio of a scale to its ideal (above 1 it clips). With a monitor they gain `float8_sqnr_min_db`, the lowest SQNR of
+    a cast or a result in its last sample.
 
     Args:
-        monitor: sample the numerics of every so many steps (`quaver.monitor`) into numerics.jsonl of the output folder;
-            or the arguments of `quaver.monitor` by name. None does not.
-        convert_reference: convert the reference model of TRL's trainers like the model, if it is in high precision.
+        monitor: sample the numerics once in this number of steps (`quaver.monitor`) into numerics.jsonl of the output
+            folder; or the arguments of `quaver.monitor` by name; None for no monitor.
+        convert_reference: convert a high-precision reference model of TRL's trainers like the model.
     """
 
     def __init__(self, *, monitor: int | Mapping[str, Any] | None = None, convert_reference: bool = True) -> None:
@@ -77,23 +77,23 @@ class Float8Callback(TrainerCallback, ExportableState):
         self._monitor: Monitor | None = None
         self._scope = ExitStack()
         self._scales: Float8ScalingState | None = None
-        """The persistent scales of the model that trains, or trained last."""
+        """The persistent scales of the last model."""
 
     def state(self) -> dict[str, Any]:
-        """The callback's entry in trainer_state.json; JSON keeps float32 exactly."""
+        """Return the callback's entry in trainer_state.json. JSON keeps float32 exactly."""
         scales = {} if self._scales is None else self._scales.state_dict()
         arguments = {"monitor": _jsonable(self._options), "convert_reference": self._convert_reference}
         return {"args": arguments, _SCALES: {k: v.tolist() for k, v in scales.items()}}
 
     def close(self) -> None:
-        """Close what an exception may have left open: the monitor, and the scope in which weights are cast once."""
-        with suppress(RuntimeError):  # weights that were changed since, which is right after a failed run
+        """Close the monitor and the scope in which weights are cast once, which an exception may have left open."""
+        with suppress(RuntimeError):  # the scope raises if weights changed, which is fine after a failed run
             self._scope.close()
         self._close_monitor()
         _running.discard(self)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
-        model, optimizer = of_trainer["model"], of_trainer["optimizer"]
+    def on_train_begin(self, args: Any, state: Any, control: Any, **trainer_state: Any) -> None:
+        model, optimizer = trainer_state["model"], trainer_state["optimizer"]
         _close_interrupted(model)
         frozen = any(not parameter.requires_grad for parameter in model.parameters())
         assert_float8_training(model, getattr(optimizer, "optimizer", optimizer), allow_frozen=frozen)
@@ -107,57 +107,56 @@ class Float8Callback(TrainerCallback, ExportableState):
         self._scales = float8_scaling_state(model)
         if state.global_step:
             self._load_scales(state.stateful_callbacks, "the checkpoint")
-        state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # a checkpoint of a run without it
+        state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # a checkpoint may lack this callback
         self._modules = WeakSet(model.modules())
         _running.add(self)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **trainer_state: Any) -> None:
         self._scope.close()
         if args.gradient_accumulation_steps > 1:
             holder = "a Trainer's Float8Callback, whose close() leaves it"
-            self._scope.enter_context(cast_weights_once(of_trainer["model"], holder=holder))
+            self._scope.enter_context(cast_weights_once(trainer_state["model"], holder=holder))
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **trainer_state: Any) -> None:
         self._scope.close()
         if self._scales:
-            sync_float8_amax_and_scale_history(of_trainer["model"])
+            sync_float8_amax_and_scale_history(trainer_state["model"])
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
-        precompute_scales(of_trainer["model"])
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **trainer_state: Any) -> None:
+        precompute_scales(trainer_state["model"])
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
-        if self._monitor is not None:  # a gradient scaler may have left the optimizer's step out
+    def on_step_end(self, args: Any, state: Any, control: Any, **trainer_state: Any) -> None:
+        if self._monitor is not None:  # not on_optimizer_step: a gradient scaler may skip the optimizer's step
             self._monitor.step()
 
     def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **of_trainer: Any
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **trainer_state: Any
     ) -> None:
         if logs is None or "loss" not in logs:
             return
-        added = {"float8_flops": conversion_report(of_trainer["model"]).float8_flops_fraction}
+        added = {"float8_flops": conversion_report(trainer_state["model"]).float8_flops_fraction}
         if self._scales:
             fits = [fit for fit in self._scales.report() if fit.amax >= 0]
             added["float8_saturated"] = max((fit.saturated for fit in fits), default=0)
             added["float8_scale_fit"] = max((fit.used_over_ideal for fit in fits), default=1.0)
         if self._monitor is not None and self._monitor.samples:
             casts = [value for value in self._monitor.samples[-1]["sqnr_db"] if value is not None]
-            if casts:  # each may be of zeros, or not finite
+            if casts:  # zeros and non-finite tensors have no SQNR
                 added["float8_sqnr_min_db"] = min(casts)
         logs.update(added)
         if state.log_history and state.log_history[-1].get("loss") == logs["loss"]:
             state.log_history[-1].update(added)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
-        self._scope.close()  # a callback may stop training within a step, and the Trainer then loads the best weights
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **trainer_state: Any) -> None:
+        self._scope.close()  # a callback may stop training within a step; the Trainer then loads the best weights
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **trainer_state: Any) -> None:
         self.close()
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             path = Path(state.best_model_checkpoint) / TRAINER_STATE_NAME
             self._load_scales(json.loads(path.read_text(encoding="utf-8"))["stateful_callbacks"], str(path))
 
     def _load_scales(self, callbacks: dict[str, Any], source: str) -> None:
-        """Load the scales in a trainer_state.json's `stateful_callbacks`."""
         saved = callbacks.get(type(self).__name__, {})
         last = saved[-1] if isinstance(saved, list) else saved
         scales = {name: torch.tensor(values) for name, values in last.get(_SCALES, {}).items()}
@@ -184,7 +183,7 @@ _running: WeakSet[Float8Callback] = WeakSet()
 
 
 def _close_interrupted(model: nn.Module) -> None:
-    """Close what earlier runs on modules of `model` left open: the Trainer tells no callback of an exception."""
+    """Close earlier runs on modules of `model`: the Trainer does not tell its callbacks about an exception."""
     modules = set(model.modules())
     for callback in [*_running]:
         if not modules.isdisjoint(callback._modules):
@@ -192,7 +191,7 @@ def _close_interrupted(model: nn.Module) -> None:
 
 
 def _jsonable(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The monitor's arguments as far as JSON has them; a sink that is an object is left out."""
+    """Return the monitor's arguments that JSON can hold; an object as `sink` is left out."""
     if options is None:
         return None
     return {key: str(value) if isinstance(value, Path) else value for key, value in options.items() if _is_plain(value)}

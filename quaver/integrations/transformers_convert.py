@@ -1,4 +1,4 @@
-"""Models of transformers and PEFT to float8: which of their layers stay in high precision, and GPT-2's `Conv1D`."""
+"""`prepare_model_for_float8`: converts models of transformers and PEFT, GPT-2's `Conv1D` included."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quaver.conversion.check import is_torchao_linear
 from quaver.conversion.convert import FilterDecision, ModuleFilter, convert_to_float8_training
 from quaver.conversion.layer_recipes import LayerRecipes, convert_layers
 from quaver.integrations import torchao as shim
-from quaver.integrations.transformers_conv1d import Conv1DLinear, conv1ds, to_linears
+from quaver.integrations.transformers_conv1d import Conv1DLinear, find_conv1ds, to_linears
 from quaver.integrations.transformers_roles import roles_of_linears
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
@@ -25,21 +25,21 @@ def prepare_model_for_float8(
     module_filter_fn: ModuleFilter | None = None,
     include_subclasses: bool = False,
 ) -> nn.Module:
-    """`convert_to_float8_training` with a filter for models of transformers and PEFT; returns `model`.
+    """Convert a model of transformers or PEFT to float8 training, in place; returns `model`.
 
-    In high precision stay output heads, adapters of PEFT, routers of mixtures of experts (transformers_roles.py), and
-    linears with a dimension that is not a multiple of 16. `conversion_report(model)` names each with its reason.
+    Output heads, adapters of PEFT, routers of mixtures (transformers_roles.py), and linears with a dimension that is
+    not a multiple of 16 stay in high precision. `conversion_report(model)` lists each with its reason.
 
-    The `Conv1D` of GPT-2 and its like becomes float8, too, unless PEFT has wrapped it; its state dict stays as it is
+    A `Conv1D`, as in GPT-2, becomes float8 unless PEFT has wrapped it. Its state dict does not change
     (transformers_conv1d.py).
 
     Args:
         model: a `PreTrainedModel` or a `PeftModel`.
-        config: as `convert_to_float8_training` takes it; or a recipe for each layer, `LayerRecipes.read(path)`.
-        module_filter_fn: asked for the linears that the filter above admits.
-        include_subclasses: as `convert_to_float8_training` takes it; Falcon needs it.
+        config: as for `convert_to_float8_training`; or a recipe for each layer, `LayerRecipes.read(path)`.
+        module_filter_fn: as for `convert_to_float8_training`; called with the layers that this function would convert.
+        include_subclasses: as for `convert_to_float8_training`; Falcon needs it.
     Raises:
-        RuntimeError: torchao has converted the model, or Accelerate is set to let torchao do so.
+        RuntimeError: torchao has converted the model, or Accelerate's settings would let torchao convert it.
     """
     if any(is_torchao_linear(module) for module in model.modules()):
         raise RuntimeError("torchao has converted this model: load it again, and leave the conversion to quaver")
@@ -59,7 +59,7 @@ def prepare_model_for_float8(
 
 
 def float8_filter(model: nn.Module, module_filter_fn: ModuleFilter | None) -> ModuleFilter:
-    """The filter of `prepare_model_for_float8`; `module_filter_fn` is asked for what it admits."""
+    """Return the filter of `prepare_model_for_float8`, combined with `module_filter_fn`."""
     roles = roles_of_linears(model)
 
     def admits(module: nn.Module, name: str) -> bool | FilterDecision:
@@ -74,8 +74,8 @@ def float8_filter(model: nn.Module, module_filter_fn: ModuleFilter | None) -> Mo
 
 @contextmanager
 def conv1ds_as_linears(model: nn.Module) -> Iterator[None]:
-    """Make each `Conv1D` a linear; at the end of the block those that it has not converted are `Conv1D`s again."""
-    linears = to_linears(conv1ds(model))
+    """Make each `Conv1D` a linear in the block. At its end, linears that are not in float8 become `Conv1D`s again."""
+    linears = to_linears(find_conv1ds(model))
     try:
         yield
     finally:

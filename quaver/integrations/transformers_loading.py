@@ -1,21 +1,19 @@
-"""What transformers' loader asks for the tensors of a model that a `QuaverConfig` loads.
+"""The operation and the converter with which transformers' loader makes the parameters for a `QuaverConfig`.
 
-`convert_and_load_state_dict_in_model` of transformers 5 goes through the tensors of a checkpoint, and sets one
-parameter of the model after the other. It asks
+`convert_and_load_state_dict_in_model` of transformers 5 iterates over the tensors of a checkpoint and sets the
+parameters of the model one at a time. It calls
 
-    QuaverWeights(...)              for a parameter in high precision, to freeze it, or to transpose GPT-2's: the
-                                    operation that it runs on the tensor that it has read
-    Float8Tensors(...)              for every parameter of a float8 checkpoint, by the checkpoint's names: the converter
-                                    in front of those of the model. It reads codes and scales, matrix by matrix
+    QuaverWeights(...)      an operation on a high-precision tensor that was read: freezes it, or transposes GPT-2's
+    Float8Tensors(...)      a converter in front of the model's converters: makes each parameter that a float8
+                            checkpoint holds in float8, from codes and scales, one matrix at a time
 
-Both return what the loader sets, on the device of `device_map`; a parameter at a time is in high precision.
+Both return the parameter on the device of `device_map`. One parameter at a time is in high precision.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-import typing
 from collections import defaultdict
 from collections.abc import Container
 from typing import Any
@@ -36,36 +34,36 @@ _PATTERN = "float8 tensors of quaver"
 
 
 class QuaverWeights(ConversionOps):
-    """Makes of a tensor in high precision what a converted model holds.
+    """Turns tensors in high precision into the parameters of a converted model.
 
     Args:
-        frozen: the names of the weights that are frozen.
-        config: of their modules.
+        frozen: the names of the weights to freeze.
+        config: the config of frozen weights; None if there are none.
     """
 
     def __init__(self, frozen: Container[str], config: Float8LinearConfig | None) -> None:
         self._frozen, self._config = frozen, config
         self.problem: ValueError | None = None
-        """The first error: transformers would raise a RuntimeError with the traceback of each."""
+        """The first error. transformers would raise a RuntimeError with the tracebacks of all errors."""
 
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **about: Any
     ) -> dict[str, list[Tensor]]:
-        """The parameters of the tensors in `input_dict`, by name in the model, which `about` has."""
-        tensors = {name: each if isinstance(each, list) else [each] for name, each in input_dict.items()}
+        """Return the parameters for the tensors in `input_dict`, by name in the model `about["model"]`."""
+        lists = {name: value if isinstance(value, list) else [value] for name, value in input_dict.items()}
         try:
-            return {name: [self.parameter(about["model"], name, each[0])] for name, each in tensors.items()}
+            return {name: [self.parameter(about["model"], name, tensors[0])] for name, tensors in lists.items()}
         except ValueError as error:
             self.problem = self.problem or error
-            return tensors
+            return lists
 
     def parameter(self, model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-        """The parameter `name` of `model` with the values `tensor`. Raises ValueError for one that cannot be frozen."""
+        """Return the parameter `name` of `model` with the values `tensor`. Raises ValueError if it cannot be frozen."""
         owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
+        module: Any = model.get_submodule(owner)
         if isinstance(module, Conv1DLinear) and leaf == "weight":
             tensor = tensor.t().contiguous()
-        if name not in self._frozen:
+        if self._config is None or name not in self._frozen:
             return tensor
         expected = getattr(module, leaf).shape
         if tensor.shape != expected:
@@ -73,21 +71,22 @@ class QuaverWeights(ConversionOps):
         if not bool(amax(tensor).isfinite()):
             raise ValueError(f"the weight {name} holds NaN or inf, so it cannot be frozen in float8")
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
-        freeze_weight(ModuleWeight(typing.cast(Any, module), leaf), typing.cast(Float8LinearConfig, self._config))
-        return typing.cast(Tensor, getattr(module, leaf))
+        freeze_weight(ModuleWeight(module, leaf), self._config)
+        parameter: Tensor = getattr(module, leaf)
+        return parameter
 
 
 class Float8Tensors(WeightConverter):
-    """The converter of a float8 checkpoint: reads what has float8 codes; the model's own converters read the rest.
+    """Makes the parameters that a checkpoint holds in float8; the model's converters make all others.
 
     Args:
-        model: whose parameters are on the meta device.
-        checkpoint: that is read.
+        model: its parameters are on the meta device.
+        checkpoint: the float8 checkpoint.
         loaded: its tensors under the names of the model.
-        stored: the weights that the model holds as codes; None for none.
-        operation: for the tensors that are dequantized.
+        stored: the weights that the model holds as codes; None if it holds none.
+        operation: the operation on dequantized tensors.
     Attributes:
-        names: the parameters of the model that it reads.
+        names: the names of the parameters that this converter makes.
     Raises:
         ValueError: a shape differs from the model's.
     """
@@ -120,40 +119,40 @@ class Float8Tensors(WeightConverter):
             self._target |= dict.fromkeys(checkpoint.scales_beside, first)
         self.names = set(self._target.values())
 
-    def in_front_of(self, conversions: list[Any]) -> list[Any]:
-        """`conversions` of the model behind this one. The converters that read the same names count as used.
+    def prepend_to(self, conversions: list[Any]) -> list[Any]:
+        """Return this converter followed by the model's `conversions`.
 
-        transformers saves a model by the reverse of those that were used.
+        Marks the converters of the same names as used: transformers reverses used converters when it saves the model.
         """
-        renamings = copy.deepcopy([each for each in conversions if isinstance(each, WeightRenaming)])
-        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        renamings = copy.deepcopy([renaming for renaming in conversions if isinstance(renaming, WeightRenaming)])
+        converters = [converter for converter in conversions if isinstance(converter, WeightConverter)]
         for stored, target in self._target.items():
             name = stored
-            for each in renamings:
-                name, _ = each.rename_source_key(name)
+            for renaming in renamings:
+                name, _ = renaming.rename_source_key(name)
             self._renamed[name] = target
-            if stored in self._checkpoint:
-                any(each.rename_source_key(name)[1] is not None for each in converters)
+            if stored in self._checkpoint:  # marks the first converter that matches
+                any(converter.rename_source_key(name)[1] is not None for converter in converters)
         return [self, *conversions]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensors:
-        """The loader copies a converter for each parameter, to collect its tensors."""
+        """Copy this converter, which the loader does for each parameter to collect its tensors."""
         copied = copy.copy(self)
         copied.collected_tensors, copied.layer_targets = defaultdict(list), defaultdict(set)
         return copied
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """The parameter of a tensor of the checkpoint that it reads, with its pattern."""
+        """Return the parameter for a stored tensor, with the pattern; None as the pattern if this does not read it."""
         target = self._renamed.get(source_key)
         return (source_key, None) if target is None else (target, _PATTERN)
 
     def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
-        """Keep the first tensor, which tells the device and the dtype of the parameter; it is not read yet."""
+        """Keep the first tensor, which has the device and the dtype of the parameter, without reading it."""
         if not self.collected_tensors:
             super().add_tensor(target_key, source_key, source_pattern, future)
 
     def convert(self, layer_name: str, model: Any = None, *args: Any, **about: Any) -> dict[str, Tensor]:
-        """The parameter `layer_name` of `model`. Raises ValueError for codes or scales that it cannot have."""
+        """Return the parameter `layer_name` of `model`. Raises ValueError for invalid codes or scales."""
         sample = self.materialize_tensors()[_PATTERN][0]
         if self._stored is not None and layer_name in self._stored.frozen:
             self._stored.store(model, layer_name, sample.dtype, sample.device)

@@ -1,18 +1,17 @@
-"""`QuaverConfig`: models of transformers that train in float8 as `from_pretrained` returns them.
+"""`QuaverConfig`: makes `from_pretrained` of transformers return models that train in float8.
 
     from_pretrained(folder, quantization_config=QuaverConfig("rowwise"))       all weights train, in high precision
     from_pretrained(folder, quantization_config=QuaverConfig(frozen=True))     float8 weights, for adapters
 
-A folder in high precision is converted, or frozen parameter by parameter as it is read. A float8 folder, in any layout
-that `load_float8` reads, is dequantized so, or its codes and scales are the frozen weights (transformers_loading.py).
-What a config.json says of its own quantization is for quaver to read; transformers refuses two configs, so it does not
-see it. `save_pretrained` writes high precision, and a config.json that says so.
+A high-precision folder is converted, or frozen one parameter at a time while it is read. A float8 folder, in any layout
+that `load_float8` reads, is dequantized one parameter at a time, or its codes and scales become the frozen weights
+(transformers_loading.py). transformers refuses two quantization configs, so the one in config.json is hidden from it
+and read by quaver. `save_pretrained` writes high precision, and a config.json without quantization.
 """
 
 from __future__ import annotations
 
 import functools
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,22 +62,22 @@ METHOD = "quaver"
 
 @register_quantization_config(METHOD)
 class QuaverConfig(QuantizationConfigMixin):
-    """How `from_pretrained(folder, quantization_config=...)` makes a model that trains in float8.
+    """The `quantization_config` with which `from_pretrained` makes a model that trains in float8.
 
     Args:
         recipe: a recipe's name, a config, or a recipe for each layer, `LayerRecipes.read(path)`. None is "tensorwise";
-            with `frozen` "blockwise", or the codes and scales of a float8 folder as they are.
+            with `frozen` it is "blockwise" for a high-precision folder, and the stored codes for a float8 folder.
         frozen: store the weights once in float8, for adapters, as `freeze_to_float8` and `load_frozen` do. They do not
-            train. Of a float8 folder with a `recipe` they are dequantized and quantized again.
-        modules_to_not_convert: names of modules that stay in high precision, as other quantizers of transformers take
-            them, beside those of `prepare_model_for_float8`. A float8 folder that is frozen without a recipe has in
-            float8 what is stored so.
-        serving: the engine whose codes the forward multiplies, as `convert_to_float8_training` takes it; `recipe` is
-            then for the backward. A float8 folder that is frozen without a recipe keeps its codes.
-        include_subclasses: as `convert_to_float8_training` takes it; Falcon needs it.
+            train. With a `recipe`, the weights of a float8 folder are dequantized and quantized again.
+        modules_to_not_convert: names of further modules that stay in high precision, beyond the defaults of
+            `prepare_model_for_float8`, in the format of transformers' other quantizers. A float8 folder that is frozen
+            without a recipe decides itself which layers are in float8.
+        serving: as for `convert_to_float8_training`, the engine with whose codes the forward multiplies; `recipe` then
+            applies to the backward. A float8 folder that is frozen without a recipe keeps its codes.
+        include_subclasses: as for `convert_to_float8_training`; Falcon needs it.
     Raises:
-        ValueError: an unknown recipe or engine, or a recipe that does not freeze weights.
-        TypeError: an argument of another type or name.
+        ValueError: a recipe or an engine is unknown, or the recipe cannot freeze weights.
+        TypeError: an argument has a wrong type or name.
     """
 
     def __init__(
@@ -90,39 +89,38 @@ class QuaverConfig(QuantizationConfigMixin):
         serving: str | None = None,
         include_subclasses: bool = False,
     ) -> None:
-        self.quant_method = typing.cast(Any, METHOD)
+        self.quant_method: Any = METHOD
         for name, flag in (("frozen", frozen), ("include_subclasses", include_subclasses)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: expected True or False, got {flag!r}")
         names = [] if modules_to_not_convert is None else modules_to_not_convert
-        if isinstance(names, str) or not all(isinstance(each, str) for each in names):
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"modules_to_not_convert: expected a list of names of modules, got {names!r}")
         if frozen and isinstance(recipe, LayerRecipes):
             raise TypeError("recipe: frozen weights have one recipe, got LayerRecipes")
         if serving is not None and isinstance(recipe, LayerRecipes):
             raise TypeError("serving: an engine has one cast for all linears, got LayerRecipes; give one recipe")
-        self.recipe, self.serving, self.frozen, self.include_subclasses = recipe, serving, frozen, include_subclasses
+        self.recipe: Any = recipe
+        self.serving, self.frozen, self.include_subclasses = serving, frozen, include_subclasses
         self.modules_to_not_convert = list(names)
         if frozen:
-            frozen_config(typing.cast(Any, self.of_linears))
+            frozen_config(self.linear_recipe)
         elif not isinstance(recipe, LayerRecipes):
-            resolve_config(typing.cast(Any, self.of_linears))
+            resolve_config(self.linear_recipe)
 
     @property
-    def of_linears(self) -> Float8LinearConfig | Float8LinearRecipeName | LayerRecipes | str | None:
-        """The recipe, or the config, that the linears are converted to or frozen with."""
-        if self.serving is None:
-            return self.recipe
-        return serving_config(self.serving, typing.cast(Any, self.recipe))
+    def linear_recipe(self) -> Any:
+        """The recipe or config of the linears; with `serving` the config with the engine's casts."""
+        return self.recipe if self.serving is None else serving_config(self.serving, self.recipe)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """The config of a dict, whose `quant_method` is "quaver". Raises as the config."""
-        own = {name: each for name, each in config_dict.items() if name != "quant_method"}
-        return super().from_dict(own, return_unused_kwargs, **kwargs)
+        """Make a config from a dict whose `quant_method` is "quaver". Raises as the config."""
+        arguments = {name: value for name, value in config_dict.items() if name != "quant_method"}
+        return super().from_dict(arguments, return_unused_kwargs, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON holds of it, for logs; of a config that is no recipe its text."""
+        """Return the config for JSON, for logs. A config that is not a recipe becomes a string."""
         recipe = getattr(self.recipe, "recipe_name", self.recipe)
         recipe = self.recipe if recipe is None else recipe
         return {**vars(self), "recipe": recipe if recipe is None else str(getattr(recipe, "value", recipe))}
@@ -138,19 +136,18 @@ class QuaverQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: QuaverConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.pre_quantized = False  # the loader asks `param_needs_quantization`, and reads one parameter at a time
-        self._start()
+        self.pre_quantized = False  # the loader then asks `param_needs_quantization`, and reads one parameter at a time
+        self._reset()
 
-    def _start(self) -> None:
-        """Hold nothing of a model."""
-        self._operation: QuaverWeights | None = None
+    def _reset(self) -> None:
+        self._operation = QuaverWeights((), None)
         self._tensors: Float8Tensors | None = None
         self._frozen: set[str] = set()
-        self._keeps_own_forms = self.quantization_config.frozen  # and Conv1Ds that are linears
+        self._has_transformed_weights = self.quantization_config.frozen  # set for Conv1Ds, too
 
     @property
     def is_qat_trainable(self) -> bool:
-        """Whether the weights themselves train: transformers' Trainer asks for adapters otherwise."""
+        """Whether the weights train. If false, transformers' Trainer asks for adapters."""
         return not self.quantization_config.frozen
 
     @property
@@ -159,33 +156,33 @@ class QuaverQuantizer(HfQuantizer):
         return 1.0 if self.quantization_config.frozen else None
 
     def is_serializable(self, **options: Any) -> bool:
-        """`save_pretrained` writes high precision."""
+        """Whether `save_pretrained` works; it writes high precision."""
         return True
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Raise NotImplementedError for a loader of transformers, or an offload, that quaver takes no part in."""
+        """Raise NotImplementedError for ZeRO-3, and for an offload to disk of transformed weights."""
         if is_deepspeed_zero3_enabled():
             raise NotImplementedError(
                 "QuaverConfig: DeepSpeed's ZeRO-3 partitions weights while they are loaded; load the model without "
                 "it, and call prepare_model_for_float8"
             )
-        if isinstance(device_map, dict) and "disk" in device_map.values() and self._keeps_own_forms:
+        if isinstance(device_map, dict) and "disk" in device_map.values() and self._has_transformed_weights:
             raise NotImplementedError(
                 "QuaverConfig: an offload to disk would store frozen weights in high precision, and GPT-2's as they "
                 "are in the file: give a device_map without disk"
             )
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the model in high precision: bfloat16 where transformers took it from float8 weights."""
+        """Return the high-precision dtype of the model: bfloat16 if transformers took float8 from the weights."""
         return dtype if dtype in HP_DTYPES else torch.bfloat16
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        """Convert the model, on the meta device, and find out which of its parameters are read how."""
-        with torch.device("cpu"):  # transformers makes whatever has no device on the meta device
+        """Convert the model on the meta device, and decide how each parameter is read."""
+        with torch.device("cpu"):  # overrides transformers' default device, meta
             self._convert_empty(model, _float8_checkpoint(checkpoint_files))
-        self._keeps_own_forms |= any(isinstance(each, Conv1DLinear) for each in model.modules())
+        self._has_transformed_weights |= any(isinstance(module, Conv1DLinear) for module in model.modules())
         self.validate_environment(device_map=kwargs.get("device_map"))
 
     def _convert_empty(self, model: nn.Module, checkpoint: Float8Checkpoint | None) -> None:
@@ -216,23 +213,22 @@ class QuaverQuantizer(HfQuantizer):
             self._tensors = Float8Tensors(model, checkpoint, loaded, stored, self._operation)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
-        """The converters of the model, behind that of a float8 checkpoint."""
-        return weight_conversions if self._tensors is None else self._tensors.in_front_of(weight_conversions)
+        """Return the converters of the model, preceded by the converter of a float8 checkpoint, if there is one."""
+        return weight_conversions if self._tensors is None else self._tensors.prepend_to(weight_conversions)
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        """Whether quaver makes this parameter of what the loader reads."""
-        of_checkpoint = self._tensors is not None and param_name in self._tensors.names
-        return of_checkpoint or param_name in self._frozen or _is_of_conv1d(model, param_name)
+        """Whether quaver makes this parameter from the tensor that the loader reads."""
+        is_float8 = self._tensors is not None and param_name in self._tensors.names
+        return is_float8 or param_name in self._frozen or _is_conv1d_weight(model, param_name)
 
     def get_quantize_ops(self) -> ConversionOps:
-        """The operation for such a parameter in high precision."""
-        return typing.cast(QuaverWeights, self._operation)
+        """Return the operation for parameters in high precision."""
+        return self._operation
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        """Check that all is frozen, and make the config say what `save_pretrained` writes."""
-        problem = typing.cast(QuaverWeights, self._operation).problem
-        if problem is not None:
-            raise problem
+        """Check that all weights are frozen, and remove the quantization from the config for `save_pretrained`."""
+        if self._operation.problem is not None:
+            raise self._operation.problem
         unread = [name for name in sorted(self._frozen) if not isinstance(_parameter(model, name), FrozenFloat8Weight)]
         if unread:
             raise ValueError(f"the folder lacks weights that QuaverConfig(frozen=True) freezes: {listed(unread)}")
@@ -243,21 +239,22 @@ class QuaverQuantizer(HfQuantizer):
         for module in model.modules():
             _drop_quantization(getattr(module, "config", None))
         conversions: Any = getattr(model, "_weight_conversions", None) or []
-        model._weight_conversions = [each for each in conversions if each is not self._tensors]  # type: ignore[assignment]
-        model.is_quantized = self.quantization_config.frozen  # type: ignore[assignment]
-        self._start()
+        loaded: Any = model
+        loaded._weight_conversions = [conversion for conversion in conversions if conversion is not self._tensors]
+        loaded.is_quantized = self.quantization_config.frozen
+        self._reset()
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
-        """`model.dequantize()`: the model in high precision; a config that was saved names the dtype."""
+        """Convert back to high precision, for `model.dequantize()`; a saved config gives `dtype` by its name."""
         return convert_to_high_precision(model).to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
     @property
     def _frozen_config(self) -> Float8LinearConfig:
-        return frozen_config(typing.cast(Any, self.quantization_config.of_linears))
+        return frozen_config(self.quantization_config.linear_recipe)
 
     def _is_late(self, model: nn.Module) -> bool:
-        """Whether the model is converted after its weights are loaded: parts of it on other ranks, or their gather."""
-        recipe = self.quantization_config.of_linears
+        """Whether to convert after loading: distributed models, and configs with a float8 all-gather."""
+        recipe = self.quantization_config.linear_recipe
         if _is_distributed(model):
             return True
         return not isinstance(recipe, LayerRecipes) and resolve_config(recipe).enable_fsdp_float8_all_gather
@@ -265,7 +262,7 @@ class QuaverQuantizer(HfQuantizer):
     def _prepare(self, model: nn.Module) -> None:
         config = self.quantization_config
         options: dict[str, Any] = {"include_subclasses": config.include_subclasses}
-        prepare_model_for_float8(model, config.of_linears, module_filter_fn=self._filter(model), **options)
+        prepare_model_for_float8(model, config.linear_recipe, module_filter_fn=self._filter(model), **options)
 
     def _convert_frozen(self, model: nn.Module) -> None:
         options: dict[str, Any] = {"include_subclasses": self.quantization_config.include_subclasses}
@@ -274,7 +271,7 @@ class QuaverQuantizer(HfQuantizer):
             convert_to_float8_training(model, config=self._frozen_config, module_filter_fn=admits, **options)
 
     def _filter(self, model: nn.Module) -> ModuleFilter:
-        """What the config leaves out; and tied weights, which cannot be frozen."""
+        """Return a filter that leaves out `modules_to_not_convert`, and tied weights, which cannot be frozen."""
         names, keys = self.quantization_config.modules_to_not_convert, getattr(model, "all_tied_weights_keys", {})
         tied = {name.rpartition(".")[0] for name in (*keys, *keys.values())} if self.quantization_config.frozen else ()
 
@@ -286,20 +283,20 @@ class QuaverQuantizer(HfQuantizer):
         return admits
 
     def _left_out(self, model: nn.Module) -> dict[str, FilterDecision]:
-        """The linears and experts whose float8 weights in a folder are not frozen as they are."""
+        """Return the linears and experts whose stored float8 weights are dequantized, with the reason."""
         admits, include_subclasses = self._filter(model), self.quantization_config.include_subclasses
-        found: dict[str, FilterDecision] = {}
+        decisions: dict[str, FilterDecision] = {}
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) or is_experts(module):
                 decision = decide(admits, module, name)
                 obstacle = obstacle_to_frozen(module, include_subclasses)
                 if not decision or obstacle:
-                    found[name] = FilterDecision(False, decision.reason or obstacle)
-        return found
+                    decisions[name] = FilterDecision(False, decision.reason or obstacle)
+        return decisions
 
 
 def _float8_checkpoint(files: Sequence[str] | None) -> Float8Checkpoint | None:
-    """The float8 checkpoint that transformers has found; None for one in high precision.
+    """Return the checkpoint that transformers found if it is in float8, else None.
 
     Raises:
         OSError, ValueError, NotImplementedError: as `load_float8`.
@@ -315,8 +312,8 @@ def _float8_checkpoint(files: Sequence[str] | None) -> Float8Checkpoint | None:
     checkpoint = Float8Checkpoint(folder, torch.float32)
     if set(checkpoint.files) != set(map(Path, files)):
         raise NotImplementedError(
-            f"float8 weights are read from the files {listed([each.name for each in checkpoint.files])}, and "
-            f"transformers reads {listed([Path(each).name for each in files])}: leave variant out"
+            f"float8 weights are read from the files {listed([file.name for file in checkpoint.files])}, and "
+            f"transformers reads {listed([Path(file).name for file in files])}: leave variant out"
         )
     return checkpoint
 
@@ -325,7 +322,7 @@ def _is_distributed(model: Any) -> bool:
     return getattr(model.config, "distributed_config", None) is not None
 
 
-def _is_of_conv1d(model: nn.Module, name: str) -> bool:
+def _is_conv1d_weight(model: nn.Module, name: str) -> bool:
     owner, _, leaf = name.rpartition(".")
     return leaf == "weight" and isinstance(model.get_submodule(owner), Conv1DLinear)
 
@@ -335,10 +332,9 @@ def _parameter(model: nn.Module, name: str) -> Any:
 
 
 def _drop_quantization(config: Any) -> None:
-    """Remove what the config of a model, and those of its parts, say of a quantization."""
-    for each in configs_of(config):
+    for part in configs_of(config):
         for key in (*QUANTIZATION_KEYS, "_is_quantized"):
-            vars(each).pop(key, None)
+            vars(part).pop(key, None)
 
 
 _modeling: Any = modeling_utils
@@ -347,7 +343,7 @@ _get_hf_quantizer = _modeling.get_hf_quantizer
 
 @functools.wraps(_get_hf_quantizer)
 def _get_quantizer(config: Any, quantization_config: Any, *args: Any, **options: Any) -> Any:
-    """transformers' own, which raises for a QuaverConfig and a config.json with another method; see the top."""
+    """Replaces `get_hf_quantizer`, which raises for a QuaverConfig if config.json has another method."""
     method = getattr(quantization_config, "quant_method", None)
     if isinstance(quantization_config, Mapping):
         method = quantization_config.get("quant_method")

@@ -1,9 +1,9 @@
-"""The reference model of TRL's trainers, in the float8 of the model that trains.
+"""Converts the reference model of TRL's trainers like the model that trains.
 
-DPO, GRPO, KTO and RLOO compare the model with a reference. Unless they are given one, they load it from disk, in high
-precision, and the two differ by float8's rounding before the first update: DPO's first loss is not log(2), GRPO's KL is
-not 0. Delayed and static scales of the model are the reference's, too: its forwards record no gradients, so that it
-would never get scales of its own, and cast with others than the model.
+DPO, GRPO, KTO and RLOO compare the model with a reference. By default they load it from disk in high precision. The two
+models then differ by float8's rounding before the first update: DPO's first loss is not log(2), GRPO's KL is not 0. The
+reference shares the model's delayed and static scales. Its forwards record no gradients, so it would never get separate
+scales, and would cast with others than the model.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import replace
+from functools import partial
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -27,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 def convert_reference(model: nn.Module) -> None:
-    """Convert the reference model of the Trainer that calls, if it has one in high precision, as `model` is converted.
+    """Convert the calling Trainer's reference model, if it is in high precision, like `model`; logs the conversion.
 
-    Layers that are converted alike share the model's delayed and static scales. Logs what it did.
+    Layers with the same config share the model's delayed and static scales.
     """
     trainer = _calling_trainer()
     reference = getattr(trainer, "ref_model", None)
@@ -53,17 +55,19 @@ def convert_reference(model: nn.Module) -> None:
 
 
 def _convert_like(reference: nn.Module, configs: dict[str, Float8LinearConfig]) -> int:
-    """Convert the layers that have these names, without float8 all-gathers; returns how many there are."""
-    names = {plain_name(name) for name, _ in reference.named_modules()}
+    """Convert the layers with these names, without float8 all-gathers; returns their number."""
     for config in set(configs.values()):
-        named = {name for name, each in configs.items() if each == config} & names
         convert_to_float8_training(
             reference,
             config=_ungathered(config),
-            module_filter_fn=lambda _, name, named=named: plain_name(name) in named,  # type: ignore[misc]
+            module_filter_fn=partial(_has_config, configs, config),
             include_subclasses=True,
         )
     return len(_configs(reference))
+
+
+def _has_config(configs: dict[str, Float8LinearConfig], config: Float8LinearConfig, _: nn.Module, name: str) -> bool:
+    return configs.get(plain_name(name)) == config
 
 
 def _ungathered(config: Float8LinearConfig) -> Float8LinearConfig:
@@ -71,18 +75,18 @@ def _ungathered(config: Float8LinearConfig) -> Float8LinearConfig:
 
 
 def _share_scales(reference: nn.Module, model: nn.Module) -> None:
-    """Give the reference's linears the persistent scales of the model's linears of the same names and config."""
-    trained = {plain_name(name): each for name, each in model.named_modules() if isinstance(each, Float8Linear)}
-    for name, each in reference.named_modules():
-        like = trained.get(plain_name(name))
-        if not isinstance(each, Float8Linear) or each is like or like is None or like.scaling is None:
+    """Give the reference's linears the persistent scales of the model's linears with the same name and config."""
+    modules = model.named_modules()
+    trained = {plain_name(name): module for name, module in modules if isinstance(module, Float8Linear)}
+    for name, linear in reference.named_modules():
+        source = trained.get(plain_name(name))
+        if not isinstance(linear, Float8Linear) or linear is source or source is None or source.scaling is None:
             continue
-        if _ungathered(each.config) == _ungathered(like.config):
-            each.scaling = LinearScales(like.scaling.state, like.scaling.slots)
+        if _ungathered(linear.config) == _ungathered(source.config):
+            linear.scaling = LinearScales(source.scaling.state, source.scaling.slots)
 
 
 def _configs(model: nn.Module) -> dict[str, Float8LinearConfig]:
-    """The configs of the float8 modules of `model` by their names, without what wrappers add to them."""
     return {
         plain_name(name): module.config if isinstance(module, Float8Linear) else module.float8_config
         for name, module in model.named_modules()
@@ -91,10 +95,10 @@ def _configs(model: nn.Module) -> dict[str, Float8LinearConfig]:
 
 
 def _calling_trainer() -> Any:
-    """The Trainer whose method is running, None outside of one. It hands itself to no callback."""
-    frame = sys._getframe(1)
+    """Return the Trainer whose method is running, or None. It does not pass itself to callbacks."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), Trainer):
             return frame.f_locals["self"]
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
