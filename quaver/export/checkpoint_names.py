@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import typing
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -200,8 +199,8 @@ class _Conversions:
     Like `save_pretrained`, it adds a prefix that `from_pretrained` removed.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = typing.cast(Any, model)
+    def __init__(self, model: Any) -> None:
+        self._model = model
         self.is_known = is_of_transformers(model)
         base = self._model.base_model_prefix if self.is_known else ""
         self.base_prefix = f"{base}." if base else ""

@@ -106,8 +106,8 @@ def iter_float8_weights(
         module_filter_fn: chooses the layers for `recipe`, as for `convert_to_float8_training`. None for all except
             `lm_head`, routers and tied linears.
     Raises (when called):
-        ValueError: no linear or expert is float8, a float8 weight is tied, a weight is missing, PEFT's adapters are not
-            merged, the recipe has delayed or static scales, or a layer is converted with another recipe.
+        ValueError: no linear or expert is float8; a float8 weight is tied; a weight is missing; PEFT's adapters are not
+            merged; the recipe has delayed or static scales; a layer is converted with another recipe.
         NotImplementedError: the format does not hold the recipe, weights have several recipes, this rank has only some
             of the experts, or groups of MXFP8 do not divide the inputs of a weight.
     Raises (in the iteration):

@@ -2,10 +2,10 @@
 
     Trainer(plugins=[Float8Precision("rowwise")])
     Fabric(plugins=[Float8FabricPrecision("rowwise")])
-    Trainer(..., callbacks=[Float8Monitor(every=100)])    # numerics.jsonl; docs/monitor.md
+    Trainer(..., callbacks=[Float8Monitor(every=100)])    # numerics.jsonl; see docs/monitor.md.
 
-The plugins convert the module before it is sharded, run forwards under bfloat16 autocast, update delayed scales and the
-scales of float8 all-gathers after each optimizer step, and save persistent scales in Lightning's checkpoints.
+The plugins convert the module before it is sharded and run forwards under bfloat16 autocast. After each optimizer step
+they update delayed scales and the scales of float8 all-gathers. Lightning's checkpoints hold the persistent scales.
 
 Both packages have the same classes, and each accepts only its own. The plugins therefore derive from the classes of all
 installed packages, beginning with the packages that the program imported.

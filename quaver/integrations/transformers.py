@@ -61,9 +61,9 @@ class Float8Callback(TrainerCallback, ExportableState):
     the next run that has a module in common.
 
     Logs gain `float8_flops`, the share of the linears' FLOPs in float8. With persistent scales they also gain
-    `float8_saturated`, the most elements that a cast clipped in the last step, and `float8_scale_fit`, the largest
-    ratio of a scale to its ideal (above 1 it clips). With a monitor they gain `float8_sqnr_min_db`, the lowest SQNR of
-    a cast or a result in its last sample.
+    `float8_saturated`, the most elements that a cast clipped in the last step, and `float8_scale_fit`. This is the
+    largest ratio of a scale to its ideal; above 1 it clips. With a monitor they gain `float8_sqnr_min_db`, the lowest
+    SQNR of a cast or a result in its last sample.
 
     Args:
         monitor: sample the numerics once in this number of steps (`quaver.monitor`) into numerics.jsonl of the output

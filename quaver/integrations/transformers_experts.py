@@ -5,7 +5,7 @@
     model = AutoModelForCausalLM.from_pretrained(name, distributed_config=distributed)
     prepare_model_for_float8(model, "tensorwise")
 
-transformers (5.21 and newer) splits experts when it loads a model, and replaces the forward of each instance by a call
+transformers (5.21 and newer) splits experts when it loads a model. It replaces the forward of each instance by a call
 of the implementation. "float8" sends tokens as `Float8ExpertParallel` does (parallel/expert_parallel.py);
 "float8_grad_weight_from_codes" also sets that option. Before the conversion both run transformers' "auto".
 """

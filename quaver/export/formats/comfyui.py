@@ -1,10 +1,10 @@
 """comfyui: ComfyUI's single files of diffusion models and text encoders, with a mark for each quantized layer.
 
     mark        `<layer>.comfy_quant`: the bytes of a JSON object, {"format": "float8_e4m3fn"}; or the same objects by
-                layer in the metadata of the file, {"layers": {...}} under `_quantization_metadata`, which come first
-    older mark  `scaled_fp8`, one for a file or a part of it; scales are `<layer>.scale_weight`
-    no mark     the values of a float8 tensor without a scale are its codes, as in files that were cast
-    scale       `<layer>.weight_scale`, one number, or E8M0 per 1 x 32 in MXFP8, in the tiles of NVIDIA's tensor cores
+                layer in the metadata of the file, {"layers": {...}} under `_quantization_metadata`, which come first.
+    older mark  `scaled_fp8`, one for a file or a part of it; scales are `<layer>.scale_weight`.
+    no mark     The values of a float8 tensor without a scale are its codes, as in files that were cast.
+    scale       `<layer>.weight_scale`, one number, or E8M0 per 1 x 32 in MXFP8, in the tiles of NVIDIA's tensor cores.
 
 A marked layer has float8 codes with a scale. MXFP8 pads rows and columns with zeros to multiples of 32. ComfyUI scales
 activations dynamically only in MXFP8. In other formats it casts activations unscaled if there is no static scale; the
