@@ -52,7 +52,7 @@ def assert_float8_training(
     if optimizer is not None:
         problems += _problems_of_the_optimizer(model, optimizer)
     if problems:
-        raise RuntimeError("this is not float8 training as it was asked for:\n" + "\n".join(f"  {p}" for p in problems))
+        raise RuntimeError("the model does not train in float8 as asked:\n" + "\n".join(f"  {p}" for p in problems))
 
 
 def is_torchao_linear(module: nn.Module) -> bool:

@@ -225,7 +225,7 @@ def decide(module_filter_fn: ModuleFilter | None, module: nn.Module, name: str) 
             raise
         raise TypeError(
             f"module_filter_fn was written for linears, and {name or 'the module'} is a {type(module).__name__}, "
-            f"experts with 3-D weights: {error}; return False for what is no nn.Linear, or decide about it"
+            f"experts with 3-D weights: {error}; return False for modules other than nn.Linear, or handle experts"
         ) from error
     if isinstance(decision, FilterDecision):
         return decision

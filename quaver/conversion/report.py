@@ -257,7 +257,7 @@ def _guesses(experts: ActiveExperts) -> Iterator[str]:
     if experts.unknown:
         yield (
             f"unknown how many of the experts or matrices in {listed(experts.unknown)} a token takes: the share "
-            "of FLOPs counts one; num_experts_per_tok in the model's config, or top_k of the router, would say it"
+            "of FLOPs counts one; set num_experts_per_tok in the model's config, or top_k of the router"
         )
 
 

@@ -35,7 +35,7 @@ def idle_modules(model: nn.Module) -> dict[str, str]:
 
 def _why_idle(module: Float8Linear | Float8Grouped, reader: str) -> str:
     if "forward" in vars(module):
-        return "what replaced its forward on the instance does not call the original"
+        return "the forward that replaced its own does not call the original"
     return f"{reader} reads its weight and does not call it" if reader else "nothing called it"
 
 
@@ -48,8 +48,8 @@ def read_weights(model: nn.Module) -> Iterator[str]:
             names.setdefault(readers[id(module)], []).append(name)
     for reader, linears in names.items():
         yield (
-            f"{reader} reads the weight of {listed(linears)}: where it multiplies by that without calling the linear, "
-            "nothing runs in float8; after a training step the report says which linears ran"
+            f"{reader} reads the weight of {listed(linears)}: if it multiplies by this weight without calling the "
+            "linear, nothing runs in float8; after a training step the report shows which linears ran"
         )
 
 
@@ -62,7 +62,7 @@ def replaced_forward(module: Float8Linear | Float8Grouped) -> str:
     if "forward" not in vars(module) or has_run(module) or getattr(module, "planned_dispatcher", None) is not None:
         return ""
     ran = "" if module.backend == "not run yet" else ", and it has not run since"
-    return f"its forward was replaced on the instance{ran}: float8 only if that calls the original; a step tells"
+    return f"its forward was replaced on the instance{ran}: float8 only if that calls the original; a step shows it"
 
 
 def missing_weight(linear: nn.Linear) -> str:

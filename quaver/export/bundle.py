@@ -92,18 +92,18 @@ def _card(record: dict[str, Any], report: ConversionReport) -> Iterator[str]:
     requantized, written = record["requantized"], record["written"]
     if written:
         yield (
-            "- A write, as the merge of an adapter, has quantized these weights again, in float8: the merged model's "
-            "logits differ from those with the adapter beside its base. SQNR of the written weight in dB:"
+            "- A write, such as the merge of an adapter, quantized these weights again: the logits of the merged model "
+            "differ from those of the base with a separate adapter. SQNR of the written weight in dB:"
         )
         yield from _table("weight (of experts, the stack)", ["after the write"], {n: [db] for n, db in written.items()})
         yield ""
     if requantized:
-        yield "- Codes of these weights differ from those of the training forward; SQNR of the weight in dB:"
+        yield "- The codes of these weights differ from the training forward; SQNR of the weight in dB:"
         rows = {name: [decibels["training_db"], decibels["stored_db"]] for name, decibels in requantized.items()}
         yield from _table("weight (of experts, the worst one)", ["training", "stored"], rows)
     else:
-        whose = "the forward of the merged model" if written else "the training forward"
-        yield f"- Codes and scales are those of {whose}, to the bit."
+        forward = "the forward of the merged model" if written else "the training forward"
+        yield f"- Codes and scales are bit-identical to {forward}."
     if record["ragged"]:
         yield (
             f"- Last blocks are cut, because a dimension is no multiple of 128: {listed(record['ragged'])}. "

@@ -30,7 +30,7 @@ from quaver.runtime.names import listed, owners_of_parameters
 
 _LEFT_OUT = FilterDecision(False, "in high precision in the checkpoint")
 _DEQUANTIZED = FilterDecision(
-    False, "experts, dequantized from the checkpoint: scales of gate and up are none of both as one matrix"
+    False, "experts, dequantized from the checkpoint: scales of gate and up do not fit both as one matrix"
 )
 
 
@@ -104,7 +104,7 @@ class StoredWeights:
         left_out: Mapping[str, FilterDecision] | None = None,
         serving: str | None = None,
     ) -> None:
-        """`left_out`: the reason by module whose weights are dequantized. `serving`: as for `load_frozen`."""
+        """`left_out`: the reasons why weights are dequantized, by module. `serving`: as for `load_frozen`."""
         self._checkpoint, self._loaded, self._left_out = checkpoint, loaded, left_out or {}
         float8 = _float8_weights(model, checkpoint, loaded)
         self.weights = {name: stack for name, stack in float8.items() if _owner(name) not in self._left_out}

@@ -47,7 +47,7 @@ def load_float8(
         dtype: float32, bfloat16 or float16.
         model: return tensors under the names and in the stacks of this model, converted or not, on any device; None for
             the stored names. The result has tensors outside the model, too. It leaves out tensors that the model's
-            class ignores in transformers, and other models in a file where this model has a prefix of ComfyUI.
+            class ignores in transformers, and other models, or other parts of a larger model, in the checkpoint.
     Raises:
         OSError: a file is missing, or the index names one outside of the folder.
         ValueError: a file is damaged; a scale is missing, not finite or has a wrong shape; a matrix of an expert is
@@ -233,12 +233,12 @@ class ModelTensors(Mapping[str, Tensor]):
                 self.parts[name] = [(stored,)]
                 if isinstance(tensors[name], Tensor):
                     checkpoint.cut(stored, tensors[name].shape)
-            elif checkpoint.has_part(model) or not stored.startswith(prefix):
+            elif checkpoint.has_part(model) or not stored.startswith(prefix):  # of another part, or another model
                 beyond.append(stored)
             elif not any(re.search(pattern, name) for pattern in ignored):
                 self.parts[name] = [(stored,)]
         if beyond:
-            logger.warning("the model is a part of the checkpoint's, which has more: %s", listed(sorted(beyond)))
+            logger.warning("the model is a part of the checkpoint's model; left out are %s", listed(sorted(beyond)))
         for stack in stacks.values():
             self._check(stack)
         self.tied, self.stacks = self._add_tied_names(model), frozenset(stacks)

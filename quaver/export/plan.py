@@ -77,7 +77,7 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
     float8 = {name: weight for name, weight in converted.items() if name not in left_out}
     if transposed and not float8:
         raise ValueError(
-            f"no server reads Conv1D weights in float8, and the model's float8 layers are such "
+            f"no server reads Conv1D weights in float8, and all float8 layers of the model are Conv1Ds "
             f"({listed([linear_of(name) for name in transposed])}); save_pretrained writes them in high precision"
         )
     config, stored = _one_format(format, float8)
@@ -162,7 +162,7 @@ def _given(
         if part not in weights
     ]
     if missing:
-        raise ValueError(f"the weights lack those of linears of the model: {listed(missing)}")
+        raise ValueError(f"weights: expected all float8 weights of the model, got none for {listed(missing)}")
     return given
 
 

@@ -79,7 +79,7 @@ def refused(model, reason):
 
 def test_a_linear_whose_weight_its_parent_reads_is_no_float8(caplog):
     model = convert_to_float8_training(nn.Sequential(Attention(), Attention(), nn.Linear(16, 16)))
-    note = "Attention.projected reads the weight of 0.qkv, 1.qkv: where it multiplies"
+    note = "Attention.projected reads the weight of 0.qkv, 1.qkv: if it multiplies"
     assert caplog.text.count("reads the weight") == caplog.text.count(note) == 1
     with torch.no_grad():
         model(torch.ones(4, 16))
@@ -142,7 +142,7 @@ def test_a_wrapper_is_judged_by_what_ran(replaced_at, caplog):
         refused(model, f"0: {replaced}, and it has not run since")
     else:
         assert_float8_training(model)
-        assert f"0: {replaced}: float8 only if that calls the original; a step tells" in caplog.text
+        assert f"0: {replaced}: float8 only if that calls the original; a step shows it" in caplog.text
     assert replaced in conversion_report(model).layers[0].reason
     step(model)
     assert_float8_training(model)
@@ -153,7 +153,7 @@ def test_a_wrapper_is_judged_by_what_ran(replaced_at, caplog):
     model[1] = convert_to_float8_training(nn.Linear(16, 16))
     model[1].forward = lambda input: F.linear(input, model[1].weight)
     step(model)
-    refused(model, "1: converted, .*: what replaced its forward on the instance does not call the original")
+    refused(model, "1: converted, .*: the forward that replaced its own does not call the original")
 
 
 class Grouped(nn.Module):
@@ -174,7 +174,7 @@ def test_experts_are_judged_by_what_ran():
     experts.forward = lambda input: input
     step(model)
     assert [layer.converted for layer in conversion_report(model).layers] == [True, False]
-    refused(model, "1: converted, .*: what replaced its forward on the instance does not call the original")
+    refused(model, "1: converted, .*: the forward that replaced its own does not call the original")
     experts.forward = calling(experts)
     step(model)
     assert_float8_training(model)

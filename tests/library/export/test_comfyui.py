@@ -109,7 +109,7 @@ def test_names_with_and_without_the_prefix(tmp_path, caplog):
     file = tmp_path / "whole.safetensors"
     save_file(whole, file, metadata=metadata())  # ComfyUI names its layers without the prefix, too
     assert_same(dict(load_float8(file, dtype=torch.float32, model=model())), expected)
-    assert "a part of the checkpoint's, which has more: first_stage_model.x.weight" in caplog.text
+    assert "a part of the checkpoint's model; left out are first_stage_model.x.weight" in caplog.text
     assert torch.equal(load_frozen(model(), file).a.weight.to_high_precision(), expected["a.weight"])
     part = dict(
         load_float8(write(tmp_path, layer()), dtype=torch.float32, model=nested("model.diffusion_model", model()))
