@@ -138,7 +138,7 @@ def convert_to_high_precision(module: nn.Module) -> nn.Module:
     linears = [child for child in module.modules() if isinstance(child, Float8Linear)]
     has_ddp = any(isinstance(child, nn.parallel.DistributedDataParallel) for child in module.modules())
     for name, weight in weights_under(module):
-        _check_way_back(weight, name, has_ddp)
+        _check_can_restore(weight, name, has_ddp)
     experts = [child for child in module.modules() if isinstance(child, Float8Experts)]
     if any(map(parametrize.is_parametrized, experts)):
         raise RuntimeError("experts are parametrized and cannot be converted back: remove their parametrizations first")
@@ -322,7 +322,7 @@ def _convert(
         undo.pop_all()
 
 
-def _check_way_back(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
+def _check_can_restore(weight: ModuleWeight, name: str, has_ddp: bool) -> None:
     module, is_whole = weight.module, weight.local is weight.parameter
     if is_cast_once(weight):
         raise RuntimeError(

@@ -229,7 +229,7 @@ class Float8ScalingState:
         """Return how each scale fitted in the last synced step. Waits for the device."""
         steps = {id(state): torch.cat([state.last_step, state.format_max.unsqueeze(1)], 1) for state in self._states}
         values = {key: step.tolist() for key, step in steps.items()}
-        return [_fit(name, *values[id(state)][slot]) for name, state, slot in self._slots]
+        return [_scaling_of(name, *values[id(state)][slot]) for name, state, slot in self._slots]
 
 
 def float8_scaling_state(model: nn.Module) -> Float8ScalingState:
@@ -244,7 +244,7 @@ def float8_scaling_state(model: nn.Module) -> Float8ScalingState:
     return Float8ScalingState(model)
 
 
-def _fit(name: str, scale: float, amax: float, saturated: float, format_max: float) -> TensorScaling:
+def _scaling_of(name: str, scale: float, amax: float, saturated: float, format_max: float) -> TensorScaling:
     is_dynamic = not scale > 0
     if amax < 0:
         return TensorScaling(name, scale, is_dynamic, amax, float("nan"), 0)

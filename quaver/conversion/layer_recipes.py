@@ -113,14 +113,14 @@ def convert_layers(
     used = dict.fromkeys([recipes.recipe, *recipes.layers.values()])
     configs = {recipe: config_of(recipe) for recipe in used if recipe != HIGH_PRECISION}
     for recipe, config in configs.items():
-        admits = _admitted(recipes, recipe, module_filter_fn)
+        admits = _filter_for(recipes, recipe, module_filter_fn)
         convert_to_float8_training(
             module, config=config, serving=serving, module_filter_fn=admits, include_subclasses=include_subclasses
         )
     return module
 
 
-def _admitted(recipes: LayerRecipes, recipe: str, module_filter_fn: ModuleFilter | None) -> ModuleFilter:
+def _filter_for(recipes: LayerRecipes, recipe: str, module_filter_fn: ModuleFilter | None) -> ModuleFilter:
     def admits(module: nn.Module, name: str) -> bool | FilterDecision:
         own = recipes.of(name)
         if own == HIGH_PRECISION:

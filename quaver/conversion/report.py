@@ -166,7 +166,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
         backend = child.backend if isinstance(child, Float8Linear) and converted else ""
         layers.append(LayerReport(name, *shape, converted, reason, experts.count_linear(name), backend))
     convolutions = sum(isinstance(child, _CONVOLUTIONS) for child in module.modules())
-    all_notes = [*notes, *read_weights(module), *_guesses(experts), *(slow_paths() if configs else [])]
+    all_notes = [*notes, *read_weights(module), *_notes_on_guesses(experts), *(slow_paths() if configs else [])]
     return ConversionReport("\n".join(configs), layers, all_notes, convolutions)
 
 
@@ -253,7 +253,7 @@ def _notes(config: Float8LinearConfig) -> Iterator[str]:
         )
 
 
-def _guesses(experts: ActiveExperts) -> Iterator[str]:
+def _notes_on_guesses(experts: ActiveExperts) -> Iterator[str]:
     if experts.unknown:
         yield (
             f"unknown how many of the experts or matrices in {listed(experts.unknown)} a token takes: the share "

@@ -98,7 +98,7 @@ class CheckpointNames:
             for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True)
         }
 
-    def stacked(self, name: str, shape: Sequence[int], dtype: torch.dtype, read: Callable[[str], Tensor]) -> Tensor:
+    def read_stack(self, name: str, shape: Sequence[int], dtype: torch.dtype, read: Callable[[str], Tensor]) -> Tensor:
         """Return a stack of the model; `read` returns the matrix with a stored name."""
         stack = torch.empty(tuple(shape), dtype=dtype)
         for part, matrix in self.matrices(name, stack).items():
@@ -142,16 +142,11 @@ def checkpoint_names(model: nn.Module, *, has_linears: bool = True) -> Checkpoin
     transposed, whole_stacks = set(), []
     for prefix, module in experts.items():
         for leaf, weight in weights_of(module).items():
-            name = f"{prefix}{'.' if prefix else ''}{leaf}"
-            parts = (
-                conversions.parts(name, weight.shape[0])
-                if conversions.is_known
-                else _default_parts(prefix, leaf, module)
-            )
+            name, count = f"{prefix}{'.' if prefix else ''}{leaf}", weight.shape[0]
+            parts = conversions.parts(name, count) if conversions.is_known else _default_parts(prefix, leaf, module)
             if parts is None and has_linears and _original_class_name(module) == "Llama4TextExperts":
-                parts = [
-                    tuple(map(conversions.stored_name, names)) for names in _matrices(prefix, leaf, weight.shape[0])
-                ]
+                matrices = _names_of_matrices(prefix, leaf, count)
+                parts = [tuple(map(conversions.stored_name, names)) for names in matrices]
                 transposed.add(name)
             if parts is None:
                 whole_stacks.append(name)
@@ -169,7 +164,7 @@ def _default_parts(prefix: str, leaf: str, module: nn.Module) -> list[Parts] | N
     is_plain = getattr(module, "is_concatenated", True) and not getattr(module, "has_bias", False)
     if is_transposed(module) or not is_plain:
         return None
-    return _matrices(prefix, leaf, getattr(module, leaf).shape[0])
+    return _names_of_matrices(prefix, leaf, getattr(module, leaf).shape[0])
 
 
 def _linear_variants(prefix: str, leaf: str, module: nn.Module, conversions: _Conversions) -> list[list[Parts]]:
@@ -188,7 +183,7 @@ def _linear_variants(prefix: str, leaf: str, module: nn.Module, conversions: _Co
     return variants
 
 
-def _matrices(prefix: str, leaf: str, count: int) -> list[Parts]:
+def _names_of_matrices(prefix: str, leaf: str, count: int) -> list[Parts]:
     dot = "." if prefix else ""
     return [tuple(f"{prefix}{dot}{index}.{part}.weight" for part in _LEAVES[leaf]) for index in range(count)]
 

@@ -284,7 +284,7 @@ class ModelTensors(Mapping[str, Tensor]):
             tensor = self._checkpoint.read(self.parts[name][0][0], dtype)
             return tensor.mT.contiguous() if name in self.swapped else tensor
         stored = dict(zip(self._names.stored_names(name), itertools.chain(*self.parts[name]), strict=True))
-        return self._names.stacked(
+        return self._names.read_stack(
             name, self.shape(name), dtype, lambda part: self._checkpoint.read(stored[part], dtype)
         )
 

@@ -102,10 +102,10 @@ def matches_serving(
             save_float8(model, folder, format=served.format, config=None if is_of_transformers(model) else {})
         stored = StoredTensors(Path(folder))
         tensors = iter_float8_weights(model, format=served.format)
-        weights = dict(_equal_weights(tensors, stored))
+        weights = dict(_compare_weights(tensors, stored))
         rows_of: dict[str, Tensor] = {}
         trained = _log_probabilities(_recording_inputs(model, linears, rows_of), inputs)
-        shares = {linear: _equal_inputs(linears[linear], rows, served.input) for linear, rows in rows_of.items()}
+        shares = {linear: _compare_inputs(linears[linear], rows, served.input) for linear, rows in rows_of.items()}
         operands = {linear_of(weight): operand for weight, operand in _stored_operands(tensors, stored)}
         engine = _log_probabilities(_with_equations(model, linears, operands, served), inputs)
         difference = None
@@ -137,17 +137,18 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _equal_weights(tensors: Float8Weights, stored: StoredTensors) -> Iterator[tuple[str, float]]:
-    for name, part, codes, scale in _expected(tensors):
+def _compare_weights(tensors: Float8Weights, stored: StoredTensors) -> Iterator[tuple[str, float]]:
+    for name, part, codes, scale in _expected_parts(tensors):
         names = part, tensors.plan.format.name_of_scale(part)
         missing = [stored_name for stored_name in names if stored_name not in stored]
         if missing:
             raise ValueError(f"folder: expected an export of this model, got one without {listed(missing)}")
-        equal = [_share(stored[names[0]], codes)] + ([] if scale is None else [_share(stored[names[1]], scale)])
-        yield (part if part != name else linear_of(name)), min(equal)
+        shares = [_equal_share(stored[names[0]], codes)]
+        shares += [] if scale is None else [_equal_share(stored[names[1]], scale)]
+        yield (part if part != name else linear_of(name)), min(shares)
 
 
-def _expected(tensors: Float8Weights) -> Iterator[tuple[str, str, Tensor, Tensor | None]]:
+def _expected_parts(tensors: Float8Weights) -> Iterator[tuple[str, str, Tensor, Tensor | None]]:
     """Yields the weight's name, the stored name, the codes in the forward and the stored scale of each float8 matrix.
 
     There is no scale if the blocks of the format and of the forward differ.
@@ -165,7 +166,7 @@ def _expected(tensors: Float8Weights) -> Iterator[tuple[str, str, Tensor, Tensor
                 yield name, part, codes, None if part_scale is None else format.stored_scale(part_scale)
 
 
-def _share(actual: Tensor, expected: Tensor) -> float:
+def _equal_share(actual: Tensor, expected: Tensor) -> float:
     """Return the share of elements with equal bits; 0 if shapes or dtypes differ."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return 0.0
@@ -205,11 +206,11 @@ def _record_input(rows_of: dict[str, Tensor], name: str, _: nn.Module, args: tup
     rows_of.setdefault(name, as_matrix(args[0].detach()))
 
 
-def _equal_inputs(linear: Float8Linear, rows: Tensor, cast: CastConfig) -> float:
+def _compare_inputs(linear: Float8Linear, rows: Tensor, cast: CastConfig) -> float:
     own = linear.persistent_scales(rows.device, recording=False).input
     operand = present(Quantizer(linear.config.casts.input, rows.dtype, own)(rows, row=True, column=False).row)
     codes, scale = quantize_by_equations(rows, cast, linear)
-    return min(_share(operand.data, codes), _share(present(operand.dequant_scale), scale))
+    return min(_equal_share(operand.data, codes), _equal_share(present(operand.dequant_scale), scale))
 
 
 def quantize_by_equations(rows: Tensor, cast: CastConfig, linear: Float8Linear) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,7 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
             f"no server reads Conv1D weights in float8, and all float8 layers of the model are Conv1Ds "
             f"({listed([linear_of(name) for name in transposed])}); save_pretrained writes them in high precision"
         )
-    config, stored = _one_format(format, float8)
+    config, stored = _common_format(format, float8)
     names, tied = _names(model)
     if hasattr(model, "get_base_model") or any(".base_layer." in name for name in names):
         raise ValueError(
@@ -92,7 +92,7 @@ def plan_export(model: nn.Module, format: str, weights: Mapping[str, Tensor] | N
         raise ValueError(
             f"a tied weight cannot be stored in float8: {listed(both)}; filter the linear out, or untie it"
         )
-    given = {} if weights is None else _given(names, weights, checkpoint, float8)
+    given = {} if weights is None else _names_given(names, weights, checkpoint, float8)
     names = names if weights is None else list(given)
     ignore = _ignored(model, names, tied, float8, checkpoint)
     sizes = {name: _stored_size(name, weight, checkpoint) for name, weight in float8.items()}
@@ -136,7 +136,7 @@ def _stacks_of_torchtitan(model: nn.Module) -> list[str]:
     ]
 
 
-def _one_format(format: str, float8: Mapping[str, ModuleWeight]) -> tuple[Float8LinearConfig, WeightFormat]:
+def _common_format(format: str, float8: Mapping[str, ModuleWeight]) -> tuple[Float8LinearConfig, WeightFormat]:
     configs = {str(weight.config): weight.config for weight in float8.values()}
     if not configs:
         raise ValueError("no linear of the model is in float8; convert it, or give a recipe")
@@ -148,7 +148,7 @@ def _one_format(format: str, float8: Mapping[str, ModuleWeight]) -> tuple[Float8
     return next(iter(configs.values())), stored[0]
 
 
-def _given(
+def _names_given(
     names: list[str], weights: Mapping[str, Tensor], checkpoint: CheckpointNames, float8: Iterable[str]
 ) -> dict[str, str]:
     """Return the user's name of each tensor, or of the last matrix of a stack, by its name in the model."""

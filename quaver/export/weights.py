@@ -180,7 +180,7 @@ class Float8Weights:
             if isinstance(held, DTensor) and self._is_streamed(name, held.shape[-2]):
                 self._streamed[name] = held
         self._gathered: dict[str, Tensor] = {}
-        self._tensors = self._run()
+        self._tensors = self._generate()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self
@@ -204,7 +204,7 @@ class Float8Weights:
             return self._forward_dtype
         return self._view.forward_dtypes.get(id(self.plan.float8[name].parameter))
 
-    def _run(self) -> Iterator[tuple[str, Tensor]]:
+    def _generate(self) -> Iterator[tuple[str, Tensor]]:
         done: set[str] = set()
         for name in self.plan.names:
             if name not in self.plan.float8:

@@ -199,11 +199,11 @@ class QuaverQuantizer(HfQuantizer):
             )
         loaded = None if checkpoint is None else ModelTensors(model, checkpoint)
         if checkpoint is not None and loaded is not None and config.frozen and config.recipe is None:
-            stored = StoredWeights(model, checkpoint, loaded, self._left_out(model), config.serving)
+            stored = StoredWeights(model, checkpoint, loaded, self._modules_left_out(model), config.serving)
             stored.convert(model, include_subclasses=config.include_subclasses)
         elif config.frozen:
             self._convert_frozen(model)
-        elif not self._is_late(model):
+        elif not self._converts_after_loading(model):
             self._prepare(model)
         if config.frozen:
             self._frozen = set(float8_weights(model))
@@ -234,7 +234,7 @@ class QuaverQuantizer(HfQuantizer):
             raise ValueError(f"the folder lacks weights that QuaverConfig(frozen=True) freezes: {listed(unread)}")
         if self._frozen:
             share_inputs(model, Float8Linear)
-        if self._is_late(model) and not self.quantization_config.frozen:
+        if self._converts_after_loading(model) and not self.quantization_config.frozen:
             self._prepare(model)
         for module in model.modules():
             _drop_quantization(getattr(module, "config", None))
@@ -252,7 +252,7 @@ class QuaverQuantizer(HfQuantizer):
     def _frozen_config(self) -> Float8LinearConfig:
         return frozen_config(self.quantization_config.linear_recipe)
 
-    def _is_late(self, model: nn.Module) -> bool:
+    def _converts_after_loading(self, model: nn.Module) -> bool:
         """Whether to convert after loading: distributed models, and configs with a float8 all-gather."""
         recipe = self.quantization_config.linear_recipe
         if _is_distributed(model):
@@ -282,7 +282,7 @@ class QuaverQuantizer(HfQuantizer):
 
         return admits
 
-    def _left_out(self, model: nn.Module) -> dict[str, FilterDecision]:
+    def _modules_left_out(self, model: nn.Module) -> dict[str, FilterDecision]:
         """Return the linears and experts whose stored float8 weights are dequantized, with the reason."""
         admits, include_subclasses = self._filter(model), self.quantization_config.include_subclasses
         decisions: dict[str, FilterDecision] = {}

@@ -45,7 +45,7 @@ def convert_reference(model: nn.Module) -> None:
     if _configs(reference):
         _share_scales(reference, model)
         return
-    converted = _convert_like(getattr(reference, "module", reference), _configs(model))
+    converted = _convert_with_configs(getattr(reference, "module", reference), _configs(model))
     _share_scales(reference, model)
     logger.warning(
         "float8: %d layers of the reference model are in float8 like those of the model; "
@@ -54,12 +54,12 @@ def convert_reference(model: nn.Module) -> None:
     )
 
 
-def _convert_like(reference: nn.Module, configs: dict[str, Float8LinearConfig]) -> int:
+def _convert_with_configs(reference: nn.Module, configs: dict[str, Float8LinearConfig]) -> int:
     """Convert the layers with these names, without float8 all-gathers; returns their number."""
     for config in set(configs.values()):
         convert_to_float8_training(
             reference,
-            config=_ungathered(config),
+            config=_without_all_gather(config),
             module_filter_fn=partial(_has_config, configs, config),
             include_subclasses=True,
         )
@@ -70,7 +70,7 @@ def _has_config(configs: dict[str, Float8LinearConfig], config: Float8LinearConf
     return configs.get(plain_name(name)) == config
 
 
-def _ungathered(config: Float8LinearConfig) -> Float8LinearConfig:
+def _without_all_gather(config: Float8LinearConfig) -> Float8LinearConfig:
     return replace(config, enable_fsdp_float8_all_gather=False)
 
 
@@ -82,7 +82,7 @@ def _share_scales(reference: nn.Module, model: nn.Module) -> None:
         source = trained.get(plain_name(name))
         if not isinstance(linear, Float8Linear) or linear is source or source is None or source.scaling is None:
             continue
-        if _ungathered(linear.config) == _ungathered(source.config):
+        if _without_all_gather(linear.config) == _without_all_gather(source.config):
             linear.scaling = LinearScales(source.scaling.state, source.scaling.slots)
 
 

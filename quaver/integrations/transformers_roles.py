@@ -48,11 +48,11 @@ def _heads(root: nn.Module) -> dict[str, str]:
             is_inner = outermost and f"{name}.".startswith(outermost)
             outermost = outermost if is_inner else f"{name}."
             if not is_inner or isinstance(module, GenerationMixin):
-                leads_out |= dict.fromkeys(_leading_out(module, name), _LEADS_OUT)
+                leads_out |= dict.fromkeys(_modules_after_blocks(module, name), _LEADS_OUT)
     return leads_out | declared
 
 
-def _leading_out(model: PreTrainedModel, name: str) -> Iterator[str]:
+def _modules_after_blocks(model: PreTrainedModel, name: str) -> Iterator[str]:
     """Yields the modules outside of all blocks that are outside of the base model or after its last block."""
     base, in_blocks = model.base_model, _modules_in_blocks(model)
     inside, in_blocks_of_base = set(base.modules()), _modules_in_blocks(base)

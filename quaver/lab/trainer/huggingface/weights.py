@@ -132,5 +132,5 @@ class _Copy(DefaultSavePlanner):
         name = write_item.index.fqn.removeprefix("model.")
         stored = EMBEDDING if self._tied and name == HEAD else name
         if stored in self._names.stacks:
-            return self._names.stacked(stored, like.shape, like.dtype, self._weights.__getitem__)
+            return self._names.read_stack(stored, like.shape, like.dtype, self._weights.__getitem__)
         return self._weights[stored].to(like.dtype)
