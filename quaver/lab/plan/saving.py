@@ -12,7 +12,8 @@ from quaver.lab.plan.run import PlannedRun
 
 STAGED_GB_PER_S = 0.7
 """The rate of a rank's copy to host memory. torch's DefaultStager, a new one per checkpoint, fills pages that the
-process has not touched: 0.5 to 0.7 GB/s of a core's time (docs/lab/log.md). Not measured on a GPU; PCIe 5 moves 60 GB/s."""
+process has not touched: 0.5 to 0.7 GB/s of a core's time (docs/lab/log.md). Not measured on a GPU, where PCIe 5 moves
+60 GB/s."""
 
 
 def saving_s(run: PlannedRun, cluster: Cluster) -> float:
