@@ -16,7 +16,6 @@ from quaver.experts.base import Float8Grouped
 from quaver.experts.module import Float8Experts, is_experts, is_transposed
 from quaver.experts.module_weight import weights_of_module
 from quaver.fsdp.gathered import is_all_gather_weight
-from quaver.fsdp.siblings import local_weight
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import OWN_ATTRIBUTES, Float8Linear
 from quaver.linear.scale_state import LinearScales
@@ -157,7 +156,7 @@ def conversion_report(module: nn.Module) -> ConversionReport:
             tied = [owner for owner in owners.get(id(child._parameters.get("weight")), []) if owner != name]
             ties = f"weight tied to {', '.join(tied)}" if tied else ""
             shares = _shared_input_scale(child, name, scale_owners)
-            frozen = _describe_frozen(local_weight(child))
+            frozen = _describe_frozen(local_tensor(child.weight))
             reasons = [filtered, ties, shares, frozen, replaced_forward(child), *unfinished(child)]
             reason = "; ".join(filter(None, reasons))
         else:

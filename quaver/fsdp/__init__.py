@@ -1,1 +1,1 @@
-"""Float8 all-gather of sharded weights under FSDP2, with the scales of the whole weight."""
+"""FSDP2 with float8: the all-gather of weights and the reduce-scatter of gradients."""

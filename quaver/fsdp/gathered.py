@@ -7,24 +7,30 @@
     precompute_float8_dynamic_scale_for_fsdp(model)      # optional
 
 The parameters that FSDP2 holds and the optimizer updates stay in high precision. The payload of an all-gather is one
-uint8 tensor for each cast of the weight: one byte per element where both matmuls read the same cast (tensorwise,
-rowwise_with_tensorwise_weight, delayed, blockwise, mxfp8), two where they do not (rowwise, rowwise_with_gw_hp), in
-forward and backward. The unsharded parameter is a `Float8Tensor` that lives as long as FSDP2 keeps it unsharded; an
-unsharded weight in high precision never exists. The 3-D weights of experts are gathered likewise.
+uint8 tensor for each cast of the weight, in forward and backward:
+
+    one byte per element     both matmuls read one cast: tensorwise, rowwise_with_tensorwise_weight, delayed,
+                             blockwise, mxfp8
+    two bytes per element    each matmul reads its own: rowwise, rowwise_with_gw_hp
+
+The unsharded parameter is a `Float8Tensor` that lives as long as FSDP2 keeps it unsharded; an unsharded weight in high
+precision never exists. The 3-D weights of experts are gathered in the same way.
 
 [Note: when scales are dropped]
-Scales are stored with the shard that they were computed from and dropped at the first write to it: every operation
-on a shard passes `Float8AllGatherWeight.__torch_dispatch__`, which sees an optimizer's multi-tensor kernels too, where
-version counters do not move. What passes it runs on all ranks alike, so all ranks find a scale missing together, and
-all join the collective that computes it. So an optimizer writes to empty shards, too, and no rank may leave out a step
-that the others make. A write that bypasses it (into a tensor of a state_dict) may happen on some
-ranks only, for a shard can be empty. A rank that finds such a write in a version counter cannot know what the others
-found, so it raises instead of starting a collective that the others may not join.
+Scales are stored with the shard that they were computed from and dropped at the first write to it. Two kinds of writes:
+
+    through dispatch    Every op on a shard passes `Float8AllGatherWeight.__torch_dispatch__`, the multi-tensor kernels
+                        of optimizers included, which move no version counters. These ops run on all ranks alike, so all
+                        ranks find a scale missing together and join the collective that computes it. An optimizer must
+                        therefore step empty shards too, and no rank may skip a step that the others make.
+    past dispatch       A write into a tensor of a state_dict may happen on some ranks only, since shards can be empty.
+                        A rank sees it in a version counter, but cannot know what the other ranks see. It raises, since
+                        they may not join a collective.
 
 [Note: padding]
-FSDP2 pads the shards of some ranks to the length of the others: at its first unshard and after load_state_dict it
-allocates zeros, and copies the shard to their beginning. That is a write on some ranks only, and no change of the
-weight. So the zeros share the weight's scales from the start, and the one copy of the shard into them drops no scale.
+FSDP2 pads shorter shards to the length of the others: at its first unshard and after load_state_dict it allocates
+zeros and copies the shard to their beginning. This write happens on some ranks only and does not change the weight. So
+the zeros share the weight's scales from the start, and the one copy of the shard into them keeps the scales.
 """
 
 from __future__ import annotations
@@ -45,11 +51,7 @@ from quaver.experts.module_weight import ModuleWeight, weights_of_module
 from quaver.fsdp.scales import WholeScales, layouts_of
 from quaver.fsdp.shard import Shard
 from quaver.fsdp.siblings import AllGatherState, NamedWeights, Siblings, all_gather_state, current_shard, whole_scales
-from quaver.kernels.cast import (
-    cast_blocks_with_scale,
-    cast_with_scale,
-    matrix_amax,
-)
+from quaver.kernels.cast import cast_blocks_with_scale, cast_with_scale, matrix_amax
 from quaver.kernels.operands import Operand, present
 from quaver.kernels.persistent_cast import cast_with_persistent_scale, record_amax
 from quaver.linear.frozen_weight import FrozenFloat8Weight
@@ -76,20 +78,21 @@ class ScaleBox:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        """The module's attribute that the weight is; copies have it too."""
+        """The name of the module's parameter."""
         self.scales: WholeScales | None = None
         self.computed_from: tuple[Tensor, int, int] | None = None
-        """The plain tensor that the scales were computed from, its version then, and that of the parameter."""
+        """The plain tensor that the scales were computed from, and the versions of it and of the parameter then."""
         self.observed: Tensor | None = None
-        """`LinearScales.weight_observed` of the all-gathers since the last write. It is replaced after a write only:
-        forwards that read it may be queued on their stream, and an all-gather waits for these after an optimizer step.
+        """`LinearScales.weight_observed` of the all-gathers since the last write. It is replaced only after a write:
+        forwards that read it may be queued on another stream, and all-gathers wait for that stream after an optimizer
+        step.
         """
         self.writes = 0
-        """How often a write dropped the scales, or would have."""
+        """The number of writes to the shard, whether there were scales to drop or not."""
 
 
 class _Padding:
-    """Marks zeros, and views of them, until FSDP2 has copied the shard to their beginning; see [Note: padding]."""
+    """Marks zeros and their views until FSDP2 copies the shard to their beginning; see [Note: padding]."""
 
     __slots__ = ("unused",)
 
@@ -98,7 +101,7 @@ class _Padding:
 
 
 class _Metadata(NamedTuple):
-    """The metadata that `fsdp_pre_all_gather` hands to `fsdp_post_all_gather`; no scales for high precision."""
+    """Passed by `fsdp_pre_all_gather` to `fsdp_post_all_gather`; without scales for a payload in high precision."""
 
     scales: WholeScales
     layouts: list[ScaleLayout]
@@ -107,16 +110,16 @@ class _Metadata(NamedTuple):
 
 
 AllGatherInputs = tuple[tuple[Tensor, ...], _Metadata]
-"""The result of `fsdp_pre_all_gather`: the payloads, and how to read the gathered ones."""
+"""The result of `fsdp_pre_all_gather`: the payloads of this rank, and the metadata that reads the gathered ones."""
 
 
 class Float8AllGatherWeight(WrappedTensor):
     """A weight, or a shard of one, that FSDP2 all-gathers in float8.
 
-    All other ops run on the wrapped tensor. Memory, storage and values that are asked of it are the wrapped tensor's.
+    All other ops run on the wrapped tensor, and `data_ptr`, `untyped_storage`, `numpy` and `tolist` answer for it.
 
     Attributes:
-        wrapped: the plain tensor, high precision [n, K]; of experts [e, r, C].
+        wrapped: the plain tensor in high precision, [n, K] for a linear and [e, r, C] for experts.
     """
 
     box: ScaleBox
@@ -132,24 +135,24 @@ class Float8AllGatherWeight(WrappedTensor):
         self.wrapped = wrapped
         self.box = box or ScaleBox("weight")
         self.padding = padding
-        hide_from_policies()  # not at the conversion, before which nothing need have imported FSDP2
+        hide_from_policies()  # here, since FSDP2 may be imported only after the conversion
 
     def remember(self, scales: WholeScales, parameter: Tensor) -> None:
-        """Keep the scales of the whole weight, which is `parameter`, until the shard is written to."""
+        """Store the scales of the whole weight `parameter` until the shard is written to."""
         self.box.scales = scales
         self.box.computed_from = self.wrapped, version_of(self.wrapped), version_of(parameter)
 
     def scales(self, parameter: Tensor) -> WholeScales | None:
-        """The scales of the whole weight, which is `parameter`; None if they are unknown or it was written to since.
+        """The stored scales of the whole weight `parameter`, or None if there are none since the last write.
 
         Raises:
             RuntimeError: the wrapped tensor was written to directly; see [Note: when scales are dropped].
         """
         box = self.box
         if box.scales is not None and box.computed_from is not None:
-            # A write to a DTensor that shares the shard counts as one to the parameter, not to the shard.
+            # A write to a DTensor that shares the shard moves the version of the parameter, not of the shard.
             tensor, version, parameter_version = box.computed_from
-            if tensor is not self.wrapped and parameter_version == version_of(parameter):  # padded since
+            if tensor is not self.wrapped and parameter_version == version_of(parameter):  # FSDP2 padded the shard
                 box.computed_from = self.wrapped, version_of(self.wrapped), parameter_version
             elif (version, parameter_version) != (version_of(tensor), version_of(parameter)):
                 raise RuntimeError(
@@ -169,8 +172,9 @@ class Float8AllGatherWeight(WrappedTensor):
         module: Float8Linear | Float8Experts,
         mp_policy: MixedPrecisionPolicy,
     ) -> AllGatherInputs:
-        """One uint8 tensor of the padded shard's shape for each cast of the weight; or one in high precision, where
-        `high_precision_matmuls` has one that reads the weight.
+        """The payloads: one uint8 tensor of the padded shard's codes for each cast of the weight.
+
+        While `high_precision_matmuls` includes a matmul that reads the weight, one tensor in high precision instead.
         """
         weight = ModuleWeight(module, self.box.name)
         if not weight.config.casts.weight.is_float8:
@@ -184,13 +188,14 @@ class Float8AllGatherWeight(WrappedTensor):
 
     def _make_inputs(self, mesh: DeviceMesh, weight: ModuleWeight) -> AllGatherInputs:
         config, scale = weight.config, None
-        shard = current_shard(weight)._replace(local=self.wrapped)  # on the device of the mesh, also if offloaded
+        # FSDP2 calls this on a copy of an offloaded shard that is on the mesh's device.
+        shard = current_shard(weight)._replace(local=self.wrapped)
         if isinstance(weight.module, Float8Linear) and weight.module.scaling is not None:
             scale = weight.module.scaling.observe_weight(shard.device, self.box.observed)
             self.box.observed = weight.module.scaling.weight_observed
         float8_dtype, layouts = config.casts.weight.row.float8_dtype, layouts_of(weight)
         scales: WholeScales
-        if scale is not None and scale.is_initialized:  # equal on every rank, so nothing is exchanged
+        if scale is not None and scale.is_initialized:  # a persistent scale is equal on every rank: no collective
             power_of_2 = config.round_scales_to_power_of_2
             cast = cast_with_persistent_scale(shard.local, scale, float8_dtype, True, False, power_of_2)
             operand = present(cast.row)
@@ -222,12 +227,12 @@ class Float8AllGatherWeight(WrappedTensor):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The unsharded weight, a `Float8Tensor` over the memory that FSDP2 all-gathers into.
 
-        Its dequant_scales are one vector, allocated once, whose memory FSDP2 frees with that of the codes.
+        Its dequant_scales are views of one vector, allocated once, which FSDP2 frees and reallocates with the codes.
         """
         scales, layouts, size, float8_dtype = metadata
         if not scales:
-            whole = all_gather_outputs[0].view(-1)[: math.prod(size)].view(size)
-            return (whole, ()) if out is None else None
+            unsharded_hp = all_gather_outputs[0].view(-1)[: math.prod(size)].view(size)
+            return (unsharded_hp, ()) if out is None else None
         payloads: Sequence[Tensor] = all_gather_outputs
         if len(payloads) < len(scales):
             payloads = all_gather_outputs[0].chunk(len(scales))
@@ -244,7 +249,7 @@ class Float8AllGatherWeight(WrappedTensor):
             unsharded = typing.cast(Float8Tensor, local_tensor(out))
             vector = unsharded.dequant_scale.as_strided((sum(lengths),), (1,), 0)
         operands = []
-        with torch.no_grad(), keep_versions(vector):  # as that of the codes
+        with torch.no_grad(), keep_versions(vector):  # FSDP2 does the same for the memory of the codes
             parts = vector.split(lengths)
             for code, part, cast_scales, layout in zip(codes, parts, scales, layouts, strict=True):
                 scale = part.view(cast_scales.dequant.shape).copy_(cast_scales.dequant)
@@ -257,7 +262,7 @@ class Float8AllGatherWeight(WrappedTensor):
     # ---- the tensor ----------------------------------------------------------------------------------------------
 
     def assign(self, new: Tensor) -> None:
-        """Refused, because it would leave `wrapped` as it was."""
+        """Raise RuntimeError: the assignment would not reach `wrapped`."""
         raise RuntimeError(
             "cannot assign to .data of a weight that is all-gathered in float8. FSDP1 does: use fully_shard (FSDP2). "
             "Accelerate does, to upcast bfloat16 parameters: load the model in float32. In your own code write "
@@ -266,7 +271,7 @@ class Float8AllGatherWeight(WrappedTensor):
 
     @property
     def _tensor(self) -> Tensor:
-        """torchao's name of `wrapped`: Accelerate asks its address under `mixed_precision="fp8"`."""
+        """torchao's name for `wrapped`. Accelerate reads its address under `mixed_precision="fp8"`."""
         return self.wrapped
 
     def state(self) -> tuple[Any, ...]:
@@ -309,7 +314,7 @@ torch.serialization.add_safe_globals([Float8AllGatherWeight])
 
 
 def _is_padding_copy(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether this copies a shard to the beginning of its padding; see [Note: padding]."""
+    """Whether this op copies a shard into its padded buffer, which happens once; see [Note: padding]."""
     if func is not aten.copy_.default:
         return False
     to, source = args[0], args[1]
@@ -323,7 +328,11 @@ def _is_padding_copy(func: OpOverload, args: tuple[Any, ...]) -> bool:
 
 
 def _padded(shard: Shard, payload: Tensor, layout: ScaleLayout | None) -> Tensor:
-    """Row-major codes, or without a `layout` values, padded to the length that every rank sends."""
+    """Pad a row-major payload to the length that every rank sends.
+
+    Args:
+        payload: codes of `layout`, or values in high precision without one.
+    """
     chunk = list(shard.size)
     chunk[shard.dim] = -(-shard.size[shard.dim] // shard.fsdp_group.size())
     missing = (chunk if layout is None else layout.shape_of_codes(chunk))[shard.dim] - payload.shape[shard.dim]
@@ -332,15 +341,15 @@ def _padded(shard: Shard, payload: Tensor, layout: ScaleLayout | None) -> Tensor
 
 
 def _quantize(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype, layout: ScaleLayout) -> Tensor:
-    """The codes of a shard; `quant_scale` is that of the whole weight (`WholeScales`)."""
+    """The codes of a shard under the `quant_scale` of the whole weight (`WholeScales`)."""
     if len(shard.size) == 3:
         rows, scale_row = shard.local.flatten(0, 1), shard.scale_rows(layout)
-        scale, of_row = scales_per_row(rows, quant_scale, scale_row, layout.columns)
-        return cast_blocks_with_scale(rows, scale, float8_dtype, of_row).view(shard.local.shape)
+        scale, row_layout = scales_per_row(rows, quant_scale, scale_row, layout.columns)
+        return cast_blocks_with_scale(rows, scale, float8_dtype, row_layout).view(shard.local.shape)
     if layout.is_blockwise:
-        scale, of_part = shard.part_of_blocks(quant_scale, layout)
-        return cast_blocks_with_scale(shard.local, scale, float8_dtype, of_part)
-    scale = shard.part(quant_scale)
+        scale, shard_layout = shard.narrow_block_scales(quant_scale, layout)
+        return cast_blocks_with_scale(shard.local, scale, float8_dtype, shard_layout)
+    scale = shard.narrow_scales(quant_scale)
     by_column = scale.dim() == 2 and scale.shape[0] == 1 != shard.local.shape[0]
     codes = cast_with_scale(shard.local, float8_dtype, None if by_column else scale, scale if by_column else None)
     return typing.cast(Tensor, codes[by_column])
@@ -350,9 +359,10 @@ def _quantize(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype, layo
 
 
 def make_all_gather_weights(named: NamedWeights) -> None:
-    """Have FSDP2 all-gather these weights in float8, all those of each module.
+    """Have FSDP2 all-gather all weights of these modules in float8.
 
-    Each weight becomes a `Float8AllGatherWeight` over the same storage: a new parameter, so make optimizers after it.
+    Each weight becomes a `Float8AllGatherWeight` over the same storage. It is a new parameter, so construct optimizers
+    after this call.
     """
     siblings = Siblings(named)
     for module in dict.fromkeys(weight.module for _, weight in named):
@@ -368,7 +378,7 @@ def make_all_gather_weights(named: NamedWeights) -> None:
 
 
 def is_all_gather_weight(weight: ModuleWeight) -> bool:
-    """Whether FSDP2 all-gathers the weight in float8, or will; it may hold it unsharded now."""
+    """Whether the weight was prepared for a float8 all-gather, be it sharded, unsharded or not wrapped by FSDP2 yet."""
     local = weight.local
     return type(local) is Float8Tensor or isinstance(local, Float8AllGatherWeight)
 
@@ -376,18 +386,19 @@ def is_all_gather_weight(weight: ModuleWeight) -> bool:
 def restore_plain_weights(module: Float8Linear | Float8Experts) -> None:
     """Undo `make_all_gather_weights` for one module, and dequantize a frozen weight.
 
-    Raises RuntimeError once `fully_shard` has sharded the weight.
+    Raises:
+        RuntimeError: `fully_shard` has sharded the weight.
     """
-    for each in weights_of_module(module):
-        weight: Tensor = each.parameter
-        if isinstance(weight, FrozenFloat8Weight):
-            setattr(module, each.name, nn.Parameter(weight.to_high_precision(), requires_grad=False))
-        if is_dtensor(weight) and isinstance(each.local, Float8AllGatherWeight):
+    for weight in weights_of_module(module):
+        parameter: Tensor = weight.parameter
+        if isinstance(parameter, FrozenFloat8Weight):
+            setattr(module, weight.name, nn.Parameter(parameter.to_high_precision(), requires_grad=False))
+        if is_dtensor(parameter) and isinstance(weight.local, Float8AllGatherWeight):
             raise RuntimeError(
                 "a weight that fully_shard all-gathers in float8 cannot be converted back; convert before"
             )
-        if isinstance(weight, Float8AllGatherWeight):
-            setattr(module, each.name, nn.Parameter(weight.wrapped, requires_grad=weight.requires_grad))
+        if isinstance(parameter, Float8AllGatherWeight):
+            setattr(module, weight.name, nn.Parameter(parameter.wrapped, requires_grad=parameter.requires_grad))
     if module.gathering is not None:
         for hook in typing.cast(AllGatherState, module.gathering).hooks:
             hook.remove()
@@ -406,21 +417,21 @@ def _wrap(weight: ModuleWeight) -> None:
 
 
 def _wrap_after_load(module: nn.Module, incompatible_keys: object) -> None:
-    """`load_state_dict(assign=True)` assigns plain tensors."""
+    """Wrap the plain tensors that `load_state_dict(assign=True)` assigned."""
     for weight in weights_of_module(module):
         if not isinstance(weight.parameter, Float8Tensor):
             _wrap(weight)
 
 
 def _unwrap_in_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    """State dicts hold plain tensors, which share the memory of the weight."""
+    """Replace the weights in a state dict by plain tensors that share their memory."""
     for weight in weights_of_module(module):
         value = state_dict.get(prefix + weight.name)
-        if isinstance(value, nn.Parameter):  # keep_vars asks for the parameters
+        if isinstance(value, nn.Parameter):  # keep_vars=True returns the parameters themselves
             continue
         if isinstance(value, Float8AllGatherWeight):
             state_dict[prefix + weight.name] = typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach()
         elif is_dtensor(value) and isinstance(local_tensor(value), Float8AllGatherWeight):
-            # Of the weight itself, because writes to an alias would not move its version counter. The DTensor stays:
-            # its counter is the parameter's.
+            # Detached from the weight itself, because writes to an alias would not move its version counter. The
+            # DTensor stays, since it shares its counter with the parameter.
             set_local_tensor(value, typing.cast(Float8AllGatherWeight, weight.local).wrapped.detach())

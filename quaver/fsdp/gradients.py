@@ -1,18 +1,19 @@
-"""Gradients over data-parallel ranks as float8 codes: an all-to-all, and a float32 sum where the codes arrive.
+"""Reduces gradients over data-parallel ranks as float8 codes: an all-to-all, then a float32 sum of the received codes.
 
-A rank cuts its gradients [n, chunk], one row for each of n ranks, into blocks of 256, quantizes each to e4m3 with a
-float32 scale of its own, and sends row r to rank r, which adds up what arrives in float32 in the order of ranks:
+Each rank arranges its gradients as [n, chunk], one row for each of n ranks, and quantizes blocks of 256 elements to
+e4m3 with one float32 scale per block. It sends row r to rank r, which sums the received rows in float32 in rank order.
+A rank sends and rounds:
 
-                     bytes that a rank sends, of those in bfloat16      roundings to e4m3
-    FSDP2            (n - 1) / n * 1.016 an element, 0.51               one, before the sum
-    DDP              twice that, 0.51                                   two: the sum is gathered as codes, too
+             bytes per element           relative to bfloat16    roundings to e4m3
+    FSDP2    (n - 1) / n * 1.016         0.51                    one, before the sum.
+    DDP      2 * (n - 1) / n * 1.016     0.51                    two: the sum is all-gathered as codes too.
 
-Every rank decodes the same codes of a gathered sum, its own among them, so that replicas stay equal to the bit. A block
-with an inf or a NaN has such a scale, and arrives as NaN in all of its elements. Under HSDP the all-reduce of replicas
-stays FSDP2's.
+Under DDP every rank decodes the same codes of the sum, its own part included, so replicas stay bit-identical.
+A block with an inf or a NaN has such a scale and arrives as NaN in all its elements. Under HSDP, FSDP2 all-reduces over
+the replicas in high precision as before.
 
-Collectives run on the stream on which FSDP2 calls them. DDP goes on with the backward meanwhile: its buckets have a
-stream here.
+FSDP2 calls the collectives on its communication stream. DDP calls them on the stream of the backward, so its buckets
+get a stream here.
 """
 
 from __future__ import annotations
@@ -37,29 +38,31 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 BLOCK = 256
-"""Elements with one scale: 4 bytes for 256."""
+"""Elements that share a scale of 4 bytes."""
 LEAST_ELEMENTS = 16 * BLOCK
-"""Of one rank in one reduction: for fewer, one message more costs more than half of the bytes save."""
+"""The fewest gradients of one rank in one reduction. Below it, the extra message costs more than the bytes save."""
 _SCALE_BYTES = 4
-_RANKS_AT_A_TIME = 8
-"""Rows that are decoded together: float32 of so many chunks at most."""
+_DECODED_ROWS = 8
+"""Rows that are decoded at once, which bounds the float32 memory to as many chunks."""
 
 
 def reduce_gradients_in_float8(model: nn.Module) -> None:
     """Let FSDP2 or DDP send the gradients of `model` as float8 codes from now on.
 
     Call it on every rank, after `fully_shard` of all modules or `DistributedDataParallel`, before the first backward.
-    Of FSDP2, each reduce-scatter of `model` and its submodules; it then takes sums and means, and leaves groups of one
-    rank alone. Their buffers have `reduce_dtype`: float32 is best, as codes are cast from it.
+    Under FSDP2 it replaces the reduce-scatter of `model` and its submodules, for sums and means; groups of one rank
+    send nothing. The codes are cast from FSDP2's buffers in `reduce_dtype`, for which float32 is best.
 
     Raises:
         ValueError: the model is neither, or a rank has fewer than `LEAST_ELEMENTS` of a group's gradients.
     """
-    kind = fsdp_module_class()
-    sharded: list[Any] = [] if kind is None else [each for each in model.modules() if isinstance(each, kind)]
+    fsdp_class = fsdp_module_class()
+    sharded: list[Any] = []
+    if fsdp_class is not None:
+        sharded = [module for module in model.modules() if isinstance(module, fsdp_class)]
     if sharded:
         _reduce_scatter_in_float8(model, sharded)
-    elif isinstance(model, nn.parallel.DistributedDataParallel):  # FSDP1 has hooks of another kind
+    elif isinstance(model, nn.parallel.DistributedDataParallel):
         _all_reduce_in_float8(model)
     else:
         raise ValueError(
@@ -68,10 +71,10 @@ def reduce_gradients_in_float8(model: nn.Module) -> None:
         )
 
 
-def _check_elements(elements: int, ranks: int, what: str) -> None:
+def _check_elements(elements: int, ranks: int, owner: str) -> None:
     if elements < LEAST_ELEMENTS:
         raise ValueError(
-            f"{what} has {elements:,} gradients for each of {ranks} ranks; expected at least {LEAST_ELEMENTS:,} to "
+            f"{owner} has {elements:,} gradients for each of {ranks} ranks; expected at least {LEAST_ELEMENTS:,} to "
             "reduce in float8: shard over fewer ranks, put more modules into one fully_shard, or reduce in high "
             "precision"
         )
@@ -86,13 +89,13 @@ def _reduce_scatter_in_float8(model: nn.Module, sharded: Sequence[FSDPModule]) -
         for elements, ranks in sharded_elements(module):
             if ranks > 1:
                 _check_elements(elements, ranks, f"the FSDP2 group of {names[module] or type(module).__name__}")
-    reduce_scatter: Any = Float8ReduceScatter()  # FSDP2's base class is private, and FSDP2 asks for no more than this
+    reduce_scatter: Any = Float8ReduceScatter()  # without FSDP2's base class, which is private
     for module in sharded:
         module.set_custom_reduce_scatter(reduce_scatter)
 
 
 class Float8ReduceScatter:
-    """FSDP2's interface of a reduce-scatter (`FSDPModule.set_custom_reduce_scatter`), with float8 codes on the way."""
+    """A reduce-scatter that sends float8 codes, for `FSDPModule.set_custom_reduce_scatter`."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer for FSDP2 to copy gradients into, or for their sum."""
@@ -106,7 +109,7 @@ class Float8ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Write this rank's part of the sum or mean over `group` of all `input_tensor` [ranks * chunk]."""
+        """Write this rank's chunk of the sum or mean over `group` of `input_tensor` [ranks * chunk]."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or async_op:
             raise NotImplementedError(
                 f"expected the sum or the mean of gradients in float8, in order; got {op}, async_op={async_op}. With "
@@ -122,10 +125,10 @@ class Float8ReduceScatter:
 
 def _all_reduce_in_float8(model: nn.parallel.DistributedDataParallel) -> None:
     group: dist.ProcessGroup = model.process_group
-    elements = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if group.size() > 1:
         _check_elements(elements // group.size(), group.size(), "the model")
-    # DDP refuses annotations of a hook that are not its classes; those of this file are text.
+    # A lambda, since DDP checks the annotations of a hook and expects classes, and this module's are strings.
     model.register_comm_hook(_BucketStream(group), lambda state, bucket: _mean_of_bucket(state, bucket))
 
 
@@ -137,7 +140,7 @@ class _BucketStream:
         self._stream: torch.Stream | None = None
 
     def stream_for(self, device: torch.device) -> torch.Stream | None:
-        """None on a CPU, which has no streams."""
+        """The stream, created on first use; None on a CPU, which has none."""
         if device.type != "cpu" and self._stream is None:
             self._stream = torch.Stream(device)
         return self._stream
@@ -156,19 +159,20 @@ def _mean_of_bucket(state: _BucketStream, bucket: Any) -> torch.futures.Future[T
     stream.wait_stream(torch.accelerator.current_stream(buffer.device))
     with stream:
         _average(buffer, state.group)
-        future.set_result(buffer)  # whoever waits for it waits for the stream
+        future.set_result(buffer)  # records an event on the stream, for which wait() waits
     return future
 
 
 def _average(buffer: Tensor, group: dist.ProcessGroup) -> None:
-    """Write the mean over the ranks into `buffer`, a vector: the same bits on every rank."""
+    """Write the mean over the ranks into `buffer`, a vector; it is bit-identical on every rank."""
     ranks, elements = group.size(), buffer.numel()
     rows = F.pad(buffer, (0, -elements % ranks)).view(ranks, -1)
     own = sum_over_ranks(rows, group).div_(ranks)
-    payload = _encoded(own.unsqueeze(0))
+    payload = _encode(own.unsqueeze(0))
     gathered = payload.new_empty(ranks, payload.shape[1])
     dist.all_gather_into_tensor(gathered, payload, group=group)
-    flat = torch.cat([_decoded(each, rows.shape[1]).to(buffer.dtype) for each in gathered.split(_RANKS_AT_A_TIME)])
+    parts = gathered.split(_DECODED_ROWS)
+    flat = torch.cat([_decode(part, rows.shape[1]).to(buffer.dtype) for part in parts])
     buffer.copy_(flat.view(-1)[:elements])
 
 
@@ -176,32 +180,32 @@ def _average(buffer: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def sum_over_ranks(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The float32 sum over the ranks of `group` of this rank's row of their `rows`, which travel as float8.
+    """Sum over the ranks of `group` the row that each has for this rank. Rows are sent as float8 codes.
 
     Args:
-        rows: [ranks, chunk], high precision: what this rank has for each of them.
+        rows: [ranks, chunk], high precision: row r is this rank's summand for rank r.
     Returns:
-        float32 [chunk], new.
+        A new tensor, float32 [chunk].
     """
-    payload = _encoded(rows)
-    arrived = torch.empty_like(payload)
-    dist.all_to_all_single(arrived, payload, group=group)
+    payload = _encode(rows)
+    received = torch.empty_like(payload)
+    dist.all_to_all_single(received, payload, group=group)
     total = torch.zeros(rows.shape[1], dtype=torch.float32, device=rows.device)
-    for part in arrived.split(_RANKS_AT_A_TIME):
-        for decoded in _decoded(part, rows.shape[1]):
+    for part in received.split(_DECODED_ROWS):
+        for decoded in _decode(part, rows.shape[1]):
             total += decoded
     return total
 
 
-def _encoded(rows: Tensor) -> Tensor:
-    """[n, columns] as uint8 [n, 4 * blocks + columns]: the scales of each row, then its codes."""
+def _encode(rows: Tensor) -> Tensor:
+    """Quantize [n, columns] into uint8 [n, 4 * blocks + columns]: the scales of each row, then its codes."""
     row = present(CASTS[ScalingGranularity.BLOCKWISE](rows, E4M3.dtype, True, False, False, 1, BLOCK, "").row)
-    scales = present(row.dequant_scale).contiguous()  # a GPU's lie by columns
+    scales = present(row.dequant_scale).contiguous()  # they are column-major on a GPU
     return torch.cat([scales.view(torch.uint8), row.data.view(torch.uint8)], dim=1)
 
 
-def _decoded(payload: Tensor, columns: int) -> Tensor:
-    """float32 [n, columns] of what `_encoded` wrote."""
+def _decode(payload: Tensor, columns: int) -> Tensor:
+    """Dequantize the payload of `_encode` to float32 [n, columns]."""
     scale_bytes = _SCALE_BYTES * -(-columns // BLOCK)
     scales = payload[:, :scale_bytes].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
     codes = payload[:, scale_bytes:].view(E4M3.dtype)

@@ -1,13 +1,12 @@
-"""Where one rank's shard lies in the weight that FSDP2 all-gathers.
+"""`Shard`: one rank's shard, and its place in the weight that FSDP2 all-gathers.
 
-[Note: shapes] FSDP2 shards a weight [N, K] along dim 0 (or 1). Tensor parallelism may have sharded it before; N and K
-are then those of the tensor-parallel part, which is what FSDP2 all-gathers. Of experts, [E, R, C], it shards whole
-experts (dim 0) or the rows of each (dim 1); expert parallelism may have split the experts before, and E is then the
-number of those here.
+[Note: shapes] FSDP2 shards a weight [N, K] along dim 0 or 1. If tensor parallelism sharded it first, [N, K] is the
+shape of the tensor-parallel shard, which FSDP2 all-gathers. Weights of experts [E, R, C] are sharded by whole experts
+(dim 0) or by the rows of each expert (dim 1). If expert parallelism split the experts first, E counts the local ones.
 
-[Note: equal groups] Weights on equal meshes may hold several process groups of the same ranks. PyTorch caches what it
-infers about DTensors by their meshes, and meshes of the same ranks are equal, so that a weight can come with the groups
-of an equal mesh that was made before. Hence groups are told apart by their ranks.
+[Note: equal groups] Weights on equal meshes may hold different process groups of the same ranks. PyTorch caches DTensor
+specs by mesh, and meshes with the same ranks compare equal, so a weight can come with the groups of an equal mesh that
+was created earlier. So groups are compared by their ranks.
 """
 
 from __future__ import annotations
@@ -36,47 +35,50 @@ class Shard(NamedTuple):
     """One rank's shard, and where it lies in the weight that FSDP2 all-gathers."""
 
     local: Tensor
-    """[n, k], plain; n may be 0. Of experts [e, r, C]."""
+    """The plain tensor: [n, k], or [e, r, C] for experts. It may be empty."""
     size: tuple[int, ...]
-    """[N, K]; see [Note: shapes]. Of experts [E, R, C]."""
+    """The shape of the whole weight: [N, K], or [E, R, C] for experts; see [Note: shapes]."""
     dim: int
     """The dim that FSDP2 shards."""
     offset: int
-    """Where the shard begins along it."""
+    """The index along `dim` of the shard's first row (or column)."""
     fsdp_group: ProcessGroup
     tp_group: ProcessGroup | None
     tp_dim: int | None
-    """The dim that tensor parallelism sharded before."""
+    """The dim that tensor parallelism sharded."""
     device: torch.device
-    """The device of the groups' collectives; an offloaded shard lies elsewhere."""
+    """The device of the groups' collectives; an offloaded `local` is elsewhere."""
     ranks: tuple[Ranks, Ranks]
     """The global ranks of `fsdp_group` and of `tp_group`."""
 
-    def part(self, of_whole: Tensor) -> Tensor:
-        """This shard's part of scales [N, 1] or [1, K] of the whole weight, or the one scale ()."""
-        if of_whole.dim() == 0 or of_whole.shape[self.dim] == 1 != self.size[self.dim]:
-            return of_whole
-        return of_whole.narrow(self.dim, self.offset, self.local.shape[self.dim])
+    def narrow_scales(self, whole_scales: Tensor) -> Tensor:
+        """This shard's part of the whole weight's scales: (), [N, 1] or [1, K]."""
+        if whole_scales.dim() == 0 or whole_scales.shape[self.dim] == 1 != self.size[self.dim]:
+            return whole_scales
+        return whole_scales.narrow(self.dim, self.offset, self.local.shape[self.dim])
 
-    def part_of_blocks(self, of_whole: Tensor, layout: ScaleLayout) -> tuple[Tensor, ScaleLayout]:
-        """This shard's part of the scales of blocks, and its layout: 1 along the dim that may be cut."""
+    def narrow_block_scales(self, whole_scales: Tensor, layout: ScaleLayout) -> tuple[Tensor, ScaleLayout]:
+        """This shard's part of the whole weight's block scales, one for each index along `dim`, and their layout.
+
+        Along `dim` the shard may begin inside a block, so each of its rows (or columns) gets a scale.
+        """
         length, n = layout[self.dim], self.local.shape[self.dim]
         first, last = self.offset // length, -(-(self.offset + n) // length)
-        scale = of_whole.narrow(self.dim, first, last - first) if n else of_whole.narrow(self.dim, 0, 0)
+        scale = whole_scales.narrow(self.dim, first, last - first) if n else whole_scales.narrow(self.dim, 0, 0)
         scale = scale.repeat_interleave(length, self.dim).narrow(self.dim, self.offset - first * length if n else 0, n)
         return scale, layout._replace(**{layout._fields[self.dim]: 1})
 
     def scale_rows(self, layout: ScaleLayout) -> Tensor:
-        """For each row of a shard of experts, the row of its scale among the scales of the whole weight, int64."""
+        """The index of each row of a shard of experts among the whole weight's rows of scales, int64."""
         experts, rows, _ = self.size
         whole = scale_rows(None, experts, experts * rows, layout.rows, self.local.device).view(experts, rows)
         return whole.narrow(self.dim, self.offset, self.local.shape[self.dim]).flatten()
 
 
 def shard_of(weight: Tensor, local: Tensor) -> Shard:
-    """Where the shard `local` of a weight lies while FSDP2 holds the weight sharded.
+    """The `Shard` for `local`, this rank's shard of a DTensor that FSDP2 holds sharded.
 
-    FSDP2 shards over one mesh axis; tensor parallelism, if any, over the axis after it.
+    FSDP2 shards over one mesh axis, and tensor parallelism over the axis after it.
     """
     if not is_dtensor(weight):
         raise RuntimeError(f"expected a sharded weight, got {type(weight).__name__}; reshard the model first")
@@ -113,6 +115,6 @@ def _ranks(group: ProcessGroup | None) -> Ranks:
 
 
 def _chunk(length: int, mesh: DeviceMesh, axis: int) -> tuple[int, int]:
-    """Where this rank's chunk of `length` begins, and how long chunks are; as torch.chunk, the last may be short."""
+    """The offset of this rank's chunk of `length`, and the chunks' length. As in torch.chunk, the last may be short."""
     chunk = -(-length // mesh.size(axis))
     return min(mesh.get_local_rank(axis) * chunk, length), chunk
