@@ -1,8 +1,8 @@
-"""A saved activation as float8 codes: e4m3 in blocks of consecutive elements, each with a scale that is a power of two.
+"""Float8 codes of a saved activation: e4m3 in blocks of consecutive elements, each with a power-of-two scale.
 
-A block is `block_size` elements that are neighbours in memory, so a transposed view of a matrix has the codes of the
-matrix. Where blocks do not fill the tensor, they start again at each row of the innermost dim. A block of 128 takes
-1.03 bytes per element.
+A block is `block_size` elements that are adjacent in memory, so a transposed view of a matrix has the same codes as the
+matrix. If the number of elements is not a multiple of `block_size`, blocks start again at each row of the innermost
+dim. Blocks of 128 take 1.03 bytes per element.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class MemoryLayout:
-    """How the elements of a tensor follow each other in memory, and how they become such a tensor again.
+    """The order of a tensor's elements in memory, as a matrix of blocks and back.
 
     Args:
-        tensor: [...], of any strides; one that is not dense becomes dense.
-        block_size: elements that share a scale.
+        tensor: [...], of any strides. A tensor with gaps in memory is restored without them.
+        block_size: the number of elements that share a scale.
     """
 
     __slots__ = ("columns", "dtype", "is_dense", "order", "shape")
@@ -42,29 +42,29 @@ class MemoryLayout:
         fills = tensor.numel() % block_size == 0
         self.columns = block_size if fills else self.shape[-1]
 
-    def matrix_of(self, tensor: Tensor) -> Tensor:
-        """The elements [rows, columns], a view where the tensor is dense."""
+    def to_matrix(self, tensor: Tensor) -> Tensor:
+        """The elements in memory order, [rows, columns]; a view of a dense tensor."""
         return tensor.permute(self.order).reshape(-1, self.columns)
 
-    def tensor_of(self, matrix: Tensor) -> Tensor:
-        """Undo `matrix_of`: a tensor of the first shape, with its order of strides."""
-        back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return matrix.view(self.shape).permute(back)
+    def from_matrix(self, matrix: Tensor) -> Tensor:
+        """Undo `to_matrix`: a tensor with the original shape and order of strides."""
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return matrix.view(self.shape).permute(inverse)
 
 
 def encode(matrix: Tensor, block_size: int) -> Operand:
-    """Codes [rows, columns] in float8_e4m3fn, and dequantization scales float32 [rows, ceil(columns / block_size)]."""
+    """Quantize to float8_e4m3fn codes [rows, columns] with float32 scales [rows, ceil(columns / block_size)]."""
     row: Operand = cast_blockwise(matrix, torch.float8_e4m3fn, True, False, True, 1, block_size, "").row
     return row
 
 
 def _decode_blocks(codes: Tensor, scale: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The values in `dtype` of what `encode` returned.
+    """Dequantize the codes and scales of `encode` to `dtype`.
 
     Raises:
         ValueError: a scale of another shape.
     """
-    _, columns = _checked(codes, scale, layout).block(codes.shape)
+    _, columns = _check_scale(codes, scale, layout).block(codes.shape)
     wide_dtype = torch.float32 if dtype is torch.float16 else dtype
     if scale.shape[1] > 1:
         scale = scale.repeat_interleave(columns, dim=1)[:, : codes.shape[1]]
@@ -72,20 +72,20 @@ def _decode_blocks(codes: Tensor, scale: Tensor, layout: Sequence[int], dtype: t
 
 
 def _cpu_decode_blocks(codes: Tensor, scale: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
-    of_scale = _checked(codes, scale, layout)
-    return widen(codes, torch.float32 if dtype is torch.float16 else dtype, scale, of_scale).to(dtype)
+    scale_layout = _check_scale(codes, scale, layout)
+    return widen(codes, torch.float32 if dtype is torch.float16 else dtype, scale, scale_layout).to(dtype)
 
 
-def _checked(codes: Tensor, scale: Tensor, layout: Sequence[int]) -> ScaleLayout:
-    known = ScaleLayout(*layout)
-    if codes.dim() != 2 or scale.shape != known.scale_shape(codes.shape[0], codes.shape[1]):
-        raise ValueError(f"expected a {known} scale for codes {list(codes.shape)}, got {list(scale.shape)}")
-    return known
+def _check_scale(codes: Tensor, scale: Tensor, layout: Sequence[int]) -> ScaleLayout:
+    scale_layout = ScaleLayout(*layout)
+    if codes.dim() != 2 or scale.shape != scale_layout.scale_shape(codes.shape[0], codes.shape[1]):
+        raise ValueError(f"expected a {scale_layout} scale for codes {list(codes.shape)}, got {list(scale.shape)}")
+    return scale_layout
 
 
 decode = operation(_decode_blocks, results=1, cpu=_cpu_decode_blocks)
 
 
 def decode_in_graph(codes: Tensor, scale: Tensor, layout: ScaleLayout, dtype: torch.dtype) -> Tensor:
-    """`decode` for a graph: the operation on a CPU; on a GPU PyTorch, which Inductor fuses with what reads it."""
+    """`decode` for a graph: the custom op on a CPU; on a GPU PyTorch ops, which Inductor fuses into their readers."""
     return (decode if is_cpu(codes) else _decode_blocks)(codes, scale, layout, dtype)

@@ -1,25 +1,25 @@
-"""The saved-tensor hooks that store activations as float8 codes, and what they leave as it is.
+"""The saved-tensor hooks that store activations as float8 codes, and the tensors that they leave unchanged.
 
     with storing(storage, args, kwargs):      around the forward of one module
         ...
 
-What autograd saves inside the block is stored in float8, except
+Tensors that autograd saves inside the block are stored in float8. These are left unchanged:
 
-    integers, codes                  every dtype but float32, bfloat16 and float16
-    parameters                       views, casts and what else was computed from one alone, but for looked up rows
-    what requires no gradient        masks, whose infinities no code can hold, tables of rotary embeddings, attention's
-                                     logsumexp, the statistics of a norm
-    small tensors                    less than a block, or at most an eighth of the elements of the module's largest
-                                     argument: what a reduction leaves of a tensor
-    what matmuls save                float8 linears have saved their codes, and others keep their inputs
+    other dtypes                 everything that is not float32, bfloat16 or float16
+    parameters                   and anything derived from one parameter only, except embedding lookups
+    tensors without gradient     masks (no code holds their infinities), tables of rotary embeddings, attention's
+                                 logsumexp, the statistics of a norm
+    small tensors                fewer elements than a block, or at most 1/8 of the module's largest argument, as the
+                                 results of reductions
+    what matmuls save            float8 linears save codes already, and other linears keep their inputs
 
-One storage is stored once: the codes are found again by the place of the tensor's elements in memory, for as long as
-they are alive and the tensor's version is the same. A write that version counters miss (numpy, `.data`) between two
-saves in one forward is missed here too.
+A storage that is saved several times is stored once. The codes are looked up by the position of the tensor's elements
+in memory, while they are alive and the tensor's version is unchanged. A write that version counters miss (numpy,
+`.data`) between two saves in one forward is missed here too.
 
-Only the innermost hooks of autograd run. So hooks around the block get what would reach them: the codes and scales, and
-the tensors that are left as they are. Inside an activation checkpoint nothing is stored: it saves next to nothing, and
-recomputes the rest in high precision.
+Autograd runs the innermost hooks only. So these hooks call the ones around the block, with the codes and scales or with
+the tensor that is left unchanged. Inside an activation checkpoint nothing is stored, because almost nothing is saved;
+the recomputation is in high precision.
 """
 
 from __future__ import annotations
@@ -48,46 +48,47 @@ from quaver.torch_private.dtensor import is_dtensor, local_tensor, waited_local_
 from quaver.torch_private.memory import storage_key
 from quaver.torch_private.versions import version_of
 
-Around = tuple[str, int]
-"""The class of a module that stores, and its size of a block."""
+StoringModule = tuple[str, int]
+"""The class name of a module that stores, and its block size."""
 
 STORED_IN = "stores activations"
-"""Key in `meta["custom"]` of a node of a compiled graph: the `Around` of the module that stores, or None."""
+"""The key of a `StoringModule`, or None, in `meta["custom"]` of a node of a compiled graph."""
 
 SMALL = 8
-"""A tensor of at most one in so many elements of the module's largest argument is left as it is."""
+"""A tensor with at most 1/8 of the elements of the module's largest argument is left unchanged."""
 
 
 class StoredCodes:
-    """Codes and scales of consecutive elements of a storage, as outer hooks keep them."""
+    """Codes and scales of consecutive elements of a storage, packed by the outer hooks."""
 
     __slots__ = ("__weakref__", "_codes", "_layout", "_outer", "_scale", "_source", "_unpack", "bytes")
 
     def __init__(self, matrix: Tensor, block_size: int, outer: tuple[Any, Any] | None) -> None:
-        made = encode(matrix, block_size)
-        codes, scale, self._layout = made.data, present(made.dequant_scale), made.layout
-        pack: Any = _itself if outer is None else outer[0]
-        self._unpack: Any = _itself if outer is None else outer[1]
+        operand = encode(matrix, block_size)
+        codes, scale, self._layout = operand.data, present(operand.dequant_scale), operand.layout
+        pack: Any = _identity if outer is None else outer[0]
+        self._unpack: Any = _identity if outer is None else outer[1]
         self.bytes = codes.nbytes + scale.nbytes
         self._codes, self._scale = pack(codes), pack(scale)
-        self._outer = outer  # no other hooks get their id while this lives
-        self._source = StorageWeakRef(matrix.untyped_storage())  # no other storage gets its key while this lives
+        # References, so that no other hooks get the same id and no other storage the same key while the codes live.
+        self._outer = outer
+        self._source = StorageWeakRef(matrix.untyped_storage())
 
-    def restored(self, dtype: torch.dtype) -> Tensor:
-        """The matrix again, in `dtype`."""
+    def restore(self, dtype: torch.dtype) -> Tensor:
+        """Dequantize the matrix to `dtype`."""
         return decode(self._unpack(self._codes), self._unpack(self._scale), self._layout, dtype)
 
 
-def _itself(tensor: Any) -> Any:
+def _identity(tensor: Any) -> Any:
     return tensor
 
 
-_known: weakref.WeakValueDictionary[tuple[Any, ...], StoredCodes] = weakref.WeakValueDictionary()
-"""By storage, place in it, version and block size, the codes that are alive."""
+_live_codes: weakref.WeakValueDictionary[tuple[Any, ...], StoredCodes] = weakref.WeakValueDictionary()
+"""The codes that are alive, by storage, position in it, version and block size."""
 
 
 class StoredTensor:
-    """The object that the hooks save in place of a tensor; for a DTensor it has this rank's part."""
+    """The object that the hooks save in place of a tensor. For a DTensor it holds this rank's part."""
 
     __slots__ = ("_sharding", "codes", "layout")
 
@@ -96,7 +97,7 @@ class StoredTensor:
         self._sharding = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
 
     def unpack(self) -> Tensor:
-        """The values of the codes, with the tensor's shape, dtype and order of strides.
+        """The dequantized tensor, with the original shape, dtype and order of strides.
 
         Raises:
             RuntimeError: in a double backward.
@@ -106,21 +107,21 @@ class StoredTensor:
                 "activations that are stored in float8 support no double backward: call backward without "
                 "create_graph=True, or let modules store none with keep_activations(model)"
             )
-        return self.restored()
+        return self.restore()
 
-    def restored(self) -> Tensor:
-        """`unpack`, whatever autograd does."""
+    def restore(self) -> Tensor:
+        """`unpack` without the check for a double backward."""
         with torch.no_grad():
-            local = self.layout.tensor_of(self.codes.restored(self.layout.dtype))
+            local = self.layout.from_matrix(self.codes.restore(self.layout.dtype))
             if self._sharding is None:
                 return local
-            from torch.distributed.tensor import DTensor  # which the saved tensor was
+            from torch.distributed.tensor import DTensor  # imported already, since the saved tensor was one
 
             return DTensor.from_local(local, *self._sharding, run_check=False)
 
 
-class _Elsewhere:
-    """A tensor that outer hooks hold."""
+class _PackedByOuterHooks:
+    """A tensor that is left unchanged, packed by the hooks around the block."""
 
     __slots__ = ("packed", "unpack")
 
@@ -133,8 +134,8 @@ class Storage:
     """How the activations of one module are stored.
 
     Args:
-        name: of the module, for reports.
-        block_size: elements that share a scale, 32 or 128.
+        name: the name of the module, for reports.
+        block_size: the number of elements that share a scale, 32 or 128.
     """
 
     def __init__(self, name: str, block_size: int) -> None:
@@ -145,8 +146,8 @@ class _StorageObserver(threading.local):
     report: Callable[[str, Tensor, StoredTensor | None], None] | None = None
 
 
-seen = _StorageObserver()
-"""Whom to tell about each tensor that is saved in a module that stores (store_report.py)."""
+observer = _StorageObserver()
+"""Its `report`, if any, is called with each tensor that is saved in a module that stores (store_report.py)."""
 
 
 class Pack(PackHook):
@@ -154,7 +155,8 @@ class Pack(PackHook):
 
     def __init__(self, storage: Storage, arguments: Sequence[Tensor], outer: tuple[Any, Any] | None) -> None:
         self.storage, self.outer = storage, outer
-        self.largest = max((local_tensor(each).numel() for each in arguments if each.is_floating_point()), default=0)
+        sizes = [local_tensor(argument).numel() for argument in arguments if argument.is_floating_point()]
+        self.largest = max(sizes, default=0)
         self.left: set[int] = set()
 
     def __call__(self, tensor: Tensor) -> Any:
@@ -162,22 +164,22 @@ class Pack(PackHook):
         if not self.leaves(tensor):
             local = waited_local_tensor(tensor)
             layout = MemoryLayout(local, self.storage.block_size)
-            stored = StoredTensor(tensor, self._codes_of(local, layout), layout)
-        if seen.report is not None:
-            seen.report(self.storage.name, tensor, stored)
+            stored = StoredTensor(tensor, self._encode_once(local, layout), layout)
+        if observer.report is not None:
+            observer.report(self.storage.name, tensor, stored)
         if stored is not None:
             return stored
-        return HeldTensor(tensor) if self.outer is None else _Elsewhere(tensor, self.outer)
+        return HeldTensor(tensor) if self.outer is None else _PackedByOuterHooks(tensor, self.outer)
 
     def leave(self, tensors: Sequence[Tensor | None]) -> None:
-        """Leave these as they are, which an autograd function is about to save."""
+        """Leave these tensors unchanged, which an autograd function is about to save."""
         self.left.update(
-            storage_key(waited_local_tensor(each).untyped_storage()) for each in tensors if each is not None
+            storage_key(waited_local_tensor(tensor).untyped_storage()) for tensor in tensors if tensor is not None
         )
 
     def leaves(self, tensor: Tensor) -> bool:
-        """Whether this tensor is saved as it is."""
-        if not tensor.requires_grad or _in_matmul.depth or _is_of_parameter(tensor):
+        """Whether this tensor is left unchanged; see the top of the file."""
+        if not tensor.requires_grad or _in_matmul.depth or _is_derived_from_parameter(tensor):
             return True
         local = waited_local_tensor(tensor)
         return (
@@ -189,25 +191,26 @@ class Pack(PackHook):
             or storage_key(local.untyped_storage()) in self.left
         )
 
-    def _codes_of(self, tensor: Tensor, layout: MemoryLayout) -> StoredCodes:
+    def _encode_once(self, tensor: Tensor, layout: MemoryLayout) -> StoredCodes:
         with torch.no_grad():
-            matrix = layout.matrix_of(tensor.detach())
+            matrix = layout.to_matrix(tensor.detach())
         block_size = self.storage.block_size
         if not layout.is_dense or tensor.is_inference():
             return StoredCodes(matrix, block_size, self.outer)
         storage = storage_key(tensor.untyped_storage())
         outer = None if self.outer is None else id(self.outer[0])
         key = (storage, tensor.storage_offset(), matrix.shape, tensor.dtype, version_of(tensor), block_size, outer)
-        codes = _known.get(key)
+        codes = _live_codes.get(key)
         if codes is None:
-            codes = _known[key] = StoredCodes(matrix, block_size, self.outer)
+            codes = _live_codes[key] = StoredCodes(matrix, block_size, self.outer)
         return codes
 
 
 _LOOKUPS = re.compile("Embedding|Index|Gather")
 
 
-def _is_of_parameter(tensor: Tensor) -> bool:
+def _is_derived_from_parameter(tensor: Tensor) -> bool:
+    """Whether a chain of ops with one input leads back to a parameter, without a lookup of rows."""
     node: Any = tensor.grad_fn
     while node is not None and len(node.next_functions) == 1 and not _LOOKUPS.search(node.name()):
         node = node.next_functions[0][0]
@@ -224,12 +227,12 @@ class _Depth(threading.local):
 
 
 _in_matmul = _Depth()
-"""How many modules around the code that runs now save inputs of matmuls in high precision."""
+"""The nesting depth of modules that save inputs of matmuls in high precision."""
 
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """Leave what autograd saves inside the block as it is."""
+    """Leave tensors that autograd saves inside the block unchanged."""
     _in_matmul.depth += 1
     try:
         yield
@@ -238,11 +241,11 @@ def leaving() -> Iterator[None]:
 
 
 def storing(storage: Storage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
-    """Store what autograd saves inside the block, the forward of a module with these arguments."""
+    """Store tensors that autograd saves inside the block: the forward of a module with these arguments."""
     outer: Any = top_saved_tensors_hooks(True)
     if are_of_checkpoint(outer) or runs_in_backward():  # a reentrant checkpoint recomputes in its backward
         return nullcontext()
     if outer is not None and isinstance(outer[0], Pack):
         outer = outer[0].outer
-    arguments = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     return saved_tensors_hooks(Pack(storage, arguments, outer), _unpack)

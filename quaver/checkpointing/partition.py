@@ -1,18 +1,18 @@
-"""Stores activations in float8 in compiled code: casts at the end of a forward graph, and values again in its backward.
+"""Stores activations in float8 in compiled code: quantizes in the forward graph and dequantizes in the backward graph.
 
-torch.compile decides what to save when it partitions the joint graph of forward and backward. The partitioner here lets
-Inductor's own do that, and then puts codes in the place of each saved tensor that was made inside a module that stores
-(store.py annotates its nodes), under the rules of hooks.py; the largest argument of a module is the largest tensor that
-its nodes read from outside. Also stored are inputs of the graph that a storing module reads, the residual stream. A
-tensor that two graphs save is stored by each.
+torch.compile decides what to save when it partitions the joint graph of forward and backward. The partitioner here runs
+Inductor's, then replaces saved tensors by their codes and scales:
 
-    forward       ..., saved              ..., codes, scale
-    backward      saved, ..., tangents    codes, scale, ..., tangents
+    forward returns       ..., saved              ->    ..., codes, scale
+    backward takes        saved, ..., tangents    ->    codes, scale, ..., tangents
 
-Left as they are besides are tensors that a matmul of the backward reads, directly or through a view: inputs of linears
-in high precision. Backward recomputes what the partitioner chose to recompute, from stored values.
+It replaces results of the nodes inside a module that stores, which store.py annotates, and graph inputs that a storing
+module reads, for example the residual stream. The rules of hooks.py apply; a module's largest argument is the largest
+tensor that its nodes read from outside. Tensors that a matmul of the backward reads, directly or through a view, also
+stay unchanged: they are inputs of linears in high precision. A tensor that two graphs save is stored by each.
 
-Other backends than Inductor do not partition this way, and store nothing.
+The backward recomputes what the partitioner chose to recompute, from the dequantized tensors. Backends other than
+Inductor do not partition this way and store nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from quaver.checkpointing.codes import DTYPES, MemoryLayout, decode_in_graph, encode
-from quaver.checkpointing.hooks import SMALL, STORED_IN, Around
+from quaver.checkpointing.hooks import SMALL, STORED_IN, StoringModule
 from quaver.checkpointing.policy import MATMULS
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.runtime.slow_paths import say_once
@@ -51,7 +51,7 @@ _READERS = MATMULS | {_aten.convolution_backward.default}
 
 
 class StoringPartitioner(CustomPartitionerFn):
-    """Partitions as Inductor does, then stores; see the top of the file."""
+    """Inductor's partitioner, followed by the replacement of saved tensors; see the top of the file."""
 
     def __call__(self, gm: GraphModule, joint_inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
         """The graphs of forward and backward."""
@@ -59,11 +59,11 @@ class StoringPartitioner(CustomPartitionerFn):
         static = {inputs[index] for index in options.get("static_lifetime_input_indices") or ()}
         forward, backward = partition(gm, joint_inputs, **options)
         with_gradient = {name for name, grad in zip(inputs, _results(backward.graph), strict=False) if grad is not None}
-        of_backward = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-        chosen = list(_stored(forward, backward, options["num_fwd_outputs"], static, with_gradient))
-        for node, block_size in chosen:
-            _store(forward.graph, backward.graph, node, of_backward[node.name], block_size)
-        if chosen:
+        saved = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+        to_store = list(_nodes_to_store(forward.graph, saved, options["num_fwd_outputs"], static, with_gradient))
+        for node, block_size in to_store:
+            _store(forward.graph, backward.graph, node, saved[node.name], block_size)
+        if to_store:
             forward.recompile()
             backward.recompile()
         return forward, backward
@@ -71,62 +71,68 @@ class StoringPartitioner(CustomPartitionerFn):
     def uuid(self) -> Any:
         """Hash of this folder's code, which decides what is stored and how, for the compiler's caches of graphs."""
         files = sorted(Path(__file__).parent.glob("*.py"))
-        return hashlib.sha256(b"".join(each.read_bytes() for each in files)).hexdigest()
+        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _stored(
-    forward: GraphModule, backward: GraphModule, num_outputs: int, static: set[str], with_gradient: set[str]
+def _nodes_to_store(
+    forward: Graph, saved: dict[str, Node], num_outputs: int, static: set[str], with_gradient: set[str]
 ) -> Iterable[tuple[Node, int]]:
-    """The saved nodes of the forward graph that are stored, and the size of a block."""
-    outputs = _results(forward.graph)
-    inputs_of_backward = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
-    largest = _largest_arguments(forward.graph, static)
-    differentiable = _differentiable(forward.graph, with_gradient)
+    """The saved nodes of the forward graph to store, with their block sizes.
+
+    Args:
+        saved: the inputs of the backward graph, by name.
+        num_outputs: the number of results of the forward before the saved nodes.
+        static: the names of parameters and buffers.
+        with_gradient: the names of inputs that get a gradient.
+    """
+    outputs = _results(forward)
+    largest = _largest_arguments(forward, static)
+    differentiable = _differentiable_nodes(forward, with_gradient)
     for node in dict.fromkeys(outputs[num_outputs:]):
-        around = _around(node)
-        if node.name in static or node in outputs[:num_outputs] or around not in largest or node not in differentiable:
+        module = _storing_module(node)
+        if node.name in static or node in outputs[:num_outputs] or module not in largest or node not in differentiable:
             continue
-        if _is_storable(node, largest[around]) and not _feeds_matmul(inputs_of_backward[node.name]):
-            yield node, around[1]
+        if _is_storable(node, largest[module]) and not _feeds_matmul(saved[node.name]):
+            yield node, module[1]
 
 
-def _differentiable(graph: Graph, with_gradient: set[str]) -> set[Node]:
+def _differentiable_nodes(graph: Graph, with_gradient: set[str]) -> set[Node]:
     """The nodes that depend on an input with a gradient; masks and tables do not."""
-    found: set[Node] = set()
+    differentiable: set[Node] = set()
     for node in graph.nodes:
-        if node.name in with_gradient or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if node.name in with_gradient or not differentiable.isdisjoint(node.all_input_nodes):
+            differentiable.add(node)
+    return differentiable
 
 
-def _around(node: Node) -> Around | None:
-    """The module around a saved node that stores; of an input, or of a linear's result, around what reads it."""
-    found = _annotation(node)
-    if found is not None:
-        return found
-    of_readers = (_around(each) if each.target in _VIEWS else _annotation(each) for each in node.users)
-    return next((each for each in of_readers if each is not None), None)
+def _storing_module(node: Node) -> StoringModule | None:
+    """The storing module that computes a saved node, or else that reads it: a graph input or a linear's result."""
+    module = _annotation(node)
+    if module is not None:
+        return module
+    readers = (_storing_module(user) if user.target in _VIEWS else _annotation(user) for user in node.users)
+    return next((module for module in readers if module is not None), None)
 
 
-def _annotation(node: Node) -> Around | None:
-    found: Around | None = node.meta.get("custom", {}).get(STORED_IN)
-    return found if node.op != "placeholder" else None
+def _annotation(node: Node) -> StoringModule | None:
+    module: StoringModule | None = node.meta.get("custom", {}).get(STORED_IN)
+    return module if node.op != "placeholder" else None
 
 
-def _largest_arguments(graph: Graph, static: set[str]) -> dict[Around, int]:
-    """For each class of modules the elements of the largest tensor that its nodes read from outside."""
-    largest: dict[Around, int] = {}
+def _largest_arguments(graph: Graph, static: set[str]) -> dict[StoringModule, int]:
+    """The number of elements of the largest tensor that the nodes of each module read from outside."""
+    largest: dict[StoringModule, int] = {}
     for node in graph.nodes:
-        around = _annotation(node)
-        if around is None:
+        module = _annotation(node)
+        if module is None:
             continue
         for argument in node.all_input_nodes:
-            if _annotation(argument) != around and argument.name not in static:
-                largest[around] = max(largest.get(around, 0), _elements(argument))
+            if _annotation(argument) != module and argument.name not in static:
+                largest[module] = max(largest.get(module, 0), _count_elements(argument))
     return largest
 
 
-def _elements(node: Node) -> int:
+def _count_elements(node: Node) -> int:
     """The number of elements of a floating-point tensor of known shape; 0 for anything else."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not value.is_floating_point() or not _is_static(value):
@@ -157,53 +163,53 @@ def _feeds_matmul(node: Node) -> bool:
 
 
 def _store(forward: Graph, backward: Graph, node: Node, saved: Node, block_size: int) -> None:
-    """Put codes and scales in the place of a saved tensor, `node` of the forward and `saved` of the backward."""
+    """Replace a saved tensor, `node` of the forward and `saved` of the backward, by codes and scales."""
     value = node.meta["val"]
-    layout = MemoryLayout(value, block_size)
-    made = _copy(
-        forward, lambda tensor: encode(layout.matrix_of(tensor), block_size)[:2], [node], _after(forward, node)
-    )
-    of_scales = ScaleLayout(1, block_size)
-    for each in made:
-        if node.meta.get("saved_tensor_with_no_vc_check", False):
-            each.meta["saved_tensor_with_no_vc_check"] = True
+    layout, scale_layout = MemoryLayout(value, block_size), ScaleLayout(1, block_size)
+
+    def quantize(tensor: Tensor) -> tuple[Any, ...]:
+        return encode(layout.to_matrix(tensor), block_size)[:2]
+
+    def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+        return layout.from_matrix(decode_in_graph(codes, scale, scale_layout, value.dtype))
+
+    stored = _insert(forward, quantize, [node], _node_after(forward, node))
+    if node.meta.get("saved_tensor_with_no_vc_check", False):
+        for result in stored:
+            result.meta["saved_tensor_with_no_vc_check"] = True
     outputs = _results(forward)
-    forward.output_node().args = (tuple(each for one in outputs for each in (made if one is node else [one])),)
+    forward.output_node().args = (tuple(new for old in outputs for new in (stored if old is node else [old])),)
 
     users = list(saved.users)
     inputs = []
-    for each, what in zip(made, ("codes", "scale"), strict=True):
+    for result, name in zip(stored, ("codes", "scale"), strict=True):
         with backward.inserting_before(saved):
-            inputs.append(backward.placeholder(f"{saved.name}_{what}"))  # a name that the graph has is no parameter's
-        inputs[-1].meta.update(each.meta)
-    first_user = next(each for each in backward.nodes if each in saved.users)
-
-    def decoded(codes: Tensor, scale: Tensor) -> Tensor:
-        return layout.tensor_of(decode_in_graph(codes, scale, of_scales, value.dtype))
-
-    restored = _copy(backward, decoded, inputs, first_user)[0]
+            inputs.append(backward.placeholder(f"{saved.name}_{name}"))
+        inputs[-1].meta.update(result.meta)
+    first_user = next(node for node in backward.nodes if node in saved.users)
+    restored = _insert(backward, dequantize, inputs, first_user)[0]
     for user in users:
         user.replace_input_with(saved, restored)
     backward.erase_node(saved)
 
 
-def _after(graph: Graph, node: Node) -> Node:
-    """The node before which a reader of `node` may be inserted."""
+def _node_after(graph: Graph, node: Node) -> Node:
+    """The first node before which a reader of `node` may be inserted."""
     if node.op == "placeholder":
-        return next(each for each in graph.nodes if each.op != "placeholder")
+        return next(following for following in graph.nodes if following.op != "placeholder")
     following: Node = node.next
     return following
 
 
-def _copy(graph: Graph, function: Callable[..., Any], arguments: list[Node], before: Node) -> list[Node]:
-    """Insert the nodes of `function(*arguments)` into a graph; returns those of its results."""
-    traced = make_fx(function, decomposition_table=decompositions())(*(each.meta["val"] for each in arguments))
+def _insert(graph: Graph, function: Callable[..., Any], arguments: list[Node], before: Node) -> list[Node]:
+    """Insert the nodes of `function(*arguments)` into a graph and return its results."""
+    traced = make_fx(function, decomposition_table=decompositions())(*(argument.meta["val"] for argument in arguments))
     copies: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
     with graph.inserting_before(before):
         for node in traced.graph.nodes:
             if node.op == "call_function":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
-    return [copies[each] for each in _results(traced.graph)]
+    return [copies[result] for result in _results(traced.graph)]
 
 
 def _results(graph: Graph) -> list[Node]:

@@ -1,28 +1,28 @@
-"""Activation checkpointing that knows float8: what a block saves for its backward, and what it recomputes.
+"""Activation checkpointing with float8: what a block saves for its backward, and what it recomputes.
 
     apply_activation_checkpointing(model.layers, mode="selective")
 
-A checkpointed module saves its inputs. `full` recomputes everything else in the backward; `selective` with "op"
-everything but the results that a policy saves:
+A checkpointed module saves its inputs. `full` recomputes everything else in the backward. `selective` with "op"
+recomputes everything except the results that a policy saves:
 
-    saved:      one matmul in two, attention, reduce-scatters, amaxes
+    saved:      every second matmul, attention, reduce-scatters, amaxes
     recomputed: the last matmul, pointwise results, casts to float8
 
-Matmuls are counted alike in every precision, so a float8 block saves what the bfloat16 block saves, and its amaxes: a
-few numbers, each of which spares a read of a whole tensor. The results of `abs` before them are as large as the tensors
-themselves, unsharded weights included: saving one is the classic way to make float8 need more memory than bfloat16.
-`also_keep` and `never_keep` change the policy, and can cause that mistake; `quaver memory --vs` shows its cost.
+Matmuls are counted alike in every precision, so a float8 block saves the same results as the bfloat16 block, and its
+amaxes. An amax is a few numbers and spares a read of a whole tensor. Never save the result of the `abs` before it: it
+is as large as the tensor, unsharded weights included, and float8 then needs more memory than bfloat16. `also_keep` and
+`never_keep` change the policy and can cause that mistake; `quaver memory --vs` shows its cost.
 
-[Note: which matmuls] A recomputation ends before the last matmul, whose result nothing in the block's backward reads.
-Saving it would be waste, the widest result of a Llama block of seven matmuls whose first, third, fifth and seventh are
-saved. So matmuls are counted from the end, which an eager block knows from its previous forward. Its first forward
-counts from the beginning, as compiled code does, where Inductor saves nothing that is not read.
+[Note: which matmuls] A recomputation ends before the last matmul, since the block's backward does not read its result.
+Saving it would waste memory: in a Llama block of seven matmuls, counted from the first, it is the widest result. So
+matmuls are counted from the last one. An eager block knows their number from its previous forward; its first forward
+counts from the first. So does compiled code, where Inductor does not save results that nothing reads.
 
-[Note: what a policy counts] A policy looks results up by counting the calls of each operation
-(torch.utils.checkpoint), so a block must issue the same operations in its forward and in its recomputation. Casts are
-functions of their operands, and persistent scales record maxima, so repeating them changes nothing; the cache of a
-shared activation belongs to one dispatch mode (linear/shared_input.py). What FSDP2's hooks run inside a block is hidden
-from policies (torch_private/fsdp.py), because a recomputation gathers weights differently, or not at all.
+[Note: what a policy counts] A policy finds a saved result by counting the calls of its op (torch.utils.checkpoint). A
+block must therefore issue the same ops in its forward and in its recomputation. Repeated casts change nothing: they are
+functions of their operands, and persistent scales record maxima. The cache of a shared activation belongs to one
+dispatch mode (linear/shared_input.py). The ops of FSDP2's hooks inside a block are hidden from policies
+(torch_private/fsdp.py), because a recomputation gathers weights differently, or not at all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import quaver.experts.gemm
 import quaver.kernels.exact_mm
-import quaver.kernels.native_blocks  # noqa: F401 - these define the operations below
+import quaver.kernels.native_blocks  # noqa: F401 - these define the ops below
 from quaver.linear.shared_input import RECOMPUTED_HOOKS
 from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket, has_kernel
 from quaver.torch_private.fsdp import hide_from_policies
@@ -59,7 +59,7 @@ MATMULS = frozenset(
         _aten._scaled_grouped_mm.default,
     }
 )
-"""The matmuls of linears, in every precision: one in two is saved."""
+"""The matmuls of linears in every precision. Every second one is saved."""
 
 _KEPT_NAMES = (
     "aten._scaled_dot_product_flash_attention",
@@ -79,11 +79,11 @@ def _operation(name: str) -> Any:
 
 
 KEPT = frozenset(_operation(name) for name in _KEPT_NAMES)
-"""Always saved: attention and reduce-scatters for what they cost, amaxes because they are a few numbers."""
+"""Ops whose results are always saved: attention and reduce-scatters are expensive, amaxes are small."""
 
 
 class PolicyChanges(NamedTuple):
-    """How a policy differs from the one at the top of the file; operators in both are not saved."""
+    """Changes to the policy at the top of the file. The results of operators in both sets are not saved."""
 
     also_keep: frozenset[Any] = frozenset()
     never_keep: frozenset[Any] = frozenset()
@@ -102,30 +102,30 @@ def apply_activation_checkpointing(
     also_keep: Iterable[str] = (),
     never_keep: Iterable[str] = (),
 ) -> None:
-    """Make `modules`, in place, save less between forward and backward.
+    """Checkpoint `modules` in place, so that they save less between forward and backward.
 
-    Eager results stay the same bit for bit; compiled ones as far as the compiler fuses, and so rounds, alike.
-    Call it after the conversion to float8 and tensor parallelism, before `compile` and `fully_shard`. A module keeps
-    its identity, its name, its parameters and its state_dict; only its class becomes a subclass of what it was.
+    Results are bit-identical in eager code. In compiled code they are if the compiler fuses, and so rounds, alike. Call
+    it after the conversion to float8 and tensor parallelism, before `compile` and `fully_shard`. Each module's class
+    becomes a subclass of its class; the module object, its name, parameters and state_dict stay.
 
     Args:
         modules: the blocks of a model, in order.
         mode: "none": nothing changes. "full": each module saves its inputs only. "selective": see
             `selective_ac_option`. "memory_budget": the compiler decides; the modules must be compiled after this call.
-        selective_ac_option: "op": every module, by the policy at the top of the file; or a number n of at least 1 as a
-            string: every n-th module as in "full", the others not at all.
-        memory_budget: with mode "memory_budget", the share of what could be saved that is saved: 1 for all of it, 0 for
-            inputs only. It is set for all that this process compiles from now on. Where float8 is multiplied exactly
-            (quaver.linear.gemm), the compiler takes those matmuls for cheap ones, and below 1 saves less than it might.
-            Torch compiles no attention of mode "selective" then: set the budget to 1 before.
-        preserve_rng_state: recompute with the random numbers of the forward. Modules without dropout can do without.
-        also_keep: with mode "selective" and option "op", operators whose results the policy saves besides its own,
-            such as "aten.silu"; see `named_operations`.
-        never_keep: operators whose results it does not save, although it would.
+        selective_ac_option: "op": every module, by the policy at the top of the file. A number n of at least 1 as a
+            string: every n-th module as in "full", and the others are not checkpointed.
+        memory_budget: with mode "memory_budget", the fraction of activations to save: 1 for all, 0 for inputs only. It
+            applies to everything that this process compiles from now on. The compiler takes exact float8 matmuls
+            (quaver.linear.gemm) for cheap ops, and below 1 saves less than the budget allows. Below 1 torch compiles no
+            attention of mode "selective": set the budget to 1 first.
+        preserve_rng_state: recompute with the random numbers of the forward. Modules without dropout do not need it.
+        also_keep: with mode "selective" and option "op", operators whose results the policy also saves, such as
+            "aten.silu"; see `named_operations`.
+        never_keep: operators whose results the policy does not save.
     Raises:
-        ValueError: an unknown mode, option or operator, an operator to keep that has no result of its own (see
-            `operations_to_keep`) or that no policy reads, a budget outside 0 to 1, or a module that is checkpointed
-            already.
+        ValueError: an unknown mode, option or operator; operators with a mode or option that uses no policy; an
+            operator whose result cannot be saved (see `operations_to_keep`); a budget outside 0 to 1; or a module that
+            is checkpointed already.
     """
     modules = list(modules)
     if mode not in MODES:
@@ -147,12 +147,16 @@ def apply_activation_checkpointing(
         if isinstance(module, _Checkpointed):
             raise ValueError(f"this {type(module).__name__} is checkpointed already")
     for module in chosen:
-        # mypy compares nn.Module's __hash__ with that of its class
+        # The ignore: mypy compares nn.Module's __hash__ with its metaclass's.
         module.__class__ = _checkpointed_class(type(module), by_policy, preserve_rng_state, changes)  # type: ignore[arg-type]
 
 
 def selected_every(selective_ac_option: str) -> int | None:
-    """n of the option "n", None for "op". Raises ValueError for anything else."""
+    """Parse the option: n for "n", None for "op".
+
+    Raises:
+        ValueError: any other option.
+    """
     if selective_ac_option == "op":
         return None
     if not (selective_ac_option.isdecimal() and int(selective_ac_option) >= 1):
@@ -163,27 +167,26 @@ def selected_every(selective_ac_option: str) -> int | None:
 
 
 def named_operations(names: Iterable[str]) -> frozenset[Any]:
-    """The operators of these names: "aten.abs" for all of its overloads, "aten.abs.default" for one.
+    """The operators with these names. "aten.abs" names all overloads, "aten.abs.default" one.
 
     Raises:
-        ValueError: a name is no operator's.
+        ValueError: torch has no operator of a name.
     """
     return frozenset(overload for name in names for overload in _overloads(name))
 
 
 def operations_to_keep(names: Iterable[str]) -> frozenset[Any]:
-    """The operators of these names whose results a policy can save.
+    """The operators with these names whose results a policy can save.
 
     Raises:
-        ValueError: a name is no operator's, or of an operator whose saved result a recomputation could not use: a view,
-            the argument that it wrote to, random numbers that later operators would then draw again, or nothing,
-            because the operator is made of others, which alone a policy sees.
+        ValueError: torch has no operator of a name, or a recomputation could not use its saved result. The result is a
+            view; the op writes to its arguments; it draws random numbers, which later ops would then draw again; or a
+            policy does not see it, because it decomposes into other ops.
     """
     kept: set[Any] = set()
     for name in names:
-        overloads = [each for each in _overloads(name) if has_kernel(each)]
-        reasons = {each: _obstacle(each) for each in overloads}
-        kept.update(each for each, reason in reasons.items() if not reason)
+        reasons = {overload: _obstacle(overload) for overload in _overloads(name) if has_kernel(overload)}
+        kept.update(overload for overload, reason in reasons.items() if not reason)
         if all(reasons.values()):
             raise ValueError(
                 f"expected an operator whose result can be saved, such as aten.silu; got {name!r}, which "
@@ -193,15 +196,15 @@ def operations_to_keep(names: Iterable[str]) -> frozenset[Any]:
 
 
 def _obstacle(operation: Any) -> str:
-    """Why a policy cannot save the result of an operator; "" where it can."""
+    """The reason why a policy cannot save the result of an operator, or ""."""
     schema = operation._schema
     if has_kernel(operation, "CompositeImplicitAutograd"):
         return "is made of other operators; name those, as aten.mm for aten.linear"
     if schema.is_mutable:
         return "writes to its arguments, as its recomputation must"
-    if any(each.alias_info for each in schema.returns):
+    if any(returned.alias_info for returned in schema.returns):
         return "returns a view of its argument; name the operator that made what it views"
-    if not any("Tensor" in str(each.type) for each in schema.returns):
+    if not any("Tensor" in str(returned.type) for returned in schema.returns):
         return "returns no tensor"
     if torch.Tag.nondeterministic_seeded in operation.tags:
         return "draws random numbers, and its recomputation must draw them again, so that later operators get theirs"
@@ -209,21 +212,21 @@ def _obstacle(operation: Any) -> str:
 
 
 def _overloads(name: str) -> list[Any]:
-    found: Any = torch.ops
+    operator: Any = torch.ops
     parts = name.split(".")
     for part in parts:
-        found = getattr(found, part, None)
-    if len(parts) == 2 and isinstance(found, OpOverloadPacket):
-        return [getattr(found, overload) for overload in found.overloads()]
-    if len(parts) == 3 and isinstance(found, OpOverload):
-        return [found]
+        operator = getattr(operator, part, None)
+    if len(parts) == 2 and isinstance(operator, OpOverloadPacket):
+        return [getattr(operator, overload) for overload in operator.overloads()]
+    if len(parts) == 3 and isinstance(operator, OpOverload):
+        return [operator]
     raise ValueError(
         f"expected the name of an operator that torch knows, such as aten.abs or aten.abs.default, got {name!r}"
     )
 
 
 class MatmulCount:
-    """How many matmuls the last forward of a block had; see [Note: which matmuls]."""
+    """The number of matmuls in the last forward of a block; see [Note: which matmuls]."""
 
     def __init__(self) -> None:
         self.matmuls = 0
@@ -235,17 +238,17 @@ def selective_checkpoint_contexts(
     """A `context_fn` for `torch.utils.checkpoint.checkpoint`: the policy at the top of the file, for one forward.
 
     Args:
-        changes: to that policy.
-        count: of the module that is checkpointed, the same one for each of its forwards; see [Note: which matmuls].
+        changes: changes to that policy.
+        count: the matmul count of the checkpointed module, the same object for each forward; see [Note: which matmuls].
     """
     hide_from_policies()
     return policy_contexts(_policy(changes, count or MatmulCount()))
 
 
 def _recompute_contexts() -> tuple[Any, Any]:
-    """A policy that saves nothing, for compiled blocks: torch 2.11 recomputes no autograd.Function without a policy.
+    """A policy that saves nothing, for compiled blocks.
 
-    Can go with torch 2.11.
+    It works around torch 2.11, which recomputes no autograd.Function without a policy, and can go with it.
     """
     hide_from_policies()
     return policy_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
@@ -253,33 +256,33 @@ def _recompute_contexts() -> tuple[Any, Any]:
 
 def _policy(changes: PolicyChanges, count: MatmulCount) -> Callable[..., CheckpointPolicy]:
     """The policy of one forward of one block, which counts its matmuls."""
-    seen = {False: 0, True: 0}  # by is_recompute: torch 2.11 calls the policy in the recomputation as well
-    last = count.matmuls
+    calls = {False: 0, True: 0}  # by is_recompute: torch 2.11 also calls the policy in the recomputation
+    matmuls_before = count.matmuls
 
     def decide(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         saves = operation in KEPT or operation in changes.also_keep
         if operation in MATMULS:
-            seen[ctx.is_recompute] += 1
-            count.matmuls = seen[False]
-            saves = saves or (last - seen[ctx.is_recompute]) % 2 == 1
-        saves = saves and operation not in changes.never_keep and not _draws(operation, args, kwargs)
+            calls[ctx.is_recompute] += 1
+            count.matmuls = calls[False]
+            saves = saves or (matmuls_before - calls[ctx.is_recompute]) % 2 == 1
+        saves = saves and operation not in changes.never_keep and not _has_dropout(operation, args, kwargs)
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     return decide
 
 
-def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call, of one of `KEPT`, draws random numbers: attention with dropout.
+def _has_dropout(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call is attention with dropout.
 
-    Its recomputation must draw them again: without it, the dropout after it would get another mask than in the forward.
+    It must be recomputed, so that it draws random numbers again and later dropouts get the masks of the forward.
     """
-    place = _place_of_dropout(operation)
-    return place is not None and bool(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
+    index = _dropout_index(operation)
+    return index is not None and bool(args[index] if index < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 @functools.cache
-def _place_of_dropout(operation: Any) -> int | None:
-    names = [each.name for each in operation._schema.arguments] if isinstance(operation, OpOverload) else []
+def _dropout_index(operation: Any) -> int | None:
+    names = [argument.name for argument in operation._schema.arguments] if isinstance(operation, OpOverload) else []
     return names.index("dropout_p") if "dropout_p" in names else None
 
 
@@ -287,7 +290,8 @@ class _Checkpointed:
     """Marks the classes that `_checkpointed_class` makes."""
 
 
-def _with_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_in_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Run the module's `RECOMPUTED_HOOKS` around `forward` in its recomputation too."""
     before, after = module._forward_pre_hooks.get(RECOMPUTED_HOOKS), module._forward_hooks.get(RECOMPUTED_HOOKS)
     if before is None or after is None:
         return forward
@@ -308,12 +312,12 @@ def _checkpointed_class(
 ) -> type[nn.Module]:
     """A subclass of `cls` whose forward is checkpointed.
 
-    A module around the block would put its own name into every name below it; a function in place of its forward would
-    go on calling the original's after a deepcopy. FSDP2 changes classes for the same reasons.
+    FSDP2 changes classes for the same reasons: a wrapper module would change the names of everything inside, and a
+    forward replaced on the instance would still be the original's after a deepcopy.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
 
-    def compiled_contexts() -> tuple[Any, Any]:  # made here, because torch 2.11 cannot take its variables apart
+    def compiled_contexts() -> tuple[Any, Any]:  # not inside `forward`: torch 2.11 cannot trace its closure there
         return selective_checkpoint_contexts(changes) if by_policy else _recompute_contexts()
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -322,7 +326,7 @@ def _checkpointed_class(
 
         if torch.compiler.is_compiling():
             return checkpoint(block, *args, context_fn=compiled_contexts, **options, **kwargs)
-        recomputed = _with_hooks(self, block)
+        recomputed = _wrap_in_hooks(self, block)
         if by_policy:
             count = self.__dict__.setdefault("_matmul_count", MatmulCount())
             contexts = functools.partial(selective_checkpoint_contexts, changes, count)

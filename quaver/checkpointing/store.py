@@ -1,15 +1,16 @@
-"""Which modules store their saved activations in float8, and the call that makes them do so.
+"""`store_activations_in_float8`: lets modules store what they save for backward as float8 codes.
 
     store_activations_in_float8(model)
     store_activations_in_float8(model, modules=["*.mlp", "*.input_layernorm"])
 
-By default these modules store, by their types:
+By default these modules store:
 
-    norms                         classes whose names end in Norm, with or without digits after it
-    activation functions          those of torch.nn and of transformers
+    norms                         classes whose names end in Norm, Norm1d, Norm2d or Norm3d
+    activation functions          classes of torch.nn and of transformers
     attention and feed-forward    the nearest module around two or more linears, and modules of experts
 
-The linears inside save what they always save. hooks.py says what is stored, and partition.py how in compiled code.
+The linears inside save what they saved before. hooks.py describes which tensors are stored, and partition.py the same
+in compiled code.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from quaver.checkpointing.hooks import STORED_IN, Around, Storage, leaving, storing
+from quaver.checkpointing.hooks import STORED_IN, Storage, StoringModule, leaving, storing
 from quaver.kernels.operation import library
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import BLOCK_SIZES
@@ -39,24 +40,25 @@ _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 def store_activations_in_float8(
     model: nn.Module, modules: Iterable[str] | None = None, *, block_size: int = 128
 ) -> list[str]:
-    """Make modules of `model`, in place, store in float8 what they save for backward.
+    """Let modules of `model` store their saved activations in float8, in place.
 
-    Forward results do not change. Backward computes with values of e4m3 codes: 3 significant bits, one scale for
-    `block_size` elements. Which tensors are stored, and how well: `activation_report`. Call it after the conversion to
-    float8 and after adapters are added (inputs of linears that are added later are stored), before `compile` and
-    `fully_shard`. Names, parameters and the state_dict stay; classes become subclasses of
-    what they were, with the same names and signatures. Exported and traced programs store nothing.
+    Forward results do not change. The backward reads values of e4m3 codes (a mantissa of 3 bits) with one scale for
+    `block_size` elements. `activation_report` lists the stored tensors and their errors. Call it after the conversion
+    to float8 and after adapters are added (the inputs of linears that are added later would be stored), before
+    `compile` and `fully_shard`. Each module's class becomes a subclass with the same name and signature; names,
+    parameters and the state_dict stay. Exported and traced programs store nothing.
 
     Args:
-        modules: patterns of names as in `fnmatch`, such as ["*.mlp"], or one; None for those at the top of the file.
+        modules: a pattern of module names as in `fnmatch`, or several, such as ["*.mlp"]; None for the default modules
+            (see the top of the file).
         block_size: 32 or 128. A block takes one byte per element, and 4 for its scale.
 
     Returns:
         The names of the modules that store.
 
     Raises:
-        ValueError: another block size, a pattern that matches no module that can store, no module to choose, a module
-            that stores already, or one whose forward was replaced on the instance.
+        ValueError: another block size; a pattern that matches no module that can store; a model without default
+            modules; a module that stores already, or whose forward was replaced on the instance.
     """
     lengths = sorted(columns for rows, columns in BLOCK_SIZES if rows == 1)
     if block_size not in lengths:
@@ -96,7 +98,7 @@ def _prepare_compiler() -> None:
 def keep_activations(model: nn.Module) -> None:
     """Undo `store_activations_in_float8`.
 
-    Modules whose class has changed again since, such as by `fully_shard`, keep a class that stores nothing.
+    Modules whose class was changed again since, for example by `fully_shard`, keep a class that stores nothing.
     """
     for module in model.modules():
         if isinstance(module, _Storing):
@@ -110,30 +112,30 @@ def default_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of `model` that store by default, by name; see the top of the file."""
     modules = dict(model.named_modules())
     linears = (name for name, module in modules.items() if isinstance(module, nn.Linear))
-    linears_of = Counter(next(modules_around(name, modules), "") for name in linears)
+    linear_count = Counter(next(modules_around(name, modules), "") for name in linears)
     return {
         name: module
         for name, module in modules.items()
         if _is_norm(module)
         or (type(module).__module__ in _ACTIVATIONS and not _has_matrix(module))
-        or (name and (linears_of[name] > 1 or _is_experts(module)))
+        or (name and (linear_count[name] > 1 or _is_experts(module)))
     }
 
 
 def _matching(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
     modules, chosen = dict(model.named_modules()), {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        matched = {name: each for name, each in modules.items() if fnmatchcase(name, pattern)}
+        matched = {name: module for name, module in modules.items() if fnmatchcase(name, pattern)}
         if not matched:
             names = ", ".join(list(modules)[1:4])
             raise ValueError(f"modules has {pattern!r}, which matches no module; names are like {names}")
-        storing = {name: each for name, each in matched.items() if not _is_matmul(each)}
-        if not storing:
+        can_store = {name: module for name, module in matched.items() if not _is_matmul(module)}
+        if not can_store:
             raise ValueError(
                 f"modules has {pattern!r}, which matches only linears, convolutions and embeddings; their inputs stay "
                 "as they are"
             )
-        chosen.update(storing)
+        chosen.update(can_store)
     return chosen
 
 
@@ -151,7 +153,7 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def _is_matmul(module: nn.Module) -> bool:
-    """Whether it is a linear, a convolution or an embedding: a matrix of its own, and no module inside."""
+    """Whether `module` is a linear, a convolution or an embedding: it has a matrix and no child modules."""
     if _is_norm(module) or _is_experts(module):
         return False
     return _has_matrix(module) and not list(module.children())
@@ -160,18 +162,18 @@ def _is_matmul(module: nn.Module) -> bool:
 def _matmuls_in(modules: Iterable[nn.Module]) -> set[nn.Module]:
     """The matmuls in `modules` that save inputs in high precision.
 
-    Float8 linears are left out: what they save is left alone where they save it (linear/saved_tensors.py).
+    Float8 linears are excluded, since they tell the hooks which tensors to leave (linear/saved_tensors.py).
     """
-    inside = {each for module in modules for each in module.modules() if not isinstance(each, _Leaving)}
-    return {each for each in inside if _is_matmul(each) and not _is_float8(each)}
+    descendants = {child for module in modules for child in module.modules() if not isinstance(child, _Leaving)}
+    return {child for child in descendants if _is_matmul(child) and not _is_float8(child)}
 
 
 def _is_float8(module: nn.Module) -> bool:
     return isinstance(getattr(module, "config", None), Float8LinearConfig)
 
 
-# Stand in a graph where an annotation begins and ends, and nothing reads their results. The keys of the compiler's
-# caches have no annotations: without these, graphs that store differently have the same key.
+# Ops that mark where an annotation begins and ends in a graph. The keys of the compiler's caches do not include
+# annotations, so without these ops graphs that store differently would have the same key. Nothing reads their results.
 library.define("begin_annotation(str module, int block_size) -> Tensor")
 library.define("end_annotation() -> Tensor")
 library.impl("begin_annotation", lambda module, block_size: torch.empty(0), "CompositeExplicitAutograd")
@@ -196,10 +198,10 @@ def _end_traced() -> Tensor:
     return torch.empty(0)
 
 
-def _annotated(around: Around | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The result of a forward that the compiler traces, whose nodes get an annotation for partition.py."""
-    torch.ops.quaver.begin_annotation(*(around or ("", 0)))
-    with torch.fx.traceback.annotate({STORED_IN: around}):
+def _run_annotated(storing_module: StoringModule | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a forward that the compiler traces and annotate its nodes for partition.py."""
+    torch.ops.quaver.begin_annotation(*(storing_module or ("", 0)))
+    with torch.fx.traceback.annotate({STORED_IN: storing_module}):
         result = forward(*args, **kwargs)
     torch.ops.quaver.end_annotation()
     return result
@@ -220,7 +222,7 @@ def _storing_class(cls: type[nn.Module]) -> type[nn.Module]:
         if storage is None or not torch.is_grad_enabled() or _makes_a_program():
             return cls.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
-            return _annotated((cls.__name__, storage.block_size), cls.forward, self, *args, **kwargs)
+            return _run_annotated((cls.__name__, storage.block_size), cls.forward, self, *args, **kwargs)
         with storing(storage, args, kwargs):
             return cls.forward(self, *args, **kwargs)
 
@@ -239,7 +241,7 @@ def _leaving_class(cls: type[nn.Module]) -> type[nn.Module]:
         if _makes_a_program():
             return cls.forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
-            return _annotated(None, cls.forward, self, *args, **kwargs)
+            return _run_annotated(None, cls.forward, self, *args, **kwargs)
         with leaving():
             return cls.forward(self, *args, **kwargs)
 
@@ -247,23 +249,23 @@ def _leaving_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _makes_a_program() -> bool:
-    """Whether torch.export or torch.jit.trace records what runs, for where there is no backward and no quaver."""
+    """Whether torch.export or torch.jit.trace records the code, to run it without a backward and without quaver."""
     return is_exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined]
 
 
 def _subclass(cls: type[nn.Module], mark: type, forward: Callable[..., Any]) -> type[nn.Module]:
-    """A class with the name and the signature of `cls`: libraries find blocks by the one, arguments by the other."""
-    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__reduce_ex__": _reduced}
+    """A class with the name and the signature of `cls`: libraries find blocks by name, and arguments by signature."""
+    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__reduce_ex__": _reduce_ex}
     return type(cls.__name__, (mark, cls), {**namespace, "forward": functools.wraps(cls.forward)(forward)})
 
 
-def _reduced(self: nn.Module, protocol: SupportsIndex) -> Any:
-    """pickle finds a class by its name; a class of this file has none, and is made again instead."""
+def _reduce_ex(self: nn.Module, protocol: SupportsIndex) -> Any:
+    """Pickle the original class, and make the subclass again on load: pickle cannot find it by name."""
     return _new, (type(self).__mro__[2], isinstance(self, _Storing)), self.__getstate__()
 
 
 def _new(cls: type[nn.Module], stores: bool) -> Any:
     if stores:
         _prepare_compiler()
-    made: Any = (_storing_class if stores else _leaving_class)(cls)  # type: ignore[arg-type]
-    return object.__new__(made)
+    subclass: Any = (_storing_class if stores else _leaving_class)(cls)  # type: ignore[arg-type]
+    return object.__new__(subclass)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from quaver.checkpointing.hooks import StoredCodes, StoredTensor, leaving, seen
+from quaver.checkpointing.hooks import StoredCodes, StoredTensor, leaving, observer
 from quaver.recipes.scaling import decibels
 from quaver.recipes.scaling import sqnr_db as cast_sqnr_db
 from quaver.torch_private.dtensor import is_dtensor, local_tensor
@@ -27,34 +27,35 @@ class SavedActivation:
     shape: tuple[int, ...]
     dtype: torch.dtype
     bytes_before: int
-    """Bytes of its storage; of several views of one storage each has its own, the first one the rest, too."""
+    """Bytes of its storage. Several views of one storage count their own bytes each, and the first one the rest too."""
     bytes_after: int
     sqnr_db: float | None
-    """20 log10(norm(tensor) / norm(tensor - values of its codes)); None for a tensor that is left as it is."""
+    """20 log10(norm(tensor) / norm(tensor - dequantized)); None for a tensor that is left unchanged."""
 
 
 @dataclass(frozen=True)
 class ActivationReport:
-    """The tensors that a forward saved, and what storing them costs in gradients."""
+    """The tensors that a forward saved, and the error in gradients from storing them."""
 
     saved: tuple[SavedActivation, ...]
     gradient_sqnr_db: dict[str, float]
-    """By block (the names up to the first number in them), of all its gradients against those of a step that stores
-    nothing."""
+    """The SQNR of each block's gradients against a step that stores nothing in float8. A block is named by the module
+    name up to its first number."""
 
     @property
     def bytes_before(self) -> int:
         """The bytes that the modules would save if they stored nothing in float8."""
-        return sum(each.bytes_before for each in self.saved)
+        return sum(activation.bytes_before for activation in self.saved)
 
     @property
     def bytes_after(self) -> int:
         """The bytes that the modules save, codes and scales included."""
-        return sum(each.bytes_after for each in self.saved)
+        return sum(activation.bytes_after for activation in self.saved)
 
     def __str__(self) -> str:
-        width = max((len(each.module) for each in self.saved), default=0)
-        lines = [_line(each, width) for each in self.saved if each.bytes_before or each.bytes_after]
+        width = max((len(activation.module) for activation in self.saved), default=0)
+        with_bytes = [activation for activation in self.saved if activation.bytes_before or activation.bytes_after]
+        lines = [_line(activation, width) for activation in with_bytes]
         lines.append(f"{self.bytes_before:,} bytes are {self.bytes_after:,} in float8")
         lines += [f"gradients of {name or 'the rest'}: {db:.1f} dB" for name, db in self.gradient_sqnr_db.items()]
         return "\n".join(lines)
@@ -63,15 +64,15 @@ class ActivationReport:
 def activation_report(model: nn.Module, step: Callable[[], object]) -> ActivationReport:
     """Run `step` twice, without and with storing, and report what autograd saved and how gradients differ.
 
-    Every rank of a model with DTensors calls it: what is saved is of this rank, gradients are of all.
+    Every rank of a model with DTensors must call it. The saved tensors are this rank's; errors cover whole gradients.
 
     Args:
-        model: after `store_activations_in_float8`, in eager code.
-        step: runs forward and backward of the same batch at each call. Gradients are restored after it.
+        model: a model after `store_activations_in_float8`, in eager code.
+        step: a function that runs forward and backward of the same batch at each call. Gradients are restored after it.
 
     Raises:
-        ValueError: nothing was saved in a module that stores: the model stores nothing, its code is compiled, or all of
-            it is inside activation checkpoints, which save next to nothing.
+        ValueError: no module that stores saved a tensor. The model stores nothing, its code is compiled, or all of it
+            is inside activation checkpoints.
     """
     parameters = dict(model.named_parameters())
     before = {name: parameter.grad for name, parameter in parameters.items()}
@@ -90,7 +91,7 @@ def activation_report(model: nn.Module, step: Callable[[], object]) -> Activatio
             "store_activations_in_float8 first, and report in eager code, outside of activation checkpoints (compiled "
             "code is stored by Inductor alone, where shapes are static)"
         )
-    return ActivationReport(tuple(saved), _by_block(exact, stored))
+    return ActivationReport(tuple(saved), _sqnr_by_block(exact, stored))
 
 
 def _gradients(parameters: dict[str, nn.Parameter], step: Callable[[], object]) -> dict[str, Tensor]:
@@ -99,69 +100,69 @@ def _gradients(parameters: dict[str, nn.Parameter], step: Callable[[], object]) 
     devices = {parameter.device for parameter in parameters.values() if parameter.is_cuda}
     with torch.random.fork_rng(devices=[device.index for device in devices]):
         step()
-    return {name: each.grad for name, each in parameters.items() if each.grad is not None}
+    return {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
 
 
 @contextmanager
 def _recording(saved: list[SavedActivation], parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    known: dict[int, StorageWeakRef] = {}  # weak references keep the keys of storages that are gone from others
+    counted: dict[int, StorageWeakRef] = {}  # with weak references, so that no later storage gets the same key
     for parameter in parameters:  # a linear saves an alias of its weight
         storage = local_tensor(parameter).untyped_storage()
-        known[storage_key(storage)] = StorageWeakRef(storage)
-    codes_known: set[StoredCodes] = set()
-    first_views: dict[int, tuple[int, int]] = {}  # by storage: the line of its first view, and the view's own bytes
-    views_known: set[tuple[object, ...]] = set()
+        counted[storage_key(storage)] = StorageWeakRef(storage)
+    counted_codes: set[StoredCodes] = set()
+    first_views: dict[int, tuple[int, int]] = {}  # by storage: the index of its first view in `saved`, and its bytes
+    counted_views: set[tuple[object, ...]] = set()
 
     def report(module: str, tensor: Tensor, stored: StoredTensor | None) -> None:
         local = local_tensor(tensor)
         storage = local.untyped_storage()
         key = storage_key(storage)
         view = key, local.storage_offset(), local.shape, local.stride()
-        bytes_before = 0 if key in known else storage.nbytes()
+        bytes_before = 0 if key in counted else storage.nbytes()
         if bytes_before:
             first_views[key] = len(saved), local.nbytes
-        elif key in first_views and view not in views_known:  # as q, k and v of one matmul
-            line, own = first_views[key]
-            first = saved[line]
-            bytes_before = min(local.nbytes, first.bytes_before - own)
+        elif key in first_views and view not in counted_views:  # as q, k and v of one matmul
+            index, first_bytes = first_views[key]
+            first = saved[index]
+            bytes_before = min(local.nbytes, first.bytes_before - first_bytes)
             is_left = stored is None and first.sqnr_db is None
-            saved[line] = replace(
+            saved[index] = replace(
                 first,
                 bytes_before=first.bytes_before - bytes_before,
                 bytes_after=first.bytes_after - (bytes_before if is_left else 0),
             )
-        views_known.add(view)
-        known.setdefault(key, StorageWeakRef(storage))
+        counted_views.add(view)
+        counted.setdefault(key, StorageWeakRef(storage))
         bytes_after, sqnr_db = bytes_before, None
         if stored is not None:
-            bytes_after = 0 if stored.codes in codes_known else stored.codes.bytes
-            codes_known.add(stored.codes)
-            sqnr_db = cast_sqnr_db(local_tensor(tensor), local_tensor(stored.restored()))
+            bytes_after = 0 if stored.codes in counted_codes else stored.codes.bytes
+            counted_codes.add(stored.codes)
+            sqnr_db = cast_sqnr_db(local_tensor(tensor), local_tensor(stored.restore()))
         saved.append(SavedActivation(module, tuple(tensor.shape), tensor.dtype, bytes_before, bytes_after, sqnr_db))
 
-    seen.report = report
+    observer.report = report
     try:
         yield
     finally:
-        seen.report = None
+        observer.report = None
 
 
-def _by_block(exact: dict[str, Tensor], stored: dict[str, Tensor]) -> dict[str, float]:
-    names = defaultdict(list)
+def _sqnr_by_block(exact: dict[str, Tensor], stored: dict[str, Tensor]) -> dict[str, float]:
+    names_by_block = defaultdict(list)
     for name in exact:
         parts = name.split(".")
         number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
-        names["" if number is None else ".".join(parts[: number + 1])].append(name)
-    signal = {name: _norm(each) for name, each in exact.items()}
-    noise = {name: _norm(each.double() - stored[name].double()) for name, each in exact.items()}
+        names_by_block["" if number is None else ".".join(parts[: number + 1])].append(name)
+    signal = {name: _norm(gradient) for name, gradient in exact.items()}
+    noise = {name: _norm(gradient.double() - stored[name].double()) for name, gradient in exact.items()}
     return {
-        block: decibels(*(math.hypot(*(of[name] for name in of_block)) for of in (signal, noise)))
-        for block, of_block in names.items()
+        block: decibels(*(math.hypot(*(norms[name] for name in names)) for norms in (signal, noise)))
+        for block, names in names_by_block.items()
     }
 
 
 def _norm(tensor: Tensor) -> float:
-    """The norm over all ranks' parts of a DTensor. A block can have gradients that are DTensors, and others."""
+    """The norm of a tensor, of all ranks' parts for a DTensor."""
     norm = tensor.detach().double().norm()
     return (norm.full_tensor() if is_dtensor(norm) else norm).item()
 

@@ -101,17 +101,17 @@ VIEWS = {
 def test_codes_are_those_of_the_block_cast_and_give_back_shape_dtype_and_order_of_strides(view, dtype, block_size):
     tensor = VIEWS[view].to(dtype)
     layout = MemoryLayout(tensor, block_size)
-    matrix = layout.matrix_of(tensor)
+    matrix = layout.to_matrix(tensor)
     codes, scale, of_scales, *_ = encode(matrix, block_size)
     expected = dynamic_cast_blocks(matrix, torch.float8_e4m3fn, power_of_2=True, block_size=(1, block_size), mode="")
     assert torch.equal(codes.view(torch.uint8), expected[0].view(torch.uint8))
     assert torch.equal(scale, expected[2])
-    again = layout.tensor_of(decode(codes, scale, of_scales, dtype))
+    again = layout.from_matrix(decode(codes, scale, of_scales, dtype))
     assert (again.shape, again.dtype) == (tensor.shape, dtype)
     assert again.stride() == tensor.stride() or not layout.is_dense
     assert sqnr_db(tensor, again) > 28
     compiled = torch.compile(lambda *args: torch.ops.quaver.decode_blocks(*args), backend="eager")
-    assert torch.equal(layout.tensor_of(compiled(codes, scale, of_scales, dtype)), again)
+    assert torch.equal(layout.from_matrix(compiled(codes, scale, of_scales, dtype)), again)
 
 
 @functools.cache
@@ -418,7 +418,7 @@ def test_one_storage_is_stored_once_until_it_is_written_to():
     pack = store_hooks.Pack(store_hooks.Storage("", 128), [x], None)
     first, view, transposed = pack(x), pack(x.view(-1, 256)), pack(x.transpose(0, 1))
     assert first.codes is view.codes is transposed.codes
-    assert torch.equal(first.restored(), transposed.restored().transpose(0, 1))
+    assert torch.equal(first.restore(), transposed.restore().transpose(0, 1))
     with torch.no_grad():
         x.add_(1)
     assert pack(x).codes is not first.codes
@@ -431,7 +431,7 @@ def test_a_new_storage_in_the_place_of_a_freed_one_has_codes_of_its_own():
         kept = pack(x)
         expected = x.detach().clone()
         del x
-        assert sqnr_db(expected, kept.restored()) > 28
+        assert sqnr_db(expected, kept.restore()) > 28
 
 
 def test_a_second_backward_reads_the_codes_again_and_a_double_backward_is_refused():
