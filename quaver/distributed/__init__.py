@@ -1,6 +1,6 @@
 """Float8 across ranks: weights and gradients of data parallelism, tensor and sequence parallelism, expert parallelism.
 
-The styles of `parallelize_module` are imported when they are asked for: their base classes are in
+The styles for `parallelize_module` are imported on first access, since their base classes are in
 torch.distributed.tensor ([Note: import time] in torch_private/dtensor.py).
 """
 

@@ -17,7 +17,8 @@ The unsharded parameter is a `Float8Tensor` that lives as long as FSDP2 keeps it
 precision never exists. The 3-D weights of experts are gathered in the same way.
 
 [Note: when scales are dropped]
-Scales are stored with the shard that they were computed from and dropped at the first write to it. Two kinds of writes:
+Scales are stored with the shard that they were computed from and dropped at the first write to it. There are two
+kinds of writes:
 
     through dispatch    Every op on a shard passes `Float8AllGatherWeight.__torch_dispatch__`, the multi-tensor kernels
                         of optimizers included, which move no version counters. These ops run on all ranks alike, so all
@@ -116,7 +117,7 @@ AllGatherInputs = tuple[tuple[Tensor, ...], _Metadata]
 class Float8AllGatherWeight(WrappedTensor):
     """A weight, or a shard of one, that FSDP2 all-gathers in float8.
 
-    All other ops run on the wrapped tensor, and `data_ptr`, `untyped_storage`, `numpy` and `tolist` answer for it.
+    Ops run on the wrapped tensor, and `data_ptr`, `untyped_storage`, `numpy` and `tolist` answer for it.
 
     Attributes:
         wrapped: the plain tensor in high precision, [n, K] for a linear and [e, r, C] for experts.

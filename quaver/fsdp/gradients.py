@@ -5,8 +5,8 @@ e4m3 with one float32 scale per block. It sends row r to rank r, which sums the 
 A rank sends and rounds:
 
              bytes per element           relative to bfloat16    roundings to e4m3
-    FSDP2    (n - 1) / n * 1.016         0.51                    one, before the sum.
-    DDP      2 * (n - 1) / n * 1.016     0.51                    two: the sum is all-gathered as codes too.
+    FSDP2    (n - 1) / n * 1.016         0.51                    one, before the sum
+    DDP      2 * (n - 1) / n * 1.016     0.51                    two: the sum is all-gathered as codes too
 
 Under DDP every rank decodes the same codes of the sum, its own part included, so replicas stay bit-identical.
 A block with an inf or a NaN has such a scale and arrives as NaN in all its elements. Under HSDP, FSDP2 all-reduces over

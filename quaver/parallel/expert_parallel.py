@@ -1,28 +1,27 @@
-"""Expert parallelism of float8 experts, for `parallelize_module`: tokens travel to their experts as float8 codes.
+"""Expert parallelism of float8 experts, for `parallelize_module`: tokens are sent to their experts as float8 codes.
 
-Rank r of R holds experts r * E / R and on, and its own tokens. A forward sends each pair of a token and one of its
-experts to the expert's rank (dispatch), and its result back (combine), where the routing weights sum it:
+Rank r of R holds experts r * E / R to (r + 1) * E / R - 1, and its own tokens. A forward sends each pair of a token and
+one of its experts to the expert's rank (dispatch) and the result back (combine), where the routing weights sum it:
 
     forward     dispatch    input of the first matmul         codes or high precision
                 combine     output of the last matmul         high precision
     backward    dispatch    grad_output of the last matmul    codes or high precision
                 combine     grad_input of the first matmul    high precision
 
-A row's codes depend on that row alone, so casting rows commutes with sending them. [Note: what travels as codes] A
-matrix travels as codes only where they give all its readers here the operands of one process:
+[Note: what travels as codes] A matrix travels as codes only if they give all its readers on the receiving rank the
+operands of a single process. Casts of rows commute with sending rows, since a row's codes depend on that row alone:
 
-    row and column casts are one (tensorwise)    always: the ranks agree on each expert's amax before they cast
-    scales of rows, or of blocks along rows      where only the row operand is read: no weight is trained, or
-                                                 gradients are those of backward="dequantized"
-    all others                                   never: the column operand (grad_weight) is a cast of the
-                                                 high-precision rows of all ranks, or those rows themselves
+    row and column cast are one (tensorwise)     always: the ranks agree on each expert's amax before they cast
+    scales of rows, or of blocks along rows      if only the row operand is read: no weight is trained, or gradients
+                                                 follow backward="dequantized"
+    all others                                   never: the column operand (grad_weight) is a cast of all ranks' rows
+                                                 in high precision, or these rows themselves
 
-With `grad_weight_from_codes` the second kind travels as codes in training too, and the column operand is made of the
-dequantized rows. docs/experts.md counts the bytes.
+With `grad_weight_from_codes` the second kind travels as codes in training too, and the column operand is quantized from
+the dequantized rows. docs/experts.md counts the bytes.
 
 Rows arrive sorted by expert, then rank, then position, which is how one process with the tokens of all ranks sorts
-them. So each rank has the results of that process, and each weight its gradient, to the bit; nothing is summed over
-ranks.
+them. So results and gradients are bit-identical to that process, and nothing is summed over ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from quaver.runtime.collectives import all_to_all, max_over_ranks
 
 
 class TokenDispatch:
-    """The exchange of one routing: see `Dispatch` (experts/dispatch.py), and the top of the file."""
+    """The exchange of one routing; implements `Dispatch` (experts/dispatch.py)."""
 
     def __init__(
         self,
@@ -68,32 +67,26 @@ class TokenDispatch:
         group: ProcessGroup,
         grad_weight_from_codes: bool,
     ) -> None:
-        """Keep what says where each row goes.
-
-        Args:
-            pairs, ends: of this rank, as `Dispatcher` takes them.
-            counts: int64 [R, E / R], how many rows come from each rank for each expert here.
-            sent, received: how many rows go to each rank, and come from it.
-        """
+        """`counts` [R, E / R]: rows from each rank for each local expert. `sent`, `received`: rows per rank."""
         self._pairs, self._all_ends, self._group = pairs, ends, group
         self._sent, self._received = sent, received
         self._grad_weight_from_codes = grad_weight_from_codes
-        numbers = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
-        arrived = numbers.repeat_interleave(counts.flatten(), output_size=sum(received))
-        self.experts, self._by_expert = torch.sort(arrived, stable=True)
+        local_experts = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
+        received_experts = local_experts.repeat_interleave(counts.flatten(), output_size=sum(received))
+        self.experts, self._by_expert = torch.sort(received_experts, stable=True)
         self.ends = counts.sum(0).cumsum(0).to(torch.int32)
 
     def dispatch(self, rows: Tensor) -> Tensor:
-        """Rows sorted by expert, [pairs, columns] -> [rows here, columns]. Rows past the last end stay."""
+        """Rows sorted by expert, [pairs, columns] -> [local rows, columns]. Rows past the last end are not sent."""
         return all_to_all(rows[: sum(self._sent)], self._received, self._sent, self._group)[self._by_expert]
 
     def combine(self, rows: Tensor) -> Tensor:
-        """[rows here, columns] -> [pairs, columns], 0 past the last end."""
-        arrived = torch.empty_like(rows)
-        arrived[self._by_expert] = rows
-        back = all_to_all(arrived, self._sent, self._received, self._group)
-        missing = self._pairs - back.shape[0]
-        return F.pad(back, (0, 0, 0, missing)) if missing else back
+        """[local rows, columns] -> [pairs, columns], 0 past the last end."""
+        by_rank = torch.empty_like(rows)
+        by_rank[self._by_expert] = rows
+        combined = all_to_all(by_rank, self._sent, self._received, self._group)
+        missing = self._pairs - combined.shape[0]
+        return F.pad(combined, (0, 0, 0, missing)) if missing else combined
 
     def quantize(self, hp: Tensor, casts: OperandCasts, row: bool, column: bool) -> Operands:
         """The operands of `dispatch(hp)`; see [Note: what travels as codes]."""
@@ -106,35 +99,36 @@ class TokenDispatch:
         return Operands(operand if row else None, operand if column else None)
 
     def _quantize_tensorwise(self, hp: Tensor, cast: CastConfig, power_of_2: bool) -> Operand:
-        """One scale for each expert, of its tokens on all ranks."""
+        """Quantize with one scale for each expert, from the amax of its tokens on all ranks, and dispatch the codes."""
         experts = self._all_ends.shape[0]
         expert = group_of_rows(self._all_ends, experts, hp.shape[0], hp.device)[0]
         amax = max_over_ranks(amax_of_scale_rows(hp, expert, experts, ALL), self._group)
         scales = scaling.scales_of(amax.to(hp.dtype), cast.float8_dtype, power_of_2, cast.scales_mode)
         factor, divisor_of = scaling.factor_of(scales, cast.mode)
         codes = cast_with_scale(hp, cast.float8_dtype, factor[expert], None, divisor_of)[0]
-        here = self.ends.shape[0]
-        return Operand(self.dispatch(codes), scales.dequant[:, 0].narrow(0, self._group.rank() * here, here))
+        local_experts = self.ends.shape[0]
+        local_scales = scales.dequant[:, 0].narrow(0, self._group.rank() * local_experts, local_experts)
+        return Operand(self.dispatch(codes), local_scales)
 
     def _quantize_rows(self, hp: Tensor, casts: OperandCasts, column: bool) -> Operands:
-        """Codes with the scales of their rows, in one message."""
-        made = present(cast_groups(hp, casts.row, None, 1, True, False, casts.power_of_2).row)
+        """Quantize rows and dispatch their codes and scales in one all-to-all."""
+        sent = present(cast_groups(hp, casts.row, None, 1, True, False, casts.power_of_2).row)
         scale_dtype = torch.float8_e8m0fnu if casts.row.scale_calculation_mode else torch.float32
-        parts = made.data, typing.cast(Tensor, made.dequant_scale).to(scale_dtype).contiguous()
-        arrived = self.dispatch(torch.cat([part.view(torch.uint8) for part in parts], 1))
+        parts = sent.data, typing.cast(Tensor, sent.dequant_scale).to(scale_dtype).contiguous()
+        received = self.dispatch(torch.cat([part.view(torch.uint8) for part in parts], 1))
         codes, scale = (
-            bytes_of.contiguous().view(part.dtype)
-            for bytes_of, part in zip(arrived.tensor_split([hp.shape[1]], 1), parts, strict=True)
+            received_bytes.contiguous().view(part.dtype)
+            for received_bytes, part in zip(received.tensor_split([hp.shape[1]], 1), parts, strict=True)
         )
-        operand = Operand(codes, scale.float(), made.layout)
+        operand = Operand(codes, scale.float(), sent.layout)
         if casts.is_dequantized or not column:
             return Operands(operand, operand if column else None)
-        rounded = scaling.dequantize(codes, scale.float(), hp.dtype, made.layout)
+        rounded = scaling.dequantize(codes, scale.float(), hp.dtype, sent.layout)
         return quantize_groups(rounded, casts, self.ends, self.ends.shape[0], False, True)._replace(row=operand)
 
 
 def _travels_as_codes(casts: OperandCasts, row: bool, column: bool, grad_weight_from_codes: bool) -> bool:
-    """Whether a matrix that is read by `row` and by `column` travels in float8: [Note: what travels as codes]."""
+    """Whether a matrix that these operands are read of travels in float8; see [Note: what travels as codes]."""
     if casts.is_dequantized:
         row, column = True, False
     cast = casts.row if row else casts.column
@@ -144,11 +138,11 @@ def _travels_as_codes(casts: OperandCasts, row: bool, column: bool, grad_weight_
 
 
 class ExpertDispatcher:
-    """Sends tokens to the ranks of their experts; see `Dispatcher` (experts/dispatch.py).
+    """Sends tokens to the ranks of their experts; implements `Dispatcher` (experts/dispatch.py).
 
     Args:
-        mesh: one axis, over whose ranks the experts are split in order, each with as many.
-        experts: how many all ranks have.
+        mesh: one axis; its ranks hold equal numbers of experts, in order.
+        experts: the number of experts on all ranks.
         grad_weight_from_codes: see `Float8ExpertParallel`.
     """
 
@@ -157,41 +151,41 @@ class ExpertDispatcher:
         self.grad_weight_from_codes = grad_weight_from_codes
 
     def __call__(self, pairs: int, ends: Tensor, call: str) -> TokenDispatch:
-        """See `Dispatcher`. Raises RuntimeError on every rank where ranks disagree about `call`."""
+        """See `Dispatcher`. Raises RuntimeError on every rank if ranks disagree about `call`."""
         group, ranks = self.mesh.get_group(), self.mesh.size()
-        own = ends.diff(prepend=ends.new_zeros(1)).long().view(ranks, -1)
+        own_counts = ends.diff(prepend=ends.new_zeros(1)).long().view(ranks, -1)
         digest = zlib.crc32(call.encode())
-        announced = torch.cat([own, own.new_full((ranks, 1), digest)], 1)
-        arrived = all_to_all(announced, [1] * ranks, [1] * ranks, group)
-        counts = arrived[:, :-1]
-        sent, received, unlike = self._read(torch.stack([own.sum(1), counts.sum(1), arrived[:, -1] - digest]), pairs)
-        if any(unlike):
+        announced = torch.cat([own_counts, own_counts.new_full((ranks, 1), digest)], 1)
+        received_lines = all_to_all(announced, [1] * ranks, [1] * ranks, group)
+        counts, differences = received_lines[:, :-1], received_lines[:, -1] - digest
+        sent, received, differs = self._read(torch.stack([own_counts.sum(1), counts.sum(1), differences]), pairs)
+        if any(differs):
             check_ranks_agree([call], group, ends.device, what="the tokens that they send to experts")
         return TokenDispatch(pairs, ends, counts, sent, received, group, self.grad_weight_from_codes)
 
     def _read(self, numbers: Tensor, pairs: int) -> list[list[int]]:
-        """`numbers` [3, R] on the host: the rows to send and to receive, and 0 from ranks that agree."""
+        """Copy `numbers` [3, R] to the host: the rows to send and to receive, and 0 from ranks that agree."""
         lists: list[list[int]] = numbers.tolist()
         return lists
 
     def note(self, experts: nn.Module) -> str:
-        """See `Dispatcher`."""
         config: Float8LinearConfig | None = getattr(experts, "float8_config", None)
-        first, last = (each.requires_grad for each in weights_of(experts).values())
+        trains_first, trains_last = (weight.requires_grad for weight in weights_of(experts).values())
         are_codes = [False, False]
         if config is not None:
+            readers = ((config.casts.input, trains_first), (config.casts.grad_output, trains_last))
+            from_codes = self.grad_weight_from_codes
+            are_codes = [_travels_as_codes(casts, True, trains, from_codes) for casts, trains in readers]
+            # A bias or a norm after the experts reads grad_output in high precision.
             is_read = getattr(experts, "has_bias", False) or getattr(experts, "has_post_expert_norm", False)
-            readers = ((config.casts.input, first), (config.casts.grad_output, last))
-            are_codes = [_travels_as_codes(casts, True, each, self.grad_weight_from_codes) for casts, each in readers]
             are_codes[1] = are_codes[1] and not is_read
-        tokens, gradients = ("float8 codes" if each else "high precision" for each in are_codes)
+        tokens, gradients = ("float8 codes" if is_codes else "high precision" for is_codes in are_codes)
         return (
             f"expert parallelism over {self.ranks} ranks: tokens travel to experts in {tokens}, and gradients of their "
             f"results in {gradients}"
         )
 
     def local_part(self, parameter: Tensor) -> Tensor:
-        """See `Dispatcher`."""
         return local_part(parameter)
 
     def __deepcopy__(self, memo: object) -> ExpertDispatcher:
@@ -199,23 +193,23 @@ class ExpertDispatcher:
 
 
 class Float8ExpertParallel(ParallelStyle):
-    """Splits the experts of a `Float8Experts` over a mesh, whose ranks have tokens of their own.
+    """Splits the experts of a `Float8Experts` over a mesh whose ranks have different tokens.
 
-    The trainer's experts in high precision are split, too. Parameters become DTensors, `Shard(0)`, and a state_dict has
-    all experts. Every rank calls the experts and goes backward in each step, also one without tokens. Results and
-    gradients are those of one process with the tokens of all ranks, to the bit: gradients of a sum of the ranks'
-    losses. A norm after the experts stays whole, and has this rank's part of its gradient.
+    It also splits the trainer's experts in high precision. Parameters become DTensors in `Shard(0)`, and a state_dict
+    has all experts. Every rank must call the experts and run their backward in each step, even without tokens. Results
+    and gradients are bit-identical to one process with the tokens of all ranks and the sum of the ranks' losses. A norm
+    after the experts is replicated, and its gradient on a rank covers that rank's tokens.
 
     Args:
-        grad_weight_from_codes: let tokens and gradients travel as codes, one byte an element, also where a weight's
-            gradient reads another cast of them than the codes (row-wise and block-wise recipes). That cast is then made
-            of the dequantized codes. With scales that are powers of two, gradients of weights then differ from those of
-            one process by elements below 2^-13 of the largest in their row, column or block (subnormal e4m3); where
-            grad_weight is in high precision, by the rounding of both its operands.
+        grad_weight_from_codes: send tokens and gradients as codes, one byte per element, even if grad_weight reads
+            another cast of them than the codes (row-wise and block-wise recipes). That cast is then quantized from the
+            dequantized codes. With power-of-two scales, grad_weight then differs from one process in elements below
+            2^-13 of the largest in their row, column or block (subnormal e4m3). If grad_weight is in high precision, it
+            differs by the rounding of both its operands.
     Raises:
-        ValueError: no Float8Experts, experts that are split already, or as many as are no multiple of the ranks.
-        NotImplementedError: the backend cannot exchange bytes by all_to_all_single, or weights are stored in float8.
-        RuntimeError: ranks with other experts or another config.
+        ValueError: no Float8Experts, experts that are split already, or an uneven number of experts per rank.
+        NotImplementedError: the backend has no all_to_all_single of bytes, or weights are stored in float8.
+        RuntimeError: ranks with different experts or configs.
     """
 
     def __init__(self, *, grad_weight_from_codes: bool = False) -> None:
@@ -224,15 +218,16 @@ class Float8ExpertParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check(module, device_mesh)
         experts = typing.cast(RoutedExperts, module)
-        shapes = {name: list(each.shape) for name, each in experts.named_parameters(recurse=False)}
+        parameters = dict(experts.named_parameters(recurse=False))
+        shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
         precision = getattr(experts, "float8_config", "high precision")
         line = f"{precision}, {shapes}, grad_weight_from_codes={self.grad_weight_from_codes}"
         device = torch.device(device_mesh.device_type)
         check_ranks_agree([line], device_mesh.get_group(), device, what="experts")
         check_backend(device_mesh, device)
-        for name, each in list(experts.named_parameters(recurse=False)):
-            shard = distribute_tensor(each.detach(), device_mesh, [Shard(0)])
-            experts.register_parameter(name, nn.Parameter(shard, requires_grad=each.requires_grad))
+        for name, parameter in parameters.items():
+            shard = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)])
+            experts.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
         experts.dispatcher = ExpertDispatcher(
             device_mesh, shapes["down_proj"][0], grad_weight_from_codes=self.grad_weight_from_codes
         )
@@ -262,13 +257,10 @@ def _check(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def check_backend(mesh: DeviceMesh, device: torch.device) -> None:
-    """Exchange one byte with each rank, so that a backend that cannot says so before the first step.
-
-    Raises NotImplementedError.
-    """
-    ones, group = [1] * mesh.size(), mesh.get_group()
+    """Exchange one byte with each rank. Raises NotImplementedError if the backend has no all_to_all_single of bytes."""
+    one_each, group = [1] * mesh.size(), mesh.get_group()
     try:
-        all_to_all(torch.zeros(mesh.size(), 1, dtype=torch.uint8, device=device), ones, ones, group)
+        all_to_all(torch.zeros(mesh.size(), 1, dtype=torch.uint8, device=device), one_each, one_each, group)
     except RuntimeError as error:
         raise NotImplementedError(
             "expert parallelism sends codes by all_to_all_single of uint8, which the backend "

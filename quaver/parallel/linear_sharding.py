@@ -1,12 +1,12 @@
-"""How the matrices of a tensor-parallel linear are sharded, and how activations get from one linear to the next.
+"""The shardings of a tensor-parallel linear over T ranks, and the float8 all-gather of its input.
 
-    ColwiseSharding      weight [N/T, K]   input whole              output and grad_output [.., N/T]
-    RowwiseSharding      weight [N, K/T]   input [.., K/T]          output summed over the ranks: whole, or by sequence
-    PartialSumSharding   weight [N, K/T]   input [.., K/T]          output is a part of the sum
-    ReplicatedSharding   weight [N, K]     input whole or by token  output likewise
+    ColwiseSharding      weight [N/T, K]    input replicated              output and grad_output [.., N/T]
+    RowwiseSharding      weight [N, K/T]    input [.., K/T]               output reduced, or reduced and scattered
+    PartialSumSharding   weight [N, K/T]    input [.., K/T]               output Partial()
+    ReplicatedSharding   weight [N, K]      input replicated or by token  output as the input
 
-They implement `LinearSharding` (linear/quantize.py): a linear calls them inside its one autograd function, on plain
-tensors. Only an input that several linears share is all-gathered outside, by `AllGatherInput`, into a `Float8Tensor`.
+They implement `LinearSharding` (linear/quantize.py): a linear calls them on plain tensors, inside its one autograd
+function. Only an input that several linears share is all-gathered outside, by `AllGatherInput`, as a `Float8Tensor`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from quaver.runtime.collectives import all_reduce, reduce_scatter
 
 
 class _Sharding:
-    """Base class of column-wise and row-wise parallel linears; see `LinearSharding` in linear/quantize.py.
+    """Base class of the shardings; see `LinearSharding` in linear/quantize.py.
 
-    The input of `forward` is a DTensor, which is redistributed in high precision as the sharding needs it; a local
-    tensor, which is this rank's part; or a `Float8Tensor` that was all-gathered.
+    The input of `forward` is a DTensor, which is redistributed in high precision as the sharding needs it; a plain
+    tensor, which is this rank's part; or an all-gathered `Float8Tensor`.
     """
 
     weight_dim: int
@@ -57,7 +57,7 @@ class _Sharding:
 
 
 class ColwiseSharding(_Sharding):
-    """weight [N/T, K], input whole, output and grad_output [.., N/T]."""
+    """weight [N/T, K], input replicated, output and grad_output [.., N/T]."""
 
     weight_dim = 0
 
@@ -66,7 +66,6 @@ class ColwiseSharding(_Sharding):
         self.all_gather_input = all_gather_input
 
     def follow_config(self) -> None:
-        """See `AllGatherInput`."""
         if self.all_gather_input is not None:
             self.all_gather_input.follow_config()
 
@@ -86,22 +85,22 @@ class ColwiseSharding(_Sharding):
     def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
         """See `_Sharding`. Returns a DTensor, Shard(-1)."""
         if isinstance(input, DTensor):
-            # redistribute() would sum the gradient for each linear that shares the input, even where it moves nothing.
-            whole = input if input.placements[0] == Replicate() else input.redistribute(placements=[Replicate()])
-            input = typing.cast(Tensor, PartOfSum.apply(whole))
+            # redistribute() on a replicated input would reduce the gradient once for each linear that reads the input.
+            replicated = input if input.placements[0] == Replicate() else input.redistribute(placements=[Replicate()])
+            input = typing.cast(Tensor, PartialGrad.apply(replicated))
         output = linear.forward_local(input, self)
-        # Ranks may have unlike numbers of features.
+        # Explicit, since ranks may have different numbers of features.
         shape = torch.Size([*output.shape[:-1], linear.out_features])
         stride = torch.empty(shape, device="meta").stride()
-        last = [Shard(output.dim() - 1)]
-        return DTensor.from_local(output, self.mesh, last, run_check=False, shape=shape, stride=stride)
+        placements = [Shard(output.dim() - 1)]
+        return DTensor.from_local(output, self.mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
         return output
 
 
 class RowwiseSharding(_Sharding):
-    """weight [N, K/T], input [.., K/T], output summed over the ranks: whole, or each rank its part of the tokens."""
+    """weight [N, K/T], input [.., K/T], output summed over the ranks: replicated, or scattered along `sequence_dim`."""
 
     weight_dim = 1
 
@@ -112,7 +111,7 @@ class RowwiseSharding(_Sharding):
     def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if bias is None:
             return local_part(weight), None, None
-        # Added to the sum, so that it counts once; a rank's tokens give a part of its gradient.
+        # The bias is added once, after the reduction. If ranks then hold different tokens, its gradient is partial.
         partial = None if self.sequence_dim is None else [Partial()]
         return local_part(weight), None, typing.cast(DTensor, bias).to_local(grad_placements=partial)
 
@@ -129,7 +128,7 @@ class RowwiseSharding(_Sharding):
         return GatheringQuantizer(casts, hp_dtype, scale, self.group, self.sequence_dim)
 
     def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
-        """See `_Sharding`. Returns a DTensor, Replicate() or sharded along the sequence."""
+        """See `_Sharding`. Returns a DTensor, Replicate() or Shard(sequence_dim)."""
         if isinstance(input, DTensor):
             input = input.redistribute(placements=[Shard(input.dim() - 1)]).to_local()
         output = linear.forward_local(input, self)
@@ -140,18 +139,18 @@ class RowwiseSharding(_Sharding):
         if self.sequence_dim is None:
             return all_reduce(output, self.group)
         output = output.view(*leading, output.shape[-1])
-        return reduce_scatter(output, _sequence_dim(output, self.sequence_dim, self.group), self.group)
+        return reduce_scatter(output, _checked_sequence_dim(output, self.sequence_dim, self.group), self.group)
 
 
 class PartialSumSharding(RowwiseSharding):
-    """weight [N, K/T], input [.., K/T]; the output stays Partial(), for a caller that redistributes it."""
+    """weight [N, K/T], input [.., K/T]; the output is Partial(), and its caller redistributes it."""
 
     def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """See `LinearSharding`. The bias counts on the first rank alone, and every rank has its gradient."""
-        weight, _, whole_bias = super().local_parameters(weight, bias)
-        if whole_bias is not None and self.mesh.get_local_rank() > 0:
-            whole_bias = whole_bias - whole_bias.detach()
-        return weight, None, whole_bias
+        """See `LinearSharding`. The bias is zero on all ranks but the first, with the whole gradient on every rank."""
+        weight, _, local_bias = super().local_parameters(weight, bias)
+        if local_bias is not None and self.mesh.get_local_rank() > 0:
+            local_bias = local_bias - local_bias.detach()
+        return weight, None, local_bias
 
     def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
         """See `_Sharding`. Returns a DTensor, Partial()."""
@@ -163,12 +162,12 @@ class PartialSumSharding(RowwiseSharding):
 
 
 class ReplicatedSharding(_Sharding):
-    """weight [N, K] on every rank; input whole, or each rank some of the tokens, and the output as the input."""
+    """weight [N, K] on every rank; the input is replicated or sharded by token, and the output has its placement."""
 
     weight_dim = 0
 
     def __init__(self, mesh: DeviceMesh, layout: Placement) -> None:
-        """`layout`: of the input, Replicate() or Shard of a dim before the last."""
+        """`layout`: the placement of the input, Replicate() or Shard of a dim before the last."""
         super().__init__(mesh)
         self.layout = layout
 
@@ -196,24 +195,24 @@ class ReplicatedSharding(_Sharding):
 
     def forward(self, linear: Float8Linear, input: Tensor) -> Tensor:
         """See `_Sharding`. Returns a DTensor in `layout`."""
-        whole = torch.Size([*input.shape[:-1], linear.out_features])  # ranks may have unlike numbers of tokens
-        stride = torch.empty(whole, device="meta").stride()
+        shape = torch.Size([*input.shape[:-1], linear.out_features])  # ranks may have different numbers of tokens
+        stride = torch.empty(shape, device="meta").stride()
         local = typing.cast(DTensor, input).redistribute(placements=[self.layout]).to_local()
         output = linear.forward_local(local, self)
-        return DTensor.from_local(output, self.mesh, [self.layout], run_check=False, shape=whole, stride=stride)
+        return DTensor.from_local(output, self.mesh, [self.layout], run_check=False, shape=shape, stride=stride)
 
     def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
         return output
 
 
 def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> None:
-    """Raise ValueError where parts of the weight's dim on `ranks` ranks would end within blocks."""
+    """Raise ValueError if sharding the weight along `weight_dim` over `ranks` would split blocks that share a scale."""
     casts = linear.config.casts
     sharded = ((casts.weight, weight_dim), (casts.grad_output if weight_dim == 0 else casts.input, 1))
-    # The blocks of row codes have the sizes (dot products, length), those of column codes (length, dot products).
-    along = [(operand.row, dim) for operand, dim in sharded]
-    along += [(operand.column, 1 - dim) for operand, dim in sharded]
-    lengths = [cast.known_layout("tensor parallelism")[dim] for cast, dim in along if not cast.is_disabled]
+    # Configs give the layout of row codes; in column codes blocks are turned.
+    cast_dims = [(operand.row, dim) for operand, dim in sharded]
+    cast_dims += [(operand.column, 1 - dim) for operand, dim in sharded]
+    lengths = [cast.known_layout("tensor parallelism")[dim] for cast, dim in cast_dims if not cast.is_disabled]
     block = max([1, *lengths])
     name, features = (("out", linear.out_features), ("in", linear.in_features))[weight_dim]
     part = -(-features // ranks)
@@ -226,10 +225,9 @@ def check_can_be_sharded(linear: Float8Linear, weight_dim: int, ranks: int) -> N
 
 
 def derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | PartialSumSharding | ReplicatedSharding:
-    """The sharding of a linear whose weight others distributed, as torch's ColwiseParallel does.
+    """The sharding of a linear whose weight other code made a DTensor, for example torch's ColwiseParallel.
 
-    The output has the placements of nn.Linear's: Shard(-1), Partial(), and those of the input for a weight that every
-    rank has.
+    The output has the placement that nn.Linear gives it: Shard(-1), Partial(), or the input's for a replicated weight.
     """
     weight = typing.cast(DTensor, linear.weight)
     placement = weight.placements[0] if weight.device_mesh.ndim == 1 else None
@@ -250,15 +248,15 @@ def derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | P
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """This rank's part of a sharded parameter, differentiably; a plain one as it is."""
+    """`to_local()` of a DTensor, which is differentiable; other tensors are returned unchanged."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _sequence_dim(whole: Tensor, dim: int, group: ProcessGroup) -> int:
-    dim %= whole.dim()
-    if whole.shape[dim] % group.size():
+def _checked_sequence_dim(tensor: Tensor, dim: int, group: ProcessGroup) -> int:
+    dim %= tensor.dim()
+    if tensor.shape[dim] % group.size():
         raise ValueError(
-            f"sequence parallel: expected dim {dim} of {list(whole.shape)} to be a multiple of the {group.size()} "
+            f"sequence parallel: expected dim {dim} of {list(tensor.shape)} to be a multiple of the {group.size()} "
             "ranks of tensor parallelism; pad the sequence"
         )
     return dim
@@ -268,7 +266,7 @@ def _sequence_dim(whole: Tensor, dim: int, group: ProcessGroup) -> int:
 
 
 class _AllGatherFloat8(torch.autograd.Function):
-    """A sequence-sharded activation [.., s, K] -> the whole, as a Float8Tensor; gradients are summed and scattered."""
+    """All-gathers a sequence-sharded activation [.., s, K] as a Float8Tensor. The backward is a reduce-scatter."""
 
     @staticmethod
     def forward(
@@ -296,17 +294,17 @@ class _AllGatherFloat8(torch.autograd.Function):
         row, column = quantizer(local, row=True, column=for_grad_weight)
         shape = [*local.shape]
         shape[dim] *= group.size()
-        whole = Float8Tensor.from_operands(
-            _shaped(present(row), shape),
+        gathered = Float8Tensor.from_operands(
+            _view_operand(present(row), shape),
             None if column is None else column._replace(data=column.data.view(shape)),
             local.dtype,
         )
-        return DTensor.from_local(whole, mesh, [Replicate()], run_check=False) if as_dtensor else whole
+        return DTensor.from_local(gathered, mesh, [Replicate()], run_check=False) if as_dtensor else gathered
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if isinstance(local_part(grad), Float8Tensor):
-            # The graph ends here, so AOTAutograd made up a gradient of the type of the result.
+            # The graph ends here, so AOTAutograd passes a gradient of the result's type, Float8Tensor.
             raise NotImplementedError(
                 "torch.compile ended a graph between the float8 all-gather of an input and the linears that read it. "
                 "Compile a module around the one that PrepareFloat8ModuleInput was applied to, with fullgraph=True"
@@ -314,28 +312,29 @@ class _AllGatherFloat8(torch.autograd.Function):
         if isinstance(grad, DTensor):
             grad = grad.redistribute(placements=[Shard(ctx.dim)]).to_local()
         else:
-            grad = reduce_scatter(grad, _sequence_dim(grad, ctx.dim, ctx.mesh.get_group()), ctx.mesh.get_group())
+            grad = reduce_scatter(
+                grad, _checked_sequence_dim(grad, ctx.dim, ctx.mesh.get_group()), ctx.mesh.get_group()
+            )
         return grad, *[None] * 8
 
 
-def _shaped(operand: Operand, shape: Sequence[int]) -> Operand:
-    """A row operand with the leading dims of `shape`."""
+def _view_operand(operand: Operand, shape: Sequence[int]) -> Operand:
     scale = operand.dequant_scale
     if scale is not None and scale.dim():
         scale = scale.view(*shape[:-1], -1)
     return Operand(operand.data.view(shape), scale, operand.layout)
 
 
-class PartOfSum(torch.autograd.Function):
-    """The local tensor of a replicated DTensor; its gradient is this rank's part of a sum, and stays so until the end.
+class PartialGrad(torch.autograd.Function):
+    """The local tensor of a replicated DTensor. Its gradient is a DTensor in Partial(), which is reduced once, later.
 
-    `to_local(grad_placements=[Partial()])` would say the same, but torch sums at once, for each linear that shares it.
+    With `to_local(grad_placements=[Partial()])` torch would reduce it here, once for each linear that reads the input.
     """
 
     @staticmethod
-    def forward(ctx: Any, whole: DTensor) -> Tensor:
-        ctx.mesh = whole.device_mesh
-        return whole.to_local()
+    def forward(ctx: Any, replicated: DTensor) -> Tensor:
+        ctx.mesh = replicated.device_mesh
+        return replicated.to_local()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -343,19 +342,19 @@ class PartOfSum(torch.autograd.Function):
 
 
 def is_all_gathered_in_float8(config: Float8LinearConfig) -> bool:
-    """Whether the input is all-gathered as codes: not if one of its matmuls reads it in high precision.
+    """Whether the input is all-gathered as codes: both its matmuls read float8, and blocks are not square.
 
-    Nor as square blocks: their scales belong to no token, so that leading dims could not be joined and split.
+    The scale of a square block belongs to several tokens, so leading dims could not be flattened and split.
     """
     cast = config.casts.input
     return cast.is_float8 and not (cast.row.is_blockwise and not cast.row.has_two_casts)
 
 
 class AllGatherInput:
-    """All-gathers the sequence-sharded inputs of one module in float8; made once, when the module is parallelized."""
+    """All-gathers the sequence-sharded inputs of one module in float8. Constructed when the module is parallelized."""
 
     def __init__(self, layout: Placement, mesh: DeviceMesh, linear: Float8Linear, *, as_dtensor: bool) -> None:
-        """`linear`: the first of those that read the input; its config says how to cast, and its scale is used."""
+        """`linear`: the first linear that reads the input. Its config and its persistent scale cast the input."""
         self._dim, self._mesh, self._as_dtensor = typing.cast(Shard, layout).dim, mesh, as_dtensor
         self._linear = linear
         self._calls: dict[Float8LinearConfig, Any] = {}
@@ -364,7 +363,7 @@ class AllGatherInput:
             raise ValueError(f"expected an input that is whole or sharded along its tokens, got {layout} (features)")
 
     def follow_config(self) -> None:
-        """Cast as the config of the linear says from now on; `is_used` is false where that gathers no codes."""
+        """Cast by the linear's current config from now on, and set `is_used`: whether it gathers codes."""
         dim, mesh, config, as_dtensor = self._dim, self._mesh, self._linear.config, self._as_dtensor
         self.is_used = is_all_gathered_in_float8(config)
 
@@ -373,16 +372,17 @@ class AllGatherInput:
                 Tensor, _AllGatherFloat8.apply(local, dim, mesh, config, as_dtensor, for_grad_weight, *scale)
             )
 
-        # Dynamo would trace the backward with a gradient of the type of the result, a Float8Tensor. In the graph as one
-        # call, it is traced by the autograd that runs it, with the gradient that comes. A config has one, for guards.
+        # Dynamo would trace the backward with a gradient of the result's type, Float8Tensor. As one call in the graph,
+        # the backward is traced by AOTAutograd, with the actual gradient. One function per config, for the guards.
         if config not in self._calls:
             self._calls[config] = torch.compiler.allow_in_graph(all_gather_float8)
         self._call = self._calls[config]
 
     def __call__(self, local: Tensor, *, for_grad_weight: bool = True, linear: Float8Linear | None = None) -> Tensor:
-        """`for_grad_weight`: whether a linear that reads it trains its weight. Without gradients none does.
+        """All-gather this rank's part of the input.
 
-        `linear`: the one whose persistent scale to use, where it is a copy of the one that this was made for.
+        `for_grad_weight`: whether a linear that reads the input trains its weight. `linear`: the linear whose
+        persistent scale to use; the copy of a module passes its linear.
         """
         scale = (linear or self._linear).persistent_scales(local.device).input or (None, None, None)
         return self._call(local, for_grad_weight and torch.is_grad_enabled(), *scale[:3])

@@ -1,19 +1,20 @@
 """Tensor and sequence parallelism of float8 linears, for `parallelize_module`, with the scales of one device.
 
-    Float8ColwiseParallel    weight [N/T, K]   input whole           output [.., N/T]
-    Float8RowwiseParallel    weight [N, K/T]   input [.., K/T]       output summed over the ranks, whole or by sequence
-    PrepareFloat8ModuleInput                   quantizes and all-gathers a sequence-sharded input for all its linears
+    Float8ColwiseParallel       weight [N/T, K]    input replicated    output [.., N/T]
+    Float8RowwiseParallel       weight [N, K/T]    input [.., K/T]     output reduced, or reduced and scattered
+    PrepareFloat8ModuleInput    quantizes and all-gathers a sequence-sharded input once for all linears that read it
 
-Codes and scales are those of one device (tensor_parallel_quantizer.py), and results differ from it only where a sum
-over ranks is taken in another order.
+Codes and scales are bit-identical to one device (tensor_parallel_quantizer.py). Results differ only by the order of
+sums over ranks.
 
-What crosses the wire, T ranks, an activation of M tokens by K features:
-    forward      M * K codes to all-gather a sequence-sharded input, once for all linears that share it, and one
-                 scale, or one per token with the codes. Where grad_weight reads another cast of the input than output
-                 does (rowwise, blocks), both are all-gathered: two bytes per element, what bfloat16 takes.
-    backward     the same for a sequence-sharded grad_output of Float8RowwiseParallel.
-    in bfloat16  what a recipe reads in high precision (rowwise_with_gw_hp), tokens whose parts end within blocks of
-                 tokens (the sequence of a rank is no multiple of 128, or 32), and every sum over ranks.
+The payloads over T ranks, for an activation of M tokens by K features:
+
+    forward      The all-gather of a sequence-sharded input sends M * K codes, and one scale or one per token. If
+                 grad_weight reads another cast than output does (rowwise, blocks), both casts are sent: two bytes per
+                 element, as in bfloat16.
+    backward     The same for a sequence-sharded grad_output of Float8RowwiseParallel.
+    in bfloat16  Inputs that a recipe reads in high precision (rowwise_with_gw_hp). Sequences of a rank that are no
+                 multiple of the rows of a block (128 or 32). Every sum over ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _float8_linear(style: object, module: nn.Module) -> Float8Linear:
     return module
 
 
-def _one_axis(mesh: DeviceMesh) -> DeviceMesh:
+def _check_one_axis(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim != 1:
         raise ValueError(f"tensor parallelism runs along one mesh axis, got a mesh of {mesh.ndim}; pass mesh['tp']")
     return mesh
@@ -76,17 +77,17 @@ class Float8ColwiseParallel(ColwiseParallel):
     """torch's `ColwiseParallel` for a Float8Linear: a sequence-sharded input is quantized, then all-gathered.
 
     Args:
-        input_layouts: Replicate() (the default), or Shard(d) of a dim before the last. What
-            `PrepareFloat8ModuleInput` prepared is taken as it is.
-        output_layouts: Shard(-1) (the default), or any other that torch can redistribute to, in high precision.
-        use_local_output: give a plain tensor rather than a DTensor.
+        input_layouts: Replicate() (the default), or Shard(d) of a dim before the last. Ignored for a `Float8Tensor`
+            from `PrepareFloat8ModuleInput`.
+        output_layouts: Shard(-1) (the default), or a placement to redistribute to in high precision.
+        use_local_output: return a plain tensor instead of a DTensor.
     Raises:
         ValueError: the module is not a Float8Linear, or the input is sharded along its features.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear = _float8_linear(self, module)
-        mesh = _one_axis(device_mesh)
+        mesh = _check_one_axis(device_mesh)
         check_can_be_sharded(linear, 0, mesh.size())
         super()._apply(linear, mesh)
         all_gather_input = None
@@ -114,16 +115,16 @@ class Float8RowwiseParallel(RowwiseParallel):
     """torch's `RowwiseParallel` for a Float8Linear: a sequence-sharded grad_output is quantized, then all-gathered.
 
     Args:
-        input_layouts: Shard(-1) (the default), or another that torch can redistribute from, in high precision.
+        input_layouts: Shard(-1) (the default), or a placement to redistribute from in high precision.
         output_layouts: Replicate() (the default), or Shard(d) of a dim before the last (sequence parallel).
-        use_local_output: give a plain tensor rather than a DTensor.
+        use_local_output: return a plain tensor instead of a DTensor.
     Raises:
         ValueError: the module is not a Float8Linear, or the output would be sharded along its features.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear = _float8_linear(self, module)
-        mesh = _one_axis(device_mesh)
+        mesh = _check_one_axis(device_mesh)
         layout = self.output_layouts[0]
         if layout != Replicate() and (not isinstance(layout, Shard) or layout.dim == -1):
             raise ValueError(
@@ -139,19 +140,19 @@ class Float8RowwiseParallel(RowwiseParallel):
 class PrepareFloat8ModuleInput(PrepareModuleInput):
     """torch's `PrepareModuleInput` for Float8Linears that share inputs: quantized once, all-gathered once as codes.
 
-    What a module's forward gets in place of a sequence-sharded input is a `Float8Tensor` of the whole input's shape (in
-    a DTensor unless `use_local_output`). It can be given to column-wise parallel Float8Linears and viewed with other
-    leading dims; anything else on it is an error. Where the recipe reads the input in high precision too
-    (rowwise_with_gw_hp), torch all-gathers it so.
+    In place of a sequence-sharded input, the module's forward gets a `Float8Tensor` of the whole input's shape (in a
+    DTensor unless `use_local_output`). It can be passed to column-wise parallel Float8Linears and viewed with other
+    leading dims; any other op raises. If the recipe reads the input in high precision too, torch all-gathers it so.
 
     Args:
-        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts, use_local_output: as
-            torch's.
-        float8_dtype: the dtype that inputs are quantized to; None for the one of the linears' config.
-        fwd_config_submodule_fqn: the linear whose config, and whose persistent scale, if any, is used; None to use the
-            config that all Float8Linears share, and the first one's scale.
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts, use_local_output: see
+            `PrepareModuleInput`.
+        float8_dtype: the dtype that inputs are quantized to; None for the config's.
+        fwd_config_submodule_fqn: the linear whose config and persistent scale are used; None for the first
+            Float8Linear, if all have the same config.
     Raises:
-        ValueError: no Float8Linear inside, linears of several configs, or a float8_dtype that is not the config's.
+        ValueError: no Float8Linear inside, linears with several configs, or a float8_dtype that differs from the
+            config's.
     """
 
     def __init__(
@@ -163,8 +164,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         self._gathers: dict[Placement | None, AllGatherInput] = {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        linear, mesh = self._linear_of(module), _one_axis(device_mesh)
-        applied = copy.copy(self)  # the same style may be applied to modules of other configs
+        linear, mesh = self._find_linear(module), _check_one_axis(device_mesh)
+        applied = copy.copy(self)  # the same style may be applied to modules with other configs
         layouts = {*(self.input_layouts or ()), *self.input_kwarg_layouts.values()}
         applied._gathers = {
             layout: AllGatherInput(layout, mesh, linear, as_dtensor=not self.use_local_output)
@@ -174,7 +175,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         module.register_forward_pre_hook(_PrepareHook(applied, mesh), with_kwargs=self.with_kwargs)
         return module
 
-    def _linear_of(self, module: nn.Module) -> Float8Linear:
+    def _find_linear(self, module: nn.Module) -> Float8Linear:
         if self.fwd_config_submodule_fqn is not None:
             linears = [_float8_linear(self, module.get_submodule(self.fwd_config_submodule_fqn))]
         else:
@@ -210,7 +211,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 class _PrepareHook:
     """Prepares the inputs of one module. torch's hook is a function, which a copy of the module would share.
 
-    This one is copied with the module, so that a copy casts with the scale of its own linear and records for it.
+    This one is copied with the module, so the copy casts with the persistent scale of the copied linear.
     """
 
     def __init__(self, style: PrepareFloat8ModuleInput, mesh: DeviceMesh) -> None:
@@ -222,7 +223,6 @@ class _PrepareHook:
         return self.style._prepare_input_kwarg_fn(inputs, kwargs, self.mesh)
 
     def follow_config(self) -> None:
-        """See `AllGatherInput`."""
         for gather in self.style._gathers.values():
             gather.follow_config()
 

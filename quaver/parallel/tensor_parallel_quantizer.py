@@ -1,16 +1,16 @@
-"""Quantizers of a matrix that tensor-parallel ranks share, with the scales of the whole matrix.
+"""Quantizers of a matrix that tensor-parallel ranks shard, with the scales of the whole matrix.
 
-A scale reduces a dim. Where the ranks share that dim, they take the maximum of their amaxes before they quantize (a
-number, or a vector as long as the other dim); where they do not, a rank's own amax is that of the whole matrix. So
-codes and scales are those of one device.
+A scale reduces a dim. If that dim is sharded, the ranks take the maximum of their amaxes before they quantize: one
+number, or a vector as long as the other dim. Otherwise a rank's own amax equals the whole matrix's. So codes and scales
+are bit-identical to one device.
 
-Blocks are scaled alone, so that parts of whole blocks need no exchange. Features whose parts end within blocks are
-refused (`check_can_be_sharded`); tokens whose parts do are all-gathered in high precision, to be quantized after that.
+A block's scale depends on that block alone, so shards of whole blocks need no collective. If a shard's features end
+inside a block, `check_can_be_sharded` raises. If its tokens do, they are all-gathered in high precision first.
 
-A persistent scale that is initialized is equal on every rank since the last sync, so nothing is exchanged. Until then
-the ranks agree on the scale of the whole matrix, as in dynamic scaling. All must join that collective: they decide by
-`PersistentScale.is_initialized`, which is equal on every rank too, and is read when the cast runs, not when it is
-traced. So to a compiler this cast is one operation.
+An initialized persistent scale is equal on every rank since the last sync and needs no collective. Before it is
+initialized, the ranks agree on a scale as in dynamic scaling. All ranks must join that collective, so they decide by
+`PersistentScale.is_initialized`, which is equal on every rank. It is read when the cast runs, not when it is traced, so
+this cast is one op to a compiler.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from quaver.runtime.compile_hints import is_compiling, materialize
 
 
 class TensorParallelQuantizer(Quantizer):
-    """Quantizes this rank's part of a matrix that the ranks of `group` share along `sharded_dim`. A collective."""
+    """Quantizes this rank's shard of a matrix that the ranks of `group` shard along `sharded_dim`. A collective."""
 
     __slots__ = ("group", "sharded_dim")
 
@@ -52,13 +52,13 @@ class TensorParallelQuantizer(Quantizer):
         self.group, self.sharded_dim = group, sharded_dim
 
     def scales_for(self, cast: CastConfig, operands: Operands) -> Scales | None:
-        """See `Quantizer`; row-wise scales may be those of this rank's rows only, so tensorwise ones do not follow."""
+        """See `Quantizer`. Row-wise scales may cover this rank's rows only, so no tensorwise scale follows."""
         operand = operands.row or operands.column
         is_tensorwise = operand is not None and operand.quant_scale is not None and operand.quant_scale.dim() == 0
         return super().scales_for(cast, operands) if is_tensorwise else None
 
     def cast(self, cast: CastConfig, hp: Tensor, row: bool, column: bool, scales: Scales | None) -> Operands:
-        """See `Quantizer`; scales that reduce the sharded dim are agreed on."""
+        """See `Quantizer`; the ranks agree on scales that reduce the sharded dim."""
         if cast.is_disabled:
             return super().cast(cast, hp, row, column, scales)
         layout = cast.known_layout("tensor parallelism")
@@ -96,17 +96,17 @@ class TensorParallelQuantizer(Quantizer):
         return Operands(agreed.row or own.row, agreed.column or own.column)
 
     def _agreed_scales(self, cast: CastConfig, hp: Tensor, dim: int | None) -> Scales:
-        """The scales of the whole matrix that reduce `dim`. A collective."""
+        """The scales of the whole matrix that reduce `dim`, or both dims for None. A collective."""
         amax = max_over_ranks(matrix_amax(hp, dim), self.group)
-        amax = amax.to(hp.dtype) if cast.mode else amax  # exact; see `scales_of`
+        amax = amax.to(hp.dtype) if cast.mode else amax  # exact: an amax is an element of `hp`; see `scales_of`
         return scales_of(amax, cast.float8_dtype, self.casts.power_of_2, cast.scales_mode)
 
 
 class GatheringQuantizer(TensorParallelQuantizer):
-    """Quantizes this rank's tokens of an activation and all-gathers the codes: the operands are those of the whole.
+    """Quantizes this rank's tokens of an activation [..., K] and all-gathers the codes into operands of the whole.
 
     Args:
-        token_dim: the dim of the activation [..., K] that is sharded.
+        token_dim: the sharded dim.
     """
 
     __slots__ = ("token_dim",)
@@ -123,24 +123,24 @@ class GatheringQuantizer(TensorParallelQuantizer):
         self.token_dim = token_dim
 
     def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: Scales | None = None) -> Operands:
-        """See `Quantizer`; `hp` is this rank's part [..., tokens, ..., K], the operands are of the whole."""
+        """See `Quantizer`. `hp` is this rank's part [..., tokens, ..., K]; the operands are the whole's."""
         casts, token_dim = self.casts, self.token_dim % hp.dim()
         row_tokens = _tokens_per_scale(casts.row, 0)
         column_tokens = row_tokens if casts.is_dequantized else _tokens_per_scale(casts.column, 1)
-        consecutive = math.prod(hp.shape[token_dim:-1])  # tokens of this rank, in the whole
+        consecutive = math.prod(hp.shape[token_dim:-1])  # this rank's neighboring tokens in the whole
         needs_hp = (row and casts.row.is_disabled) or (column and casts.of_column.is_disabled)
         cuts_blocks = (row and consecutive % (row_tokens or 1)) or (column and consecutive % (column_tokens or 1))
         if needs_hp or cuts_blocks:
-            # High precision has to travel for one of them; the other is quantized from it, as on one device.
+            # One operand needs the all-gather in high precision, and the other is quantized from the result.
             hp = hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype)
-            whole = all_gather(hp, token_dim, self.group)
-            return Quantizer(casts, self.hp_dtype, self.scale)(whole, row=row, column=column)
+            gathered = all_gather(hp, token_dim, self.group)
+            return Quantizer(casts, self.hp_dtype, self.scale)(gathered, row=row, column=column)
         one_cast = casts.has_one_set
-        made = super().__call__(hp, row=row or one_cast, column=column and not one_cast)
-        row_op = None if made.row is None else self._gathered(made.row, hp.shape, token_dim, row_tokens)
-        column_op = None if made.column is None else self._gathered(made.column, hp.shape, token_dim, column_tokens)
+        local = super().__call__(hp, row=row or one_cast, column=column and not one_cast)
+        row_op = None if local.row is None else self._gather(local.row, hp.shape, token_dim, row_tokens)
+        column_op = None if local.column is None else self._gather(local.column, hp.shape, token_dim, column_tokens)
         if row_op is not None and row_op.dequant_scale is not None:
-            materialize(row_op.data, row_op.dequant_scale)  # in order, once for all readers
+            materialize(row_op.data, row_op.dequant_scale)  # stored once for all readers
         if one_cast:
             column_op = row_op
         if casts.is_dequantized and row_op is not None:
@@ -148,28 +148,28 @@ class GatheringQuantizer(TensorParallelQuantizer):
             return Operands(row_op, row_op)
         return Operands(
             row_op._replace(data=laid_out_for_rows(row_op.data)) if row and row_op is not None else None,
-            column_op._replace(data=_by_columns(column_op.data)) if column and column_op is not None else None,
+            column_op._replace(data=_lay_out_columns(column_op.data)) if column and column_op is not None else None,
         )
 
-    def _gathered(self, operand: Operand, shape: torch.Size, token_dim: int, tokens_per_scale: int) -> Operand:
+    def _gather(self, operand: Operand, shape: torch.Size, token_dim: int, tokens_per_scale: int) -> Operand:
         codes = all_gather(row_major(operand.data).view(shape), token_dim, self.group)
         scale = operand.dequant_scale
-        if scale is not None and tokens_per_scale:  # scales of tokens travel too
+        if scale is not None and tokens_per_scale:
             run_scales = scale.view(math.prod(shape[:token_dim]), -1, scale.shape[1])
             scale = all_gather(run_scales, 1, self.group).flatten(0, 1)
         return Operand(codes.flatten(0, -2), scale, operand.layout)
 
 
-def _by_columns(codes: Tensor) -> Tensor:
-    """In compiled code as they are: Inductor loses column-major strides in the views to [..., K] and back.
+def _lay_out_columns(codes: Tensor) -> Tensor:
+    """`laid_out_for_columns` in eager code.
 
-    There the matmul of the backward orders the copy, and readers of one input share it.
+    Inductor would lose column-major strides in the views to [..., K] and back, so there the backward's matmul copies.
     """
     return codes if is_compiling() else laid_out_for_columns(codes)
 
 
 def _tokens_per_scale(cast: CastConfig, direction: int) -> int:
-    """How many tokens share a scale of their own in row (0) or column (1) codes; 0 where all do."""
+    """The number of tokens that share a scale in row (0) or column (1) codes; 0 if all tokens do."""
     return cast.known_layout("tensor parallelism")[direction]
 
 
@@ -177,7 +177,7 @@ def _tokens_per_scale(cast: CastConfig, direction: int) -> int:
 
 
 def _is_traced(scale: PersistentScale) -> bool:
-    # Functions that Dynamo does not look into (AllGatherInput) are traced with tensors that have no value to decide by.
+    # In functions that Dynamo calls opaquely (AllGatherInput), AOTAutograd traces with tensors that have no values.
     return torch.compiler.is_dynamo_compiling() or type(scale.is_initialized) not in PLAIN_TYPES
 
 
@@ -189,7 +189,7 @@ def _cast_with_agreed_scale(
     power_of_2: bool,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Row codes, quant_scale, dequant_scale, and float32 [2]: the amax of this rank's part, and saturated elements."""
+    """Row codes, quant_scale, dequant_scale, and what `PersistentScale.amax_buffer` records of this rank's part."""
     check_memory(hp, quant_scale, is_initialized)
     observed, hp = hp.new_zeros(2, dtype=torch.float32), hp.contiguous()
     scale = PersistentScale(quant_scale, observed, is_initialized)
@@ -198,7 +198,7 @@ def _cast_with_agreed_scale(
         return row.data, present(row.quant_scale).clone(), present(row.dequant_scale), observed
     own = matrix_amax(hp, None)
     record_amax(scale, own)
-    # Functional collectives take the name of a group, too.
+    # Functional collectives also take the name of a group.
     amax = max_over_ranks(own, group_name)  # type: ignore[arg-type]
     scales = scales_of(amax, float8_dtype, power_of_2)
     codes, _ = cast_with_scale(hp, float8_dtype, scales.quant, None)
