@@ -54,7 +54,6 @@ class StoringPartitioner(CustomPartitionerFn):
     """Inductor's partitioner, followed by the replacement of saved tensors; see the top of the file."""
 
     def __call__(self, gm: GraphModule, joint_inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
-        """The graphs of forward and backward."""
         inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         static = {inputs[index] for index in options.get("static_lifetime_input_indices") or ()}
         forward, backward = partition(gm, joint_inputs, **options)
@@ -77,14 +76,7 @@ class StoringPartitioner(CustomPartitionerFn):
 def _nodes_to_store(
     forward: Graph, saved: dict[str, Node], num_outputs: int, static: set[str], with_gradient: set[str]
 ) -> Iterable[tuple[Node, int]]:
-    """The saved nodes of the forward graph to store, with their block sizes.
-
-    Args:
-        saved: the inputs of the backward graph, by name.
-        num_outputs: the number of results of the forward before the saved nodes.
-        static: the names of parameters and buffers.
-        with_gradient: the names of inputs that get a gradient.
-    """
+    """The saved nodes of the forward graph to store, with their block sizes. `saved`: the inputs of the backward."""
     outputs = _results(forward)
     largest = _largest_arguments(forward, static)
     differentiable = _differentiable_nodes(forward, with_gradient)
@@ -158,12 +150,10 @@ def _is_storable(node: Node, largest: int) -> bool:
 
 
 def _feeds_matmul(node: Node) -> bool:
-    """Whether a matmul reads this input of the backward, directly or through a view."""
     return any(user.target in _READERS or (user.target in _VIEWS and _feeds_matmul(user)) for user in node.users)
 
 
 def _store(forward: Graph, backward: Graph, node: Node, saved: Node, block_size: int) -> None:
-    """Replace a saved tensor, `node` of the forward and `saved` of the backward, by codes and scales."""
     value = node.meta["val"]
     layout, scale_layout = MemoryLayout(value, block_size), ScaleLayout(1, block_size)
 
@@ -202,7 +192,6 @@ def _node_after(graph: Graph, node: Node) -> Node:
 
 
 def _insert(graph: Graph, function: Callable[..., Any], arguments: list[Node], before: Node) -> list[Node]:
-    """Insert the nodes of `function(*arguments)` into a graph and return its results."""
     traced = make_fx(function, decomposition_table=decompositions())(*(argument.meta["val"] for argument in arguments))
     copies: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
     with graph.inserting_before(before):

@@ -152,11 +152,7 @@ def apply_activation_checkpointing(
 
 
 def selected_every(selective_ac_option: str) -> int | None:
-    """Parse the option: n for "n", None for "op".
-
-    Raises:
-        ValueError: any other option.
-    """
+    """Parse the option: n for "n", None for "op". Raises ValueError for any other."""
     if selective_ac_option == "op":
         return None
     if not (selective_ac_option.isdecimal() and int(selective_ac_option) >= 1):
@@ -246,10 +242,7 @@ def selective_checkpoint_contexts(
 
 
 def _recompute_contexts() -> tuple[Any, Any]:
-    """A policy that saves nothing, for compiled blocks.
-
-    It works around torch 2.11, which recomputes no autograd.Function without a policy, and can go with it.
-    """
+    """A policy that saves nothing. It can go with torch 2.11, which without one recomputes no autograd.Function."""
     hide_from_policies()
     return policy_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
 

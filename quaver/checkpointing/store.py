@@ -215,7 +215,6 @@ class _Storing:
 
 @functools.cache
 def _storing_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `cls` whose forward stores what it saves."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         storage = self._activation_storage
@@ -235,7 +234,6 @@ class _Leaving:
 
 @functools.cache
 def _leaving_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `cls` inside whose forward nothing is stored."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _makes_a_program():

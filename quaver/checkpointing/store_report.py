@@ -162,7 +162,6 @@ def _sqnr_by_block(exact: dict[str, Tensor], stored: dict[str, Tensor]) -> dict[
 
 
 def _norm(tensor: Tensor) -> float:
-    """The norm of a tensor, of all ranks' parts for a DTensor."""
     norm = tensor.detach().double().norm()
     return (norm.full_tensor() if is_dtensor(norm) else norm).item()
 
