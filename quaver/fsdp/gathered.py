@@ -181,7 +181,7 @@ class Float8AllGatherWeight(WrappedTensor):
         if not weight.config.casts.weight.is_float8:
             shard = current_shard(weight)._replace(local=self.wrapped)
             values = shard.local.to(mp_policy.param_dtype or shard.local.dtype)
-            return (_padded(shard, values, None),), _Metadata([], [], shard.size, values.dtype)
+            return (_pad_to_chunk(shard, values, None),), _Metadata([], [], shard.size, values.dtype)
         prepared = all_gather_state(module).prepared.get(weight.name)
         if prepared is None:
             return self._make_inputs(mesh, weight)
@@ -211,7 +211,7 @@ class Float8AllGatherWeight(WrappedTensor):
             if scale is not None:
                 record_amax(scale, matrix_amax(shard.local, None))
         payloads = [
-            _padded(shard, code.contiguous().view(torch.uint8), layout)
+            _pad_to_chunk(shard, code.contiguous().view(torch.uint8), layout)
             for code, layout in zip(codes, layouts, strict=True)
         ]
         if len(payloads) > 1 and mesh.size() == 1:
@@ -328,7 +328,7 @@ def _is_padding_copy(func: OpOverload, args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _padded(shard: Shard, payload: Tensor, layout: ScaleLayout | None) -> Tensor:
+def _pad_to_chunk(shard: Shard, payload: Tensor, layout: ScaleLayout | None) -> Tensor:
     """Pad a row-major payload to the length that every rank sends.
 
     Args:
