@@ -10,7 +10,7 @@ UNITS_BYTES = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)},
 }
-"""By lower-case name: GB are 1000**3 bytes, GiB are 1024**3, the unit of GPUs' data sheets."""
+"""Bytes of each unit by its lower-case name. GB means 1000**3 bytes, and GiB, the unit of GPU data sheets, 1024**3."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
@@ -18,22 +18,22 @@ UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
 def unit_of(size_bytes: int) -> tuple[int, str]:
-    """The bytes and the name of the largest unit that is at most `size_bytes`."""
+    """The bytes and the name of the largest unit up to `size_bytes`."""
     return next((size, name) for size, name in UNITS if size_bytes >= size or size == 1)
 
 
 def parse_bytes(text: str, name: str = "size") -> int:
-    """`text` in bytes, rounded down.
+    """Parse a size in bytes, rounded down.
 
     Args:
-        name: of the option, for the error.
+        name: the name of the option, for the error.
     Raises:
-        ValueError: it is no size above 0.
+        ValueError: `text` is not a size above 0.
     """
-    found = _SIZE.fullmatch(text.strip())
-    is_bits = found is not None and found[2][:1].isupper() and found[2].endswith("b")  # Gb, Gib
-    unit_bytes = UNITS_BYTES.get(found[2].lower(), 0) if found and not is_bits else 0
-    size_bytes = int(float(found[1]) * unit_bytes) if found else 0
+    match = _SIZE.fullmatch(text.strip())
+    is_bits = match is not None and match[2][:1].isupper() and match[2].endswith("b")  # Gb, Gib
+    unit_bytes = UNITS_BYTES.get(match[2].lower(), 0) if match and not is_bits else 0
+    size_bytes = int(float(match[1]) * unit_bytes) if match else 0
     if size_bytes < 1:
         raise ValueError(f"{name}: expected a size above 0 such as 80GiB, 80GB, 512MiB or plain bytes, got {text!r}")
     return size_bytes

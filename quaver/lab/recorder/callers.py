@@ -1,8 +1,8 @@
 """Finds the source line that called an operator, from inside a dispatch mode.
 
-The Python stack at dispatch has torch's own frames innermost, then the calling line. Frames of FSDP2's collectives and
-of a selective checkpoint are noted on the way. The search ends at autograd's engine: a node that runs in C++ has no
-Python frame.
+The Python stack at dispatch has torch's frames innermost, then the calling line. The search notes frames of FSDP2's
+collectives and of a selective checkpoint. It ends at autograd's engine, since a node that runs in C++ has no Python
+frame.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ NOT_THE_MODELS = (
     *("torch.", "quaver.lab.recorder.", "quaver.lab.memory.", "quaver.kernels.operation", "quaver.runtime.phases"),
     *("quaver.torch_private.", "contextlib", "functools"),
 )
-"""Prefixes of Python modules that are not the model's code, or call what others chose."""
+"""Prefixes of Python modules whose frames are skipped: they are not the model's code, or call functions for others."""
 
 
 class Caller(NamedTuple):
     """The call of one operator."""
 
     line: str
-    """As "quaver/linear/module.py:123", the file's path from its outermost package on; empty where there is none."""
+    """The file's path from its outermost package on, as "quaver/linear/module.py:123"; empty if unknown."""
     communicates: bool
     """Whether the result is a buffer of a collective."""
     under_policy: bool
-    """Whether a selective checkpoint's policy was asked about it."""
+    """Whether a selective checkpoint called its policy for the operator."""
 
 
-def caller() -> Caller:
+def find_caller() -> Caller:
     """The call of the operator that is being dispatched."""
     communicates = under_policy = False
     frame = sys._getframe(1)
@@ -51,7 +51,7 @@ def caller() -> Caller:
             under_policy = under_policy or (name == _CHECKPOINT and function == "__torch_dispatch__")
             if (name, function) == _ENGINE:
                 break
-        elif name:  # code that torch generates at run time has no module name
+        elif name:  # code that torch generates at runtime has no module name
             line = f"{end_of_path(frame.f_code.co_filename, name)}:{frame.f_lineno}"
             return Caller(line, communicates, under_policy)
         frame = frame.f_back  # type: ignore[assignment]
@@ -66,7 +66,7 @@ def module_of(frame: FrameType) -> str:
 
 @cache
 def end_of_path(file: str, module: str) -> str:
-    """The end of the file's path that matches its module's name; the file name of a script."""
+    """The end of the file's path that corresponds to its module's name, or the file name of a script."""
     path = Path(file)
     names = len(module.split(".")) + (path.stem == "__init__")
     return "/".join(path.parts[-names:])

@@ -30,17 +30,17 @@ COLORS = {
     "communication": "#661100",
     "temporaries": "#cc6677",
 }
-"""P. Tol's muted scheme for colour-blind readers; neighbours in the stack also differ in lightness. The tenth colour is
-from his older scheme."""
+"""P. Tol's muted scheme for color-blind readers. Adjacent layers of the stack also differ in lightness. The tenth color
+is from his older scheme."""
 
 MOST_COLUMNS = 1500
-"""Columns of a timeline at most; of neighbouring events that share one, the highest is drawn."""
+"""The most columns of a timeline. If several adjacent events share a column, the highest is drawn."""
 SPANS = {"forward": "#f2f2f2", "backward": "#d9d9d9", "recompute": "#c4c4c4", "optimizer": "#e6e0d4"}
 _NARROWEST_LABEL = 0.05
 
 
 def draw_timeline(report: dict[str, Any], image: Path, *, title: str) -> None:
-    """Write a PNG of the timeline of `report` (`Timeline.report`), or of the reason why it has none."""
+    """Write a PNG of the timeline of `report` (`Timeline.report`), or of the note that says why it has none."""
     with figure_of(image, (10, 5), title=title) as figure:
         if report["timeline"]:
             _draw(figure, report)
@@ -76,22 +76,21 @@ def _draw(figure: Figure, report: dict[str, Any]) -> None:
 
 def _mark_spans(axis: Any, spans: list[list[Any]], last_event: float) -> None:
     transform = axis.get_xaxis_transform()
-    for phase, begin, end in _joined(spans):
+    for phase, begin, end in _merge_spans(spans):
         if phase not in SPANS:
             continue
         axis.axvspan(begin, end, color=SPANS[phase], linewidth=0, zorder=1)
         is_wide = end - begin > _NARROWEST_LABEL * last_event
         if not is_wide:
             axis.axvline(begin, color="#444444", linestyle=":", linewidth=0.8, zorder=3)
-        rotation, where = (0, (begin + end) / 2) if is_wide else (90, begin - 0.01 * last_event)
-        axis.text(where, 0.975, phase, ha="center", va="top", rotation=rotation, transform=transform, color="#444444")
+        rotation, x = (0, (begin + end) / 2) if is_wide else (90, begin - 0.01 * last_event)
+        axis.text(x, 0.975, phase, ha="center", va="top", rotation=rotation, transform=transform, color="#444444")
 
 
-def _joined(spans: list[list[Any]]) -> list[list[Any]]:
-    """The spans with recomputations merged into backward, and neighbours of one phase merged."""
+def _merge_spans(spans: list[list[Any]]) -> list[list[Any]]:
     renamed = [("backward" if phase == "recompute" else phase, begin, end) for phase, begin, end in spans]
-    groups = [(phase, list(same)) for phase, same in groupby(renamed, key=itemgetter(0))]
-    return [[phase, same[0][1], same[-1][2]] for phase, same in groups]
+    groups = [(phase, list(group)) for phase, group in groupby(renamed, key=itemgetter(0))]
+    return [[phase, group[0][1], group[-1][2]] for phase, group in groups]
 
 
 def _mark_peak(axis: Any, event: int, height: float, unit: str, last_event: float) -> None:
@@ -108,13 +107,13 @@ def _mark_peak(axis: Any, event: int, height: float, unit: str, last_event: floa
 
 
 def column_maxima(timeline: Iterable[Iterable[float]], most: int, *, keep: Iterable[int] = ()) -> Array:
-    """About `most` rows of `timeline`, the highest of each run of neighbours, and so the highest of all.
+    """Reduce `timeline` to about `most` rows: the highest row of each group of adjacent rows.
 
     Args:
         timeline: rows of [event, microseconds, bytes of each category].
         keep: indices of rows to include, in addition to the first and the last.
     Returns:
-        float64 [rows, columns of `timeline`]; bytes are exact up to 2^53.
+        float64 [rows, columns of `timeline`]. Bytes are exact up to 2^53.
     """
     rows = np.array(timeline, dtype=np.float64)
     if len(rows) <= most:

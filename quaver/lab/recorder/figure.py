@@ -1,4 +1,4 @@
-"""A figure that is written as a PNG, alike for every user."""
+"""Writes a matplotlib figure as a PNG that does not depend on the user's matplotlibrc."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-if find_spec("matplotlib") is None:  # a run draws at its end, and must say at its start what it lacks
+if find_spec("matplotlib") is None:  # a run draws at its end, but must fail at its start
     raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
 
 
 @contextmanager
 def figure_of(image: Path, size: tuple[float, float], *, title: str | None = None) -> Iterator[Figure]:
-    """Give an empty figure of `size` in inches to draw on, and write it as a PNG at the end of the block.
+    """Yield an empty figure of `size` in inches, and write it as a PNG at the end of the block.
 
-    The user's matplotlibrc has no effect: one that needs LaTeX would end a run here.
+    The user's matplotlibrc is ignored, since one that needs LaTeX would end a run here.
     """
-    # A tenth of the start of `quaver train`, which draws at its end.
+    # Imported here, since it takes a tenth of the start of `quaver train`, which draws at its end.
     import matplotlib.style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

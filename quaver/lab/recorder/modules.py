@@ -1,10 +1,10 @@
-"""The module in which code runs: forward, backward, and recomputation during backward.
+"""Tracks the module in which code runs: in forward, in backward, and in a recomputation during backward.
 
-Forward hooks follow the forward. The backward needs no hooks: autograd numbers its nodes in order of creation, so the
-sequence numbers at which the forward entered and left each module say which module created the node that runs.
+Hooks track the forward. The backward needs no hooks: autograd numbers its nodes in order of creation, so the sequence
+numbers at which the forward entered and left each module tell which module created the node that runs.
 
-[Note: compiled modules] Dynamo would compile hooks on a compiled module, or inside it, into its graph, which recompiles
-it. So a compiled module gets no hooks and counts as one opaque module.
+[Note: compiled modules] Dynamo would compile hooks on a compiled module, or inside it, into its graph and recompile it.
+So a compiled module gets no hooks and counts as one opaque module.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from quaver.torch_private.compiler import OptimizedModule
 from quaver.torch_private.memory import storage_key
 
 OUTSIDE = ""
-"""The name of no module."""
+"""The name for code outside of all modules."""
 
 _NO_NUMBER = 1 << 63
-"""AccumulateGrad nodes have larger sequence numbers; they belong to a parameter, not to a place in the forward."""
+"""AccumulateGrad nodes have larger sequence numbers, since they belong to a parameter and not to a forward."""
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -48,17 +48,17 @@ def visible_modules(model: nn.Module, name: str = OUTSIDE) -> Iterator[tuple[str
         seen.add(module)
         yield path or type(module).__name__, module
         if not is_compiled(module):
-            children = [(f"{path}.{child}" if path else child, each) for child, each in module.named_children()]
-            pending += reversed(children)
+            children = reversed(list(module.named_children()))
+            pending += [(f"{path}.{child_name}" if path else child_name, child) for child_name, child in children]
 
 
 class ModuleTracker:
-    """Knows the module in which code runs, while it is entered.
+    """Context manager that tracks the module in which code runs.
 
-    A subclass that can follow compiled code overrides `follows_compiled_code` and `attached_to`.
+    A subclass that follows compiled code overrides `follows_compiled_code` and `attached_to`.
 
     Attributes:
-        stack: the modules whose forward runs, the innermost last; in backward those of a recomputation.
+        stack: the modules whose forward runs, the innermost last. In backward, the modules of a recomputation.
         compiled: names of compiled modules that are followed.
     """
 
@@ -91,7 +91,7 @@ class ModuleTracker:
         self.stack.clear()
 
     def attached_to(self, recorder: Any) -> AbstractContextManager[Any]:
-        """Report compiled code to `recorder` inside the block; here nothing."""
+        """Report compiled code to `recorder` inside the block. This class does not follow it."""
         return nullcontext()
 
     @property
@@ -103,7 +103,7 @@ class ModuleTracker:
         return OUTSIDE if node is None else self.module_of(node)
 
     def module_of(self, node: Any) -> str:
-        """The module whose forward created an autograd node; of AccumulateGrad, the owner of the parameter."""
+        """The module whose forward created an autograd node, or for AccumulateGrad the owner of the parameter."""
         number = sequence_number(node)
         if number >= _NO_NUMBER:
             return self._owners.get(id(getattr(node, "variable", None)), OUTSIDE)
@@ -111,19 +111,19 @@ class ModuleTracker:
         return self._names[index - 1] if index else OUTSIDE
 
     def parameter_of(self, key: int) -> str:
-        """The name of the current module's own parameter with the storage `key`; empty for none."""
+        """The name of the current module's parameter with the storage `key`, or an empty string."""
         module = self._modules.get(self.current)
         for name, parameter in () if module is None else module.named_parameters(recurse=False):
             if any(storage_key(part.untyped_storage()) == key for part in plain_parts(parameter)):
                 return f"{self.current}.{name}"
         return ""
 
-    def called_from(self, line: str) -> None:
-        """The forward called an operator from `line`, which is also the line of the node just created, if any."""
+    def record_line(self, line: str) -> None:
+        """Record that the forward called an operator from `line`, which may have created an autograd node."""
         self._lines.setdefault(next_sequence_number() - 1, line)
 
     def line_of_node(self) -> str:
-        """The forward's line that created the autograd node that runs; empty where it is unknown."""
+        """The forward's line that created the autograd node that runs; empty if it is unknown."""
         node = current_node()
         return "" if node is None else self._lines.get(sequence_number(node), "")
 
@@ -138,7 +138,7 @@ class ModuleTracker:
                 self._mark()
 
         self._undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
-        # always: a checkpoint stops its recomputation early by raising an error that it catches
+        # always_call, since a checkpoint ends its recomputation early by raising an error that it catches
         self._undo.callback(module.register_forward_hook(leave, always_call=True).remove)
 
     def _mark(self) -> None:

@@ -1,6 +1,6 @@
-"""The report of a recording: bytes by category after each event, and tables at the two highest points.
+"""The report of a recording: bytes by category after each event, and tables at the two peaks.
 
-`merged_layers` merges the rows of equal layers in such a table.
+The peaks are the most bytes alive and the most bytes saved for backward.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def report_of(recorder: Recorder, note: str = "", compiled: Collection[str] = ()
     """The report of a recording.
 
     Args:
-        note: why operators were invisible, if they were; the report then has no timeline and no peak.
-        compiled: names of compiled modules, whose graphs hold what is saved in them.
+        note: the reason why operators were invisible, if they were. The report then has no timeline and no peak.
+        compiled: names of compiled modules, whose graphs hold the tensors that are saved in them.
     """
     timeline = list(_timeline(recorder))
     totals = [sum(row[2:]) for row in timeline]
-    saved_event = _saved_peak(recorder)
-    peak_event = _first_of_largest(totals)
-    saved = [(each, now) for each, now in _state_at(recorder, saved_event).items() if _is_saved(each, now[1])]
-    rows = _ranked(_saved_row(each, *now, compiled) for each, now in saved)
+    saved_event = _find_saved_peak(recorder)
+    peak_event = _first_maximum(totals)
+    saved = [item for item in _state_at(recorder, saved_event).items() if _is_saved(item[0], item[1][1])]
+    rows = _rank(_saved_row(allocation, *state, compiled) for allocation, state in saved)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "exact": not note,
@@ -45,7 +45,7 @@ def report_of(recorder: Recorder, note: str = "", compiled: Collection[str] = ()
         "peak_bytes": totals[peak_event],
         "peak_event": peak_event,
         "resident_bytes": dict(zip(CATEGORIES, timeline[0][2:], strict=True)),
-        "at_peak": _ranked(_row(each, *now) for each, now in _state_at(recorder, peak_event).items()),
+        "at_peak": _rank(_row(allocation, *state) for allocation, state in _state_at(recorder, peak_event).items()),
         "saved_bytes": sum(row["bytes"] for row in rows if row["category"] not in NOT_FOR_BACKWARD),
         "saved_event": saved_event,
         "saved_for_backward": rows,
@@ -73,7 +73,7 @@ def _is_saved(allocation: Allocation, saved: int) -> bool:
 
 
 def _timeline(recorder: Recorder) -> Iterator[list[Any]]:
-    """Yield [event, t_us, bytes of each category]: event 0 is the begin, event i the state after the i-th entry."""
+    """Yield [event, t_us, bytes of each category]. Event 0 is the beginning, event i follows the i-th log entry."""
     totals = dict.fromkeys(CATEGORIES, 0)
     state: State = {}
     for allocation, size_bytes in recorder.initial.items():
@@ -96,23 +96,22 @@ def _state_at(recorder: Recorder, event: int) -> State:
 
 
 def added_bytes(recorder: Recorder, event: int) -> int:
-    """Bytes alive after an event in allocations that are younger than the recording."""
+    """Bytes alive after an event in allocations that the recording saw from the start."""
     alive = _state_at(recorder, event)
     return sum(size_bytes for allocation, (size_bytes, _) in alive.items() if allocation not in recorder.initial)
 
 
-def _saved_peak(recorder: Recorder) -> int:
-    """The first event at which most bytes are saved for backward."""
+def _find_saved_peak(recorder: Recorder) -> int:
     live_bytes, by_event, state = 0, [0], dict[Allocation, int]()
     for _, allocation, size_bytes, saved in recorder.log:
         now = size_bytes if _is_saved(allocation, saved) and allocation.category not in NOT_FOR_BACKWARD else 0
         live_bytes += now - state.get(allocation, 0)
         state[allocation] = now
         by_event.append(live_bytes)
-    return _first_of_largest(by_event)
+    return _first_maximum(by_event)
 
 
-def _first_of_largest(values: list[int]) -> int:
+def _first_maximum(values: list[int]) -> int:
     return max(range(len(values)), key=values.__getitem__)
 
 
@@ -122,7 +121,7 @@ def _row(allocation: Allocation, size_bytes: int, saved: int) -> dict[str, Any]:
         "bytes": size_bytes,
         "count": 1,
         "operator": allocation.operator,
-        "of": "" if allocation.of is None else _name_of(allocation.of),
+        "of": "" if allocation.operand is None else _name_of(allocation.operand),
         "module": allocation.module,
         "phase": allocation.phase,
         "shape": list(allocation.shape),
@@ -137,12 +136,12 @@ def _saved_row(allocation: Allocation, size_bytes: int, saved: int, compiled: Co
     saved_by = _saved_by(allocation, saved)
     if saved_by == "autograd" and allocation.saved_in in compiled:
         saved_by = COMPILED_GRAPH
-    about = {"saved_in": allocation.saved_in, "saved_by": saved_by, "first_use": first}
-    return {**_row(allocation, size_bytes, saved), **about}
+    saver = {"saved_in": allocation.saved_in, "saved_by": saved_by, "first_use": first}
+    return {**_row(allocation, size_bytes, saved), **saver}
 
 
 def _saved_by(allocation: Allocation, saved: int) -> str:
-    """The mechanism that saved it for backward. A checkpoint saves what its recomputation reads first."""
+    """The mechanism that saved the allocation. If a recomputation is its first reader, it is a checkpoint."""
     if allocation.under_policy and not saved:
         return "selective policy"
     use = allocation.first_use
@@ -152,7 +151,6 @@ def _saved_by(allocation: Allocation, saved: int) -> str:
 
 
 def _name_of(allocation: Allocation) -> str:
-    """An operand's name: that of the parameter, or else of the operator that allocated it."""
     if allocation.parameter:
         gathered = allocation.category == "gathered_weights"
         return f"{allocation.parameter}, unsharded" if gathered else allocation.parameter
@@ -161,13 +159,13 @@ def _name_of(allocation: Allocation) -> str:
     return allocation.operator
 
 
-def _ranked(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, equal ones merged with their count and the sum of their bytes, the largest first."""
-    return _merged((repr(row), row) for row in rows)
+def _rank(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge equal rows, summing bytes and counts, and sort by bytes in descending order."""
+    return _merge((repr(row), row) for row in rows)
 
 
-def _merged(keyed: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows, those with equal keys merged, the largest first; changes the rows."""
+def _merge(keyed: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Merge rows with equal keys, in place, and sort by bytes in descending order."""
     merged: dict[str, dict[str, Any]] = {}
     for key, row in keyed:
         first = merged.setdefault(key, row)
@@ -178,7 +176,7 @@ def _merged(keyed: Iterable[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]
 
 
 def _spans(recorder: Recorder) -> list[list[Any]]:
-    """[phase, last event before it, its last event] of each phase, in order; equal for a phase without events."""
+    """[phase, last event before it, its last event] for each phase, in order. Both are equal if it has no events."""
     ends = [*recorder.spans, ("", len(recorder.log))]
     return [[phase, begin, end] for (phase, begin), (_, end) in pairwise(ends) if end > begin or phase == "optimizer"]
 
@@ -187,13 +185,15 @@ def _spans(recorder: Recorder) -> list[list[Any]]:
 
 
 def merged_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """New rows with "*" for each number in module names, equal ones merged, the largest first.
+    """Merge the rows of equal layers: replace numbers in module names by "*", and merge equal rows.
 
     Args:
-        rows: with "module", "bytes", "count" and other columns; bytes and counts are summed.
+        rows: dicts with "module", "bytes", "count" and other columns. Bytes and counts are summed.
+    Returns:
+        New rows by bytes in descending order.
     """
     folded = [{name: _without_numbers(name, value) for name, value in row.items()} for row in rows]
-    return _merged((repr({**row, "bytes": 0, "count": 0}), row) for row in folded)
+    return _merge((repr({**row, "bytes": 0, "count": 0}), row) for row in folded)
 
 
 def _without_numbers(name: str, value: Any) -> Any:

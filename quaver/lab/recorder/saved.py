@@ -1,7 +1,7 @@
-"""Records what autograd saves for backward, through torch's saved-tensor hooks; numbers do not change.
+"""Records which tensors autograd saves for backward, through torch's saved-tensor hooks.
 
-Only the innermost hooks run. Inside an activation checkpoint those are the checkpoint's own, which save nothing, so
-nothing is recorded there: a recomputed tensor is not saved by autograd.
+Autograd runs the innermost hooks only. Inside an activation checkpoint they are the checkpoint's, which save nothing,
+so nothing is recorded there.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from quaver.torch_private.dispatch import without_dispatch_modes
 
 
 class _SavedTensor(HeldTensor):
-    """Holds the same storage, and releases it in the record when autograd drops it."""
+    """Holds a saved tensor, and records its release when autograd drops it."""
 
     __slots__ = ("allocations", "recorder")
 
     def __init__(self, tensor: Tensor, recorder: Recorder) -> None:
-        with without_dispatch_modes():  # of the first such detach DTensor makes a fake one of the whole tensor
+        with without_dispatch_modes():  # DTensor's first detach also runs on a fake tensor of the whole
             super().__init__(tensor)
         self.recorder = recorder
         self.allocations = [recorder.save(part) for part in plain_parts(self.tensor)]
@@ -35,7 +35,7 @@ class _SavedTensor(HeldTensor):
 
 
 def record_saved_tensors(recorder: Recorder) -> AbstractContextManager[None]:
-    """Record what autograd saves and drops, for graphs that are built inside the block."""
-    # between compiled frames torch.compile would otherwise compile the hooks
+    """Record the tensors that autograd saves and drops, for graphs that are built inside the block."""
+    # Disabled, since torch.compile would otherwise compile the hooks between compiled frames.
     pack = torch.compiler.disable(lambda tensor: _SavedTensor(tensor, recorder))
     return saved_tensors_hooks(pack, torch.compiler.disable(_SavedTensor.unpack))

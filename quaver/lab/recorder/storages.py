@@ -34,24 +34,25 @@ class StorageWatch(TorchDispatchMode):
     """Follows the storages of all tensors that operators take and return while the mode is on.
 
     A storage is new if an operator returns it, and older than the mode if an operator takes it first. A weak reference
-    reports its release. Tensor subclasses dispatch again on their parts, which are followed. Invisible are memory that
-    a kernel allocates and frees inside one operator, buffers of a collective's backend, the few bytes of a Python
-    number that C++ wraps in a tensor, and everything inside compiled code.
+    reports its release. Tensor subclasses dispatch again on their parts, which are followed.
 
-    Subclasses override `storage_appeared`, `storage_resized` and `storage_gone`, which identify a storage by a key.
+    The mode does not see memory that a kernel allocates and frees inside one operator, buffers of a collective's
+    backend, the few bytes of a Python number that C++ wraps in a tensor, and everything inside compiled code.
+
+    Subclasses override `storage_appeared`, `storage_resized` and `storage_released`, which get the storage's key.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[UntypedStorage]] = {}
-        self._left_alone: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._ignored: dict[int, weakref.ref[UntypedStorage]] = {}  # buffers of a collective's backend
         self._resizes: AbstractContextManager[Any] = nullcontext()
-        self._among_fakes = False  # whether a storage on the meta device is that of a fake tensor
-        self._lock = threading.RLock()  # the last to hold a storage may be a thread of a collective's backend
+        self._among_fakes = False  # whether storages on the meta device belong to fake tensors
+        self._lock = threading.RLock()  # a thread of a collective's backend may release a storage
 
     def storage_appeared(self, key: int, size_bytes: int, tensor: Tensor | None, operator: str | None) -> None:
-        """A storage is seen for the first time.
+        """Called when a storage is seen for the first time.
 
         Args:
             tensor: a tensor with this storage; None for a storage that is being resized.
@@ -59,28 +60,28 @@ class StorageWatch(TorchDispatchMode):
         """
 
     def storage_resized(self, key: int, size_bytes: int, before_bytes: int) -> None:
-        """The size of a storage changed."""
+        """Called when the size of a storage has changed."""
 
-    def storage_gone(self, key: int, size_bytes: int) -> None:
-        """A storage was released."""
+    def storage_released(self, key: int, size_bytes: int) -> None:
+        """Called when a storage was released."""
 
     def operator_called(self, operator: Any, tensors: list[Tensor]) -> None:
-        """An operator is about to run on these tensors."""
+        """Called before an operator runs on these tensors."""
 
-    def meet(self, tensor: Tensor, operator: str | None = None) -> None:
-        """Follow the storages of `tensor` from now on; `operator` returned it, None for an older tensor."""
+    def follow(self, tensor: Tensor, operator: str | None = None) -> None:
+        """Follow the storages of `tensor`, which `operator` returned. None stands for a tensor older than the mode."""
         for plain in plain_parts(tensor):
-            self._meet_storage(plain.untyped_storage(), plain, operator)
+            self._follow_storage(plain.untyped_storage(), plain, operator)
 
     def forget_all(self) -> None:
         """Stop following all storages."""
         self._references.clear()
-        self._left_alone.clear()
+        self._ignored.clear()
         self._sizes.clear()
 
     def __enter__(self) -> Any:
         self._among_fakes = fake_mode_is_on()
-        self._resizes = self._with_resizes_reported()
+        self._resizes = self._patch_resize()
         self._resizes.__enter__()
         return super().__enter__()
 
@@ -94,21 +95,21 @@ class StorageWatch(TorchDispatchMode):
         if any(kind not in _PLAIN for kind in types):  # a subclass dispatches again on its parts
             return NotImplemented
         kwargs = kwargs or {}
-        given = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
-        for tensor in given:
-            if not self._is_of_backend(tensor, func):
-                self.meet(tensor, str(func) if func is _LIFT else None)
-        self.operator_called(func, given)
+        arguments = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+        for tensor in arguments:
+            if not self._is_backend_buffer(tensor, func):
+                self.follow(tensor, str(func) if func is _LIFT else None)
+        self.operator_called(func, arguments)
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
-            self.meet(tensor, str(func))
-        for tensor in given:  # aten.resize_ and out= variants may have changed their sizes
-            self.meet(tensor)
+            self.follow(tensor, str(func))
+        for tensor in arguments:  # aten.resize_ and out= variants may have changed their sizes
+            self.follow(tensor)
         return result
 
-    def _meet_storage(self, storage: UntypedStorage, tensor: Tensor | None, operator: str | None) -> None:
+    def _follow_storage(self, storage: UntypedStorage, tensor: Tensor | None, operator: str | None) -> None:
         key, size_bytes = storage_key(storage), storage.nbytes()
-        if key in self._left_alone:
+        if key in self._ignored:
             return
         with self._lock:
             before_bytes = self._sizes.get(key)
@@ -119,23 +120,23 @@ class StorageWatch(TorchDispatchMode):
             elif before_bytes != size_bytes:
                 self.storage_resized(key, size_bytes, before_bytes)
 
-    def _is_of_backend(self, tensor: Tensor, func: Any) -> bool:
-        """Whether this is a collective's buffer, allocated out of sight and first seen when it is waited for."""
+    def _is_backend_buffer(self, tensor: Tensor, func: Any) -> bool:
+        """Whether this is a collective's buffer. The mode first sees it when it is waited for."""
         if self._among_fakes:  # torch's fake process group allocates none
             return False
         key = storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided and not tensor.is_meta else None
-        if key is None or key in self._sizes or key in self._left_alone:
-            return key in self._left_alone
+        if key is None or key in self._sizes or key in self._ignored:
+            return key in self._ignored
         if func.namespace != "aten" or not _called_by_torch_distributed():
             return False
-        self._left_alone[key] = weakref.ref(tensor.untyped_storage(), lambda _: self._left_alone.pop(key, None))
+        self._ignored[key] = weakref.ref(tensor.untyped_storage(), lambda _: self._ignored.pop(key, None))
         return True
 
-    def _with_resizes_reported(self) -> AbstractContextManager[Any]:
-        """Follow `UntypedStorage.resize_` inside the block; FSDP2 frees and refills weights with it.
+    def _patch_resize(self) -> AbstractContextManager[Any]:
+        """Follow `UntypedStorage.resize_` inside the block; FSDP2 frees and reallocates weights with it.
 
-        It is no operator, so neither a dispatch mode nor any hook of torch sees it. This can go when torch dispatches
-        it. Watches nest: each calls the `resize_` that it found.
+        It is not an operator, so neither a dispatch mode nor any hook of torch sees it. This can go when torch
+        dispatches it. Nested watches call each other's patch.
         """
         resize = UntypedStorage.resize_
 
@@ -155,21 +156,21 @@ class StorageWatch(TorchDispatchMode):
             self._sizes[key] = before_bytes
             self._references[key] = weakref.ref(storage, partial(self._is_gone, key))
             self.storage_appeared(key, before_bytes, None, None)
-        self._meet_storage(storage, None, None)
+        self._follow_storage(storage, None, None)
 
     def _is_gone(self, key: int, _: weakref.ref[UntypedStorage]) -> None:
         with self._lock:
             size_bytes = self._sizes.pop(key, None)
             if size_bytes is not None:
                 del self._references[key]
-                self.storage_gone(key, size_bytes)
+                self.storage_released(key, size_bytes)
 
 
 class TensorBytes(StorageWatch):
     """Counts the bytes of the storages that operators allocate while the mode is on, and their highest sum.
 
     A storage counts from the operator that returns it until its release, also after the mode. A storage older than the
-    mode counts only by what it grows or shrinks.
+    mode counts only by the bytes that it grows or shrinks.
     """
 
     def __init__(self) -> None:
@@ -184,7 +185,7 @@ class TensorBytes(StorageWatch):
     def storage_resized(self, key: int, size_bytes: int, before_bytes: int) -> None:
         self._count(key, size_bytes - before_bytes)
 
-    def storage_gone(self, key: int, size_bytes: int) -> None:
+    def storage_released(self, key: int, size_bytes: int) -> None:
         self.live_bytes -= self._counted.pop(key)
 
     def _count(self, key: int, more_bytes: int) -> None:
@@ -194,7 +195,7 @@ class TensorBytes(StorageWatch):
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors with a storage inside `tensor`: itself, or those that a wrapper subclass holds.
+    """Yield the plain tensors with a storage inside `tensor`: itself, or the parts of a wrapper subclass.
 
     Unlike `quaver.lab.trainer.tensors`, this does not wait for collectives: a storage exists before its values do.
     """

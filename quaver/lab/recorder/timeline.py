@@ -1,4 +1,4 @@
-"""Records the live tensor bytes of one training step, with what each tensor is for.
+"""Records the live tensor bytes of one training step by category.
 
 with record_timeline(model, optimizer) as timeline:
     train_step()
@@ -27,8 +27,8 @@ class Timeline:
     """The recording of one step.
 
     Attributes:
-        exact: False where compiled code ran, whose operators no dispatch mode sees. The report then has only what
-            stays between steps.
+        exact: False if compiled code ran, whose operators no dispatch mode sees. The report then covers only tensors
+            that stay between steps.
     """
 
     def __init__(self, recorder: Recorder, compiled: set[str], *, exact: bool) -> None:
@@ -36,15 +36,15 @@ class Timeline:
         self.exact = exact
 
     def allocation(self, event: int) -> Allocation | None:
-        """The allocation that an event changed; None for event 0, the begin of the recording."""
+        """The allocation that an event changed; None for event 0, the beginning of the recording."""
         return self._recorder.log[event - 1].allocation if event else None
 
     def added_bytes(self, event: int) -> int:
-        """Bytes alive after an event that were not alive at the begin of the recording."""
+        """Bytes alive after an event that were not alive at the beginning of the recording."""
         return added_bytes(self._recorder, event)
 
     def report(self) -> dict[str, Any]:
-        """The recording as a JSON-able dict; docs/profiling.md describes its keys."""
+        """The recording as a dict for JSON; docs/profiling.md describes its keys."""
         return report_of(self._recorder, note="" if self.exact else COMPILED, compiled=self._compiled)
 
 
@@ -59,11 +59,10 @@ def record_timeline(
     """Record every tensor that is alive inside the block, on the thread that runs it.
 
     Args:
-        model: its parameters and buffers are named, and each tensor is attributed to one of its modules.
-        optimizer: its state is named, and its step is a phase.
+        model: the model whose parameters and buffers are categorized, and to whose modules tensors are attributed.
+        optimizer: the optimizer whose state is categorized, and whose step is a phase.
         persistent_scales: float8 scaling state that persists across steps.
-        tracker: for compiled code whose buffers can be followed (`quaver.lab.memory.compiling`); by default a
-            ModuleTracker.
+        tracker: a tracker that follows compiled code (`quaver.lab.memory.compiling`); by default a ModuleTracker.
     Raises:
         RuntimeError: another recording is open.
     """
@@ -73,50 +72,50 @@ def record_timeline(
         open_phases = stack.enter_context(watch_phases())
         stack.enter_context(tracker)
         recorder = Recorder(tracker, open_phases)
-        _name_residents(recorder, model, optimizer, persistent_scales)
+        _categorize_residents(recorder, model, optimizer, persistent_scales)
         if optimizer is not None:
             _follow_optimizer(stack, recorder, model, optimizer)
-        if exact:  # a dispatch mode or hooks would make torch.compile fall back to eager code, or compile again
+        if exact:  # otherwise a dispatch mode or hooks would make torch.compile fall back to eager code or recompile
             stack.enter_context(tracker.attached_to(recorder))
             stack.enter_context(record_saved_tensors(recorder))
             stack.enter_context(recorder)
         try:
             yield Timeline(recorder, tracker.compiled, exact=exact)
         finally:
-            _name_gradients_and_state(recorder, model, optimizer)
+            _categorize_gradients_and_state(recorder, model, optimizer)
             recorder.end()
 
 
-def _name_residents(
+def _categorize_residents(
     recorder: Recorder, model: nn.Module, optimizer: Optimizer | None, persistent_scales: Iterable[Tensor]
 ) -> None:
     for name, module in model.named_modules():
         own = (*module.named_parameters(name, recurse=False), *module.named_buffers(name, recurse=False))
         for full_name, tensor in own:
-            recorder.name("parameters", [tensor], name, parameter=full_name)
-    recorder.name("persistent_scales", persistent_scales)
-    _name_gradients_and_state(recorder, model, optimizer)
+            recorder.categorize("parameters", [tensor], name, parameter=full_name)
+    recorder.categorize("persistent_scales", persistent_scales)
+    _categorize_gradients_and_state(recorder, model, optimizer)
 
 
-def _name_gradients_and_state(recorder: Recorder, model: nn.Module, optimizer: Optimizer | None) -> None:
+def _categorize_gradients_and_state(recorder: Recorder, model: nn.Module, optimizer: Optimizer | None) -> None:
     owners: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
         owners[parameter] = module = name.rpartition(".")[0]
         if parameter.grad is not None:
-            recorder.name("gradients", [parameter.grad], module)
+            recorder.categorize("gradients", [parameter.grad], module)
     for trained, state in () if optimizer is None else optimizer.state.items():
         tensors = [value for value in state.values() if isinstance(value, Tensor)]
-        recorder.name("optimizer_state", tensors, owners.get(trained, ""))
+        recorder.categorize("optimizer_state", tensors, owners.get(trained, ""))
 
 
 def _follow_optimizer(stack: ExitStack, recorder: Recorder, model: nn.Module, optimizer: Optimizer) -> None:
     def before(*_: Any) -> None:
-        _name_gradients_and_state(recorder, model, None)
+        _categorize_gradients_and_state(recorder, model, None)
         recorder.in_optimizer = True
 
     def after(*_: Any) -> None:
         recorder.in_optimizer = False
-        _name_gradients_and_state(recorder, model, optimizer)
+        _categorize_gradients_and_state(recorder, model, optimizer)
 
     stack.callback(optimizer.register_step_pre_hook(before).remove)
     stack.callback(optimizer.register_step_post_hook(after).remove)

@@ -141,13 +141,13 @@ def test_all_casts_are_known_by_their_prefix():
     others = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("quaver::")]
     assert not [name for name in others if "cast" in name and name not in CASTS]
     recorder, weight = Recorder(ModuleTracker(nn.Identity()), []), torch.zeros(4, 4)
-    recorder.name("parameters", [weight], parameter="weight")
+    recorder.categorize("parameters", [weight], parameter="weight")
     for operator in (name.replace("::", ".") for name in CASTS):
         row = _row(of="ffn.w3.weight, unsharded", operator=operator, dtype="float8_e4m3fn")
         assert "compute it again there" in hint_of(row, SavedByRuns([row], []))
         recorder.operator_called(getattr(torch.ops.quaver, operator.partition(".")[2]).default, [weight])
         codes = torch.zeros(4, 4, dtype=torch.float8_e4m3fn)
-        recorder.meet(codes, operator)
+        recorder.follow(codes, operator)
         assert recorder.log[-1].allocation.category == "float8_weights", operator
 
 

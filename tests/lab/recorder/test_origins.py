@@ -77,7 +77,7 @@ def test_a_float8_cast_is_of_the_parameter_by_its_name():
     input = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     allocations, report = allocations_of(model, input)
     casts = [each for each in allocations if (each.operator or "").startswith("quaver::cast")]
-    assert "0.weight" in {each.of.parameter for each in casts if each.of is not None}
+    assert "0.weight" in {each.operand.parameter for each in casts if each.operand is not None}
     assert all(row["source"] for row in report["at_peak"] if row["operator"])
 
 

@@ -136,7 +136,7 @@ def _report_buffer(maker: Maker, tensor: Tensor, reads: Sequence[Any]) -> None:
     with _only_fakes() as watches:
         for watch in watches:
             watch.operator_called(maker, _tensors(reads))
-            watch.meet(tensor, maker.operator)
+            watch.follow(tensor, maker.operator)
 
 
 @contextmanager
