@@ -3,12 +3,12 @@
     prediction = explain(model, (tokens,), loss=lambda logits: logits.float().mean(), optimizer=torch.optim.AdamW)
     prediction.peak_bytes
 
-The training code itself runs, so it saves, casts, frees and recomputes as in a real step; only values are missing. The
-prediction is for a CPU, or for a GPU with float8 matmuls (quaver/lab/memory/faking/gpu.py). Compiled modules are
-predicted as compiled code without its kernels (quaver/lab/memory/compiling/compiled.py).
+The training code itself runs, so it saves, casts, frees and recomputes as in a real step. Only the values are missing.
+The prediction is for a CPU, or for a GPU with float8 matmuls (quaver/lab/memory/faking/gpu.py). Compiled modules run as
+compiled code without kernels (quaver/lab/memory/compiling/compiled.py).
 
-Memory of tensors is counted. An operator's scratch, which depends on the device, is not (Note: scratch, in
-quaver/lab/recorder/allocator.py).
+The prediction counts the memory of tensors. It excludes an operator's scratch, which depends on the device (Note:
+scratch, in quaver/lab/recorder/allocator.py).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_leaves
 from quaver.lab.memory.compiling.compiled import (
     are_kernels_left_out,
     has_compiled_code,
-    nothing_compiled,
     recompile,
-    until_nothing_compiles,
+    refuse_to_compile,
+    repeat_until_nothing_compiles,
 )
 from quaver.lab.memory.compiling.compiled_rows import CompiledTracker
 from quaver.lab.memory.faking.fakes import Fakes, check_integers, fake_copies, fake_copy, fake_tensors
@@ -48,19 +48,19 @@ class Prediction:
     report: dict[str, Any] = field(repr=False)
     """`quaver.lab.memory.Timeline.report`; docs/profiling.md describes its keys."""
     saved_by_forward_bytes: int
-    """Bytes that the first forward saves for its backward, on top of those that stay between steps."""
+    """Bytes that the first forward saves for its backward, on top of the resident bytes."""
     module_of_peak: str
-    """The module that reaches the peak; empty for none."""
+    """The module that reaches the peak; empty for code outside of modules."""
     operator_of_peak: str
-    """The operator that reaches it."""
+    """The operator that reaches the peak."""
     reads: int
-    """The number of values that the step read; each was 1 ([Note: values that are read] in fakes.py)."""
+    """The number of values that the step read. Each was 1 ([Note: values that are read] in fakes.py)."""
     notes: tuple[str, ...] = ()
-    """Assumptions of an estimate."""
+    """The assumptions of an estimate."""
 
     @property
     def peak_bytes(self) -> int:
-        """The highest sum of live bytes, with parameters and optimizer state."""
+        """The highest sum of live bytes, parameters and optimizer state included."""
         return int(self.report["peak_bytes"])
 
     @property
@@ -70,7 +70,7 @@ class Prediction:
 
     @property
     def step_peak_bytes(self) -> int:
-        """The peak without what stays between steps."""
+        """The peak without the resident bytes."""
         return self.peak_bytes - self.resident_bytes
 
     @property
@@ -80,12 +80,12 @@ class Prediction:
 
     @property
     def at_peak(self) -> list[dict[str, Any]]:
-        """Tensors alive at the peak: rows of category, module, operator, phase, shape, dtype; the largest first."""
+        """Tensors alive at the peak, the largest first: rows of category, module, operator, phase, shape and dtype."""
         return list(self.report["at_peak"])
 
     @property
     def saved_for_backward(self) -> list[dict[str, Any]]:
-        """Tensors saved for backward when that is most: rows as above, with the mechanism that saves them."""
+        """Tensors saved for backward when they take the most bytes: rows as above, with the saving mechanism."""
         return list(self.report["saved_for_backward"])
 
     @property
@@ -98,8 +98,8 @@ class Prediction:
         """Bytes at the peak by one or more columns of `at_peak`, such as "category" or "module"; the largest first."""
         sums: dict[tuple[str, ...], int] = {}
         for row in self.at_peak:
-            key = tuple(str(row[each]) for each in keys)
-            sums[key] = sums.get(key, 0) + row["bytes"]
+            values = tuple(str(row[key]) for key in keys)
+            sums[values] = sums.get(values, 0) + row["bytes"]
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     @property
@@ -109,8 +109,8 @@ class Prediction:
         return {name: sums[(name,)] for name in CATEGORIES if (name,) in sums}
 
     def to_dict(self, *, timeline: bool = False) -> dict[str, Any]:
-        """A JSON-able dict; with `timeline`, the bytes of each category after each event."""
-        left_out = () if timeline else ("timeline", "columns")
+        """A dict for JSON. With `timeline` it includes the bytes of each category after each event."""
+        excluded = () if timeline else ("timeline", "columns")
         return {
             "peak_bytes": self.peak_bytes,
             "phase_of_peak": self.phase_of_peak,
@@ -122,7 +122,7 @@ class Prediction:
             "by_category": self.by_category,
             "reads_answered_by_1": self.reads,
             "assumptions": list(self.notes),
-            "report": {key: value for key, value in self.report.items() if key not in left_out},
+            "report": {key: value for key, value in self.report.items() if key not in excluded},
         }
 
 
@@ -139,12 +139,12 @@ def explain(
     """Predict a training step of `model`: the second, in which the optimizer has its state.
 
     Args:
-        model: on any device, also meta; it may be converted, checkpointed or compiled. A copy is used, and nothing of
-            its size is allocated. If a module of it is compiled, all code compiled earlier in this process is compiled
-            again at its next call.
-        inputs: the arguments of its forward. Of tensors only shape, strides and dtype matter.
-        loss: maps the model's output to a scalar; None for the sum in float32.
-        optimizer: makes an optimizer from parameters, such as `torch.optim.AdamW`; None for none.
+        model: a model on any device, including meta. It may be converted, checkpointed or compiled. A copy with fake
+            tensors is used, so nothing of its size is allocated. If one of its modules is compiled, all code compiled
+            earlier in this process is compiled again at its next call.
+        inputs: the arguments of its forward. Only the shape, strides and dtype of tensors matter.
+        loss: a function from the model's output to a scalar; None for the sum in float32.
+        optimizer: a function from parameters to an optimizer, such as `torch.optim.AdamW`; None for no optimizer.
         autocast: the dtype of an autocast around the forward and the loss, if any.
         estimate: assume the largest result of operators whose results depend on values, and say so in `notes`.
         device: the device of the step: "cpu", or "cuda" for an NVIDIA GPU with float8 matmuls.
@@ -155,11 +155,11 @@ def explain(
     """
     compiled = has_compiled_code(model)
     with predicting_for(device), fake_tensors(compiled=compiled, estimate=estimate) as fakes:
-        fake = fake_copy(_plain(model), fakes)
+        fake = fake_copy(_unwrap(model), fakes)
         if compiled:
             recompile(fake, model)
         arguments = fake_copies(inputs, fakes)
-        made = None if optimizer is None else optimizer(fake.parameters())
+        fake_optimizer = None if optimizer is None else optimizer(fake.parameters())
 
         def step() -> None:
             with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
@@ -167,12 +167,12 @@ def explain(
             _check_loss(output)
             output.backward()
             del output
-            if made is not None:
-                made.step()
+            if fake_optimizer is not None:
+                fake_optimizer.step()
             fake.zero_grad(set_to_none=True)
-            _forget_gradients(arguments)
+            _drop_gradients(arguments)
 
-        return predict_step(step, fake, made, fakes)
+        return predict_step(step, fake, fake_optimizer, fakes)
 
 
 def predict_step(
@@ -184,28 +184,28 @@ def predict_step(
     persistent_scales: Sequence[Tensor] = (),
     first_step: Callable[[], None] | None = None,
 ) -> Prediction:
-    """Record the second step, inside `fake_tensors`, where `model` and `optimizer` were made.
+    """Record the second step, inside the `fake_tensors` block in which `model` and `optimizer` were constructed.
 
-    A later one is recorded while steps compile something: the compiler's own tensors are not the step's. Python's
-    garbage collector is off during the recording, so that a reference cycle that holds tensors shows.
+    A step that compiles something is recorded again, because the recording then has the compiler's tensors. Python's
+    garbage collector is off during the recording, so that reference cycles keep their tensors alive.
 
     Args:
         persistent_scales: float8 scaling state that persists across steps.
-        first_step: a shorter step after which the same states exist; `step` by default.
+        first_step: a shorter step that creates the same states; `step` by default.
     """
     backend = None if is_for_a_gpu() else GlooBuffers()
 
-    def recorded() -> Prediction:
+    def record() -> Prediction:
         fakes.reads = 0
         if fakes.assumptions is not None:
             fakes.assumptions.notes.clear()
-        recorded = record_step(step, model, optimizer, persistent_scales=persistent_scales, around=backend)
+        prediction = record_step(step, model, optimizer, persistent_scales=persistent_scales, around=backend)
         notes = () if fakes.assumptions is None else tuple(fakes.assumptions.notes)
-        return replace(recorded, reads=fakes.reads, notes=notes)
+        return replace(prediction, reads=fakes.reads, notes=notes)
 
     (first_step or step)()
-    prediction = until_nothing_compiles(recorded)
-    with nothing_compiled():
+    prediction = repeat_until_nothing_compiles(record)
+    with refuse_to_compile():
         return replace(prediction, notes=(*prediction.notes, *check_integers(step, fakes)))
 
 
@@ -217,9 +217,10 @@ def record_step(
     persistent_scales: Sequence[Tensor] = (),
     around: AbstractContextManager[Any] | None = None,
 ) -> Prediction:
-    """Record one call of `step`, with fake or real tensors, inside `around`, whose allocations are recorded.
+    """Record one call of `step` with fake or real tensors. With real compiled code the report has no peak.
 
-    With real compiled code the report has no peak.
+    Args:
+        around: a context whose allocations are recorded too.
     """
     tracker = CompiledTracker(model) if are_kernels_left_out() else None
     with (
@@ -236,8 +237,8 @@ def record_step(
     return Prediction(report, saved_bytes, module, operator, reads=0)
 
 
-def _plain(model: nn.Module) -> nn.Module:
-    """`model` without a wrapper of torch.compile."""
+def _unwrap(model: nn.Module) -> nn.Module:
+    """Remove a wrapper of torch.compile, and check that the modules inside can be predicted."""
     if isinstance(model, OptimizedModule):
         model = model._orig_mod
     for name, module in model.named_modules():
@@ -260,12 +261,12 @@ def _sum(output: Any) -> Tensor:
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        got = f"{list(loss.shape)}, requires_grad={loss.requires_grad}" if isinstance(loss, Tensor) else type(loss)
-        raise ValueError(f"expected a loss of one number that depends on a parameter, got {got}")
+        is_tensor = isinstance(loss, Tensor)
+        described = f"{list(loss.shape)}, requires_grad={loss.requires_grad}" if is_tensor else type(loss)
+        raise ValueError(f"expected a loss of one number that depends on a parameter, got {described}")
 
 
-def _forget_gradients(arguments: Any) -> None:
-    """Drop the gradients of the tensors in a nest of arguments."""
+def _drop_gradients(arguments: Any) -> None:
     for tensor in tree_leaves(arguments):
         if isinstance(tensor, Tensor):
             tensor.grad = None

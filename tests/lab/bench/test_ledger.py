@@ -20,7 +20,7 @@ from quaver.lab.bench.ledger.times import milliseconds_by_category, seconds_of
 from quaver.lab.cli import main
 from quaver.lab.memory.compiling.kernel_layout import KernelLayout
 from quaver.lab.memory.compiling.launches import Access, CompiledGraph, Launch, TritonKernel
-from quaver.lab.memory.compiling.machine_code import Loop, _issued
+from quaver.lab.memory.compiling.machine_code import Loop, _count_issued
 from quaver.lab.settings import Model
 from quaver.linear.gemm import ScaleKind
 from quaver.roofline.cost import KERNEL_LAUNCH_S, linear_cost
@@ -291,19 +291,19 @@ TRANSPOSED = """
 
 def test_how_programs_share_a_tensor_by_hand():
     """A config with narrow tiles moves whole sectors for a part of each; loops turn as often as their loads need."""
-    layout = KernelLayout.of(TRANSPOSED, {"in_ptr0": "*bf16", "out_ptr0": "*fp8e4nv"})
+    layout = KernelLayout.parse(TRANSPOSED, {"in_ptr0": "*bf16", "out_ptr0": "*fp8e4nv"})
     square, flat = {"XBLOCK": 64, "YBLOCK": 64}, {"XBLOCK": 1024, "YBLOCK": 1}
     assert [layout.sector_bytes(each) for each in (square, flat)] == [2 + 1, 2 + 32]
     assert [layout.programs(each) for each in (square, flat)] == [16 * 64, 4096]
     assert layout.loaded_by_program(square) == 64 * 64 * 2
-    columns = KernelLayout.of(TWO_LOOPS, {"in_ptr0": "*bf16", "in_ptr1": "*fp32"})
+    columns = KernelLayout.parse(TWO_LOOPS, {"in_ptr0": "*bf16", "in_ptr1": "*fp32"})
     tile = {"XBLOCK": 64, "R0_BLOCK": 8}
     assert columns.programs(tile) == 64
     assert columns.loaded_by_program(tile) == (2 + 2 + 4) * 64 * 16384
     wanted = columns.loaded_by_program(tile) // 128  # of a thread
-    assert _issued(100, (), wanted, columns, tile, warps=4) == 64 * 4 * 100
+    assert _count_issued(100, (), wanted, columns, tile, warps=4) == 64 * 4 * 100
     unrolled = Loop(40, wanted // 16)
-    assert _issued(100, (unrolled,), wanted // 16, columns, tile, warps=4) == 64 * 4 * (100 + 15 * 40)
+    assert _count_issued(100, (unrolled,), wanted // 16, columns, tile, warps=4) == 64 * 4 * (100 + 15 * 40)
 
 
 def test_no_time_is_below_what_bytes_and_instructions_take():

@@ -18,7 +18,7 @@ from benchmarks.memory_modules import CHECKPOINTING, PRECISIONS, Size
 from quaver.lab.memory import explain
 from quaver.lab.memory.compiling.compiled import are_kernels_left_out, compiled_graphs
 from quaver.lab.memory.compiling.compiled_rows import CompiledRows, CompiledTracker
-from quaver.lab.memory.compiling.wrapper_code import kernel_operator, rewritten
+from quaver.lab.memory.compiling.wrapper_code import kernel_operator, rewrite
 from quaver.lab.memory.faking.fakes import fake_tensors
 from quaver.lab.memory.predict import predict_step
 from quaver.lab.memory.runs.predict import SEES_GATHERS, predict_memory
@@ -243,20 +243,20 @@ STATEMENTS = [
     ("assert_size_stride(primals_1, (4,), (1,), 'input')", "assert_size_stride(primals_1, (4,), (1,), 'input')"),
     (
         "buf0 = empty_strided_cpu((4,), (1,), torch.float32)",
-        "buf0 = made_0.allocate((4,), (1,), torch.float32, {'primals_1': primals_1})",
+        "buf0 = maker_0.allocate((4,), (1,), torch.float32, {'primals_1': primals_1})",
     ),
     ("buf1 = reinterpret_tensor(buf0, (2,), (1,), 2)  # alias", "buf1 = reinterpret_tensor(buf0, (2,), (1,), 2)"),
-    ("cpp_fused_add_0(primals_1, buf1)", "made_1.call(cpp_fused_add_0, primals_1, buf1)"),
-    ("buf2 = torch.ops.aten.neg.default(buf0)", "buf2 = made_2.call(torch.ops.aten.neg.default, buf0)"),
+    ("cpp_fused_add_0(primals_1, buf1)", "maker_1.call(cpp_fused_add_0, primals_1, buf1)"),
+    ("buf2 = torch.ops.aten.neg.default(buf0)", "buf2 = maker_2.call(torch.ops.aten.neg.default, buf0)"),
     ("buf3 = buf2", "buf3 = buf2"),
     ("del buf2", "del buf2"),
     (
         "buf4 = reinterpret_tensor(buf0, (2, 2), (2, 1), 0); del buf0  # reuse",
         "buf4 = layout_of(reinterpret_tensor(buf0, (2, 2), (2, 1), 0))\n"
         "del buf0\n"
-        "buf4 = made_3.allocate(*buf4, {'buf3': buf3})",
+        "buf4 = maker_3.allocate(*buf4, {'buf3': buf3})",
     ),
-    ("extern_kernels.mm(buf3, buf3, out=buf4)", "made_4.call(extern_kernels.mm, buf3, buf3, out=buf4)"),
+    ("extern_kernels.mm(buf3, buf3, out=buf4)", "maker_4.call(extern_kernels.mm, buf3, buf3, out=buf4)"),
     ("return (buf4, buf3, )", "return returned((buf4, buf3))"),
 ]
 """Of Inductor's wrapper code, and what each becomes."""
@@ -267,11 +267,11 @@ def test_each_statement_is_rewritten_as_promised():
 
     def maker_of(buffer, kernel):
         asked.append((buffer, kernel))
-        return f"made_{len(asked) - 1}"
+        return f"maker_{len(asked) - 1}"
 
     before, after = zip(*STATEMENTS, strict=True)
     head = "from torch._inductor.async_compile import AsyncCompile\ndef call(self, args):\n"
-    code = ast.unparse(rewritten(head + textwrap.indent("\n".join(before), "    "), maker_of))
+    code = ast.unparse(rewrite(head + textwrap.indent("\n".join(before), "    "), maker_of))
     assert textwrap.dedent(code.partition("\n")[2]) == ast.unparse(ast.parse("\n".join(after)))
     assert asked == [("buf0", "fused_add"), ("buf0", "fused_add"), ("buf2", ""), ("buf4", ""), ("buf4", "")]
     assert "import" not in code

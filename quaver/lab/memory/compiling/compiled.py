@@ -1,10 +1,10 @@
-"""Compiles a model without its kernels, so that fake tensors can run the result with the buffers of real compiled code.
+"""Compiles a model without its kernels, so that fake tensors can run it with the buffers of real compiled code.
 
 Dynamo traces, AOTAutograd partitions forward and backward, and Inductor lowers, fuses, schedules and plans buffers as
-in a run. Only the Python wrapper code that Inductor writes is rewritten: its kernels do nothing, and no cache stores it
+in a run. Only the Python wrapper code that Inductor writes is replaced: its kernels do nothing, and no cache stores it
 (quaver/lab/memory/compiling/inductor.py). docs/design/0001-decisions.md has the alternatives.
 
-[Note: reset] Code compiled here guards on fake tensors and is useless to real ones, so Dynamo is reset at the end. It
+[Note: reset] Code compiled here guards on fake tensors and cannot run on real ones, so Dynamo is reset at the end. It
 can only reset everything: code compiled earlier in the process is compiled again, from Inductor's caches, at its next
 call.
 """
@@ -42,8 +42,8 @@ def kernels_left_out() -> Iterator[None]:
     """Let torch.compile generate code without kernels inside the block ([Note: reset]).
 
     Raises:
-        NotImplementedError: the compiled code cannot be followed: Inductor's C++ wrapper, max-autotune, or another
-            device than a CPU.
+        NotImplementedError: the compiled code cannot be followed: Inductor's C++ wrapper, max-autotune, or a device
+            other than a CPU.
     """
     from quaver.lab.memory.compiling.inductor import write_no_kernels  # slow to import
 
@@ -51,7 +51,7 @@ def kernels_left_out() -> Iterator[None]:
     torch.compiler.reset()
     with ExitStack() as stack:
         stack.enter_context(write_no_kernels())
-        for mode in (StorageWatch, GlooBuffers):  # else Dynamo runs eager code under them
+        for mode in (StorageWatch, GlooBuffers):  # otherwise Dynamo runs eager code under these modes
             stack.enter_context(patch.object(mode, "ignore_compile_internals", classmethod(lambda cls: True)))
         _kernels_left_out = True
         try:
@@ -66,7 +66,7 @@ def kernels_left_out() -> Iterator[None]:
 
 
 def are_kernels_left_out() -> bool:
-    """Whether torch.compile generates code without kernels now, which reports its buffers."""
+    """Whether torch.compile currently generates code without kernels, which reports its buffers."""
     return _kernels_left_out
 
 
@@ -75,7 +75,7 @@ def compiled_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def until_nothing_compiles(step: Callable[[], Result]) -> Result:
+def repeat_until_nothing_compiles(step: Callable[[], Result]) -> Result:
     """Run steps until one compiles nothing, and return its result.
 
     Raises:
@@ -93,8 +93,8 @@ def until_nothing_compiles(step: Callable[[], Result]) -> Result:
 
 
 @contextmanager
-def nothing_compiled() -> Iterator[None]:
-    """If kernels are left out, refuse to compile inside the block: the compiler's own tensors would be recorded.
+def refuse_to_compile() -> Iterator[None]:
+    """If kernels are left out, refuse to compile inside the block, because the compiler's tensors would be recorded.
 
     Raises:
         NotImplementedError: something has to be compiled.
@@ -120,10 +120,10 @@ def has_compiled_code(model: nn.Module) -> bool:
 
 
 def recompile(copy: nn.Module, model: nn.Module) -> None:
-    """Compile `copy` and its modules as `model` and its modules are; a copy does not inherit it.
+    """Compile `copy` and its modules in the same way as `model`, since a copy is not compiled.
 
     Args:
-        model: if torch.compile wraps it, `copy` is that of the wrapped module.
+        model: the original, possibly in a wrapper of torch.compile, which `copy` does not have.
     Raises:
         NotImplementedError: a module was not compiled by `nn.Module.compile`.
     """
@@ -136,10 +136,10 @@ def recompile(copy: nn.Module, model: nn.Module) -> None:
     for name, module in model.named_modules():
         compiled = module._compiled_call_impl
         if compiled is not None:
-            copies[name]._compiled_call_impl = _wrapper_of(compiled)(copies[name]._call_impl)
+            copies[name]._compiled_call_impl = _find_wrapper(compiled)(copies[name]._call_impl)
 
 
-def _wrapper_of(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _find_wrapper(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """The function with which torch.compile wrapped the module's call, with its backend and options."""
     wrap = inspect.getclosurevars(compiled).nonlocals.get("self")
     if not callable(wrap):

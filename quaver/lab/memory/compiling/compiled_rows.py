@@ -1,6 +1,6 @@
-"""Attributes the buffers of compiled code to modules inside it, and records what its graph saves for backward.
+"""Attributes the buffers of compiled code to modules inside it, and records the tensors that it saves for backward.
 
-Only code that was compiled without kernels (compiled.py) reports its buffers; compiled code of a real run does not.
+Only code that was compiled without kernels (compiled.py) reports its buffers. Compiled code of a real run does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quaver.lab.recorder.storages import plain_parts
 
 
 class CompiledTracker(ModuleTracker):
-    """Follows compiled modules, too, by wrapping the compiled call: Dynamo would compile hooks in."""
+    """A ModuleTracker that also follows compiled modules. It wraps their compiled call, since Dynamo compiles hooks."""
 
     follows_compiled_code = True
 
@@ -44,7 +44,7 @@ class CompiledTracker(ModuleTracker):
 
     @property
     def current(self) -> str:
-        """The module in which code runs now, also inside compiled code; `OUTSIDE` for none."""
+        """The module in which code runs now, even inside compiled code; `OUTSIDE` for none."""
         outer = super().current
         path = self._paths.get(outer)
         if not self._inside or path is None:
@@ -54,7 +54,7 @@ class CompiledTracker(ModuleTracker):
 
     @contextmanager
     def inside(self, module: str) -> Iterator[None]:
-        """Inside the block code of `module` runs; its name is relative to the compiled module."""
+        """Attribute the block to `module`, a name relative to the compiled module."""
         before, self._inside = self._inside, module
         try:
             yield
@@ -79,30 +79,30 @@ class CompiledTracker(ModuleTracker):
 
 
 class CompiledRows:
-    """Reports compiled code to a recorder: the module that runs, and what the graph saves for backward."""
+    """Reports compiled code to a recorder: the module that runs, and the tensors that the graph saves for backward."""
 
     def __init__(self, recorder: Recorder, tracker: CompiledTracker) -> None:
         self._recorder, self.inside = recorder, tracker.inside
         self._saved: Counter[Allocation] = Counter()
-        self._given_back: list[list[Allocation]] = []
+        self._received: list[list[Allocation]] = []
 
     def saved(self, tensors: Sequence[Any]) -> None:
-        """A compiled forward returned these for its backward."""
+        """Called when a compiled forward returns these tensors for its backward."""
         self._saved.update(self._recorder.save(part) for part in _parts(tensors))
 
     def backward_begins(self, tensors: Sequence[Any]) -> None:
-        """A compiled backward receives these, some of which a forward saved."""
-        given = []
+        """Called when a compiled backward receives these tensors. A forward saved some of them."""
+        received = []
         for part in _parts(tensors):
             allocation = self._recorder.allocation_of(part)
             if allocation is not None and self._saved[allocation]:
                 self._saved[allocation] -= 1
-                given.append(allocation)
-        self._given_back.append(given)
+                received.append(allocation)
+        self._received.append(received)
 
     def backward_ends(self) -> None:
-        """The compiled backward that began last dropped its arguments."""
-        for allocation in self._given_back.pop():
+        """Called when the compiled backward that began last has dropped its arguments."""
+        for allocation in self._received.pop():
             self._recorder.release(allocation)
 
 

@@ -1,14 +1,14 @@
 """Lets Inductor write code for a GPU that this machine lacks, and records its launches instead of running it.
 
-A build of torch without CUDA cannot differentiate fake CUDA tensors: autograd asks C++ for the device's streams.
-Inductor differentiates nothing. So a model is traced and cut into forward and backward with fake CPU tensors, which
-quaver takes for a GPU's (quaver/lab/memory/faking/gpu.py), and each graph moves to the GPU when Inductor gets it. From
-there on every decision is a GPU's: fusion, layouts, splits of reductions, kernels in Triton. No kernel is compiled.
+A torch build without CUDA cannot differentiate fake CUDA tensors, because autograd queries the device's streams in C++.
+Inductor does not differentiate. So the model is traced and partitioned into forward and backward with fake CPU tensors,
+on which quaver runs its GPU code (quaver/lab/memory/faking/gpu.py). Each graph moves to the GPU when Inductor gets it.
+From there on every decision is as on the GPU: fusion, layouts, splits of reductions, kernels in Triton. No kernel is
+compiled.
 
-The trace is a CPU's in what torch's C++ decides. Attention is pinned to the kernel that torch takes on the GPU
-(quaver/roofline/attention.py), and autocast is a CPU's: it differs from CUDA's in pow, rsqrt and sums, which quaver's
-blocks compute in float32 in either case.
-docs/design/0017 has the alternatives.
+In the trace torch's C++ still decides as for a CPU. Attention is pinned to the kernel that torch uses on the GPU
+(quaver/roofline/attention.py). Autocast is the CPU's, which differs from CUDA's in pow, rsqrt and sums; quaver's blocks
+compute these in float32 anyway. docs/design/0017 has the alternatives.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _DEVICE = torch.device("cuda", 0)
 
 @dataclass(frozen=True)
 class GpuProperties:
-    """Properties of a GPU that Inductor reads.
+    """The properties of a GPU that Inductor reads.
 
-    From the tables of compute capabilities in NVIDIA's CUDA C++ Programming Guide, and the data sheets of H100 SXM5,
-    H200 SXM and B200.
+    They are from the tables of compute capabilities in NVIDIA's CUDA C++ Programming Guide, and from the data sheets of
+    H100 SXM5, H200 SXM and B200.
     """
 
     name: str
@@ -58,7 +58,7 @@ class GpuProperties:
     L2_cache_size: int
     total_memory: int
     clock_hz: float
-    """The clock of the data sheet's bfloat16 FLOP/s, at 4096 FLOPs a cycle of a multiprocessor, 8192 on Blackwell."""
+    """The clock of the data sheet's bfloat16 FLOP/s, at 4096 FLOPs per multiprocessor and cycle (8192 on Blackwell)."""
     regs_per_multiprocessor: int = 65536
     max_threads_per_multi_processor: int = 2048
     max_threads_per_block: int = 1024
@@ -67,7 +67,7 @@ class GpuProperties:
 
     @property
     def capability(self) -> int:
-        """90 for 9.0."""
+        """The compute capability as one number, 90 for 9.0."""
         return 10 * self.major + self.minor
 
 
@@ -83,13 +83,13 @@ class Compiled(Exception):
 
 
 def record_compiled(call: Callable[[], object], gpu: GpuProperties) -> list[CompiledGraph]:
-    """Call code that compiles a forward and its backward for `gpu`; returns what they launch, the forward first.
+    """Call code that compiles a forward and its backward for `gpu`, and return both graphs, the forward first.
 
     Fake tensors must be on, under `as_on_a_gpu` (quaver/lab/memory/faking/gpu.py). Code that was compiled before is
     compiled again at its next call ([Note: reset] in compiled.py).
 
     Raises:
-        NotImplementedError: it compiles something else, or nothing.
+        NotImplementedError: `call` compiles anything else, or nothing.
     """
     torch.compiler.reset()
     try:
@@ -98,8 +98,8 @@ def record_compiled(call: Callable[[], object], gpu: GpuProperties) -> list[Comp
     finally:
         torch.compiler.reset()
     if [graph.is_backward for graph in graphs] != [False, True]:
-        found = " and ".join("a backward" if graph.is_backward else "a forward" for graph in graphs) or "nothing"
-        raise NotImplementedError(f"expected code that compiles one forward and one backward, got {found}")
+        compiled = " and ".join("a backward" if graph.is_backward else "a forward" for graph in graphs) or "nothing"
+        raise NotImplementedError(f"expected code that compiles one forward and one backward, got {compiled}")
     return graphs
 
 
@@ -113,8 +113,8 @@ def _recording(gpu: GpuProperties) -> Iterator[list[CompiledGraph]]:
         name = define(scheduling, source, schedule, kernel)
         buffers = {**kernel.args.input_buffers, **kernel.args.output_buffers}
         pointers = {buffer: str(pointer) for buffer, pointer in buffers.items()}
-        in_place = kernel.args.inplace_buffers.items()  # of those that were removed a marker is left
-        pointers |= {buffer: str(each.inner_name) for buffer, each in in_place if hasattr(each, "inner_name")}
+        in_place = kernel.args.inplace_buffers.items()  # removed buffers are markers without a name
+        pointers |= {buffer: str(arg.inner_name) for buffer, arg in in_place if hasattr(arg, "inner_name")}
         source = source.replace(str(Placeholder.KERNEL_NAME), name)
         kernels.append(TritonKernel(name, source, pointers, id(V.graph.scheduler.current_node)))
         return name
@@ -142,24 +142,23 @@ def _recording(gpu: GpuProperties) -> Iterator[list[CompiledGraph]]:
 
 @contextmanager
 def _as_gpu(gpu: GpuProperties) -> Iterator[None]:
-    """Inside the block Inductor lowers every graph for `gpu`."""
     device_interface.get_interface_for_device("cpu")  # registers the devices that torch was built for
     compile_graph = compile_fx._InProcessFxCompile.codegen_and_compile
 
     def compile_moved(compiler: Any, graph: fx.GraphModule, inputs: Sequence[Any], *options: Any) -> Any:
-        return compile_graph(compiler, graph, _moved(graph, inputs), *options)
+        return compile_graph(compiler, graph, _move(graph, inputs), *options)
 
     with ExitStack() as stack:
         replace = lambda owner, name, value: stack.enter_context(patch.object(owner, name, value))  # noqa: E731
         replace(compile_fx._InProcessFxCompile, "codegen_and_compile", compile_moved)
         stack.enter_context(patch.dict(device_interface.device_interfaces, {"cuda": _interface_of(gpu)}))
         replace(torch._inductor.scheduler, "has_triton", lambda: True)
-        replace(torch.utils._triton, "triton_hash_with_backend", lambda: "")  # of caches, which are off
+        replace(torch.utils._triton, "triton_hash_with_backend", lambda: "")  # for caches, which are off
         replace(CacheBase, "get_system", staticmethod(lambda: {"hash": ""}))
         replace(torch.cuda, "get_device_properties", lambda device=None: gpu)
         replace(torch.cuda, "get_device_capability", lambda device=None: (gpu.major, gpu.minor))
         replace(torch.cuda, "current_device", lambda: 0)
-        replace(torch.cuda, "is_available", lambda: False)  # or Inductor would time matmuls and enter the device
+        replace(torch.cuda, "is_available", lambda: False)  # otherwise Inductor times matmuls and enters the device
         replace(Tensor, "copy_", _copy_)
         replace(
             F,
@@ -174,45 +173,44 @@ def _as_gpu(gpu: GpuProperties) -> Iterator[None]:
 
 
 def _forget_devices() -> None:
-    """Inductor remembers what it once asked about a device."""
     DeviceProperties.create.cache_clear()
     CacheBase.get_local_cache_path.cache_clear()
 
 
-def _moved(graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Let a graph make its tensors on the GPU, and return fake inputs there."""
+def _move(graph: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """Let a graph allocate its tensors on the GPU, and return fake inputs there."""
     for module in graph.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
-                node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _moved_device)
+                node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _move_device)
     mode = detect_fake_mode(inputs)
-    return [_moved_tensor(each, mode) if isinstance(each, Tensor) else each for each in inputs]
+    return [_move_tensor(value, mode) if isinstance(value, Tensor) else value for value in inputs]
 
 
-def _moved_device(argument: Any) -> Any:
+def _move_device(argument: Any) -> Any:
     return _DEVICE if isinstance(argument, torch.device) else argument
 
 
-def _moved_tensor(tensor: Tensor, mode: Any) -> Tensor:
+def _move_tensor(tensor: Tensor, mode: Any) -> Tensor:
     with mode, torch.no_grad():
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_DEVICE)
 
 
 def _copy_(tensor: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """`Tensor.copy_`, whose binding to Python asks for the device's streams before it dispatches."""
+    """`Tensor.copy_` without its Python binding, which queries the device's streams before it dispatches."""
     copied: Tensor = torch.ops.aten.copy_.default(tensor, source, non_blocking)
     return copied
 
 
 def _attention_by(kernel: str) -> Callable[..., Tensor]:
-    """torch.nn.functional.scaled_dot_product_attention by a GPU's kernel; of a CPU's tensors C++ would choose a CPU's.
+    """torch.nn.functional.scaled_dot_product_attention with a GPU's kernel. For CPU tensors C++ would choose a CPU's.
 
-    It raises NotImplementedError with a mask, whose work is not counted; flash attention does not take one.
+    It raises NotImplementedError for a mask, whose work is not counted and which flash attention does not take.
     """
     aten = torch.ops.aten
     is_cudnn = kernel == CUDNN
     attend = aten._scaled_dot_product_cudnn_attention if is_cudnn else aten._scaled_dot_product_flash_attention
-    before = (None, True) if is_cudnn else ()  # no bias, and the log-sum-exps, which the backward reads
+    options = (None, True) if is_cudnn else ()  # no bias, and return the log-sum-exps, which the backward reads
 
     def attention(
         query: Tensor,
@@ -226,14 +224,13 @@ def _attention_by(kernel: str) -> Callable[..., Tensor]:
     ) -> Tensor:
         if attn_mask is not None:
             raise NotImplementedError("expected attention without a mask, whose work is not counted")
-        output: Tensor = attend(query, key, value, *before, dropout_p, is_causal, scale=scale)[0]
+        output: Tensor = attend(query, key, value, *options, dropout_p, is_causal, scale=scale)[0]
         return output
 
     return attention
 
 
 def _interface_of(gpu: GpuProperties) -> type[device_interface.DeviceInterface]:
-    """The answers of Dynamo's and Inductor's interface to devices."""
 
     class _Worker:
         current_device = staticmethod(lambda: 0)

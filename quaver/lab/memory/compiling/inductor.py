@@ -1,4 +1,4 @@
-"""Runs Inductor up to its Python wrapper code, whose kernels do nothing. Slow to import: import it where it is used."""
+"""Runs Inductor up to its Python wrapper code, without kernels. It is slow to import, so import it inside functions."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.graph import GraphLowering
 
 from quaver.lab.memory.compiling.makers import Maker, follower, kernel, node_of, readers_of
-from quaver.lab.memory.compiling.wrapper_code import LAYOUT_OF, RECEIVED, RETURNED, rewritten
+from quaver.lab.memory.compiling.wrapper_code import LAYOUT_OF, RECEIVED, RETURNED, rewrite
 from quaver.lab.memory.faking.gpu import is_for_a_gpu
 
 _INDUCTOR = {
     "fx_graph_cache": False,
     "fx_graph_remote_cache": False,
-    "compile_threads": 1,  # no processes that wait for kernels
+    "compile_threads": 1,  # starts no worker processes
 }
 _FUNCTORCH = {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}
 _DYNAMO = {"automatic_dynamic_local_pgo": False, "automatic_dynamic_remote_pgo": False}
 _REFUSED = ("cpp_wrapper", "memory_planning", "max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
-"""Settings under which Inductor's code is not Python, takes buffers from pools, or depends on timed kernels."""
+"""Settings with which Inductor's code is not Python, allocates buffers from pools, or depends on timed kernels."""
 
 
 @contextmanager
 def settings_without_caches() -> Iterator[None]:
-    """Inside the block no cache has what Dynamo, AOTAutograd and Inductor make, and none stores it."""
+    """Turn off the caches of Dynamo, AOTAutograd and Inductor inside the block."""
     with ExitStack() as stack:
         stack.enter_context(torch._inductor.config.patch(_INDUCTOR))
         stack.enter_context(torch._functorch.config.patch(_FUNCTORCH))
@@ -48,56 +48,55 @@ def settings_without_caches() -> Iterator[None]:
 def write_no_kernels() -> Iterator[None]:
     """Let Inductor write code without kernels inside the block, without its caches.
 
-    The code is for a CPU; if predictions are for a GPU, it materializes the results that code for a GPU does.
+    The code is for a CPU. If predictions are for a GPU, it materializes the same results as code for a GPU.
 
     Raises:
-        NotImplementedError: wrapped in Inductor's error, for settings or devices that cannot be followed.
+        NotImplementedError: settings or devices that cannot be followed. It is wrapped in Inductor's error.
     """
     with ExitStack() as stack:
         stack.enter_context(settings_without_caches())
-        stack.enter_context(patch.object(GraphLowering, "run", _checked(GraphLowering.run)))
-        if is_for_a_gpu():  # decides which results are materialized, not inlined
+        stack.enter_context(patch.object(GraphLowering, "run", _wrap_run(GraphLowering.run)))
+        if is_for_a_gpu():  # `is_cpu` decides which results are materialized and which are inlined
             stack.enter_context(patch.object(torch._inductor.ir, "is_cpu", lambda _: False))
-        stack.enter_context(patch.object(GraphLowering, "_compile_to_module_lines", _module_without_kernels))
-        # its checks start a C++ compiler for each instruction set; buffers do not depend on vectorization
+        stack.enter_context(patch.object(GraphLowering, "_compile_to_module_lines", _make_module_without_kernels))
+        # Buffers do not depend on vectorization, and these checks start a C++ compiler for each instruction set.
         stack.enter_context(patch.object(cpu_vec_isa, "valid_vec_isa_list", list))
-        # nor on how loops are split, where Inductor (2.13) fails an assertion on casts of blocks
+        # Nor do they depend on how loops are split. Inductor 2.13 fails an assertion there for casts of blocks.
         stack.enter_context(patch.object(CppScheduling, "try_loop_split", lambda scheduling, nodes: nodes))
         yield
 
 
 class _NoCompiler:
-    """Replaces Inductor's AsyncCompile, each of whose methods compiles a kernel."""
+    """Replaces Inductor's AsyncCompile, whose methods compile kernels."""
 
     def wait(self, scope: dict[str, Any]) -> None:
-        """Nothing to wait for."""
+        pass
 
     def __getattr__(self, language: str) -> Callable[..., Any]:
         return lambda *source, **options: kernel
 
 
-def _module_without_kernels(graph: Any, wrapper_code: Any) -> ModuleType:
-    """Replaces `GraphLowering._compile_to_module_lines`: turns the wrapper code into a module with its `call`."""
+def _make_module_without_kernels(graph: Any, wrapper_code: Any) -> ModuleType:
+    """Replaces `GraphLowering._compile_to_module_lines`: makes a module of the rewritten wrapper code."""
     module = ModuleType("quaver.lab.memory.compiled_code")
     module.__file__ = f"<{graph.graph_id}: no kernels>"
     names = vars(module)
     readers = readers_of(graph)
-    names |= {"AsyncCompile": _NoCompiler, LAYOUT_OF: _layout_of, **_ends(graph)}
+    names |= {"AsyncCompile": _NoCompiler, LAYOUT_OF: _layout_of, **_make_reporters(graph)}
 
     def maker_of(buffer: str, operator: str) -> str:
-        name = f"made_{len(names)}"
+        name = f"maker_{len(names)}"
         names[name] = Maker(operator, node_of(graph.name_to_buffer.get(buffer)), readers)
         return name
 
-    exec(compile(rewritten(wrapper_code.value, maker_of), module.__file__, "exec"), names)
+    exec(compile(rewrite(wrapper_code.value, maker_of), module.__file__, "exec"), names)
     names["reinterpret_tensor"] = _reinterpret
     names |= graph.constants | graph.torchbind_constants | getattr(graph, "opaque_value_type_classes", {})
     return module
 
 
-def _ends(graph: Any) -> dict[str, Callable[..., Any]]:
-    """Functions that get the arguments and the results of compiled code, and report what a forward saves for its
-    backward, until the backward returns."""
+def _make_reporters(graph: Any) -> dict[str, Callable[..., Any]]:
+    """The functions RECEIVED and RETURNED, which report what a forward saves until its backward returns."""
     context = TracingContext.try_get()
     is_backward, metadata = graph.is_backward, None if context is None else context.fw_metadata
     saved_from: int | None = None
@@ -119,14 +118,14 @@ def _ends(graph: Any) -> dict[str, Callable[..., Any]]:
     return {RECEIVED: received, RETURNED: returned}
 
 
-def _checked(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`GraphLowering.run`, refusing graphs that cannot be followed."""
+def _wrap_run(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`GraphLowering.run` with an error for graphs that cannot be followed."""
 
-    def checked(graph: Any, *arguments: Any) -> Any:
-        found = [name for name in _REFUSED if getattr(torch._inductor.config, name)]
-        if found:
+    def checked_run(graph: Any, *arguments: Any) -> Any:
+        refused = [name for name in _REFUSED if getattr(torch._inductor.config, name)]
+        if refused:
             raise NotImplementedError(
-                f"expected Inductor's default kernels in Python code, got {' and '.join(found)}: memory can only be "
+                f"expected Inductor's default kernels in Python code, got {' and '.join(refused)}: memory can only be "
                 "predicted without"
             )
         result = run(graph, *arguments)
@@ -135,7 +134,7 @@ def _checked(run: Callable[..., Any]) -> Callable[..., Any]:
             raise NotImplementedError(f"expected compiled code of a CPU, got {' and '.join(devices)}")
         return result
 
-    return checked
+    return checked_run
 
 
 def _layout_of(view: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
@@ -143,5 +142,5 @@ def _layout_of(view: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
 
 
 def _reinterpret(tensor: Tensor, size: Any, stride: Any, offset: int = 0) -> Tensor:
-    """A view; the offset is from the beginning of `tensor`."""
+    """A view of `tensor` with an offset relative to its first element."""
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)

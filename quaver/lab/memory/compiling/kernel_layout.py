@@ -1,4 +1,4 @@
-"""How the programs of a Triton kernel of Inductor's share its tensors, read from its source, for one config."""
+"""The tiles that the programs of one of Inductor's Triton kernels load and store, read from its source."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ _SECTOR = 32
 
 
 class TileAccess(NamedTuple):
-    """A load or store of a tile: bytes of an element, the axes of its index, and the axis along which it is dense."""
+    """A load or store of a tile."""
 
     is_load: bool
     element_bytes: int
     axes: frozenset[str]
+    """The axes in the index."""
     dense: str
+    """The axis along which elements are adjacent in memory; empty if unknown."""
 
 
 @dataclass(frozen=True)
 class KernelLayout:
-    """The axes' sizes by their first letters, x, y and r, and the accesses of tiles."""
+    """The axes of a kernel and its accesses of tiles."""
 
     sizes: dict[str, int]
+    """The size of each axis by its first letter: x, y or r."""
     accesses: tuple[TileAccess, ...]
 
     @classmethod
-    def of(cls, source: str, signature: dict[str, str]) -> KernelLayout:
+    def parse(cls, source: str, signature: dict[str, str]) -> KernelLayout:
         """Read a kernel's source.
 
         Args:
-            signature: Triton's, such as "*bf16", by argument.
+            signature: Triton's type of each argument, such as "*bf16".
         """
         sizes = {name[0]: int(size) for name, size in _SIZE.findall(source)}
         accesses = []
@@ -48,17 +51,17 @@ class KernelLayout:
         return cls(sizes, tuple(accesses))
 
     def block(self, axis: str, config: dict[str, int]) -> int:
-        """The extent of a program's tile along an axis; whole where no config says."""
+        """The extent of a program's tile along an axis; by default the whole axis."""
         return config.get({"x": "XBLOCK", "y": "YBLOCK", "r": "R0_BLOCK"}[axis], self.sizes.get(axis, 1))
 
     def programs(self, config: dict[str, int]) -> int:
-        """How many programs are launched."""
+        """The number of programs in a launch."""
         rows = config.get("RSPLIT_SIZE") or self.block("x", config)
         programs = ceil(self.sizes["x"] / rows)
         return programs * ceil(self.sizes["y"] / self.block("y", config)) if "y" in self.sizes else programs
 
     def sector_bytes(self, config: dict[str, int]) -> float:
-        """The bytes that move for an element of the tile, in whole sectors of 32 bytes."""
+        """The bytes that move for each element of the tile, in whole sectors of 32 bytes."""
         moved = 0.0
         for access in self.accesses:
             if len(access.axes) == len(self.sizes):
@@ -67,9 +70,9 @@ class KernelLayout:
         return moved
 
     def loaded_by_program(self, config: dict[str, int]) -> float:
-        """The bytes that all loads of one program load, loops included."""
+        """The bytes that one program loads, loops included."""
         extents = {axis: self.block(axis, config) for axis in self.sizes}
-        if "r" in extents:  # loops go over all of it
+        if "r" in extents:  # loops cover the whole axis
             extents["r"] = ceil(self.sizes["r"] / extents["r"]) * extents["r"]
         extents["x"] = config.get("RSPLIT_SIZE") or extents["x"]
         elements = 1

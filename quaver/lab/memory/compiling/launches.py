@@ -1,7 +1,7 @@
 """The kernels and operators that compiled code launches on a GPU, read from Inductor's scheduler.
 
-Bytes of a fused kernel are Inductor's: each buffer that the kernel reads or writes in memory, once at most. Those of an
-operator are the bytes of its arguments and results. quaver/lab/bench/ledger corrects both.
+The bytes of a fused kernel are Inductor's estimate: each buffer that the kernel reads or writes in memory counts once.
+The bytes of an operator are its arguments and results. quaver/lab/bench/ledger corrects both.
 """
 
 from __future__ import annotations
@@ -38,36 +38,35 @@ class Access:
 
     @property
     def elements(self) -> int:
-        """The number of elements of the buffer."""
         return prod(self.size)
 
     @property
     def is_float8(self) -> bool:
-        """Whether it holds codes."""
         return self.dtype in FLOAT8
 
 
 @dataclass(frozen=True)
 class TritonKernel:
-    """A kernel that Inductor wrote: its source, and the pointer under which it reads or writes each buffer."""
+    """A kernel that Inductor wrote."""
 
     name: str
     source: str
     pointers: Mapping[str, str]
+    """The name of the kernel's pointer argument for each buffer."""
     scheduled: int
     """The id of the scheduler's node."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One scheduled node: a fused kernel of Inductor's, or an operator.
+    """One scheduled node: one of Inductor's fused kernels, or an operator.
 
     Attributes:
-        operator: its name; empty for a fused kernel.
-        kernels: the Triton kernels that the node became, rarely more than one; none for an operator.
-        fuses: the operators of the model that it computes.
-        place: the source line, and the module, of what it writes first.
-        conversions: for each buffer of codes, the operator of the graph that made them.
+        operator: the name of the operator; empty for a fused kernel.
+        kernels: the Triton kernels of the node, rarely more than one; none for an operator.
+        fuses: the operators of the model that the node computes.
+        place: the source line and the module of the first buffer that it writes.
+        conversions: the operator in the graph that converts to the codes of each buffer of codes.
         is_reduction: whether it reduces anything.
     """
 
@@ -83,22 +82,23 @@ class Launch:
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """A forward or a backward. `saved` is what a forward saves for backward but parameters and buffers."""
+    """The compiled code of a forward or a backward."""
 
     is_backward: bool
     launches: tuple[Launch, ...]
     saved: tuple[Access, ...]
+    """Tensors that a forward saves for backward, without parameters and buffers."""
     source: str
 
 
 def graph_of(graph: Any, kernels: Sequence[TritonKernel], source: str) -> CompiledGraph:
-    """Read a lowered graph whose code was just written, with the kernels written for it."""
+    """Read a lowered graph, after Inductor wrote its code and `kernels`."""
     nodes = graph.scheduler.nodes
     results: dict[str, list[Access]] = {}
     for node in nodes:
         if _is_result(node):
             results.setdefault(node.node.inputs[0].get_name(), []).append(_access(node.node))
-    conversions = _conversions_read(nodes)
+    conversions = _conversions_for_operators(nodes)
     launches = tuple(
         _operator_launch(node, results)
         if isinstance(node, ExternKernelSchedulerNode)
@@ -110,7 +110,7 @@ def graph_of(graph: Any, kernels: Sequence[TritonKernel], source: str) -> Compil
 
 
 def _is_result(node: Any) -> bool:
-    """Whether a scheduled node only takes one result of an operator with several."""
+    """Whether a scheduled node only selects one result of an operator with several."""
     return isinstance(node, ExternKernelSchedulerNode) and isinstance(node.node, ir.MultiOutput)
 
 
@@ -128,13 +128,13 @@ def _kernel_launch(node: Any, kernels: Sequence[TritonKernel], conversions: Mapp
     return Launch(
         operator="",
         kernels=tuple(kernel for kernel in kernels if kernel.scheduled == id(node)),
-        # what a kernel loads of its own results is in a cache: quaver/lab/bench/ledger counts it apart
+        # A kernel loads its own results from a cache, which quaver/lab/bench/ledger counts separately.
         reads=tuple(_accesses({name: moved for name, moved in reads.items() if name not in writes})),
         writes=tuple(_accesses(written)),
         fuses=tuple(dict.fromkeys(_name(origin) for origin in origins)),
-        place=_place([part.node for part in parts if part.get_name() in written] or [part.node for part in parts]),
+        place=_find_place([part.node for part in parts if part.get_name() in written] or [part.node for part in parts]),
         conversions={
-            part.node.get_name(): conversions.get(part.node.get_name()) or _conversion(part.node)
+            part.node.get_name(): conversions.get(part.node.get_name()) or _conversion_in_kernel(part.node)
             for part in parts
             if _dtype(part.node) in FLOAT8
         },
@@ -144,26 +144,26 @@ def _kernel_launch(node: Any, kernels: Sequence[TritonKernel], conversions: Mapp
 
 def _operator_launch(node: Any, results: Mapping[str, list[Access]]) -> Launch:
     operator, name = node.node, node.node.get_name()
-    reads = [_access(each) for each in _tensors(operator.inputs)]
+    reads = [_access(buffer) for buffer in _buffers(operator.inputs)]
     written = results.get(name) or [_access(operator)]
     return Launch(
         operator=_operator_name(operator),
         kernels=(),
         reads=tuple(reads),
-        writes=tuple(each for each in written if each.elements),
+        writes=tuple(access for access in written if access.elements),
         fuses=tuple(dict.fromkeys(_name(origin) for origin in _origins(operator))),
-        place=_place([operator]),
+        place=_find_place([operator]),
         conversions={},
         is_reduction=False,
     )
 
 
-def _tensors(inputs: Sequence[Any]) -> Iterator[Any]:
-    for each in inputs:
-        if isinstance(each, list | tuple):
-            yield from _tensors(each)
-        elif _dtype(each) is not None:
-            yield each
+def _buffers(inputs: Sequence[Any]) -> Iterator[Any]:
+    for value in inputs:
+        if isinstance(value, list | tuple):
+            yield from _buffers(value)
+        elif _dtype(value) is not None:
+            yield value
 
 
 def _dtype(buffer: Any) -> torch.dtype | None:
@@ -172,26 +172,25 @@ def _dtype(buffer: Any) -> torch.dtype | None:
 
 
 def _accesses(moved: Mapping[str, int]) -> Iterator[Access]:
-    for name, bytes_ in moved.items():  # what `wait_for` seems to have written has another name
+    for name, bytes_ in moved.items():  # `wait_for` seems to mutate its argument, under another name
         buffer = V.graph.try_get_buffer(V.graph.scheduler.mutation_real_name.get(name, name))
         if buffer is not None and _dtype(buffer) is not None:
             yield _access(buffer, int(bytes_))
 
 
 def _access(buffer: Any, moved_bytes: int | None = None) -> Access:
-    """A buffer, or the part of it that a view shows; by default all of it is moved."""
-    if _dtype(buffer) is None:  # an operator with several results, or with none
+    """The access of a buffer, or of a view of one. By default all its bytes are moved."""
+    if _dtype(buffer) is None:  # an operator with several results, or without results
         return Access(buffer.get_name(), (0,), (1,), torch.uint8, 0)
     layout = buffer.get_layout()
-    size, stride = (
-        [V.graph.sizevars.optimization_hint(each) for each in part] for part in (layout.size, layout.stride)
-    )
+    hint = V.graph.sizevars.optimization_hint
+    size, stride = ([hint(extent) for extent in extents] for extents in (layout.size, layout.stride))
     moved = prod(size) * layout.dtype.itemsize if moved_bytes is None else moved_bytes
     return Access(buffer.get_name(), tuple(size), tuple(stride), layout.dtype, moved)
 
 
 def _origins(buffer: Any) -> list[fx.Node]:
-    return [each for each in getattr(buffer, "origins", ()) if each.op == "call_function"]
+    return [origin for origin in getattr(buffer, "origins", ()) if origin.op == "call_function"]
 
 
 def _name(node: fx.Node) -> str:
@@ -203,44 +202,43 @@ def _operator_name(operator: Any) -> str:
     return str(name).removeprefix("torch.ops.").removeprefix("extern_kernels.").removesuffix(".default")
 
 
-def _conversions_read(nodes: Sequence[Any]) -> dict[str, str]:
-    """For each buffer of codes that an operator reads, the operator of the graph that converts to them.
+def _conversions_for_operators(nodes: Sequence[Any]) -> dict[str, str]:
+    """The operator in the graph that converts to the codes of each buffer that an operator reads.
 
-    The buffer itself does not tell: one that is stored for an operator has the origins of all of its arguments.
+    The origins of the buffer are ambiguous: if it is stored for an operator, they include all of its arguments.
     """
-    found: dict[str, str] = {}
+    conversions: dict[str, str] = {}
     for node in nodes:
         operator: Any = node.node if isinstance(node, ExternKernelSchedulerNode) else None
         origin = None if operator is None else operator.get_origin_node()
         if origin is not None:
-            arguments = [each for each in tree_leaves(origin.args) if isinstance(each, fx.Node)]
-            for read, argument in zip(_tensors(operator.inputs), arguments, strict=False):
+            arguments = [leaf for leaf in tree_leaves(origin.args) if isinstance(leaf, fx.Node)]
+            for read, argument in zip(_buffers(operator.inputs), arguments, strict=False):
                 if _is_float8(argument):
-                    found.setdefault(read.get_name(), _converting(argument).name)
-    return found
+                    conversions.setdefault(read.get_name(), _find_conversion(argument).name)
+    return conversions
 
 
-def _converting(codes: fx.Node) -> fx.Node:
-    """The conversion to codes, which views and copies may follow; the first of these where none is in the graph."""
+def _find_conversion(codes: fx.Node) -> fx.Node:
+    """The node that converts to `codes`, through views and copies; their first node if the graph has no conversion."""
     while not str(codes.target).startswith("prims.convert_element_type"):
-        before = next((each for each in codes.all_input_nodes if _is_float8(each)), None)
-        if before is None:
+        source = next((node for node in codes.all_input_nodes if _is_float8(node)), None)
+        if source is None:
             break
-        codes = before
+        codes = source
     return codes
 
 
-def _conversion(buffer: Any) -> str:
-    """The operator of the graph that converts to the codes of a buffer which no operator reads."""
-    made = [each for each in _origins(buffer) if _is_float8(each)]
-    return _converting(made[0]).name if made else str(buffer.get_name())
+def _conversion_in_kernel(buffer: Any) -> str:
+    codes = [origin for origin in _origins(buffer) if _is_float8(origin)]
+    return _find_conversion(codes[0]).name if codes else str(buffer.get_name())
 
 
 def _is_float8(node: fx.Node) -> bool:
     return getattr(node.meta.get("val"), "dtype", None) in FLOAT8
 
 
-def _place(buffers: Sequence[Any]) -> str:
+def _find_place(buffers: Sequence[Any]) -> str:
     for buffer in buffers:
         node = node_of(buffer)
         file, line = place_of(node)

@@ -1,8 +1,8 @@
-"""Attributes the buffers of compiled code to operators, modules and source lines, as Inductor's graph has them.
+"""Attributes the buffers of compiled code to the operators, modules and source lines in Inductor's graph.
 
 Each allocation and call in the rewritten wrapper code (wrapper_code.py) goes through a `Maker`. It reports a buffer
-under the name of the kernel that writes it, calls operators from a frame at the model's source line, and
-reports the module to followers. Fused kernels do nothing.
+under the name of the kernel that writes it, calls operators from a frame at the model's source line, and reports the
+module to the recorder. Fused kernels do nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LINE = re.compile(r'File "(.+)", line (\d+), in ')
 _STEPS = re.compile(r"(?:\._modules)?\[['\"]?([^\]'\"]+)['\"]?\]")
 _ROOT = re.compile(r"L\['\w+'\](?:\.__self__)?")  # the compiled module, by the name of its forward's first argument
 _NOT_THE_MODEL = ("torch.", "quaver.lab.memory.")
-"""Modules of operators of torch, and of their replacements."""
+"""Prefixes of Python modules that implement operators."""
 _RNG_STATE_BYTES = torch.get_rng_state().numel()
 _CALL = (lambda function, args, kwargs: function(*args, **kwargs)).__code__
 
@@ -50,35 +50,33 @@ def follow(rows: Any) -> Iterator[None]:
 
 
 def follower() -> Any:
-    """The CompiledRows object of the open `follow` block; None outside. Only one recording can be open."""
+    """The CompiledRows object of the open `follow` block, or None. Only one recording can be open."""
     return _follower
 
 
 def kernel(*args: Any) -> None:
-    """Replaces every fused kernel."""
+    """Replaces every fused kernel, and does nothing."""
 
 
 class Maker:
     """The origin of one buffer.
 
     Attributes:
-        operator: such as "fused_abs_amax (aten.abs)": the operators fused into the kernel, and the one whose result the
-            buffer is; or a single operator, or "compiled code" if none is known.
-        module: of the operator, relative to the compiled module; empty for that itself, or if unknown.
+        operator: a name such as "fused_abs_amax (aten.abs)": the operators fused into the kernel, and the operator
+            whose result the buffer is. Or a single operator, or "compiled code" if none is known.
+        module: the operator's module, relative to the compiled module. Empty for the compiled module, or if unknown.
     """
 
     is_view, namespace = False, "inductor"  # attributes of an operator, for `StorageWatch.operator_called`
 
     def __init__(self, operator: str, node: fx.Node | None, readers: Mapping[str, fx.Node]) -> None:
-        """`readers`: by name of a tensor, the operator that reads it first."""
-        result_of = _operator_of(node)
-        self.operator = (
-            f"{operator} ({result_of})" if operator and result_of else operator or result_of or "compiled code"
-        )
+        """`readers`: the first operator that reads each tensor, by the tensor's name."""
+        result = _operator_name(node)
+        self.operator = f"{operator} ({result})" if operator and result else operator or result or "compiled code"
         self.module = module_of_node(node)
-        self._in_line = _frame_of(node)
+        self._in_line = _make_frame(node)
         self._kernel, self._readers = operator, readers
-        self._made_readers: dict[str, Maker] = {}
+        self._reader_makers: dict[str, Maker] = {}
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call an operator, or report the call of a kernel."""
@@ -87,14 +85,14 @@ class Maker:
                 return self._in_line(_report_call, (self, args), {})
             if isinstance(function, HigherOrderOperator):
                 return self._in_line(_call_without_rng, (function, *args), kwargs)
-            if isinstance(function, OpOverload) and str(function).startswith(CAST_PREFIX):  # as in eager code
+            if isinstance(function, OpOverload) and str(function).startswith(CAST_PREFIX):  # the phase of eager code
                 return phase("quaver::cast")(lambda *args: self._in_line(function, args, kwargs))(*args)
             return self._in_line(function, args, kwargs)
 
     def allocate(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, reads: Mapping[str, Any]
     ) -> Tensor:
-        """A new buffer on the CPU, which the kernel computes from `reads`."""
+        """Allocate a buffer on the CPU, which the kernel computes from `reads`."""
         with _inside(self.module):
             tensor: Tensor = self._in_line(_allocate, (size, stride, dtype), {})
         for name, read in reads.items():
@@ -106,12 +104,12 @@ class Maker:
         return tensor
 
     def _reader(self, name: str) -> Maker:
-        """The first reader of a tensor; cached, since all blocks run the same code."""
+        """The first reader of a tensor. It is cached, since all blocks of a model run the same code."""
         if name not in self._readers:
             return self
-        if name not in self._made_readers:
-            self._made_readers[name] = Maker(self._kernel, self._readers[name], {})
-        return self._made_readers[name]
+        if name not in self._reader_makers:
+            self._reader_makers[name] = Maker(self._kernel, self._readers[name], {})
+        return self._reader_makers[name]
 
     def __str__(self) -> str:
         return self.operator
@@ -141,7 +139,7 @@ def _report_buffer(maker: Maker, tensor: Tensor, reads: Sequence[Any]) -> None:
 
 @contextmanager
 def _only_fakes() -> Iterator[list[StorageWatch]]:
-    """Turn off all dispatch modes but the fake tensors' inside the block; yields the StorageWatch modes among them."""
+    """Turn off all dispatch modes except FakeTensorMode inside the block. Yields the StorageWatch modes among them."""
     modes = dispatch_modes()
     fakes = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
     with without_dispatch_modes(), fakes or nullcontext():
@@ -149,7 +147,7 @@ def _only_fakes() -> Iterator[list[StorageWatch]]:
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _call_without_rng(function: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
@@ -171,17 +169,17 @@ def _call_without_rng(function: HigherOrderOperator, *args: Any, **kwargs: Any) 
 
 
 def node_of(buffer: Any) -> fx.Node | None:
-    """The operator whose result a buffer is, or the last of the fused ones; None if unknown."""
+    """The operator whose result a buffer is, or one of the fused operators; None if unknown."""
     if buffer is None:
         return None
     node = buffer.get_origin_node()
     if node is None:
-        node = next((each for each in buffer.get_origins() if each.op == "call_function"), None)
+        node = next((origin for origin in buffer.get_origins() if origin.op == "call_function"), None)
     return node
 
 
 def readers_of(graph: Any) -> dict[str, fx.Node]:
-    """By name of a tensor, the operator that reads it first; a kernel may have many operators."""
+    """The first operator that reads each tensor, by the tensor's name. A kernel may have many operators."""
     readers: dict[str, fx.Node] = {}
     for scheduled in graph.scheduler.nodes:
         for part in scheduled.get_nodes():
@@ -192,12 +190,12 @@ def readers_of(graph: Any) -> dict[str, fx.Node]:
     return readers
 
 
-def _operator_of(node: fx.Node | None) -> str:
+def _operator_name(node: fx.Node | None) -> str:
     return "" if node is None else str(node.target).removesuffix(".default")
 
 
 def module_of_node(node: fx.Node | None) -> str:
-    """The module of an operator, relative to the compiled module; empty for that itself, or if unknown."""
+    """The module of an operator, relative to the compiled module. Empty for the compiled module, or if unknown."""
     meta = {} if node is None else node.meta
     stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack")
     if not stack:
@@ -208,7 +206,7 @@ def module_of_node(node: fx.Node | None) -> str:
 
 
 def place_of(node: fx.Node | None) -> tuple[str, int]:
-    """The file and the number of the innermost source line of the model; an empty name if unknown."""
+    """The file and number of the operator's innermost source line in the model; ("", 0) if unknown."""
     trace = "" if node is None else node.meta.get("stack_trace") or ""
     for file, line in reversed(_LINE.findall(trace)):
         if not _module_in(file).startswith(_NOT_THE_MODEL):
@@ -216,8 +214,7 @@ def place_of(node: fx.Node | None) -> tuple[str, int]:
     return "", 0
 
 
-def _frame_of(node: fx.Node | None) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
-    """A function that calls another from a frame at the innermost source line of the model."""
+def _make_frame(node: fx.Node | None) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
     file, line = place_of(node)
     if not file:
         return FunctionType(_CALL, {"__name__": __name__, "__builtins__": builtins})
@@ -227,6 +224,5 @@ def _frame_of(node: fx.Node | None) -> Callable[[Any, tuple[Any, ...], dict[str,
 
 @cache
 def _module_in(file: str) -> str:
-    """The name of the Python module in a file; `__main__` if there is none."""
     names = (name for name, module in tuple(sys.modules.items()) if getattr(module, "__file__", None) == file)
     return next(names, "__main__")

@@ -1,18 +1,18 @@
 """Rewrites Inductor's Python wrapper code so that it runs without kernels and reports the origin of each buffer.
 
 The wrapper is a Python function `call`. It allocates buffers, calls kernels and operators with them, reuses the memory
-of dead buffers, and deletes. All of that stays, but
+of dead buffers, and deletes buffers. Its statements are rewritten as follows:
 
-    buf1 = empty_strided_cpu(size, stride, dtype)  becomes  buf1 = made_7.allocate(size, stride, dtype, {"buf0": buf0})
-    cpp_fused_abs_0(buf0, buf1)                             made_8.call(cpp_fused_abs_0, buf0, buf1)
-    buf2 = torch.ops.aten.x.default(buf1)                   buf2 = made_9.call(torch.ops.aten.x.default, buf1)
+    buf1 = empty_strided_cpu(size, stride, dtype)  becomes  buf1 = maker_7.allocate(size, stride, dtype, {"buf0": buf0})
+    cpp_fused_abs_0(buf0, buf1)                             maker_8.call(cpp_fused_abs_0, buf0, buf1)
+    buf2 = torch.ops.aten.x.default(buf1)                   buf2 = maker_9.call(torch.ops.aten.x.default, buf1)
     buf3 = buf1; del buf1  # reuse                          buf3 = layout_of(buf1); del buf1
-                                                            buf3 = made_10.allocate(*buf3, {"buf2": buf2})
+                                                            buf3 = maker_10.allocate(*buf3, {"buf2": buf2})
     return (buf2, primals_1, buf3)                          return returned((buf2, primals_1, buf3))
 
-where each `made_` is a `Maker` with the buffer's operator, module and source line (makers.py). In braces are the
-tensors that the buffer's first kernel reads. Reused memory is allocated anew after its release: the bytes are equal,
-and the new row has the new buffer's origin.
+Each `maker_` is a `Maker` with the buffer's operator, module and source line (makers.py). In braces are the tensors
+that the buffer's first kernel reads. Reused memory is released and allocated again: the bytes are equal, and the new
+row has the new buffer's origin.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 
 RETURNED = "returned"
 RECEIVED = "received"
-"""Names of functions that the rewritten `call` calls with its arguments, and with its results."""
+"""The names of the functions that the rewritten `call` calls with its results, and with its arguments."""
 LAYOUT_OF = "layout_of"
-"""Name of a function that gives a view's size, stride and dtype."""
+"""The name of a function that returns a view's size, stride and dtype."""
 
 _ALLOCATE = "empty_strided_cpu"
 _REINTERPRET = "reinterpret_tensor"
@@ -36,17 +36,17 @@ _OPERATORS = ("extern_kernels.", "torch.ops.", "aten.", "inductor_ops.")
 _NOT_RUN = ("get_args", "benchmark_compiled_module")
 
 MakerOf = Callable[[str, str], str]
-"""From the names of a buffer and of the kernel that writes it first (either may be empty) to the name of a Maker in the
+"""Maps the names of a buffer and of the first kernel that writes it (either may be empty) to the name of a Maker in the
 code's namespace."""
 
 
-def rewritten(source: str, maker_of: MakerOf) -> ast.Module:
-    """The rewritten wrapper code; its namespace must also have AsyncCompile, RECEIVED, RETURNED and LAYOUT_OF."""
+def rewrite(source: str, maker_of: MakerOf) -> ast.Module:
+    """Rewrite wrapper code. Its namespace must also have AsyncCompile, RECEIVED, RETURNED and LAYOUT_OF."""
     tree = ast.parse(source)
-    tree.body = [each for each in tree.body if not _brings_compiler(each)]
+    tree.body = [statement for statement in tree.body if not _imports_compiler(statement)]
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name not in _NOT_RUN:
-            _Rewriter(_writes_of(node.body), maker_of, node.name == "call").visit_FunctionDef(node)
+            _Rewriter(_first_writes(node.body), maker_of, node.name == "call").visit_FunctionDef(node)
     return ast.fix_missing_locations(tree)
 
 
@@ -57,8 +57,6 @@ def kernel_operator(function: str) -> str:
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Rewrites the statements of one function; see the top of this file."""
-
     def __init__(self, writes: dict[str, ast.Call], maker_of: MakerOf, is_entry: bool) -> None:
         self._writes, self._maker_of, self._is_entry = writes, maker_of, is_entry
         self._written = {id(call): buffer for buffer, call in reversed(writes.items())}
@@ -71,8 +69,8 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def visit_Expr(self, node: ast.Expr) -> ast.Expr:
-        if isinstance(node.value, ast.Call) and _is_work(node.value):
-            node.value = self._called(self._written.get(id(node.value), ""), node.value)
+        if isinstance(node.value, ast.Call) and _runs_on_buffers(node.value):
+            node.value = self._rewrite_call(self._written.get(id(node.value), ""), node.value)
         return node
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
@@ -82,7 +80,7 @@ class _Rewriter(ast.NodeTransformer):
                 layout = ", ".join(map(ast.unparse, value.args))
                 node.value = _expression(f"{self._maker(target)}.allocate({layout}, {self._read_for(target)})")
             elif _name(value.func) != _REINTERPRET:
-                node.value = self._called(target, value)
+                node.value = self._rewrite_call(target, value)
         return node
 
     def visit_Return(self, node: ast.Return) -> ast.Return:
@@ -93,29 +91,29 @@ class _Rewriter(ast.NodeTransformer):
     def _body(self, statements: list[ast.stmt]) -> Iterator[ast.stmt]:
         is_deletion_of_reused = False
         for statement, following in _with_next(statements):
-            old = _reused(statement, following)
+            old = _reused_buffer(statement, following)
             if old:
-                yield from self._renewed(statement, old)
+                yield from self._reallocate(statement, old)
             elif not is_deletion_of_reused:
                 yield self.visit(statement)
             self._assigned |= _targets(statement) - {old}
             is_deletion_of_reused = bool(old)
 
-    def _renewed(self, statement: Any, old: str) -> list[ast.stmt]:
-        """Note the layout of the new buffer, release the old one, and allocate."""
+    def _reallocate(self, statement: Any, old: str) -> list[ast.stmt]:
+        """Statements that get the layout of the new buffer, delete the old one, and allocate the new one."""
         new, view = _name(statement.targets[0]), ast.unparse(statement.value)
         self._assigned.discard(old)
-        allocated = f"{self._maker(new)}.allocate(*{new}, {self._read_for(new)})"
-        return _statements(f"{new} = {LAYOUT_OF}({view})\ndel {old}\n{new} = {allocated}")
+        allocation = f"{self._maker(new)}.allocate(*{new}, {self._read_for(new)})"
+        return _statements(f"{new} = {LAYOUT_OF}({view})\ndel {old}\n{new} = {allocation}")
 
-    def _called(self, written: str, call: ast.Call) -> ast.Call:
+    def _rewrite_call(self, written: str, call: ast.Call) -> ast.Call:
         maker = self._maker_of(written, kernel_operator(_name(call.func)))
         return ast.Call(_expression(f"{maker}.call"), [call.func, *call.args], call.keywords)
 
     def _read_for(self, buffer: str) -> str:
-        """A dict of the arguments, as far as they exist yet, of the call that writes to `buffer` first."""
+        """The source of a dict of the arguments, if assigned before, of the first call that writes to `buffer`."""
         call = self._writes.get(buffer)
-        arguments = [] if call is None else [*call.args, *(each.value for each in call.keywords)]
+        arguments = [] if call is None else [*call.args, *(keyword.value for keyword in call.keywords)]
         names = list(dict.fromkeys(name for name in _names(arguments) if name in self._assigned))
         return f"{{{', '.join(f'{name!r}: {name}' for name in names)}}}"
 
@@ -124,19 +122,18 @@ class _Rewriter(ast.NodeTransformer):
         return self._maker_of(buffer, "" if call is None else kernel_operator(_name(call.func)))
 
 
-def _writes_of(statements: list[ast.stmt]) -> dict[str, ast.Call]:
-    """For each allocated buffer the first call that writes to it."""
+def _first_writes(statements: list[ast.stmt]) -> dict[str, ast.Call]:
     writes: dict[str, ast.Call] = {}
-    unwritten: dict[str, str] = {}  # each allocated buffer, and each view of it, with the buffer
+    unwritten: dict[str, str] = {}  # by the name of the buffer or of a view of it
     for statement, following in _with_next(statements):
         value = getattr(statement, "value", None)
-        if isinstance(value, ast.Call) and _is_work(value):
+        if isinstance(value, ast.Call) and _runs_on_buffers(value):
             for buffer in {unwritten[name]: None for name in _buffers(value) if name in unwritten}:
                 writes[buffer] = value
-                unwritten = {name: of for name, of in unwritten.items() if of != buffer}
+                unwritten = {name: viewed for name, viewed in unwritten.items() if viewed != buffer}
         elif isinstance(statement, ast.Assign):
             target = _name(statement.targets[0])
-            if _reused(statement, following) or (isinstance(value, ast.Call) and _name(value.func) == _ALLOCATE):
+            if _reused_buffer(statement, following) or (isinstance(value, ast.Call) and _name(value.func) == _ALLOCATE):
                 unwritten[target] = target
             elif _is_view(value) and _buffers(statement.value)[0] in unwritten:
                 unwritten[target] = unwritten[_buffers(statement.value)[0]]
@@ -147,8 +144,8 @@ def _with_next(statements: list[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.stmt 
     return zip(statements, [*statements[1:], None], strict=True)
 
 
-def _reused(statement: ast.stmt, following: ast.stmt | None) -> str:
-    """The buffer whose memory a line reuses, assigning the new name and deleting the old; empty for none."""
+def _reused_buffer(statement: ast.stmt, following: ast.stmt | None) -> str:
+    """The buffer whose memory a line "new = old; del old" reuses; empty for any other line."""
     if not isinstance(statement, ast.Assign) or not isinstance(following, ast.Delete):
         return ""
     new, old = _name(statement.targets[0]), _name(following.targets[0])
@@ -157,34 +154,30 @@ def _reused(statement: ast.stmt, following: ast.stmt | None) -> str:
 
 
 def _is_view(value: Any) -> bool:
-    """Whether this is a buffer or a view of one."""
     is_view = isinstance(value, ast.Name) or (isinstance(value, ast.Call) and _name(value.func) == _REINTERPRET)
     return is_view and bool(_buffers(value))
 
 
-def _is_work(call: ast.Call) -> bool:
-    """Whether this calls a kernel or an operator, not a check or an allocation."""
+def _runs_on_buffers(call: ast.Call) -> bool:
+    """Whether this calls a kernel or an operator, and not a check or an allocation."""
     return bool(kernel_operator(_name(call.func))) or ast.unparse(call.func).startswith(_OPERATORS)
 
 
 def _buffers(value: ast.AST) -> list[str]:
-    """The buffers that an expression names."""
     return [node.id for node in ast.walk(value) if isinstance(node, ast.Name) and _BUFFER.fullmatch(node.id)]
 
 
 def _names(values: list[ast.expr]) -> list[str]:
-    """The variables in arguments, including those inside views."""
     return [node.id for value in values for node in ast.walk(value) if isinstance(node, ast.Name)]
 
 
 def _targets(statement: ast.stmt) -> set[str]:
-    """The variables that a statement assigns."""
     targets = statement.targets if isinstance(statement, ast.Assign) else []
-    return set(_names([each for each in targets if isinstance(each, ast.Name | ast.Tuple)]))
+    return set(_names([target for target in targets if isinstance(target, ast.Name | ast.Tuple)]))
 
 
-def _brings_compiler(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.ImportFrom) and any(each.name == "AsyncCompile" for each in statement.names)
+def _imports_compiler(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.ImportFrom) and any(alias.name == "AsyncCompile" for alias in statement.names)
 
 
 def _name(node: ast.AST) -> str:

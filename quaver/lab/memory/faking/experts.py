@@ -1,7 +1,7 @@
-"""Expert parallelism of tokens without values: each expert gets as many of them.
+"""Expert parallelism of fake tokens: each expert gets the same number of tokens.
 
-The rows that a rank gets are as many as its experts' tokens, which routers decide. Their balance is what routers are
-trained for; a rank with more load than the mean needs more memory than is predicted.
+In a real step the routers decide how many rows a rank gets. They are trained to balance the experts; a rank with more
+load than the mean needs more memory than predicted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ EVEN_LOAD = "expert parallelism: predicted for ranks whose experts get as many t
 
 
 class _EvenDispatcher(ExpertDispatcher):
-    """Sends as many rows to each rank; the first ones get what is left over."""
+    """Sends the same number of rows to each rank, and one more to the first ranks if there is a remainder."""
 
     def _read(self, numbers: Tensor, pairs: int) -> list[list[int]]:
         sent = [pairs // self.ranks + (rank < pairs % self.ranks) for rank in range(self.ranks)]
@@ -23,7 +23,7 @@ class _EvenDispatcher(ExpertDispatcher):
 
 
 def load_evenly(model: nn.Module) -> None:
-    """Let experts that are split take equally many tokens, whatever their routers choose."""
+    """Give the same number of tokens to all experts that are split over ranks, whatever their routers choose."""
     for module in model.modules():
         if isinstance(module, RoutedExperts) and isinstance(module.dispatcher, ExpertDispatcher):
             old = module.dispatcher

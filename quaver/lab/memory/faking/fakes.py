@@ -1,10 +1,10 @@
-"""Fake tensors for a training step: real shapes, dtypes and storages, no values.
+"""Fake tensors for a training step, with real shapes, dtypes and storages but no values.
 
 [Note: values that are read] Code may read a value from a tensor: whether a norm is finite, whether ranks agree, the
-optimizer's step count. The answer is 1, or True, and the reads are counted. A result whose shape depends on values is
-refused, or assumed for an estimate (values.py). An integer that is read as a loop count or in a check does no harm, but
-one that is read as a length makes tensors too small. So `check_integers` repeats the step with 2 as the answer and
-compares the sizes of its tensors.
+optimizer's step count. The answer is 1, or True, and the reads are counted. An operator whose result's shape depends on
+values raises, or its result is assumed for an estimate (values.py). The answer 1 is harmless for an integer that is a
+loop count or is checked, but a length of 1 makes tensors too small. So `check_integers` repeats the step with 2 as the
+answer and compares the sizes of its tensors.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Fakes(FakeTensorMode):
     Attributes:
         reads: the number of values that were read ([Note: values that are read]).
         integer_reads: the places where integers were read.
-        integer: the answer to those.
-        assumptions: results for an estimate; None to refuse.
+        integer: the answer to these reads.
+        assumptions: the assumptions of an estimate; None to raise instead.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Fakes(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and not self.in_kernel_invocation:
-            return args[0].fake_device  # as super() does, but fast: the most frequent call
+            return args[0].fake_device  # the same as super(), but faster: it is the most frequent call
         try:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         except DataDependentOutputException:
@@ -67,10 +67,10 @@ class Fakes(FakeTensorMode):
                 raise
             return self._read(args[0].dtype)
         except (DynamicOutputShapeException, UnsupportedOperatorException) as error:
-            answer = self._assumed(error, func, args, kwargs or {})
-            if answer is None:
+            assumed = self._assume(error, func, args, kwargs or {})
+            if assumed is None:
                 raise
-            return answer
+            return assumed
 
     def _read(self, dtype: torch.dtype) -> Any:
         self.reads += 1
@@ -81,7 +81,7 @@ class Fakes(FakeTensorMode):
         self.integer_reads.add(place_here())
         return self.integer
 
-    def _assumed(self, error: Exception, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _assume(self, error: Exception, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.assumptions is None:
             return None
         with self:
@@ -95,10 +95,12 @@ def fake_tensors(*, compiled: bool = False, estimate: bool = False) -> Iterator[
     """Make every tensor fake inside the block.
 
     Args:
-        compiled: run compiled modules as compiled code without kernels (quaver/lab/memory/compiling), not as eager.
+        compiled: run compiled modules as compiled code without kernels (quaver/lab/memory/compiling), not as eager
+            code.
         estimate: assume results that depend on values (values.py).
     Raises:
-        NotImplementedError: an operator's result has a shape that depends on values, or it has no fake implementation.
+        NotImplementedError: the shape of an operator's result depends on values, or the operator has no fake
+            implementation.
     """
     with ExitStack() as stack:
         stack.enter_context(kernels_left_out() if compiled else torch.compiler.set_stance("force_eager"))
@@ -119,10 +121,11 @@ def fake_tensors(*, compiled: bool = False, estimate: bool = False) -> Iterator[
 
 
 def _without_tracing_in_transformers() -> AbstractContextManager[Any]:
-    """If transformers is imported, have it take fake tensors for real ones inside the block.
+    """Let transformers, if it is imported, treat fake tensors as real ones inside the block.
 
-    transformers (5.23) takes fake tensors for tracing, and then builds attention masks that a training step does not
-    have. It has no hook for that. This can go when `is_tracing` in transformers.utils.import_utils no longer asks.
+    transformers (5.23) takes fake tensors as a sign of tracing, and then builds attention masks that a training step
+    does not have. It has no hook for that. This can go when `is_tracing` in transformers.utils.import_utils no longer
+    checks for fake tensors.
     """
     module = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(module, "is_fake_tensor"):
@@ -131,10 +134,10 @@ def _without_tracing_in_transformers() -> AbstractContextManager[Any]:
 
 
 def _without_tracing_in_dtensors() -> AbstractContextManager[Any]:
-    """Have DTensors of torch 2.11 take fake tensors for real ones inside the block.
+    """Let DTensors of torch 2.11 treat fake tensors as real ones inside the block.
 
-    They take them for tracing, which skips the cache of shapes: each operator, and so the optimizer's, would allocate
-    its unsharded operands. This can go with torch 2.11; torch 2.13 asks no more.
+    They take fake tensors as a sign of tracing and skip the cache of shapes. Each operator, also of the optimizer,
+    would then allocate its unsharded operands. This can go with torch 2.11; torch 2.13 does not check.
     """
     if not hasattr(torch.distributed.tensor._dispatch, "_are_we_tracing"):
         return nullcontext()
@@ -142,22 +145,22 @@ def _without_tracing_in_dtensors() -> AbstractContextManager[Any]:
 
 
 def fake_copy(model: Module, fakes: Fakes) -> Module:
-    """A copy of `model` with fake parameters and buffers on the CPU (gpu.py), also of those on the meta device.
+    """A copy of `model` with fake parameters and buffers on the CPU (gpu.py), whatever their device.
 
     Nothing of the model's size is allocated, and the model does not change.
     """
-    tensors = [each for each in (*model.parameters(), *model.buffers()) if type(each) in PLAIN_TYPES]
-    memo: dict[int, Any] = {id(each): _fake(each, fakes) for each in tensors}
-    with FakeCopyMode(fakes):  # for subclasses, and tensors that are neither parameter nor buffer
+    plain = [tensor for tensor in (*model.parameters(), *model.buffers()) if type(tensor) in PLAIN_TYPES]
+    memo: dict[int, Any] = {id(tensor): _make_fake(tensor, fakes) for tensor in plain}
+    with FakeCopyMode(fakes):  # copies subclasses, and tensors that are neither parameters nor buffers
         return copy.deepcopy(model, memo)
 
 
 def fake_copies(values: Any, fakes: Fakes) -> Any:
-    """The same nest of lists, tuples and dicts with fake tensors on the CPU."""
-    return tree_map_only(Tensor, lambda tensor: _fake(tensor, fakes), values)
+    """Replace the tensors in nested lists, tuples and dicts by fake ones on the CPU."""
+    return tree_map_only(Tensor, lambda tensor: _make_fake(tensor, fakes), values)
 
 
-def _fake(tensor: Tensor, fakes: Fakes) -> Tensor:
+def _make_fake(tensor: Tensor, fakes: Fakes) -> Tensor:
     with fakes, torch.no_grad():
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
@@ -169,8 +172,6 @@ def _fake(tensor: Tensor, fakes: Fakes) -> Tensor:
 
 
 class _Sizes(StorageWatch):
-    """The bytes of the storages that operators allocate, in order."""
-
     def __init__(self) -> None:
         super().__init__()
         self.sizes_bytes: list[int] = []
@@ -184,9 +185,9 @@ def check_integers(step: Callable[[], None], fakes: Fakes) -> list[str]:
     """If integers were read, run two more steps and compare their allocations ([Note: values that are read]).
 
     Returns:
-        Notes for an estimate; none if sizes do not depend on the integers.
+        Notes for an estimate; empty if sizes do not depend on the integers.
     Raises:
-        NotImplementedError: sizes depend on an integer, and no estimate was asked for.
+        NotImplementedError: sizes depend on an integer, and this is not an estimate.
     """
     if not fakes.integer_reads:
         return []
@@ -199,6 +200,5 @@ def check_integers(step: Callable[[], None], fakes: Fakes) -> list[str]:
         return []
     if fakes.assumptions is None:
         raise depends_on(fakes.integer_reads)
-    return [
-        f"estimate: sizes depend on an integer that was assumed to be 1, read in {each}" for each in fakes.integer_reads
-    ]
+    note = "estimate: sizes depend on an integer that was assumed to be 1, read in"
+    return [f"{note} {place}" for place in fakes.integer_reads]

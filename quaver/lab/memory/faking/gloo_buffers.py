@@ -3,9 +3,9 @@
     all_gather_into_tensor   a second copy of the gathered tensor
     reduce_scatter_tensor    a second copy of the input, which gloo reduces in place
 
-torch's fake process group allocates nothing, so these are allocated here for the time of the call; gloo's threads may
-free theirs a little later. NCCL has fixed buffers instead. Observed in torch.profiler's log of the CPU allocator, torch
-2.13, in `gloo:all_gather` and `c10d::_reduce_scatter_base_`.
+torch's fake process group allocates nothing, so these buffers are allocated here for the duration of the call. gloo's
+threads may free theirs a little later. NCCL has fixed buffers instead. The sizes were observed in torch.profiler's log
+of the CPU allocator, torch 2.13, in `gloo:all_gather` and `c10d::_reduce_scatter_base_`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _COPIED = {torch.ops.c10d._allgather_base_.default: 0, torch.ops.c10d._reduce_scatter_base_.default: 1}
-"""The argument that the collective copies: the gathered tensor, the tensor to reduce."""
+"""The position of the argument that the collective copies: the gathered tensor, or the tensor to reduce."""
 
 
 class GlooBuffers(TorchDispatchMode):
@@ -29,12 +29,12 @@ class GlooBuffers(TorchDispatchMode):
         position = _COPIED.get(func)
         if position is None or not isinstance(args[position], Tensor):
             return func(*args, **(kwargs or {}))
-        copied = copy_of(args[position])
+        buffer = allocate_buffer(args[position])
         result = func(*args, **(kwargs or {}))
-        del copied
+        del buffer
         return result
 
 
-def copy_of(tensor: Tensor) -> Tensor:
-    """A buffer of a tensor's size; quaver/lab/recorder/callers.py recognizes it by this function's name."""
+def allocate_buffer(tensor: Tensor) -> Tensor:
+    """A buffer of a tensor's size. quaver/lab/recorder/callers.py recognizes it by this function's name."""
     return tensor.new_empty(tensor.shape)

@@ -1,11 +1,11 @@
 """The device that predictions are for: a CPU, or an NVIDIA GPU with float8 matmuls that this machine lacks.
 
-A torch build without CUDA cannot differentiate fake CUDA tensors. So fake tensors stay on the CPU and take a GPU's
-code (`standing_for_gpu`): quaver's casts then write the layouts of the hardware's matmuls, and every kind of scales
-that some hardware multiplies is multiplied natively.
+A torch build without CUDA cannot differentiate fake CUDA tensors. So fake tensors stay on the CPU and quaver runs its
+GPU code on them (`standing_for_gpu`): casts write the layouts of the hardware's matmuls, and every kind of scales that
+some hardware multiplies is multiplied natively.
 
-Decisions in torch's C++ stay those for a CPU, except for RMSNorm: attention is the CPU's flash attention, which saves
-what the GPU's kernels save, FlashAttention-2 and cuDNN, but for two numbers of RNG state.
+torch's C++ still decides as for a CPU, except for RMSNorm. Attention is the CPU's flash attention. It saves the same
+tensors as the GPU's kernels, FlashAttention-2 and cuDNN, except two numbers of RNG state.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _target = "cpu"
 
 @contextmanager
 def predicting_for(device: str) -> Iterator[None]:
-    """Predict for `device`, one of DEVICES, inside the block; outside for a CPU.
+    """Predict for `device` inside the block. The default is a CPU.
 
     Raises:
-        ValueError: another device.
+        ValueError: `device` is not in DEVICES.
     """
     global _target
     if device not in DEVICES:
@@ -46,19 +46,19 @@ def predicting_for(device: str) -> Iterator[None]:
 
 
 def is_for_a_gpu() -> bool:
-    """Whether predictions are for a GPU now."""
+    """Whether predictions are currently for a GPU."""
     return _target == "cuda"
 
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Inside the block quaver treats fake tensors as those of a GPU that multiplies the scales of every recipe."""
+    """Treat fake tensors inside the block as tensors on a GPU that multiplies the scales of every recipe."""
     with ExitStack() as stack:
         stack.enter_context(standing_for_gpu(_CAPABILITY))
         stack.enter_context(assuming_native(dict.fromkeys(ScaleKind)))
         stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
-        # compiled code calls this overload; torch has a fake of the other only
+        # compiled code calls this overload, and torch has a fake implementation only for the default one
         library.impl("_scaled_mm.out", _scaled_mm_out, "Meta")
         yield
 
@@ -70,9 +70,9 @@ def _scaled_mm_out(*operands: Any, out: Tensor, **options: Any) -> Tensor:
 def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """torch.nn.functional.rms_norm as on a GPU, where it is one kernel; on a CPU it consists of several operators.
+    """torch.nn.functional.rms_norm as on a GPU, where it is one kernel. On a CPU it consists of several operators.
 
-    The compiler decomposes it on both, and gets the real computation: an empty result would let it drop the backward.
+    The compiler decomposes it on both, so it gets the real computation. An empty result would let it drop the backward.
     """
     if torch.compiler.is_compiling():
         return torch.rms_norm(input, list(normalized_shape), weight, eps)
@@ -81,7 +81,7 @@ def _rms_norm(
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """Saves what aten::_fused_rms_norm saves, its input and a number for each row, and returns what it returns."""
+    """Saves the same tensors as aten::_fused_rms_norm: its input, the weight and one number for each row."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor | None, dims: int) -> Tensor:

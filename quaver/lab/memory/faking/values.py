@@ -1,8 +1,8 @@
-"""Operators whose results depend on values, which fake tensors lack: refused, or assumed for an estimate.
+"""Operators whose results depend on values, which fake tensors do not have. They raise, or an estimate assumes results.
 
-For an estimate, a result whose size depends on values gets the largest possible size. An operator without a fake
-implementation has no such bound: each of its results is assumed to be like its first tensor. Errors and notes name the
-operator and its place in the model's code.
+In an estimate, a result whose size depends on values gets the largest possible size. For an operator without a fake
+implementation no bound is known: each of its results is assumed to have the shape and dtype of its first tensor. Errors
+and notes name the operator and its place in the model's code.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ def refusal(error: Exception) -> NotImplementedError:
 
 
 def depends_on(places: Iterable[str], error: Exception | None = None) -> NotImplementedError:
-    """The error for a step that allocates other sizes, or fails, with another integer in place of those read."""
-    became = "other sizes for another integer" if error is None else f"an error ({' '.join(str(error).split())})"
+    """The error for a step whose sizes change, or that fails, if an integer that it reads is different."""
+    outcome = "other sizes for another integer" if error is None else f"an error ({' '.join(str(error).split())})"
     return NotImplementedError(
-        f"expected sizes that do not depend on integers read from tensors, got {became} read in "
+        f"expected sizes that do not depend on integers read from tensors, got {outcome} read in "
         f"{' and in '.join(sorted(places))}; memory can only be predicted without that"
     )
 
 
 class Assumptions:
-    """Results for operators, with a note for each.
+    """Assumes the results of operators for an estimate.
 
     Attributes:
-        notes: each assumption once.
+        notes: the assumptions, without duplicates.
     """
 
     def __init__(self) -> None:
         self.notes: list[str] = []
 
     def largest_result(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The largest possible results of `operator`; None if they have no bound."""
+        """The largest possible results of `operator`, or None if no bound is known."""
         if operator not in _LARGEST:
             return None
         result = _LARGEST[operator](*args, **kwargs)
@@ -63,18 +63,21 @@ class Assumptions:
         return result
 
     def like_first_tensor(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Results like the first tensor, for an operator without a fake; None if it returns anything but tensors."""
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        """Results like the first tensor, for an operator without a fake implementation.
+
+        None if the operator takes no tensor or returns anything but tensors.
+        """
+        tensors = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)]
         returns = operator._schema.returns
-        if not tensors or any(str(each.type) != "Tensor" for each in returns):
+        if not tensors or any(str(returned.type) != "Tensor" for returned in returns):
             return None
         self._note(f"{operator}, which has no fake implementation, gives results like its first tensor")
         results = tuple(torch.empty_like(tensors[0]) for _ in returns)
         return results[0] if len(results) == 1 else results
 
-    def _note(self, words: str) -> None:
+    def _note(self, assumption: str) -> None:
         place = place_here()
-        note = f"estimate: {words}" + (f", in {place}" if place else "")
+        note = f"estimate: {assumption}" + (f", in {place}" if place else "")
         if note not in self.notes:
             self.notes.append(note)
 
@@ -97,27 +100,26 @@ _LARGEST: dict[Any, Callable[..., Tensor]] = {
 
 
 def place_here() -> str:
-    """The place of the calling code, as "module layers.0.router (model/moe.py:31)"; empty without a model's frame.
+    """The place of the calling code, as "module layers.0.router (model/moe.py:31)"; empty if no frame is the model's.
 
-    An autograd node in C++ has no frame: code in backward has the place of the call of `backward`.
+    An autograd node in C++ has no frame, so the place of code in backward is the call of `backward`.
     """
     return _place(list(walk_stack(sys._getframe(1)))[::-1])
 
 
 def _place(frames: list[tuple[FrameType, int]]) -> str:
-    """The place of these frames with their lines, outermost first."""
-    outside = [(frame, line) for frame, line in frames if not module_of(frame).startswith(NOT_THE_MODELS)]
-    if not outside:
+    model_frames = [(frame, line) for frame, line in frames if not module_of(frame).startswith(NOT_THE_MODELS)]
+    if not model_frames:
         return ""
-    frame, line = outside[-1]
-    where = f"{end_of_path(frame.f_code.co_filename, module_of(frame))}:{line}"
-    module = _module_name([each.f_locals.get("self") for each, _ in frames if each.f_code.co_name == "forward"])
-    return f"module {module} ({where})" if module else where
+    innermost, line = model_frames[-1]
+    source = f"{end_of_path(innermost.f_code.co_filename, module_of(innermost))}:{line}"
+    module = _module_name([frame.f_locals.get("self") for frame, _ in frames if frame.f_code.co_name == "forward"])
+    return f"module {module} ({source})" if module else source
 
 
 def _module_name(owners: list[Any]) -> str:
-    """The name of the innermost of these nested modules in the outermost; a root is named by its class."""
-    modules = [each for each in owners if isinstance(each, nn.Module)]
+    """The name of the innermost module of `owners` in the outermost. The outermost is named by its class."""
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     named = modules[0].named_modules() if modules else ()
-    names = {id(each): name or type(each).__name__ for name, each in named}
-    return next((names[id(each)] for each in reversed(modules) if id(each) in names), "")
+    names = {id(module): name or type(module).__name__ for name, module in named}
+    return next((names[id(module)] for module in reversed(modules) if id(module) in names), "")

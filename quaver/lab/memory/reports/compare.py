@@ -1,11 +1,11 @@
-"""Compares two predictions: tensors that one run saves, or has alive at its peak, and the other does not.
+"""Compares two predictions: the tensors that only one run saves, or has alive at its peak.
 
     comparison = compare(explain(model, inputs), explain(other, inputs), label_a="bfloat16", label_b="rowwise")
     print(comparison.rows[0].sentence)
 
 Rows of both reports are aligned by module (equal layers merged), operator, the parameter it was applied to, category,
-shape and dtype. If only the operators differ, one run having more of one and the other more of another, they make the
-same tensor in two ways, such as a matmul's result in two precisions; those rows are merged.
+shape and dtype. Two runs may compute the same tensor by different operators, such as a matmul's result in two
+precisions. One run then has more rows of one operator and the other of another; these rows are merged.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _NOT_A_NAME = ("selective policy", "checkpoint", "compiled graph")
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Equal tensors of all layers, of which one run has more than the other."""
+    """Equal tensors of all layers, if their bytes differ between two runs."""
 
     at: str
-    """saved: for backward, when that is most; peak: alive at the peak."""
+    """saved: saved for backward when that takes the most bytes; peak: alive at the peak."""
     category: str
     module: str
-    """The module that made them, with "*" for a layer's number if there are several."""
+    """The module that allocated them, with "*" for a layer's number if there are several."""
     operator: str | None
     of: str
     """The operator's largest operand; empty if unknown."""
@@ -39,19 +39,19 @@ class TensorDifference:
     source: str
     saved_by: str
     first_use: dict[str, Any] | None
-    """operator, module and source of the first reader in backward."""
+    """The operator, module and source of the first reader in backward."""
     bytes_a: int
     bytes_b: int
     count_a: int
     count_b: int
     layers: int
-    """The number of modules with such a tensor."""
+    """The number of modules that have the tensor."""
     hint: str
-    """A way to save it; empty if none is known."""
+    """A way to avoid the difference; empty if none is known."""
 
     @property
     def difference_bytes(self) -> int:
-        """Bytes of the second run minus those of the first."""
+        """The second run's bytes minus the first run's."""
         return self.bytes_b - self.bytes_a
 
     @property
@@ -62,31 +62,32 @@ class TensorDifference:
     @property
     def sentence(self) -> str:
         """The row as one line of text."""
-        words = [f"{self._amount()}: {self._what()}", *self._circumstances()]
-        return ", ".join(words) + (f"; {self.hint}" if self.hint else "")
+        parts = [f"{self._amount()}: {self._subject()}", *self._details()]
+        return ", ".join(parts) + (f"; {self.hint}" if self.hint else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able dict."""
-        more = {"difference_bytes": self.difference_bytes, "sentence": self.sentence}
-        return {**asdict(self), "shape": list(self.shape), **more}
+        """A dict for JSON."""
+        derived = {"difference_bytes": self.difference_bytes, "sentence": self.sentence}
+        return {**asdict(self), "shape": list(self.shape), **derived}
 
     def _amount(self) -> str:
-        each = self.per_layer_bytes
+        per_layer = self.per_layer_bytes
         layers = f" per layer x {self.layers}" if self.layers > 1 else ""
-        return f"{'+' if each > 0 else ''}{si(each)} ({each:+,} bytes){layers}"
+        return f"{'+' if per_layer > 0 else ''}{si(per_layer)} ({per_layer:+,} bytes){layers}"
 
-    def _what(self) -> str:
+    def _subject(self) -> str:
         operator = short_operator(self.operator)
-        what = f"`{operator}`" if operator else self.category.replace("_", " ")
-        where = f" of {self.of}" if operator and self.of else ""
+        subject = f"`{operator}`" if operator else self.category.replace("_", " ")
+        if operator and self.of:
+            subject += f" of {self.of}"
         if self.module and self.module not in self.of:
-            where += f" in {self.module}"
-        return f"{what}{where}"
+            subject += f" in {self.module}"
+        return subject
 
-    def _circumstances(self) -> Iterator[str]:
+    def _details(self) -> Iterator[str]:
         count = max(self.count_a, self.count_b)
-        each = f"{count // self.layers} x " if self.dtype and count // self.layers > 1 else ""
-        yield f"{each}{self.dtype} ({', '.join(map(str, self.shape))})" if self.dtype else f"{count} tensors"
+        times = f"{count // self.layers} x " if self.dtype and count // self.layers > 1 else ""
+        yield f"{times}{self.dtype} ({', '.join(map(str, self.shape))})" if self.dtype else f"{count} tensors"
         if self.source:
             yield f"made at {self.source}"
         saved_by = f"{'the ' if self.saved_by in _NOT_A_NAME else ''}{self.saved_by or 'other code'}"
@@ -110,17 +111,18 @@ class Comparison:
     saved_a: int
     saved_b: int
     peak_at_a: str
-    """Phase, module and operator of the peak."""
+    """The phase, module and operator of the peak."""
     peak_at_b: str
     rows: tuple[TensorDifference, ...] = field(repr=False)
-    """By size, whatever the sign. Rows of the peaks may differ only because the peaks are at other moments."""
+    """The differences, the largest absolute value first. Rows at the peaks may differ merely because the peaks are at
+    different moments of the step."""
 
     def at(self, moment: str) -> tuple[TensorDifference, ...]:
-        """The rows of "saved" or of "peak"."""
+        """The rows with this `TensorDifference.at`, "saved" or "peak"."""
         return tuple(row for row in self.rows if row.at == moment)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able dict."""
+        """A dict for JSON."""
         return vars(self) | {"rows": [row.to_dict() for row in self.rows]}
 
 
@@ -128,24 +130,25 @@ def compare(a: Prediction, b: Prediction, *, label_a: str, label_b: str) -> Comp
     """Align the tensors of two steps, alive at the peaks and saved for backward, and rank the differences.
 
     Args:
-        label_a, label_b: names of the two for tables and pages.
+        label_a, label_b: names of the two runs for tables and pages.
     """
-    saved = [[row for row in each.saved_for_backward if row["category"] not in NOT_FOR_BACKWARD] for each in (a, b)]
-    rows = [*_differences("saved", *saved), *_differences("peak", a.at_peak, b.at_peak)]
+    saved_a, saved_b = (
+        [row for row in prediction.saved_for_backward if row["category"] not in NOT_FOR_BACKWARD]
+        for prediction in (a, b)
+    )
+    rows = [*_differences("saved", saved_a, saved_b), *_differences("peak", a.at_peak, b.at_peak)]
     rows.sort(key=lambda row: -abs(row.difference_bytes))
     peaks, saved_bytes = (a.peak_bytes, b.peak_bytes), (a.saved_by_forward_bytes, b.saved_by_forward_bytes)
     return Comparison(label_a, label_b, *peaks, *saved_bytes, _peak_of(a), _peak_of(b), tuple(rows))
 
 
 def _peak_of(prediction: Prediction) -> str:
-    where = prediction.module_of_peak or "no module"
-    return f"{prediction.phase_of_peak} of {where}, by {short_operator(prediction.operator_of_peak) or 'no operator'}"
+    module = prediction.module_of_peak or "no module"
+    return f"{prediction.phase_of_peak} of {module}, by {short_operator(prediction.operator_of_peak) or 'no operator'}"
 
 
 @dataclass
-class _Alike:
-    """Equal rows of both reports."""
-
+class _AlignedRows:
     a: list[Row] = field(default_factory=list)
     b: list[Row] = field(default_factory=list)
 
@@ -154,66 +157,66 @@ class _Alike:
         return _bytes(self.b) - _bytes(self.a)
 
 
-def _parameter(of: str) -> str:
-    """The parameter among the operands. Of two operands of equal size a report may name either."""
-    return "" if is_operator(of) else of
+def _parameter(operand: str) -> str:
+    """The operand if it is a parameter. If two operands have equal sizes, a report may name either."""
+    return "" if is_operator(operand) else operand
 
 
 def _typical(rows: list[Row]) -> Row:
-    """The first row with the most frequent operand."""
-    made_of = [_folded(row).get("of") for row in rows]
-    return rows[made_of.index(Counter(made_of).most_common(1)[0][0])]
+    operands = [_fold(row).get("of") for row in rows]
+    return rows[operands.index(Counter(operands).most_common(1)[0][0])]
 
 
 def _bytes(rows: list[Row]) -> int:
     return sum(row["bytes"] for row in rows)
 
 
-def _folded(row: Row) -> Row:
+def _fold(row: Row) -> Row:
     return merged_layers([row])[0]
 
 
 def _differences(at: str, rows_a: list[Row], rows_b: list[Row]) -> Iterator[TensorDifference]:
-    for described, alike in _aligned(rows_a, rows_b):
-        if alike.difference_bytes:
-            both = (rows_b, rows_a) if alike.difference_bytes > 0 else (rows_a, rows_b)
-            yield _difference(at, described, alike, SavedByRuns(*both))
+    for described, aligned in _align(rows_a, rows_b):
+        if aligned.difference_bytes:
+            runs = (rows_b, rows_a) if aligned.difference_bytes > 0 else (rows_a, rows_b)
+            yield _difference(at, described, aligned, SavedByRuns(*runs))
 
 
-def _aligned(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_Alike, _Alike]]:
-    """Yield pairs: the rows of one operator that describe the difference, and all rows that are equal."""
-    groups: dict[tuple[Any, ...], dict[tuple[Any, ...], _Alike]] = {}
+def _align(rows_a: list[Row], rows_b: list[Row]) -> Iterator[tuple[_AlignedRows, _AlignedRows]]:
+    """Yield pairs: the rows of the one operator to describe, and all rows to count."""
+    groups: dict[tuple[Any, ...], dict[tuple[Any, ...], _AlignedRows]] = {}
     for side, rows in (("a", rows_a), ("b", rows_b)):
         for row in rows:
-            folded = _folded(row)
+            folded = _fold(row)
             tensor = folded["category"], folded["module"], tuple(folded["shape"]), folded["dtype"]
-            made = folded["operator"], _parameter(folded.get("of") or "")
-            getattr(groups.setdefault(tensor, {}).setdefault(made, _Alike()), side).append(row)
-    for by_operator in groups.values():
-        signs = {each.difference_bytes > 0 for each in by_operator.values() if each.difference_bytes}
+            origin = folded["operator"], _parameter(folded.get("of") or "")
+            getattr(groups.setdefault(tensor, {}).setdefault(origin, _AlignedRows()), side).append(row)
+    for by_origin in groups.values():
+        aligned = by_origin.values()
+        signs = {rows.difference_bytes > 0 for rows in aligned if rows.difference_bytes}
         if len(signs) < 2:
-            yield from ((each, each) for each in by_operator.values())
+            yield from ((rows, rows) for rows in aligned)
             continue
-        ways = by_operator.values()
-        joined = _Alike([row for each in ways for row in each.a], [row for each in ways for row in each.b])
-        sign = 1 if joined.difference_bytes > 0 else -1
-        yield max(ways, key=lambda each: sign * each.difference_bytes), joined
+        # One run has more of one operator, the other of another: the same tensor, computed in two ways.
+        merged = _AlignedRows([row for rows in aligned for row in rows.a], [row for rows in aligned for row in rows.b])
+        sign = 1 if merged.difference_bytes > 0 else -1
+        yield max(aligned, key=lambda rows: sign * rows.difference_bytes), merged
 
 
-def _difference(at: str, described: _Alike, alike: _Alike, rows: SavedByRuns) -> TensorDifference:
-    layers = max(len({row["module"] for row in rows}) for rows in (alike.a, alike.b))
-    row = _typical(described.b if alike.difference_bytes > 0 else described.a)
-    seen = _folded(row) if layers > 1 else row
+def _difference(at: str, described: _AlignedRows, aligned: _AlignedRows, runs: SavedByRuns) -> TensorDifference:
+    layers = max(len({row["module"] for row in rows}) for rows in (aligned.a, aligned.b))
+    row = _typical(described.b if aligned.difference_bytes > 0 else described.a)
+    shown = _fold(row) if layers > 1 else row
     return TensorDifference(
         at=at,
-        **{name: seen[name] for name in ("category", "module", "operator", "dtype")},
-        **{name: seen.get(name) or "" for name in ("of", "source", "saved_by")},
-        shape=tuple(seen["shape"]),
-        first_use=seen.get("first_use"),
-        bytes_a=_bytes(alike.a),
-        bytes_b=_bytes(alike.b),
-        count_a=sum(each["count"] for each in alike.a),
-        count_b=sum(each["count"] for each in alike.b),
+        **{name: shown[name] for name in ("category", "module", "operator", "dtype")},
+        **{name: shown.get(name) or "" for name in ("of", "source", "saved_by")},
+        shape=tuple(shown["shape"]),
+        first_use=shown.get("first_use"),
+        bytes_a=_bytes(aligned.a),
+        bytes_b=_bytes(aligned.b),
+        count_a=sum(row["count"] for row in aligned.a),
+        count_b=sum(row["count"] for row in aligned.b),
         layers=layers,
-        hint=hint_of(row, rows) if at == "saved" else "",
+        hint=hint_of(row, runs) if at == "saved" else "",
     )

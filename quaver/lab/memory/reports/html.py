@@ -1,4 +1,4 @@
-"""Writes a memory report as one HTML file that needs nothing but a browser: its data, and the parts in page/."""
+"""Writes a memory report as one self-contained HTML file: the data, and the scripts and styles in page/."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def write_html(
     advice: dict[str, Any] | None = None,
     measured: dict[str, Any] | None = None,
 ) -> None:
-    """Write the page of `prediction` to `path`, making its folder.
+    """Write the page of `prediction` to `path`, and create its folder.
 
     Args:
         title: plain text.
-        prediction: `Prediction.to_dict(timeline=True)`, for a run with the keys of `RunMemory.to_dict`.
-        other: the same of another run: its timeline is drawn on the same scale, with the differences.
-        comparison: `Comparison.to_dict()` of the two.
+        prediction: `Prediction.to_dict(timeline=True)`; for a run of the trainer with the keys of `RunMemory.to_dict`.
+        other: another run's prediction, whose timeline is drawn on the same scale, with the differences.
+        comparison: `Comparison.to_dict()` of both runs.
         advice: `Advice.to_dict()`.
-        measured: the same step in the form of `prediction`; only its sums are shown.
+        measured: a measurement of the step in the form of `prediction`. Only its sums are shown.
     Raises:
         ValueError: a report has no "timeline", or a number is not finite.
         OSError: `path` cannot be written.
@@ -65,14 +65,12 @@ def _run(role: str, prediction: dict[str, Any], label: str) -> dict[str, Any]:
 
 
 def _about(prediction: dict[str, Any]) -> dict[str, Any]:
-    """Everything but the tables and the run's settings."""
     report = prediction["report"]
     about = {name: value for name, value in prediction.items() if name not in _NOT_SHOWN}
     return about | {name: report[name] for name in _OF_REPORT} | {"resident": report["resident_bytes"]}
 
 
 def _timeline(role: str, report: dict[str, Any]) -> dict[str, Any] | None:
-    """The columns to draw, by category; None if operators were invisible."""
     if "timeline" not in report:
         raise ValueError(f"{role}: expected a report with its timeline, got one without; use to_dict(timeline=True)")
     if not report["timeline"]:
@@ -85,6 +83,5 @@ def _timeline(role: str, report: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _table(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The rows as lists, with the column names once."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return {"columns": columns, "rows": [[row.get(name) for name in columns] for row in rows]}

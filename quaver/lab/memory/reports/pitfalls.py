@@ -1,7 +1,7 @@
-"""Recognizes tensors that are saved for backward without need, from the rows of a report.
+"""Recognizes tensors that need not be saved for backward, from the rows of a report.
 
-A rule reads rows only: a tensor's operator and operand, shape and dtype, the mechanism that saves it, its first reader
-in backward. No rule knows a model, a recipe or a layer.
+A rule reads rows only: a tensor's operator and operand, its shape and dtype, the mechanism that saved it, and its first
+reader in backward. Rules do not depend on the model, the recipe or the layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quaver.lab.recorder.recorder import CAST_PREFIX
 from quaver.torch_private.dispatch import OpOverload, OpOverloadPacket
 
 Row = dict[str, Any]
-"""A row of a report's `saved_for_backward` (docs/profiling.md); unknown values are missing or None."""
+"""A row of a report's `saved_for_backward` (docs/profiling.md). Unknown values are missing or None."""
 
 _REDUCTIONS = frozenset(
     ("all", "amax", "amin", "aminmax", "any", "linalg_vector_norm", "logsumexp", "max", "mean", "min", "norm", "prod")
@@ -24,7 +24,7 @@ _REDUCTIONS = frozenset(
 )
 _CONVERSIONS = frozenset(("_to_copy", "convert_element_type", "to"))
 _LONGEST = 48
-"""Letters of an operator's name; fused kernels name all their operators."""
+"""The most letters of an operator's name, since a fused kernel is named after all its operators."""
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 
 
@@ -32,18 +32,18 @@ class SavedByRuns(NamedTuple):
     """The tensors that two runs save for backward."""
 
     own: Sequence[Row]
-    """By the run with the row in question."""
+    """The rows of the run that the row in question belongs to."""
     other: Sequence[Row]
-    """By the other run."""
+    """The rows of the run that it is compared with."""
 
 
 def hint_of(row: Row, saved: SavedByRuns) -> str:
-    """A hint how to avoid `row`, one of `saved.own`; empty if no rule applies."""
+    """A hint how to avoid `row`, which is in `saved.own`; empty if no rule applies."""
     return next(filter(None, (pitfall(row, saved) for pitfall in PITFALLS)), "")
 
 
 def short_operator(operator: str | None) -> str:
-    """`abs` for "aten.abs", for "aten.abs.out" and for "quaver::amax (aten.abs)"; of a long name the beginning."""
+    """`abs` for "aten.abs", "aten.abs.out" and "quaver::amax (aten.abs)". Long names are shortened."""
     inner = inner_operator(operator)
     short = inner.split(".")[1] if "." in inner else inner
     return short if len(short) <= _LONGEST else short[:_LONGEST].rpartition("_")[0] + "..."
@@ -57,17 +57,17 @@ def inner_operator(operator: str | None) -> str:
 
 def is_operator(name: str) -> bool:
     """Whether this names an operator or a fused kernel, and not a parameter."""
-    return name.startswith("fused_") or "::" in name or isinstance(_found(name), (OpOverload, OpOverloadPacket))
+    return name.startswith("fused_") or "::" in name or isinstance(_find_operator(name), (OpOverload, OpOverloadPacket))
 
 
 def si(size_bytes: float) -> str:
     """Bytes with four digits and a decimal unit: 134.2 MB."""
-    unit_bytes, unit = next(each for each in _UNITS if abs(size_bytes) >= each[0] or each[0] == 1)
+    unit_bytes, unit = next((size, name) for size, name in _UNITS if abs(size_bytes) >= size or size == 1)
     return f"{size_bytes / unit_bytes:.4g} {unit}"
 
 
 def _reduced_later(row: Row, saved: SavedByRuns) -> str:
-    """A pointwise result is saved, of which backward reads only a reduction."""
+    """A pointwise result is saved, but backward reads only a reduction of it."""
     first_use = row.get("first_use") or {}
     reader = short_operator(first_use.get("operator"))
     if not _is_pointwise(row["operator"]) or reader not in _REDUCTIONS:
@@ -75,10 +75,15 @@ def _reduced_later(row: Row, saved: SavedByRuns) -> str:
     sizes = [size for size in row["shape"] if size > 1]
     if len(sizes) < 2:
         return ""
-    same = [each for each in saved.other if short_operator(each["operator"]) == reader and _is_of_same(each, row)]
-    if same:
-        return f"saving the {reader} instead, as the other run does, costs {si(sum(each['bytes'] for each in same))}"
-    # It removes at least one dim, at worst the smallest.
+    reductions = [
+        reduction
+        for reduction in saved.other
+        if short_operator(reduction["operator"]) == reader and _has_same_operand(reduction, row)
+    ]
+    if reductions:
+        cost_bytes = sum(reduction["bytes"] for reduction in reductions)
+        return f"saving the {reader} instead, as the other run does, costs {si(cost_bytes)}"
+    # A reduction removes at least one dim, at worst the smallest.
     most_bytes = prod(sizes) // min(sizes) * _itemsize(row["dtype"])
     return f"saving the {reader} instead would cost at most {si(most_bytes)}"
 
@@ -97,17 +102,17 @@ def _gathered_weight(row: Row, saved: SavedByRuns) -> str:
 
 
 def _made_of_weight(row: Row, saved: SavedByRuns) -> str:
-    """A tensor of the size of a gathered weight, which backward gathers anyway."""
-    is_matrix = sum(size > 1 for size in row["shape"]) > 1  # unlike the scales of its rows
+    """A tensor is computed from a gathered weight and as large, while backward gathers the weight anyway."""
+    is_matrix = sum(size > 1 for size in row["shape"]) > 1  # excludes scales
     if "unsharded" not in (row.get("of") or "") or not is_matrix or not _keeps_shape(row["operator"]):
         return ""
     return "as many elements as the weight it is made of, which backward gathers anyway: compute it again there"
 
 
 def _copy_in_another_dtype(row: Row, saved: SavedByRuns) -> str:
-    """The float8 codes or a widened copy of a tensor that is saved, too."""
+    """The float8 codes or a wider copy of a tensor are saved, and so is the tensor."""
     itemsize = _itemsize(row["dtype"])
-    sources = (each for each in saved.own if _is_source(each, row) and _itemsize(each["dtype"]) != itemsize)
+    sources = (source for source in saved.own if _is_source(source, row) and _itemsize(source["dtype"]) != itemsize)
     source = next(sources, None)
     if source is None:
         return ""
@@ -127,39 +132,37 @@ PITFALLS: tuple[Callable[[Row, SavedByRuns], str], ...] = (
     _made_of_weight,
     _copy_in_another_dtype,
 )
-"""Each returns a hint or an empty string; the first hint counts."""
+"""The rules. Each returns a hint or an empty string, and the first hint is used."""
 
 
-def _is_of_same(other: Row, row: Row) -> bool:
-    """Whether `other` was computed from the operand of `row`, or from a result like `row`, by the report's columns."""
-    return other["module"] == row["module"] and other.get("of") in filter(None, (row.get("of"), row["operator"]))
+def _has_same_operand(reduction: Row, row: Row) -> bool:
+    """Whether `reduction` was computed from the operand of `row`, or from a result like `row`, by its columns."""
+    operands = filter(None, (row.get("of"), row["operator"]))
+    return reduction["module"] == row["module"] and reduction.get("of") in operands
 
 
 def _is_source(source: Row, row: Row) -> bool:
-    """Whether `row` was computed from `source`, by the report's columns."""
     is_named = source["operator"] is not None and source["operator"] == row.get("of")
     return is_named and source["module"] == row["module"] and prod(source["shape"]) == prod(row["shape"])
 
 
 def _is_pointwise(operator: str | None) -> bool:
-    found = _found(operator)
-    return torch.Tag.pointwise in getattr(getattr(found, "default", found), "tags", ())
+    overloads = _find_operator(operator)
+    return torch.Tag.pointwise in getattr(getattr(overloads, "default", overloads), "tags", ())
 
 
-def _found(operator: str | None) -> Any:
-    """The operator of this name in torch, if there is one."""
-    found: Any = torch.ops
-    for part in inner_operator(operator).split("."):
-        found = getattr(found, part, None)
-    return found
+def _find_operator(name: str | None) -> Any:
+    operator: Any = torch.ops
+    for part in inner_operator(name).split("."):
+        operator = getattr(operator, part, None)
+    return operator
 
 
 def _keeps_shape(operator: str | None) -> bool:
-    """Whether the result has as many elements as the largest operand."""
     is_cast = inner_operator(operator).startswith(CAST_PREFIX)
     return is_cast or _is_pointwise(operator) or short_operator(operator) in _CONVERSIONS
 
 
 def _itemsize(dtype: str) -> int:
-    found = getattr(torch, dtype, None)
-    return found.itemsize if isinstance(found, torch.dtype) else 1
+    torch_dtype = getattr(torch, dtype, None)
+    return torch_dtype.itemsize if isinstance(torch_dtype, torch.dtype) else 1

@@ -1,8 +1,8 @@
-"""Counts what the ranks of a run send each other in a training step, without ranks, devices or memory.
+"""Counts the collectives of a run's training step and their bytes, without ranks, devices or memory.
 
-As for its memory (predict.py), the trainer's own code trains a step with fake tensors, as the first of the ranks. Each
-collective that it starts is counted, by the dims of the mesh over which it goes. Compilation changes none of them: the
-step runs as eager code.
+As for the memory of a run (predict.py), the trainer's own code trains a step with fake tensors, as the first of the
+ranks. Each collective is counted by the mesh dims that it spans. Compilation does not change collectives, so the step
+runs as eager code.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from quaver.torch_private.collectives import group_of_name
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _Key = tuple[tuple[int, ...], str, str]
-"""The ranks of a group, the kind and the dtype of a collective."""
+"""The ranks of a group, and the kind and the dtype of a collective."""
 _TIMES_SENT = {"all_reduce": 2}
-"""A ring algorithm sends (n - 1) / n of a tensor from each of n ranks, and twice that to all-reduce it."""
+"""Each of n ranks sends (n - 1) / n of a tensor in a ring algorithm, and twice that in an all-reduce."""
 
 
 @dataclass(frozen=True, order=True)
@@ -39,20 +39,20 @@ class Traffic:
     """Equal collectives of one step."""
 
     link: str
-    """The dims of the mesh over which they go, such as "tp"; "ep" are neighbors on "dp_shard" that split experts."""
+    """The mesh dims that they span, such as "tp". "ep" means neighbors on "dp_shard" that split experts."""
     kind: str
     dtype: str
     ranks: int
-    """Ranks of one group."""
+    """The number of ranks in one group."""
     stride: int
-    """Between neighbors of a group, in ranks."""
+    """The difference between adjacent ranks of a group."""
     number: int
     tensor_bytes: int
-    """Bytes of the tensors that a rank gathers, reduces, scatters or exchanges; all-gathered ones are whole."""
+    """Bytes of the tensors that a rank gathers, reduces, scatters or exchanges. An all-gather counts its result."""
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that each rank sends, by a ring algorithm; in an exchange, if all ranks get as much."""
+        """Bytes that each rank sends in a ring algorithm, or in an all-to-all of equal parts."""
         return _TIMES_SENT.get(self.kind, 1) * self.tensor_bytes * (self.ranks - 1) // self.ranks
 
 
@@ -71,7 +71,7 @@ class Links:
 
     @property
     def sums(self) -> dict[str, tuple[int, int]]:
-        """By link, how many collectives, and what each rank sends in them."""
+        """The number of collectives on each link, and the bytes that each rank sends in them."""
         sums: dict[str, tuple[int, int]] = {}
         for traffic in self.traffic:
             number, sent_bytes = sums.get(traffic.link, (0, 0))
@@ -79,7 +79,7 @@ class Links:
         return sums
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able dict."""
+        """A dict for JSON."""
         rows = [{**vars(traffic), "sent_bytes": traffic.sent_bytes} for traffic in self.traffic]
         about = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.layout.mesh}
         about |= {"ranks": self.layout.world_size, "micro_batches": self.micro_batches}
@@ -94,7 +94,7 @@ def predict_links(config: TrainConfig, ranks: int) -> Links:
     """
     config = replace(config, training=replace(config.training, compile=False))
     with fake_run(config, ranks, fake_tensors()) as run:
-        run.step()  # FSDP2 and the optimizer make their state
+        run.step()  # FSDP2 and the optimizer create their state
         with CountCollectives() as counted:
             run.step()
         traffic = counted.traffic(run.layout)
@@ -115,14 +115,14 @@ class CountCollectives(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(tensor_type, DTensor | Float8Tensor) for tensor_type in types):
-            return NotImplemented  # the operations on the tensors inside come here again
+            return NotImplemented  # the ops on the tensors inside are dispatched here again
         result = func(*args, **(kwargs or {}))
         namespace, name = func.name().split("::")
         kind = _kind(name) if "c10d" in namespace else None
         if kind is not None:
             written, read = (args[0], args[1:2]) if namespace == "c10d" else (result, args[0])
-            is_whole = kind in ("all_gather", "all_to_all", "all_reduce")  # an all-reduce in c10d is in place
-            tensors = _tensors(written if is_whole else read)
+            counts_result = kind in ("all_gather", "all_to_all", "all_reduce")  # an all-reduce in c10d is in place
+            tensors = _tensors(written if counts_result else read)
             key = _ranks_of((*args, *(kwargs or {}).values())), kind, str(tensors[0].dtype).removeprefix("torch.")
             self._number[key] += 1
             self._bytes[key] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -159,14 +159,17 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _ranks_of(arguments: Iterable[Any]) -> tuple[int, ...]:
-    """The ranks of a collective's group: in c10d the first object among its arguments, else named by the last text."""
-    named = ""
+    """The ranks of a collective's group.
+
+    In c10d the group is the first object among the arguments. In functional collectives the last string is its name.
+    """
+    name = ""
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument)))
         if isinstance(argument, str):
-            named = argument
-    return tuple(dist.get_process_group_ranks(group_of_name(named)))
+            name = argument
+    return tuple(dist.get_process_group_ranks(group_of_name(name)))
 
 
 def _whole_bytes(value: Any) -> int:

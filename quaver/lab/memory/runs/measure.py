@@ -1,8 +1,8 @@
 """Measures the memory of a run's training step on this machine, in the form of a prediction.
 
 The trainer's own code makes, converts, parallelizes and trains the model. After warm-up steps one step is recorded
-tensor by tensor (`quaver.lab.recorder`). In another the allocator is read (quaver/lab/recorder/allocator.py), which
-also counts operators' scratch, and is the only one to see the inside of compiled code and the buffers of gloo.
+tensor by tensor (`quaver.lab.recorder`), and another is measured in the allocator (quaver/lab/recorder/allocator.py).
+The allocator also counts operators' scratch. Only it sees the inside of compiled code and the buffers of gloo.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from quaver.runtime.devices import is_cuda_device, resolve_device
 from quaver.runtime.ranks import Ranks
 
 WARM_UP_STEPS = 2
-"""After the first the optimizer has its state and compiled code is compiled."""
+"""After the first step the optimizer has its state, and code is compiled."""
 
 MOST_RANKS = 8
-"""Processes that are started on this machine at most."""
+"""The most processes that are started on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredMemory(RunMemory):
-    """The measured memory of a training step; `prediction` has the recording."""
+    """The measured memory of a training step. `prediction` is the recording."""
 
     device: str
     """cpu, or the GPU's name."""
     allocator_peak_bytes: int
-    """Bytes that stay between steps, plus the most that a step allocates on top, operators' scratch included."""
+    """The resident bytes plus the most that a step allocates on top, operators' scratch included."""
     allocator_tensor_peak_bytes: int | None
     """`allocator_peak_bytes` without scratch (Note: scratch, in quaver/lab/recorder/allocator.py); None on a GPU."""
 
     @property
     def peak_bytes(self) -> int:
-        """The recording's peak; on several ranks that of the allocator, for a recording has no buffers of gloo."""
+        """The recording's peak, or on several ranks the allocator's, since a recording lacks the buffers of gloo."""
         allocated = self.allocator_tensor_peak_bytes
         return self.prediction.peak_bytes if allocated is None or self.layout.world_size == 1 else allocated
 
     @property
     def notes(self) -> list[str]:
-        """How it was measured."""
+        """How the memory was measured."""
         notes = [f"measured on {self.device}; the first of {self.layout.world_size} ranks"]
         if self.layout.world_size > 1:
             notes.append("the peak is the allocator's, with buffers of gloo, of which its threads hold some for longer")
@@ -71,19 +71,19 @@ class MeasuredMemory(RunMemory):
         return notes
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able dict: a prediction's keys, "device" and the allocator's peaks."""
+        """A dict for JSON: a prediction's keys, "device" and the allocator's peaks."""
         names = ("device", "allocator_peak_bytes", "allocator_tensor_peak_bytes")
         return {**super().to_dict(), **{name: getattr(self, name) for name in names}}
 
 
 def measure_memory(config: TrainConfig, ranks: int = 1) -> MeasuredMemory:
-    """Train a few steps on this machine and measure one: in this process, or as the first of several with gloo.
+    """Train a few steps on this machine and measure one, in this process or in several with gloo.
 
-    With `job.compare` the model is the requested one. Weights, gradients and optimizer state are allocated on the
-    device of `training.device`.
+    Of several processes the first is measured. With `job.compare` only the requested model is trained. Weights,
+    gradients and optimizer state are allocated on `training.device`.
 
     Raises:
-        ValueError: the run itself would refuse its model or its ranks; more ranks than MOST_RANKS.
+        ValueError: the run itself would refuse its model or its ranks, or there are more ranks than MOST_RANKS.
         NotImplementedError: several ranks on GPUs.
         MissingDeviceError: the device is missing.
     """
@@ -97,15 +97,14 @@ def measure_memory(config: TrainConfig, ranks: int = 1) -> MeasuredMemory:
             "itself with torchrun and profiling.enable_memory_snapshot"
         )
     require(ranks <= MOST_RANKS, "--ranks", f"at most {MOST_RANKS} where a step is measured", ranks)
-    make_models(resolved, device)  # raises here what every rank would raise
+    make_models(resolved, device)  # raises errors of the model here, before processes start
     with tempfile.TemporaryDirectory() as folder:
         spawn(_measure_rank, (config, ranks, folder), nprocs=ranks)
-        found: MeasuredMemory = torch.load(Path(folder) / "measured", weights_only=False)
-    return found
+        measured: MeasuredMemory = torch.load(Path(folder) / "measured", weights_only=False)
+    return measured
 
 
 def _measure_rank(rank: int, config: TrainConfig, ranks: int, folder: str) -> None:
-    """The work of each started process; the first writes its measurement."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     try:
@@ -149,7 +148,7 @@ def _measure(config: TrainConfig, layout: ParallelDims, ranks: Ranks, device: to
         step()
     usage = measured.usage
     if not recorded.report["exact"]:
-        recorded = _with_peak_of(recorded, usage)
+        recorded = _replace_peak(recorded, usage)
     resident, tensors = recorded.resident_bytes, usage.tensor_peak_bytes
     return MeasuredMemory(
         config,
@@ -164,12 +163,13 @@ def _measure(config: TrainConfig, layout: ParallelDims, ranks: Ranks, device: to
     )
 
 
-def _with_peak_of(recorded: Prediction, usage: Usage) -> Prediction:
-    """The recording of compiled code, which has only what stays between steps, with the allocator's peak."""
-    # The recorder first sees gradients in the optimizer's step, and takes them for older than the recording.
-    stays = {**recorded.report["resident_bytes"], "gradients": 0}
-    added = usage.peak_bytes if usage.tensor_peak_bytes is None else usage.tensor_peak_bytes
-    report = {**recorded.report, "resident_bytes": stays, "peak_bytes": sum(stays.values()) + added, "peak_event": 0}
+def _replace_peak(recorded: Prediction, usage: Usage) -> Prediction:
+    """Add the allocator's peak to the recording of compiled code, which has only resident bytes."""
+    # The recorder first sees gradients in the optimizer's step, and counts them as older than the recording.
+    resident = {**recorded.report["resident_bytes"], "gradients": 0}
+    peak_bytes = usage.peak_bytes if usage.tensor_peak_bytes is None else usage.tensor_peak_bytes
+    peak_bytes += sum(resident.values())
+    report = {**recorded.report, "resident_bytes": resident, "peak_bytes": peak_bytes, "peak_event": 0}
     return replace(recorded, report=report, saved_by_forward_bytes=usage.saved_bytes)
 
 
@@ -178,21 +178,26 @@ def side_by_side(predicted: RunMemory, measured: MeasuredMemory) -> list[dict[st
 
     Returns:
         Rows of "what" (a category at the peak, then "peak", "between steps" and "saved for backward"),
-        "predicted_bytes", "measured_bytes" and "ratio" (predicted / measured); None where nothing was measured.
+        "predicted_bytes", "measured_bytes" and "ratio" (predicted / measured). The last two are None if nothing was
+        measured.
     """
-    ours, theirs = predicted.prediction, measured.prediction
-    known = theirs.by_category if theirs.report["exact"] else None
+    prediction, recording = predicted.prediction, measured.prediction
+    known = recording.by_category if recording.report["exact"] else None
     rows = [
-        _row(name.replace("_", " "), ours.by_category.get(name, 0), known.get(name, 0) if known is not None else None)
+        _row(
+            name.replace("_", " "),
+            prediction.by_category.get(name, 0),
+            known.get(name, 0) if known is not None else None,
+        )
         for name in CATEGORIES
-        if name in ours.by_category or name in theirs.by_category
+        if name in prediction.by_category or name in recording.by_category
     ]
-    rows.append(_row("peak", ours.peak_bytes, measured.peak_bytes))
-    rows.append(_row("between steps", ours.resident_bytes, theirs.resident_bytes))
-    rows.append(_row("saved for backward", ours.saved_by_forward_bytes, theirs.saved_by_forward_bytes))
+    rows.append(_row("peak", prediction.peak_bytes, measured.peak_bytes))
+    rows.append(_row("between steps", prediction.resident_bytes, recording.resident_bytes))
+    rows.append(_row("saved for backward", prediction.saved_by_forward_bytes, recording.saved_by_forward_bytes))
     return rows
 
 
-def _row(what: str, predicted_bytes: int, measured_bytes: int | None) -> dict[str, Any]:
+def _row(name: str, predicted_bytes: int, measured_bytes: int | None) -> dict[str, Any]:
     ratio = predicted_bytes / measured_bytes if measured_bytes else None
-    return {"what": what, "predicted_bytes": predicted_bytes, "measured_bytes": measured_bytes, "ratio": ratio}
+    return {"what": name, "predicted_bytes": predicted_bytes, "measured_bytes": measured_bytes, "ratio": ratio}

@@ -1,7 +1,7 @@
 """Predicts the memory of a run's training step without data, devices or memory.
 
-The trainer's own code makes, converts, parallelizes and trains the model, with fake tensors. Of several ranks this
-process is the first, in torch's fake process group.
+The trainer's own code makes, converts, parallelizes and trains the model, with fake tensors. If the run has several
+ranks, this process is the first one in torch's fake process group.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quaver.lab.trainer.trained_model import TrainedModel
 from quaver.runtime.ranks import Ranks
 
 SEES_GATHERS = TorchVersion(torch.__version__) >= "2.13"
-"""Whether resizes of fake storages are visible: not in torch 2.11; 2.12 was not tried."""
+"""Whether resizes of fake storages are visible. They are not in torch 2.11, and 2.12 was not tried."""
 
 COMPARED = "job.compare: the parameters and the optimizer state of the other model come on top"
 
@@ -43,7 +43,7 @@ class RunMemory:
     """The memory of a training step of the run that `config` describes."""
 
     config: TrainConfig
-    """With its global batch size filled in."""
+    """The config with its global batch size filled in."""
     layout: ParallelDims
     name: str
     """The recipe, or the high-precision dtype."""
@@ -52,11 +52,11 @@ class RunMemory:
     micro_batches: int
     """The number of micro-batches in one rank's step."""
     prediction: Prediction
-    """The prediction for the first rank, whose shards are the largest where they are uneven."""
+    """The prediction for the first rank, whose shards are the largest if they are uneven."""
 
     @property
     def notes(self) -> list[str]:
-        """Parts of the run that the prediction leaves out."""
+        """Differences between the run and what is predicted."""
         notes = [COMPARED] if self.config.job.compare else []
         if self.layout.expert > 1:
             notes.append(EVEN_LOAD)
@@ -65,7 +65,7 @@ class RunMemory:
         return notes
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able dict."""
+        """A dict for JSON."""
         about = {"trained_in": self.name, "parameters": self.parameters, "mesh": self.layout.mesh}
         about |= {"ranks": self.layout.world_size, "micro_batches": self.micro_batches}
         return {**about, "config": asdict(self.config), "notes": self.notes, **self.prediction.to_dict()}
@@ -74,8 +74,8 @@ class RunMemory:
 def predict_memory(config: TrainConfig, ranks: int = 1) -> RunMemory:
     """Predict the memory of a training step of the first of `ranks` processes.
 
-    With `job.compare` the step is that of the requested model, without the other model's parameters. Code that the run
-    compiles is predicted as compiled code (quaver/lab/memory/compiling/compiled.py).
+    With `job.compare` only the requested model is trained, and the other model's parameters are excluded. Code that the
+    run compiles is predicted as compiled code (quaver/lab/memory/compiling/compiled.py).
 
     Raises:
         ValueError, OSError: the run itself would refuse its model or its ranks.
@@ -104,19 +104,19 @@ class FakeRun:
     """The first rank of a run with fake tensors: its model, and `step`, which trains one step."""
 
     config: TrainConfig
-    """With its global batch size filled in."""
+    """The config with its global batch size filled in."""
     layout: ParallelDims
     fakes: Fakes
     trained: TrainedModel
     step: Callable[..., None]
-    """Takes `micro_batches`, to train fewer."""
+    """Trains one step. Its argument `micro_batches` makes it shorter."""
     parameters: int
     micro_batches: int
 
 
 @contextmanager
 def fake_run(config: TrainConfig, ranks: int, fakes: AbstractContextManager[Fakes]) -> Iterator[FakeRun]:
-    """Make the model that the trainer would make on the first of `ranks` processes; `fakes` is on inside the block.
+    """Make the model that the trainer makes on the first of `ranks` processes. `fakes` is on inside the block.
 
     Raises:
         ValueError, OSError: the run itself would refuse its model or its ranks.
@@ -141,10 +141,10 @@ def with_depth(config: TrainConfig, n_layers: int) -> TrainConfig:
 
 
 def training_step(trained: TrainedModel, config: TrainConfig, layout: ParallelDims) -> tuple[Callable[..., None], int]:
-    """A function that trains one step, and the number of its micro-batches on one rank, of which it may be given fewer.
+    """A function that trains one step, and the number of its micro-batches on one rank.
 
-    Memory does not depend on the tokens, unless ranks split experts: routers then choose more evenly among unlike ones.
-    All are of one document.
+    The function takes a smaller number of micro-batches as an argument. All tokens belong to one document. Memory
+    depends on the tokens only if ranks split experts. So tokens differ, which lets routers choose more evenly.
     """
     training, numbers = config.training, count(1)
 
