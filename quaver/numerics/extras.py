@@ -26,11 +26,10 @@ from quaver.numerics.expected import bulk_db
 from quaver.numerics.matmul_sums import WIDTH as SUMS_WIDTH
 from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
 from quaver.numerics.record import encode_counts
-from quaver.numerics.sites import OPERANDS
 from quaver.numerics.statistics import SlotIndex, Values, observe_matrix, spread, sqnr_db
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.formats import HP_DTYPES
-from quaver.recipes.linear_casts import OperandCasts
+from quaver.recipes.linear_casts import LinearCasts, OperandCasts
 from quaver.recipes.scaling import multiply_scale_
 
 _EXPONENTS, _BIAS = 256, 127
@@ -72,8 +71,9 @@ def what_if(
         ValueError: an operand, a direction, a dtype or a recipe that there is not, or one with persistent scales.
     """
     directions = {"row": ("row",), "column": ("column",), "both": ("row", "column")}.get(direction)
-    if operand not in OPERANDS or directions is None:
-        raise ValueError(f"expected an operand of {OPERANDS} and row, column or both, got {operand!r}, {direction!r}")
+    if operand not in LinearCasts._fields or directions is None:
+        expected = f"an operand of {LinearCasts._fields} and row, column or both"
+        raise ValueError(f"expected {expected}, got {operand!r}, {direction!r}")
     if hp.dtype not in HP_DTYPES:
         raise ValueError(f"hp: expected one of {', '.join(map(str, HP_DTYPES))}, got {hp.dtype}")
     names = [Float8LinearRecipeName(name).value for name in recipes]

@@ -5,16 +5,16 @@
             model(batch).sum().backward()
             optimizer.step()
 
-Each `Float8Linear` and each weight of `Float8Experts` gets a probe (probe.py) for as long as the monitor is open. A
-step ends with `optimizer.step()` (step_ends.py), or with `Monitor.step()`. Where it was sampled, the slots of all
-weights travel to the first rank in one collective, and become one line of a record (record.py): from each rank, also
-one on which nothing ran.
+Each `Float8Linear` and each weight of `Float8Experts` gets a probe (probe.py) while the monitor is open. A step ends
+with `optimizer.step()` (step_ends.py) or with `Monitor.step()`. At the end of a sampled step, one collective gathers
+the slots of all weights on the first rank, which writes them as one line of a record (record.py). Every rank takes
+part, even if nothing ran on it.
 
-[Note: a sink that fails] An observer must not end a training. A record whose header cannot be written is an error of
-the constructor, on all ranks. A later line that cannot be written ends the monitor on all ranks, with one warning: they
-agree on it at the end of each sampled step.
+[Note: a sink that fails] A monitor must not end a training. If the header cannot be written, the constructor raises on
+all ranks. If a later line cannot be written, the monitor closes on all ranks with one warning. The ranks agree on this
+at the end of each sampled step.
 
-Without a probe nothing is called. With one, a step that is not sampled costs a call per cast and result.
+Without a probe nothing is called. With a probe, a step that is not sampled costs one call per cast and result.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_under
@@ -42,10 +43,9 @@ from quaver.numerics.extras import WIDTH as EXTRAS_WIDTH
 from quaver.numerics.extras import describe_extras, describe_sums
 from quaver.numerics.mismatch import Mismatch
 from quaver.numerics.observe import Sampling
-from quaver.numerics.probe import Probe
-from quaver.numerics.ranks import Gathered, disagreeing, gather
+from quaver.numerics.probe import Probe, Site, describe_site, list_sites
+from quaver.numerics.ranks import Gathered, find_disagreements, gather
 from quaver.numerics.record import SCHEMA, RecordWriter
-from quaver.numerics.sites import Site, describe, sites_of
 from quaver.numerics.statistics import STATISTICS, finish, new_slots
 from quaver.numerics.step_ends import StepEnds
 from quaver.numerics.watch import AlarmSink
@@ -60,10 +60,10 @@ class Sink(Protocol):
     """A destination of the lines of a record."""
 
     def write(self, line: dict[str, Any]) -> None:
-        """Take a line, with floats that may be NaN or infinite."""
+        """Write a line, whose floats may be NaN or infinite."""
 
     def close(self) -> None:
-        """Take no more."""
+        """Stop writing."""
 
 
 class _MonitoredTensor(NamedTuple):
@@ -73,31 +73,31 @@ class _MonitoredTensor(NamedTuple):
     site: Site
     probe: Probe
     weight_numel: int | None
-    """Elements of the weight on all ranks, for casts of weights: every rank and micro-batch casts it anew."""
+    """For a weight, its elements on all ranks: every rank and micro-batch casts the weight again."""
 
 
 class Monitor:
     """Samples the numerics of a model's float8 linears and experts until it is closed, as at the end of a `with`.
 
     Args:
-        model: a converted model, wrapped or not; under several ranks each makes its own monitor.
-        every: sample step 1 and every step that this divides.
-        sink: where the first rank writes: a path, a function of each line, or an object with `write` and `close`; None
-            to keep `samples` alone.
-        extras_every: each linear has a histogram, and what other recipes would make of it, in one of so many samples;
-            0 for never.
+        model: a converted model, wrapped or not. Every rank makes a monitor, in the same order.
+        every: sample step 1 and every multiple of this.
+        sink: where the first rank writes: a path, a function of a line, or an object with `write` and `close`. None
+            only keeps `samples`.
+        extras_every: each linear has a histogram and its SQNR under other recipes in one of this many samples; 0 for
+            never.
         completed_steps: the steps before this monitor, in a run that resumes.
         keep: how many of the last samples `samples` holds.
-        hardware: a GPU, "h100" say, whose sums to compute for a few rows of each matmul, in the samples with extras;
-            on any device.
-        steps_by_hand: only `step()` ends a step, and each call ends one: for a loop that calls it in every step.
+        hardware: a GPU, such as "h100", whose sums to emulate for a few rows of each matmul in the samples with extras.
+            The model may run on any device.
+        steps_by_hand: steps end with `step()` only, and each call ends one: for a loop that calls it in every step.
         group: the ranks to gather from; None for all.
     Raises:
-        ValueError: `every` or `extras_every` is out of range, `hardware` is a GPU whose sums are not known, or needs
-            `extras_every`, or the model has no float8 linears.
-        TypeError: `sink` is none of these.
+        ValueError: `every` or `extras_every` is out of range, `hardware` is unknown or is given without `extras_every`,
+            or the model has no float8 linears.
+        TypeError: `sink` is not one of the above.
         RuntimeError: another monitor watches this model; or, on other ranks, the first rank's sink raised.
-        Exception: what `sink` raises for the header. Several ranks make the monitor together, and all of them raise.
+        Exception: what `sink` raises for the header. All ranks raise.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Monitor:
             raise ValueError("hardware: expected extras_every of 1 or more with it, got 0: its sums are extras")
         self.every, self.extras_every, self.completed_steps = every, extras_every, completed_steps
         self.samples: deque[dict[str, Any]] = deque(maxlen=keep)
-        """The last samples; on the first rank."""
+        """The last samples, on the first rank only."""
         self._weights = {plain_name(name): weight for name, weight in weights_under(model)}
         if not self._weights:
             raise ValueError("expected a model with float8 linears, got none; call convert_to_float8_training first")
@@ -131,35 +131,37 @@ class Monitor:
         self._group, self._hardware = group, hardware
         self._sampled_step = -1
         self._mismatch: Mismatch | None = None
-        self._unhook: Callable[[], None] = _nothing
+        self._hook: RemovableHandle | None = None
+        self._is_in_hook = False
         self._is_first = not dist.is_initialized() or dist.get_rank(group) == 0
-        self._sink = _as_sink(sink) if self._is_first else None
+        self._sink = _make_sink(sink) if self._is_first else None
         self._sampling = Sampling(rule)
-        self._rows = self._attach()
-        self.header = self._header()
+        self._rows = self._attach_probes()
+        self.header = self._make_header()
         self._is_open = True
         try:
-            self._raise_together(self._error_of_writing(self.header))
+            error = self._write(self.header)
+            if self._on_any_rank(error is not None):
+                raise error or RuntimeError("the first rank cannot write the record of its monitor")
         except BaseException:
             self.close()
             raise
         self._plan_next()
         self._ends = StepEnds(model, self._on_any_rank)
-        self._has_hook = not steps_by_hand
-        if self._has_hook:
-            self._unhook = _after_each_optimizer_step(self._after_optimizer)
+        if not steps_by_hand:
+            self._hook = register_optimizer_step_post_hook(self._after_optimizer)
 
-    def _attach(self) -> list[_MonitoredTensor]:
+    def _attach_probes(self) -> list[_MonitoredTensor]:
         rows = []
         for name, weight in self._weights.items():
-            probe = _attach(weight, self._sampling.take_number())
+            probe = _attach_probe(weight, self._sampling.take_number())
             numel = weight.parameter.numel()
-            for site in sites_of(weight.config, weight.parameter.requires_grad):
+            for site in list_sites(weight.config, weight.parameter.requires_grad):
                 rows.append(_MonitoredTensor(name, site, probe, numel if site.operand == "weight" else None))
         return rows
 
-    def _header(self) -> dict[str, Any]:
-        recipes = {_recipe(weight) for weight in self._weights.values()}
+    def _make_header(self) -> dict[str, Any]:
+        recipes = {_name_recipe(weight) for weight in self._weights.values()}
         return {
             "kind": "header",
             "schema": SCHEMA,
@@ -176,26 +178,26 @@ class Monitor:
 
     def _describe(self, row: _MonitoredTensor) -> dict[str, Any]:
         weight = self._weights[row.name]
-        about = {"layer": row.name, "experts": _experts_of(weight), **describe(row.site, weight.config)}
+        about = {"layer": row.name, "experts": _count_experts(weight), **describe_site(row.site, weight.config)}
         if self._hardware is not None and row.site.cast == "result":
             about["use_fast_accum"] = getattr(weight.config.matmuls, row.site.operand).use_fast_accum
         return about
 
     def step(self) -> None:
-        """End a training step. Does nothing where none ran since the last end on any rank, as after `optimizer.step()`.
+        """End a training step, unless nothing ran on any rank since the last end, as after `optimizer.step()`.
 
-        Needed where no optimizer of PyTorch steps: when a step is skipped, or inside a backward. A collective: every
-        rank calls it, also one without a batch. Does nothing after the monitor has ended.
+        Needed if no PyTorch optimizer steps outside a backward, as in a skipped step. A collective: every rank calls
+        it, even without a batch. Does nothing after the monitor has closed.
         """
-        if self._is_open and (not self._has_hook or self._on_any_rank(self._sampling.ran)):
-            self._ends.called()
+        if self._is_open and (self._hook is None or self._on_any_rank(self._sampling.ran)):
+            self._ends.note_end()
             self._end(1)
 
     def mismatch(self, found: Mismatch) -> None:
         """Record how far the trainer of this step is from its rollout (mismatch.py).
 
-        The next sample has the worst since the sample before, by `token_mult_prob_error`, of what the first rank gave;
-        the rule "mismatch" alarms by it.
+        The next sample has the first rank's largest `token_mult_prob_error` since the sample before, and the rule
+        "mismatch" judges it.
         """
         if self._mismatch is None or found.token_mult_prob_error > self._mismatch.token_mult_prob_error:
             self._mismatch = found
@@ -208,7 +210,7 @@ class Monitor:
             self._plan_next()
 
     def _on_any_rank(self, condition: bool) -> bool:
-        """Whether `condition` holds on any rank; a collective."""
+        """Return whether `condition` holds on any rank. A collective."""
         if self.header["ranks"] == 1:
             return condition
         holds = torch.tensor(int(condition), dtype=torch.int32, device=self._rows[0].probe.forward.device)
@@ -217,9 +219,10 @@ class Monitor:
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
-        """Sample the block, which repeats the step that just ended, as that step. A collective; once for each step.
+        """Sample the block as the step that just ended, which it repeats; once per step. A collective.
 
-        A step whose loss is not finite is repeated to find the reason (trainer/nonfinite.py); few such are sampled.
+        The trainer repeats a step whose loss is not finite to find the cause, because the step itself was rarely
+        sampled.
         """
         if not self._is_open:
             yield
@@ -246,31 +249,42 @@ class Monitor:
         with_sums = numbers.keys() - emulated if self._hardware is not None else set()
         self._sampling.end_step(is_sampled, frozenset(numbers.values()), frozenset(numbers[name] for name in with_sums))
 
-    def _after_optimizer(self, optimizer: Optimizer) -> None:
-        if self._is_open and not runs_in_backward() and (steps := self._ends.ended_by(optimizer, self._sampling)):
-            self._end(steps)
+    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._is_open and not runs_in_backward() and (steps := self._ends.count_ends(optimizer, self._sampling)):
+            self._is_in_hook = True
+            try:
+                self._end(steps)
+            finally:
+                self._is_in_hook = False
 
     def _sample(self) -> None:
         self._sampled_step = self.completed_steps
-        gathered = gather(self._slots(), self._extras() if self._sampling.with_extras else None, self._group)
+        slots, extras = torch.stack([row.probe.take(row.site) for row in self._rows]), None
+        if self._sampling.with_extras:
+            zeros = slots.new_zeros(EXTRAS_WIDTH)
+            keys = ((int(row.probe.number), row.site.name) for row in self._rows)
+            extras = torch.stack([self._sampling.extras.get(key, zeros) for key in keys])
+        gathered = gather(slots, extras, self._group)
         self._clear()
         error = None
         if gathered is not None and not gathered.slots.equal(new_slots(len(self._rows), CPU)):  # something ran
-            error = self._error_of_writing(self._sample_of(gathered))
+            error = self._write(self._make_sample(gathered))
         if self._on_any_rank(error is not None):
             if error is not None:
-                logger.warning("the monitor ends after step %s: %s", f"{self.completed_steps:,}", _words(error))
+                logger.warning(
+                    "the monitor ends after step %s: %s", f"{self.completed_steps:,}", _describe_error(error)
+                )
             self.close()
 
-    def _sample_of(self, gathered: Gathered) -> dict[str, Any]:
-        """The line of this step, which `samples` gets."""
+    def _make_sample(self, gathered: Gathered) -> dict[str, Any]:
+        """Make the line of this step and append it to `samples`."""
         weights = [row.weight_numel for row in self._rows]
         sample = {"kind": "sample", "step": self.completed_steps, **finish(gathered.slots, weights)}
         if self._mismatch is not None:
             sample["mismatch"], self._mismatch = asdict(self._mismatch), None
-        odd = disagreeing(gathered.by_rank, self._whole_weights())
-        if odd:
-            sample["disagree"] = {str(position): rank for position, rank in odd.items()}
+        outliers = find_disagreements(gathered.by_rank, self._list_whole_weights())
+        if outliers:
+            sample["disagree"] = {str(position): rank for position, rank in outliers.items()}
         if gathered.extras is not None:
             sample |= describe_extras(gathered.extras.numpy())
             if self._hardware is not None:
@@ -278,8 +292,8 @@ class Monitor:
         self.samples.append(sample)
         return sample
 
-    def _whole_weights(self) -> list[int]:
-        """The rows of weights that this step multiplied by as a whole on this rank, so that all ranks have the same."""
+    def _list_whole_weights(self) -> list[int]:
+        """List the rows of weights that this rank multiplied by as a whole, which all ranks must therefore share."""
         return [
             position
             for position, row in enumerate(self._rows)
@@ -288,20 +302,12 @@ class Monitor:
             and not _is_split(self._weights[row.name])
         ]
 
-    def _slots(self) -> Tensor:
-        return torch.stack([row.probe.take(row.site) for row in self._rows])
-
-    def _extras(self) -> Tensor:
-        zeros = torch.zeros(EXTRAS_WIDTH, dtype=torch.float64, device=self._rows[0].probe.forward.device)
-        seen = ((int(row.probe.number), row.site.name) for row in self._rows)
-        return torch.stack([self._sampling.extras.get(each, zeros) for each in seen])
-
     def _clear(self) -> None:
-        for row in self._rows:
-            row.probe.clear()
+        for probe in {row.probe for row in self._rows}:
+            probe.clear()
 
-    def _error_of_writing(self, line: dict[str, Any]) -> Exception | None:
-        """Write a line and return what the sink raised. What a callback of alarms raises is meant to end the step."""
+    def _write(self, line: dict[str, Any]) -> Exception | None:
+        """Write a line and return the sink's error. An error of an alarm's callback is raised, to end the step."""
         try:
             if self._sink is not None:
                 self._sink.write(line)
@@ -311,13 +317,11 @@ class Monitor:
             return error
         return None
 
-    def _raise_together(self, error: Exception | None) -> None:
-        if self._on_any_rank(error is not None):
-            raise error or RuntimeError("the first rank cannot write the record of its monitor")
-
     def close(self) -> None:
-        """Stop: the linears have no probes again. Compiled code is compiled anew without them."""
-        self._unhook()
+        """Stop sampling and remove the probes from the model. Compiled code is recompiled without them."""
+        # torch iterates over the hooks while one runs, so a hook that closes its monitor stays and does nothing.
+        if self._hook is not None and not self._is_in_hook:
+            self._hook.remove()
         if not self._is_open:
             return
         self._is_open = False
@@ -329,7 +333,7 @@ class Monitor:
             try:
                 self._sink.close()
             except Exception as error:  # noqa: BLE001 - [Note: a sink that fails]
-                logger.warning("the record of the monitor may be incomplete: %s", _words(error))
+                logger.warning("the record of the monitor may be incomplete: %s", _describe_error(error))
             self._sink = None
 
     def __enter__(self) -> Monitor:
@@ -342,8 +346,6 @@ class Monitor:
 
 
 class _FunctionSink:
-    """Calls a function with each line."""
-
     def __init__(self, write: Callable[[dict[str, Any]], None]) -> None:
         self.write = write
 
@@ -351,7 +353,7 @@ class _FunctionSink:
         pass
 
 
-def _as_sink(sink: Any) -> Sink | None:
+def _make_sink(sink: Any) -> Sink | None:
     if sink is None:
         return None
     if isinstance(sink, str | Path):
@@ -363,39 +365,7 @@ def _as_sink(sink: Any) -> Sink | None:
     raise TypeError(f"sink: expected a path, a function or an object with write and close, got {sink!r}")
 
 
-def _after_each_optimizer_step(act: Callable[[Optimizer], None]) -> Callable[[], None]:
-    """Call `act` after each step of any optimizer, until the function that is returned was called.
-
-    That may be inside `act`: torch iterates over the hooks then, so that this one stays until the next call, and does
-    nothing.
-    """
-    is_running, is_over = False, False
-
-    def hook(optimizer: Optimizer, *_: Any) -> None:
-        nonlocal is_running
-        if not is_over:
-            is_running = True
-            try:
-                act(optimizer)
-            finally:
-                is_running = False
-
-    handle = register_optimizer_step_post_hook(hook)
-
-    def end() -> None:
-        nonlocal is_over
-        is_over = True
-        if not is_running:
-            handle.remove()
-
-    return end
-
-
-def _nothing() -> None:
-    pass
-
-
-def _words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     line = next(iter(str(error).splitlines()), "")
     return f"its sink raised {type(error).__name__}: {line}"
 
@@ -406,13 +376,12 @@ def _is_watched(weight: ModuleWeight) -> bool:
 
 
 def _is_split(weight: ModuleWeight) -> bool:
-    """Whether tensor or expert parallelism gives each rank other parts of a weight."""
+    """Return whether tensor or expert parallelism gives each rank another part of the weight."""
     module = weight.module
     return (module.sharding if isinstance(module, Float8Linear) else module.dispatcher) is not None
 
 
-def _attach(weight: ModuleWeight, number: int) -> Probe:
-    """Give the module of a weight a probe."""
+def _attach_probe(weight: ModuleWeight, number: int) -> Probe:
     module, probe = weight.module, Probe(number, weight.config, weight.parameter.device)
     if isinstance(module, Float8Experts):
         module.probes = {**(module.probes or {}), weight.name: probe}
@@ -421,12 +390,12 @@ def _attach(weight: ModuleWeight, number: int) -> Probe:
     return probe
 
 
-def _experts_of(weight: ModuleWeight) -> int | None:
-    """How many matrices the weight of a layer of experts has on this rank; None of a linear."""
+def _count_experts(weight: ModuleWeight) -> int | None:
+    """Return how many experts a weight has on this rank; None for a linear."""
     return weight.parameter.shape[0] if isinstance(weight.module, Float8Experts) else None
 
 
-def _recipe(weight: ModuleWeight) -> str:
+def _name_recipe(weight: ModuleWeight) -> str:
     recipe = weight.config.recipe_name
     return recipe.value if recipe else "custom"
 

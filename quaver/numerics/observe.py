@@ -1,37 +1,36 @@
-"""The operations that observe casts and matmuls, and whether they do: only in steps that are sampled.
+"""The operations that observe casts and matmuls in sampled steps.
 
-    observe_operand(slots, row, number, hp, codes, ...)   a cast of one operand
-    observe_result(slots, row, number, result, ...)       a matmul's result, compared with high precision
+    observe_operand(slots, row, number, site, hp, codes, ...)    the cast of one operand
+    observe_output(slots, row, number, output, ...)              the result of a matmul, compared with high precision
+    observe_grad_input, observe_grad_weight                      the same for the matmuls of backward
 
-They write to the slots of a linear (statistics.py) and return nothing. In compiled code they are operations that stay
-in the graph while a monitor is attached. Whether they observe is a decision of the host when they run, so that nothing
-is compiled anew when sampling begins and ends. `number` says which linear it is, as an int64 tensor on the CPU: a
-number in Python would compile each of many equal layers. Eager code calls the same functions, out of sight of dispatch
-modes: a selective checkpoint must not count what they run.
+Each adds to one slot of a linear (statistics.py) and returns nothing. In compiled code they are registered operations,
+which stay in the graph while a monitor is attached. The host decides when they run whether the step is sampled, so
+nothing is recompiled when sampling begins or ends. `number` identifies the linear as an int64 tensor on the CPU: with a
+Python number, torch.compile would compile each of many equal layers. Eager code calls the same functions outside
+dispatch modes, because a selective checkpoint must not count their operations.
 
-[Note: recomputations] A forward that runs inside a backward repeats one that was observed. Its operands count once:
-only the columns of the input are kept again, because grad_weight will multiply the codes of the recomputation.
+[Note: recomputations] A forward that runs inside a backward repeats a forward that was observed. Its operands count
+once. Only the columns of the input are kept again, because grad_weight multiplies the recomputed codes.
 
-[Note: high precision in backward] grad_weight reads the input, of which backward has the codes only. Its forward keeps
-`COMPARED` columns in high precision, for the codes that are saved: by their address, which belongs to the last codes
-that were made there. Codes that a hook moved are not found, and the result is not compared. To hand the columns from
-forward to backward, a compiled graph would have to return and save them in every step: the host decides only when the
-operations run whether they sample. The codes are what backward has of its own forward where a linear runs several
-times before it, as with microbatches, or again under a checkpoint.
+[Note: high precision in backward] grad_weight reads the input, but backward only has its codes. The forward therefore
+keeps `COMPARED` columns in high precision, under the address of the saved codes. If a hook moved the codes, the lookup
+fails and the result is not compared. The address tells forwards apart when a linear runs several times before its
+backward, as with microbatches, or again under a checkpoint. The graph does not carry the columns: it would have to
+return and save them in every step, because the host decides only at run time whether to sample.
 
-[Note: groups] An expert is a linear: with `groups`, each group of rows (experts/groups.py) is observed as a matrix of
-its own, and merges into the slot of all. `ends` are read on the host. Results and extras are those of some experts.
+[Note: groups] Experts are observed like linears. With `groups`, each group of rows (experts/groups.py) is observed as a
+separate matrix, and all groups merge into one slot. `ends` is read on the host. Only some experts have results compared
+and extras.
 
-[Note: sums] Where the sums of a GPU were asked for, casts leave a few rows of their codes for the matmuls that follow
-them (matmul_sums.py), by number, group, operand and direction; those of the input's columns with the columns
-themselves.
+[Note: sums] If the monitor computes a GPU's sums, casts keep a few rows of their codes for the matmuls that follow
+(matmul_sums.py), by number, group, operand and direction. The input's column rows are kept with its columns.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -66,11 +65,7 @@ from quaver.torch_private.tracing import FakeTensor
 COMPARED = 16
 """Rows or columns of each result that are compared with high precision."""
 _CHUNK = 1 << 22
-"""Elements of a matrix that are widened at a time for that."""
-
-QUANTIZED_BEFORE = "it was quantized before the linear ran, so that there is no high-precision matrix here"
-_OTHER_ROWS = "its codes are those of all ranks, and the high-precision matrix is this rank's part"
-_NO_OPERANDS = "one of its operands has no high-precision matrix here"
+"""Elements of a matrix that are widened at a time for the comparison."""
 
 
 class KeptInput(NamedTuple):
@@ -86,28 +81,26 @@ class Sampling:
     """The state of one monitor that its operations read and write. Numbers of weights are unique in the process."""
 
     hardware: Accumulation | None = None
-    """The GPU whose sums the monitor was asked for."""
+    """The GPU whose sums the monitor computes."""
     on: bool = False
     with_extras: frozenset[int] = frozenset()
     """The numbers of the linears whose casts get histograms and their SQNR under other recipes (extras.py)."""
     with_sums: frozenset[int] = frozenset()
-    """The numbers of the linears whose sums on `hardware` are computed now."""
+    """The numbers of the linears whose sums on `hardware` are computed in this step."""
     ran: bool = False
     """Whether a linear with a probe ran on this rank since the last step."""
     went_back: bool = False
-    """Whether one ran in a backward."""
+    """Whether a linear with a probe ran in a backward since the last step."""
     inputs: dict[tuple[int, int], KeptInput] = field(default_factory=dict)
-    """By number and the address of codes."""
-    rows: dict[tuple[tuple[int, int], str, str], Rows] = field(default_factory=dict)
-    """By number and group, operand and direction; see [Note: sums]."""
+    """Kept inputs, by number and the address of the codes."""
+    rows: dict[tuple[tuple[int, int], str, str], Rows | None] = field(default_factory=dict)
+    """Rows of operands, by number and group, operand and direction; see [Note: sums]."""
     weights: dict[int, Tensor] = field(default_factory=dict)
-    """The weights of forwards of this step, for backwards that have their codes only; by number."""
+    """The weights of this step's forwards by number, for backwards that only have codes."""
     weight_sizes: dict[int, int] = field(default_factory=dict)
     """How many elements of its weight each linear or grouped matmul multiplies by on this rank; by number."""
-    reasons: dict[tuple[int, str], str] = field(default_factory=dict)
-    """Why a statistic does not exist, by number and name of the site."""
     extras: dict[tuple[int, str], Tensor] = field(default_factory=dict)
-    """By number and name of the site, [extras.WIDTH]."""
+    """Extras [extras.WIDTH], by number and name of the site."""
 
     def end_step(
         self, on: bool, with_extras: frozenset[int] = frozenset(), with_sums: frozenset[int] = frozenset()
@@ -122,59 +115,48 @@ class Sampling:
         self.weight_sizes.clear()
 
     def take_number(self) -> int:
-        """The number of another weight that this observes, until `close`."""
+        """Return the number of another weight that this observes until `close`."""
         number = next(_numbers)
-        _sampling_of[number] = self
+        _samplings[number] = self
         return number
 
     def close(self) -> None:
         """Observe no weight any more."""
         self.end_step(False)
-        for number in [number for number, each in _sampling_of.items() if each is self]:
-            del _sampling_of[number]
+        for number in [number for number, sampling in _samplings.items() if sampling is self]:
+            del _samplings[number]
 
 
 _numbers = itertools.count()
-_sampling_of: dict[int, Sampling] = {}
-"""By the number of a weight: an operation of a compiled graph takes no other argument that could say whose it is."""
+_samplings: dict[int, Sampling] = {}
+"""Samplings by the number of a weight, the only argument of an operation in a graph that can identify its monitor."""
 
 
-def observes(number: int) -> bool:
-    """Whether to call the operations here for a weight, in eager code: in a step that is sampled."""
-    sampling = _running(number)
-    return sampling is not None and sampling.on
+def note_use(number: int) -> Sampling | None:
+    """Note that the matmul of a weight runs. Returns the sampling of its monitor in a sampled step, else None."""
+    sampling = _samplings.get(number)
+    if sampling is None:
+        return None
+    sampling.ran = True
+    sampling.went_back |= runs_in_backward()
+    return sampling if sampling.on else None
 
 
-def _running(number: int) -> Sampling | None:
-    """The sampling of the weight that runs now; None after its monitor closed."""
-    sampling = _sampling_of.get(number)
-    if sampling is not None:
-        sampling.ran = True
-        sampling.went_back |= runs_in_backward()
-    return sampling
-
-
-@contextmanager
-def _plainly(device: torch.device) -> Iterator[None]:
-    """Without autograd, autocast and dispatch modes."""
-    with torch.no_grad(), without_dispatch_modes(), torch.autocast(device.type, enabled=False):
-        yield
-
-
-def _observed(run: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `run` so that it runs in sampled steps of an open monitor, and does nothing otherwise."""
+def _run_if_sampled(run: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `run` so that it runs in sampled steps only, without autograd, autocast and dispatch modes."""
 
     def observe(slots: Tensor, row: int, number: Tensor, *args: Any) -> None:
-        sampling = _running(int(number))
-        if sampling is not None and sampling.on:
-            if is_capturing():
-                raise RuntimeError(
-                    "a monitor decides on the host which steps to sample, which a CUDA graph cannot repeat: compile "
-                    "without mode='reduce-overhead', or close the monitor"
-                )
-            check_memory(*(each for each in args if isinstance(each, Tensor)))
-            with _plainly(slots.device):
-                run(sampling, slots[row], int(number), *args)
+        sampling = note_use(int(number))
+        if sampling is None:
+            return
+        if is_capturing():
+            raise RuntimeError(
+                "a monitor decides on the host which steps to sample, which a CUDA graph cannot repeat: compile "
+                "without mode='reduce-overhead', or close the monitor"
+            )
+        check_memory(*(arg for arg in args if isinstance(arg, Tensor)))
+        with torch.no_grad(), without_dispatch_modes(), torch.autocast(slots.device.type, enabled=False):
+            run(sampling, slots[row], int(number), *args)
 
     return observe
 
@@ -182,19 +164,14 @@ def _observed(run: Callable[..., None]) -> Callable[..., None]:
 # ---- groups ----------------------------------------------------------------------------------------------------------
 
 
-def _bounds(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int, int, int]]:
-    """The number, first row and end of each group that has rows; a matrix without `groups` is one."""
+def _find_groups(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int, int, int]]:
+    """The number, first row and end of each group that has rows; a matrix without `groups` is one group."""
     bounds = bounds_of(ends, groups, rows) if groups else [(0, rows)]
     return [(group, start, stop) for group, (start, stop) in enumerate(bounds) if start < stop or not groups]
 
 
-def _of_groups(result: Tensor, bounds: Sequence[tuple[int, int, int]]) -> Tensor:
-    """The rows of a result that belong to a group of `_bounds`, which are the first ones."""
-    return result[: bounds[-1][2] if bounds else 0]
-
-
 def _is_compared(group: int, groups: int) -> bool:
-    """Whether to compare the results of a group with high precision: of many groups, `COMPARED` evenly spread."""
+    """Whether to compare a group's results with high precision: at most `COMPARED` groups, evenly spread."""
     return group % max(-(-groups // COMPARED), 1) == 0
 
 
@@ -217,72 +194,63 @@ def _observe_operand(
     transposed: bool,
     is_forward: bool,
 ) -> None:
-    """A cast of a matrix; with `groups`, of each as a matrix of its own. `hp` has other rows if they `moved`."""
+    """Observe a cast of a matrix, or of each group. If `moved`, `hp` has other rows than the codes."""
     matrix, codes = None if hp is None else as_matrix(hp), codes.reshape(-1, codes.shape[-1])
     dequant_scale = dequant_scale.reshape(-1, dequant_scale.shape[-1]) if dequant_scale.dim() > 2 else dequant_scale
-    made = Operand(codes, dequant_scale, ScaleLayout(*layout), quant_scale)
+    cast = Operand(codes, dequant_scale, ScaleLayout(*layout), quant_scale)
     if site.startswith("weight"):
         sampling.weight_sizes[number] = codes.numel()
-    rows = matrix if matrix is not None and not moved and matrix.shape == codes.shape else None
-    of_codes = made.layout.scale_shape(codes.shape[0], codes.shape[1])
-    fits = rows is not None and (groups > 0 or dequant_scale.shape == of_codes)
+    same_rows = matrix if matrix is not None and not moved and matrix.shape == codes.shape else None
+    scale_shape = cast.layout.scale_shape(codes.shape[0], codes.shape[1])
+    fits = same_rows is not None and (groups > 0 or dequant_scale.shape == scale_shape)
     is_repeated = is_forward and runs_in_backward()
-    if not fits and not is_repeated:
-        sampling.reasons[number, site] = QUANTIZED_BEFORE if matrix is None else _OTHER_ROWS
-        if matrix is not None:
-            merge(slot, observe_matrix(matrix, None))
-    for group, start, stop in _bounds(ends, groups, codes.shape[0]):
-        of_rows = None if rows is None else rows[start:stop]
-        operand = of_group(made, group, start, stop) if groups else made
-        if of_rows is not None and _is_compared(group, groups):
-            _keep(sampling, (number, group), site, of_rows, operand, fits, transposed, is_repeated)
+    if matrix is not None and not fits and not is_repeated:
+        merge(slot, observe_matrix(matrix, None))
+    for group, start, stop in _find_groups(ends, groups, codes.shape[0]):
+        group_hp = None if same_rows is None else same_rows[start:stop]
+        group_cast = of_group(cast, group, start, stop) if groups else cast
+        if group_hp is not None and _is_compared(group, groups):
+            _keep_for_matmuls(sampling, (number, group), site, group_hp, group_cast, fits, transposed, is_repeated)
         if is_repeated:
             continue
-        if of_rows is None or not fits:
+        if group_hp is None or not fits:
             observed = new_slots(1, slot.device)[0]
-            observe_scales(observed, present(operand.dequant_scale))
+            observe_scales(observed, present(group_cast.dequant_scale))
         else:
-            observed = observe_matrix(of_rows, operand)
+            observed = observe_matrix(group_hp, group_cast)
         if groups:
-            across = dequant_scale.shape[1] if dequant_scale.dim() == 2 else 1
-            observed[SlotIndex.WORST_INDEX] += first_scale(made.layout.rows, group, start) * across
+            scales_per_row = dequant_scale.shape[1] if dequant_scale.dim() == 2 else 1
+            observed[SlotIndex.WORST_INDEX] += first_scale(cast.layout.rows, group, start) * scales_per_row
         merge(slot, observed)
 
 
-def _keep(
+def _keep_for_matmuls(
     sampling: Sampling,
     key: tuple[int, int],
     site: str,
     hp: Tensor,
-    made: Operand,
+    cast: Operand,
     fits: bool,
     transposed: bool,
     is_repeated: bool,
 ) -> None:
-    """Keep what the results of a matmul are compared with, and add the extras of its cast."""
-    (number, _), (operand, cast) = key, site.split(".")
-    codes, sampled = made.data, None
+    """Keep what the results of matmuls are compared with, and add the extras of the cast."""
+    (number, _), (operand, direction) = key, site.split(".")
+    address = cast.data.data_ptr()
     if transposed:
-        hp, made = hp.t(), made.t()
-    if fits and number in sampling.with_sums:
-        sampled = hp, made
-    if operand == "input" and cast != "row":
+        hp, cast = hp.t(), cast.t()
+    keeps_rows = fits and number in sampling.with_sums
+    if operand == "input" and direction != "row":
         columns = hp[:, spread(hp.shape[1], COMPARED, hp.device)]
-        kept = None if sampled is None else some_rows(*sampled, "column")
-        sampling.inputs[number, codes.data_ptr()] = KeptInput(columns, kept)
+        sampling.inputs[number, address] = KeptInput(columns, some_rows(hp, cast, "column") if keeps_rows else None)
     if is_repeated:
         return
-    for direction in ("row", "column") if cast == "both" else (cast,):
-        if sampled is not None and (operand, direction) != ("input", "column"):
-            sampling.rows[key, operand, direction] = some_rows(*sampled, direction)
+    for read in ("row", "column") if direction == "both" else (direction,):
+        if keeps_rows and (operand, read) != ("input", "column"):
+            sampling.rows[key, operand, read] = some_rows(hp, cast, read)
     if fits and number in sampling.with_extras:
-        extras = extras_of(hp, made, operand, "column" if cast == "column" else "row")
+        extras = extras_of(hp, cast, operand, "column" if direction == "column" else "row")
         sampling.extras[number, site] = extras + sampling.extras.get((number, site), 0)
-
-
-def _wide(matrix: Tensor) -> Tensor:
-    """float64, or on a CPU float32, whose products are rounded 2^16 times finer than float8's."""
-    return matrix.float() if is_cpu(matrix) else matrix.double()
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -305,20 +273,17 @@ def _observe_output(
     if runs_in_backward():
         return
     matrix = None if input is None else as_matrix(input)
-    compared: list[Compared] = []
-    bounds = _bounds(ends, groups, output.shape[0])
-    if weight is not None and matrix is not None and matrix.shape[0] == output.shape[0]:
-        for group, start, stop in bounds:
-            if _is_compared(group, groups):
-                rows = start + spread(stop - start, COMPARED, output.device)
-                left, of_group = _wide(matrix[rows]), weight[group] if groups else weight
-                reference = torch.cat([left @ _wide(part).t() for part in _parts(of_group)], 1)
-                compared.append((output[rows], reference if bias is None else reference + _wide(bias)))
-    else:
-        sampling.reasons[number, "output.result"] = _NO_OPERANDS
-    for group, _, _ in bounds:
-        _add_sums(sampling, (number, group), "output")
-    merge(slot, observe_result(_of_groups(output, bounds), compared))
+
+    def compare(group: int, start: int, stop: int) -> Compared | None:
+        if weight is None or matrix is None or matrix.shape[0] != output.shape[0]:
+            return None
+        rows = start + spread(stop - start, COMPARED, output.device)
+        left, chunks = _widen(matrix[rows]), _split_rows(weight[group] if groups else weight)
+        reference = torch.cat([left @ _widen(chunk).t() for chunk in chunks], 1)
+        return output[rows], reference if bias is None else reference + _widen(bias)
+
+    bounds = _find_groups(ends, groups, output.shape[0])
+    _observe_result(sampling, slot, (number, "output"), output, bounds, groups, compare)
 
 
 def _observe_grad_input(
@@ -332,24 +297,20 @@ def _observe_grad_input(
     groups: int,
 ) -> None:
     """grad_input [M, K] = grad_output [M, N] @ weight [N, K], compared in some rows; weights [E, N, K]."""
-    if weight is None:
-        weight = sampling.weights.get(number)
+    stored = sampling.weights.get(number) if weight is None else weight
     matrix, result = None if grad_output is None else as_matrix(grad_output), as_matrix(grad_input)
-    compared: list[Compared] = []
-    bounds = _bounds(ends, groups, result.shape[0])
-    if weight is not None and has_memory(weight) and matrix is not None and matrix.shape[0] == result.shape[0]:
-        for group, start, stop in bounds:
-            if _is_compared(group, groups):
-                rows = start + spread(stop - start, COMPARED, result.device)
-                left, parts = _wide(matrix[rows]), _parts(weight[group] if groups else weight)
-                columns = left.split([len(part) for part in parts], 1)
-                products = (a @ _wide(part) for a, part in zip(columns, parts, strict=True))
-                compared.append((result[rows], sum(products, start=left.new_zeros(()))))
-    else:
-        sampling.reasons[number, "grad_input.result"] = _NO_OPERANDS
-    for group, _, _ in bounds:
-        _add_sums(sampling, (number, group), "grad_input")
-    merge(slot, observe_result(_of_groups(result, bounds), compared))
+
+    def compare(group: int, start: int, stop: int) -> Compared | None:
+        if stored is None or not has_memory(stored) or matrix is None or matrix.shape[0] != result.shape[0]:
+            return None
+        rows = start + spread(stop - start, COMPARED, result.device)
+        chunks = _split_rows(stored[group] if groups else stored)
+        lefts = _widen(matrix[rows]).split([len(chunk) for chunk in chunks], 1)
+        products = (left @ _widen(chunk) for left, chunk in zip(lefts, chunks, strict=True))
+        return result[rows], sum(products, start=lefts[0].new_zeros(()))
+
+    bounds = _find_groups(ends, groups, result.shape[0])
+    _observe_result(sampling, slot, (number, "grad_input"), result, bounds, groups, compare)
 
 
 def _observe_grad_weight(
@@ -366,54 +327,73 @@ def _observe_grad_weight(
     """grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K], compared in some columns; [E, N, K] of groups."""
     matrix = None if grad_output is None else as_matrix(grad_output)
     columns = spread(grad_weight.shape[-1], COMPARED, grad_weight.device)
-    compared: list[Compared] = []
-    read = input_hp if input_codes is None else input_codes
-    for group, start, stop in _bounds(ends, groups, 0 if read is None else read.shape[0]):
-        if not _is_compared(group, groups):
-            continue
-        kept = None
-        if input_hp is not None:
-            kept = input_hp[start:stop, columns]
-        elif input_codes is not None:
-            found = sampling.inputs.pop((number, input_codes[start:].data_ptr()), None)
-            kept = None if found is None else found.columns
-            if found is not None and found.rows is not None:
-                sampling.rows[(number, group), "input", "column"] = found.rows
-                _add_sums(sampling, (number, group), "grad_weight")
+
+    def compare(group: int, start: int, stop: int) -> Compared | None:
+        kept_columns = None if input_hp is None else input_hp[start:stop, columns]
+        if input_hp is None and input_codes is not None:
+            kept = sampling.inputs.pop((number, input_codes[start:].data_ptr()), None)
+            kept_columns = None if kept is None else kept.columns
+            sampling.rows[(number, group), "input", "column"] = None if kept is None else kept.rows  # for the sums
         grads = None if matrix is None else matrix[start:stop] if groups else matrix
-        if kept is not None and grads is not None and kept.shape[0] == grads.shape[0]:
-            actual, parts = (grad_weight[group] if groups else grad_weight)[:, columns], _parts(grads)
-            of_rows = kept.split([len(part) for part in parts])
-            products = (_wide(part).t() @ _wide(b) for part, b in zip(parts, of_rows, strict=True))
-            compared.append((actual, sum(products, start=_wide(actual.new_zeros(())))))
-    if not compared:
-        sampling.reasons[number, "grad_weight.result"] = _NO_OPERANDS
-    merge(slot, observe_result(as_matrix(grad_weight), compared))
+        if kept_columns is None or grads is None or kept_columns.shape[0] != grads.shape[0]:
+            return None
+        actual, chunks = (grad_weight[group] if groups else grad_weight)[:, columns], _split_rows(grads)
+        rights = kept_columns.split([len(chunk) for chunk in chunks])
+        products = (_widen(chunk).t() @ _widen(right) for chunk, right in zip(chunks, rights, strict=True))
+        return actual, sum(products, start=_widen(actual.new_zeros(())))
+
+    read = input_hp if input_codes is None else input_codes
+    bounds = _find_groups(ends, groups, 0 if read is None else read.shape[0])
+    _observe_result(sampling, slot, (number, "grad_weight"), as_matrix(grad_weight), bounds, groups, compare)
 
 
-def _add_sums(sampling: Sampling, key: tuple[int, int], result: str) -> None:
-    """Note what the sums of a result would lose, if it was asked for and both operands are float8."""
-    left, right = (sampling.rows.get((key, *read)) for read in MATMULS[result])
-    if left is not None and right is not None and sampling.hardware is not None:
-        site = key[0], f"{result}.result"
-        sampling.extras[site] = extras_of_result(left, right, sampling.hardware) + sampling.extras.get(site, 0)
+def _observe_result(
+    sampling: Sampling,
+    slot: Tensor,
+    key: tuple[int, str],
+    result: Tensor,
+    bounds: Sequence[tuple[int, int, int]],
+    groups: int,
+    compare: Callable[[int, int, int], Compared | None],
+) -> None:
+    """Merge a result into the slot, compared with high precision in some groups, and add the errors of a GPU's sums.
+
+    `compare` takes a group's number, first row and end, and returns None if an operand has no high-precision matrix.
+    """
+    number, name = key
+    if name != "grad_weight":
+        result = result[: bounds[-1][2] if bounds else 0]  # the rows behind belong to no group
+    pairs = [compare(*bound) for bound in bounds if _is_compared(bound[0], groups)]
+    if sampling.hardware is not None:
+        for group, _, _ in bounds:
+            left, right = (sampling.rows.get(((number, group), *operand)) for operand in MATMULS[name])
+            if left is not None and right is not None:
+                site = number, f"{name}.result"
+                extras = extras_of_result(left, right, sampling.hardware)
+                sampling.extras[site] = extras + sampling.extras.get(site, 0)
+    merge(slot, observe_result(result, [pair for pair in pairs if pair is not None]))
 
 
-def _parts(matrix: Tensor) -> tuple[Tensor, ...]:
-    """Some rows after the other, of about `_CHUNK` elements."""
+def _widen(matrix: Tensor) -> Tensor:
+    """To float64, or on a CPU to float32, whose products are rounded 2^16 times finer than float8's."""
+    return matrix.float() if is_cpu(matrix) else matrix.double()
+
+
+def _split_rows(matrix: Tensor) -> tuple[Tensor, ...]:
+    """Split a matrix by rows into chunks of about `_CHUNK` elements."""
     return matrix.split(max(_CHUNK // max(matrix.shape[1], 1), 1))
 
 
 # ---- the operations --------------------------------------------------------------------------------------------------
 
 
-def observing_operation(name: str, arguments: str, run: Callable[..., None]) -> Callable[..., None]:
-    """Register `torch.ops.quaver.<name>`, and return the function that calls it or, in eager code, `run`.
+def register_observer(name: str, arguments: str, run: Callable[..., None]) -> Callable[..., None]:
+    """Register `torch.ops.quaver.<name>`, and return a function that calls it in compiled code, else `run` directly.
 
-    Its arguments are `slots`, `row`, `number` and the `arguments` of the schema; the device is that of `slots`. `run`
-    takes the `Sampling`, the slot and the number in place of the first three.
+    Both take `slots`, `row`, `number` and the `arguments` of the schema. `run` receives the `Sampling`, the slot and
+    the number in place of the first three.
     """
-    observe = _observed(run)
+    observe = _run_if_sampled(run)
     library.define(f"{name}(Tensor(a!) slots, int row, Tensor number, {arguments}) -> ()")
     library.impl(name, observe, "CompositeExplicitAutograd")
     torch.library.register_fake(f"quaver::{name}", lambda *_: None, lib=library)
@@ -422,29 +402,29 @@ def observing_operation(name: str, arguments: str, run: Callable[..., None]) -> 
     def call(slots: Tensor, *args: Any) -> None:
         if torch.compiler.is_compiling():
             registered(slots, *args)
-        elif not any(isinstance(each, FakeTensor) for each in args):
+        elif not any(isinstance(arg, FakeTensor) for arg in args):
             observe(slots, *args)
 
     return call
 
 
-observe_operand = observing_operation(
+observe_operand = register_observer(
     "observe_operand",
     "str site, Tensor? hp, Tensor codes, Tensor dequant_scale, int[] layout, Tensor? quant_scale, Tensor? ends, "
     "int groups, bool moved, bool transposed, bool is_forward",
     _observe_operand,
 )
-observe_output = observing_operation(
+observe_output = register_observer(
     "observe_output",
     "Tensor output, Tensor? input, Tensor? weight, Tensor? bias, Tensor? ends, int groups",
     _observe_output,
 )
-observe_grad_input = observing_operation(
+observe_grad_input = register_observer(
     "observe_grad_input",
     "Tensor grad_input, Tensor? grad_output, Tensor? weight, Tensor? ends, int groups",
     _observe_grad_input,
 )
-observe_grad_weight = observing_operation(
+observe_grad_weight = register_observer(
     "observe_grad_weight",
     "Tensor grad_weight, Tensor? grad_output, Tensor? input_hp, Tensor? input_codes, Tensor? ends, int groups",
     _observe_grad_weight,

@@ -1,9 +1,13 @@
 """`Probe` observes a linear, or one weight of experts, while a monitor is attached.
 
-`MatmulProbe` in linear/quantize.py says what calls it.
+The linear calls it as a `MatmulProbe` (linear/quantize.py). It observes sites: the three operands, each with one cast
+for both of its matmuls or with one cast for each, and the three results. Each site has a slot in the forward, the
+backward or both: a compiled graph may write to a tensor in its forward or in its backward, but not in both.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,53 +16,109 @@ from quaver.kernels.operands import Operand, Operands
 from quaver.linear.quantize import Groups
 from quaver.linear.tensor import Float8Tensor
 from quaver.numerics import observe
-from quaver.numerics.sites import BACKWARD, FORWARD, GRAD_INPUT, GRAD_WEIGHT, OPERANDS, OUTPUT, Site
 from quaver.numerics.statistics import clear, merge, new_slots
-from quaver.recipes.config import Float8LinearConfig
+from quaver.recipes.config import CastConfig, Float8LinearConfig
+from quaver.recipes.linear_casts import MATMULS
+
+
+class Site(NamedTuple):
+    """One matrix of a linear: an operand in one of its casts, or a result."""
+
+    operand: str
+    cast: str
+    """"row", "column", "both" if one cast serves both matmuls, or "result"."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.operand}.{self.cast}"
+
+
+OUTPUT, GRAD_INPUT, GRAD_WEIGHT = (Site(result, "result") for result in MATMULS)
+
+FORWARD = (
+    *(Site(operand, cast) for operand in ("input", "weight") for cast in ("row", "column", "both")),
+    OUTPUT,
+)
+BACKWARD = (
+    *(Site("grad_output", cast) for cast in ("row", "column", "both")),
+    Site("weight", "column"),
+    GRAD_INPUT,
+    GRAD_WEIGHT,
+)
+
+
+def list_sites(config: Float8LinearConfig, trains_weight: bool) -> list[Site]:
+    """List the sites of a linear with this config, in the order of a record."""
+    sites = []
+    for operand, casts in config.casts._asdict().items():
+        for name, cast in (("row", casts.row), ("column", casts.column)):
+            if casts.has_one_set:
+                name = "both"
+            is_read = trains_weight or operand == "weight" or name != "column"
+            if is_read and not cast.is_disabled and Site(operand, name) not in sites:
+                sites.append(Site(operand, name))
+    return [*sites, *(Site(result, "result") for result in MATMULS if trains_weight or result != "grad_weight")]
+
+
+def describe_site(site: Site, config: Float8LinearConfig) -> dict[str, Any]:
+    """Return a site's entry in the header of a record: operand, cast, granularity, dtype, scaling and recipe."""
+    about: dict[str, Any] = {"operand": site.operand, "cast": site.cast, "granularity": "none", "block": None}
+    about |= {"dtype": None, "scaling": None}
+    if site.cast != "result":
+        cast: CastConfig = config.casts.of(site.operand, "column" if site.cast == "column" else "row")
+        about["granularity"] = cast.scaling_granularity.name.lower()
+        about["dtype"] = str(cast.float8_dtype).removeprefix("torch.")
+        about["scaling"] = cast.scaling_type.name.lower()
+        if cast.block_size is not None:
+            about["block"] = "x".join(map(str, cast.block_size))
+    recipe = config.recipe_name
+    return {**about, "recipe": recipe.value if recipe else config.short_str()}
+
 
 _ONE_MATRIX = Groups(0)
 
 
 class Probe:
-    """Hands what one weight and its matmuls compute with to the operations of observe.py, which fill its slots.
+    """Passes the operands and results of one weight's matmuls to the operations of observe.py, which fill its slots.
 
     Attributes:
-        forward, backward: in the order of `sites.FORWARD` and `sites.BACKWARD`.
-        number: int64 () on the CPU; which weight this is (`Sampling.take_number`).
+        forward, backward: the slots, in the order of `FORWARD` and `BACKWARD`.
+        number: int64 () on the CPU, which identifies the weight (`Sampling.take_number`).
     """
 
     def __init__(self, number: int, config: Float8LinearConfig, device: torch.device) -> None:
         self.forward, self.backward = (new_slots(len(sites), device) for sites in (FORWARD, BACKWARD))
         self.number = torch.tensor(number, device="cpu")
         self._key = number
-        self._shared = {name: getattr(config.casts, name).has_one_set for name in OPERANDS}
+        self._shared = {name: casts.has_one_set for name, casts in config.casts._asdict().items()}
 
     def take(self, site: Site) -> Tensor:
-        """The slot of a site, [WIDTH]; those of its passes merged."""
-        passes = ((FORWARD, self.forward), (BACKWARD, self.backward))
-        slot, *others = (slots[sites.index(site)] for sites, slots in passes if site in sites)
-        for other in others:
-            slot = slot.clone()
-            merge(slot, other)
+        """Return the slot of a site, [WIDTH]. Forward and backward are merged."""
+        if site not in BACKWARD:
+            return self.forward[FORWARD.index(site)]
+        slot = self.backward[BACKWARD.index(site)]
+        if site in FORWARD:
+            slot, backward = self.forward[FORWARD.index(site)].clone(), slot
+            merge(slot, backward)
         return slot
 
     def clear(self) -> None:
         """Forget what was observed."""
-        for slots in (self.forward, self.backward):
-            clear(slots)
+        clear(self.forward)
+        clear(self.backward)
 
     def operands(
         self, name: str, hp: Tensor | None, operands: Operands, groups: Groups = _ONE_MATRIX, *, moved: bool = False
     ) -> None:
         if not self._observes():
             return
-        hp = _in_high_precision(hp)
+        hp = _unless_float8(hp)
         is_forward = name == "input" or (name == "weight" and operands.row is not None)
         casts = {"row": operands.row, "column": operands.column}
         if self._shared[name]:
             if name == "weight" and not is_forward:
-                return  # backward casts such a weight as its forward did
-            # The input's column codes are saved, and tell grad_weight which input it read; on a CPU both are one.
+                return  # backward repeats the cast of the forward
+            # grad_weight finds the kept input by the address of the saved column codes. On a CPU both casts are one.
             both = operands.column or operands.row if name == "input" else operands.row or operands.column
             casts = {"both": both}
         sites, slots = (FORWARD, self.forward) if is_forward else (BACKWARD, self.backward)
@@ -88,17 +148,17 @@ class Probe:
         groups: Groups = _ONE_MATRIX,
     ) -> None:
         if self._observes():
-            hps = _in_high_precision(input), _of_stored(_in_high_precision(weight), groups)
-            of_rows = groups.ends, groups.experts
-            observe.observe_output(self.forward, FORWARD.index(OUTPUT), self.number, output, *hps, bias, *of_rows)
+            hps = _unless_float8(input), _transpose_stored(_unless_float8(weight), groups)
+            number, ends, experts = self.number, groups.ends, groups.experts
+            observe.observe_output(self.forward, FORWARD.index(OUTPUT), number, output, *hps, bias, ends, experts)
 
     def grad_weight(
         self, grad_weight: Tensor, grad_output: Tensor | None, input: Operand, groups: Groups = _ONE_MATRIX
     ) -> None:
         if self._observes():
             saved = (input.data, None) if input.dequant_scale is None else (None, input.data)
-            made = _of_stored(grad_weight, groups), grad_output, *saved, groups.ends, groups.experts
-            observe.observe_grad_weight(self.backward, BACKWARD.index(GRAD_WEIGHT), self.number, *made)
+            tensors = _transpose_stored(grad_weight, groups), grad_output, *saved, groups.ends, groups.experts
+            observe.observe_grad_weight(self.backward, BACKWARD.index(GRAD_WEIGHT), self.number, *tensors)
 
     def grad_input(
         self,
@@ -111,18 +171,18 @@ class Probe:
         if self._observes():
             if operand.dequant_scale is None and not groups.experts:
                 weight = operand.data
-            made = grad_input, grad_output, _of_stored(weight, groups), groups.ends, groups.experts
-            observe.observe_grad_input(self.backward, BACKWARD.index(GRAD_INPUT), self.number, *made)
+            tensors = grad_input, grad_output, _transpose_stored(weight, groups), groups.ends, groups.experts
+            observe.observe_grad_input(self.backward, BACKWARD.index(GRAD_INPUT), self.number, *tensors)
 
     def _observes(self) -> bool:
-        # Compiled code always calls the operations, and is not to be guarded by the key.
-        return torch.compiler.is_compiling() or observe.observes(self._key)
+        # Compiled code always calls the operations, and must not be guarded by the key.
+        return torch.compiler.is_compiling() or observe.note_use(self._key) is not None
 
 
-def _in_high_precision(tensor: Tensor | None) -> Tensor | None:
+def _unless_float8(tensor: Tensor | None) -> Tensor | None:
     return None if isinstance(tensor, Float8Tensor) else tensor
 
 
-def _of_stored(weight: Tensor | None, groups: Groups) -> Tensor | None:
-    """A weight of experts, or its gradient, as [E, N, K]."""
+def _transpose_stored(weight: Tensor | None, groups: Groups) -> Tensor | None:
+    """Return a weight of experts, or its gradient, as [E, N, K]."""
     return weight.transpose(1, 2) if weight is not None and groups.transposed else weight

@@ -1,8 +1,8 @@
-"""Merges the slots of all ranks on the first one, in one collective, and finds ranks with other weights.
+"""Merges the slots of all ranks on the first rank, in one collective, and finds ranks whose weights differ.
 
-Ranks that multiply by a whole weight must have the same one: replicas of DDP and HSDP, and what FSDP gathers. Their
-slots of its casts say whether they do: counts and sums per observation, extremes, scales. They differ where a weight
-does, but for a permutation of elements and for changes below `CLOSE` of its sum of squares.
+Ranks that multiply by a whole weight must have the same weight: replicas of DDP and HSDP, and what FSDP gathers. Their
+slots for its casts show whether they do, by counts and sums per observation, extremes and scales. Slots do not see a
+permutation of elements, nor a change of less than `CLOSE` of the sum of squares.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quaver.numerics.statistics import Values, compared_of, merge
+from quaver.numerics.statistics import Values, merge, normalize
 
 CLOSE = 1e-9
-"""How far sums may be apart, relatively: ranks may have run another number of micro-batches."""
+"""The relative tolerance between sums: ranks may have run different numbers of micro-batches."""
 
 
 class Gathered(NamedTuple):
@@ -28,15 +28,15 @@ class Gathered(NamedTuple):
     slots: Tensor
     """[rows, WIDTH], merged."""
     extras: Tensor | None
-    """[rows, extras.WIDTH], added up."""
+    """[rows, extras.WIDTH], summed over the ranks."""
     by_rank: list[Tensor]
     """The slots of each rank."""
 
 
 def gather(slots: Tensor, extras: Tensor | None, group: dist.ProcessGroup | None) -> Gathered | None:
-    """Gather the slots [rows, WIDTH] and extras [rows, extras.WIDTH] of all ranks; None on ranks but the first.
+    """Gather the slots [rows, WIDTH] and extras [rows, extras.WIDTH] of all ranks. Returns None except on the first.
 
-    The first holds the slots of every rank for a moment: 2.2 KB for each row of each rank, 6.5 KB with extras.
+    The first rank briefly holds the slots of every rank: 2.2 KB per row and rank, 6.5 KB with extras.
     """
     own = slots if extras is None else torch.cat([slots, extras], 1)
     parts = [own]
@@ -54,31 +54,29 @@ def gather(slots: Tensor, extras: Tensor | None, group: dist.ProcessGroup | None
     return Gathered(merged[:, :width], None if extras is None else merged[:, width:], [p[:, :width] for p in parts])
 
 
-def disagreeing(by_rank: Sequence[Tensor], rows: Iterable[int]) -> dict[int, int]:
-    """For each of `rows` that ranks have seen differently, the first rank with another slot than most ranks.
+def find_disagreements(by_rank: Sequence[Tensor], rows: Iterable[int]) -> dict[int, int]:
+    """Return the rows whose slots differ between ranks, with the first rank that differs from the majority.
 
-    Of as many ranks on each side, those with the lowest one are right. A rank that has seen nothing agrees.
+    On a tie, the side with the lowest rank wins. A rank without observations agrees.
     """
-    found = {}
+    outliers = {}
     for row in rows if len(by_rank) > 1 else ():
-        seen = {rank: values for rank, part in enumerate(by_rank) if (values := compared_of(part[row])) is not None}
-        odd = _first_odd(seen)
-        if odd is not None:
-            found[row] = odd
-    return found
+        slots = {rank: values for rank, part in enumerate(by_rank) if (values := normalize(part[row])) is not None}
+        outlier = _find_outlier(slots)
+        if outlier is not None:
+            outliers[row] = outlier
+    return outliers
 
 
-def _first_odd(seen: dict[int, Values]) -> int | None:
-    if len(seen) < 2:
+def _find_outlier(slots: dict[int, Values]) -> int | None:
+    if len(slots) < 2:
         return None
-    ranks, values = list(seen), np.stack(list(seen.values()))
-    usual = values[0]
-    if _are_close(values, usual).all():
+    ranks, values = list(slots), np.stack(list(slots.values()))
+    if _are_close(values, values[0]).all():
         return None
-    usual = values[np.argmax([_are_close(values, each).sum() for each in values])]
-    return ranks[int(np.argmin(_are_close(values, usual)))]
+    majority = values[np.argmax([_are_close(values, row).sum() for row in values])]
+    return ranks[int(np.argmin(_are_close(values, majority)))]
 
 
-def _are_close(values: Values, one: Values) -> NDArray[np.bool_]:
-    """Which rows of `values` are the same as `one`."""
-    return np.asarray(np.isclose(values, one, rtol=CLOSE, atol=0, equal_nan=True).all(1))
+def _are_close(values: Values, row: Values) -> NDArray[np.bool_]:
+    return np.asarray(np.isclose(values, row, rtol=CLOSE, atol=0, equal_nan=True).all(1))

@@ -281,8 +281,11 @@ def spread(length: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device) * length // max(count, 1)
 
 
-def compared_of(slot: Tensor) -> Values | None:
-    """The sums per cast and the extremes of a slot: the same however often equal casts were made. None of no cast."""
+def normalize(slot: Tensor) -> Values | None:
+    """Return a slot's sums per cast and its extremes, which do not depend on how often equal casts were made.
+
+    None for a slot without casts.
+    """
     values = slot[:_FIXED].cpu().numpy()
     casts = values[SlotIndex.SCALES]
     return np.concatenate([values[_SUMS] / casts, values[SlotIndex.AMAX : SlotIndex.FOURTH]]) if casts else None

@@ -1,16 +1,16 @@
-"""Which `optimizer.step()` ends a training step of a model: `StepEnds`, on all ranks alike.
+"""`StepEnds` decides which `optimizer.step()` ends a training step of a model, on all ranks alike.
 
-A training step ends when the optimizers that step in every one have stepped. What ran on this rank decides nothing
-alone: a rank may have had no batch, and the statistics of a sampled step are a collective. So
+A training step ends when all optimizers that step in every training step have stepped. No rank decides alone by what
+ran on it: a rank may have had no batch, and gathering a sampled step is a collective. The cases are:
 
-    optimizers of other parameters       end nothing, as those of a discriminator beside the model
-    the model's, in the first step       the first of them, unless trained parameters that it does not hold are still
-                                         without gradients on every rank: then a backward follows, and another optimizer
-    the model's, later                   the last of those that stepped in the first step; wrappers and others do not
-    an optimizer that steps twice        those that it waited for do not step any more: it ends both steps
-    parameters that the model has not    as of an optimizer with copies of its own: ends what went backward on any rank
+    an optimizer of other parameters     ends nothing, such as a discriminator's beside the model
+    the model's, in the first step       ends it, unless other trained parameters have no gradients yet on any rank:
+                                         then a backward and another optimizer follow
+    the model's, in later steps          the last optimizer of the first step ends them; wrappers do not
+    an optimizer that steps twice        ends both steps: the optimizers that it waited for no longer step
+    an optimizer with copies             its parameters are outside the model; ends a step if any rank ran a backward
 
-Where only an exchange can tell, the ranks make one, of 4 bytes: in the first step, after `Monitor.step()`, and for
+Where the ranks must exchange what they know, they reduce 4 bytes: in the first step, after `Monitor.step()`, and for
 optimizers with copies.
 """
 
@@ -29,7 +29,7 @@ class StepEnds:
     """Counts the training steps of `model` that end with an optimizer's step.
 
     Args:
-        on_any_rank: whether a condition holds on any rank; a collective.
+        on_any_rank: returns whether a condition holds on any rank; a collective.
     """
 
     def __init__(self, model: nn.Module, on_any_rank: Callable[[bool], bool]) -> None:
@@ -41,24 +41,24 @@ class StepEnds:
         """The optimizers that step in every training step; empty until they are known."""
         self._stepped: WeakSet[Optimizer] = WeakSet()
         """The optimizers that stepped since the last end."""
-        self._was_called = False
+        self._has_ended = False
 
-    def called(self) -> None:
-        """A step ended otherwise: optimizers of the model that step before the next forward belong to it."""
+    def note_end(self) -> None:
+        """Note that a step ended without an optimizer. Optimizers that step before the next forward belong to it."""
         self._stepped.clear()
-        self._was_called = True
+        self._has_ended = True
 
-    def ended_by(self, optimizer: Optimizer, sampling: Sampling) -> int:
-        """How many training steps end with this step of an optimizer: 0, 1, or 2 where an end went unseen."""
+    def count_ends(self, optimizer: Optimizer, sampling: Sampling) -> int:
+        """Return how many training steps end with this step of an optimizer: 0, 1, or 2 if an end was missed."""
         if not self._holds(optimizer):
             if self._has_own or not self._on_any_rank(sampling.went_back):
                 return 0
-            self.called()
+            self.note_end()
             return 1
         self._has_own = True
-        if self._was_called and not self._on_any_rank(sampling.ran):
+        if self._has_ended and not self._on_any_rank(sampling.ran):
             return 0
-        self._was_called = False
+        self._has_ended = False
         ended = self._count(optimizer)
         if ended:
             self._stepped.clear()
@@ -77,18 +77,18 @@ class StepEnds:
         return int(self._awaited <= self._stepped)
 
     def _holds(self, optimizer: Optimizer) -> bool:
-        """Whether it has parameters of the model; FSDP replaces those of a model."""
-        held = _parameters_of(optimizer)
+        """Return whether the optimizer has parameters of the model, which FSDP may have replaced meanwhile."""
+        held = _parameter_ids(optimizer)
         if held.isdisjoint(self._parameters):
-            self._parameters = {id(each) for each in self._model.parameters()}
+            self._parameters = {id(parameter) for parameter in self._model.parameters()}
         return not held.isdisjoint(self._parameters)
 
     def _awaits_a_backward(self) -> bool:
-        """Whether trained parameters of no optimizer that stepped are without gradients."""
-        held = set().union(*(_parameters_of(each) for each in self._stepped))
-        rest = [each for each in self._model.parameters() if each.requires_grad and id(each) not in held]
-        return bool(rest) and not self._on_any_rank(any(each.grad is not None for each in rest))
+        """Return whether trained parameters outside the optimizers that stepped have no gradients on any rank."""
+        held = set().union(*(_parameter_ids(optimizer) for optimizer in self._stepped))
+        rest = [p for p in self._model.parameters() if p.requires_grad and id(p) not in held]
+        return bool(rest) and not self._on_any_rank(any(p.grad is not None for p in rest))
 
 
-def _parameters_of(optimizer: Optimizer) -> set[int]:
-    return {id(each) for group in optimizer.param_groups for each in group["params"]}
+def _parameter_ids(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -422,7 +422,7 @@ def test_a_model_without_float8_and_a_second_monitor_are_refused():
 
 
 def test_a_sample_in_a_cuda_graph_is_refused(monkeypatch):
-    monkeypatch.setattr(observe, "_running", lambda number: SimpleNamespace(on=True))
+    monkeypatch.setattr(observe, "note_use", lambda number: SimpleNamespace())
     said = "a CUDA graph cannot repeat: compile without mode='reduce-overhead'"
     with standing_for_gpu((9, 0)), standing_for_capture(), pytest.raises(RuntimeError, match=said):
-        observe._observed(lambda *_: None)(torch.zeros(1, 1), 0, torch.tensor(0))
+        observe._run_if_sampled(lambda *_: None)(torch.zeros(1, 1), 0, torch.tensor(0))

@@ -13,8 +13,7 @@ from quaver.numerics.accumulation import accumulation_of
 from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitor import monitor
 from quaver.numerics.observe import Sampling
-from quaver.numerics.probe import Probe
-from quaver.numerics.sites import sites_of
+from quaver.numerics.probe import Probe, list_sites
 from quaver.numerics.statistics import STATISTICS, finish, merge, new_slots, observe_matrix
 from tests.library.experts.test_grouped_mm import ENDS, RECIPES, operands
 from tests.mixture import make_mixture
@@ -55,7 +54,7 @@ def test_a_sample_is_that_of_the_experts_linears(recipe, transposed, sampling):
         "grad_output": [grad_output[group] for group in groups],
         "weight": list(b_t.detach().transpose(1, 2).contiguous()),
     }
-    for site in sites_of(config, True):
+    for site in list_sites(config, True):
         got = finish(probe.take(site)[None], [None])
         if site.cast == "result":
             continue
@@ -86,7 +85,7 @@ def test_results_and_extras_are_those_of_the_experts_linears(recipe, transposed)
             with torch.no_grad():
                 linear.weight.copy_(matrix.t())
             linear(a.detach()[start:stop].requires_grad_()).backward(grad_output[start:stop])
-    for site in sites_of(config, True):
+    for site in list_sites(config, True):
         got, expected = (finish(probe.take(site)[None], [None]) for probe in probes.values())
         assert got["sqnr_db"][0] is not None
         if site.operand != "weight":
@@ -107,7 +106,7 @@ def test_the_worst_scale_is_named_by_its_index_among_those_of_all_groups(recipe,
         a[250, 3] = 1e7
     probe = Probe(sampling.take_number(), config, CPU)
     multiply_by_weight(a, b_t.transpose(1, 2).contiguous(), ends, config, False, probe=probe)
-    site = sites_of(config, True)[0]
+    site = list_sites(config, True)[0]
     worst = finish(probe.take(site)[None], [None])["scale_worst"][0]
     assert worst in (range(250, 251) if recipe == "rowwise" else range(250 * 3, 251 * 3))
 
@@ -120,7 +119,7 @@ def test_results_are_those_of_rows_with_an_expert(sampling):
     output = multiply_by_weight(a, weight, ends, config, False, probe=probe)
     output.square().sum().backward()
     results = {"output": output[: ENDS[-1]], "grad_input": a.grad[: ENDS[-1]], "grad_weight": weight.grad}
-    for site in sites_of(config, True)[-3:]:
+    for site in list_sites(config, True)[-3:]:
         got, matrix = finish(probe.take(site)[None], [None]), results[site.operand]
         assert got["numel"] == [matrix.numel()]
         assert got["amax"] == [matrix.abs().max().item()]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quaver.linear.quantize import Quantizer
-from quaver.numerics.ranks import disagreeing
+from quaver.numerics.ranks import find_disagreements
 from quaver.numerics.statistics import merge, new_slots, observe_matrix
 from quaver.recipes.config import Float8LinearConfig
 
@@ -39,9 +39,9 @@ def slots_of(weight, casts=1):
     ],
 )
 def test_the_rank_that_most_others_differ_from(weights, expected):
-    assert disagreeing([slots_of(weight) for weight in weights], [0]) == expected
+    assert find_disagreements([slots_of(weight) for weight in weights], [0]) == expected
 
 
 def test_the_number_of_micro_batches_may_differ():
-    assert disagreeing([slots_of(SAME, casts=casts) for casts in (1, 3, 7)], [0]) == {}
-    assert disagreeing([slots_of(SAME, casts=3), slots_of(OTHER, casts=7)], [0]) == {0: 1}
+    assert find_disagreements([slots_of(SAME, casts=casts) for casts in (1, 3, 7)], [0]) == {}
+    assert find_disagreements([slots_of(SAME, casts=3), slots_of(OTHER, casts=7)], [0]) == {0: 1}
