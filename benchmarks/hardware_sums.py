@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import ROOT, markdown, show
-from quaver.numerics.accumulation import HARDWARE, accumulation_of
+from quaver.numerics.accumulation import HARDWARE, get_accumulation
 from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
 from quaver.recipes.scaling import dynamic_cast
 
@@ -42,7 +42,7 @@ def sums_of(operands: str, k: int, hardware: str) -> Sums:
         hp = change(torch.randn(ROWS, k))
         codes, _, dequant_scale = dynamic_cast(hp, torch.float8_e4m3fn, None, power_of_2=False)
         rows.append(Rows(hp, codes, dequant_scale))
-    found = Sums.of(observe_sums(*rows, accumulation_of(hardware)).tolist())
+    found = Sums.from_values(observe_sums(*rows, get_accumulation(hardware)).tolist())
     assert found is not None
     return found
 

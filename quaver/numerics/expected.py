@@ -1,18 +1,18 @@
-"""Bounds on the error of a correct cast to float8, with which alarms compare: decibels, and shares of elements.
+"""Bounds on the error of a correct float8 cast, which alarms compare with: decibels, and shares of elements.
 
-A value in the normal range of a format with `m` mantissa bits is off by at most u = 2^-(m+1) of itself, one in the
-subnormal range by at most h, half of the smallest subnormal. So for any tensor, without saturation,
+In a format with `m` mantissa bits, rounding changes a normal value by at most u = 2^-(m+1) of the value, and a
+subnormal value by at most h, half of the smallest subnormal. Without saturation, any tensor therefore satisfies
 
     noise <= u^2 * signal + numel * (h * dequant_scale)^2                                               (1)
 
-- `rounding_bound_db`: the first term alone, 20 log10(2^(m+1)): 24.1 dB for e4m3, 18.1 dB for e5m2. Gaussian tensors
-  have 31.5 and 25.6. No distribution gets below it by rounding, so what does lost range: subnormals or saturation.
-- `cast_bound_db`: both terms. Codes below it are no rounding of their tensor at this scale: a wrong layout, another
-  tensor's scale, codes of older values.
-- `underflow_at`: an outlier hides what it does to the rest, because it has most of the signal. The share of elements
-  that become zero shows it. Of a density that is flat around zero, as a Gaussian's is, with standard deviation s, a
-  share p = 0.8 h / s underflows, and its SQNR under the subnormals' grid is s^2 / (h^2 / 3) = 1.92 / p^2. The bulk
-  has lost all that the format guarantees where that is `rounding_bound_db`: p = 8.6% for e4m3, 17% for e5m2.
+- `rounding_bound_db`: the first term only, 20 log10(2^(m+1)): 24.1 dB for e4m3, 18.1 dB for e5m2. Gaussian tensors
+  have 31.5 and 25.6. Rounding of normal values never gets below it; subnormals or saturation do.
+- `cast_bound_db`: both terms. Codes below it are not a rounding of their tensor at this scale: the layout is wrong, or
+  the scale or the codes belong to another tensor.
+- `underflow_at`: an outlier has most of the signal, so the SQNR hides what its scale does to the other elements. The
+  share of elements that become zero shows it. If their density is flat around zero, like a Gaussian's, with standard
+  deviation s, a share p = 0.8 h / s underflows. Their SQNR on the subnormals' grid is s^2 / (h^2 / 3) = 1.92 / p^2. It
+  reaches `rounding_bound_db`, the format's guarantee, at p = 8.6% for e4m3 and 17% for e5m2.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from quaver.recipes.formats import Float8Format, format_of
 
 
 @cache
-def named_format(dtype: str | None) -> Float8Format | None:
-    """The format with the name that a record has, "float8_e4m3fn"; None for high precision."""
+def parse_format(dtype: str | None) -> Float8Format | None:
+    """Return the format that a record calls "float8_e4m3fn", for example; None for high precision."""
     if dtype is None or not dtype.startswith("float8"):
         return None
     return format_of(getattr(torch, dtype))
 
 
 def rounding_bound_db(fmt: Float8Format) -> float:
-    """The lowest SQNR that rounding in the normal range can have."""
+    """The lowest SQNR of rounding in the normal range."""
     return -20 * math.log10(fmt.max_relative_error)
 
 
 def cast_bound_db(fmt: Float8Format, rms: float, dequant_scale: float) -> float:
-    """The lowest SQNR of a correct cast with that largest dequant scale and without saturation; (1) above."""
+    """The lowest SQNR of a correct cast without saturation whose largest dequant scale is given; (1) above."""
     subnormal = fmt.smallest_subnormal / 2 * dequant_scale / rms if rms > 0 else math.inf
     return -10 * math.log10(fmt.max_relative_error**2 + subnormal**2) if math.isfinite(subnormal) else -math.inf
 
 
 def underflow_at(sqnr_db: float) -> float:
-    """The share of elements that underflow in a bulk whose SQNR is that."""
+    """The share of elements that underflow if the elements besides outliers have this SQNR."""
     return math.sqrt(1.92) * 10 ** (-sqnr_db / 20)
 
 
 def bulk_db(underflow: float) -> float:
-    """The SQNR of a bulk of which that share underflows: the inverse of `underflow_at`."""
+    """The SQNR of the elements besides outliers if this share underflows: the inverse of `underflow_at`."""
     return 10 * math.log10(1.92) - 20 * math.log10(underflow) if underflow > 0 else math.inf
 
 
 def result_db(left: float, right: float, cancelled: float) -> float:
-    """The SQNR of a matmul whose operands have `left` and `right`, with independent errors.
+    """The SQNR of a matmul whose operands have SQNRs `left` and `right` and independent errors.
 
-    `cancelled` is the mean square of a result over that of products which add at random: a sum that cancels keeps the
-    noise of its terms.
+    `cancelled` is the mean square of the result, divided by its value if the products added at random: a sum that
+    cancels keeps the noise of its terms.
     """
     noise = 10 ** (-left / 10) + 10 ** (-right / 10)
     return -10 * math.log10(noise / cancelled) if noise > 0 and cancelled > 0 else math.inf

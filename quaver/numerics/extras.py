@@ -1,13 +1,12 @@
-"""Costly statistics that a sample takes of some linears only: histograms of casts, their SQNR under other recipes, and
-the SQNR of a GPU's sums.
+"""Costly statistics of some linears per sample: histograms, SQNRs under other recipes, errors of a GPU's sums.
 
-All are sums, [WIDTH] per cast, which micro-batches, ranks and `extras_of` add up:
+All are sums, [WIDTH] per cast, which add up over micro-batches and ranks.
 
     before     how many elements of `HISTOGRAM_ROWS` rows have each float32 exponent, [256]
-    after      the same of their codes, in the operand's units, [256]
+    after      how many of their dequantized codes have each exponent, [256]
     signal     [1]
-    noises     of the cast that each of `RECIPES` would make, [recipes]; 0 where it keeps high precision
-    sums       of a result, what a GPU's sums would lose, [matmul_sums.WIDTH]; 0 without a GPU to compute them for
+    noises     the noise of each recipe's cast, in the order of `RECIPES`; 0 if the recipe keeps high precision
+    sums       the numbers of a result's sums on a GPU, [matmul_sums.WIDTH]; 0 if no GPU is emulated
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from quaver.numerics.expected import bulk_db
 from quaver.numerics.matmul_sums import WIDTH as SUMS_WIDTH
 from quaver.numerics.matmul_sums import Rows, Sums, observe_sums
 from quaver.numerics.record import encode_counts
-from quaver.numerics.statistics import SlotIndex, Values, observe_matrix, spread, sqnr_db
+from quaver.numerics.statistics import SlotIndex, Values, observe_matrix, spread_indices, sqnr_db
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.linear_casts import LinearCasts, OperandCasts
@@ -34,7 +33,7 @@ from quaver.recipes.scaling import multiply_scale_
 
 _EXPONENTS, _BIAS = 256, 127
 HISTOGRAM_ROWS = 256
-"""Rows of each cast, evenly from the first to the last, that a histogram counts."""
+"""Evenly spread rows of each cast that a histogram counts."""
 
 CONFIGS = {
     name.value: config
@@ -42,7 +41,7 @@ CONFIGS = {
     if not (config := Float8LinearConfig.from_recipe_name(name)).has_persistent_scales
 }
 RECIPES = tuple(CONFIGS)
-"""The recipes with dynamic scaling; delayed scaling is tensorwise, at best."""
+"""The recipes with dynamic scaling. Delayed scaling is at best as good as tensorwise."""
 
 _SIGNAL = 2 * _EXPONENTS
 _NOISES = _SIGNAL + 1
@@ -53,22 +52,22 @@ WIDTH = _SUMS + SUMS_WIDTH
 def what_if(
     hp: Tensor, operand: str, recipes: Iterable[str | Float8LinearRecipeName] = RECIPES, *, direction: str = "row"
 ) -> dict[str, float | None]:
-    """The SQNR in dB of the casts that other recipes would make of a matrix; where much underflows, that of the bulk.
+    """Compute the SQNR in dB that a matrix has when other recipes cast it.
 
-    An outlier has most of a matrix's signal, and floating point keeps its relative error, so the SQNR of the whole does
-    not see what the outlier's scale does to the rest. The share that underflows does (expected.py): the lower of the
-    two SQNRs counts.
+    An outlier has most of a matrix's signal, and floating point keeps its relative error. The SQNR of the matrix
+    therefore hides what the outlier's scale does to the other elements, but the share that underflows shows it
+    (expected.py). The lower of the two SQNRs is returned.
 
     Args:
         hp: [..., columns], float32, bfloat16 or float16.
-        operand: which one of a linear it is: "input", "weight" or "grad_output".
-        recipes: their names.
-        direction: "row" for the cast of the matmul that contracts its last dim, "column" for the other, "both" for the
-            worse of the two.
+        operand: the operand of a linear: "input", "weight" or "grad_output".
+        recipes: names of recipes.
+        direction: "row" for the cast of the matmul that contracts the last dim, "column" for the cast of the other
+            matmul, "both" for the worse of the two.
     Returns:
-        By recipe; infinite where it keeps the operand in high precision, None for a matrix without a nonzero element.
+        The SQNR by recipe: infinite if the recipe keeps the operand in high precision, None if all elements are zero.
     Raises:
-        ValueError: an operand, a direction, a dtype or a recipe that there is not, or one with persistent scales.
+        ValueError: an unknown operand, direction, dtype or recipe, or a recipe with persistent scales.
     """
     directions = {"row": ("row",), "column": ("column",), "both": ("row", "column")}.get(direction)
     if operand not in LinearCasts._fields or directions is None:
@@ -83,73 +82,73 @@ def what_if(
     matrix = as_matrix(hp.detach())
     if not matrix.any():
         return dict.fromkeys(names)
-    found = [_noises(matrix, operand, each, names) for each in directions]
-    decibels = [[float(sqnr_db(np.array(signal), np.array(noise))) for noise in noises] for signal, noises in found]
+    measured = [_measure_noises(matrix, operand, matmul, names) for matmul in directions]
+    decibels = [[float(sqnr_db(np.array(signal), np.array(noise))) for noise in noises] for signal, noises in measured]
     return dict(zip(names, map(min, zip(*decibels, strict=True)), strict=True))
 
 
-def _noises(hp: Tensor, operand: str, direction: str, names: Iterable[str]) -> tuple[float, list[float]]:
-    """The signal of a matrix and the noise of each recipe's cast; casts that recipes share are made once."""
-    made: dict[Any, float] = {}
+def _measure_noises(hp: Tensor, operand: str, direction: str, names: Iterable[str]) -> tuple[float, list[float]]:
+    """Measure the signal of a matrix and the noise of each recipe's cast. Recipes share equal casts."""
+    noise_by_cast: dict[Any, float] = {}
     signal, noises = 0.0, []
     for name in names:
         casts: OperandCasts = getattr(CONFIGS[name].casts, operand)
         cast = casts.row if direction == "row" else casts.column
         key = cast, casts.power_of_2
-        if key not in made and cast.is_disabled:
-            made[key] = 0.0
-        elif key not in made:
+        if key not in noise_by_cast and cast.is_disabled:
+            noise_by_cast[key] = 0.0
+        elif key not in noise_by_cast:
             alone = OperandCasts(cast, cast, casts.power_of_2, is_one=True)
             operands = Quantizer(alone, hp.dtype)(hp, row=direction == "row", column=direction == "column")
             slot = observe_matrix(hp, present(operands.row or operands.column))
-            made[key], signal = _noise_of(slot), slot[SlotIndex.SIGNAL].item()
-        noises.append(made[key])
+            noise_by_cast[key], signal = _get_noise(slot), slot[SlotIndex.SIGNAL].item()
+        noises.append(noise_by_cast[key])
     return signal, noises
 
 
-def _noise_of(slot: Tensor) -> float:
-    """The noise of a cast, or of its bulk where an outlier hides how much of it underflows: see `what_if`."""
+def _get_noise(slot: Tensor) -> float:
+    """Return the larger of a cast's noise and the noise that its underflow implies; see `what_if`."""
     nonzero = slot[SlotIndex.NUMEL] - slot[SlotIndex.NONFINITE] - slot[SlotIndex.ZEROS]
     underflow = (slot[SlotIndex.UNDERFLOW] / nonzero.clamp(min=1)).item()
     return max(slot[SlotIndex.NOISE].item(), slot[SlotIndex.SIGNAL].item() * 10 ** (-bulk_db(underflow) / 10))
 
 
-def extras_of(hp: Tensor, made: Operand, operand: str, direction: str) -> Tensor:
-    """The sums of one cast of `hp` [rows, columns], float64 [WIDTH]."""
+def compute_extras(hp: Tensor, cast: Operand, operand: str, direction: str) -> Tensor:
+    """Compute the sums of one cast of `hp` [rows, columns], float64 [WIDTH]."""
     extras = torch.zeros(WIDTH, dtype=torch.float64, device=hp.device)
     if not hp.numel():
         return extras
-    rows = spread(len(hp), HISTOGRAM_ROWS, hp.device)
-    extras[:_EXPONENTS] = _exponents(hp[rows])
-    codes, scale, layout, *_ = made.rows(rows)
-    extras[_EXPONENTS:_SIGNAL] = _exponents(multiply_scale_(codes.float(), present(scale), layout))
-    signal, noises = _noises(hp, operand, direction, RECIPES)
+    rows = spread_indices(len(hp), HISTOGRAM_ROWS, hp.device)
+    extras[:_EXPONENTS] = _count_exponents(hp[rows])
+    codes, scale, layout, *_ = cast.rows(rows)
+    extras[_EXPONENTS:_SIGNAL] = _count_exponents(multiply_scale_(codes.float(), present(scale), layout))
+    signal, noises = _measure_noises(hp, operand, direction, RECIPES)
     extras[_SIGNAL:_SUMS] = torch.tensor([signal, *noises], dtype=torch.float64)
     return extras
 
 
-def extras_of_result(left: Rows, right: Rows, rule: Accumulation) -> Tensor:
-    """The sums of one matmul, float64 [WIDTH]."""
+def compute_result_extras(left: Rows, right: Rows, rule: Accumulation) -> Tensor:
+    """Compute the sums of one matmul, float64 [WIDTH]."""
     extras = torch.zeros(WIDTH, dtype=torch.float64, device=left.hp.device)
     extras[_SUMS:] = observe_sums(left, right, rule)
     return extras
 
 
-def _exponents(values: Tensor) -> Tensor:
-    """How many of the values have each biased exponent, [256]."""
+def _count_exponents(values: Tensor) -> Tensor:
+    """Count the values with each biased exponent, [256]."""
     exponents = values.float().view(torch.int32).bitwise_right_shift(23).bitwise_and_(0xFF)
     return torch.bincount(exponents.flatten(), minlength=_EXPONENTS)
 
 
 def describe_extras(extras: Values) -> dict[str, Any]:
-    """The fields "histogram" and "whatif" of a sample, from sums [rows, WIDTH]; rows of zeros have neither."""
+    """Return the fields "histogram" and "whatif" of a sample from sums [rows, WIDTH]. Rows of zeros have None."""
     counts = extras[:, :_SIGNAL].reshape(-1, 2, _EXPONENTS)
-    counts[:, :, [0, -1]] = 0  # zeros with subnormals of float32, and what is not finite
+    counts[:, :, [0, -1]] = 0  # float32's zeros and subnormals, and non-finite values
     used = np.flatnonzero(counts.sum((0, 1)))
-    seen: list[bool] = np.any(counts, axis=(1, 2)).tolist()
+    has_counts: list[bool] = np.any(counts, axis=(1, 2)).tolist()
     first, last = (int(used[0]), int(used[-1]) + 1) if used.size else (_BIAS, _BIAS + 1)
     before, after = (
-        [encode_counts(row[first:last]) if is_seen else None for row, is_seen in zip(side, seen, strict=True)]
+        [encode_counts(row[first:last]) if has else None for row, has in zip(side, has_counts, strict=True)]
         for side in (counts[:, 0], counts[:, 1])
     )
     signal, noises = extras[:, _SIGNAL], extras[:, _NOISES:_SUMS]
@@ -165,6 +164,6 @@ def describe_extras(extras: Values) -> dict[str, Any]:
 
 
 def describe_sums(extras: Values) -> dict[str, list[float | None]]:
-    """The field "sums" of a sample, from sums [rows, WIDTH]: decibels by name, None where a row has none."""
-    found = [Sums.of(row) for row in extras[:, _SUMS:].tolist()]
-    return {name: [None if each is None else round(getattr(each, name), 2) for each in found] for name in Sums._fields}
+    """Return the field "sums" of a sample from sums [rows, WIDTH]: decibels by name, or None for a row of zeros."""
+    column = [Sums.from_values(row) for row in extras[:, _SUMS:].tolist()]
+    return {name: [None if sums is None else round(getattr(sums, name), 2) for sums in column] for name in Sums._fields}

@@ -1,9 +1,8 @@
-"""How far the log probabilities of a trainer are from those of the rollout that sampled its tokens.
+"""Measures how far a trainer's log probabilities are from its rollout's, for the tokens that the rollout sampled.
 
-    found = mismatch(logprobs_train, logprobs_rollout, mask)
-    monitor.mismatch(found)                  # a rule of the monitor alarms above `HEALTHY`
+    monitor.mismatch(mismatch(logprobs_train, logprobs_rollout, mask))    # alarms above `HEALTHY`
 
-With d = log p_train - log p_rollout of each sampled token, and means over the tokens of the mask:
+Each figure is computed from d = log p_train - log p_rollout over the tokens of the mask.
 
     k1                       mean(-d), an unbiased estimate of KL(rollout || train) that may be negative
     k3                       mean(exp(d) - 1 - d), unbiased, never negative (http://joschu.net/blog/kl-approx.html)
@@ -25,19 +24,19 @@ from quaver.recipes.scaling import sqnr_db
 from quaver.runtime.names import plain_name
 
 HEALTHY = (1.03, 1.05)
-"""NeMo-RL's bounds of `token_mult_prob_error`: below the first a run is healthy, above the second it is not."""
+"""NeMo-RL's bounds of `token_mult_prob_error`: a run is healthy below the first and unhealthy above the second."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """See the top of the file."""
+    """The figures of `mismatch`, defined at the top of the file."""
 
     k1: float
     k3: float
     token_mult_prob_error: float
     largest: float
     tokens: int
-    """Of the mask."""
+    """How many tokens the mask selects."""
 
 
 @torch.no_grad()
@@ -45,14 +44,14 @@ def mismatch(logprobs_train: Tensor, logprobs_rollout: Tensor, mask: Tensor | No
     """Compare the log probabilities of sampled tokens; sums are in float64.
 
     Args:
-        logprobs_train, logprobs_rollout: floating point, of one shape and on one device, of the same tokens.
-        mask: of their shape, 0 or 1 (or bool): which tokens count. None for all.
+        logprobs_train, logprobs_rollout: floating point, of the same tokens, with the same shape and device.
+        mask: 0 or 1 (or bool) for each token, with the same shape: which tokens count. None for all.
     Raises:
-        ValueError: shapes differ, no token counts, or one that counts has no finite log probability.
+        ValueError: shapes differ, no token counts, or a token that counts has no finite log probability.
     """
     if logprobs_train.shape != logprobs_rollout.shape:
-        got = f"{list(logprobs_train.shape)} and {list(logprobs_rollout.shape)}"
-        raise ValueError(f"expected log probabilities of the same tokens, of one shape, got {got}")
+        shapes = f"{list(logprobs_train.shape)} and {list(logprobs_rollout.shape)}"
+        raise ValueError(f"expected log probabilities of the same tokens, of one shape, got {shapes}")
     if mask is None:
         mask = torch.ones_like(logprobs_train, dtype=torch.bool)
     elif mask.shape != logprobs_train.shape:
@@ -60,7 +59,7 @@ def mismatch(logprobs_train: Tensor, logprobs_rollout: Tensor, mask: Tensor | No
     elif not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError("mask: expected 0 or 1 for each token, got other values")
     counts = mask.bool()
-    train, rollout = (each[counts].double() for each in (logprobs_train, logprobs_rollout))
+    train, rollout = (logprobs[counts].double() for logprobs in (logprobs_train, logprobs_rollout))
     if not train.numel():
         raise ValueError(f"mask: expected tokens that count, got none of {mask.numel()}")
     for name, values in (("train", train), ("rollout", rollout)):
@@ -79,70 +78,72 @@ class Difference:
 
     layer: str
     sqnr_db: float
-    """Of the second model's output against the first's."""
+    """The SQNR of the second model's output, with the first model's as the reference."""
     is_origin: bool
-    """Whether its inputs are equal to the bit, so that it makes the difference itself."""
+    """Whether its inputs are bit-identical, so that the layer itself causes the difference."""
 
 
 @torch.no_grad()
 def first_differences(model: nn.Module, other: nn.Module, *args: Any, **kwargs: Any) -> list[Difference]:
     """Call both models with the same arguments, and list the layers whose outputs differ, in the order of the forward.
 
-    Layers are the modules without children. The inputs and outputs of all layers of `model` are held meanwhile: use a
-    short prompt. The mode of both models stays as it is; compare in eval mode. Where a layer runs several times, its
-    last run counts.
+    Layers are the modules without children. The inputs and outputs of all layers of `model` are held in memory, so use
+    a short prompt. Compare in eval mode; the mode of the models is not changed. If a layer runs several times, its last
+    run counts.
 
     Raises:
-        ValueError: the models have no layer of one name in common.
+        ValueError: no layer of the two models has the same name.
     """
     held: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
-    found: dict[str, Difference] = {}
+    differences: dict[str, Difference] = {}
 
     def hold(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        held[name] = [each.clone() for each in inputs], [each.clone() for each in outputs]
+        held[name] = [tensor.clone() for tensor in inputs], [tensor.clone() for tensor in outputs]
 
     def compare(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        found.pop(name, None)
+        differences.pop(name, None)
         if name not in held or _are_equal(held[name][1], outputs):
             return
         pairs = [pair for pair in zip(held[name][1], outputs, strict=False) if pair[0].shape == pair[1].shape]
         worst = min((sqnr_db(*pair) for pair in pairs if pair[0].is_floating_point()), default=float("nan"))
-        found[name] = Difference(name, worst, _are_equal(held[name][0], inputs))
+        differences[name] = Difference(name, worst, _are_equal(held[name][0], inputs))
 
     _run(model, hold, args, kwargs)
-    common = _layers(model).keys() & _layers(other).keys()
+    common = _find_layers(model).keys() & _find_layers(other).keys()
     if not common:
         raise ValueError("expected two models with layers of the same names, got none in common")
     _run(other, compare, args, kwargs)
-    return list(found.values())
+    return list(differences.values())
 
 
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    return {plain_name(f"{name}.")[:-1]: each for name, each in model.named_modules() if not list(each.children())}
+def _find_layers(model: nn.Module) -> dict[str, nn.Module]:
+    modules = model.named_modules()
+    return {plain_name(f"{name}.")[:-1]: module for name, module in modules if not list(module.children())}
 
 
 def _run(
     model: nn.Module,
-    see: Callable[[str, list[Tensor], list[Tensor]], None],
+    observe: Callable[[str, list[Tensor], list[Tensor]], None],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Call `model`, and `see` with the tensors that go into each layer and come out of it."""
+    """Call `model`, and `observe` with the name, inputs and outputs of each layer."""
 
     def hook(name: str) -> Callable[..., None]:
-        return lambda _, inputs, given, output: see(name, _tensors((inputs, given)), _tensors(output))
+        return lambda _, inputs, named, output: observe(name, _list_tensors((inputs, named)), _list_tensors(output))
 
-    handles = [each.register_forward_hook(hook(name), with_kwargs=True) for name, each in _layers(model).items()]
+    layers = _find_layers(model)
+    handles = [layer.register_forward_hook(hook(name), with_kwargs=True) for name, layer in layers.items()]
     try:
         model(*args, **kwargs)
     finally:
-        for each in handles:
-            each.remove()
+        for handle in handles:
+            handle.remove()
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+def _list_tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _are_equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+def _are_equal(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))

@@ -38,7 +38,7 @@ from torch.utils.hooks import RemovableHandle
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_under
 from quaver.linear.module import Float8Linear
-from quaver.numerics.accumulation import accumulation_of
+from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.extras import WIDTH as EXTRAS_WIDTH
 from quaver.numerics.extras import describe_extras, describe_sums
 from quaver.numerics.mismatch import Mismatch
@@ -73,7 +73,7 @@ class _MonitoredTensor(NamedTuple):
     site: Site
     probe: Probe
     weight_numel: int | None
-    """For a weight, its elements on all ranks: every rank and micro-batch casts the weight again."""
+    """A weight's elements on all ranks, which count once although every rank and micro-batch casts the weight."""
 
 
 class Monitor:
@@ -117,7 +117,7 @@ class Monitor:
             raise ValueError(f"every: expected a number of steps of 1 or more, got {every!r}")
         if not isinstance(extras_every, int) or isinstance(extras_every, bool) or extras_every < 0:
             raise ValueError(f"extras_every: expected a number of samples, or 0 for never, got {extras_every!r}")
-        rule = None if hardware is None else accumulation_of(hardware)
+        rule = None if hardware is None else get_accumulation(hardware)
         if rule is not None and not extras_every:
             raise ValueError("hardware: expected extras_every of 1 or more with it, got 0: its sums are extras")
         self.every, self.extras_every, self.completed_steps = every, extras_every, completed_steps
@@ -193,14 +193,14 @@ class Monitor:
             self._ends.note_end()
             self._end(1)
 
-    def mismatch(self, found: Mismatch) -> None:
+    def mismatch(self, measured: Mismatch) -> None:
         """Record how far the trainer of this step is from its rollout (mismatch.py).
 
         The next sample has the first rank's largest `token_mult_prob_error` since the sample before, and the rule
         "mismatch" judges it.
         """
-        if self._mismatch is None or found.token_mult_prob_error > self._mismatch.token_mult_prob_error:
-            self._mismatch = found
+        if self._mismatch is None or measured.token_mult_prob_error > self._mismatch.token_mult_prob_error:
+            self._mismatch = measured
 
     def _end(self, steps: int) -> None:
         self.completed_steps += steps

@@ -43,8 +43,8 @@ from quaver.kernels.operands import Operand, present
 from quaver.kernels.operation import library
 from quaver.linear.quantize import as_matrix
 from quaver.numerics.accumulation import Accumulation
-from quaver.numerics.extras import extras_of, extras_of_result
-from quaver.numerics.matmul_sums import Rows, some_rows
+from quaver.numerics.extras import compute_extras, compute_result_extras
+from quaver.numerics.matmul_sums import Rows, sample_rows
 from quaver.numerics.statistics import (
     Compared,
     SlotIndex,
@@ -53,7 +53,7 @@ from quaver.numerics.statistics import (
     observe_matrix,
     observe_result,
     observe_scales,
-    spread,
+    spread_indices,
 )
 from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.scale_layout import ScaleLayout
@@ -241,15 +241,15 @@ def _keep_for_matmuls(
         hp, cast = hp.t(), cast.t()
     keeps_rows = fits and number in sampling.with_sums
     if operand == "input" and direction != "row":
-        columns = hp[:, spread(hp.shape[1], COMPARED, hp.device)]
-        sampling.inputs[number, address] = KeptInput(columns, some_rows(hp, cast, "column") if keeps_rows else None)
+        columns = hp[:, spread_indices(hp.shape[1], COMPARED, hp.device)]
+        sampling.inputs[number, address] = KeptInput(columns, sample_rows(hp, cast, "column") if keeps_rows else None)
     if is_repeated:
         return
     for read in ("row", "column") if direction == "both" else (direction,):
         if keeps_rows and (operand, read) != ("input", "column"):
-            sampling.rows[key, operand, read] = some_rows(hp, cast, read)
+            sampling.rows[key, operand, read] = sample_rows(hp, cast, read)
     if fits and number in sampling.with_extras:
-        extras = extras_of(hp, cast, operand, "column" if direction == "column" else "row")
+        extras = compute_extras(hp, cast, operand, "column" if direction == "column" else "row")
         sampling.extras[number, site] = extras + sampling.extras.get((number, site), 0)
 
 
@@ -277,7 +277,7 @@ def _observe_output(
     def compare(group: int, start: int, stop: int) -> Compared | None:
         if weight is None or matrix is None or matrix.shape[0] != output.shape[0]:
             return None
-        rows = start + spread(stop - start, COMPARED, output.device)
+        rows = start + spread_indices(stop - start, COMPARED, output.device)
         left, chunks = _widen(matrix[rows]), _split_rows(weight[group] if groups else weight)
         reference = torch.cat([left @ _widen(chunk).t() for chunk in chunks], 1)
         return output[rows], reference if bias is None else reference + _widen(bias)
@@ -303,7 +303,7 @@ def _observe_grad_input(
     def compare(group: int, start: int, stop: int) -> Compared | None:
         if stored is None or not has_memory(stored) or matrix is None or matrix.shape[0] != result.shape[0]:
             return None
-        rows = start + spread(stop - start, COMPARED, result.device)
+        rows = start + spread_indices(stop - start, COMPARED, result.device)
         chunks = _split_rows(stored[group] if groups else stored)
         lefts = _widen(matrix[rows]).split([len(chunk) for chunk in chunks], 1)
         products = (left @ _widen(chunk) for left, chunk in zip(lefts, chunks, strict=True))
@@ -326,7 +326,7 @@ def _observe_grad_weight(
 ) -> None:
     """grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K], compared in some columns; [E, N, K] of groups."""
     matrix = None if grad_output is None else as_matrix(grad_output)
-    columns = spread(grad_weight.shape[-1], COMPARED, grad_weight.device)
+    columns = spread_indices(grad_weight.shape[-1], COMPARED, grad_weight.device)
 
     def compare(group: int, start: int, stop: int) -> Compared | None:
         kept_columns = None if input_hp is None else input_hp[start:stop, columns]
@@ -369,7 +369,7 @@ def _observe_result(
             left, right = (sampling.rows.get(((number, group), *operand)) for operand in MATMULS[name])
             if left is not None and right is not None:
                 site = number, f"{name}.result"
-                extras = extras_of_result(left, right, sampling.hardware)
+                extras = compute_result_extras(left, right, sampling.hardware)
                 sampling.extras[site] = extras + sampling.extras.get(site, 0)
     merge(slot, observe_result(result, [pair for pair in pairs if pair is not None]))
 

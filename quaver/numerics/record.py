@@ -4,9 +4,9 @@
     {"kind": "sample", "step": 100, "amax": [one value per tensor], ..., "histogram": {...}, "whatif": {...}}
     {"kind": "alarm" | "cleared", "step": 100, "rule": ..., ...}
 
-Only the first rank writes. A header stands first and again after each resume; its tensors are those of the samples that
-follow. JSON has no NaN and no infinities: they are the strings "nan", "inf" and "-inf". null is a value that does not
-apply to a tensor.
+Only the first rank writes. A record starts with a header, and each resume adds another header. A header describes the
+tensors of the samples after it. NaN and infinities, which JSON lacks, are the strings "nan", "inf" and "-inf". A value
+that does not apply to a tensor is null.
 """
 
 from __future__ import annotations
@@ -43,36 +43,36 @@ _Key = tuple[str, str, str]
 class RecordWriter:
     """Appends lines to a record, each in one flushed write, so that a killed run leaves whole lines.
 
-    A header removes the lines at and after its step, and an incomplete last line: those of a run that is resumed or
-    repeated from that step.
+    Writing a header removes the lines at and after its step and an incomplete last line, because a run resumes or
+    repeats from that step.
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: the file has lines that are not a record's.
+        ValueError: a line of the file does not belong to a record.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one line. `line` is as in the file, with floats that may be NaN or infinite."""
+        """Append one line, whose floats may be NaN or infinite."""
         if line["kind"] == "header":
             _rewind(self.path, line["step"])
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_encoded(line), allow_nan=False, separators=(",", ":")) + "\n")
+            file.write(json.dumps(_encode(line), allow_nan=False, separators=(",", ":")) + "\n")
 
     def close(self) -> None:
-        """Nothing stays open between two lines."""
+        """Do nothing: no file is open between two lines."""
 
 
 def _rewind(path: Path, step: int) -> None:
-    """Remove the lines at and after `step`. An error leaves the file as it was."""
+    """Remove the lines at and after `step`. An error leaves the file unchanged."""
     if not path.exists():
         return
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as rewound:
-            for text, line in _lines(path):
+            for text, line in _iter_lines(path):
                 if line is not None and line["step"] < step:
                     rewound.write(text)
         partial.replace(path)
@@ -81,12 +81,12 @@ def _rewind(path: Path, step: int) -> None:
             partial.unlink()
 
 
-def _encoded(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
-        return {name: _encoded(each) for name, each in value.items()}
-    return [_encoded(each) for each in value] if isinstance(value, list | tuple) else value
+        return {name: _encode(item) for name, item in value.items()}
+    return [_encode(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -94,54 +94,54 @@ def _encoded(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many elements of each tensor have a magnitude in [2^(low + i), 2^(low + i + 1)).
+    """The numbers of elements with a magnitude in [2^(low + i), 2^(low + i + 1)), by tensor and bin i.
 
-    The first and the last bin also hold what lies beyond. Zeros and non-finite elements are in none.
+    The first and last bins include smaller and larger magnitudes. Zeros and non-finite elements are not counted.
     """
 
     low: int
     before: Values
-    """[tensors, bins], of the high-precision operand; NaN rows for tensors without one."""
+    """[tensors, bins], of the high-precision operand; NaN for tensors without a histogram."""
     after: Values
-    """[tensors, bins], of the codes, in the operand's units."""
+    """[tensors, bins], of the dequantized codes."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """The contents of a record. Arrays have a column per tensor of `tensors`, NaN where a value does not apply."""
+    """The contents of a record. Arrays have a column for each of `tensors`, and NaN where a value does not apply."""
 
     header: dict[str, Any]
-    """The last header, with the tensors of all of them."""
+    """The last header, with the tensors of all headers."""
     steps: NDArray[np.int64]
-    """[samples], growing."""
+    """[samples], ascending."""
     statistics: dict[str, Values]
     """Statistics by name, each [samples, tensors]."""
     whatif: dict[str, Values] = field(default_factory=dict)
     """SQNR in dB under other recipes, by name [samples, tensors]."""
     sums: dict[str, Values] = field(default_factory=dict)
-    """Decibels of a result's casts and of a GPU's sums: "casts", "fast" and "exact", each [samples, tensors]."""
+    """SQNR in dB of a result's casts and of a GPU's sums: "casts", "fast" and "exact", each [samples, tensors]."""
     histograms: dict[int, Histogram] = field(default_factory=dict)
-    """By the index of the sample."""
+    """Histograms by the index of the sample."""
     alarms: list[dict[str, Any]] = field(default_factory=list)
-    """The alarms and, of kind "cleared", their ends, in order."""
+    """Lines of the kinds "alarm" and "cleared", in order."""
     headers: list[dict[str, Any]] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list, repr=False)
-    """Headers and samples as they were written, in order, with NaN and infinities as floats: what `Alarms.update`
-    was given. Only with `keeps_lines`."""
+    """The headers and samples in order, with NaN and infinities as floats, as `Alarms.update` takes them. Empty without
+    `keeps_lines`."""
     is_torn: bool = False
-    """Whether the last line was incomplete, as a killed run leaves it, and was left out."""
+    """Whether an incomplete last line, left by a killed run, was ignored."""
 
     @property
     def tensors(self) -> list[dict[str, Any]]:
-        """The columns: layer, operand, cast, granularity, block, dtype, recipe."""
+        """The columns, each with layer, operand, cast, granularity, block, dtype and recipe."""
         return list(self.header["tensors"])
 
     @classmethod
     def read(cls, path: str | Path, *, keeps_lines: bool = False) -> Record:
-        """Read numerics.jsonl, or that of a run folder.
+        """Read a record from the path of a file or of a run folder.
 
         Raises:
-            ValueError: there is no record, it has another schema or no samples, or a line is damaged; one line each.
+            ValueError: there is no record, it has another schema or no samples, or a line is damaged.
         """
         path = Path(path)
         path = path / FILE_NAME if path.is_dir() else path
@@ -150,44 +150,44 @@ class Record:
 
 
 def last_samples(path: Path, *, before: int, count: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The last `count` samples of a record before step `before`, each with its header; none where there is no file.
+    """Return the last `count` samples of a record before step `before`, each with its header; [] without a file.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: a line is damaged.
     """
-    found: deque[tuple[dict[str, Any], dict[str, Any]]] = deque(maxlen=count)
+    samples: deque[tuple[dict[str, Any], dict[str, Any]]] = deque(maxlen=count)
     header: dict[str, Any] = {}
     if not path.is_file():
         return []
-    for _, line in _lines(path):
+    for _, line in _iter_lines(path):
         if line is not None and line["kind"] == "header":
             header = line
         elif line is not None and header and line["kind"] == "sample" and line["step"] < before:
-            found.append((header, line))
-    return list(found)
+            samples.append((header, line))
+    return list(samples)
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """The lines as they stand and parsed; None for an incomplete last line. Raises OSError or ValueError."""
+def _iter_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield each line's bytes and contents; None for an incomplete last line. Raises OSError or ValueError."""
     with path.open("rb") as file:
         for number, text in enumerate(file, start=1):
-            yield text, _parsed(text, path, number) if text.endswith(b"\n") else None
+            yield text, _parse(text, path, number) if text.endswith(b"\n") else None
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
     if not path.is_file():
         raise ValueError(f"expected statistics in {str(path)!r}, which is not a file; train with --numerics.every 100")
     try:
-        lines = [line for _, line in _lines(path)]
+        lines = [line for _, line in _iter_lines(path)]
     except OSError as error:
         raise ValueError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
-    whole = [line for line in lines if line is not None]
-    return whole, len(whole) < len(lines)
+    complete = [line for line in lines if line is not None]
+    return complete, len(complete) < len(lines)
 
 
-def _parsed(text: bytes, path: Path, number: int) -> dict[str, Any]:
-    """One line. Raises ValueError where it is not one of a record of this schema."""
+def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
+    """Parse one line. Raises ValueError if it does not belong to a record of this schema."""
     try:
         line = json.loads(text)
         is_line = isinstance(line, dict) and line.get("kind") in KINDS and isinstance(line.get("step"), int)
@@ -210,8 +210,8 @@ def _damaged(path: Path, number: int, why: str) -> ValueError:
 def _assemble(path: Path, lines: list[dict[str, Any]], is_torn: bool, keeps_lines: bool) -> Record:
     if not lines or lines[0]["kind"] != "header":
         raise ValueError(f"expected a header in the first line of {str(path)!r}; it is not a record of numerics")
-    headers = [_checked_header(line, path, number) for number, line in _of_kind(lines, "header")]
-    samples = [line for _, line in _of_kind(lines, "sample")]
+    headers = [_check_header(line, path, number) for number, line in _select_kind(lines, "header")]
+    samples = [line for _, line in _select_kind(lines, "sample")]
     if not samples:
         raise ValueError(
             f"{str(path)!r} has no samples: the run ended before its first; train longer or sample more often"
@@ -228,23 +228,24 @@ def _assemble(path: Path, lines: list[dict[str, Any]], is_torn: bool, keeps_line
         whatif=builder.tables["whatif"],
         sums=builder.tables["sums"],
         histograms=builder.histograms,
-        alarms=[_decoded(line) for line in lines if line["kind"] in ("alarm", "cleared")],
+        alarms=[_decode(line) for line in lines if line["kind"] in ("alarm", "cleared")],
         headers=headers,
-        lines=[_decoded(line) for line in lines if line["kind"] in ("header", "sample")] if keeps_lines else [],
+        lines=[_decode(line) for line in lines if line["kind"] in ("header", "sample")] if keeps_lines else [],
         is_torn=is_torn,
     )
 
 
-def _of_kind(lines: list[dict[str, Any]], kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _select_kind(lines: list[dict[str, Any]], kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
     return ((number, line) for number, line in enumerate(lines, start=1) if line["kind"] == kind)
 
 
-def _checked_header(line: dict[str, Any], path: Path, number: int) -> dict[str, Any]:
-    tensors, names = line.get("tensors"), line.get("statistics")
-    fields = ("layer", "operand", "cast")
+def _check_header(line: dict[str, Any], path: Path, number: int) -> dict[str, Any]:
+    tensors, names, fields = line.get("tensors"), line.get("statistics"), ("layer", "operand", "cast")
     if not isinstance(names, list) or not isinstance(tensors, list):
         raise _damaged(path, number, "the header lacks statistics or tensors")
-    if not all(isinstance(each, dict) and all(isinstance(each.get(name), str) for name in fields) for each in tensors):
+    if not all(
+        isinstance(about, dict) and all(isinstance(about.get(name), str) for name in fields) for about in tensors
+    ):
         raise _damaged(path, number, "a tensor of the header lacks its layer, operand or cast")
     return line
 
@@ -253,16 +254,16 @@ def _key(tensor: dict[str, Any]) -> _Key:
     return tensor["layer"], tensor["operand"], tensor["cast"]
 
 
-def _decoded(value: Any) -> Any:
+def _decode(value: Any) -> Any:
     if isinstance(value, str):
         return _SPECIAL.get(value, value)
     if isinstance(value, dict):
-        return {name: _decoded(each) for name, each in value.items()}
-    return [_decoded(each) for each in value] if isinstance(value, list) else value
+        return {name: _decode(item) for name, item in value.items()}
+    return [_decode(item) for item in value] if isinstance(value, list) else value
 
 
 class _RecordBuilder:
-    """Puts the values of samples into arrays, at the columns that the header before them names."""
+    """Puts the values of samples into arrays, in the columns of the tensors that the last header lists."""
 
     def __init__(
         self, path: Path, names: Sequence[str], columns: dict[tuple[str, str, str], int], samples: int
@@ -272,14 +273,14 @@ class _RecordBuilder:
         self.tables: dict[str, dict[str, Values]] = {"whatif": {}, "sums": {}}
         self.histograms: dict[int, Histogram] = {}
         self._header: dict[str, Any] = {}
-        self._at: list[int] = []
+        self._header_columns: list[int] = []
         self._index, self._step = 0, -1
 
     def add(self, number: int, line: dict[str, Any]) -> None:
-        """Take the next line of the file, the `number`th."""
+        """Add the next line of the file, the `number`th."""
         if line["kind"] == "header":
             self._header = line
-            self._at = [self.columns[_key(tensor)] for tensor in line["tensors"]]
+            self._header_columns = [self.columns[_key(tensor)] for tensor in line["tensors"]]
         elif line["kind"] == "sample":
             try:
                 self._add_sample(line)
@@ -290,28 +291,30 @@ class _RecordBuilder:
         if line["step"] <= self._step:
             raise ValueError(f"step {line['step']} comes after step {self._step}")
         self._step = line["step"]
-        at = self._at if line.get("tensors") is None else [self._at[position] for position in line["tensors"]]
+        columns = self._header_columns
+        if line.get("tensors") is not None:
+            columns = [columns[position] for position in line["tensors"]]
         for name in self._header["statistics"]:
-            self.statistics[name][self._index, at] = _numbers(line[name], len(at))
+            self.statistics[name][self._index, columns] = _parse_numbers(line[name], len(columns))
         for field_name, table in self.tables.items():
             for name, values in (line.get(field_name) or {}).items():
                 array = table.setdefault(name, np.full(self.shape, np.nan))
-                array[self._index, at] = _numbers(values, len(at))
+                array[self._index, columns] = _parse_numbers(values, len(columns))
         if line.get("histogram") is not None:
-            self.histograms[self._index] = self._histogram(line["histogram"], at)
+            self.histograms[self._index] = self._parse_histogram(line["histogram"], columns)
         self._index += 1
 
-    def _histogram(self, stored: dict[str, Any], at: list[int]) -> Histogram:
+    def _parse_histogram(self, stored: dict[str, Any], columns: list[int]) -> Histogram:
         counts = {}
         for name in ("before", "after"):
             counts[name] = np.full((self.shape[1], stored["bins"]), np.nan)
-            for column, text in zip(at, stored[name], strict=True):
+            for column, text in zip(columns, stored[name], strict=True):
                 if text is not None:
                     counts[name][column] = decode_counts(text)
         return Histogram(stored["low"], counts["before"], counts["after"])
 
 
-def _numbers(values: list[Any], count: int) -> Values:
+def _parse_numbers(values: list[Any], count: int) -> Values:
     if len(values) != count:
         raise ValueError(f"expected {count} values, got {len(values)}")
     try:
@@ -321,12 +324,12 @@ def _numbers(values: list[Any], count: int) -> Values:
 
 
 def encode_counts(counts: Sequence[float]) -> str:
-    """The counts of a histogram as a record has them, to about 4.5%."""
+    """Encode the counts of a histogram, to about 4.5%."""
     scaled = np.rint(HISTOGRAM_STEPS_PER_DOUBLING * np.log2(1 + np.asarray(counts, dtype=np.float64)))
     return base64.b64encode(scaled.clip(0, 255).astype(np.uint8).tobytes()).decode()
 
 
 def decode_counts(text: str) -> Values:
-    """The counts of one tensor's histogram, [bins]."""
+    """Decode the counts of one tensor's histogram, [bins]."""
     scaled = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
     return np.exp2(scaled / HISTOGRAM_STEPS_PER_DOUBLING) - 1

@@ -1,4 +1,4 @@
-"""Remedies for a tensor that alarms: other recipes by the SQNR that its cast has under them, then high precision."""
+"""Suggests remedies for a tensor that alarms: other recipes by their SQNR, then high precision."""
 
 from __future__ import annotations
 
@@ -7,76 +7,78 @@ from collections.abc import Mapping
 from typing import Any
 
 from quaver.numerics.expected import bulk_db
-from quaver.numerics.seen import Sample, TensorStatistics
+from quaver.numerics.history import Sample, TensorStatistics
 
 EXACT_ACCUMULATION = "use_fast_accum=False"
 """The setting of `Float8GemmConfig`, and of the trainer's [float8]."""
 
 SAME_CODES = "iter_float8_weights(model, recipe=, rounded_from=)"
-"""Hands a rollout the codes that the trainer's forward multiplies."""
+"""Gives a rollout the codes that the trainer's forward multiplies."""
 
 WORTH_DB = 1.0
-"""A recipe that gains less is no remedy."""
+"""The smallest gain of a remedy."""
 
 
-def remedies(seen: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
-    """Recipes that gain `WORTH_DB` or more, best first, with their numbers; at the end high precision and its cost."""
-    now = None if seen.sqnr_db is None else min(seen.sqnr_db, bulk_db(seen.underflow or 0.0))
-    tried = {recipe: values[seen.position] for recipe, values in sample.recipes.items()}
-    found: list[dict[str, Any]] = [
+def suggest_recipes(tensor: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
+    """Suggest the recipes that gain `WORTH_DB` or more, best first, then high precision with its cost."""
+    now = None if tensor.sqnr_db is None else min(tensor.sqnr_db, bulk_db(tensor.underflow or 0.0))
+    tried = {recipe: values[tensor.position] for recipe, values in sample.recipes.items()}
+    remedies: list[dict[str, Any]] = [
         {"recipe": recipe, "sqnr_db": round(value, 2), "gain_db": round(value - now, 2)}
         for recipe, value in tried.items()
         if value is not None and now is not None and math.isfinite(value) and value - now >= WORTH_DB
     ]
-    found.sort(key=lambda remedy: -remedy["gain_db"])
-    share = flops_share(seen.key.layer, sample)
-    high_precision = {"recipe": "high precision"} | ({} if share is None else {"flops_share": round(share, 4)})
-    return (*found, high_precision)
+    remedies.sort(key=lambda remedy: -remedy["gain_db"])
+    return (*remedies, _high_precision(tensor.key.layer, sample))
 
 
-def no_remedies(seen: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
-    """No remedy, for a cause that no setting of quaver ends."""
+def suggest_nothing(tensor: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
+    """Suggest nothing, for a cause that no setting of quaver removes."""
     return ()
 
 
-def remedies_of_sums(seen: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
-    """Exact accumulation, where the matmul has not got it and gains by it; high precision where that is too little."""
-    sums = sample.sums[seen.position]
+def suggest_accumulation(tensor: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
+    """Suggest exact accumulation if it helps, and high precision if that is not enough."""
+    sums = sample.sums[tensor.position]
     gain = sums.exact - sums.fast
-    found: list[dict[str, Any]] = []
-    if seen.about.get("use_fast_accum") and gain >= WORTH_DB:
-        found.append({"recipe": EXACT_ACCUMULATION, "sqnr_db": sums.exact, "gain_db": round(gain, 2)})
-    if not found or sums.exact < sums.bound():
-        share = flops_share(seen.key.layer, sample)
-        found.append({"recipe": "high precision"} | ({} if share is None else {"flops_share": round(share, 4)}))
-    return tuple(found)
+    remedies: list[dict[str, Any]] = []
+    if tensor.about.get("use_fast_accum") and gain >= WORTH_DB:
+        remedies.append({"recipe": EXACT_ACCUMULATION, "sqnr_db": sums.exact, "gain_db": round(gain, 2)})
+    if not remedies or sums.exact < sums.bound():
+        remedies.append(_high_precision(tensor.key.layer, sample))
+    return tuple(remedies)
 
 
-def remedies_of_mismatch(seen: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
-    """The codes of the trainer's forward in the rollout."""
+def suggest_same_codes(tensor: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
+    """Suggest the codes of the trainer's forward for the rollout."""
     return ({"recipe": SAME_CODES},)
 
 
+def _high_precision(layer: str, sample: Sample) -> dict[str, Any]:
+    share = flops_share(layer, sample)
+    return {"recipe": "high precision"} | ({} if share is None else {"flops_share": round(share, 4)})
+
+
 def flops_share(layer: str, sample: Sample) -> float | None:
-    """The share of a layer in the FLOPs of all: an M x K by K x N matmul has (MK * KN * MN) ** 0.5 products."""
-    products = {name: _products(operands) for name, operands in sample.by_layer.items()}
+    """Return a layer's share of the FLOPs. A matmul of M x K by K x N has (MK * KN * MN) ** 0.5 products."""
+    products = {name: _count_products(operands) for name, operands in sample.by_layer.items()}
     own, total = products.get(layer), sum(value or 0.0 for value in products.values())
     return own / total if own and total else None
 
 
-def _products(operands: Mapping[str, list[TensorStatistics]]) -> float | None:
+def _count_products(operands: Mapping[str, list[TensorStatistics]]) -> float | None:
     sizes = [operands[name][0].numel for name in ("input", "weight", "output") if operands.get(name)]
     known = [size for size in sizes if size]
     return math.sqrt(math.prod(known)) if len(known) == 3 else None
 
 
-def said(found: tuple[dict[str, Any], ...]) -> str:
-    """The remedies of an alarm as a part of its sentence."""
-    words = [f"{each['recipe']} gives {each['sqnr_db']:.1f} dB" for each in found if "sqnr_db" in each]
+def describe_remedies(remedies: tuple[dict[str, Any], ...]) -> str:
+    """Describe the remedies of an alarm as a part of its sentence."""
+    words = [f"{remedy['recipe']} gives {remedy['sqnr_db']:.1f} dB" for remedy in remedies if "sqnr_db" in remedy]
     words += [
-        f"high precision costs {each['flops_share']:.1%} of the linears' FLOPs"
-        for each in found
-        if "flops_share" in each
+        f"high precision costs {remedy['flops_share']:.1%} of the linears' FLOPs"
+        for remedy in remedies
+        if "flops_share" in remedy
     ]
-    words += [f"{SAME_CODES} hands over the trainer's codes" for each in found if each["recipe"] == SAME_CODES]
+    words += [f"{SAME_CODES} hands over the trainer's codes" for remedy in remedies if remedy["recipe"] == SAME_CODES]
     return "; ".join(words)

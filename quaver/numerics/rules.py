@@ -1,7 +1,7 @@
-"""The rules of alarms: what each measures of a tensor, where it alarms, and where it is quiet again.
+"""The rules of alarms: what each rule measures of a tensor, and the thresholds that raise and clear its alarm.
 
-Each has its threshold from the formats or from optimizers, not from runs; docs/monitor.md derives them. Beyond
-`raise_at` a tensor is bad, and stays so until it is on the good side of `clear_at`.
+Thresholds come from the formats and from optimizers, not from runs; docs/monitor.md derives them. Beyond `raise_at`
+a tensor turns bad. It stays bad until it is on the good side of `clear_at`.
 """
 
 from __future__ import annotations
@@ -14,40 +14,41 @@ from typing import Any
 
 from quaver.numerics.expected import (
     cast_bound_db,
-    named_format,
+    parse_format,
     result_db,
     rounding_bound_db,
     underflow_at,
 )
+from quaver.numerics.history import Sample, TensorStatistics
 from quaver.numerics.mismatch import HEALTHY
-from quaver.numerics.remedies import no_remedies, remedies, remedies_of_mismatch, remedies_of_sums
-from quaver.numerics.seen import Sample, TensorStatistics
+from quaver.numerics.remedies import suggest_accumulation, suggest_nothing, suggest_recipes, suggest_same_codes
 from quaver.recipes.formats import E5M2, Float8Format
 
 BIT_DB = 20 * math.log10(2)
-"""Decibels that one bit of the mantissa is worth."""
+"""The decibels of one mantissa bit."""
 
 JUMP_BITS = 4.0
-"""The scale of before would clip: the amax of a Gaussian is about six of its deviations; 2^-4 of that, a third."""
+"""Beyond it, the previous scale would clip typical elements: a Gaussian's amax is about six standard deviations, and
+2^-4 of the amax is about a third of one."""
 
 GRADIENT_JUMP_BITS = 6.0
-"""The same for the rms of gradients, which follows the batch, too: a margin of 4, not a derivation."""
+"""`JUMP_BITS` with a margin of 4 for the rms of gradients, which also depends on the batch; not derived."""
 
 GROWTH_BITS = 8.0
-"""From 1 to the largest value of e4m3."""
+"""The powers of two between 1 and the largest value of e4m3."""
 
 PEER_BITS = {"weight": 4.0, "grad_output": 16.0}
-"""How far a tensor's rms may be from that of its peers in other blocks."""
+"""How many powers of two a tensor's rms may differ from the rms of its peers in other blocks."""
 
 ADAM_EPS = 1e-8
-"""A gradient below the eps of Adam's denominator no longer moves a weight by the learning rate."""
+"""Below Adam's eps, a gradient no longer moves a weight by the learning rate."""
 
 PERSISTENT = ("delayed", "static")
 
 
 @dataclass(frozen=True)
 class Measure:
-    """The figure that a rule measured of one tensor, and its thresholds."""
+    """The value that a rule measured for one tensor, and its thresholds."""
 
     value: float
     raise_at: float
@@ -55,11 +56,11 @@ class Measure:
     above: bool = True
     """Whether large values are bad."""
     since: int | None = None
-    """The step that was bad first, where that is known to be an earlier one."""
+    """The first bad step, if it is before this sample."""
     level: float | None = None
-    """The figure compared with the samples before, where their level may become another for good."""
+    """The level that the rule compares with earlier samples, if it may change for good."""
     usual: float | None = None
-    """The level of the samples before."""
+    """The level of earlier samples."""
 
     @property
     def is_bad(self) -> bool:
@@ -67,7 +68,7 @@ class Measure:
 
     @property
     def is_near(self) -> bool:
-        """Whether an alarm goes on."""
+        """Whether the value is still on the bad side of `clear_at`."""
         return self.value > self.clear_at if self.above else self.value < self.clear_at
 
     @property
@@ -77,11 +78,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule.
-
-    `samples` in a row must be bad before it alarms, and good before that is cleared. What `spreads` makes other tensors
-    of the step bad, too.
-    """
+    """One rule. It alarms after `samples` bad samples in a row, and clears after as many good ones."""
 
     name: str
     measure: Callable[[TensorStatistics, Sample], Measure | None]
@@ -89,36 +86,37 @@ class Rule:
     """The sentence of its alarm; a format string of `value`, `threshold` and `rank`."""
     samples: int = 1
     spreads: bool = True
-    remedies: Callable[[TensorStatistics, Sample], tuple[dict[str, Any], ...]] = no_remedies
+    """Whether a bad tensor makes other tensors of the step bad."""
+    suggest: Callable[[TensorStatistics, Sample], tuple[dict[str, Any], ...]] = suggest_nothing
 
     @property
     def remedied(self) -> bool:
         """Whether another recipe may help."""
-        return self.remedies is remedies
+        return self.suggest is suggest_recipes
 
 
 # ---- one tensor ------------------------------------------------------------------------------------------------------
 
 
-def _nonfinite(now: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_nonfinite(now: TensorStatistics, sample: Sample) -> Measure | None:
     count = now.nonfinite
     return None if count is None else Measure(math.inf if math.isnan(count) else count, 0, 0)
 
 
-def _ranks(now: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_ranks(now: TensorStatistics, sample: Sample) -> Measure | None:
     return Measure(float(now.position in sample.ranks), 0, 0) if now.key.operand == "weight" else None
 
 
 def _cast_facts(now: TensorStatistics) -> tuple[Float8Format, float] | None:
-    """The format and SQNR of a cast of something."""
-    fmt = named_format(now.about.get("dtype"))
+    """Return the format and SQNR of a cast, or None if the tensor has no cast or only zeros."""
+    fmt = parse_format(now.about.get("dtype"))
     if fmt is None or now.is_result or now.sqnr_db is None or not now.rms or now.nonfinite:
         return None
     return fmt, now.sqnr_db
 
 
-def _codes(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """SQNR below what rounding at the recorded scale can lose."""
+def _measure_codes(now: TensorStatistics, sample: Sample) -> Measure | None:
+    """The SQNR, which is bad below the bound for rounding at the recorded scale."""
     facts = _cast_facts(now)
     if facts is None or now.saturated or now.scale_max is None or not now.rms:
         return None
@@ -126,15 +124,15 @@ def _codes(now: TensorStatistics, sample: Sample) -> Measure | None:
     return Measure(facts[1], bound, bound, above=False)
 
 
-def _saturation(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """A scale that was made from its tensor clips nothing."""
+def _measure_saturation(now: TensorStatistics, sample: Sample) -> Measure | None:
+    """The saturated share. A dynamic scale clips nothing."""
     if _cast_facts(now) is None or now.saturated is None or _is_persistent(now):
         return None
     return Measure(now.saturated, 0, 0)
 
 
-def _clipping(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """A persistent scale clips what has grown; bad where that takes more than rounding can."""
+def _measure_clipping(now: TensorStatistics, sample: Sample) -> Measure | None:
+    """The saturated share under a persistent scale, which is bad if it costs more than rounding can."""
     facts = _cast_facts(now)
     if facts is None or now.saturated is None or not _is_persistent(now):
         return None
@@ -147,17 +145,17 @@ def _is_persistent(now: TensorStatistics) -> bool:
     return str(scaling or "delayed").startswith(PERSISTENT)
 
 
-def _underflow(now: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_underflow(now: TensorStatistics, sample: Sample) -> Measure | None:
     facts = _cast_facts(now)
     if facts is None or now.underflow is None:
         return None
-    # The recipes with e5m2 take its bound for good enough in gradients, whose distribution is wider than a Gaussian.
+    # Gradients are judged by e5m2's bound, which recipes accept for them: they are distributed wider than a Gaussian.
     fmt = E5M2 if now.key.operand == "grad_output" else facts[0]
     at = underflow_at(rounding_bound_db(fmt))
     return Measure(now.underflow, at, at / 2)
 
 
-def _sqnr(now: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_sqnr(now: TensorStatistics, sample: Sample) -> Measure | None:
     facts = _cast_facts(now)
     if facts is None or now.saturated:
         return None
@@ -165,8 +163,8 @@ def _sqnr(now: TensorStatistics, sample: Sample) -> Measure | None:
     return Measure(facts[1], bound - 0.1, bound + BIT_DB / 2, above=False)
 
 
-def _zero(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """All elements are zero. Gradients may be at first, behind weights that begin as zeros."""
+def _measure_zero(now: TensorStatistics, sample: Sample) -> Measure | None:
+    """Whether all elements are zero. Gradients may be zero at first, if weights are initialized to zero."""
     if now.amax is None or now.nonfinite or not now.numel:
         return None
     return Measure(float(now.amax == 0), 0, 0)
@@ -180,44 +178,46 @@ OPERANDS_OF = {
 """The operands of each result."""
 
 DEAD = 1 / 64
-"""The share of one expert of 64."""
+"""The share of one of 64 experts."""
 
 
-def _dead(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """More of the weight's gradient is exactly zero than ever before: rows, columns or experts that no token uses.
+def _measure_dead(now: TensorStatistics, sample: Sample) -> Measure | None:
+    """How much more of a weight's gradient is exactly zero than before: rows, columns or experts that no token uses.
 
-    Of a linear whose operands have exact zeros anyway, as behind ReLU or dropout, units are idle by chance.
+    Linears whose operands usually have exact zeros, as after ReLU or dropout, are not judged: units idle by chance.
     """
     zeros, before = now.zeros, sample.before(now)
     if now.key.operand != "grad_weight" or zeros is None or zeros == 1 or not before:
         return None
-    if not now.about.get("experts") and any(_usual_zeros(each, sample) > DEAD for each in _operands_of(now, sample)):
+    if not now.about.get("experts") and any(
+        _usual_zeros(operand, sample) > DEAD for operand in _list_operands(now, sample)
+    ):
         return None
     return Measure(zeros - _usual_zeros(now, sample), DEAD, DEAD / 2)
 
 
 def _usual_zeros(now: TensorStatistics, sample: Sample) -> float:
-    """The largest share of zeros in the older half of the samples before."""
+    """Return the largest share of zeros in the older half of the earlier samples."""
     before = sample.before(now)
-    return max((each.zeros or 0.0 for each in before[: len(before) // 2 + 1]), default=0.0)
+    return max((earlier.zeros or 0.0 for earlier in before[: len(before) // 2 + 1]), default=0.0)
 
 
-def _operands_of(result: TensorStatistics, sample: Sample) -> list[TensorStatistics]:
-    """The casts that a result is made of."""
-    of_layer = sample.by_layer[result.key.layer]
-    return [each for name in OPERANDS_OF[result.key.operand] for each in of_layer.get(name, [])]
+def _list_operands(result: TensorStatistics, sample: Sample) -> list[TensorStatistics]:
+    """List the casts of a result's operands."""
+    operands = sample.by_layer[result.key.layer]
+    return [cast for name in OPERANDS_OF[result.key.operand] for cast in operands.get(name, [])]
 
 
-def _jump(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """Powers of two between a level and all of its last four, where that is beyond six of its deviations.
+def _measure_jump(now: TensorStatistics, sample: Sample) -> Measure | None:
+    """The powers of two between a level and all of its last four, which are bad beyond six of its deviations.
 
-    The level of a weight or an activation is its amax, in one sample. Gradients follow their batch: theirs is the rms,
-    and the sample before must have jumped, too. A weight in the first samples is compared with those that there are,
-    and jumps by `GROWTH_BITS`: a learning rate that is far too high acts in the first step.
+    The level of a weight or an activation is its amax. The level of a gradient is its rms, and the sample before must
+    have jumped too, because gradients depend on the batch. A weight with fewer than three earlier samples is compared
+    with those and jumps by `GROWTH_BITS`: a learning rate that is far too high acts in the first step.
     """
     is_gradient = now.key.operand.startswith("grad")
     before = sample.before(now)
-    levels = [each.log2("rms" if is_gradient else "amax") for each in [*before[-8:], now]]
+    levels = [tensor.log2("rms" if is_gradient else "amax") for tensor in [*before[-8:], now]]
     recent, past = (levels[-2:], levels[:-2]) if is_gradient else (levels[-1:], levels[:-1])
     usual = [level for level in past if level is not None]
     is_early = len(usual) < 3
@@ -234,48 +234,47 @@ def _jump(now: TensorStatistics, sample: Sample) -> Measure | None:
     return Measure(value, at, at / 2, since=since, level=reached[-1], usual=statistics.median(usual[-4:]))
 
 
-def _growth(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """Powers of two in the last 8 or 16 samples, if the later half of them grew as fast as the earlier.
+def _measure_growth(now: TensorStatistics, sample: Sample) -> Measure | None:
+    """The powers of two that an rms grew by in the last 8 or 16 samples, if the growth does not slow down.
 
-    Of weights and activations: gradients come back from small values, as they do where attention opens again.
+    Gradients are not judged: they may recover from small values.
     """
     if now.key.operand not in ("weight", "input") or now.nonfinite:
         return None
-    levels = [each.log2("rms") for each in [*sample.before(now), now]]
-    grown = max((_steady(levels[-length - 1 :]) for length in (8, 16) if len(levels) > length), default=None)
+    levels = [tensor.log2("rms") for tensor in [*sample.before(now), now]]
+    grown = max((_steady_growth(levels[-length - 1 :]) for length in (8, 16) if len(levels) > length), default=None)
     return None if grown is None else Measure(grown, GROWTH_BITS, GROWTH_BITS / 2)
 
 
-def _steady(levels: list[float | None]) -> float:
-    """The growth of levels of which the later half rose no slower than three quarters of the earlier; else 0."""
-    found = [level for level in levels if level is not None]
-    if len(found) < len(levels):
+def _steady_growth(levels: list[float | None]) -> float:
+    """Return the growth, or 0 if the later half grew less than three quarters of the earlier half."""
+    known = [level for level in levels if level is not None]
+    if len(known) < len(levels):
         return 0.0
-    half = len(found) // 2
-    early, late = found[half] - found[0], found[-1] - found[half]
-    rises = sum(b > a for a, b in zip(found, found[1:], strict=False))
-    return early + late if early > 0 and late >= 0.75 * early and rises >= len(found) - 2 else 0.0
+    half = len(known) // 2
+    early, late = known[half] - known[0], known[-1] - known[half]
+    rises = sum(b > a for a, b in zip(known, known[1:], strict=False))
+    return early + late if early > 0 and late >= 0.75 * early and rises >= len(known) - 2 else 0.0
 
 
 # ---- several tensors -------------------------------------------------------------------------------------------------
 
 
-def _peers(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """Powers of two between an rms and the median of those with the same part in other blocks."""
+def _measure_peers(now: TensorStatistics, sample: Sample) -> Measure | None:
+    """The powers of two between an rms and the median rms of the same tensor in other blocks."""
     at, level = PEER_BITS.get(now.key.operand), now.log2("rms")
-    found = [each.log2("rms") for each in sample.by_peers[now.peers] if each is not now]
-    others = [each for each in found if each is not None]
-    if at is None or level is None or now.nonfinite or len(others) < 3:
+    levels = [peer.log2("rms") for peer in sample.by_peers[now.peers] if peer is not now]
+    known = [peer_level for peer_level in levels if peer_level is not None]
+    if at is None or level is None or now.nonfinite or len(known) < 3:
         return None
-    return Measure(abs(level - statistics.median(others)), at, at / 2)
+    return Measure(abs(level - statistics.median(known)), at, at / 2)
 
 
-def _result(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """A result's SQNR, three bits below what the errors of its operands explain: a few of its rows are compared."""
+def _measure_result(now: TensorStatistics, sample: Sample) -> Measure | None:
+    """A result's SQNR, which is bad three bits below what its operands' errors explain. Only some rows are compared."""
     if not now.is_result or now.sqnr_db is None or not now.rms or now.nonfinite:
         return None
-    operands = [_operand(sample, now.key.layer, name) for name in OPERANDS_OF[now.key.operand]]
-    left, right = operands
+    left, right = (_worst_cast(sample, now.key.layer, name) for name in OPERANDS_OF[now.key.operand])
     if left is None or right is None or not (now.numel and left.numel and right.numel and left.rms and right.rms):
         return None
     contracted = math.sqrt(left.numel * right.numel / now.numel)
@@ -285,41 +284,41 @@ def _result(now: TensorStatistics, sample: Sample) -> Measure | None:
     return Measure(now.sqnr_db, at, at + BIT_DB, above=False)
 
 
-def _sums(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """The sums of a GPU, with the setting in use, lose more than the casts and than rounding the result to bfloat16."""
-    found = sample.sums.get(now.position)
-    if found is None:
+def _measure_sums(now: TensorStatistics, sample: Sample) -> Measure | None:
+    """The SQNR of a GPU's sums with the setting in use, compared with the casts and with rounding to bfloat16."""
+    sums = sample.sums.get(now.position)
+    if sums is None:
         return None
-    bound = found.bound()
-    return Measure(found.used(bool(now.about.get("use_fast_accum"))), bound, bound + BIT_DB, above=False)
+    bound = sums.bound()
+    return Measure(sums.used(bool(now.about.get("use_fast_accum"))), bound, bound + BIT_DB, above=False)
 
 
-def _operand(sample: Sample, layer: str, name: str) -> TensorStatistics | None:
-    """The worse cast of an operand."""
-    found = sample.by_layer[layer].get(name, [])
-    return min(found, key=_db, default=None)
+def _worst_cast(sample: Sample, layer: str, name: str) -> TensorStatistics | None:
+    return min(sample.by_layer[layer].get(name, []), key=_db, default=None)
 
 
 def _db(operand: TensorStatistics) -> float:
     return math.inf if operand.sqnr_db is None else operand.sqnr_db
 
 
-def _vanishing(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """The largest of all gradients of weights."""
+def _measure_vanishing(now: TensorStatistics, sample: Sample) -> Measure | None:
+    """The rms of a weight's gradient, if it is the largest of all weights."""
     if now.key.operand != "grad_weight" or not now.rms:
         return None
-    every = [each.rms or 0.0 for each in sample.seen if each.key.operand == "grad_weight"]
-    return Measure(now.rms, ADAM_EPS, 2 * ADAM_EPS, above=False) if now.rms == max(every) else None
+    rms = [tensor.rms or 0.0 for tensor in sample.tensors if tensor.key.operand == "grad_weight"]
+    return Measure(now.rms, ADAM_EPS, 2 * ADAM_EPS, above=False) if now.rms == max(rms) else None
 
 
-def _unchanged(now: TensorStatistics, sample: Sample) -> Measure | None:
-    """A weight with a gradient that stays the same to the bit while others change: no optimizer has it."""
+def _measure_unchanged(now: TensorStatistics, sample: Sample) -> Measure | None:
+    """Whether a weight with a gradient stays bit-identical while other weights change: no optimizer has it."""
     before = sample.before(now)
     if now.key.operand != "weight" or not before or not _has_gradient(now, sample):
         return None
-    others = [each for each in sample.seen if each.key.operand == "weight" and each.key.layer != now.key.layer]
-    moved = [each for each in others if _has_gradient(each, sample) and not _is_same(each, sample)]
-    return Measure(float(bool(moved) and _is_same(now, sample)), 0, 0)
+    weights = [
+        tensor for tensor in sample.tensors if tensor.key.operand == "weight" and tensor.key.layer != now.key.layer
+    ]
+    others_moved = any(_has_gradient(weight, sample) and not _is_same(weight, sample) for weight in weights)
+    return Measure(float(others_moved and _is_same(now, sample)), 0, 0)
 
 
 def _is_same(now: TensorStatistics, sample: Sample) -> bool:
@@ -328,10 +327,10 @@ def _is_same(now: TensorStatistics, sample: Sample) -> bool:
 
 
 def _has_gradient(weight: TensorStatistics, sample: Sample) -> bool:
-    return any(each.amax for each in sample.by_layer[weight.key.layer].get("grad_weight", []))
+    return any(grad.amax for grad in sample.by_layer[weight.key.layer].get("grad_weight", []))
 
 
-def _mismatch(now: TensorStatistics, sample: Sample) -> Measure | None:
+def _measure_mismatch(now: TensorStatistics, sample: Sample) -> Measure | None:
     error = now.token_mult_prob_error
     return None if error is None else Measure(error, HEALTHY[1], HEALTHY[0])
 
@@ -340,33 +339,49 @@ SUMS_COST = "{value:.1f} dB of the GPU's sums, below {threshold:.1f} of its cast
 CLIPPED = "{value:.2%} of the elements are clipped"
 
 RULES = (
-    Rule("nonfinite", _nonfinite, "has {value:g} elements that are not finite"),
-    Rule("ranks", _ranks, "is another one on rank {rank} than on its replicas"),
+    Rule("nonfinite", _measure_nonfinite, "has {value:g} elements that are not finite"),
+    Rule("ranks", _measure_ranks, "is another one on rank {rank} than on its replicas"),
     Rule(
-        "codes", _codes, "{value:.1f} dB; no rounding at this scale is below {threshold:.1f}: codes or scale are wrong"
+        "codes",
+        _measure_codes,
+        "{value:.1f} dB; no rounding at this scale is below {threshold:.1f}: codes or scale are wrong",
     ),
-    Rule("saturation", _saturation, CLIPPED, remedies=remedies),
-    Rule("saturation", _clipping, CLIPPED, 3, remedies=remedies),
-    Rule("result", _result, "{value:.1f} dB against high precision, its operands explain {threshold:.1f}", 2),
-    Rule("zero", _zero, "is all zeros", samples=2),
-    Rule("sqnr", _sqnr, "{value:.1f} dB; rounding alone leaves at least {threshold:.1f}", 2, False, remedies),
-    Rule("underflow", _underflow, "{value:.1%} of the elements become zero, above {threshold:.1%}", 2, False, remedies),
-    Rule("sums", _sums, SUMS_COST, 1, False, remedies_of_sums),
-    Rule("jump", _jump, "changed by 2^{value:.1f}, above 2^{threshold:.1f}"),
-    Rule("growth", _growth, "rms grew by 2^{value:.1f} and does not slow down"),
-    Rule("peers", _peers, "rms is 2^{value:.1f} from that of other blocks, above 2^{threshold:.1f}", 2, False),
-    Rule("dead", _dead, "{value:.1%} more of the gradient is exactly zero than before", 3, False),
-    Rule("vanishing", _vanishing, "rms {value:.1e} is below the eps of Adam, {threshold:.0e}", 2, False),
+    Rule("saturation", _measure_saturation, CLIPPED, suggest=suggest_recipes),
+    Rule("saturation", _measure_clipping, CLIPPED, 3, suggest=suggest_recipes),
+    Rule("result", _measure_result, "{value:.1f} dB against high precision, its operands explain {threshold:.1f}", 2),
+    Rule("zero", _measure_zero, "is all zeros", samples=2),
+    Rule(
+        "sqnr",
+        _measure_sqnr,
+        "{value:.1f} dB; rounding alone leaves at least {threshold:.1f}",
+        2,
+        False,
+        suggest_recipes,
+    ),
+    Rule(
+        "underflow",
+        _measure_underflow,
+        "{value:.1%} of the elements become zero, above {threshold:.1%}",
+        2,
+        False,
+        suggest_recipes,
+    ),
+    Rule("sums", _measure_sums, SUMS_COST, 1, False, suggest_accumulation),
+    Rule("jump", _measure_jump, "changed by 2^{value:.1f}, above 2^{threshold:.1f}"),
+    Rule("growth", _measure_growth, "rms grew by 2^{value:.1f} and does not slow down"),
+    Rule("peers", _measure_peers, "rms is 2^{value:.1f} from that of other blocks, above 2^{threshold:.1f}", 2, False),
+    Rule("dead", _measure_dead, "{value:.1%} more of the gradient is exactly zero than before", 3, False),
+    Rule("vanishing", _measure_vanishing, "rms {value:.1e} is below the eps of Adam, {threshold:.0e}", 2, False),
     Rule(
         "mismatch",
-        _mismatch,
+        _measure_mismatch,
         "mean exp|difference| of log probabilities to the trainer's is {value:.3f}, above {threshold:.2f}",
         spreads=False,
-        remedies=remedies_of_mismatch,
+        suggest=suggest_same_codes,
     ),
-    Rule("unchanged", _unchanged, "did not change while other weights did: no optimizer has it", 3, False),
+    Rule("unchanged", _measure_unchanged, "did not change while other weights did: no optimizer has it", 3, False),
 )
-"""In the order in which they explain each other: what is not finite explains a jump, not the reverse."""
+"""A rule explains the rules after it: a value that is not finite explains a jump, not the reverse."""
 
 REMEDIED = frozenset(rule.name for rule in RULES if rule.remedied)
-"""The rules whose cause another recipe may end."""
+"""The rules whose cause another recipe may remove."""

@@ -1,24 +1,24 @@
-"""Statistics of a matrix and its cast, as a float64 vector of sums and extremes, which merge in any order.
+"""Statistics of a matrix and its cast, as float64 sums and extremes that merge in any order.
 
-A slot is a float64 vector of `WIDTH` numbers. Each observation gives one; those of micro-batches, of groups and of
-ranks merge into one, which `finish` turns into the statistics of a sample:
+A slot is a float64 vector of `WIDTH` numbers. Each observation yields a slot. The slots of micro-batches, groups and
+ranks merge into one slot, which `finish` turns into the statistics of a sample. It holds:
 
-    sums       counts, sums of squares and of fourth powers. A ratio of two of them does not change where replicas count
-               an element twice
+    sums       counts, sums of squares and sums of fourth powers; their ratios do not change if replicas count an
+               element twice
     maxima     the largest finite magnitude, the largest scale
     minima     the smallest nonzero magnitude, the smallest scale
-    worst      the scale with the lowest signal-to-noise ratio: its noise over its signal, and its index
-    exponents  how many scales have each exponent. The median of powers of two follows exactly, that of other scales
-               rounded down to a power of two
+    worst      the noise-to-signal ratio and the index of the scale with the lowest SQNR
+    exponents  how many scales have each exponent, from which the median follows: exactly for powers of two, rounded
+               down to a power of two for other scales
 
-On a CPU the C extension reads a matrix once (kernels/cpu.py); `_observe_in_pytorch` is its oracle, on any device.
-Everything is counted on the operand as the linear has it: its codes, its scales, and the high-precision matrix.
+On a CPU the C extension reads a matrix once (kernels/cpu.py). `_observe_in_pytorch` is its oracle and runs on any
+device. Statistics describe the operand that the linear multiplies: its codes, its scales and its high-precision matrix.
 
     signal      sum of hp^2 over finite hp
-    noise       sum of (hp - code * dequant_scale)^2 over them; infinite where a code or a scale is not finite
+    noise       sum of (hp - code * dequant_scale)^2 over finite hp; infinite if a code or scale is not finite
     underflow   nonzero finite hp whose code is 0
-    saturated   hp * quant_scale above the format's largest value by more than rounding takes (`saturates_above`), so
-                that an amax whose scale was rounded does not count; and infinities
+    saturated   infinite hp, and hp * quant_scale above `saturates_above`, which leaves room for an amax whose scale was
+                rounded
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class SlotIndex(enum.IntEnum):
     NUMEL = 0
     SIGNAL = 1
     CAST = 2
-    """Elements that were cast: those of `NUMEL` with codes."""
+    """The elements of `NUMEL` that have codes."""
     REFERENCE = 3
-    """The signal of what `NOISE` is the noise of: of a cast all elements, of a result those compared."""
+    """The signal that `NOISE` belongs to: all elements of a cast, the compared elements of a result."""
     NOISE = 4
     SCALES = 5
     ZEROS = 6
@@ -65,7 +65,7 @@ class SlotIndex(enum.IntEnum):
 
 
 _COUNTED = slice(6, 12)
-"""The counts and extremes that `kernels.cpu.observe` returns, in its order, before the sum of fourth powers."""
+"""The counts and extremes that `kernels.cpu.observe` returns before the sum of fourth powers, in its order."""
 _SUMS, _MAXIMA, _MINIMA, _WORST = slice(0, 10), slice(10, 14, 3), slice(11, 13), slice(14, 16)
 _FIXED = len(SlotIndex)
 _LOWEST_EXPONENT, _EXPONENTS = -128, 256
@@ -94,25 +94,25 @@ STATISTICS = (
 Values = NDArray[np.float64]
 
 DIGITS = {"rms": 7, "underflow": 6, "saturated": 6, "sqnr_db": 6, "scale_worst_sqnr_db": 6, "zeros": 6, "kurtosis": 6}
-"""Digits of the statistics that are quotients; the others are exact."""
+"""Significant digits of the statistics that are quotients. The other statistics are exact."""
 
 _ONE = torch.ones((), dtype=torch.float64, device="cpu")
 
 COUNTS = ("numel", "nonfinite", "scale_worst")
 
 _CHUNK = 1 << 16
-"""Elements that the reference widens to float64 at a time."""
+"""Elements that the oracle widens to float64 at a time."""
 
 
 def new_slots(count: int, device: torch.device) -> Tensor:
-    """`count` slots that have observed nothing, float64 [count, WIDTH]."""
+    """Return `count` empty slots, float64 [count, WIDTH]."""
     slots = torch.zeros(count, WIDTH, dtype=torch.float64, device=device)
     clear(slots)
     return slots
 
 
 def clear(slots: Tensor) -> None:
-    """Forget what slots [..., WIDTH] observed."""
+    """Empty slots [..., WIDTH] in place."""
     slots.zero_()
     slots[..., _MINIMA] = math.inf
     slots[..., SlotIndex.WORST] = -1
@@ -134,31 +134,31 @@ def merge(slots: Tensor, observed: Tensor) -> None:
 # ---- one matrix ------------------------------------------------------------------------------------------------------
 
 
-def observe_matrix(hp: Tensor, made: Operand | None) -> Tensor:
-    """The slot of one matrix [R, C], with what it was cast to, if it was.
+def observe_matrix(hp: Tensor, cast: Operand | None) -> Tensor:
+    """Return the slot of one matrix [R, C] and of its cast.
 
     Args:
         hp: float32, bfloat16 or float16, any strides.
-        made: its codes [R, C] and scales. Without a quant_scale, codes were made with the reciprocal of dequant_scale.
+        cast: codes [R, C] and scales. If it has no quant_scale, that is the reciprocal of dequant_scale.
     """
     slot = new_slots(1, hp.device)[0]
     if hp.numel() == 0:
         return slot
     slot[SlotIndex.NUMEL] = hp.numel()
     codes, layout, quant, dequant = None, TENSORWISE, _ONE, _ONE
-    if made is not None:
-        codes, layout, dequant = made.data, made.layout, present(made.dequant_scale).double().contiguous()
-        quant = dequant.reciprocal() if made.quant_scale is None else made.quant_scale.double().contiguous()
-    seen = cpu.observe(hp, codes, quant, dequant, layout) if is_cpu(hp) else None
-    if seen is None:
-        seen = _observe_in_pytorch(hp, codes, quant, dequant, layout.block(hp.shape))
-    signal, noise, counts = seen
+    if cast is not None:
+        codes, layout, dequant = cast.data, cast.layout, present(cast.dequant_scale).double().contiguous()
+        quant = dequant.reciprocal() if cast.quant_scale is None else cast.quant_scale.double().contiguous()
+    sums = cpu.observe(hp, codes, quant, dequant, layout) if is_cpu(hp) else None
+    if sums is None:
+        sums = _observe_in_pytorch(hp, codes, quant, dequant, layout.block(hp.shape))
+    signal, noise, counts = sums
     slot[_COUNTED], slot[SlotIndex.FOURTH] = counts[:-1], counts[-1]
     slot[SlotIndex.SIGNAL] = signal.sum()
-    if made is not None:
+    if cast is not None:
         slot[SlotIndex.CAST], slot[SlotIndex.REFERENCE] = hp.numel(), slot[SlotIndex.SIGNAL]
         slot[SlotIndex.NOISE] = noise.sum()
-        observe_scales(slot, present(made.dequant_scale))
+        observe_scales(slot, present(cast.dequant_scale))
         observe_worst(slot, signal.flatten(), noise.flatten())
     return slot
 
@@ -166,11 +166,11 @@ def observe_matrix(hp: Tensor, made: Operand | None) -> Tensor:
 def _observe_in_pytorch(
     hp: Tensor, codes: Tensor | None, quant: Tensor, dequant: Tensor, blocks: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`kernels.cpu.observe` on any device: signal and noise of each block, and counts [7]."""
+    """The oracle of `kernels.cpu.observe`: signal and noise of each block, and counts [7]."""
     counts = hp.new_zeros(7, dtype=torch.float64)
     counts[5] = math.inf
-    sums = hp.new_zeros((2, *_counts(hp.shape, blocks)), dtype=torch.float64)
-    for rows in _chunks(hp.shape, blocks[0]):
+    sums = hp.new_zeros((2, *_count_blocks(hp.shape, blocks)), dtype=torch.float64)
+    for rows in _iter_chunks(hp.shape, blocks[0]):
         wide = hp[rows].double()
         finite = wide.isfinite()
         magnitude = wide.abs().masked_fill_(~finite, 0)
@@ -185,25 +185,25 @@ def _observe_in_pytorch(
         if codes is not None:
             values = codes[rows].double()
             counts[2] += ((values == 0) & (magnitude != 0)).sum()
-            scaled = wide * _expanded(quant, blocks, rows, hp.shape)
+            scaled = wide * _expand(quant, blocks, rows, hp.shape)
             counts[3] += (scaled.abs() > format_of(codes.dtype).saturates_above).sum()
-            noise = (wide - values * _expanded(dequant, blocks, rows, hp.shape)).square_()
+            noise = (wide - values * _expand(dequant, blocks, rows, hp.shape)).square_()
             noise = noise.nan_to_num_(nan=math.inf, posinf=math.inf).masked_fill_(~finite, 0)
             _add_blocks(sums[1], first, noise, blocks)
     return sums[0], sums[1], counts
 
 
 def _add_blocks(sums: Tensor, first: int, squares: Tensor, blocks: tuple[int, int]) -> None:
-    of_blocks = _sum_of_blocks(squares, blocks)
-    sums[first : first + of_blocks.shape[0]] += of_blocks
+    block_sums = _sum_blocks(squares, blocks)
+    sums[first : first + block_sums.shape[0]] += block_sums
 
 
-def _counts(shape: torch.Size, blocks: tuple[int, int]) -> tuple[int, int]:
+def _count_blocks(shape: torch.Size, blocks: tuple[int, int]) -> tuple[int, int]:
     return -(-shape[0] // blocks[0]), -(-shape[1] // blocks[1])
 
 
-def _chunks(shape: torch.Size, block_rows: int) -> Iterator[slice]:
-    """Rows of about `_CHUNK` elements: any number of rows of one block, else whole blocks."""
+def _iter_chunks(shape: torch.Size, block_rows: int) -> Iterator[slice]:
+    """Yield slices of rows with about `_CHUNK` elements, cut between blocks unless one block has all rows."""
     step = max(_CHUNK // max(shape[1], 1), 1)
     if block_rows < shape[0]:
         step = -(-step // block_rows) * block_rows
@@ -211,8 +211,8 @@ def _chunks(shape: torch.Size, block_rows: int) -> Iterator[slice]:
         yield slice(start, min(start + step, shape[0]))
 
 
-def _expanded(scale: Tensor, blocks: tuple[int, int], rows: slice, shape: torch.Size) -> Tensor:
-    """The scale of each element of some rows, as far as it does not broadcast."""
+def _expand(scale: Tensor, blocks: tuple[int, int], rows: slice, shape: torch.Size) -> Tensor:
+    """Expand the scales of some rows until they broadcast to the elements."""
     if scale.dim() == 0:
         return scale
     if blocks[0] < shape[0]:
@@ -221,8 +221,8 @@ def _expanded(scale: Tensor, blocks: tuple[int, int], rows: slice, shape: torch.
     return scale if blocks[1] in (1, shape[1]) else scale.repeat_interleave(blocks[1], 1)[:, : shape[1]]
 
 
-def _sum_of_blocks(squares: Tensor, blocks: tuple[int, int]) -> Tensor:
-    """float64 [rows, columns] -> the sum of each block; blocks with more rows are one."""
+def _sum_blocks(squares: Tensor, blocks: tuple[int, int]) -> Tensor:
+    """Sum float64 [rows, columns] over each block. A block with more rows than the chunk is one block."""
     rows, columns = min(blocks[0], squares.shape[0]), min(blocks[1], squares.shape[1])
     missing = -squares.shape[0] % rows, -squares.shape[1] % columns
     if any(missing):
@@ -231,7 +231,7 @@ def _sum_of_blocks(squares: Tensor, blocks: tuple[int, int]) -> Tensor:
 
 
 def observe_scales(slot: Tensor, dequant_scale: Tensor) -> None:
-    """Add scales, float32 of any shape, to a slot. A scale that is not finite counts, and has no exponent."""
+    """Add scales, float32 of any shape, to a slot. A scale that is not finite counts but has no exponent."""
     scales = dequant_scale.double().flatten()
     if not scales.numel():
         return
@@ -239,12 +239,12 @@ def observe_scales(slot: Tensor, dequant_scale: Tensor) -> None:
     slot[SlotIndex.SCALE_MIN] = torch.minimum(slot[SlotIndex.SCALE_MIN], scales.min())
     slot[SlotIndex.SCALE_MAX] = torch.maximum(slot[SlotIndex.SCALE_MAX], scales.max())
     exponents = torch.frexp(scales)[1].clamp(_LOWEST_EXPONENT + 1, _LOWEST_EXPONENT + _EXPONENTS) - 1
-    ones = (scales.isfinite() & (scales > 0)).double()
-    slot[EXPONENTS].index_add_(0, exponents.long() - _LOWEST_EXPONENT, ones)
+    has_exponent = (scales.isfinite() & (scales > 0)).double()
+    slot[EXPONENTS].index_add_(0, exponents.long() - _LOWEST_EXPONENT, has_exponent)
 
 
 def observe_worst(slot: Tensor, signal: Tensor, noise: Tensor) -> None:
-    """Note which of the scales, by index, has the most noise for its signal; float64 [scales] each."""
+    """Keep the index of the scale with the largest noise-to-signal ratio; both are float64 [scales]."""
     ratio = noise / signal  # a block of zeros is 0 / 0
     ratio = torch.where(signal > 0, ratio, torch.where(noise > 0, math.inf, 0.0))
     worst, index = ratio.max(0)
@@ -254,11 +254,11 @@ def observe_worst(slot: Tensor, signal: Tensor, noise: Tensor) -> None:
 
 
 Compared = tuple[Tensor, Tensor]
-"""A part of a result, and what it is in high precision."""
+"""A part of a result, and the same part in high precision."""
 
 
 def observe_result(result: Tensor, compared: Sequence[Compared]) -> Tensor:
-    """The slot of a result [M, N]."""
+    """Return the slot of a result [M, N]."""
     slot = observe_matrix(result, None)
     for actual, reference in compared:
         signal, noise = signal_and_noise(reference, actual)
@@ -268,15 +268,15 @@ def observe_result(result: Tensor, compared: Sequence[Compared]) -> Tensor:
 
 
 def signal_and_noise(reference: Tensor, actual: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums of squares of a reference and of what differs from it, float64 (), where the reference is finite."""
+    """Sum the squares of a reference and of the differences from it, float64 (), where the reference is finite."""
     wide = reference.double()
     noise = (wide - actual.double()).square_().nan_to_num_(nan=math.inf, posinf=math.inf)
     finite = wide.isfinite()
     return wide.masked_fill(~finite, 0).square().sum(), noise.masked_fill_(~finite, 0).sum()
 
 
-def spread(length: int, count: int, device: torch.device) -> Tensor:
-    """`count` indices, or all, evenly from 0 to `length`."""
+def spread_indices(length: int, count: int, device: torch.device) -> Tensor:
+    """Return at most `count` indices, evenly spread from 0 to `length`."""
     count = min(count, length)
     return torch.arange(count, device=device) * length // max(count, 1)
 
@@ -295,10 +295,10 @@ def normalize(slot: Tensor) -> Values | None:
 
 
 def finish(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[str, list[float | None]]:
-    """The statistics of slots [rows, WIDTH] on a CPU, a value per row; None where one does not apply.
+    """Compute the statistics of slots [rows, WIDTH] on a CPU: a value per row, or None where one does not apply.
 
-    `weight_numel`: the elements of the weight, for casts of weights. Each rank and micro-batch casts a weight anew,
-    and its elements count once.
+    `weight_numel` has the elements of the weight for casts of weights. Every rank and micro-batch casts the weight
+    again, but its elements count once.
     """
     table = slots.numpy().copy()
     at = {index.name: table[:, index] for index in SlotIndex}
@@ -319,7 +319,7 @@ def finish(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[str, list[
             "saturated": (at["SATURATED"] / at["CAST"], at["CAST"] > 0),
             "sqnr_db": (sqnr_db(at["REFERENCE"], at["NOISE"]), (at["REFERENCE"] > 0) | (at["NOISE"] > 0)),
             "scale_min": (at["SCALE_MIN"], at["SCALES"] > 0),
-            "scale_median": (_medians(table[:, EXPONENTS], at["SCALE_MIN"], at["SCALE_MAX"]), at["SCALES"] > 0),
+            "scale_median": (_find_medians(table[:, EXPONENTS], at["SCALE_MIN"], at["SCALE_MAX"]), at["SCALES"] > 0),
             "scale_max": (at["SCALE_MAX"], at["SCALES"] > 0),
             "scale_worst": (at["WORST_INDEX"], (at["SCALES"] > 0) & (at["WORST"] >= 0)),
             "scale_worst_sqnr_db": (sqnr_db(np.ones(len(table)), at["WORST"]), (at["SCALES"] > 0) & (at["WORST"] >= 0)),
@@ -327,28 +327,28 @@ def finish(slots: Tensor, weight_numel: Sequence[int | None]) -> dict[str, list[
             "zeros": (at["ZEROS"] / at["NUMEL"], at["NUMEL"] > 0),
             "kurtosis": (at["FOURTH"] * finite / at["SIGNAL"] ** 2, nonzero > 0),
         }
-    return {name: _column(name, *values[name]) for name in STATISTICS}
+    return {name: _round_column(name, *values[name]) for name in STATISTICS}
 
 
-def _column(name: str, values: Values, applies: NDArray[np.bool_]) -> list[float | None]:
-    listed: list[float] = values.tolist()
+def _round_column(name: str, values: Values, applies: NDArray[np.bool_]) -> list[float | None]:
+    column: list[float] = values.tolist()
     if name in DIGITS:
-        listed = [float(f"{value:.{DIGITS[name]}g}") for value in listed]
+        column = [float(f"{value:.{DIGITS[name]}g}") for value in column]
     elif name in COUNTS:
-        listed = [int(value) for value in listed]
-    return [value if does else None for value, does in zip(listed, applies.tolist(), strict=True)]
+        column = [int(value) for value in column]
+    return [value if is_valid else None for value, is_valid in zip(column, applies.tolist(), strict=True)]
 
 
 def sqnr_db(signal: Values, noise: Values) -> Values:
-    """10 log10(signal / noise): infinite without noise, -inf without signal or where the noise is not finite."""
+    """10 log10(signal / noise): inf without noise, -inf without signal or if the noise is not finite."""
     with np.errstate(all="ignore"):
         decibels = np.where(noise > 0, 10 * (np.log10(signal) - np.log10(noise)), np.inf)
         return np.where(np.isnan(noise), -np.inf, decibels)
 
 
-def _medians(exponents: Values, smallest: Values, largest: Values) -> Values:
-    """The lower median of the scales of each row, from their exponents; between the smallest and the largest."""
-    before = exponents.cumsum(1)
-    index = (before >= np.maximum(before[:, -1:] / 2, 0.5)).argmax(1)
+def _find_medians(exponents: Values, smallest: Values, largest: Values) -> Values:
+    """Find the lower median of each row's scales from their exponents, clipped to the smallest and largest scale."""
+    cumulative = exponents.cumsum(1)
+    index = (cumulative >= np.maximum(cumulative[:, -1:] / 2, 0.5)).argmax(1)
     median = np.ldexp(1.0, index + _LOWEST_EXPONENT)
-    return np.where(before[:, -1] > 0, np.clip(median, smallest, largest), largest)
+    return np.where(cumulative[:, -1] > 0, np.clip(median, smallest, largest), largest)

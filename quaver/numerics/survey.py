@@ -1,4 +1,4 @@
-"""Surveys a model: the SQNR of each linear's operands under each recipe, and a recipe per layer under a budget."""
+"""Surveys the SQNR of each linear's operands under each recipe, and chooses a recipe per layer for an SQNR budget."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from quaver.recipes.config import Float8LinearConfig
 
 @dataclass
 class SurveyedLinear:
-    """One linear: `db[recipe][operand]` is `what_if` of the worse of its casts, the lowest of all its calls."""
+    """One linear. `db[recipe][operand]` is the lowest `what_if` of the operand's casts over all calls."""
 
     name: str
     products: int = 0
-    """M * K * N of its matmuls, added up over calls."""
+    """M * K * N of a matmul, summed over calls."""
     db: dict[str, dict[str, float]] = field(default_factory=dict)
 
-    def add(self, operand: str, found: Mapping[str, float | None]) -> None:
-        """Note an operand; one of zeros loses nothing."""
-        for recipe, value in found.items():
-            of_recipe = self.db.setdefault(recipe, {})
-            of_recipe[operand] = min(of_recipe.get(operand, math.inf), math.inf if value is None else value)
+    def add(self, operand: str, db_by_recipe: Mapping[str, float | None]) -> None:
+        """Add a call's SQNRs of an operand. None, for an operand of zeros, counts as infinite."""
+        for recipe, value in db_by_recipe.items():
+            operands = self.db.setdefault(recipe, {})
+            operands[operand] = min(operands.get(operand, math.inf), math.inf if value is None else value)
 
     def worst(self, recipe: str) -> tuple[str, float]:
-        """The operand that loses most under a recipe, and its decibels."""
+        """Return the operand with the lowest SQNR under a recipe, and that SQNR in dB."""
         return min(self.db[recipe].items(), key=lambda item: item[1])
 
     def best(self, budget_db: float, recipes: Sequence[str]) -> str:
-        """The first of `recipes` that keeps the budget; else high precision."""
+        """Return the first of `recipes` whose operands all reach the budget, else high precision."""
         return next((recipe for recipe in recipes if self.worst(recipe)[1] >= budget_db), HIGH_PRECISION)
 
 
@@ -45,15 +45,17 @@ def survey(
 ) -> list[SurveyedLinear]:
     """Run `forward_backward` once and survey every `nn.Linear` of `model` that it calls, in the order of the calls.
 
-    The model computes in its own precision; operands are cast beside it. Gradients are left as the call makes them.
+    The model computes in high precision, and its operands are cast for the survey. The gradients of the call remain.
 
     Raises:
         ValueError: no linear was called with gradients.
     """
-    found: dict[str, SurveyedLinear] = {}
-    with hooked(model, partial(_observe, found, recipes)):
+    linears: dict[str, SurveyedLinear] = {}
+    with hook_linears(model, partial(_observe, linears, recipes)):
         forward_backward()
-    surveyed = [each for each in found.values() if all("grad_output" in of for of in each.db.values())]
+    surveyed = [
+        linear for linear in linears.values() if all("grad_output" in operands for operands in linear.db.values())
+    ]
     if not surveyed:
         raise ValueError(
             "expected a model whose linears get gradients, got none: no nn.Linear ran forward and backward"
@@ -62,15 +64,15 @@ def survey(
 
 
 @contextmanager
-def hooked(model: nn.Module, observe: Callable[[str, nn.Module, Tensor, Tensor], None]) -> Iterator[None]:
+def hook_linears(model: nn.Module, observe: Callable[[str, nn.Module, Tensor, Tensor], None]) -> Iterator[None]:
     """Call `observe` with the name, input and output of every `nn.Linear` that runs and gets gradients."""
 
-    def of_linear(name: str, linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def hook(name: str, linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if output.requires_grad:
             observe(name, linear, inputs[0], output)
 
     handles = [
-        module.register_forward_hook(partial(of_linear, name))
+        module.register_forward_hook(partial(hook, name))
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     ]
@@ -82,16 +84,15 @@ def hooked(model: nn.Module, observe: Callable[[str, nn.Module, Tensor, Tensor],
 
 
 def _observe(
-    found: dict[str, SurveyedLinear],
+    linears: dict[str, SurveyedLinear],
     recipes: Sequence[str],
     name: str,
     linear: nn.Module,
     input: Tensor,
     output: Tensor,
 ) -> None:
-    """One call of a linear."""
     weight = linear.get_parameter("weight")
-    surveyed = found.setdefault(name, SurveyedLinear(name))
+    surveyed = linears.setdefault(name, SurveyedLinear(name))
     surveyed.products += input.numel() * weight.shape[0]
     for operand, hp in (("input", input), ("weight", weight)):
         surveyed.add(operand, what_if(hp.to(output.dtype), operand, recipes, direction="both"))
@@ -103,34 +104,34 @@ def _observe(
 # ---- the recipes -----------------------------------------------------------------------------------------------------
 
 
-def by_float8(first: str, recipes: Sequence[str] = RECIPES) -> list[str]:
-    """`recipes`, `first` in front, then by how many of the three matmuls they compute in float8."""
+def sort_recipes(first: str, recipes: Sequence[str] = RECIPES) -> list[str]:
+    """Sort `recipes` by how many of the three matmuls run in float8, most first; `first` comes before all others."""
 
     def order(recipe: str) -> tuple[bool, int]:
         casts = Float8LinearConfig.from_recipe_name(recipe).casts
-        return recipe != first, sum(each.column.is_disabled for each in casts)
+        return recipe != first, sum(operand.column.is_disabled for operand in casts)
 
     return sorted(recipes, key=order)
 
 
-def recipes_under(
+def choose_recipes(
     budget_db: float, surveyed: Sequence[SurveyedLinear], skipped: Callable[[str], bool], first: str = "tensorwise"
 ) -> LayerRecipes:
-    """For each linear that is not `skipped`, the recipe with most float8 that keeps `budget_db` for each operand."""
-    order = by_float8(first)
-    chosen = {each.name: each.best(budget_db, order) for each in surveyed if not skipped(each.name)}
+    """Choose, for each linear that is not `skipped`, the recipe with most float8 whose operands reach `budget_db`."""
+    order = sort_recipes(first)
+    chosen = {linear.name: linear.best(budget_db, order) for linear in surveyed if not skipped(linear.name)}
     used = [recipe for recipe in chosen.values() if recipe != HIGH_PRECISION]
     rest = max(order, key=used.count) if used else first
     return LayerRecipes(rest, {name: recipe for name, recipe in chosen.items() if recipe != rest})
 
 
 def float8_share(recipes: LayerRecipes, surveyed: Sequence[SurveyedLinear], skipped: Callable[[str], bool]) -> float:
-    """The share of the linears' FLOPs that are float8 matmuls."""
-    total = sum(each.products for each in surveyed)
+    """Return the share of the linears' FLOPs that run in float8."""
+    total = sum(linear.products for linear in surveyed)
     in_float8 = 0.0
-    for each in surveyed:
-        recipe = HIGH_PRECISION if skipped(each.name) else recipes.of(each.name)
+    for linear in surveyed:
+        recipe = HIGH_PRECISION if skipped(linear.name) else recipes.of(linear.name)
         if recipe != HIGH_PRECISION:
             casts = Float8LinearConfig.from_recipe_name(recipe).casts
-            in_float8 += each.products * (3 - any(casts_of.column.is_disabled for casts_of in casts)) / 3
+            in_float8 += linear.products * (3 - any(operand.column.is_disabled for operand in casts)) / 3
     return in_float8 / total if total else 0.0

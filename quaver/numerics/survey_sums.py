@@ -1,4 +1,4 @@
-"""The error of a GPU's sums in each matmul of a model, beside that of its casts: for `quaver doctor --hardware`."""
+"""Compares the errors of a GPU's sums and of the casts in each matmul of a model, for `quaver doctor --hardware`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from quaver.linear.quantize import Quantizer, as_matrix
 from quaver.numerics.accumulation import Accumulation
-from quaver.numerics.matmul_sums import Rows, Sums, observe_sums, some_rows
-from quaver.numerics.survey import hooked
+from quaver.numerics.matmul_sums import Rows, Sums, observe_sums, sample_rows
+from quaver.numerics.survey import hook_linears
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS, OperandCasts
 
 
 @dataclass(frozen=True)
 class MatmulSums:
-    """One matmul, and how its config adds."""
+    """The sums of one matmul of a linear, and the setting in use."""
 
     name: str
-    """The linear's."""
+    """The name of the linear."""
     matmul: str
     sums: Sums
     use_fast_accum: bool
@@ -33,7 +33,7 @@ class MatmulSums:
 
     @property
     def margin(self) -> float:
-        """By how much the sums lose less than they may; negative where they cost more than the casts."""
+        """Decibels between the sums' SQNR and the lowest acceptable SQNR; negative if the sums are too coarse."""
         return self.used - self.sums.bound()
 
 
@@ -46,63 +46,63 @@ class _LinearSums:
 def survey_sums(
     model: nn.Module,
     forward_backward: Callable[[], Any],
-    config_of: Callable[[str], Float8LinearConfig | None],
+    get_config: Callable[[str], Float8LinearConfig | None],
     rule: Accumulation,
 ) -> list[MatmulSums]:
-    """Run `forward_backward` once; each float8 matmul of each `nn.Linear`, those with the smallest margin first.
+    """Run `forward_backward` once and return each float8 matmul of each `nn.Linear`, the smallest margin first.
 
-    The model computes in its own precision; operands are cast beside it. Those of several calls of a linear add up.
-    Matmuls that the hardware does not run in float8 are left out.
+    The model computes in high precision, and its operands are cast for the comparison. The calls of a linear add up.
+    Matmuls that the GPU does not run in float8 are omitted.
 
     Args:
-        config_of: by the name of a linear, how it will be cast; None for high precision. Scales must be dynamic.
+        get_config: returns the config of a linear by its name, or None for high precision. Scales must be dynamic.
     """
-    found: dict[str, _LinearSums] = {}
+    surveyed: dict[str, _LinearSums] = {}
 
     def observe(name: str, linear: nn.Module, input: Tensor, output: Tensor) -> None:
-        config = config_of(name)
+        config = get_config(name)
         if config is None or config.emulate:
             return
-        of_linear = found.setdefault(name, _LinearSums(config))
+        linear_sums = surveyed.setdefault(name, _LinearSums(config))
         weight = linear.get_parameter("weight")
         rows: dict[tuple[str, str], Rows] = {}
         for operand, hp in (("input", input), ("weight", weight)):
-            rows |= _rows_of(hp.detach().to(output.dtype), operand, config)
+            rows |= _sample_operand(hp.detach().to(output.dtype), operand, config)
         is_run = {"output": True, "grad_input": input.requires_grad, "grad_weight": weight.requires_grad}
 
         def backward(grad_output: Tensor) -> None:
-            of_all = rows | _rows_of(grad_output.detach(), "grad_output", config)
-            _add(of_linear, of_all, [name for name in MATMULS if is_run[name]], rule)
+            grad_rows = _sample_operand(grad_output.detach(), "grad_output", config)
+            _add(linear_sums, rows | grad_rows, [name for name in MATMULS if is_run[name]], rule)
 
         output.register_hook(backward)
 
-    with hooked(model, observe):
+    with hook_linears(model, observe):
         forward_backward()
-    made = [
-        MatmulSums(name, matmul, sums, getattr(each.config.matmuls, matmul).use_fast_accum)
-        for name, each in found.items()
-        for matmul, numbers in each.numbers.items()
-        if (sums := Sums.of(numbers.tolist())) is not None
+    matmuls = [
+        MatmulSums(name, matmul, sums, getattr(linear.config.matmuls, matmul).use_fast_accum)
+        for name, linear in surveyed.items()
+        for matmul, numbers in linear.numbers.items()
+        if (sums := Sums.from_values(numbers.tolist())) is not None
     ]
-    return sorted(made, key=lambda each: each.margin)
+    return sorted(matmuls, key=lambda matmul: matmul.margin)
 
 
 @torch.no_grad()
-def _rows_of(hp: Tensor, operand: str, config: Float8LinearConfig) -> dict[tuple[str, str], Rows]:
-    """The rows that each matmul reads of an operand, by operand and direction."""
+def _sample_operand(hp: Tensor, operand: str, config: Float8LinearConfig) -> dict[tuple[str, str], Rows]:
+    """Sample the rows of an operand that each of its matmuls reads, by operand and direction."""
     casts: OperandCasts = getattr(config.casts, operand)
     matrix = as_matrix(hp)
-    made = Quantizer(casts, matrix.dtype)(matrix, row=True, column=True)
+    operands = Quantizer(casts, matrix.dtype)(matrix, row=True, column=True)
     return {
-        (operand, direction): some_rows(matrix, of_cast, direction)
-        for direction, of_cast in (("row", made.row), ("column", made.column))
-        if of_cast is not None and of_cast.dequant_scale is not None
+        (operand, direction): sample_rows(matrix, cast, direction)
+        for direction, cast in (("row", operands.row), ("column", operands.column))
+        if cast is not None and cast.dequant_scale is not None
     }
 
 
 def _add(linear: _LinearSums, rows: dict[tuple[str, str], Rows], matmuls: Iterable[str], rule: Accumulation) -> None:
     for matmul in matmuls:
-        left, right = (rows.get(each) for each in MATMULS[matmul])
+        left, right = (rows.get(key) for key in MATMULS[matmul])
         if left is not None and right is not None:
             numbers = observe_sums(left, right, rule)
             linear.numbers[matmul] = linear.numbers.get(matmul, 0) + numbers

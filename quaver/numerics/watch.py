@@ -1,12 +1,11 @@
-"""`AlarmSink`: raises alarms beside a run, on the lines that a monitor writes.
+"""`AlarmSink` raises alarms during a run, from the lines that a monitor writes.
 
     alarms = AlarmSink("numerics.jsonl", on_event=print, post_mortem="post_mortem.jsonl")
     with quaver.monitor(model, every=100, sink=alarms):
         ...
 
-Samples and alarms go to the record in the order in which they happen. On the first value that is not finite, the last
-samples and the alarm are also written to a file of their own, a record like the other, which a later start of the run
-does not rewind.
+The record receives samples and alarms in order. When a value is not finite, the last samples and the alarm are also
+written to a second record, which a later start of the run does not rewind.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quaver.numerics.alarms import Alarm, Alarms, Cleared
+from quaver.numerics.history import MEMORY
 from quaver.numerics.record import RecordWriter, last_samples
-from quaver.numerics.seen import MEMORY
 
 RECALLED = 64
-"""Samples of a run that are read when it resumes: more than any rule looks back (`MEMORY`)."""
+"""Samples that are read when a run resumes; more than the `MEMORY` of any rule."""
 
 
 class LineSink(Protocol):
-    """A destination of the lines of a record, as monitor.py has it."""
+    """A destination of the lines of a record; see `Sink` in monitor.py."""
 
     def write(self, line: dict[str, Any]) -> None: ...
 
@@ -33,15 +32,15 @@ class LineSink(Protocol):
 
 
 class AlarmSink:
-    """A sink that gives each sample to `alarms`, and writes it and what it raised to another sink.
+    """A sink that gives each sample to `alarms`, and writes the sample and its alarms to another sink.
 
     Args:
-        sink: the other sink, or the path of a record; None for none.
-        on_event: called with each `Alarm` and `Cleared`, after it was written. What it raises ends the step.
+        sink: the other sink, or the path of a record; None to write nothing.
+        on_event: called with each `Alarm` and `Cleared` after it was written. Its exceptions end the step.
         post_mortem: the file for the samples before a value that is not finite.
-        keep: how many of them.
-        recalls: the record of a run that resumes. Its last samples count as if they had been written here: what was
-            bad stays so, and no alarm is raised twice.
+        keep: how many samples the post-mortem has.
+        recalls: the record of a run that resumes. Its last samples count like samples of this run, so bad tensors stay
+            bad and no alarm is raised twice.
     """
 
     def __init__(
@@ -62,10 +61,10 @@ class AlarmSink:
         self._header: dict[str, Any] = {}
         self._last: deque[dict[str, Any]] = deque(maxlen=keep)
         self.raised_by_callback: BaseException | None = None
-        """The last exception of `on_event`; an error of writing is not one."""
+        """The last exception of `on_event`, not of a sink."""
 
     def write(self, line: dict[str, Any]) -> None:
-        """Take a header or a sample. Raises OSError where a file cannot be written, and what `on_event` raises."""
+        """Write a header or a sample. Raises OSError if a file cannot be written, and what `on_event` raises."""
         self._write(line)
         if line["kind"] == "header":
             self._recall(line["step"])
@@ -73,7 +72,7 @@ class AlarmSink:
         elif line["kind"] == "sample":
             self._last.append(line)
             for event in self.alarms.update(self._header, line):
-                self._take(event)
+                self._handle(event)
 
     def _recall(self, step: int) -> None:
         if self._recalls is not None:
@@ -87,7 +86,7 @@ class AlarmSink:
         if self._sink is not None:
             self._sink.close()
 
-    def _take(self, event: Alarm | Cleared) -> None:
+    def _handle(self, event: Alarm | Cleared) -> None:
         self._write(event.to_dict())
         if isinstance(event, Alarm) and event.rule == "nonfinite" and self._post_mortem is not None:
             self._write_post_mortem(self._post_mortem, event)
@@ -103,7 +102,7 @@ class AlarmSink:
             self._sink.write(line)
 
     def _write_post_mortem(self, path: Path, alarm: Alarm) -> None:
-        """The ring as a record; of several such moments the last one stays."""
+        """Write the kept samples and the alarm as a record, which replaces an earlier one."""
         path.unlink(missing_ok=True)
         writer = RecordWriter(path)
         for line in ({**self._header, "step": self._last[0]["step"]}, *self._last, alarm.to_dict()):

@@ -23,9 +23,9 @@ from quaver.lab.cli.doctor_sums import sums_as_dict, views_of_sums
 from quaver.lab.settings.fields import expanded
 from quaver.lab.trainer.float8 import linear_config
 from quaver.lab.trainer.surveyed import Surveyed, open_surveyed
-from quaver.numerics.accumulation import accumulation_of
+from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.extras import RECIPES
-from quaver.numerics.survey import SurveyedLinear, float8_share, recipes_under, survey
+from quaver.numerics.survey import SurveyedLinear, choose_recipes, float8_share, survey
 from quaver.numerics.survey_sums import MatmulSums, survey_sums
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scaling import without_inf
@@ -68,7 +68,7 @@ def survey_model(path: str, options: "DoctorOptions") -> Survey:
     own = opened.config.float8.recipe_name
     first = own if own in RECIPES else "tensorwise"
     surveyed = survey(opened.model, opened.forward_backward)
-    recipes = recipes_under(options.budget_db, surveyed, opened.is_skipped, first)
+    recipes = choose_recipes(options.budget_db, surveyed, opened.is_skipped, first)
     if out is not None:
         out.write_text(_toml(opened, recipes, options.budget_db), encoding="utf-8")
     surveyed.sort(key=lambda linear: linear.worst(first)[1])
@@ -88,7 +88,7 @@ def _sums(opened: Surveyed, recipes: LayerRecipes, hardware: str) -> list[Matmul
         recipe = HIGH_PRECISION if opened.is_skipped(name) else recipes.of(name)
         return None if recipe == HIGH_PRECISION else linear_config(opened.config.float8, recipe)
 
-    return survey_sums(opened.model, opened.forward_backward, config_of, accumulation_of(hardware))
+    return survey_sums(opened.model, opened.forward_backward, config_of, get_accumulation(hardware))
 
 
 def _toml(opened: Surveyed, recipes: LayerRecipes, budget_db: float) -> str:

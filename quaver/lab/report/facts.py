@@ -13,8 +13,8 @@ from quaver.lab.report.run import RunData
 from quaver.lab.report.series import Curve, curves
 from quaver.lab.report.statistics import STATISTICS
 from quaver.lab.trainer.metrics import WARMUP_STEPS
+from quaver.numerics.history import step_order
 from quaver.numerics.record import Record
-from quaver.numerics.seen import order_of
 
 MEMORY = {
     "memory_active_bytes": "peak memory of tensors",
@@ -64,7 +64,7 @@ def not_finite(record: Record) -> str:
     sample = int(bad.any(1).argmax())
     layers = list(dict.fromkeys(tensor["layer"] for tensor in record.tensors))
     tensors = [record.tensors[position] for position in np.flatnonzero(bad[sample]).tolist()]
-    first = min(tensors, key=lambda tensor: order_of(layers.index(tensor["layer"]), tensor["operand"]))
+    first = min(tensors, key=lambda tensor: step_order(layers.index(tensor["layer"]), tensor["operand"]))
     more = f" and {len(tensors) - 1:,} more" if len(tensors) > 1 else ""
     return f"NaN or infinities since step {record.steps[sample]:,}, in {name_of(first)}{more}"
 

@@ -11,7 +11,7 @@ from quaver.integrations.transformers import prepare_model_for_float8
 from quaver.lab.cli import main
 from quaver.lab.settings.config_file import load_config
 from quaver.lab.trainer.training_run import prepare
-from quaver.numerics.survey import recipes_under, survey
+from quaver.numerics.survey import choose_recipes, survey
 from tests.lab.trainer.runs import changed, run_to_end
 
 
@@ -31,14 +31,14 @@ class Outlier(nn.Module):
 def test_a_budget_gives_each_layer_the_most_float8_that_keeps_it():
     model = Outlier()
     surveyed = survey(model, lambda: model(torch.randn(64, 1024)).square().mean().backward())
-    assert recipes_under(24, surveyed, lambda name: False).of("first") == "tensorwise"
-    assert recipes_under(24, surveyed, lambda name: False).of("second") in ("blockwise", "mxfp8")
-    strict = recipes_under(30, surveyed, lambda name: False)
+    assert choose_recipes(24, surveyed, lambda name: False).of("first") == "tensorwise"
+    assert choose_recipes(24, surveyed, lambda name: False).of("second") in ("blockwise", "mxfp8")
+    strict = choose_recipes(30, surveyed, lambda name: False)
     assert strict.of("first") == "rowwise"
-    assert recipes_under(60, surveyed, lambda name: False).layers == dict.fromkeys(
+    assert choose_recipes(60, surveyed, lambda name: False).layers == dict.fromkeys(
         ("first", "second"), "high_precision"
     )
-    assert recipes_under(24, surveyed, lambda name: name == "second").layers == {}
+    assert choose_recipes(24, surveyed, lambda name: name == "second").layers == {}
 
 
 def test_a_model_without_gradients_is_refused():

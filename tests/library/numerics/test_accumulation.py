@@ -9,7 +9,7 @@ import torch
 from quaver import Float8GemmConfig, Float8LinearConfig
 from quaver.linear.quantize import Quantizer
 from quaver.numerics.accumulation import HOPPER, Accumulation, accumulate
-from quaver.numerics.matmul_sums import BFLOAT16_DB, Sums, observe_sums, some_rows
+from quaver.numerics.matmul_sums import BFLOAT16_DB, Sums, observe_sums, sample_rows
 from quaver.numerics.survey_sums import survey_sums
 from tests.reference import assert_same_bits
 
@@ -99,8 +99,8 @@ def sums_of(recipe, left, right):
     rows = []
     for operand, hp in (("input", left), ("weight", right)):
         made = Quantizer(getattr(casts, operand), hp.dtype)(hp, row=True, column=False).row
-        rows.append(some_rows(hp, made, "row"))
-    return Sums.of(observe_sums(*rows, HOPPER).tolist())
+        rows.append(sample_rows(hp, made, "row"))
+    return Sums.from_values(observe_sums(*rows, HOPPER).tolist())
 
 
 @pytest.mark.parametrize(

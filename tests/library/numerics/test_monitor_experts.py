@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from quaver import Float8LinearConfig, convert_to_float8_training, freeze_to_float8
 from quaver.experts.grouped_mm import multiply_by_weight
 from quaver.linear.quantize import Quantizer
-from quaver.numerics.accumulation import accumulation_of
+from quaver.numerics.accumulation import get_accumulation
 from quaver.numerics.alarms import Alarms
 from quaver.numerics.monitor import monitor
 from quaver.numerics.observe import Sampling
@@ -70,7 +70,7 @@ def test_results_and_extras_are_those_of_the_experts_linears(recipe, transposed)
     config = Float8LinearConfig.from_recipe_name(recipe)
     a, b_t, ends = operands(transposed=transposed)
     grad_output = torch.randn(310, 160, dtype=a.dtype)
-    observed = {number: Sampling(accumulation_of("h100"), on=True) for number in range(2)}
+    observed = {number: Sampling(get_accumulation("h100"), on=True) for number in range(2)}
     probes = {}
     for key, sampling in observed.items():
         number = sampling.take_number()

@@ -10,7 +10,7 @@ from quaver.kernels import cpu
 from quaver.kernels.operands import Operand
 from quaver.linear.quantize import Quantizer
 from quaver.numerics import statistics
-from quaver.numerics.extras import CONFIGS, HISTOGRAM_ROWS, RECIPES, describe_extras, extras_of, what_if
+from quaver.numerics.extras import CONFIGS, HISTOGRAM_ROWS, RECIPES, compute_extras, describe_extras, what_if
 from quaver.numerics.record import decode_counts
 from quaver.numerics.statistics import SlotIndex, finish, merge, new_slots, observe_matrix, sqnr_db
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
@@ -163,7 +163,7 @@ def test_histograms_count_powers_of_two(recipe, column):
     hp = hostile(2 * HISTOGRAM_ROWS, 64, torch.bfloat16)
     made = operand_of(hp, recipe, "input", column)
     codes, dequant, layout, *_ = made
-    histogram = describe_extras(extras_of(hp, made, "input", "row")[None].numpy())["histogram"]
+    histogram = describe_extras(compute_extras(hp, made, "input", "row")[None].numpy())["histogram"]
     height, width = layout.block(hp.shape)
     rows, columns = torch.arange(hp.shape[0]) // height, torch.arange(hp.shape[1]) // width
     scale = dequant.reshape(rows[-1] + 1, -1)[rows][:, columns]

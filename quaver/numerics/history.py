@@ -1,4 +1,4 @@
-"""One sample of a record as rules read it: the statistics of each tensor, beside those of earlier samples."""
+"""The samples of a record as rules read them: the statistics of each tensor, now and in earlier samples."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 from quaver.numerics.matmul_sums import Sums
 
 MEMORY = 16
-"""Earlier samples of each tensor that rules can look at."""
+"""How many earlier samples of each tensor rules can see."""
 
 ORDER = ("weight", "input", "output", "grad_output", "grad_input", "grad_weight")
-"""The operands and results of a layer, in the order in which a step has them."""
+"""The operands and results of a layer, in the order in which a step computes them."""
 
 
 class TensorKey(NamedTuple):
-    """Identifies a tensor of a model in all samples; `cast` is "row", "column", "both" or "result"."""
+    """Identifies a tensor in all samples; `cast` is "row", "column", "both" or "result"."""
 
     layer: str
     operand: str
@@ -28,12 +28,13 @@ class TensorKey(NamedTuple):
 
 
 ROLLOUT = TensorKey("rollout", "output", "result")
-"""Stands for the log probabilities of a rollout beside the trainer's, which have no statistics of a tensor."""
+"""Stands for the mismatch between rollout and trainer, which belongs to no tensor."""
 
 
-def order_of(layer: int, operand: str) -> tuple[int, int, int]:
-    """When a step computes an operand of a layer, by its place in the forward: weights come first, which the step
-    finds; then the forward, then the backward.
+def step_order(layer: int, operand: str) -> tuple[int, int, int]:
+    """Return a sort key for when a step computes an operand: weights first, then the forward, then the backward.
+
+    `layer` is the index of the layer in the forward.
     """
     place = ORDER.index(operand)
     stage = 0 if place == 0 else 1 if place < 3 else 2
@@ -42,15 +43,15 @@ def order_of(layer: int, operand: str) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """The statistics of one tensor at one step, as docs/monitor.md names them. None: it has none."""
+    """The statistics of one tensor at one step, by the names of docs/monitor.md; None where one does not apply."""
 
     key: TensorKey
     position: int
-    """In the list of tensors."""
+    """The index in the list of tensors."""
     layer: int
-    """In the list of layers, which is the order of the forward."""
+    """The index in the list of layers, which is in the order of the forward."""
     about: Mapping[str, Any]
-    """The entry of the header."""
+    """The tensor's entry in the header."""
     step: int
     values: Mapping[str, float | None]
 
@@ -65,93 +66,93 @@ class TensorStatistics:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """When a step computes it."""
-        return order_of(self.layer, self.key.operand)
+        """The tensor's place in a step; see `step_order`."""
+        return step_order(self.layer, self.key.operand)
 
     @cached_property
     def peers(self) -> tuple[str, str, str]:
-        """The same for the tensors with the same part in other blocks."""
+        """A key that the same tensors of other blocks share."""
         return re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", self.key.layer), self.key.operand, self.key.cast
 
     def log2(self, statistic: str) -> float | None:
-        """The logarithm of a positive finite statistic; None for any other."""
+        """Return the logarithm of a statistic, or None if it is not positive and finite."""
         value = self.values.get(statistic)
         return math.log2(value) if value is not None and 0 < value < math.inf else None
 
 
 @dataclass
 class Sample:
-    """The tensors of one step, and what came before them."""
+    """The tensors of one step, with their earlier samples."""
 
     step: int
-    seen: list[TensorStatistics]
+    tensors: list[TensorStatistics]
     past: Mapping[TensorKey, Sequence[TensorStatistics]]
-    """Earlier samples of each tensor, oldest first, `MEMORY` at most."""
+    """Up to `MEMORY` earlier samples of each tensor, oldest first."""
     recipes: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
-    """The SQNR that each position would have under other recipes, where that was tried."""
+    """The SQNR of each position under other recipes, if it was computed."""
     sums: Mapping[int, Sums] = field(default_factory=dict)
-    """By position of a result, what the sums of a GPU would lose, where that was computed."""
+    """The errors of a GPU's sums by the position of a result, if they were computed."""
     ranks: Mapping[int, int] = field(default_factory=dict)
-    """By position, a rank whose weight is another than that of its replicas."""
+    """The rank whose weight differs from its replicas, by position."""
 
     @cached_property
     def by_peers(self) -> dict[tuple[str, str, str], list[TensorStatistics]]:
-        found = defaultdict(list)
-        for each in self.seen:
-            found[each.peers].append(each)
-        return dict(found)
+        groups = defaultdict(list)
+        for tensor in self.tensors:
+            groups[tensor.peers].append(tensor)
+        return dict(groups)
 
     @cached_property
     def by_layer(self) -> dict[str, dict[str, list[TensorStatistics]]]:
-        found: dict[str, dict[str, list[TensorStatistics]]] = defaultdict(lambda: defaultdict(list))
-        for each in self.seen:
-            found[each.key.layer][each.key.operand].append(each)
-        return {layer: dict(operands) for layer, operands in found.items()}
+        layers: dict[str, dict[str, list[TensorStatistics]]] = defaultdict(lambda: defaultdict(list))
+        for tensor in self.tensors:
+            layers[tensor.key.layer][tensor.key.operand].append(tensor)
+        return {layer: dict(operands) for layer, operands in layers.items()}
 
     def before(self, now: TensorStatistics) -> Sequence[TensorStatistics]:
         return list(self.past.get(now.key, ()))
 
 
 class History:
-    """Reads samples one after the other, and remembers the last ones of each tensor."""
+    """Reads the samples of a record in order, and keeps the last ones of each tensor."""
 
     def __init__(self) -> None:
         self._past: dict[TensorKey, deque[TensorStatistics]] = defaultdict(lambda: deque(maxlen=MEMORY))
         self._last: Sample | None = None
 
     def read(self, header: Mapping[str, Any], sample: Mapping[str, Any]) -> Sample:
-        """The next sample of a record, with the header that it stands below."""
-        for each in self._last.seen if self._last else ():
-            self._past[each.key].append(each)
+        """Read the next sample of a record. `header` is the last header before it."""
+        for tensor in self._last.tensors if self._last else ():
+            self._past[tensor.key].append(tensor)
         positions = sample.get("tensors") or range(len(header["tensors"]))
         names = [name for name in header["statistics"] if sample.get(name) is not None]
-        layers = {
-            layer: index for index, layer in enumerate(dict.fromkeys(each["layer"] for each in header["tensors"]))
-        }
-        seen = []
+        layers = {layer: i for i, layer in enumerate(dict.fromkeys(about["layer"] for about in header["tensors"]))}
+        tensors = []
         for index, position in enumerate(positions):
             about = header["tensors"][position]
-            values = {name: number(sample[name][index]) for name in names}
+            values = {name: parse_number(sample[name][index]) for name in names}
             key = TensorKey(about["layer"], about["operand"], about["cast"])
             if any(value is not None for value in values.values()):
-                seen.append(TensorStatistics(key, position, layers[key.layer], about, int(sample["step"]), values))
+                tensors.append(TensorStatistics(key, position, layers[key.layer], about, int(sample["step"]), values))
         if sample.get("mismatch"):
-            of_rollout = {name: number(value) for name, value in sample["mismatch"].items()}
-            seen.append(TensorStatistics(ROLLOUT, -1, len(layers), {}, int(sample["step"]), of_rollout))
+            figures = {name: parse_number(value) for name, value in sample["mismatch"].items()}
+            tensors.append(TensorStatistics(ROLLOUT, -1, len(layers), {}, int(sample["step"]), figures))
         recipes = {
-            recipe: dict(zip(positions, map(number, values), strict=True))
+            recipe: dict(zip(positions, map(parse_number, values), strict=True))
             for recipe, values in (sample.get("whatif") or {}).items()
         }
         by_position = {
-            recipe: [found.get(position) for position in range(len(header["tensors"]))]
-            for recipe, found in recipes.items()
+            recipe: [values.get(position) for position in range(len(header["tensors"]))]
+            for recipe, values in recipes.items()
         }
         ranks = {int(position): int(rank) for position, rank in (sample.get("disagree") or {}).items()}
-        self._last = Sample(int(sample["step"]), seen, self._past, by_position, _sums(sample, positions), ranks)
+        self._last = Sample(
+            int(sample["step"]), tensors, self._past, by_position, _parse_sums(sample, positions), ranks
+        )
         return self._last
 
 
-def _sums(sample: Mapping[str, Any], positions: Iterable[int]) -> dict[int, Sums]:
+def _parse_sums(sample: Mapping[str, Any], positions: Iterable[int]) -> dict[int, Sums]:
     columns = [(sample.get("sums") or {}).get(name) for name in Sums._fields]
     if None in columns:
         return {}
@@ -159,6 +160,6 @@ def _sums(sample: Mapping[str, Any], positions: Iterable[int]) -> dict[int, Sums
     return {position: Sums(*map(float, values)) for position, values in rows if None not in values}
 
 
-def number(value: Any) -> float | None:
-    """A number of a record, whose NaN and infinities are strings."""
+def parse_number(value: Any) -> float | None:
+    """Parse a number of a record, in which NaN and infinities are strings."""
     return None if value is None else float(value)
