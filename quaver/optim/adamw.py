@@ -1,10 +1,10 @@
-"""AdamW with moments in float8: `Float8AdamW`, used as torch.optim.AdamW is.
+"""AdamW with moments in float8: `Float8AdamW`, a drop-in for torch.optim.AdamW.
 
     optimizer = Float8AdamW(float32_embeddings(model), lr=3e-4, weight_decay=0.1)
 
-A moment has one byte per element and a float32 per 256 of them. Blocks and random bits are those of the whole
-parameter, so states are the same to the bit on any number of ranks, and can be saved, loaded and resharded as those of
-torch.optim.AdamW can. docs/design/0014-optimizer-states.md says why it is made so.
+A moment takes one byte per element and a float32 scale per block of 256 elements. Blocks and random bits follow from
+the position in the whole parameter, so states are bit-identical on any number of ranks. They can be saved, loaded and
+resharded like the states of torch.optim.AdamW. docs/design/0014-optimizer-states.md gives the reasons for this design.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.optim.base import Float8Optimizer, Stepped, gradient_here
-from quaver.optim.blocks import grid_of
+from quaver.optim.base import Float8Optimizer, Stepped, get_local_gradient
+from quaver.optim.blocks import make_grid
 from quaver.optim.buckets import Update, run_cut_updates, run_updates
 from quaver.optim.options import check_common, check_storages
-from quaver.optim.state import blocks_of, scales_of_rows, shares_blocks
+from quaver.optim.state import get_blocks, get_row_scales, shares_blocks
 from quaver.optim.update import Scalars
 from quaver.torch_private.dtensor import local_tensor
 
@@ -28,10 +28,10 @@ from quaver.torch_private.dtensor import local_tensor
 class Float8AdamW(Float8Optimizer):
     """AdamW (decoupled weight decay) whose moments are stored in float8 and rounded stochastically.
 
-    Parameters with fewer than 4096 elements or fewer than two dims (norms, biases) have moments in float32; an
-    optimizer cannot tell an embedding from another matrix, so `float32_embeddings(model)` names those. All arithmetic
-    is float32. A block of 256 elements whose gradient is not finite stays as it is, with its parameters, and is counted
-    in `skipped_blocks`.
+    Parameters with fewer than 4096 elements or fewer than two dims (norms, biases) have moments in float32. An
+    optimizer cannot recognize embeddings; use `float32_embeddings(model)` to give them float32 moments. All arithmetic
+    is float32. A step skips each block of 256 elements whose gradient is not finite: its parameters and moments do not
+    change, and `skipped_blocks` counts it.
     """
 
     torch_optimizer = torch.optim.AdamW
@@ -51,18 +51,18 @@ class Float8AdamW(Float8Optimizer):
         seed: int = 0,
         compile: bool = False,
     ) -> None:
-        """Args are AdamW's and those below, all but `compile` also as options of a param group.
+        """Take AdamW's arguments and the following. All but `compile` may also be options of a param group.
 
         Args:
             params: parameters, named parameters or param groups, in float32 or bfloat16.
-            exp_avg, exp_avg_sq: how the moments are stored: float8, bfloat16 (rounded stochastically) or float32. With
-                `exp_avg` in float8 `exp_avg_sq` is, too: see `_check_pair`.
-            masters: of bfloat16 parameters: "bfloat16" rounds the parameters themselves stochastically, "float32"
-                keeps a copy that is updated instead.
-            seed: of the random bits, 0 to 2^63 - 1; the same on all ranks.
-            compile: compile the arithmetic, once for all parameters, where the C extension does not do it.
+            exp_avg, exp_avg_sq: how the moments are stored: float8, bfloat16 (rounded stochastically) or float32. If
+                `exp_avg` is float8, `exp_avg_sq` must be float8; see `_check_pair`.
+            masters: for bfloat16 parameters: "bfloat16" updates and stochastically rounds the parameters, "float32"
+                updates a float32 copy of them.
+            seed: the seed of the random bits, 0 to 2^63 - 1; the same on all ranks.
+            compile: compile the arithmetic once for all parameters, unless the C extension does it.
         Raises:
-            ValueError: an option out of its range, or a parameter of another dtype.
+            ValueError: an option is out of range, or a parameter has another dtype.
         """
         options = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "masters": masters, "seed": seed}
         self.compile = compile
@@ -70,15 +70,15 @@ class Float8AdamW(Float8Optimizer):
 
     @property
     def skipped_blocks(self) -> int:
-        """How many blocks of 256 elements this rank has left as they were so far; waits for a GPU."""
+        """How many blocks of 256 elements this rank has skipped so far. Synchronizes with a GPU."""
         return self._skips
 
     def adamw_state_dict(self) -> dict[str, Any]:
-        """The state as torch.optim.AdamW's: moments in float32, 8 bytes per parameter more."""
+        """Return a state dict for torch.optim.AdamW. Its float32 moments take 8 bytes per parameter."""
         return self._torch_state_dict()
 
     def load_adamw_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of torch.optim.AdamW, whose moments are rounded; this optimizer's own options stay.
+        """Load a state dict of torch.optim.AdamW and round its moments. Options that AdamW lacks do not change.
 
         Raises:
             ValueError: a moment is missing or has another shape than its parameter.
@@ -99,30 +99,30 @@ class Float8AdamW(Float8Optimizer):
             _check_pair(group)
 
     def _step_group(self, group: dict[str, Any], stepped: Sequence[Stepped]) -> None:
-        alike: dict[int, list[Update]] = defaultdict(list)
+        uncut: dict[int, list[Update]] = defaultdict(list)
         cut: dict[int, list[tuple[Tensor, Update, list[Tensor | None]]]] = defaultdict(list)
         copies: list[tuple[Tensor, Tensor]] = []
         for parameter, step, key in stepped:
-            update = self._update_of(parameter, group, key, copies)
+            update = self._make_update(parameter, group, key, copies)
             if shares_blocks(parameter, group):
-                cut[step].append((parameter, update, scales_of_rows(parameter, self.state[parameter], group)))
+                cut[step].append((parameter, update, get_row_scales(parameter, self.state[parameter], group)))
             elif update.grad.numel():
-                alike[step].append(update)
-        for step, updates in alike.items():
-            run_updates(updates, Scalars.of(group, step), self._counter, self.compile)
+                uncut[step].append(update)
+        for step, updates in uncut.items():
+            run_updates(updates, Scalars.from_group(group, step), self._counter, self.compile)
         for step, shared in cut.items():
-            run_cut_updates(shared, Scalars.of(group, step), self._counter)
+            run_cut_updates(shared, Scalars.from_group(group, step), self._counter)
         for target, source in copies:
             target.copy_(source)
 
-    def _update_of(
+    def _make_update(
         self, parameter: Tensor, group: dict[str, Any], key: int, copies: list[tuple[Tensor, Tensor]]
     ) -> Update:
-        """The update of one parameter. Appends to `copies` the (to, from) pairs to copy after the kernel."""
-        grad = gradient_here(parameter)
-        grid = grid_of(parameter)
+        """Make the update of one parameter. Appends to `copies` the (target, source) pairs to copy after the kernel."""
+        grad = get_local_gradient(parameter)
+        grid = make_grid(parameter)
         state = self.state[parameter]
-        blocks = blocks_of(parameter, state, group)
+        blocks = get_blocks(parameter, state, group)
         if not blocks.param.is_contiguous():
             blocks = blocks._replace(param=blocks.param.contiguous())
         target = local_tensor(parameter).detach()
@@ -135,11 +135,12 @@ class Float8AdamW(Float8Optimizer):
 
 
 def _check_pair(group: dict[str, Any]) -> None:
-    """Raise ValueError for a mean in float8 beside a second moment that is stored more exactly.
+    """Raise ValueError for a float8 mean with a second moment in higher precision.
 
-    A spike in a block makes the steps of the block's codes coarse. A mean between two codes is rounded up now and then,
-    by far more than its own size. The root of the second moment, rounded alike and never to 0, keeps such a step below
-    2.5 times the rate; an exact one, as small as the element's own gradients, let it become 4,550 times.
+    A spike in a block makes the block's codes coarse. Stochastic rounding then sometimes rounds a small mean up, to
+    many times its size. The root of the second moment in float8 is as coarse and never rounds to 0, which keeps such a
+    step below 2.5 times the learning rate. With an exact root, as small as the element's gradients, a step reached
+    4,550 times the learning rate.
     """
     if group["exp_avg"] == "float8" and group["exp_avg_sq"] != "float8":
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Base class of optimizers with states in float8: the walk over parameters, state dicts, conversion from torch's.
+"""Base class of optimizers with float8 states: the loop over parameters, state dicts and conversion from torch's.
 
-A subclass names torch's optimizer and checks and steps a param group. docs/design/0014-optimizer-states.md says why
-states are loaded past torch's casts.
+A subclass names the optimizer of torch that it replaces, checks a param group and steps it. Loading bypasses the casts
+of torch.optim.Optimizer; docs/design/0014-optimizer-states.md says why.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from quaver.optim.blocks import obstacle_of
-from quaver.optim.groups import with_own_options
+from quaver.optim.blocks import find_obstacle
+from quaver.optim.groups import fill_options
 from quaver.optim.options import check_same_algorithm
 from quaver.optim.rounding import step_key
-from quaver.optim.state import is_small, layout_of, new_state, read_moments, write_moments
+from quaver.optim.state import get_layout, is_small, make_state, read_moments, write_moments
 from quaver.runtime.devices import is_capturing
 from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.dispatch import fake_mode_is_on
@@ -34,14 +34,14 @@ from quaver.torch_private.optimizer import loading
 logger = logging.getLogger(__name__)
 
 _LARGE_VECTOR = 1 << 16
-"""Elements of a vector whose moments would be worth storing in float8: more than a norm or a bias has."""
+"""Elements from which float8 moments of a vector would save memory; more than norms and biases have."""
 
 STATE_VERSION = 1
 """Version of the state's names, shapes and random bits; every param group carries it."""
 
 
 class Stepped(NamedTuple):
-    """A parameter with a gradient, the number of its step from 1, and the key of its random bits."""
+    """A parameter with a gradient, the number of its step, from 1, and the key of its random bits."""
 
     parameter: Tensor
     step: int
@@ -52,11 +52,11 @@ class Float8Optimizer(Optimizer):
     """An optimizer whose moments are stored in float8, bfloat16 or float32 and rounded stochastically."""
 
     torch_optimizer: ClassVar[type[Any]]
-    """Whose state dicts are converted; options that it has not are this optimizer's own."""
+    """The optimizer of torch whose state dicts are converted. Options that it lacks are this optimizer's own."""
     skipped_things: ClassVar[str]
-    """The noun, for messages, of the parts of a step that are skipped where their gradients are not finite."""
+    """The noun, in messages, for the parts of a step that are skipped because gradients are not finite."""
     parameter_names: Mapping[int, str] = MappingProxyType({})
-    """By the id of a parameter, for what is logged; `name_parameters` sets it."""
+    """The names of parameters in the log, by id; `name_parameters` sets them."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._skipped: dict[torch.device, Tensor] = {}
@@ -64,15 +64,15 @@ class Float8Optimizer(Optimizer):
         super().__init__(params, {**defaults, "state_version": STATE_VERSION})
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for options or parameters that cannot be."""
+        """Raise ValueError for invalid options or parameters."""
         raise NotImplementedError
 
     def _step_group(self, group: dict[str, Any], stepped: Sequence[Stepped]) -> None:
-        """Make a step of parameters of a group, whose states exist."""
+        """Make a step of the parameters of a group. Their states exist."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters. Raises what the constructor raises."""
+        """Add parameters. Raises the same errors as the constructor."""
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -87,7 +87,7 @@ class Float8Optimizer(Optimizer):
         """Make one step of all parameters that have gradients.
 
         Raises:
-            ValueError: a gradient that is sparse or has another layout than its parameter; nothing is changed.
+            ValueError: a gradient is sparse or has other placements than its parameter. No parameter changes.
             RuntimeError: a CUDA graph is being captured.
         """
         _check_no_capture(type(self).__name__)
@@ -97,7 +97,7 @@ class Float8Optimizer(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
-                check_gradient(parameter)  # of all, before a step is counted
+                check_gradient(parameter)  # before any step is counted
         position = 0
         for group in self.param_groups:
             stepped = []
@@ -107,21 +107,21 @@ class Float8Optimizer(Optimizer):
                     stepped.append(Stepped(parameter, step, step_key(group["seed"], step, position)))
                 position += 1
             self._step_group(group, stepped)
-            for each in stepped:
-                _write_to_empty_part(each.parameter)
+            for parameter, _, _ in stepped:
+                _write_to_empty_shard(parameter)
         self._report_skipped()
         return loss
 
     def name_parameters(self, model: nn.Module) -> None:
-        """Call parameters in the log by their names in `model`. State dicts stay without names, as AdamW's."""
+        """Name parameters in the log as in `model`. State dicts have no names, like AdamW's."""
         self.parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def _advance(self, parameter: Tensor, group: dict[str, Any]) -> int:
-        """The number of the step that begins, and the parameter's state if it is the first."""
+        """Count a step of a parameter and return its number. The first step creates the parameter's state."""
         if not self.state[parameter]:
             if _wants_float8(parameter, group):
-                _tell_of_float32(self.parameter_names.get(id(parameter), "a parameter"), parameter)
-            self.state[parameter].update(new_state(parameter, group))
+                _warn_of_float32(self.parameter_names.get(id(parameter), "a parameter"), parameter)
+            self.state[parameter].update(make_state(parameter, group))
         self.state[parameter]["step"] += 1
         return int(self.state[parameter]["step"].item())
 
@@ -135,7 +135,7 @@ class Float8Optimizer(Optimizer):
         return sum(int(count) for count in self._skipped.values())
 
     def _report_skipped(self) -> None:
-        """Say how many were left as they were; of a GPU only the counter does, because it waits."""
+        """Log how many parts this step skipped. On a GPU only the counter says so, because reading it synchronizes."""
         counter = self._skipped.get(torch.device("cpu"))
         if counter is None or fake_mode_is_on() or int(counter) == self._warned:
             return
@@ -149,13 +149,13 @@ class Float8Optimizer(Optimizer):
     # ---- state dicts -------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of such an optimizer, tensors as they are; or of torch's, whose moments are rounded.
+        """Load a state dict of this optimizer bit-exactly, or one of torch's optimizer with its moments rounded.
 
-        A run that resumes with a float8 optimizer in place of torch's loads the states that it finds so; a log says it.
+        A run that used torch's optimizer may resume with this one. A warning says that moments were rounded.
 
         Raises:
-            ValueError: another version or another optimizer's, or a tensor of another shape or dtype; nothing is
-                changed.
+            ValueError: the state dict has another version or belongs to another optimizer, or a tensor has another
+                shape or dtype. Nothing changes.
         """
         with loading(self, state_dict) as state_dict:
             self._load(state_dict)
@@ -170,18 +170,18 @@ class Float8Optimizer(Optimizer):
             self._load_torch_state_dict(state_dict)
             logger.warning("the moments of a state dict of torch.optim.%s were rounded to this optimizer's", theirs)
             return
-        groups = with_own_options(state_dict["param_groups"], self.param_groups)
+        groups = fill_options(state_dict["param_groups"], self.param_groups)
         self._check_options(groups)
-        own, got = ([len(group["params"]) for group in each] for each in (self.param_groups, groups))
-        if own != got:
-            raise ValueError(f"expected a state dict with param groups of {own} parameters, got {got}")
+        own, loaded_counts = ([len(group["params"]) for group in sides] for sides in (self.param_groups, groups))
+        if own != loaded_counts:
+            raise ValueError(f"expected a state dict with param groups of {own} parameters, got {loaded_counts}")
         state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         loaded = []
         for mine, group in zip(self.param_groups, groups, strict=True):
             for parameter, index in zip(mine["params"], group["params"], strict=True):
                 if state_dict["state"].get(index):  # torch.distributed.checkpoint has {} for a parameter without state
                     _check_state(parameter, state_dict["state"][index], group)
-                    state[parameter] = _moved(state_dict["state"][index], parameter.device)
+                    state[parameter] = _move(state_dict["state"][index], parameter.device)
             names = {name: mine[name] for name in ("param_names",) if name in mine}
             loaded.append({**names, **copy.deepcopy(group), "params": mine["params"]})
         self.__setstate__({"state": state, "param_groups": loaded})
@@ -199,9 +199,9 @@ class Float8Optimizer(Optimizer):
                 raise ValueError(f"expected a state dict of {name}, got one without {', '.join(missing)}")
 
     def _torch_state_dict(self) -> dict[str, Any]:
-        """The state as torch's optimizer's, moments in float32."""
+        """Return a state dict for torch's optimizer, with moments in float32."""
         packed = super().state_dict()
-        parameters = self._parameters(packed)
+        parameters = self._number_parameters(packed)
         state = {}
         for index in packed["state"]:
             parameter, group = parameters[index]
@@ -220,10 +220,10 @@ class Float8Optimizer(Optimizer):
 
     @torch.no_grad()
     def _load_torch_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of torch's optimizer, whose moments are rounded; this optimizer's own options stay.
+        """Load a state dict of torch's optimizer and round its moments. Options that it lacks do not change.
 
         Raises:
-            ValueError: another algorithm, or a moment is missing or has another shape than its parameter.
+            ValueError: the algorithm differs, or a moment is missing or has another shape than its parameter.
         """
         theirs = self.torch_optimizer.__name__
         if [len(group["params"]) for group in self.param_groups] != [
@@ -237,14 +237,14 @@ class Float8Optimizer(Optimizer):
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, index in zip(group["params"], loaded["params"], strict=True):
                 if state_dict["state"].get(index):
-                    states[parameter] = _converted(parameter, group, state_dict["state"][index], position)
+                    states[parameter] = _convert_state(parameter, group, state_dict["state"][index], position)
                 position += 1
         self.state.update(states)
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: loaded[name] for name in shared if name in loaded})
 
-    def _parameters(self, packed: dict[str, Any]) -> dict[int, tuple[Tensor, dict[str, Any]]]:
-        """Parameters and their groups by their numbers in a state dict."""
+    def _number_parameters(self, packed: dict[str, Any]) -> dict[int, tuple[Tensor, dict[str, Any]]]:
+        """Return each parameter and its group by the parameter's number in a state dict."""
         return {
             index: (parameter, group)
             for group, numbers in zip(self.param_groups, packed["param_groups"], strict=True)
@@ -263,27 +263,27 @@ def _check_no_capture(name: str) -> None:
         )
 
 
-def _write_to_empty_part(parameter: Tensor) -> None:
-    """Write to a parameter of which this rank has no element, as the step does on the ranks that have some.
+def _write_to_empty_shard(parameter: Tensor) -> None:
+    """Write to a parameter whose shard is empty on this rank, as the step does on the other ranks.
 
-    What follows a write is the same on every rank then: see [Note: when scales are dropped] in fsdp/gathered.py.
+    Writes have effects that must be the same on all ranks; see [Note: when scales are dropped] in fsdp/gathered.py.
     """
     local = local_tensor(parameter).detach()
     if not local.numel():
         local.zero_()
 
 
-def gradient_here(parameter: Tensor) -> Tensor:
-    """This rank's part of the gradient, plain and contiguous."""
+def get_local_gradient(parameter: Tensor) -> Tensor:
+    """Return this rank's shard of the gradient as a plain contiguous tensor."""
     return waited_local_tensor(typing.cast(Tensor, parameter.grad)).detach().contiguous()
 
 
 def check_gradient(parameter: Tensor) -> None:
-    """Raise ValueError for a gradient that is sparse or placed unlike its parameter."""
+    """Raise ValueError for a gradient that is sparse or has other placements than its parameter."""
     grad = parameter.grad
     if grad is None:
         return
-    placements = [each.placements if isinstance(each, DTensor) else None for each in (parameter, grad)]
+    placements = [tensor.placements if isinstance(tensor, DTensor) else None for tensor in (parameter, grad)]
     if grad.is_sparse or placements[0] != placements[1]:
         raise ValueError(
             f"expected a dense gradient with its parameter's placements {placements[0]}, got {grad.layout} with "
@@ -292,57 +292,59 @@ def check_gradient(parameter: Tensor) -> None:
 
 
 def _check_state(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    expected = layout_of(parameter, group).tensors
+    expected = get_layout(parameter, group).tensors
     for name, (shape, dtype) in expected.items():
-        got = state.get(name)
-        if not isinstance(got, Tensor) or tuple(got.shape) != shape or got.dtype != dtype:
-            found = f"{got.dtype} {list(got.shape)}" if isinstance(got, Tensor) else f"only {sorted(state)}"
+        value = state.get(name)
+        if not isinstance(value, Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
+            got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else f"only {sorted(state)}"
             raise ValueError(
-                f"state of a parameter {list(parameter.shape)}: expected {name} in {dtype} {list(shape)}, got {found}; "
+                f"state of a parameter {list(parameter.shape)}: expected {name} in {dtype} {list(shape)}, got {got}; "
                 "make the optimizer with the options and the parameters that saved it"
             )
 
 
-def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """A loaded state on a parameter's device, in its own dtypes: torch would cast them to the parameter's."""
+def _move(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Move a loaded state to the parameter's device. Its dtypes stay; torch would cast them to the parameter's."""
     moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in state.items()}
-    # The optimizer that was saved may go on counting in its own.
+    # The saved optimizer may keep counting in the tensor of its state dict.
     return {**moved, "step": state["step"].to("cpu", copy=True)}
 
 
 def _wants_float8(parameter: Tensor, group: dict[str, Any]) -> bool:
-    return "float8" in [group[moment] for moment in layout_of(parameter, group).moments]
+    return "float8" in [group[moment] for moment in get_layout(parameter, group).moments]
 
 
-def _tell_of_float32(name: str, parameter: Tensor) -> None:
-    """Say why moments that were wanted in float8 are float32, unless that saves little."""
+def _warn_of_float32(name: str, parameter: Tensor) -> None:
+    """Say why requested float8 moments are float32, unless float8 would save little."""
     if parameter.dim() < 2 and parameter.numel() >= _LARGE_VECTOR:
         say_once(
             "float32 moments of flat parameters",
             f"moments of {name} {list(parameter.shape)} stay in float32, 4 bytes per element each, because it is no "
             "matrix; FSDP1 flattens parameters: use fully_shard (FSDP2)",
         )
-    elif not is_small(parameter) and (obstacle := obstacle_of(parameter)):
+    elif not is_small(parameter) and (obstacle := find_obstacle(parameter)):
         if dist.is_initialized() and dist.get_rank():
-            return  # all ranks find the same
+            return  # the first rank says it for all
         logger.warning("moments of %s %s are float32: %s", name, list(parameter.shape), obstacle)
 
 
-def _converted(parameter: Tensor, group: dict[str, Any], theirs: dict[str, Any], position: int) -> dict[str, Tensor]:
-    """The state of a parameter from that of torch's optimizer; Muon's has no step."""
-    for name in layout_of(parameter, group).moments:
+def _convert_state(
+    parameter: Tensor, group: dict[str, Any], theirs: dict[str, Any], position: int
+) -> dict[str, Tensor]:
+    """Convert a parameter's state from torch's optimizer. torch's Muon counts no steps."""
+    for name in get_layout(parameter, group).moments:
         _check_moment(parameter, name, theirs.get(name))
-    state = new_state(parameter, group)
+    state = make_state(parameter, group)
     state["step"].fill_(float(theirs.get("step", 0)))
     write_moments(parameter, state, group, theirs, step_key(group["seed"], int(state["step"]), position))
     return state
 
 
-def _check_moment(parameter: Tensor, name: str, got: Any) -> None:
+def _check_moment(parameter: Tensor, name: str, moment: Any) -> None:
     if (
-        not isinstance(got, Tensor)
-        or got.shape != parameter.shape
-        or isinstance(got, DTensor) != isinstance(parameter, DTensor)
+        not isinstance(moment, Tensor)
+        or moment.shape != parameter.shape
+        or isinstance(moment, DTensor) != isinstance(parameter, DTensor)
     ):
-        found = f"{type(got).__name__} {list(got.shape)}" if isinstance(got, Tensor) else "none"
-        raise ValueError(f"{name}: expected a {type(parameter).__name__} {list(parameter.shape)}, got {found}")
+        got = f"{type(moment).__name__} {list(moment.shape)}" if isinstance(moment, Tensor) else "none"
+        raise ValueError(f"{name}: expected a {type(parameter).__name__} {list(parameter.shape)}, got {got}")

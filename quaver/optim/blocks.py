@@ -1,11 +1,13 @@
-"""Where the blocks of a parameter lie, in coordinates of the whole parameter, whatever part of it this rank holds.
+"""Divides a parameter into blocks. Blocks are numbered in the whole parameter, also on a rank that has a shard of it.
 
-A parameter [D0, ..., Dn] is a matrix of rows. A row is the shortest run of trailing dims with 256 elements or more,
-but never the first dim of several: a linear's rows are [in_features], those of experts [E, N, K] are [K], those of a
-convolution [out, in, 3, 3] are [in, 3, 3]. Blocks have 256 elements of one row; the last of a row may be shorter. So a
-shard of whole rows (FSDP2, a column-parallel linear, experts over ranks) has whole blocks, and its scales are a shard
-of the scales of the parameter. So has a shard of columns, if it is cut between blocks. The ranks that share blocks (a
-row-parallel linear) agree on their amaxes in each step (cut_blocks.py), and each has the scales of whole rows.
+A parameter [D0, ..., Dn] is viewed as a matrix of rows. A row is the shortest run of trailing dims with 256 elements or
+more, and does not include the first dim unless it is the only one. The rows of a linear are [in_features], the rows of
+experts [E, N, K] are [K], the rows of a convolution [out, in, 3, 3] are [in, 3, 3]. A block has 256 elements of one
+row; the last block of a row may be shorter.
+
+A shard of whole rows (FSDP2, a column-parallel linear, experts over ranks) therefore has whole blocks, and its scales
+are a shard of the parameter's scales. The same holds for a shard of columns that is cut between blocks. Ranks that
+share blocks (a row-parallel linear) agree on their amaxes in each step (cut_blocks.py) and store scales of whole rows.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from quaver.torch_private.dtensor import local_shape_and_offset
 
 
 class BlockGrid(NamedTuple):
-    """The part of a parameter that this rank holds, [rows, columns] as a matrix, and its blocks.
+    """This rank's shard of a parameter as a matrix [rows, columns], and its blocks.
 
     Row r begins at element `lane` of block number `first + r // inner * outer + r % inner * row_blocks` of the whole
     parameter.
@@ -41,22 +43,22 @@ class BlockGrid(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Blocks in a row of this part."""
-        return blocks_in(self.lane + self.columns) if self.columns else 0
+        """Blocks in a row of the shard."""
+        return count_blocks(self.lane + self.columns) if self.columns else 0
 
     @property
     def first_of_row(self) -> int:
-        """The first of them among the blocks of a row of the whole parameter."""
+        """The index of the shard's first block in a row of the whole parameter."""
         return self.first % self.row_blocks
 
 
-def blocks_in(columns: int) -> int:
-    """How many blocks have so many elements."""
+def count_blocks(columns: int) -> int:
+    """Return how many blocks `columns` elements of a row fill."""
     return -(-columns // BLOCK)
 
 
-def leading_dims(shape: Sequence[int]) -> int:
-    """How many dims count the rows of a parameter of this shape."""
+def count_leading_dims(shape: Sequence[int]) -> int:
+    """Count the leading dims of a shape that enumerate rows."""
     leading = len(shape) - 1
     while leading > 1 and prod(shape[leading:]) < BLOCK:
         leading -= 1
@@ -64,23 +66,23 @@ def leading_dims(shape: Sequence[int]) -> int:
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the scales of a whole parameter: its leading dims, and the blocks of a row."""
-    leading = leading_dims(shape)
-    return (*shape[:leading], blocks_in(prod(shape[leading:])))
+    """Return the shape of a whole parameter's scales: its leading dims and the blocks of a row."""
+    leading = count_leading_dims(shape)
+    return (*shape[:leading], count_blocks(prod(shape[leading:])))
 
 
-def _part_of(parameter: Tensor) -> tuple[Sequence[int], Sequence[int]]:
-    """The shape of this rank's part, and where it begins."""
+def _locate_shard(parameter: Tensor) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the shape of this rank's shard and its offset."""
     if isinstance(parameter, DTensor):
         return local_shape_and_offset(parameter)
     return parameter.shape, (0,) * parameter.dim()
 
 
-def grid_of(parameter: Tensor) -> BlockGrid:
-    """The grid of a plain parameter, or of this rank's part of a DTensor."""
-    shape, (local, offset) = tuple(parameter.shape), _part_of(parameter)
-    leading = leading_dims(shape)
-    row_blocks = blocks_in(prod(shape[leading:]))
+def make_grid(parameter: Tensor) -> BlockGrid:
+    """Make the grid of a plain parameter, or of this rank's shard of a DTensor."""
+    shape, (local, offset) = tuple(parameter.shape), _locate_shard(parameter)
+    leading = count_leading_dims(shape)
+    row_blocks = count_blocks(prod(shape[leading:]))
     rest = prod(shape[2:leading]) * row_blocks  # blocks of one index of the first two dims
     first = offset[0] * row_blocks if leading == 1 else 0
     inner, outer = max(prod(local[:leading]), 1), 0
@@ -99,8 +101,8 @@ def grid_of(parameter: Tensor) -> BlockGrid:
     )
 
 
-def _sharded_dims(parameter: Tensor) -> list[tuple[int, int]]:
-    """(axis, dim) for each mesh axis of several ranks that shards a dim; the same on all ranks."""
+def _list_sharded_dims(parameter: Tensor) -> list[tuple[int, int]]:
+    """List (axis, dim) for each mesh axis of several ranks that shards a dim. The same on all ranks."""
     if not isinstance(parameter, DTensor):
         return []
     mesh = parameter.device_mesh
@@ -108,18 +110,18 @@ def _sharded_dims(parameter: Tensor) -> list[tuple[int, int]]:
     return [(axis, dim) for axis, dim in dims if dim is not None and mesh.size(axis) > 1]
 
 
-def obstacle_of(parameter: Tensor) -> str:
-    """Why the parts of this parameter have no scales; "" if they have. All ranks say the same."""
-    leading = leading_dims(parameter.shape)
-    if any(2 <= dim < leading or dim > leading for _, dim in _sharded_dims(parameter)):
+def find_obstacle(parameter: Tensor) -> str:
+    """Return why shards of this parameter cannot have scales, or "" if they can. The same on all ranks."""
+    leading = count_leading_dims(parameter.shape)
+    if any(2 <= dim < leading or dim > leading for _, dim in _list_sharded_dims(parameter)):
         return "it is sharded in a dim that is neither one of the first two nor the first of its rows"
     return ""
 
 
-def cut_axes(parameter: Tensor) -> tuple[int, ...]:
-    """The axes of its mesh whose ranks share blocks: they cut rows, and not between blocks. The same on all ranks."""
-    leading = leading_dims(parameter.shape)
-    axes = tuple(axis for axis, dim in _sharded_dims(parameter) if dim == leading > 0)
+def find_cut_axes(parameter: Tensor) -> tuple[int, ...]:
+    """Find the mesh axes that cut rows within a block, so that their ranks share blocks. The same on all ranks."""
+    leading = count_leading_dims(parameter.shape)
+    axes = tuple(axis for axis, dim in _list_sharded_dims(parameter) if dim == leading > 0)
     if len(axes) == 1 and isinstance(parameter, DTensor):
         length = -(-parameter.shape[leading] // parameter.device_mesh.size(axes[0]))
         if length * prod(parameter.shape[leading + 1 :]) % BLOCK == 0:
@@ -128,7 +130,7 @@ def cut_axes(parameter: Tensor) -> tuple[int, ...]:
 
 
 def to_blocks(matrix: Tensor, grid: BlockGrid) -> Tensor:
-    """Rows [R, columns] as blocks [R * grid.blocks, 256], filled up with zeros."""
+    """Convert rows [R, columns] to blocks [R * grid.blocks, 256], padded with zeros."""
     if not grid.columns:
         return matrix.new_empty(0, BLOCK)
     right = grid.blocks * BLOCK - grid.lane - grid.columns
@@ -138,7 +140,7 @@ def to_blocks(matrix: Tensor, grid: BlockGrid) -> Tensor:
 
 
 def from_blocks(blocks: Tensor, grid: BlockGrid) -> Tensor:
-    """The rows [R, columns] of `to_blocks`, as a view."""
+    """Undo `to_blocks`: return a view of rows [R, columns]."""
     if not grid.columns:
         return blocks.new_empty(grid.rows, 0)
     return blocks.view(-1, grid.blocks * BLOCK)[:, grid.lane : grid.lane + grid.columns]
@@ -157,8 +159,8 @@ class RowRange(NamedTuple):
         return (self.end - self.begin) * self.grid.blocks
 
 
-def block_numbers(runs: Sequence[RowRange], device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each block of these runs, int32 [B]: its parameter's key, and its number in the whole parameter.
+def number_blocks(runs: Sequence[RowRange], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the parameter's key and the block's number for each block of these runs, int32 [B].
 
     The number of operations does not depend on the number of runs.
     """

@@ -1,10 +1,10 @@
-"""Runs `update_blocks` on many parameters at once, in buckets: operations grow with elements, not with parameters.
+"""Runs `update_blocks` on buckets of many parameters, so that the number of operations depends on elements only.
 
     gather      rows of parameters, gradients and moments -> one matrix of blocks each
     update      in PyTorch, or compiled once for all buckets
     scatter     one multi-tensor copy back
 
-On a CPU with the C extension a parameter is one call instead, which reads and writes each tensor once.
+On a CPU the C extension updates a parameter in one call instead, which reads and writes each tensor once.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from torch import Tensor
 
 from quaver.kernels import adamw as cpu_adamw
 from quaver.kernels.adamw import BLOCK
-from quaver.optim.blocks import BlockGrid, RowRange, block_numbers, from_blocks, to_blocks
-from quaver.optim.cut_blocks import CutPart, agree, store_scales
+from quaver.optim.blocks import BlockGrid, RowRange, from_blocks, number_blocks, to_blocks
+from quaver.optim.cut_blocks import CutPart, reduce_amaxes, store_scales
 from quaver.optim.rounding import block_keys
-from quaver.optim.update import ParameterBlocks, Scalars, largest_of, update_blocks
+from quaver.optim.update import ParameterBlocks, Scalars, compute_amaxes, update_blocks
 
 BUCKET = 1 << 22
-"""Elements that are updated at once, at most. In PyTorch they take about 60 bytes each meanwhile."""
+"""The most elements of a bucket. An update in PyTorch temporarily takes about 60 bytes per element."""
 
 SHARE = 4
-"""A bucket has at most one in so many of the elements, or the step of a small model would be its peak of memory."""
+"""A bucket has at most 1 / `SHARE` of all elements. Otherwise the step of a small model would be its memory peak."""
 
 
 class Update(NamedTuple):
-    """A parameter's part on this rank with what its step reads and writes, plain and contiguous, but for `tensors[0]`.
+    """The tensors that the step of a parameter's shard reads and writes.
 
-    That may be a subclass around the part, which is to see the write.
+    All are plain and contiguous, except that `tensors[0]` may be a subclass that must see the write.
     """
 
     tensors: ParameterBlocks
-    """Parameter (or master) and moments; the scales are float32 [rows, blocks of a row] or None."""
+    """The parameter or its master, and the moments. Scales are float32 [rows, blocks of a row] or None."""
     grad: Tensor
     grid: BlockGrid
     key: int
@@ -48,11 +48,11 @@ class Update(NamedTuple):
 def run_updates(
     updates: Sequence[Update], scalars: Scalars, skipped: Callable[[torch.device], Tensor], compile: bool
 ) -> None:
-    """Make the step of these parameters, which have the same `scalars`.
+    """Make a step of parameters with the same `scalars`.
 
     Args:
-        skipped: the counter of a device, int64 (): blocks that are left as they are are added.
-        compile: compile the arithmetic of what the C extension does not take: on a CPU compiled code is slower.
+        skipped: returns the int64 () counter of a device, to which the number of skipped blocks is added.
+        compile: compile the arithmetic of parameters that the C extension does not take.
     """
     values = torch.tensor(scalars, dtype=torch.float32)
     in_buckets = []
@@ -64,14 +64,14 @@ def run_updates(
             update.tensors.param, update.grad, *update.tensors[1:], values, skipped(update.grad.device),
             update.grid, update.key,
         )  # fmt: skip
-    function = _compiled() if compile and in_buckets else update_blocks
-    for bucket in _buckets(in_buckets):
+    function = _compile_update() if compile and in_buckets else update_blocks
+    for bucket in _fill_buckets(in_buckets):
         device = bucket[0][0].grad.device
         skipped(device).add_(_run_bucket(bucket, values.to(device), function))
 
 
 @functools.cache
-def _compiled() -> Callable[..., Any]:
+def _compile_update() -> Callable[..., Any]:
     from quaver.torch_private.compiler import recompile_limit  # imports the compiler, which takes seconds
 
     compiled = torch.compile(update_blocks, dynamic=True, fullgraph=True)
@@ -83,56 +83,58 @@ def _compiled() -> Callable[..., Any]:
     return run
 
 
-def row_runs(grid: BlockGrid, key: int, elements: int | None = None) -> list[RowRange]:
-    """All rows of a parameter's part, in runs of at most `elements` (`BUCKET`), or one row."""
+def split_rows(grid: BlockGrid, key: int, elements: int | None = None) -> list[RowRange]:
+    """Split the rows of a shard into runs of at most `elements` (`BUCKET`) elements, or of one row."""
     rows = max((elements or BUCKET) // max(grid.blocks * BLOCK, 1), 1)
     return [RowRange(grid, begin, min(begin + rows, grid.rows), key) for begin in range(0, grid.rows, rows)]
 
 
-def _buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, RowRange]]]:
-    """Runs of rows of like dtypes on one device, in buckets of at most `BUCKET` elements and a `SHARE`, or one row."""
+def _fill_buckets(updates: Sequence[Update]) -> Iterator[list[tuple[Update, RowRange]]]:
+    """Yield buckets of runs with the same device and dtypes, of at most `BUCKET` elements or one row."""
     numel = sum(update.grid.rows * update.grid.blocks * BLOCK for update in updates)
     most = min(BUCKET, max(numel // SHARE, BLOCK))
-    alike: dict[Any, list[tuple[Update, RowRange]]] = defaultdict(list)
+    by_kind: dict[Any, list[tuple[Update, RowRange]]] = defaultdict(list)
     for update in updates:
         kind = (update.grad.device, update.grad.dtype, *(None if t is None else t.dtype for t in update.tensors))
-        alike[kind] += [(update, run) for run in row_runs(update.grid, update.key, most)]
-    for runs in alike.values():
+        by_kind[kind] += [(update, run) for run in split_rows(update.grid, update.key, most)]
+    for runs in by_kind.values():
         bucket: list[tuple[Update, RowRange]] = []
         blocks = 0
-        for each in runs:
-            if bucket and blocks + each[1].blocks > most // BLOCK:
+        for update, run in runs:
+            if bucket and blocks + run.blocks > most // BLOCK:
                 yield bucket
                 bucket, blocks = [], 0
-            bucket.append(each)
-            blocks += each[1].blocks
+            bucket.append((update, run))
+            blocks += run.blocks
         yield bucket
 
 
-def _gathered(bucket: list[tuple[Update, RowRange]]) -> tuple[ParameterBlocks, Tensor, dict[str, list[Tensor]]]:
-    """The blocks of a bucket, those of the gradients, and by name the rows that the blocks are of."""
+def _gather(bucket: list[tuple[Update, RowRange]]) -> tuple[ParameterBlocks, Tensor, dict[str, list[Tensor]]]:
+    """Gather the blocks of a bucket and of its gradients. Also returns the source rows of each field."""
     runs = [run for _, run in bucket]
-    grad = torch.cat([to_blocks(rows_of(update.grad, run), run.grid) for update, run in bucket])
+    grad = torch.cat([to_blocks(select_rows(update.grad, run), run.grid) for update, run in bucket])
     rows_by_name: dict[str, list[Tensor]] = {}
     old: dict[str, Any] = dict.fromkeys(ParameterBlocks._fields)
     for name, tensors in zip(
         ParameterBlocks._fields, zip(*(update.tensors for update, _ in bucket), strict=True), strict=True
     ):
         if tensors[0] is not None:
-            rows = [rows_of(tensor, run) for tensor, run in zip(tensors, runs, strict=True)]
+            rows = [select_rows(tensor, run) for tensor, run in zip(tensors, runs, strict=True)]
             rows_by_name[name] = rows
             parts = zip(rows, runs, strict=True)
-            old[name] = torch.cat([to.flatten() if _is_scale(name) else to_blocks(to, run.grid) for to, run in parts])
+            old[name] = torch.cat(
+                [row.flatten() if _is_scale(name) else to_blocks(row, run.grid) for row, run in parts]
+            )
     return ParameterBlocks(**old), grad, rows_by_name
 
 
 def _run_bucket(bucket: list[tuple[Update, RowRange]], scalars: Tensor, function: Callable[..., Any]) -> Tensor:
-    old, grad, rows_by_name = _gathered(bucket)
+    old, grad, rows_by_name = _gather(bucket)
     runs = [run for _, run in bucket]
-    made, skipped = function(old, grad, block_keys(*block_numbers(runs, grad.device)), scalars)
+    updated, skipped = function(old, grad, block_keys(*number_blocks(runs, grad.device)), scalars)
     for name, rows in rows_by_name.items():
-        blocks = zip(getattr(made, name).split([run.blocks for run in runs]), rows, runs, strict=True)
-        new = [each.view_as(to) if _is_scale(name) else from_blocks(each, run.grid) for each, to, run in blocks]
+        blocks = zip(getattr(updated, name).split([run.blocks for run in runs]), rows, runs, strict=True)
+        new = [part.view_as(row) if _is_scale(name) else from_blocks(part, run.grid) for part, row, run in blocks]
         torch._foreach_copy_(rows, new)
     return typing.cast(Tensor, skipped)
 
@@ -142,36 +144,36 @@ def run_cut_updates(
     scalars: Scalars,
     skipped: Callable[[torch.device], Tensor],
 ) -> None:
-    """Make the step of parameters whose blocks several ranks share; a collective, see cut_blocks.py.
+    """Make a step of parameters whose blocks several ranks share. A collective; see cut_blocks.py.
 
     Args:
-        updates: (parameter, update, this rank's tensors with the scales of whole rows of both moments or None), in the
-            same order on all ranks; also those of which this rank has no element.
+        updates: (parameter, update, scales of whole rows of both moments or None), in the same order on all ranks,
+            including parameters whose shard on this rank is empty.
     """
     values, parts = torch.tensor(scalars, dtype=torch.float32), []
     for parameter, update, _ in updates:
-        parts.append(part := CutPart.of(parameter, 2))
-        for run in _runs_here(update):
-            old, grad, _ = _gathered([(update, run)])
-            for own, amax in zip(part.own, largest_of(old, grad, values.to(grad.device)), strict=True):
-                own[run.begin : run.end].copy_(amax.view(-1, run.grid.blocks))
-    for part, (_, update, scales) in zip(agree(parts), updates, strict=True):
+        parts.append(part := CutPart.zeros(parameter, 2))
+        for run in _split_shard(update):
+            old, grad, _ = _gather([(update, run)])
+            for local, amax in zip(part.local, compute_amaxes(old, grad, values.to(grad.device)), strict=True):
+                local[run.begin : run.end].copy_(amax.view(-1, run.grid.blocks))
+    for part, (_, update, scales) in zip(reduce_amaxes(parts), updates, strict=True):
         device = update.grad.device
-        for run in _runs_here(update):
-            mean, root = (own[run.begin : run.end].reshape(-1) for own in part.own)
-            function = functools.partial(update_blocks, largest=(mean, root))
+        for run in _split_shard(update):
+            mean, root = (local[run.begin : run.end].reshape(-1) for local in part.local)
+            function = functools.partial(update_blocks, amaxes=(mean, root))
             skipped(device).add_(_run_bucket([(update, run)], values.to(device), function))
         store_scales(part, scales, part.amaxes.isfinite().all(0))
 
 
-def _runs_here(update: Update) -> list[RowRange]:
-    return row_runs(update.grid, update.key) if update.grad.numel() else []
+def _split_shard(update: Update) -> list[RowRange]:
+    return split_rows(update.grid, update.key) if update.grad.numel() else []
 
 
 def _is_scale(name: str) -> bool:
     return name.endswith("_scale")
 
 
-def rows_of(tensor: Tensor, run: RowRange) -> Tensor:
-    """A run's rows of a parameter's part, [rows, columns], or of its scales, [rows, blocks]."""
+def select_rows(tensor: Tensor, run: RowRange) -> Tensor:
+    """Select a run's rows from a shard, [rows, columns], or from its scales, [rows, blocks]."""
     return tensor.view(run.grid.rows, -1)[run.begin : run.end]

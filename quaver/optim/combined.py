@@ -1,8 +1,8 @@
-"""Several optimizers as one: `CombinedOptimizer`, so that Muon for matrices and AdamW for the rest save and resume.
+"""Combines optimizers into one, such as Muon for matrices and AdamW for the rest: `CombinedOptimizer`.
 
     optimizer = CombinedOptimizer(Float8Muon(hidden, lr=3e-4), Float8AdamW(others, lr=3e-4))
 
-`load_states_of` converts states between torch's optimizers and those with states in float8.
+`load_states_of` converts states between torch's optimizers and the optimizers with float8 states.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from quaver.optim.base import Float8Optimizer
-from quaver.optim.groups import with_own_options
+from quaver.optim.groups import fill_options
 from quaver.optim.options import check_same_algorithm
 from quaver.runtime.optimizer_states import StatesView, replace_states
 from quaver.torch_private.optimizer import loading, saved
 
 
 class CombinedOptimizer(Optimizer):
-    """Steps optimizers of different parameters in turn; its param groups and states are theirs, in their order.
+    """Steps optimizers of different parameters in turn. It has their param groups and states, in their order.
 
-    `defaults` are those that all of them have. Schedulers that cycle momentum, too, need one name for it: combine
-    optimizers with `betas` or with `momentum`, or give the scheduler `cycle_momentum=False`.
+    `defaults` has the options that all optimizers share. A scheduler that cycles momentum needs one name for it:
+    combine optimizers that all have `betas` or all have `momentum`, or pass `cycle_momentum=False`.
     """
 
     def __init__(self, *optimizers: Optimizer) -> None:
         """Combine `optimizers`.
 
         Raises:
-            ValueError: a parameter is in two of them, or there is none.
+            ValueError: two optimizers have the same parameter, or no optimizer is given.
         """
         self.optimizers = optimizers
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
         shared = set.intersection(*(set(optimizer.defaults) for optimizer in optimizers))
         self.defaults = {name: value for name, value in optimizers[0].defaults.items() if name in shared}
-        self._share()
+        self._collect_groups()
 
-    def _share(self) -> None:
+    def _collect_groups(self) -> None:
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property  # type: ignore[override]
@@ -53,14 +53,14 @@ class CombinedOptimizer(Optimizer):
 
     @state.setter
     def state(self, states: Mapping[Tensor, Any]) -> None:
-        if "param_groups" in vars(self):  # else Optimizer.__init__ makes an empty one
+        if "param_groups" in vars(self):  # not yet in Optimizer.__init__, which sets an empty state
             replace_states(self.state, states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: it would be unknown which optimizer steps the group.
+        """Refuse a new group, because no optimizer would step it.
 
         Raises:
-            ValueError: always, but for groups of the optimizers.
+            ValueError: the group is not in one of the optimizers.
         """
         if not any(param_group is group for optimizer in self.optimizers for group in optimizer.param_groups):
             raise ValueError("expected a param group of its optimizers, got another; combine optimizers that have it")
@@ -77,10 +77,10 @@ class CombinedOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Theirs as one, with their parameters numbered in their order."""
-        return saved(self, self._packed)
+        """Merge the state dicts of the optimizers, with parameters numbered in the order of the optimizers."""
+        return saved(self, self._pack)
 
-    def _packed(self) -> dict[str, Any]:
+    def _pack(self) -> dict[str, Any]:
         packed: dict[str, Any] = {}
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
@@ -99,7 +99,7 @@ class CombinedOptimizer(Optimizer):
         """Load a state dict of optimizers with the same param groups.
 
         Raises:
-            ValueError: another number of param groups, or what an optimizer refuses; all stay as they were.
+            ValueError: the number of param groups differs, or an optimizer refuses its part. No optimizer changes.
         """
         with loading(self, state_dict) as state_dict, _all_or_none(self.optimizers):
             self._load(state_dict)
@@ -109,71 +109,69 @@ class CombinedOptimizer(Optimizer):
         if len(groups) != len(self.param_groups):
             raise ValueError(f"expected a state dict with {len(self.param_groups)} param groups, got {len(groups)}")
         for optimizer in self.optimizers:
-            own = with_own_options(groups[begin : begin + len(optimizer.param_groups)], optimizer.param_groups)
+            own = fill_options(groups[begin : begin + len(optimizer.param_groups)], optimizer.param_groups)
             begin += len(own)
             numbers = {number: index for index, number in enumerate(chain(*(group["params"] for group in own)))}
             state = {numbers[number]: value for number, value in state_dict["state"].items() if number in numbers}
             own = [{**group, "params": [numbers[number] for number in group["params"]]} for group in own]
             optimizer.load_state_dict({**state_dict, "state": state, "param_groups": own})
-        self._share()
+        self._collect_groups()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = super().__getstate__()
-        del kept["state"]
-        return {**kept, "optimizers": self.optimizers}
+        fields = super().__getstate__()
+        del fields["state"]
+        return {**fields, "optimizers": self.optimizers}
 
 
 @contextmanager
 def _all_or_none(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Restore what optimizers had loaded if a load in the block raises."""
-    before = [
-        (dict(each.state), each.param_groups, [dict(group) for group in each.param_groups]) for each in optimizers
-    ]
+    """Restore the states and options of all optimizers if a load in the block raises."""
+    before = [(dict(o.state), o.param_groups, [dict(group) for group in o.param_groups]) for o in optimizers]
     try:
         yield
     except Exception:
         for optimizer, (states, groups, options) in zip(optimizers, before, strict=True):
-            for group, given in zip(groups, options, strict=True):
+            for group, saved_options in zip(groups, options, strict=True):
                 group.clear()
-                group.update(given)
+                group.update(saved_options)
             optimizer.state, optimizer.param_groups = defaultdict(dict, states), groups
         raise
 
 
-def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """The optimizers that are combined in this one, or itself."""
+def list_parts(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """List the optimizers that this one combines, or the optimizer itself."""
     return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
 
 
 def load_states_of(target: Optimizer, source: Optimizer) -> None:
     """Give `target` the states of `source`, an optimizer of the same parameters, and the options that both have.
 
-    Each is torch.optim.AdamW, torch.optim.Muon, Float8AdamW, Float8Muon or a combination. Moments become float32, then
-    what `target` stores: 8 bytes per parameter meanwhile. Param groups may be others. torch's Muon counts no steps:
-    Float8Muon begins at 0 after it.
+    Each is torch.optim.AdamW, torch.optim.Muon, Float8AdamW, Float8Muon or a combination. Moments are converted by way
+    of float32, which temporarily takes 8 bytes per parameter. Param groups may differ. torch's Muon counts no steps, so
+    Float8Muon starts again at step 0.
 
     Raises:
-        ValueError: a parameter is Muon's in one and AdamW's in the other, is missing in `source`, or goes by an option
-            of torch's that `target` lacks; `target` stays as it was.
+        ValueError: a parameter has Muon in one optimizer and AdamW in the other, is missing in `source`, or uses an
+            option of torch's that `target` lacks. `target` does not change.
     """
-    found: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]] = {}
-    for part in parts_of(source):
+    states: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]] = {}
+    for part in list_parts(source):
         packed = part._torch_state_dict() if isinstance(part, Float8Optimizer) else part.state_dict()
         for group, theirs in zip(part.param_groups, packed["param_groups"], strict=True):
             for parameter, number in zip(group["params"], theirs["params"], strict=True):
-                found[parameter] = part, theirs, packed["state"].get(number)
-    with _all_or_none(parts_of(target)):
-        for part in parts_of(target):
+                states[parameter] = part, theirs, packed["state"].get(number)
+    with _all_or_none(list_parts(target)):
+        for part in list_parts(target):
             if isinstance(part, Float8Optimizer):
-                part._load_torch_state_dict(_torch_state_dict(part, found))
+                part._load_torch_state_dict(_torch_state_dict(part, states))
             else:
-                part.load_state_dict(_torch_state_dict(part, found))
+                part.load_state_dict(_torch_state_dict(part, states))
     if isinstance(target, CombinedOptimizer):
-        target._share()
+        target._collect_groups()
 
 
-def _torch_state_dict(target: Optimizer, found: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]]) -> dict[str, Any]:
-    """Pack the states found for the parameters of `target` into a state dict of torch's optimizer."""
+def _torch_state_dict(target: Optimizer, states: dict[Tensor, tuple[Optimizer, dict[str, Any], Any]]) -> dict[str, Any]:
+    """Pack the states of the parameters of `target` into a state dict of torch's optimizer."""
     state, groups = {}, []
     parameters: Iterable[Tensor] = chain.from_iterable(group["params"] for group in target.param_groups)
     numbered = dict(enumerate(parameters))
@@ -181,15 +179,16 @@ def _torch_state_dict(target: Optimizer, found: dict[Tensor, tuple[Optimizer, di
     for group in packed:
         options: dict[str, Any] = {}
         for number in group["params"]:
-            if numbered[number] not in found:
+            if numbered[number] not in states:
                 raise ValueError(f"no state of a parameter {list(numbered[number].shape)}")
-            source, theirs, values = found[numbered[number]]
-            if _kind(source) is not _kind(target):
-                raise ValueError(f"states of {_kind(source).__name__} cannot become those of {_kind(target).__name__}")
+            source, theirs, values = states[numbered[number]]
+            theirs_kind, kind = _get_algorithm(source), _get_algorithm(target)
+            if theirs_kind is not kind:
+                raise ValueError(f"states of {theirs_kind.__name__} cannot become those of {kind.__name__}")
             if isinstance(target, Float8Optimizer):
                 check_same_algorithm(theirs)
             options = {name: theirs[name] for name in source.defaults.keys() & target.defaults.keys() if name in theirs}
-            if values and type(target) is torch.optim.Muon:  # one that it does not advance would be loaded later
+            if values and type(target) is torch.optim.Muon:  # a later load would read a step that Muon never advances
                 values = {name: value for name, value in values.items() if name != "step"}
             if values:
                 state[number] = values
@@ -197,5 +196,5 @@ def _torch_state_dict(target: Optimizer, found: dict[Tensor, tuple[Optimizer, di
     return {"state": state, "param_groups": groups}
 
 
-def _kind(optimizer: Optimizer) -> type[Optimizer]:
+def _get_algorithm(optimizer: Optimizer) -> type[Optimizer]:
     return optimizer.torch_optimizer if isinstance(optimizer, Float8Optimizer) else type(optimizer)

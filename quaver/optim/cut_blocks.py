@@ -1,10 +1,10 @@
-"""Moments of parameters whose blocks several ranks share, as those of a row-parallel linear: one scale for each block.
+"""Scales of moments whose blocks several ranks share, as in a row-parallel linear.
 
-    1. each rank     the amaxes that the moments of its part would have
-    2. the ranks     the largest over those that share the blocks: one all-reduce of 4 bytes a block and moment
-    3. each rank     encodes its part by them, and has the new scales of whole rows
+    1. each rank     computes the amaxes of the new moments of its shard
+    2. all ranks     take the maximum over the ranks that share a block: an all-reduce of 4 bytes per block and moment
+    3. each rank     encodes its shard with these amaxes, and stores the new scales of whole rows
 
-So states are the same to the bit as on one rank. A rank without columns takes part.
+States are therefore bit-identical to those on one rank. A rank without columns takes part.
 """
 
 from __future__ import annotations
@@ -18,63 +18,64 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quaver.optim.blocks import BlockGrid, cut_axes, grid_of
-from quaver.optim.rounding import scales_of
+from quaver.optim.blocks import BlockGrid, find_cut_axes, make_grid
+from quaver.optim.rounding import compute_scales
 from quaver.runtime.collectives import max_over_ranks
 from quaver.torch_private.dtensor import is_dtensor
 
 
 class CutPart(NamedTuple):
-    """The amaxes of the blocks of a parameter, after `agree` those of the whole blocks."""
+    """The amaxes of a parameter's blocks: of this rank's elements, or after `reduce_amaxes` of whole blocks."""
 
     parameter: Tensor
     grid: BlockGrid
     amaxes: Tensor
-    """float32 [moments, rows, blocks of a whole row]; 0 where this rank has nothing."""
+    """float32 [moments, rows, blocks of a whole row]; 0 for blocks that this rank has no elements of."""
 
     @classmethod
-    def of(cls, parameter: Tensor, moments: int) -> CutPart:
-        """With zeros."""
-        grid = grid_of(parameter)
+    def zeros(cls, parameter: Tensor, moments: int) -> CutPart:
+        """Make amaxes of zero."""
+        grid = make_grid(parameter)
         device = parameter.device if not is_dtensor(parameter) else parameter.to_local().device
         zeros = torch.zeros(moments, grid.rows, grid.row_blocks, dtype=torch.float32, device=device)
         return cls(parameter, grid, zeros)
 
     @property
-    def own(self) -> Tensor:
-        """The amaxes of the blocks of which this rank has elements, a view [moments, rows, blocks]."""
+    def local(self) -> Tensor:
+        """A view of the amaxes of the blocks that this rank has elements of, [moments, rows, blocks]."""
         return self.amaxes.narrow(2, self.grid.first_of_row if self.grid.blocks else 0, self.grid.blocks)
 
 
-def agree(parts: Sequence[CutPart]) -> list[CutPart]:
-    """The largest amaxes over the ranks that share blocks, NaN where one rank has one. A collective.
+def reduce_amaxes(parts: Sequence[CutPart]) -> list[CutPart]:
+    """Take the largest amaxes over the ranks that share blocks; NaN propagates. A collective.
 
     Args:
-        parts: in the same order on all ranks.
+        parts: amaxes of parameters, in the same order on all ranks.
     """
-    alike: dict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
+    by_ranks: dict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
     for index, part in enumerate(parts):
-        alike[tuple(tuple(dist.get_process_group_ranks(group)) for group in _groups(part.parameter))].append(index)
+        ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in _get_groups(part.parameter))
+        by_ranks[ranks].append(index)
     agreed = list(parts)
-    for indices in alike.values():
+    for indices in by_ranks.values():
         amaxes = torch.cat([parts[i].amaxes.flatten() for i in indices])
-        for group in _groups(parts[indices[0]].parameter):
+        for group in _get_groups(parts[indices[0]].parameter):
             amaxes = max_over_ranks(amaxes, group)
-        of_parts = amaxes.split([parts[i].amaxes.numel() for i in indices])
-        for i, each in zip(indices, of_parts, strict=True):
-            agreed[i] = parts[i]._replace(amaxes=each.view(parts[i].amaxes.shape))
+        split = amaxes.split([parts[i].amaxes.numel() for i in indices])
+        for i, part_amaxes in zip(indices, split, strict=True):
+            agreed[i] = parts[i]._replace(amaxes=part_amaxes.view(parts[i].amaxes.shape))
     return agreed
 
 
-def _groups(parameter: Tensor) -> list[dist.ProcessGroup]:
+def _get_groups(parameter: Tensor) -> list[dist.ProcessGroup]:
     if not isinstance(parameter, DTensor):
         return []
-    return [parameter.device_mesh.get_group(axis) for axis in cut_axes(parameter)]
+    return [parameter.device_mesh.get_group(axis) for axis in find_cut_axes(parameter)]
 
 
 def store_scales(part: CutPart, scales: Sequence[Tensor | None], is_fine: Tensor) -> None:
-    """Write the scales of whole rows, one tensor for each of `part.amaxes` or None, where a block `is_fine`."""
+    """Write the scales of whole rows, a tensor or None for each of `part.amaxes`, except where a block is skipped."""
     for scale, amax in zip(scales, part.amaxes, strict=True):
         if scale is not None:
-            made = scales_of(amax)[1].view_as(scale)
-            scale.copy_(torch.where(is_fine.view_as(scale) if is_fine.dim() else is_fine, made, scale))
+            new = compute_scales(amax)[1].view_as(scale)
+            scale.copy_(torch.where(is_fine.view_as(scale) if is_fine.dim() else is_fine, new, scale))

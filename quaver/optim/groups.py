@@ -7,21 +7,21 @@ from typing import Any
 from torch import Tensor, nn
 
 FLOAT32_MOMENTS = {"exp_avg": "float32", "exp_avg_sq": "float32"}
-"""The options of a param group whose moments stay in float32."""
+"""The options of a param group with moments in float32."""
 
 
 def embeddings_of(model: nn.Module) -> set[Tensor]:
-    """The weights of embeddings, with heads that are tied to them."""
+    """Return the weights of embeddings, including heads that are tied to them."""
     return {module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
 
 
 def float32_embeddings(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
-    """Param groups of the trained parameters of `model`: moments of embeddings in float32, all others by default.
+    """Make param groups of a model's trained parameters in which embeddings have float32 moments.
 
-    A row of an embedding gets a gradient when its token occurs, which is seldom for most.
+    Most rows of an embedding rarely get a gradient, because their tokens rarely occur.
 
     Args:
-        options: of both groups, such as `weight_decay`.
+        options: the options of both groups, such as `weight_decay`.
     """
     embeddings = embeddings_of(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -32,10 +32,10 @@ def float32_embeddings(model: nn.Module, **options: Any) -> list[dict[str, Any]]
     return [group for group in groups if group["params"]]
 
 
-def with_own_options(loaded: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Param groups of a state dict, those without parameters with the options of the optimizer's own.
+def fill_options(loaded: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Fill in the options of loaded param groups without parameters from the optimizer's own groups.
 
-    torch.distributed.checkpoint.state_dict loses their options where they are not the last (torch 2.13).
+    torch.distributed.checkpoint.state_dict loses their options unless the group is the last one (torch 2.13).
     """
     groups = zip(loaded, own, strict=False)
     return [group if group["params"] else {**mine, **group} for group, mine in groups] + loaded[len(own) :]

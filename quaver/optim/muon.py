@@ -1,11 +1,11 @@
-"""Muon with its momentum in float8: `Float8Muon`, used as torch.optim.Muon is, for matrices of hidden layers.
+"""Muon with momentum in float8: `Float8Muon`, a drop-in for torch.optim.Muon, for matrices of hidden layers.
 
     momentum  = lerp(momentum, grad, 1 - mu)             float32; stored with one byte per element
-    update    = lerp(grad, momentum, mu)                 bfloat16; without Nesterov, momentum
+    update    = lerp(grad, momentum, mu)                 bfloat16; momentum if not nesterov
     parameter = parameter * (1 - lr * weight_decay) - adjusted_lr * newton_schulz(update)
 
-Each rank gathers the update of the whole matrix in bfloat16 and orthogonalizes it, so parameters and momentum are the
-same to the bit on any number of ranks.
+Each rank gathers the update of the whole matrix in bfloat16 and orthogonalizes it. Parameters and momentum are
+therefore bit-identical on any number of ranks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from quaver.optim.base import Float8Optimizer, Stepped, gradient_here
-from quaver.optim.blocks import RowRange, block_numbers, from_blocks, grid_of, to_blocks
-from quaver.optim.buckets import row_runs, rows_of
-from quaver.optim.cut_blocks import CutPart, agree, store_scales
+from quaver.optim.base import Float8Optimizer, Stepped, get_local_gradient
+from quaver.optim.blocks import RowRange, from_blocks, make_grid, number_blocks, to_blocks
+from quaver.optim.buckets import select_rows, split_rows
+from quaver.optim.cut_blocks import CutPart, reduce_amaxes, store_scales
 from quaver.optim.options import check_common, check_storages
 from quaver.optim.rounding import block_keys, low16, more_random_bits, random_bits, round_to_bfloat16
-from quaver.optim.state import layout_of, like_parameter, scales_here, scales_of_rows, shares_blocks
+from quaver.optim.state import get_layout, get_local_scales, get_row_scales, shares_blocks, wrap_local
 from quaver.optim.update import load_moment, store_moment
 from quaver.torch_private.dtensor import local_shape_and_offset, local_tensor
 from quaver.torch_private.muon import adjust_lr, zeropower_via_newtonschulz
@@ -32,8 +32,8 @@ from quaver.torch_private.muon import adjust_lr, zeropower_via_newtonschulz
 class Float8Muon(Float8Optimizer):
     """Muon whose momentum is stored in float8 and rounded stochastically.
 
-    Matrices with fewer than 4096 elements have momentum in float32. A matrix whose gradient is not finite stays as it
-    is, and is counted in `skipped_parameters`.
+    Matrices with fewer than 4096 elements have momentum in float32. A step skips each matrix whose gradient is not
+    finite, and `skipped_parameters` counts it.
     """
 
     torch_optimizer = torch.optim.Muon
@@ -55,16 +55,16 @@ class Float8Muon(Float8Optimizer):
         masters: str = "bfloat16",
         seed: int = 0,
     ) -> None:
-        """Args are torch.optim.Muon's and those below, all also as options of a param group.
+        """Take torch.optim.Muon's arguments and the following. All may also be options of a param group.
 
         Args:
             params: matrices in float32 or bfloat16: parameters, named parameters or param groups.
             momentum_buffer: how the momentum is stored: float8, bfloat16 (rounded stochastically) or float32.
-            masters: of bfloat16 parameters: "bfloat16" rounds the parameters themselves stochastically, "float32"
-                keeps a copy that is updated instead.
-            seed: of the random bits, 0 to 2^63 - 1; the same on all ranks.
+            masters: for bfloat16 parameters: "bfloat16" updates and stochastically rounds the parameters, "float32"
+                updates a float32 copy of them.
+            seed: the seed of the random bits, 0 to 2^63 - 1; the same on all ranks.
         Raises:
-            ValueError: an option out of its range, or a parameter that is no matrix or has another dtype.
+            ValueError: an option is out of range, or a parameter is not a matrix or has another dtype.
         """
         options = {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         rates = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "eps": eps}
@@ -74,20 +74,20 @@ class Float8Muon(Float8Optimizer):
 
     @property
     def skipped_parameters(self) -> int:
-        """How many steps of a matrix were not made, because its gradient was not finite; waits for a GPU."""
+        """How many steps of a matrix were skipped because its gradient was not finite. Synchronizes with a GPU."""
         return self._skips
 
     def muon_state_dict(self) -> dict[str, Any]:
-        """The state as torch.optim.Muon's: momentum in float32, 4 bytes per parameter more, and no steps."""
+        """Return a state dict for torch.optim.Muon: float32 momentum, 4 bytes per parameter, and no step counts."""
         packed = self._torch_state_dict()
         for state in packed["state"].values():
             del state["step"]
         return packed
 
     def load_muon_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of torch.optim.Muon, whose momentum is rounded; this optimizer's own options stay.
+        """Load a state dict of torch.optim.Muon and round its momentum. Options that Muon lacks do not change.
 
-        Steps are counted from 0 again, and rounded with the random bits of a new optimizer.
+        Steps are counted from 0 again, with the random bits of a new optimizer.
 
         Raises:
             ValueError: momentum is missing or has another shape than its parameter.
@@ -117,27 +117,27 @@ class Float8Muon(Float8Optimizer):
             self._step_matrix(parameter, group, key)
 
     def _step_matrix(self, parameter: Tensor, group: dict[str, Any], key: int) -> None:
-        state, names = self.state[parameter], layout_of(parameter, group).moments["momentum_buffer"]
-        grad, runs = gradient_here(parameter), row_runs(grid_of(parameter), key)
+        state, names = self.state[parameter], get_layout(parameter, group).moments["momentum_buffer"]
+        grad, runs = get_local_gradient(parameter), split_rows(make_grid(parameter), key)
         runs = runs if grad.numel() else []
-        scale = None if names.scale is None else scales_here(parameter, state[names.scale])
+        scale = None if names.scale is None else get_local_scales(parameter, state[names.scale])
         stored = [local_tensor(state[names.values]), scale]
         new = [None if tensor is None else torch.empty_like(tensor) for tensor in stored]
         update = torch.empty(grad.shape, dtype=torch.bfloat16, device=grad.device)
-        part = _agreed(parameter, runs, grad, stored, group) if shares_blocks(parameter, group) else None
+        part = _compute_amaxes(parameter, runs, grad, stored, group) if shares_blocks(parameter, group) else None
         for run in runs:
             _advance_momentum(run, grad, stored, new, update, group, part)
 
-        whole = _whole(like_parameter(parameter, update, tuple(parameter.shape)))
-        is_fine = whole.isfinite().all()
+        whole_update = _gather_whole(wrap_local(parameter, update, tuple(parameter.shape)))
+        is_fine = whole_update.isfinite().all()
         self._counter(grad.device).add_(~is_fine)
-        for old, made in zip(stored, new, strict=True):
-            if old is not None and made is not None:
-                old.copy_(torch.where(is_fine, made, old))
+        for old, updated in zip(stored, new, strict=True):
+            if old is not None and updated is not None:
+                old.copy_(torch.where(is_fine, updated, old))
         if part is not None:
-            store_scales(part, scales_of_rows(parameter, state, group), is_fine)
-        change = zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        change = torch.where(is_fine, _part(change, parameter), 0)
+            store_scales(part, get_row_scales(parameter, state, group), is_fine)
+        change = zeropower_via_newtonschulz(whole_update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        change = torch.where(is_fine, _take_shard(change, parameter), 0)
         lr = float(group["lr"])
         decay = torch.where(is_fine, 1 - lr * group["weight_decay"], 1.0)
         _change_parameter(parameter, state, change, decay, adjust_lr(lr, group["adjust_lr_fn"], parameter.shape), runs)
@@ -152,71 +152,71 @@ def _advance_momentum(
     group: dict[str, Any],
     part: CutPart | None,
 ) -> None:
-    """Write the rows of a run: `new` momentum from `stored`, both (values, scales or None), and the bfloat16 update."""
-    grid, values = run.grid, _rows(stored[0], run)
-    gradient, momentum = _momentum(run, grad, stored, group)
+    """Write the rows of a run: the bfloat16 update, and `new` momentum from `stored`, each (values, scales or None)."""
+    grid, values = run.grid, _slice_rows(stored[0], run)
+    gradient, momentum = _compute_momentum(run, grad, stored, group)
     looked_ahead = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-    rows_of(update, run).copy_(from_blocks(looked_ahead, grid))
+    select_rows(update, run).copy_(from_blocks(looked_ahead, grid))
     noise = low16(_random_bits(run, grad.device))
-    amax = momentum.abs().amax(1) if part is None else _rows(part.own[0], run).reshape(-1)
+    amax = momentum.abs().amax(1) if part is None else _slice_rows(part.local[0], run).reshape(-1)
     codes, scales = store_moment(momentum, amax, noise, values.dtype, is_root=False)
-    _rows(new[0], run).copy_(from_blocks(codes, grid))
+    _slice_rows(new[0], run).copy_(from_blocks(codes, grid))
     if scales is not None:
-        _rows(new[1], run).copy_(scales.view(-1, grid.blocks))
+        _slice_rows(new[1], run).copy_(scales.view(-1, grid.blocks))
 
 
-def _momentum(
+def _compute_momentum(
     run: RowRange, grad: Tensor, stored: Sequence[Tensor | None], group: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """The gradient and the new momentum of the rows of a run, in blocks, float32."""
-    values, scale = (_rows(tensor, run) for tensor in stored)
-    gradient = to_blocks(rows_of(grad, run), run.grid).float()
+    """Return the gradient and the new momentum of a run's rows, in float32 blocks."""
+    values, scale = (_slice_rows(tensor, run) for tensor in stored)
+    gradient = to_blocks(select_rows(grad, run), run.grid).float()
     old = load_moment(to_blocks(values, run.grid), None if scale is None else scale.reshape(-1))
     return gradient, old.lerp(gradient, 1 - group["momentum"])
 
 
-def _agreed(
+def _compute_amaxes(
     parameter: Tensor, runs: Sequence[RowRange], grad: Tensor, stored: Sequence[Tensor | None], group: dict[str, Any]
 ) -> CutPart:
-    """The amaxes of the momentum's blocks over the ranks that share them. A collective."""
-    part = CutPart.of(parameter, 1)
+    """Compute the amaxes of the momentum's blocks over the ranks that share them. A collective."""
+    part = CutPart.zeros(parameter, 1)
     for run in runs:
-        amax = _momentum(run, grad, stored, group)[1].abs().amax(1)
-        _rows(part.own[0], run).copy_(amax.view(-1, run.grid.blocks))
-    return agree([part])[0]
+        amax = _compute_momentum(run, grad, stored, group)[1].abs().amax(1)
+        _slice_rows(part.local[0], run).copy_(amax.view(-1, run.grid.blocks))
+    return reduce_amaxes([part])[0]
 
 
-def _rows(tensor: Tensor | None, run: RowRange) -> Any:
+def _slice_rows(tensor: Tensor | None, run: RowRange) -> Any:
     return None if tensor is None else tensor[run.begin : run.end]
 
 
 def _random_bits(run: RowRange, device: torch.device) -> Tensor:
-    return random_bits(block_keys(*block_numbers([run], device)))
+    return random_bits(block_keys(*number_blocks([run], device)))
 
 
-def _whole(update: Tensor) -> Tensor:
+def _gather_whole(update: Tensor) -> Tensor:
     return update.full_tensor() if isinstance(update, DTensor) else update
 
 
-def _part(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a matrix of the parameter's shape."""
+def _take_shard(matrix: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's shard of a matrix of the parameter's shape."""
     if not isinstance(parameter, DTensor):
-        return whole
+        return matrix
     (rows, columns), (row, column) = local_shape_and_offset(parameter)
-    return whole[row : row + rows, column : column + columns]
+    return matrix[row : row + rows, column : column + columns]
 
 
 def _change_parameter(
     parameter: Tensor, state: dict[str, Tensor], change: Tensor, decay: Tensor, lr: float, runs: Sequence[RowRange]
 ) -> None:
-    """Decay this rank's part of a parameter, or its master, and subtract `lr` times the change."""
+    """Decay this rank's shard of a parameter, or of its master, and subtract `lr` times the change."""
     target = local_tensor(state.get("master", parameter)).detach()
     if target.dtype is torch.float32:
         target.mul_(decay).add_(change, alpha=-lr)
     else:
         for run in runs:
-            rows = _rows(target, run)
-            values = to_blocks(rows.float() * decay - lr * _rows(change, run).float(), run.grid)
+            rows = _slice_rows(target, run)
+            values = to_blocks(rows.float() * decay - lr * _slice_rows(change, run).float(), run.grid)
             noise = low16(more_random_bits(_random_bits(run, target.device)))
             rows.copy_(from_blocks(round_to_bfloat16(values, noise), run.grid))
     if "master" in state:

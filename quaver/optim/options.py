@@ -12,7 +12,7 @@ from quaver.optim.state import STORAGES
 
 
 def check_common(group: dict[str, Any]) -> None:
-    """Raise ValueError for a rate, eps, weight decay, seed, option or dtype of a parameter that cannot be."""
+    """Raise ValueError for an invalid lr, eps, weight decay or seed, an unsupported option or a parameter's dtype."""
     rates = {"lr": float(group["lr"]), "eps": group["eps"], "weight_decay": group["weight_decay"]}
     for name, value in rates.items():
         if not 0 <= value < math.inf:
@@ -26,14 +26,14 @@ def check_common(group: dict[str, Any]) -> None:
 
 
 def check_torch_options(group: Mapping[str, Any], *names: str) -> None:
-    """Raise ValueError for options of torch's optimizers that a param group asks for and that these lack."""
+    """Raise ValueError if a param group sets options of torch's optimizers that are not supported here."""
     for name in names:
         if group.get(name):
             raise ValueError(f"{name}: expected no such option, got {group[name]!r}: no step here would follow it")
 
 
 def check_same_algorithm(group: Mapping[str, Any]) -> None:
-    """Raise ValueError for a param group of one of torch's optimizers whose steps go by another algorithm."""
+    """Raise ValueError if a param group of torch's optimizer asks for another algorithm."""
     check_torch_options(group, "amsgrad", "maximize")
     if group["weight_decay"] and not group.get("decoupled_weight_decay", True):
         raise ValueError(
@@ -43,7 +43,7 @@ def check_same_algorithm(group: Mapping[str, Any]) -> None:
 
 
 def check_storages(group: dict[str, Any], *moments: str) -> None:
-    """Raise ValueError for a storage of these moments or of masters that there is not."""
+    """Raise ValueError for an unknown storage of these moments or of masters."""
     for name, known in (*((moment, STORAGES) for moment in moments), ("masters", STORAGES[1:])):
         if group[name] not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {group[name]!r}")

@@ -1,20 +1,19 @@
 """Stores float32 moments in 8 or 16 bits: counter-based random bits, stochastic rounding, one scale per block.
 
-Everything here is on blocks: tensors [B, 256], float32, whose rows are blocks of one parameter or of many. csrc/adamw.h
-computes the same bits.
+All functions work on float32 [B, 256], whose rows are blocks of one or more parameters. csrc/adamw.h is bit-identical.
 
-    random     = mix(block_key + lane * 0x9E3779B9)              32 bits per element, by its index in the parameter
+    random     = mix(block_key + lane * 0x9E3779B9)              32 bits per element
     block_key  = mix(key + block * 0x9E3779B1)                   `block` counts the blocks of the whole parameter
-    key        = of the seed, the step and the parameter's index in the optimizer; see `step_key`
+    key        = step_key(seed, step, position)                  `position` is the parameter's index in the optimizer
 
-    e4m3       quant_scale = min(RN32(448 / amax), 2^120), scale = RN32(1 / quant_scale)
-               code = |x| * quant_scale rounded up or down, so that the expected value is kept; at most 448
-    bfloat16   the same rounding of x itself
-    root       of the second moment e4m3 holds the square root, and rounds none above 0 down to 0
+    e4m3       quant_scale = min(RN32(448 / amax), 2^120), scale = RN32(1 / quant_scale).
+               code = |x| * quant_scale, rounded up or down so that its expected value is exact; at most 448.
+    bfloat16   x, rounded the same way.
+    root       e4m3 stores the square root of the second moment, and never rounds a positive root to 0.
 
-An e4m3 has 3 bits of mantissa, a bfloat16 7. 16 random bits are added below them, and carry into them with the
-probability that the lower bits, as a fraction, ask for. What has no lower bits stays what it is. Below 2^-6 numbers of
-e4m3 are 2^-9 apart: adding 2^-6 first brings them to where float32's mantissa has that spacing.
+e4m3 has 3 mantissa bits and bfloat16 has 7. 16 random bits are added below the mantissa. They carry into it with a
+probability equal to the fraction that the lower bits represent, and representable values do not change. Below 2^-6,
+e4m3 values are 2^-9 apart. Adding 2^-6 first moves them to where float32's mantissa has this spacing.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from quaver.kernels.adamw import BLOCK
 from quaver.recipes.formats import E4M3
 
 LARGEST_QUANT_SCALE = 2.0**120
-"""A larger one has a subnormal reciprocal."""
+"""The largest quant_scale whose reciprocal is a normal number."""
 
 _LANE, _BLOCK = 0x9E3779B9, 0x9E3779B1  # 2^32 / golden ratio, and the nearest smaller number that is prime
 _SECOND = 0x85EBCA6B
@@ -36,29 +35,29 @@ _REBIASED = (127 - E4M3.bias) << E4M3.mantissa_bits
 _SUBNORMAL = 1 << E4M3.mantissa_bits
 
 
-def _signed(bits: int) -> int:
-    """The int32 with these 32 bits."""
+def _as_int32(bits: int) -> int:
+    """Reinterpret an unsigned 32-bit int as int32."""
     return bits - (1 << 32) if bits & (1 << 31) else bits
 
 
 def mix(bits: Tensor) -> Tensor:
-    """A hash of int32 to int32; C. Wellons' lowbias32, https://nullprogram.com/blog/2018/07/31/."""
+    """Hash int32 to int32 with C. Wellons' lowbias32, https://nullprogram.com/blog/2018/07/31/."""
     bits = bits ^ ((bits >> 16) & 0xFFFF)
     bits = bits * 0x7FEB352D
     bits = bits ^ ((bits >> 15) & 0x1FFFF)
-    bits = bits * _signed(0x846CA68B)
+    bits = bits * _as_int32(0x846CA68B)
     return bits ^ ((bits >> 16) & 0xFFFF)
 
 
 def mix_int(bits: int) -> int:
-    """`mix` of a number from 0 to 2^32 - 1."""
+    """The same as `mix` for an int from 0 to 2^32 - 1."""
     bits = ((bits ^ bits >> 16) * 0x7FEB352D) & 0xFFFFFFFF
     bits = ((bits ^ bits >> 15) * 0x846CA68B) & 0xFFFFFFFF
     return bits ^ bits >> 16
 
 
 def step_key(seed: int, step: int, position: int) -> int:
-    """32 bits of the seed, the number of the step and the parameter's index in the optimizer."""
+    """Hash the seed, the number of the step and the parameter's index in the optimizer to 32 bits."""
     key = 0
     for word in (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, step, position):
         key = mix_int((key + _BLOCK + word) & 0xFFFFFFFF)
@@ -66,48 +65,48 @@ def step_key(seed: int, step: int, position: int) -> int:
 
 
 def block_keys(key: Tensor, block: Tensor) -> Tensor:
-    """int32 keys of blocks, from int32 keys of their parameters and their numbers in it, all [B]."""
-    return mix(key + block * _signed(_BLOCK))
+    """Hash the keys of parameters and the numbers of their blocks to keys of blocks, all int32 [B]."""
+    return mix(key + block * _as_int32(_BLOCK))
 
 
 def random_bits(keys: Tensor) -> Tensor:
-    """int32 [B, 256] of `block_keys` [B]."""
-    lanes = torch.arange(BLOCK, dtype=torch.int32, device=keys.device) * _signed(_LANE)
+    """Return random int32 [B, 256] for `block_keys` [B]."""
+    lanes = torch.arange(BLOCK, dtype=torch.int32, device=keys.device) * _as_int32(_LANE)
     return mix(keys[:, None] + lanes)
 
 
 def more_random_bits(bits: Tensor) -> Tensor:
-    """Another int32 for each of `random_bits`."""
-    return mix(bits ^ _signed(_SECOND))
+    """Return another random int32 for each of `random_bits`."""
+    return mix(bits ^ _as_int32(_SECOND))
 
 
 def low16(bits: Tensor) -> Tensor:
-    """The lower half of each integer's 32 bits."""
+    """Return the lower 16 bits of each int32."""
     return bits & 0xFFFF
 
 
 def high16(bits: Tensor) -> Tensor:
-    """The upper half of each integer's 32 bits."""
+    """Return the upper 16 bits of each int32."""
     return (bits >> 16) & 0xFFFF
 
 
-def scales_of(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """quant_scale and scale of blocks with these amaxes, float32 [B]; float64 rounds alike on all devices."""
+def compute_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute quant_scale and scale from the amaxes of blocks, float32 [B]. All devices round float64 the same way."""
     quant = (E4M3.max / amax.double()).float().clamp(max=LARGEST_QUANT_SCALE)
     return quant, (1.0 / quant.double()).float()
 
 
 def encode(blocks: Tensor, amax: Tensor, noise: Tensor, is_root: bool) -> tuple[Tensor, Tensor]:
-    """float32 [B, 256] as e4m3 codes, and their scales.
+    """Encode float32 [B, 256] in e4m3.
 
     Args:
         amax: the largest magnitude of each block, float32 [B], finite.
-        noise: int32 [B, 256], 0 to 65535.
-        is_root: numbers above 0 become at least the smallest code.
+        noise: random bits, int32 [B, 256], 0 to 65535.
+        is_root: round positive values to the smallest positive code at least.
     Returns:
-        uint8 [B, 256] and float32 [B].
+        Codes, uint8 [B, 256], and scales, float32 [B].
     """
-    quant, scale = scales_of(amax)
+    quant, scale = compute_scales(amax)
     magnitude = blocks.abs() * quant[:, None]
     is_subnormal = magnitude < E4M3.smallest_normal
     lifted = torch.where(is_subnormal, magnitude + E4M3.smallest_normal, magnitude)
@@ -120,11 +119,11 @@ def encode(blocks: Tensor, amax: Tensor, noise: Tensor, is_root: bool) -> tuple[
 
 
 def decode(codes: Tensor, scale: Tensor) -> Tensor:
-    """uint8 [B, 256] and float32 [B] -> float32 [B, 256]."""
+    """Decode codes, uint8 [B, 256], with scales, float32 [B], to float32 [B, 256]."""
     return codes.view(E4M3.dtype).float() * scale[:, None]
 
 
 def round_to_bfloat16(values: Tensor, noise: Tensor) -> Tensor:
-    """float32 as bfloat16; non-finite values stay what they are."""
+    """Round float32 to bfloat16 stochastically. Non-finite values do not change."""
     rounded = (values.view(torch.int32) + noise).bitwise_and(-(1 << 16)).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)

@@ -5,11 +5,11 @@
     bfloat16    exp_avg                                 exp_avg_sq
     float32     exp_avg                                 exp_avg_sq
 
-Those are of Float8AdamW; Float8Muon's momentum_buffer is stored as exp_avg is.
+The table shows the keys of Float8AdamW. Float8Muon stores its momentum_buffer like exp_avg.
 
-Codes are e4m3 as uint8, of the parameter's shape: every backend communicates them, and no tool takes them for numbers
-to cast. Scales are float32, of `scale_shape`. Of a DTensor the tensors are DTensors with its placements; scales are
-replicated along axes that cut blocks.
+Codes are e4m3 in uint8 tensors of the parameter's shape: every backend communicates uint8, and no tool casts it. Scales
+are float32 of `scale_shape`. The state of a DTensor consists of DTensors with its placements. Scales are replicated
+along mesh axes that cut blocks.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from quaver.optim.blocks import (
     RowRange,
-    block_numbers,
-    cut_axes,
+    find_cut_axes,
+    find_obstacle,
     from_blocks,
-    grid_of,
-    obstacle_of,
+    make_grid,
+    number_blocks,
     scale_shape,
     to_blocks,
 )
-from quaver.optim.cut_blocks import CutPart, agree, store_scales
+from quaver.optim.cut_blocks import CutPart, reduce_amaxes, store_scales
 from quaver.optim.rounding import block_keys, decode, encode, high16, low16, random_bits, round_to_bfloat16
 from quaver.optim.update import ParameterBlocks
 from quaver.torch_private.dtensor import local_tensor
@@ -38,13 +38,13 @@ from quaver.torch_private.dtensor import local_tensor
 STORAGES = ("float8", "bfloat16", "float32")
 
 SMALL = 4096
-"""Parameters with fewer elements have moments in float32; bitsandbytes' bound."""
+"""Parameters with fewer elements have moments in float32, as in bitsandbytes."""
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class Names(NamedTuple):
-    """The keys of a moment in a parameter's state, by how it is stored; `scale` is None without."""
+    """The keys of a moment in a parameter's state. `scale` is None for a moment without scales."""
 
     values: str
     scale: str | None
@@ -55,33 +55,33 @@ _FP8_NAMES = {
     "exp_avg_sq": Names("exp_avg_sq_root_fp8", "exp_avg_sq_root_scale"),
     "momentum_buffer": Names("momentum_buffer_fp8", "momentum_buffer_scale"),
 }
-"""A param group has an option of the same name for each moment of its optimizer."""
+"""The keys of float8 moments, by the param group option that sets a moment's storage."""
 
 
 def is_small(parameter: Tensor) -> bool:
-    """Whether moments are float32 whatever is wanted."""
+    """Return whether moments are float32 regardless of the options."""
     return parameter.numel() < SMALL or parameter.dim() < 2
 
 
-def storage_of(parameter: Tensor, wanted: str) -> str:
-    """How a moment of `parameter` is stored: float32 if it is small or no matrix, or its shards have no scales."""
+def choose_storage(parameter: Tensor, wanted: str) -> str:
+    """Return how a moment is stored: float32 if the parameter is small or no matrix, or its shards cut blocks."""
     if is_small(parameter):
         return "float32"
-    return "float32" if wanted == "float8" and obstacle_of(parameter) else wanted
+    return "float32" if wanted == "float8" and find_obstacle(parameter) else wanted
 
 
 class StateLayout(NamedTuple):
-    """The shape and dtype of each tensor of a parameter's state but its step; in whole, not this rank's part."""
+    """The global shape and the dtype of each tensor of a parameter's state except the step."""
 
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
     moments: dict[str, Names]
 
 
-def layout_of(parameter: Tensor, group: dict[str, Any]) -> StateLayout:
-    """The layout that the options of a param group ask for."""
+def get_layout(parameter: Tensor, group: dict[str, Any]) -> StateLayout:
+    """Return the layout that a param group's options ask for."""
     shape, tensors, moments = tuple(parameter.shape), {}, {}
     for moment in [name for name in _FP8_NAMES if name in group]:
-        storage = storage_of(parameter, group[moment])
+        storage = choose_storage(parameter, group[moment])
         name = _FP8_NAMES[moment] if storage == "float8" else Names(moment, None)
         tensors[name.values] = shape, _DTYPES.get(storage, torch.uint8)
         if name.scale:
@@ -92,112 +92,107 @@ def layout_of(parameter: Tensor, group: dict[str, Any]) -> StateLayout:
     return StateLayout(tensors, moments)
 
 
-def new_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    """The state before the first step: zeros, and the master if there is one."""
-    grid = grid_of(parameter)
+def make_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    """Make the state before the first step: zeros, and the float32 master if the options ask for one."""
+    grid = make_grid(parameter)
     local = local_tensor(parameter)
     state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
-    for name, (shape, dtype) in layout_of(parameter, group).tensors.items():
-        of_blocks = name.endswith("_scale")
-        blocks = grid.row_blocks if cut_axes(parameter) else grid.blocks
-        here = (*_local_lead(parameter, shape), blocks) if of_blocks else local.shape
-        zeros = torch.zeros(here, dtype=dtype, device=local.device)
-        state[name] = like_parameter(parameter, zeros, shape, of_blocks=of_blocks)
+    for name, (shape, dtype) in get_layout(parameter, group).tensors.items():
+        is_scale = name.endswith("_scale")
+        blocks = grid.row_blocks if find_cut_axes(parameter) else grid.blocks
+        local_shape = (*local.shape[: len(shape) - 1], blocks) if is_scale else local.shape
+        zeros = torch.zeros(local_shape, dtype=dtype, device=local.device)
+        state[name] = wrap_local(parameter, zeros, shape, is_scale=is_scale)
     if "master" in state:
         with torch.no_grad():
             local_tensor(state["master"]).copy_(local)
     return state
 
 
-def _local_lead(parameter: Tensor, scale: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(local_tensor(parameter).shape[: len(scale) - 1])
-
-
-def like_parameter(parameter: Tensor, local: Tensor, shape: tuple[int, ...], *, of_blocks: bool = False) -> Tensor:
-    """`local` itself, or a DTensor of this shape with the placements of `parameter`, or of its scales."""
+def wrap_local(parameter: Tensor, local: Tensor, shape: tuple[int, ...], *, is_scale: bool = False) -> Tensor:
+    """Wrap `local` in a DTensor of this shape, placed like `parameter` or its scales, if the parameter is a DTensor."""
     if not isinstance(parameter, DTensor):
         return local
     stride = torch.empty(shape, device="meta").stride()
-    replicated = cut_axes(parameter) if of_blocks else ()
-    placements = [Replicate() if axis in replicated else each for axis, each in enumerate(parameter.placements)]
+    replicated = find_cut_axes(parameter) if is_scale else ()
+    placements = [Replicate() if axis in replicated else p for axis, p in enumerate(parameter.placements)]
     return DTensor.from_local(
         local, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
 
 
-def scales_here(parameter: Tensor, scale: Tensor) -> Tensor:
-    """The scales of the blocks of which this rank has elements: a view of its part of the scales."""
-    local, grid = local_tensor(scale), grid_of(parameter)
-    return local.narrow(-1, grid.first_of_row if grid.blocks else 0, grid.blocks) if cut_axes(parameter) else local
+def get_local_scales(parameter: Tensor, scale: Tensor) -> Tensor:
+    """Return a view of the scales of the blocks that this rank has elements of."""
+    local, grid = local_tensor(scale), make_grid(parameter)
+    return local.narrow(-1, grid.first_of_row if grid.blocks else 0, grid.blocks) if find_cut_axes(parameter) else local
 
 
-def blocks_of(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> ParameterBlocks:
-    """This rank's part of the parameter (or its master) and its moments."""
-    moments = layout_of(parameter, group).moments
+def get_blocks(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> ParameterBlocks:
+    """Return this rank's shard of the parameter, or of its master, and of its moments."""
+    moments = get_layout(parameter, group).moments
 
-    def part(name: str | None) -> Tensor | None:
+    def get_local(name: str | None) -> Tensor | None:
         if name is None:
             return None
-        return scales_here(parameter, state[name]) if name.endswith("_scale") else local_tensor(state[name])
+        return get_local_scales(parameter, state[name]) if name.endswith("_scale") else local_tensor(state[name])
 
     target = state.get("master", parameter)
     return ParameterBlocks(
         local_tensor(target).detach(),
-        *(part(name) for name in (*moments["exp_avg"], *moments["exp_avg_sq"])),  # type: ignore[arg-type]
+        *(get_local(name) for name in (*moments["exp_avg"], *moments["exp_avg_sq"])),  # type: ignore[arg-type]
     )
 
 
 def read_moments(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> dict[str, Tensor]:
-    """The moments in float32, of the parameter's shape and placements."""
-    grid, moments = grid_of(parameter), {}
-    for moment, names in layout_of(parameter, group).moments.items():
+    """Return the moments in float32, with the parameter's shape and placements."""
+    grid, moments = make_grid(parameter), {}
+    for moment, names in get_layout(parameter, group).moments.items():
         local = local_tensor(state[names.values])
         if names.scale is None:
             values = local.float() if local.dtype is not torch.float32 else local.clone()
         else:
             codes = to_blocks(local.view(grid.rows, grid.columns), grid)
-            values = from_blocks(decode(codes, scales_here(parameter, state[names.scale]).reshape(-1)), grid).reshape(
-                local.shape
-            )
+            scales = get_local_scales(parameter, state[names.scale]).reshape(-1)
+            values = from_blocks(decode(codes, scales), grid).reshape(local.shape)
             values = values.square() if moment == "exp_avg_sq" else values
-        moments[moment] = like_parameter(parameter, values, tuple(parameter.shape))
+        moments[moment] = wrap_local(parameter, values, tuple(parameter.shape))
     return moments
 
 
 def write_moments(
     parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], moments: dict[str, Tensor], key: int
 ) -> None:
-    """Store the moments, of the parameter's shape and placements, with the random bits of `key`.
+    """Store moments with the parameter's shape and placements, rounded with the random bits of `key`.
 
-    A collective, if ranks share blocks of the parameter.
+    A collective if ranks share blocks of the parameter.
     """
-    grid, layout = grid_of(parameter), layout_of(parameter, group).moments
-    bits = random_bits(block_keys(*block_numbers([RowRange(grid, 0, grid.rows, key)], local_tensor(parameter).device)))
+    grid, layout = make_grid(parameter), get_layout(parameter, group).moments
+    bits = random_bits(block_keys(*number_blocks([RowRange(grid, 0, grid.rows, key)], local_tensor(parameter).device)))
     blocks = {}
     for moment in layout:
         values = local_tensor(moments[moment]).to(bits.device, torch.float32)
         blocks[moment] = to_blocks(values.reshape(grid.rows, grid.columns), grid)
         if moment == "exp_avg_sq" and layout[moment].scale is not None:
             blocks[moment] = blocks[moment].sqrt()
-    amaxes = CutPart.of(parameter, len(blocks)) if cut_axes(parameter) and _has_scales(layout) else None
+    amaxes = CutPart.zeros(parameter, len(blocks)) if find_cut_axes(parameter) and _has_scales(layout) else None
     if amaxes is not None:
-        for own, values in zip(amaxes.own, blocks.values(), strict=True):
-            own.copy_(values.abs().amax(1).view_as(own))
-        (amaxes,) = agree([amaxes])
+        for local, values in zip(amaxes.local, blocks.values(), strict=True):
+            local.copy_(values.abs().amax(1).view_as(local))
+        (amaxes,) = reduce_amaxes([amaxes])
         store_scales(
-            amaxes, scales_of_rows(parameter, state, group), torch.ones((), dtype=torch.bool, device=bits.device)
+            amaxes, get_row_scales(parameter, state, group), torch.ones((), dtype=torch.bool, device=bits.device)
         )
     for index, (moment, names) in enumerate(layout.items()):
-        to, is_root, values = local_tensor(state[names.values]), moment == "exp_avg_sq", blocks[moment]
+        target, is_root, values = local_tensor(state[names.values]), moment == "exp_avg_sq", blocks[moment]
         noise = high16(bits) if is_root else low16(bits)
         if names.scale is not None:
-            amax = values.abs().amax(1) if amaxes is None else amaxes.own[index].reshape(-1)
+            amax = values.abs().amax(1) if amaxes is None else amaxes.local[index].reshape(-1)
             values, scale = encode(values, amax, noise, is_root)
-            here = scales_here(parameter, state[names.scale])
-            here.copy_(scale.view_as(here))
-        elif to.dtype is torch.bfloat16:
+            target_scale = get_local_scales(parameter, state[names.scale])
+            target_scale.copy_(scale.view_as(target_scale))
+        elif target.dtype is torch.bfloat16:
             values = round_to_bfloat16(values, noise)
-        to.copy_(from_blocks(values, grid).reshape(to.shape))
+        target.copy_(from_blocks(values, grid).reshape(target.shape))
 
 
 def _has_scales(moments: dict[str, Names]) -> bool:
@@ -205,11 +200,11 @@ def _has_scales(moments: dict[str, Names]) -> bool:
 
 
 def shares_blocks(parameter: Tensor, group: dict[str, Any]) -> bool:
-    """Whether a step of the parameter is a collective: ranks share blocks, and blocks have scales."""
-    return bool(cut_axes(parameter)) and _has_scales(layout_of(parameter, group).moments)
+    """Return whether a step of the parameter is a collective: ranks share blocks, and blocks have scales."""
+    return bool(find_cut_axes(parameter)) and _has_scales(get_layout(parameter, group).moments)
 
 
-def scales_of_rows(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> list[Tensor | None]:
-    """This rank's tensor of scales of each moment, None where it has none."""
-    names = layout_of(parameter, group).moments.values()
-    return [None if each.scale is None else local_tensor(state[each.scale]) for each in names]
+def get_row_scales(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> list[Tensor | None]:
+    """Return this rank's scales of whole rows for each moment, or None for a moment without scales."""
+    moments = get_layout(parameter, group).moments.values()
+    return [None if names.scale is None else local_tensor(state[names.scale]) for names in moments]

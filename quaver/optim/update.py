@@ -1,12 +1,12 @@
-"""One step of AdamW on blocks of parameters: the arithmetic, in plain PyTorch; csrc/adamw.h computes the same bits.
+"""The arithmetic of one AdamW step on blocks of parameters, in plain PyTorch; csrc/adamw.h is bit-identical.
 
     parameter = parameter * (1 - lr * weight_decay)
     exp_avg   = exp_avg * beta1 + grad * (1 - beta1)
     root      = sqrt(root^2 * beta2 + grad^2 * (1 - beta2))
     parameter = parameter - step_size * (exp_avg / (root / correction + eps))
 
-in float32, each operation rounded. A block whose gradient is not finite, or whose moments would not be, stays as it is,
-parameters included, and is counted: that needs no pass of its own over the gradients and no exchange between ranks.
+Each operation is rounded to float32. If the gradient or a new moment of a block is not finite, the block and its
+parameters do not change, and the block is counted. This needs no extra pass over the gradients and no communication.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Scalars(NamedTuple):
     eps: float
 
     @classmethod
-    def of(cls, group: dict[str, Any], step: int) -> Scalars:
-        """The scalars of a param group at its step `step`, from 1."""
+    def from_group(cls, group: dict[str, Any], step: int) -> Scalars:
+        """Compute the scalars of a param group for step number `step`, from 1."""
         lr: float = float(group["lr"])
         beta1, beta2 = typing.cast(tuple[float, float], group["betas"])
         return cls(
@@ -52,10 +52,10 @@ class Scalars(NamedTuple):
 
 
 class ParameterBlocks(NamedTuple):
-    """A parameter's tensors, or those of many, in blocks.
+    """The tensors of one or more parameters, in blocks [B, 256].
 
-    Each is [B, 256] in its own dtype: a moment is uint8 codes with a scale [B], or bfloat16 or float32 without. Codes
-    of the second moment are of its square root.
+    A moment is either uint8 codes with a scale [B], or bfloat16 or float32 without a scale. The codes of the second
+    moment store its square root.
     """
 
     param: Tensor
@@ -66,7 +66,7 @@ class ParameterBlocks(NamedTuple):
 
 
 def _advance(blocks: ParameterBlocks, grad: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The new moments in float32: the mean, the square, and its root."""
+    """Return the new moments in float32: the mean, the square and its root."""
     _, beta1, one_minus_beta1, beta2, one_minus_beta2, *_ = scalars.unbind()
     gradient = grad.float()
     mean = load_moment(blocks.exp_avg, blocks.exp_avg_scale) * beta1 + gradient * one_minus_beta1
@@ -77,69 +77,67 @@ def _advance(blocks: ParameterBlocks, grad: Tensor, scalars: Tensor) -> tuple[Te
     return mean, square, _sqrt(square)
 
 
-def largest_of(blocks: ParameterBlocks, grad: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor]:
-    """The amaxes of the mean and of the root after a step, float32 [B] each; arguments are those of `update_blocks`."""
+def compute_amaxes(blocks: ParameterBlocks, grad: Tensor, scalars: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the amaxes of the mean and of the root after a step, float32 [B]. Takes `update_blocks`' arguments."""
     mean, _, root = _advance(blocks, grad, scalars)
     return mean.abs().amax(1), root.amax(1)
 
 
 def update_blocks(
-    blocks: ParameterBlocks, grad: Tensor, keys: Tensor, scalars: Tensor, largest: tuple[Tensor, Tensor] | None = None
+    blocks: ParameterBlocks, grad: Tensor, keys: Tensor, scalars: Tensor, amaxes: tuple[Tensor, Tensor] | None = None
 ) -> tuple[ParameterBlocks, Tensor]:
-    """One step.
+    """Make one step.
 
     Args:
-        blocks: parameters in float32, or in bfloat16, which is rounded stochastically; and their moments.
+        blocks: parameters in float32, or in bfloat16 with stochastic rounding, and their moments.
         grad: [B, 256], float32, bfloat16 or float16.
         keys: int32 [B], `block_keys`.
         scalars: `Scalars`, float32 (8,), on any device.
-        largest: what `largest_of` returned, over all ranks that share the blocks.
+        amaxes: the results of `compute_amaxes`, reduced over all ranks that share the blocks.
     Returns:
-        The new blocks, of the same dtypes; and how many blocks were left as they were, int64 ().
+        The new blocks in the same dtypes, and the number of skipped blocks, int64 ().
     """
     decay, _, _, _, _, step_size, correction, eps = scalars.unbind()
     mean, square, root = _advance(blocks, grad, scalars)
-    largest_mean, largest_root = largest or (mean.abs().amax(1), root.amax(1))
-    is_fine = largest_mean.isfinite() & largest_root.isfinite()
+    mean_amax, root_amax = amaxes or (mean.abs().amax(1), root.amax(1))
+    is_fine = mean_amax.isfinite() & root_amax.isfinite()
 
     bits = random_bits(keys)
     param = blocks.param.float() * decay - step_size * (mean / (root / correction + eps))
     new_param = (
         round_to_bfloat16(param, low16(more_random_bits(bits))) if blocks.param.dtype != torch.float32 else param
     )
-    exp_avg, exp_avg_scale = store_moment(mean, largest_mean, low16(bits), blocks.exp_avg.dtype, is_root=False)
+    exp_avg, exp_avg_scale = store_moment(mean, mean_amax, low16(bits), blocks.exp_avg.dtype, is_root=False)
     stored = square if blocks.exp_avg_sq_scale is None else root
-    exp_avg_sq, exp_avg_sq_scale = store_moment(
-        stored, largest_root, high16(bits), blocks.exp_avg_sq.dtype, is_root=True
-    )
+    exp_avg_sq, exp_avg_sq_scale = store_moment(stored, root_amax, high16(bits), blocks.exp_avg_sq.dtype, is_root=True)
     new = ParameterBlocks(new_param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
-    chosen = [_where(is_fine, made, old) for made, old in zip(new, blocks, strict=True)]
+    chosen = [_select(is_fine, updated, old) for updated, old in zip(new, blocks, strict=True)]
     return ParameterBlocks(*chosen), (~is_fine).sum()  # type: ignore[arg-type]
 
 
 def _sqrt(values: Tensor) -> Tensor:
-    """The correctly rounded square root, which eager CPU code (MKL's) misses by 1 ulp now and then.
+    """Return the correctly rounded square root. On a CPU, eager float32 (MKL) is sometimes off by 1 ulp.
 
-    float64 has the digits for it: the root of a float32 is never nearer than 2^-50 to the middle of two float32.
+    Rounding a float64 root is exact: the root of a float32 is at least 2^-50 away from the midpoint of two float32.
     """
     return values.double().sqrt().float() if runs_eagerly_on_cpu(values) else values.sqrt()
 
 
 def load_moment(stored: Tensor, scale: Tensor | None) -> Tensor:
-    """A moment in float32 from what `store_moment` returned, [B, 256] and [B] or None."""
+    """Load a moment in float32 from the results of `store_moment`, [B, 256] and [B] or None."""
     return stored.float() if scale is None else decode(stored, scale)
 
 
 def store_moment(
     values: Tensor, amax: Tensor, noise: Tensor, dtype: torch.dtype, *, is_root: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """A moment, float32 [B, 256], in `dtype` (uint8: codes), and its scales; arguments are those of `encode`."""
+    """Store a moment, float32 [B, 256], in `dtype`, where uint8 means codes with scales. Arguments as in `encode`."""
     if dtype is torch.uint8:
         return encode(values, amax, noise, is_root)
     return (values if dtype is torch.float32 else round_to_bfloat16(values, noise)), None
 
 
-def _where(is_fine: Tensor, made: Tensor | None, old: Tensor | None) -> Tensor | None:
-    if made is None or old is None:
+def _select(is_fine: Tensor, updated: Tensor | None, old: Tensor | None) -> Tensor | None:
+    if updated is None or old is None:
         return None
-    return torch.where(is_fine if made.dim() == 1 else is_fine[:, None], made, old)
+    return torch.where(is_fine if updated.dim() == 1 else is_fine[:, None], updated, old)

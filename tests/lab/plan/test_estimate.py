@@ -18,8 +18,8 @@ from quaver.lab.trainer.optimizer import build_optimizer
 from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.run_setup import make_models
 from quaver.optim.base import Float8Optimizer
-from quaver.optim.combined import parts_of
-from quaver.optim.state import new_state
+from quaver.optim.combined import list_parts
+from quaver.optim.state import make_state
 from quaver.runtime.ranks import plain_tensors
 from quaver.torch_private.dtensor import local_tensor
 from tests.lab.trainer.runs import changed
@@ -31,12 +31,12 @@ EP = {"model": {"n_experts": 4, "n_shared_experts": 1}, "parallelism": {"expert_
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """What an optimizer of meta tensors stores after its first step; AdamW counts steps in a float32."""
     size = 0
-    for part in parts_of(optimizer):
+    for part in list_parts(optimizer):
         is_muon = isinstance(part, torch.optim.Muon)
         for group in part.param_groups:
             for parameter in group["params"]:
                 if isinstance(part, Float8Optimizer):
-                    size += sum(local_tensor(value).nbytes for value in new_state(parameter, group).values())
+                    size += sum(local_tensor(value).nbytes for value in make_state(parameter, group).values())
                 else:
                     size += local_tensor(parameter).nbytes * (1 if is_muon else 2) + (0 if is_muon else 4)
     return size

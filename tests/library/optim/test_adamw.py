@@ -11,7 +11,7 @@ from torch import nn
 from quaver import convert_to_float8_training, use_float8_primary_weights
 from quaver.kernels import adamw as cpu_adamw
 from quaver.optim import FLOAT32_MOMENTS, Float8AdamW, Float8Muon, buckets, float32_embeddings, update
-from quaver.optim.blocks import RowRange, block_numbers, grid_of
+from quaver.optim.blocks import RowRange, make_grid, number_blocks
 from quaver.optim.rounding import block_keys, decode, encode, low16, random_bits, round_to_bfloat16, step_key
 from quaver.optim.update import Scalars
 from quaver.runtime.slow_paths import clear_slow_paths, slow_paths
@@ -91,7 +91,7 @@ def test_compiled_code_agrees_in_every_bit(in_pytorch):
 def test_nothing_is_compiled_where_c_does_it(monkeypatch):
     if not cpu_adamw.AVAILABLE:
         pytest.skip("no C extension")
-    monkeypatch.setattr(buckets, "_compiled", lambda: pytest.fail("compiled"))
+    monkeypatch.setattr(buckets, "_compile_update", lambda: pytest.fail("compiled"))
     same(stepped(), stepped(compile=True))
 
 
@@ -224,13 +224,13 @@ def test_codes_keep_what_they_hold_and_the_expected_value(is_root):
 
 def test_random_bits_are_those_of_the_element_in_the_whole_parameter():
     whole = torch.empty(6, 4, 700)
-    key, number = block_numbers([RowRange(grid_of(whole), 0, 24, 7)], whole.device)
+    key, number = number_blocks([RowRange(make_grid(whole), 0, 24, 7)], whole.device)
     bits = random_bits(block_keys(key, number))
     assert number.tolist() == list(range(72))
     assert (bits.view(-1).unique().numel() - 72 * 256) > -3
     assert abs(low16(bits).double().mean() / 65535 - 0.5) < 0.01
-    part = RowRange(grid_of(whole), 5, 9, 7)
-    assert torch.equal(block_numbers([part], whole.device)[1], number[15:27])
+    part = RowRange(make_grid(whole), 5, 9, 7)
+    assert torch.equal(number_blocks([part], whole.device)[1], number[15:27])
     assert len({step_key(*words) for words in [(0, 1, 2), (1, 0, 2), (0, 2, 1), (2**32, 1, 2)]}) == 4
 
 
@@ -324,8 +324,8 @@ def test_operations_do_not_grow_with_parameters(in_pytorch):
         parameters, optimizer = made(shapes=[(16, 256)] * number)
         give_gradients(parameters, 0)
         optimizer.step()
-        grid, scalars = grid_of(parameters[0]), Scalars.of(optimizer.param_groups[0], 1)
-        updates = [optimizer._update_of(p, optimizer.param_groups[0], 0, []) for p in parameters]
+        grid, scalars = make_grid(parameters[0]), Scalars.from_group(optimizer.param_groups[0], 1)
+        updates = [optimizer._make_update(p, optimizer.param_groups[0], 0, []) for p in parameters]
         with CollectiveCounter() as counter:
             buckets.run_updates(updates, scalars, optimizer._counter, False)
         counts.append(counter.kernels.total())
