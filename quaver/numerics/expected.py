@@ -1,6 +1,6 @@
 """Bounds on the error of a correct float8 cast, which alarms compare with: decibels, and shares of elements.
 
-In a format with `m` mantissa bits, rounding changes a normal value by at most u = 2^-(m+1) of the value, and a
+In a format with `m` mantissa bits, rounding changes a normal value by at most u = 2^-(m+1) of the value. It changes a
 subnormal value by at most h, half of the smallest subnormal. Without saturation, any tensor therefore satisfies
 
     noise <= u^2 * signal + numel * (h * dequant_scale)^2                                               (1)

@@ -194,7 +194,7 @@ def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
     except ValueError:
         is_line = False
     if not is_line:
-        raise _damaged(path, number, "it is not a JSON object with a kind and a step")
+        raise _make_error(path, number, "it is not a JSON object with a kind and a step")
     if line["kind"] == "header" and line.get("schema") != SCHEMA:
         writer = line.get("quaver", "another version")
         raise ValueError(
@@ -203,7 +203,7 @@ def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
     return dict(line)
 
 
-def _damaged(path: Path, number: int, why: str) -> ValueError:
+def _make_error(path: Path, number: int, why: str) -> ValueError:
     return ValueError(f"line {number} of {str(path)!r} is damaged: {why}; remove the line")
 
 
@@ -242,11 +242,11 @@ def _select_kind(lines: list[dict[str, Any]], kind: str) -> Iterator[tuple[int, 
 def _check_header(line: dict[str, Any], path: Path, number: int) -> dict[str, Any]:
     tensors, names, fields = line.get("tensors"), line.get("statistics"), ("layer", "operand", "cast")
     if not isinstance(names, list) or not isinstance(tensors, list):
-        raise _damaged(path, number, "the header lacks statistics or tensors")
+        raise _make_error(path, number, "the header lacks statistics or tensors")
     if not all(
         isinstance(about, dict) and all(isinstance(about.get(name), str) for name in fields) for about in tensors
     ):
-        raise _damaged(path, number, "a tensor of the header lacks its layer, operand or cast")
+        raise _make_error(path, number, "a tensor of the header lacks its layer, operand or cast")
     return line
 
 
@@ -285,7 +285,7 @@ class _RecordBuilder:
             try:
                 self._add_sample(line)
             except (KeyError, TypeError, ValueError, IndexError) as error:
-                raise _damaged(self.path, number, f"{type(error).__name__}: {error}") from error
+                raise _make_error(self.path, number, f"{type(error).__name__}: {error}") from error
 
     def _add_sample(self, line: dict[str, Any]) -> None:
         if line["step"] <= self._step:

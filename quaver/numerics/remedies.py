@@ -29,7 +29,7 @@ def suggest_recipes(tensor: TensorStatistics, sample: Sample) -> tuple[dict[str,
         if value is not None and now is not None and math.isfinite(value) and value - now >= WORTH_DB
     ]
     remedies.sort(key=lambda remedy: -remedy["gain_db"])
-    return (*remedies, _high_precision(tensor.key.layer, sample))
+    return (*remedies, _suggest_high_precision(tensor.key.layer, sample))
 
 
 def suggest_nothing(tensor: TensorStatistics, sample: Sample) -> tuple[dict[str, Any], ...]:
@@ -45,7 +45,7 @@ def suggest_accumulation(tensor: TensorStatistics, sample: Sample) -> tuple[dict
     if tensor.about.get("use_fast_accum") and gain >= WORTH_DB:
         remedies.append({"recipe": EXACT_ACCUMULATION, "sqnr_db": sums.exact, "gain_db": round(gain, 2)})
     if not remedies or sums.exact < sums.bound():
-        remedies.append(_high_precision(tensor.key.layer, sample))
+        remedies.append(_suggest_high_precision(tensor.key.layer, sample))
     return tuple(remedies)
 
 
@@ -54,7 +54,7 @@ def suggest_same_codes(tensor: TensorStatistics, sample: Sample) -> tuple[dict[s
     return ({"recipe": SAME_CODES},)
 
 
-def _high_precision(layer: str, sample: Sample) -> dict[str, Any]:
+def _suggest_high_precision(layer: str, sample: Sample) -> dict[str, Any]:
     share = flops_share(layer, sample)
     return {"recipe": "high precision"} | ({} if share is None else {"flops_share": round(share, 4)})
 

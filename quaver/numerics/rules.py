@@ -107,7 +107,7 @@ def _measure_ranks(now: TensorStatistics, sample: Sample) -> Measure | None:
     return Measure(float(now.position in sample.ranks), 0, 0) if now.key.operand == "weight" else None
 
 
-def _cast_facts(now: TensorStatistics) -> tuple[Float8Format, float] | None:
+def _get_cast(now: TensorStatistics) -> tuple[Float8Format, float] | None:
     """Return the format and SQNR of a cast, or None if the tensor has no cast or only zeros."""
     fmt = parse_format(now.about.get("dtype"))
     if fmt is None or now.is_result or now.sqnr_db is None or not now.rms or now.nonfinite:
@@ -117,26 +117,26 @@ def _cast_facts(now: TensorStatistics) -> tuple[Float8Format, float] | None:
 
 def _measure_codes(now: TensorStatistics, sample: Sample) -> Measure | None:
     """The SQNR, which is bad below the bound for rounding at the recorded scale."""
-    facts = _cast_facts(now)
-    if facts is None or now.saturated or now.scale_max is None or not now.rms:
+    cast = _get_cast(now)
+    if cast is None or now.saturated or now.scale_max is None or not now.rms:
         return None
-    bound = cast_bound_db(facts[0], now.rms, now.scale_max) - 0.1  # sums in float32
-    return Measure(facts[1], bound, bound, above=False)
+    bound = cast_bound_db(cast[0], now.rms, now.scale_max) - 0.1  # sums in float32
+    return Measure(cast[1], bound, bound, above=False)
 
 
 def _measure_saturation(now: TensorStatistics, sample: Sample) -> Measure | None:
     """The saturated share. A dynamic scale clips nothing."""
-    if _cast_facts(now) is None or now.saturated is None or _is_persistent(now):
+    if _get_cast(now) is None or now.saturated is None or _is_persistent(now):
         return None
     return Measure(now.saturated, 0, 0)
 
 
 def _measure_clipping(now: TensorStatistics, sample: Sample) -> Measure | None:
     """The saturated share under a persistent scale, which is bad if it costs more than rounding can."""
-    facts = _cast_facts(now)
-    if facts is None or now.saturated is None or not _is_persistent(now):
+    cast = _get_cast(now)
+    if cast is None or now.saturated is None or not _is_persistent(now):
         return None
-    harms = facts[1] < rounding_bound_db(facts[0])
+    harms = cast[1] < rounding_bound_db(cast[0])
     return Measure(now.saturated if harms else 0.0, 0, 0)
 
 
@@ -146,21 +146,21 @@ def _is_persistent(now: TensorStatistics) -> bool:
 
 
 def _measure_underflow(now: TensorStatistics, sample: Sample) -> Measure | None:
-    facts = _cast_facts(now)
-    if facts is None or now.underflow is None:
+    cast = _get_cast(now)
+    if cast is None or now.underflow is None:
         return None
     # Gradients are judged by e5m2's bound, which recipes accept for them: they are distributed wider than a Gaussian.
-    fmt = E5M2 if now.key.operand == "grad_output" else facts[0]
+    fmt = E5M2 if now.key.operand == "grad_output" else cast[0]
     at = underflow_at(rounding_bound_db(fmt))
     return Measure(now.underflow, at, at / 2)
 
 
 def _measure_sqnr(now: TensorStatistics, sample: Sample) -> Measure | None:
-    facts = _cast_facts(now)
-    if facts is None or now.saturated:
+    cast = _get_cast(now)
+    if cast is None or now.saturated:
         return None
-    bound = rounding_bound_db(facts[0])
-    return Measure(facts[1], bound - 0.1, bound + BIT_DB / 2, above=False)
+    bound = rounding_bound_db(cast[0])
+    return Measure(cast[1], bound - 0.1, bound + BIT_DB / 2, above=False)
 
 
 def _measure_zero(now: TensorStatistics, sample: Sample) -> Measure | None:
@@ -190,13 +190,13 @@ def _measure_dead(now: TensorStatistics, sample: Sample) -> Measure | None:
     if now.key.operand != "grad_weight" or zeros is None or zeros == 1 or not before:
         return None
     if not now.about.get("experts") and any(
-        _usual_zeros(operand, sample) > DEAD for operand in _list_operands(now, sample)
+        _get_usual_zeros(operand, sample) > DEAD for operand in _list_operands(now, sample)
     ):
         return None
-    return Measure(zeros - _usual_zeros(now, sample), DEAD, DEAD / 2)
+    return Measure(zeros - _get_usual_zeros(now, sample), DEAD, DEAD / 2)
 
 
-def _usual_zeros(now: TensorStatistics, sample: Sample) -> float:
+def _get_usual_zeros(now: TensorStatistics, sample: Sample) -> float:
     """Return the largest share of zeros in the older half of the earlier samples."""
     before = sample.before(now)
     return max((earlier.zeros or 0.0 for earlier in before[: len(before) // 2 + 1]), default=0.0)
@@ -242,11 +242,11 @@ def _measure_growth(now: TensorStatistics, sample: Sample) -> Measure | None:
     if now.key.operand not in ("weight", "input") or now.nonfinite:
         return None
     levels = [tensor.log2("rms") for tensor in [*sample.before(now), now]]
-    grown = max((_steady_growth(levels[-length - 1 :]) for length in (8, 16) if len(levels) > length), default=None)
+    grown = max((_sum_steady_growth(levels[-length - 1 :]) for length in (8, 16) if len(levels) > length), default=None)
     return None if grown is None else Measure(grown, GROWTH_BITS, GROWTH_BITS / 2)
 
 
-def _steady_growth(levels: list[float | None]) -> float:
+def _sum_steady_growth(levels: list[float | None]) -> float:
     """Return the growth, or 0 if the later half grew less than three quarters of the earlier half."""
     known = [level for level in levels if level is not None]
     if len(known) < len(levels):
@@ -274,12 +274,12 @@ def _measure_result(now: TensorStatistics, sample: Sample) -> Measure | None:
     """A result's SQNR, which is bad three bits below what its operands' errors explain. Only some rows are compared."""
     if not now.is_result or now.sqnr_db is None or not now.rms or now.nonfinite:
         return None
-    left, right = (_worst_cast(sample, now.key.layer, name) for name in OPERANDS_OF[now.key.operand])
+    left, right = (_find_worst_cast(sample, now.key.layer, name) for name in OPERANDS_OF[now.key.operand])
     if left is None or right is None or not (now.numel and left.numel and right.numel and left.rms and right.rms):
         return None
     contracted = math.sqrt(left.numel * right.numel / now.numel)
     cancelled = min(now.rms**2 / (contracted * (left.rms * right.rms) ** 2), 1.0)
-    expected = result_db(_db(left), _db(right), cancelled)
+    expected = result_db(_get_db(left), _get_db(right), cancelled)
     at = min(expected, 40.0) - 3 * BIT_DB
     return Measure(now.sqnr_db, at, at + BIT_DB, above=False)
 
@@ -293,11 +293,11 @@ def _measure_sums(now: TensorStatistics, sample: Sample) -> Measure | None:
     return Measure(sums.used(bool(now.about.get("use_fast_accum"))), bound, bound + BIT_DB, above=False)
 
 
-def _worst_cast(sample: Sample, layer: str, name: str) -> TensorStatistics | None:
-    return min(sample.by_layer[layer].get(name, []), key=_db, default=None)
+def _find_worst_cast(sample: Sample, layer: str, name: str) -> TensorStatistics | None:
+    return min(sample.by_layer[layer].get(name, []), key=_get_db, default=None)
 
 
-def _db(operand: TensorStatistics) -> float:
+def _get_db(operand: TensorStatistics) -> float:
     return math.inf if operand.sqnr_db is None else operand.sqnr_db
 
 

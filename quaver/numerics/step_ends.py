@@ -59,12 +59,12 @@ class StepEnds:
         if self._has_ended and not self._on_any_rank(sampling.ran):
             return 0
         self._has_ended = False
-        ended = self._count(optimizer)
+        ended = self._count_own(optimizer)
         if ended:
             self._stepped.clear()
         return ended
 
-    def _count(self, optimizer: Optimizer) -> int:
+    def _count_own(self, optimizer: Optimizer) -> int:
         is_second = optimizer in self._stepped
         self._stepped.add(optimizer)
         if is_second:
@@ -78,17 +78,17 @@ class StepEnds:
 
     def _holds(self, optimizer: Optimizer) -> bool:
         """Return whether the optimizer has parameters of the model, which FSDP may have replaced meanwhile."""
-        held = _parameter_ids(optimizer)
+        held = _list_parameter_ids(optimizer)
         if held.isdisjoint(self._parameters):
             self._parameters = {id(parameter) for parameter in self._model.parameters()}
         return not held.isdisjoint(self._parameters)
 
     def _awaits_a_backward(self) -> bool:
         """Return whether trained parameters outside the optimizers that stepped have no gradients on any rank."""
-        held = set().union(*(_parameter_ids(optimizer) for optimizer in self._stepped))
+        held = set().union(*(_list_parameter_ids(optimizer) for optimizer in self._stepped))
         rest = [p for p in self._model.parameters() if p.requires_grad and id(p) not in held]
         return bool(rest) and not self._on_any_rank(any(p.grad is not None for p in rest))
 
 
-def _parameter_ids(optimizer: Optimizer) -> set[int]:
+def _list_parameter_ids(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
