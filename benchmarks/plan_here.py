@@ -33,7 +33,7 @@ from quaver.lab.trainer.initialize import allocate, initialize
 from quaver.lab.trainer.parallelize import parallelize
 from quaver.lab.trainer.run_setup import make_models
 from quaver.lab.trainer.trained_model import TrainedModel
-from quaver.roofline.block import Both
+from quaver.roofline.block import PerPass
 from quaver.roofline.device_specs import find_device_spec
 from quaver.runtime.ranks import Ranks
 
@@ -140,7 +140,7 @@ def main() -> None:
         rest = parts["few"] - 2 * block
         cluster = Measured(replace(spec, memory_gb_per_s=1e9), 8, 400.0)
         object.__setattr__(cluster, "per_byte", per_byte)
-        costs = Costs(BlockTimes(block / 3, 2 * block / 3, 0.0), Both(rest / 3, 2 * rest / 3), Both(0, 0))
+        costs = Costs(BlockTimes(block / 3, 2 * block / 3, 0.0), PerPass(rest / 3, 2 * rest / 3), PerPass(0, 0))
         step = training_step(run, cluster, costs)
         hidden, exposed = simulate(step, contention=0.0).seconds, sum(task.seconds for task in step.tasks)
         times = f"{1e3 * real:.1f} | {1e3 * hidden:.1f} to {1e3 * exposed:.1f}"

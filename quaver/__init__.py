@@ -7,11 +7,7 @@ convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("ro
 from typing import TYPE_CHECKING, Any
 
 from quaver.conversion.check import assert_float8_training
-from quaver.conversion.convert import (
-    FilterDecision,
-    convert_to_float8_training,
-    convert_to_high_precision,
-)
+from quaver.conversion.convert import FilterDecision, convert_to_float8_training, convert_to_high_precision
 from quaver.conversion.delayed import (
     Float8ScalingState,
     TensorScaling,
@@ -94,7 +90,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The public names whose import would import torch.distributed.tensor, which takes as long as torch itself."""
+    """Import public names of torch.distributed.tensor lazily, because it takes as long to import as torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from quaver import distributed

@@ -29,7 +29,7 @@ from quaver.checkpointing.hooks import STORED_IN, Storage, StoringModule, leavin
 from quaver.kernels.operation import library
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import BLOCK_SIZES
-from quaver.runtime.names import modules_around
+from quaver.runtime.names import enclosing_modules
 from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.tracing import is_exporting
 
@@ -112,7 +112,7 @@ def default_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of `model` that store by default, by name; see the top of the file."""
     modules = dict(model.named_modules())
     linears = (name for name, module in modules.items() if isinstance(module, nn.Linear))
-    linear_count = Counter(next(modules_around(name, modules), "") for name in linears)
+    linear_count = Counter(next(enclosing_modules(name, modules), "") for name in linears)
     return {
         name: module
         for name, module in modules.items()
@@ -182,9 +182,9 @@ library.impl("end_annotation", lambda: torch.empty(0), "CompositeExplicitAutogra
 
 @torch.library.register_fake("quaver::begin_annotation", lib=library)
 def _begin_traced(module: str, block_size: int) -> Tensor:
-    from quaver.torch_private.compiler import traced_for
+    from quaver.torch_private.compiler import traced_backend
 
-    backend = traced_for()
+    backend = traced_backend()
     if module and backend not in (None, "inductor"):
         say_once(
             "stored activations of another backend",

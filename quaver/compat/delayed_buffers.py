@@ -1,9 +1,8 @@
-"""Checkpoints of torchao 0.9's delayed scaling, which hold its scales as buffers of the linears (`fp8_*`).
+"""Loads checkpoints of torchao 0.9's delayed scaling, which hold its scales as buffers of the linears (`fp8_*`).
 
     model.load_state_dict(load_delayed_buffers(model, torch.load("torchao_0.9.pt")))
 
-torchao itself refuses these buffers since 0.10, and so does `load_state_dict` of a quaver model: they are unexpected
-keys.
+Without this function the buffers are unexpected keys for `load_state_dict`, as they are for torchao since 0.10.
 """
 
 from __future__ import annotations
@@ -29,9 +28,10 @@ _FLOAT8_EXPERIMENTAL_NAMES = {"input": "x", "weight": "w", "grad_output": "dL_dY
 def load_delayed_buffers(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Load the `fp8_*` buffers of a whole state dict into the persistent scales of `model`, and return the rest.
 
-    The buffers are those of torchao 0.9 and of float8_experimental. torchao puts the newest amax first. It may cast to
-    another format, so scales are computed from the histories. Operands that it never cast, or scaled dynamically, have
-    buffers with a scale of 1: they start cold. A model without delayed scaling gets nothing, and the log says so.
+    It reads the buffers of torchao 0.9 and of float8_experimental, whose histories begin with the newest amax. Scales
+    are computed from the histories, because torchao may cast to another format. Operands that torchao never cast, or
+    scaled dynamically, have buffers with a scale of 1; their scales stay uninitialized. For a model without delayed
+    scaling, the buffers are dropped and a warning is logged.
 
     Returns:
         A new dict for `model.load_state_dict`, without these buffers.

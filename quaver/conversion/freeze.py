@@ -29,7 +29,7 @@ from quaver.experts.module import (
     weights_of,
 )
 from quaver.experts.module_weight import ModuleWeight, weights_of_module
-from quaver.kernels.operands import present
+from quaver.kernels.operands import expect
 from quaver.linear.class_change import float8_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
@@ -129,14 +129,14 @@ def _is_left_alone(module: nn.Module, config: Float8LinearConfig, include_subcla
 def _quantize(weight: ModuleWeight) -> tuple[Tensor, Tensor]:
     quantizer = Quantizer(weight.config.casts.weight, weight.parameter.dtype)
     if weight.parameter.dim() == 2:
-        operand = present(quantizer(weight.parameter.detach(), row=True, column=False).row)
-        return operand.data, present(operand.dequant_scale)
+        operand = expect(quantizer(weight.parameter.detach(), row=True, column=False).row)
+        return operand.data, expect(operand.dequant_scale)
     transposed, stack = is_transposed(weight.module), weight.parameter.detach()
     codes = torch.empty(stack.shape, dtype=weight.config.casts.weight.row.float8_dtype, device=stack.device)
     scales = []
     for matrix_codes, matrix in zip(codes, stack, strict=True):
-        operand = present(quantizer(matrix.t() if transposed else matrix, row=True, column=False).row)
-        scale = present(operand.dequant_scale)
+        operand = expect(quantizer(matrix.t() if transposed else matrix, row=True, column=False).row)
+        scale = expect(operand.dequant_scale)
         matrix_codes.copy_(operand.data.t() if transposed else operand.data)
         scales.append(scale.t() if transposed and scale.dim() else scale)
     return codes, torch.stack(scales)
@@ -188,7 +188,7 @@ def frozen_config(config: Float8LinearConfig | Float8LinearRecipeName | str | No
     if config.has_persistent_scales:
         raise ValueError(f"freeze_to_float8 scales dynamically: expected no delayed or static scaling, got {config}")
     weight.row.known_layout("freeze_to_float8")
-    if weight.row.is_disabled or not (weight.is_one or config.backward != "float8"):
+    if weight.row.is_disabled or not (weight.has_equal_casts or config.backward != "float8"):
         raise ValueError(
             "freeze_to_float8 stores a weight once: expected one float8 cast for both of its matmuls, got "
             f"{weight.row} for output, {weight.column} for grad_input"

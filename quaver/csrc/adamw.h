@@ -1,5 +1,5 @@
-/* A step of AdamW whose moments are stored in 8 or 16 bits. quaver/optim/update.py and rounding.py say what it
- * computes, and are matched bit for bit. Blocks of up to 256 elements stay in the first cache.
+/* A step of AdamW whose moments are stored in 8 or 16 bits, bit-identical to quaver/optim/update.py and rounding.py.
+ * Blocks of up to 256 elements stay in the L1 cache.
  */
 #ifndef QUAVER_ADAMW_H
 #define QUAVER_ADAMW_H
@@ -14,7 +14,7 @@ typedef struct { float decay, beta1, one_minus_beta1, beta2, one_minus_beta2, st
 
 typedef struct {
     char *param, *grad, *mean, *square; /* [rows, columns], contiguous */
-    float *mean_scale, *square_scale;   /* [rows, blocks of a row], of CODES */
+    float *mean_scale, *square_scale;   /* [rows, blocks of a row], for CODES */
     const Scalars *scalars;
     int64_t *skipped;
     int64_t rows, columns, lane, first, inner, outer; /* see BlockGrid in quaver/optim/blocks.py */
@@ -65,7 +65,7 @@ INLINE void store_moment(const float *restrict values, uint32_t amax, const uint
     }
 }
 
-/* n elements from `at`, in a block of this key from `lane` on. Returns whether they were left as they are. */
+/* Updates n elements from `at`, from `lane` of the block with this key. Returns 1 if it skipped them, else 0. */
 INLINE int adam_block(const Adam *job, int param_kind, int grad_kind, int mean_kind, int square_kind, int64_t at,
                       uint32_t key, int lane, int n, float *mean_scale, float *square_scale) {
     const Scalars s = *job->scalars;
@@ -99,7 +99,7 @@ INLINE int adam_block(const Adam *job, int param_kind, int grad_kind, int mean_k
     return 0;
 }
 
-/* The usual kinds as constants, which makes loops without branches. */
+/* The usual kinds are constants, so that loops have no branches. */
 CLONES static int adam_block_of_kinds(const Adam *job, int64_t at, uint32_t key, int lane, int n, float *mean_scale,
                                       float *square_scale) {
     const int param = job->param_kind, grad = job->grad_kind, mean = job->mean_kind, square = job->square_kind;

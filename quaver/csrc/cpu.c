@@ -1,14 +1,14 @@
 /* quaver._cpu: float8 casts on a CPU, and a float8 matmul for CPUs with bfloat16 dot products.
  *
- * quaver/recipes/scaling.py says what a cast computes, and is matched bit for bit; quaver/kernels/cpu.py is the only caller.
- * Every matrix is [rows, columns], contiguous. `dim` is the one that an amax reduces: NONE (-1) for one amax or scale,
- * 1 for one per row [rows, 1], 0 for one per column [1, columns]; BLOCKS (2) for one per block, the last of a dim cut.
+ * Casts are bit-identical to quaver/recipes/scaling.py. quaver/kernels/cpu.py is the only caller. Every matrix is
+ * [rows, columns] and contiguous. `dim` is the dim that an amax reduces: NONE (-1) for one amax or scale, 1 for one per
+ * row [rows, 1], 0 for one per column [1, columns], BLOCKS (2) for one per block; last blocks may be cut.
  *
- * Addresses arrive as integers. 0 where there are elements, sizes below 0 or beyond 2^60 and unknown kinds raise
- * ValueError. That the memory is there is for Python to know.
+ * Addresses are integers. An address of 0 for elements, sizes below 0 or above 2^60, and unknown kinds raise
+ * ValueError. Python checks that the memory exists.
  *
- * Floating point means what IEEE 754 says: no -ffast-math, no contraction, no excess precision. Magnitudes of IEEE
- * numbers order like their bits, NaNs on top, so an amax is a maximum of integers.
+ * Floating point follows IEEE 754: no -ffast-math, no contraction, no excess precision. Magnitudes of IEEE numbers
+ * order like their bits, with NaNs on top, so an amax is a maximum of integers.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -19,36 +19,36 @@
 #include "observe.h"
 
 enum { NONE = -1, BLOCKS = 2 /* dims */, RELEASE_GIL_FROM = 32768 /* elements; some microseconds of work */ };
-enum { MOST_THREADS = 64, CACHED = 8192 /* elements that stay in the first cache between two runs over them */ };
-enum { BLOCK_RUN = 2048 /* columns of blocks at a time; a block with more has all columns */ };
+enum { MOST_THREADS = 64, CACHED = 8192 /* elements that stay in the L1 cache between two runs over them */ };
+enum { BLOCK_RUN = 2048 /* columns of blocks per run; a wider block is one run */ };
 
 /* ---- a matrix, in blocks of rows, one thread each ----------------------------------------------------------------*/
 
 typedef struct {
-    char *hp;               /* [rows, columns] of hp_kind; what widen writes */
-    uint8_t *codes;         /* [rows, columns] of float8; what widen reads */
-    float *quant, *dequant; /* one per amax, by `dim`; widen takes what it multiplies by for `quant` */
-    uint8_t *column_codes;  /* of cast_axes, with the scales [1, columns]; the others are then by rows */
+    char *hp;               /* [rows, columns] of hp_kind; widen writes it */
+    uint8_t *codes;         /* [rows, columns] of float8; widen reads it */
+    float *quant, *dequant; /* one per amax, by `dim`; widen multiplies by `quant` */
+    uint8_t *column_codes;  /* for cast_axes, with scales [1, columns]; the fields above are then by rows */
     float *column_quant, *column_dequant;
-    const float *persistent_quant;   /* of cast_and_observe: () */
-    float *amax_buffer;              /* and [amax, saturated elements] */
-    int64_t rows, columns, code_row; /* code_row: from one row of codes to the next; `columns` where they are written */
-    int64_t block_rows, block_columns; /* of BLOCKS, whose amaxes and scales are [ceil(rows / ..), ceil(columns / ..)] */
+    const float *persistent_quant;   /* for cast_and_observe: () */
+    float *amax_buffer;              /* for cast_and_observe: [amax, saturated elements] */
+    int64_t rows, columns, code_row; /* code_row: stride of the rows of codes; `columns` for written codes */
+    int64_t block_rows, block_columns; /* for BLOCKS: scales are [ceil(rows / ..), ceil(columns / ..)] */
     int hp_kind, float8, dim, power_of_2, threads;
-    int is_of_amax;     /* whether this job finds `quant` itself: see cast_run */
-    int divides;        /* whether codes are quotients by `quant`: see divide_run */
-    char *amax;         /* [threads, 1 or columns] of hp_kind, while it is found */
-    int64_t *saturated; /* of all blocks, while they are counted */
+    int is_of_amax;     /* whether this job computes `quant`: see cast_run */
+    int divides;        /* whether to divide by `quant`: see divide_run */
+    char *amax;         /* [threads, 1 or columns] of hp_kind, while it is computed */
+    int64_t *saturated; /* the count of all blocks of rows */
 } Job;
 
-static int64_t elements_read; /* of hp matrices, ever; for tests. Under the GIL or approximate. */
+static int64_t elements_read; /* of hp matrices, in this process, for tests; approximate without the GIL */
 
 INLINE int64_t hp_size(const Job *job) { return job->hp_kind == FLOAT32 ? 4 : 2; }
 INLINE char *hp_at(const Job *job, int64_t element) { return job->hp + element * hp_size(job); }
 
 typedef void (*Work)(const Job *, int, int64_t, int64_t);
 
-/* work(job, block, first, last) for every block of 0..n; blocks differ in nothing that they write. */
+/* Calls work(job, block, first, last) for each block of 0..n. Blocks write to different memory. */
 static void in_blocks(Work work, const Job *job, int64_t n) {
     if (job->threads == 1) {
         work(job, 0, 0, n);
@@ -61,10 +61,10 @@ static void in_blocks(Work work, const Job *job, int64_t n) {
 
 /* ---- casts -------------------------------------------------------------------------------------------------------*/
 
-/* How many amaxes `fill_scales` finds. */
+/* The number of amaxes that `fill_scales` computes. */
 INLINE int64_t amaxes_of(const Job *job) { return job->dim == NONE ? 1 : job->columns; }
 
-/* Tensorwise, or of columns. */
+/* Tensorwise amaxes, or amaxes of columns. */
 static void amax_of_rows(const Job *job, int block, int64_t first, int64_t last) {
     char *amax = job->amax + block * amaxes_of(job) * hp_size(job);
     const int64_t columns = job->columns;
@@ -75,7 +75,7 @@ static void amax_of_rows(const Job *job, int block, int64_t first, int64_t last)
 
 INLINE int64_t blocks_in(int64_t elements, int64_t length) { return (elements + length - 1) / length; }
 
-/* How many columns of a row are cast or widened in one run. */
+/* The number of columns of a row that are cast or widened in one run. */
 INLINE int64_t run_length(const Job *job) {
     const int is_cut = job->dim == BLOCKS && job->block_columns < job->columns;
     return is_cut ? BLOCK_RUN / job->block_columns * job->block_columns : job->columns;
@@ -83,7 +83,7 @@ INLINE int64_t run_length(const Job *job) {
 
 typedef struct { const float *at; int per_element; } RunScale;
 
-/* The scales of n columns of a row from `start`, a run; those of blocks are repeated, one per element. */
+/* The scales of a run of n columns from `start`; scales of blocks are repeated for each element. */
 INLINE RunScale scale_of_run(const Job *job, int64_t row, int64_t start, int64_t n, float *repeated) {
     if (job->dim != BLOCKS) return (RunScale){job->dim == 1 ? job->quant + row : job->quant, job->dim == 0};
     const int64_t length = job->block_columns;
@@ -127,7 +127,7 @@ static int cast_by_divisor_matrix(const Job *job) {
     return cast_with_scale_matrix(&dividing);
 }
 
-/* The amaxes of blocks, in `amax`, of a band of them at a time: [block_rows, columns]. */
+/* The amaxes of blocks, one band of blocks [block_rows, columns] at a time. */
 static void amax_of_bands(const Job *job, int block, int64_t first, int64_t last) {
     (void)block;
     const int64_t columns = job->columns, length = job->block_columns, size = hp_size(job);
@@ -154,7 +154,7 @@ static int block_amax_matrix(const Job *job) {
     return 0;
 }
 
-/* amax, scales and cast of one row at a time, while it is in the cache; and amaxes of columns, if they are wanted. */
+/* amax, scale and cast of one row at a time, while it is in the cache; and amaxes of columns if requested. */
 static void dynamic_cast_rows(const Job *job, int block, int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) {
         uint32_t amax;
@@ -165,7 +165,7 @@ static void dynamic_cast_rows(const Job *job, int block, int64_t first, int64_t 
     }
 }
 
-/* Finds amaxes by `work`, each thread its own first, and makes scales of them. -1 without memory. */
+/* Computes amaxes by `work`, first per thread, then scales from them. Returns -1 if out of memory. */
 static int fill_scales(const Job *job, Work work, float *quant, float *dequant) {
     const int64_t length = amaxes_of(job), bytes = length * hp_size(job);
     Job finding = *job;
@@ -185,12 +185,12 @@ static int dynamic_cast_matrix(const Job *job) {
         if (fill_scales(job, amax_of_rows, job->quant, job->dequant)) return -1;
         return cast_with_scale_matrix(job);
     }
-    elements_read += job->rows * job->columns; /* the second time from the cache */
+    elements_read += job->rows * job->columns; /* a second read is from the cache */
     in_blocks(dynamic_cast_rows, job, job->rows);
     return 0;
 }
 
-/* By rows and by columns, of one matrix, which is read twice from memory. */
+/* Casts by rows and by columns; the matrix is read twice from memory. */
 static int cast_axes_matrix(const Job *job) {
     Job by_rows = *job, by_columns = *job;
     by_rows.dim = 1;
@@ -201,7 +201,7 @@ static int cast_axes_matrix(const Job *job) {
     return cast_with_scale_matrix(&by_columns);
 }
 
-/* Reads memory once: a few elements at a time, which are cast from the cache. */
+/* Reads memory once: a few elements at a time, which are then cast from the cache. */
 static void cast_and_observe_rows(const Job *job, int block, int64_t first, int64_t last) {
     (void)block;
     uint32_t bits, largest = 0;
@@ -216,13 +216,13 @@ static void cast_and_observe_rows(const Job *job, int block, int64_t first, int6
 #pragma omp critical
     {
         float *amax = job->amax_buffer;
-        /* NaN compares with nothing, and stays once it is there; -1 stands for a tensor that has not been seen. */
+        /* Comparisons with NaN are false, so NaN stays; -1 means that no tensor was observed. */
         if (!(float_of(largest) <= *amax) && *amax == *amax) *amax = float_of(largest);
         *job->saturated += saturated;
     }
 }
 
-/* amax_buffer becomes the larger of what it was and of what this cast sees. */
+/* Raises amax_buffer to the maximum of itself and the observation of this cast. */
 static int cast_and_observe_matrix(const Job *job) {
     int64_t saturated = 0;
     Job observing = *job;
@@ -275,7 +275,7 @@ static int read_integers(PyObject *const *args, Py_ssize_t count, int64_t *value
     return 1;
 }
 
-/* 0 and a ValueError unless `value` is one of least..most. */
+/* Returns 0 with a ValueError unless `value` is in least..most. */
 static int is_within(const char *name, int64_t value, int64_t least, int64_t most) {
     if (value >= least && value <= most) return 1;
     PyErr_Format(PyExc_ValueError, "%s: expected %lld to %lld, got %lld", name, (long long)least, (long long)most,
@@ -283,20 +283,20 @@ static int is_within(const char *name, int64_t value, int64_t least, int64_t mos
     return 0;
 }
 
-/* Whether a matrix of these sizes can be. */
+/* Whether a matrix may have these sizes. */
 static int is_size(int64_t rows, int64_t columns) {
     return is_within("rows", rows, 0, MOST_ELEMENTS) && is_within("columns", columns, 0, MOST_ELEMENTS) &&
            is_within("rows", rows, 0, MOST_ELEMENTS / (columns ? columns : 1));
 }
 
-/* Whether there may be `elements` at `address`. */
+/* Whether `address` may hold `elements`. */
 static int is_memory(int64_t address, int64_t elements) {
     if (elements == 0 || address != 0) return 1;
     PyErr_Format(PyExc_ValueError, "expected the address of %lld elements, got 0", (long long)elements);
     return 0;
 }
 
-/* Without the GIL where that pays. Returns None, or NULL and a MemoryError. */
+/* Releases the GIL for large jobs. Returns None, or NULL with a MemoryError. */
 #define RUN(CALL, ELEMENTS) \
     do { \
         PyThreadState *released = (ELEMENTS) < RELEASE_GIL_FROM ? NULL : PyEval_SaveThread(); \
@@ -310,10 +310,10 @@ static int threads_of(int64_t asked) { return asked < 1 ? 1 : asked > MOST_THREA
 
 enum { ADDRESSES = 7, INTEGERS = 17 };
 
-/* INTEGERS integers: seven addresses, those that the entry `needs`, 0 for others; rows, columns, from one row of codes
- * to the next, hp kind, float8 kind, dim, power_of_2, threads, rows and columns of a block or 0. In `needs` a letter
- * per address says how many elements are there: e all of them, s as many as scales by dim, r one per row, c one per
- * column, 1 one, 0 none. */
+/* Takes INTEGERS integers: seven addresses (0 for addresses that the entry does not need), rows, columns, stride of the
+ * rows of codes, hp kind, float8 kind, dim, power_of_2, threads, rows and columns of a block or 0. `needs` has a letter
+ * for the number of elements at each address: e all elements, s one per scale, r one per row, c one per column, 1 one,
+ * 0 none. */
 static PyObject *call(int (*matrix)(const Job *), const char *needs, PyObject *const *args, Py_ssize_t count) {
     int64_t v[INTEGERS], *sizes = v + ADDRESSES;
     if (!read_integers(args, count, v, INTEGERS)) return NULL;
@@ -368,7 +368,7 @@ static PyObject *get_elements_read(PyObject *self, PyObject *const *args, Py_ssi
     return PyLong_FromLongLong(elements_read);
 }
 
-/* One integer: whether to use lookup.h where the CPU can. Returns whether it was used, for tests of both. */
+/* Takes one integer: whether to use lookup.h if the CPU supports it. Returns the previous setting. For tests. */
 static PyObject *use_avx512(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
     int64_t v[1];
@@ -378,8 +378,8 @@ static PyObject *use_avx512(PyObject *self, PyObject *const *args, Py_ssize_t co
     return PyBool_FromLong(before);
 }
 
-/* Six integers of an operand: codes, float8 kind, from one line (see matmul.h) to the next, then along k, scale,
- * whether there is one per line. */
+/* Takes six integers of an operand: codes, float8 kind, stride of lines (see matmul.h), stride along k, scale, whether
+ * there is one scale per line. */
 static int read_factor(const int64_t *v, int64_t lines, int64_t k, Factor *factor) {
     if (!is_size(lines, k) || !is_memory(v[0], lines * k) || !is_within("float8 kind", v[1], 0, E5M2) ||
         !is_within("the stride that is not 1", v[2] == 1 ? v[3] : v[2], 0, MOST_ELEMENTS) ||
@@ -390,7 +390,7 @@ static int read_factor(const int64_t *v, int64_t lines, int64_t k, Factor *facto
     return 1;
 }
 
-/* Nineteen integers: out, those of a, those of b, m, k, n, hp kind of out (float32 or bfloat16), bias or 0, threads. */
+/* Takes 19 integers: out, six of a, six of b, m, k, n, hp kind of out (float32 or bfloat16), bias or 0, threads. */
 static PyObject *mm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
     int64_t v[19];
@@ -407,9 +407,9 @@ static PyObject *mm(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     RUN(multiply_matrices(&product), m * n);
 }
 
-/* Fifteen integers: hp, codes or 0, quant_scale and dequant_scale in float64, signal and noise of each block, counts,
- * rows, columns, from one row of codes to the next, hp kind, float8 kind, rows and columns of a block, threads. Where
- * all rows are in one block, each thread has sums of its own: [threads, blocks]. */
+/* Takes 15 integers: hp, codes or 0, quant_scale and dequant_scale in float64, signal and noise of each block, counts,
+ * rows, columns, stride of the rows of codes, hp kind, float8 kind, rows and columns of a block, threads. If all rows
+ * are in one block, signal and noise are per thread: [threads, blocks]. */
 static PyObject *observe(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
     int64_t v[15];
@@ -432,8 +432,8 @@ static PyObject *observe(PyObject *self, PyObject *const *args, Py_ssize_t count
     RUN(observe_all(&job, AT(6)), rows * columns);
 }
 
-/* 21 integers: param, grad, mean, its scales or 0, square, its scales or 0, scalars, skipped; rows, columns, lane, first,
- * inner, outer, row_blocks; key; kinds of param, grad, mean and square; threads. */
+/* Takes 21 integers: param, grad, mean, its scales or 0, square, its scales or 0, scalars, skipped; rows, columns,
+ * lane, first, inner, outer, row_blocks; key; kinds of param, grad, mean and square; threads. */
 static PyObject *adamw(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
     int64_t v[21];

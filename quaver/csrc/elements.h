@@ -1,4 +1,4 @@
-/* One element: float8, bfloat16 and float16 codes to and from float32. */
+/* Converts one float8, bfloat16 or float16 code to and from float32. */
 #ifndef QUAVER_ELEMENTS_H
 #define QUAVER_ELEMENTS_H
 
@@ -16,7 +16,7 @@
 #define INLINE static inline
 #endif
 
-/* One binary for every x86-64: the loader picks a clone. Needs ifunc (glibc) and a compiler that knows the levels. */
+/* One binary for every x86-64: the loader picks a clone. Needs ifunc (glibc) and a compiler with x86-64 levels. */
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -26,7 +26,7 @@
 enum { FLOAT32, BFLOAT16, FLOAT16 };  /* hp kinds */
 enum { E4M3, E5M2 };                  /* float8 kinds */
 
-/* `ieee`: the top exponent holds inf and NaN; else only the top code is a NaN. */
+/* `ieee`: the top exponent holds inf and NaN; otherwise only the top code is NaN. */
 typedef struct {
     int exponent_bits, mantissa_bits, bias, ieee;
     float max, largest_quant_scale, saturates_above;
@@ -42,7 +42,7 @@ INLINE float float_of(uint32_t bits) { float value; memcpy(&value, &bits, 4); re
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* A code of 8 or 16 bits -> float32, exactly; NaN and inf kept.
- * A subnormal is taken for 2^(1-bias) * (1 + fraction), a normal float32, and loses the 2^(1-bias) again. */
+ * A subnormal is read as 2^(1-bias) * (1 + fraction), a normal float32; then 2^(1-bias) is subtracted. */
 INLINE float decode(uint32_t code, Format f) {
     const int width = f.exponent_bits + f.mantissa_bits;
     const uint32_t one = 1u << 23, rebias = (uint32_t)(127 - f.bias) << 23;
@@ -55,16 +55,16 @@ INLINE float decode(uint32_t code, Format f) {
     return float_of(bits_of(magnitude) | special | (shifted & 0x80000000u));
 }
 
-/* The same to bfloat16, which holds every float8 value: the upper half. */
+/* A float8 code -> bfloat16, which holds every float8 value: the upper half of the float32. */
 INLINE uint16_t bfloat16_of_code(uint32_t code, Format f) { return (uint16_t)(bits_of(decode(code, f)) >> 16); }
 
 /* RNE8(clamp(value, -max, max)): ties to even, subnormals kept; NaN -> 0x7F or 0xFF by its sign.
  *
- * With 2^e the power of two at or below |value|, at least the smallest normal, the code is e's field plus the
- * significand |value| / 2^(e - mantissa_bits), rounded: 2^mantissa_bits or more for a normal, less for a subnormal.
- * Adding 2^(e + 23 - mantissa_bits) to |value| rounds it there: the sum's low bits hold the significand. Only the low
- * byte of a code is kept, so whatever lies above it need not be taken away; `offset`, the part of e's bias that reaches
- * into that byte, rides in the low bits of the addend. It is even, so ties still go to even. */
+ * Let 2^e be the largest power of two up to |value|, but at least the smallest normal. The code is e's field plus the
+ * rounded significand |value| / 2^(e - mantissa_bits), which is below 2^mantissa_bits for a subnormal. Adding
+ * 2^(e + 23 - mantissa_bits) to |value| rounds it: the low bits of the sum are the significand. Only the low byte of a
+ * code is kept, so higher bits need no mask. `offset` is the part of e's bias that reaches this byte, and is added with
+ * the power. It is even, so ties still go to even. */
 INLINE uint8_t encode(float value, Format f) {
     const int drop = 23 - f.mantissa_bits;
     const uint32_t smallest_normal = (uint32_t)(128 - f.bias) << 23;
@@ -77,7 +77,7 @@ INLINE uint8_t encode(float value, Format f) {
     return (uint8_t)(((sum + (power >> drop)) << 24 | nan | (bits_of(value) & 0x80000000u)) >> 24);
 }
 
-/* hp[i] -> float32, exactly. By memcpy, because amaxes were written as integers. */
+/* hp[i] -> float32, exactly. It uses memcpy, because amaxes are written as integers. */
 INLINE float load(const void *hp, int hp_kind, int64_t i) {
     float value;
     uint16_t code;

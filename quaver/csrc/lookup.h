@@ -1,7 +1,7 @@
-/* float8 -> bfloat16 by lookup, for CPUs with AVX-512 VBMI (Intel since Ice Lake, AMD since Zen 4).
+/* Converts float8 to bfloat16 by table lookup on CPUs with AVX-512 VBMI (Intel since Ice Lake, AMD since Zen 4).
  *
- * The low and the high bytes of the 128 non-negative values of a format are two vectors each, which one instruction
- * indexes by 64 codes. NaN and inf are looked up like all others.
+ * The low bytes of a format's 128 non-negative values fill two vectors, and so do the high bytes. One instruction
+ * indexes two vectors by 64 codes. NaN and inf are table entries too.
  */
 #ifndef QUAVER_LOOKUP_H
 #define QUAVER_LOOKUP_H
@@ -18,7 +18,7 @@ static int uses_avx512; /* set when the module is loaded */
 #define AVX512 __attribute__((AVX512_TARGET))
 #define AVX512_INLINE static inline __attribute__((always_inline, AVX512_TARGET))
 
-static uint8_t low_bytes[2][128], high_bytes[2][128]; /* of the values, by float8 kind and code without sign */
+static uint8_t low_bytes[2][128], high_bytes[2][128]; /* bytes of the values, by float8 kind and code without sign */
 
 static int has_avx512(void) {
     __builtin_cpu_init();
@@ -42,17 +42,17 @@ AVX512_INLINE Lookup lookup_of(int float8) {
                     {_mm512_loadu_si512(high), _mm512_loadu_si512(high + 64)}};
 }
 
-/* The values of 64 codes: of the lower and of the upper 8 codes of each 128-bit lane. */
+/* The values of 64 codes: the lower and the upper 8 codes of each 128-bit lane. */
 AVX512_INLINE void look_up(Lookup values, __m512i codes, __m512i *of_lower, __m512i *of_upper) {
     const __m512i sign = _mm512_set1_epi8((char)0x80);
     __m512i low = _mm512_permutex2var_epi8(values.low[0], codes, values.low[1]);
     __m512i high = _mm512_permutex2var_epi8(values.high[0], codes, values.high[1]);
-    high = _mm512_ternarylogic_epi32(sign, codes, high, 0xCA); /* codes where sign, else high */
+    high = _mm512_ternarylogic_epi32(sign, codes, high, 0xCA); /* the sign bit of codes, the other bits of high */
     *of_lower = _mm512_unpacklo_epi8(low, high);
     *of_upper = _mm512_unpackhi_epi8(low, high);
 }
 
-/* decode_run of whole blocks of 64. */
+/* decode_run for whole blocks of 64. */
 AVX512 static void decode_blocks(const uint8_t *codes, int float8, int64_t n, uint16_t *values) {
     const __m512i first_lanes = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const Lookup lookup = lookup_of(float8);
@@ -75,7 +75,7 @@ static void decode_blocks(const uint8_t *codes, int float8, int64_t n, uint16_t 
 
 #endif
 
-enum { WIDENED = 2048 }; /* values that stay in the first cache */
+enum { WIDENED = 2048 }; /* values that stay in the L1 cache */
 
 /* out[i] = codes[i] * scale in float32 or bfloat16; see scale_run. */
 static void widen_run(const uint8_t *codes, int float8, int hp_kind, const float *scale, int per_element, int64_t n,

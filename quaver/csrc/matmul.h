@@ -2,19 +2,20 @@
  *
  *     out [m, n] = RN(RN(sum * RN(a_scale * b_scale)) + bias)      sum over k of a [m, k] * b [k, n] in float32
  *
- * Operands are widened to bfloat16 while they are packed, none as a whole. Scales come last, so any will do. Along k a
- * loop sums slabs of DEPTH in ascending order, rounding to float32 at each step (a dot product of pairs adds the product
- * of the high halves, then that of the low ones); the sums of slabs are added in order, so errors grow with DEPTH +
- * k / DEPTH. An element depends on its row and its column only, not on threads. The instruction takes subnormals for 0,
- * but meets none: codes are multiples of 2^-16, and their products and sums of 2^-32.
+ * Operands are widened to bfloat16 while they are packed, never as a whole. Scales are applied last, so they may have
+ * any value. Along k a loop sums slabs of DEPTH in ascending order, rounding to float32 at each step (a dot product of
+ * pairs adds the product of the high halves, then the product of the low halves). The sums of slabs are added in order,
+ * so errors grow with DEPTH + k / DEPTH. An element depends on its row and its column only, not on threads. The
+ * instruction flushes subnormals to 0, but none occur: codes are multiples of 2^-16, and their products and sums of
+ * 2^-32.
  *
- * A line is a row of a or a column of b: what a sum runs along. Lines are packed by groups of 32, k by slabs of DEPTH:
+ * A line is a row of a or a column of b; sums run along lines. Lines are packed in groups of 32, k in slabs of DEPTH:
  *
- *     words [slabs][groups][DEPTH / 2][32]     each the numbers of a line at k, in the high half, and at k + 1
+ *     words [slabs][groups][DEPTH / 2][32]     a word has a line's numbers at k, in the high half, and at k + 1
  *
- * What is beyond the matrix is 0. A panel of b is packed for all threads, which share out the rows of a. Each packs a
- * chunk of its rows at a time, which stays in its second cache, and multiplies it with all of the panel. Sums go
- * through memory from slab to slab, so that what a tile reads stays in the second cache too.
+ * Elements outside the matrix are 0. A panel of b is packed for all threads, which divide the rows of a. A thread packs
+ * one chunk of its rows at a time, which stays in its L2 cache, and multiplies it with the whole panel. Sums are stored
+ * in memory between slabs, so that the operands of a tile stay in the L2 cache too.
  */
 #ifndef QUAVER_MATMUL_H
 #define QUAVER_MATMUL_H
@@ -24,7 +25,7 @@
 typedef struct {
     const uint8_t *codes;
     int float8;
-    int64_t to_line, to_k; /* from a code to that of the next line, and to the next of its line; one of them is 1 */
+    int64_t to_line, to_k; /* the strides of codes between lines and within a line; one of them is 1 */
     const float *scale;
     int per_line; /* whether there is one scale per line */
     int64_t lines, k;
@@ -45,7 +46,7 @@ typedef struct {
 enum {
     GROUP = 32,   /* lines packed side by side */
     DEPTH = 2048, /* along k; even */
-    CHUNK = 64,   /* rows of a; a multiple of GROUP, as is: */
+    CHUNK = 64,   /* rows of a; a multiple of GROUP, as is PANEL */
     PANEL = 512,  /* columns of b */
     TILE = 8,     /* rows of a whose products with a group of b are summed in registers */
 };
@@ -61,10 +62,10 @@ static int has_matmul(void) {
 INLINE int64_t groups_of(int64_t lines) { return (lines + GROUP - 1) / GROUP; }
 INLINE int64_t pairs_of(int64_t depth) { return (depth + 1) / 2; }
 
-/* Some packed lines of an operand, those from `first` on in the matrix. */
+/* Packed lines of an operand, beginning at line `first` of the matrix. */
 typedef struct { uint32_t *words; int64_t first, lines; } Packed;
 
-/* A group at the slab that starts at `k`. */
+/* A group in the slab that starts at `k`. */
 INLINE uint32_t *words_at(Packed packed, int64_t group, int64_t k, int64_t depth) {
     return packed.words + (k / 2 * groups_of(packed.lines) + group * pairs_of(depth)) * GROUP;
 }
@@ -81,8 +82,7 @@ AVX512_INLINE __m512i every_fourth(const uint8_t *codes, int64_t to_line) {
 #undef LINE
 }
 
-/* 16 codes of each of 16 lines, contiguous in each -> `pairs` rows of 16 words. Transposed by pairs of codes, then
- * looked up. */
+/* 16 contiguous codes of 16 lines -> `pairs` rows of 16 words: pairs of codes are transposed, then looked up. */
 AVX512_INLINE void pack_block(Lookup lookup, const uint8_t *codes, int64_t to_line, int64_t pairs, uint32_t *words) {
     const __m512i swap = _mm512_set4_epi32(0x0E0F0C0D, 0x0A0B0809, 0x06070405, 0x02030001);
     __m512i line[4], quads[4], by_pair[4], row[8];
@@ -100,7 +100,7 @@ AVX512_INLINE void pack_block(Lookup lookup, const uint8_t *codes, int64_t to_li
         if (i < pairs) _mm512_storeu_si512(words + i * GROUP, row[i]);
 }
 
-/* A group of up to 32 lines, each contiguous: `depth` codes of each -> words [depth / 2][32]. */
+/* `depth` codes of up to 32 contiguous lines -> words [depth / 2][32]. */
 AVX512_INLINE void pack_lines(Lookup lookup, const uint8_t *codes, int64_t to_line, int64_t lines, int64_t depth,
                               uint32_t *words) {
     for (int64_t half = 0; half < GROUP; half += 16)
@@ -118,7 +118,7 @@ AVX512_INLINE void pack_lines(Lookup lookup, const uint8_t *codes, int64_t to_li
         }
 }
 
-/* A group of up to 32 lines that lie side by side: `depth` codes of each -> words [depth / 2][32]. */
+/* `depth` codes of up to 32 lines whose codes at one k are contiguous -> words [depth / 2][32]. */
 AVX512_INLINE void pack_columns(Lookup lookup, const uint8_t *codes, int64_t to_k, int64_t lines, int64_t depth,
                                 uint32_t *words) {
     const __m512i first_lanes = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
@@ -134,7 +134,7 @@ AVX512_INLINE void pack_columns(Lookup lookup, const uint8_t *codes, int64_t to_
     }
 }
 
-/* The groups from `begin` to `end` of `packed`, all of k. */
+/* Packs the groups from `begin` to `end` of `packed`, for all of k. */
 AVX512 static void pack(const Factor *factor, Packed packed, int64_t begin, int64_t end) {
     const Lookup lookup = lookup_of(factor->float8);
     for (int64_t k = 0; k < factor->k; k += DEPTH)
@@ -182,7 +182,7 @@ AVX512_BF16 static void finish(const Product *product, const float *sums, int64_
     uint16_t rounded[GROUP];
     for (int64_t j = 0; j < GROUP; j++) {
         scales[j] = b->scale[b->per_line && j < columns ? column + j : 0];
-        biases[j] = product->bias && j < columns ? product->bias[column + j] : -0.0f; /* which changes no sum */
+        biases[j] = product->bias && j < columns ? product->bias[column + j] : -0.0f; /* adding -0 changes no sum */
     }
     for (int64_t i = 0; i < rows; i++) {
         const float a_scale = a->scale[a->per_line ? row + i : 0];
@@ -196,7 +196,7 @@ AVX512_BF16 static void finish(const Product *product, const float *sums, int64_
     }
 }
 
-/* A packed chunk of a times the packed panel of b. `sums`: [chunk][32], of each group of b if there are more slabs. */
+/* A packed chunk of a times the packed panel of b. `sums`: [chunk][32], per group of b if there are several slabs. */
 static void multiply_chunk(const Product *product, Packed chunk, Packed panel, float *sums) {
     const int64_t k = product->a.k, size = product->hp_kind == FLOAT32 ? 4 : 2, to_row = product->b.lines * size;
     for (int64_t from = 0; from == 0 || from < k; from += DEPTH) {
@@ -205,7 +205,7 @@ static void multiply_chunk(const Product *product, Packed chunk, Packed panel, f
             float *strip = sums + (k > DEPTH ? j * CHUNK * GROUP : 0);
             const char *out = product->out + chunk.first * to_row + (panel.first + j * GROUP) * size;
             for (int64_t i = 0; i < chunk.lines; i += TILE) {
-                for (int64_t row = i; row < least(i + TILE, chunk.lines); row++) /* what `finish` will write */
+                for (int64_t row = i; row < least(i + TILE, chunk.lines); row++) /* prefetch what `finish` writes */
                     __builtin_prefetch(out + row * to_row, 1);
                 const uint32_t *of_a = words_at(chunk, i / GROUP, from, depth) + i % GROUP;
                 multiply_tile(of_a, words_at(panel, j, from, depth), pairs_of(depth), from == 0, strip + i * GROUP);
@@ -215,7 +215,7 @@ static void multiply_chunk(const Product *product, Packed chunk, Packed panel, f
     }
 }
 
-/* 0, or -1 without memory. */
+/* Returns 0, or -1 if out of memory. */
 static int multiply_matrices(const Product *product) {
     const Factor *a = &product->a, *b = &product->b;
     const int threads = product->threads;

@@ -1,8 +1,8 @@
-/* Statistics of a matrix and its cast, in one read; quaver/numerics/statistics.py is the oracle, and says what they are.
+/* Statistics of a matrix and its cast, in one read; quaver/numerics/statistics.py defines them and is the oracle.
  *
- * Sums of squares and of fourth powers are float64, by lanes that are added in order: LANES of a run with one scale, or
- * each column of a strip where columns have scales of their own. Everything else is counted, or compared as bits, and
- * is exact.
+ * Sums of squares and of fourth powers are float64. Each lane has a sum, and lanes are added in order. A run with one
+ * scale has LANES lanes; a strip with a scale per column has one lane per column. All other statistics are counts or
+ * comparisons of bits, and exact.
  */
 #ifndef QUAVER_OBSERVE_H
 #define QUAVER_OBSERVE_H
@@ -14,9 +14,9 @@
 enum { LANES = 64, STRIP = 512 };
 
 typedef struct {
-    double signal[STRIP], noise[STRIP]; /* of one block */
-    double fourth[STRIP];               /* of all */
-    uint32_t largest[STRIP], smallest[STRIP]; /* bits of finite magnitudes; of nonzero ones, less 1 */
+    double signal[STRIP], noise[STRIP]; /* sums of one block */
+    double fourth[STRIP];               /* sums of all elements */
+    uint32_t largest[STRIP], smallest[STRIP]; /* bits of finite magnitudes; bits - 1 of nonzero magnitudes */
     int32_t zeros[STRIP], nonfinite[STRIP], underflow[STRIP], saturated[STRIP];
 } Lanes;
 
@@ -28,14 +28,14 @@ typedef struct {
 
 INLINE uint32_t smaller32(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-/* One element, which is in lane j. Without codes `has_codes` is 0. */
+/* Adds one element to lane j. `has_codes` is 0 if there are no codes. */
 INLINE void observe_element(float hp, uint32_t code, Format f, double quant, double dequant, int has_codes,
                             Lanes *restrict lanes, int64_t j) {
     const uint32_t magnitude = bits_of(hp) & 0x7FFFFFFFu;
     const int finite = magnitude < 0x7F800000u;
     const double wide = finite ? hp : 0.0f;
     lanes->largest[j] = larger32(finite ? magnitude : 0, lanes->largest[j]);
-    lanes->smallest[j] = smaller32(magnitude - 1, lanes->smallest[j]); /* that of 0 is the largest number */
+    lanes->smallest[j] = smaller32(magnitude - 1, lanes->smallest[j]); /* 0 - 1 is the largest unsigned number */
     lanes->zeros[j] += magnitude == 0;
     lanes->nonfinite[j] += !finite;
     const double square = wide * wide;
@@ -44,7 +44,7 @@ INLINE void observe_element(float hp, uint32_t code, Format f, double quant, dou
     if (!has_codes) return;
     const double error = wide - (double)decode(code, f) * dequant, scaled = (double)hp * quant;
     double noise = error * error;
-    noise = noise <= DBL_MAX ? noise : (double)INFINITY; /* NaN, too */
+    noise = noise <= DBL_MAX ? noise : (double)INFINITY; /* also for NaN */
     lanes->noise[j] += finite ? noise : 0.0;
     lanes->underflow[j] += finite & (magnitude != 0) & ((code & 0x7Fu) == 0);
     lanes->saturated[j] += (scaled > f.saturates_above) | (scaled < -f.saturates_above);
@@ -66,7 +66,7 @@ INLINE void observe_body(int hp_kind, const void *hp, const uint8_t *codes, Form
         observe_element(load(hp, hp_kind, i), has_codes ? codes[i] : 0, f, by, back, has_codes, lanes, i - whole);
 }
 
-/* n elements with one scale, or n <= STRIP elements with one each if `per_element`. `codes` may be NULL. */
+/* n elements with one scale, or n <= STRIP elements with one scale each if `per_element`. `codes` may be NULL. */
 CLONES static void observe_run(const void *hp, int hp_kind, const uint8_t *codes, int float8, const double *quant,
                                const double *dequant, int per_element, int64_t n, Lanes *lanes) {
     const Format f = FLOAT8[float8];
@@ -76,7 +76,7 @@ CLONES static void observe_run(const void *hp, int hp_kind, const uint8_t *codes
     else BY_KIND(observe_body, hp_kind, hp, codes, FLOAT8[E5M2], quant, dequant, 0, 1, n, lanes)
 }
 
-/* Add the sums of n lanes to those of one scale, or of one each if `per_element`, and forget them. */
+/* Adds the sums of n lanes to the sums of one scale, or of one scale each if `per_element`, and clears the lanes. */
 static void add_sums(Lanes *lanes, int64_t n, int per_element, double *signal, double *noise) {
     for (int64_t j = 0; j < n; j++) {
         signal[per_element ? j : 0] += lanes->signal[j];
@@ -89,15 +89,15 @@ static void add_sums(Lanes *lanes, int64_t n, int per_element, double *signal, d
 
 typedef struct {
     const char *hp;
-    const uint8_t *codes;          /* or NULL, and then no scales */
+    const uint8_t *codes;          /* NULL, without scales, if there is no cast */
     const double *quant, *dequant; /* one per block */
-    double *signal, *noise;        /* the same; where all rows are in one block, for each thread */
+    double *signal, *noise;        /* one per block; if all rows are in one block, per thread */
     int64_t rows, columns, code_row, block_rows, block_columns;
     int hp_kind, float8, threads;
     Seen *seen; /* one per thread */
 } Observed;
 
-/* Rows first..last, which share a row of blocks; the first of its scales is `scale`, of its sums `sum`. */
+/* Rows first..last of one row of blocks, whose first scale is `scale` and whose first sum is `sum`. */
 static void observe_band(const Observed *job, int64_t first, int64_t last, int64_t scale, int64_t sum, Lanes *lanes) {
     const int64_t size = job->hp_kind == FLOAT32 ? 4 : 2;
     const int per_element = job->block_columns == 1 && job->columns > 1 && job->codes;
@@ -112,7 +112,7 @@ static void observe_band(const Observed *job, int64_t first, int64_t last, int64
     }
 }
 
-/* What one thread observes. Where rows share blocks it has sums of its own, else rows of blocks. */
+/* The part of one thread: rows of blocks, or its own sums if all rows are in one block. */
 static void observe_thread(const Observed *job, int thread) {
     const int64_t rows = job->rows, height = least(job->block_rows, rows);
     const int64_t across = (job->columns + job->block_columns - 1) / job->block_columns;
@@ -139,7 +139,7 @@ static void observe_thread(const Observed *job, int thread) {
     }
 }
 
-/* `counts` become zeros, nonfinite, underflow, saturated, amax, the smallest nonzero magnitude (or infinity) and the
+/* Sets `counts` to zeros, nonfinite, underflow, saturated, amax, the smallest nonzero magnitude (or infinity) and the
  * sum of fourth powers. */
 static int observe_all(const Observed *job, double *counts) {
     Seen all = {.smallest = UINT32_MAX};

@@ -1,7 +1,7 @@
-/* A run of elements: n of them, contiguous; `scale` is one number, or one per element if `per_element`.
+/* Operations on a run of n contiguous elements. `scale` is one number, or one per element if `per_element`.
  *
- * Loops have no branches and no calls, so that compilers vectorize them. A hp kind is a constant in them: BY_KIND picks
- * one of three always-inlined bodies, once per run.
+ * Loops have no branches and no calls, so that compilers vectorize them. The hp kind is a constant in each loop:
+ * BY_KIND selects one of three always-inlined bodies, once per run.
  */
 #ifndef QUAVER_RUNS_H
 #define QUAVER_RUNS_H
@@ -15,7 +15,7 @@
     default: BODY(FLOAT16, __VA_ARGS__); \
     }
 
-/* hp, and NaN for an infinite one, which a clamp would hide: hp - hp is NaN there, else 0. */
+/* Replaces inf by NaN, because a clamp would hide it: hp - hp is NaN for inf, else 0. */
 INLINE float nan_for_inf(float hp) { return hp - (hp - hp); }
 
 INLINE void cast_body(int hp_kind, const void *hp, Format f, const float *scale, int per_element, int is_of_amax,
@@ -27,8 +27,8 @@ INLINE void cast_body(int hp_kind, const void *hp, Format f, const float *scale,
     }
 }
 
-/* codes[i] = RNE8(clamp(RN32(hp[i] * scale), -max, max)), and NaN for an infinite hp[i]. A scale that `is_of_amax` of
- * all that it scales is 0 for an inf, so that the product is NaN and none is looked for. */
+/* codes[i] = RNE8(clamp(RN32(hp[i] * scale), -max, max)), NaN for an infinite hp[i]. If `is_of_amax`, the scale was
+ * computed from the amax of its elements. An inf then has a scale of 0 and a product of NaN, so no check is needed. */
 CLONES static void cast_run(const void *hp, int hp_kind, int float8, const float *scale, int per_element,
                             int is_of_amax, int64_t n, uint8_t *codes) {
     const Format f = FLOAT8[float8];
@@ -46,7 +46,7 @@ INLINE void divide_body(int hp_kind, const void *hp, Format f, const float *scal
         codes[i] = encode(nan_for_inf(load(hp, hp_kind, i)) / (per_element ? scale[i] : one_scale), f);
 }
 
-/* codes[i] = RNE8(clamp(RN32(hp[i] / scale), -max, max)), and NaN for an infinite hp[i]. */
+/* codes[i] = RNE8(clamp(RN32(hp[i] / scale), -max, max)), NaN for an infinite hp[i]. */
 CLONES static void divide_run(const void *hp, int hp_kind, int float8, const float *scale, int per_element, int64_t n,
                               uint8_t *codes) {
     if (n <= 0) return;
@@ -64,7 +64,7 @@ INLINE void observed_body(int hp_kind, const void *hp, Format f, float scale, in
     }
 }
 
-/* As cast_run with one scale; returns how many elements lost more to the clamp than to rounding. */
+/* cast_run with one scale; returns the number of saturated elements, which clamping changes more than rounding. */
 CLONES static int32_t observed_cast_run(const void *hp, int hp_kind, int float8, float scale, int32_t n,
                                         uint8_t *codes) {
     int32_t saturated = 0;
@@ -72,7 +72,7 @@ CLONES static int32_t observed_cast_run(const void *hp, int hp_kind, int float8,
     return saturated;
 }
 
-/* In their own width: promoted to int, they would not become a vector's maximum. */
+/* Typed by width: compilers do not vectorize a maximum of values that are promoted to int. */
 INLINE uint16_t larger16(uint16_t a, uint16_t b) { return a > b ? a : b; }
 INLINE uint32_t larger32(uint32_t a, uint32_t b) { return a > b ? a : b; }
 

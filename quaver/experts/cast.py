@@ -12,17 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.experts.groups import (
-    bounds_of,
-    count_of_scales,
-    first_scale,
-    layout_of_cast,
-    scale_rows,
-    shape_of_scales,
-)
+from quaver.experts.groups import bounds_of, count_of_scales, first_scale, layout_of_cast, scale_rows, shape_of_scales
 from quaver.kernels import cpu
-from quaver.kernels.cast import CASTS, cast_blocks_with_scale, computed_once
-from quaver.kernels.operands import Operand, Operands, asked_for, cast_by_layout, present
+from quaver.kernels.cast import CASTS, cast_blocks_with_scale, realize_scales
+from quaver.kernels.operands import Operand, Operands, cast_by_layout, expect, select_directions
 from quaver.kernels.operation import operation
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, ScalingGranularity
@@ -57,7 +50,7 @@ def _cast_groups(
         Operands with the scales of groups.py.
     """
     cpu.check_memory(hp, ends)
-    block_mode = mode if granularity == ScalingGranularity.BLOCKWISE.value else mode or None
+    is_blockwise = granularity == ScalingGranularity.BLOCKWISE.value
     row_layout = layout_of_cast(granularity, (dot_products, length))
 
     def cast(layout: ScaleLayout) -> Operand:
@@ -65,18 +58,18 @@ def _cast_groups(
         count = count_of_scales(rows, groups, hp.shape[0])
         scale_row = scale_rows(ends, groups, hp.shape[0], rows, hp.device)
         amax = _amaxes(hp, ends, groups, layout, scale_row)
-        amax = amax.to(hp.dtype) if mode else amax  # exact; see `scales_of`
-        scales = computed_once(scaling.scales_of(amax, float8_dtype, power_of_2, block_mode))
-        quant, dequant, _ = scales
-        factor, divisor_of = scaling.factor_of(scales, mode)
+        amax = amax.to(hp.dtype) if mode else amax  # exact; see `compute_scales`
+        scales = scaling.compute_scales(amax, float8_dtype, power_of_2, mode, is_blockwise=is_blockwise)
+        quant, dequant, _ = scales = realize_scales(scales)
+        factor, division = scaling.choose_factor(scales, mode)
         shape = shape_of_scales(layout, groups, *hp.shape)
         row_scales, of_row = scales_per_row(hp, factor, scale_row, columns)
         if column and not (row and layout == row_layout) and torch.compiler.is_dynamo_compiling():
             # The transpose shares no node with row codes, so that the backward can compute its own (kernels/cast.py).
-            turned = cast_blocks_with_scale(hp.t(), row_scales.t(), float8_dtype, of_row.t(), True, divisor_of)
+            turned = cast_blocks_with_scale(hp.t(), row_scales.t(), float8_dtype, of_row.t(), True, division)
             codes = turned.t().contiguous()
         else:
-            codes = cast_blocks_with_scale(hp, row_scales, float8_dtype, of_row, True, divisor_of)
+            codes = cast_blocks_with_scale(hp, row_scales, float8_dtype, of_row, True, division)
         return Operand(codes, dequant[:count].view(shape), layout, quant[:count].view(shape))
 
     return cast_by_layout(cast, row, column, row_layout)
@@ -185,7 +178,7 @@ def _cpu_groups(
         if ends is None and layout.rows != ALL and (hp.shape[0] // groups) % layout.rows == 0:
             made = in_table(hp)
             dequant, quant = (
-                _with_unused_rows(present(each), groups) for each in (made.dequant_scale, made.quant_scale)
+                _with_unused_rows(expect(each), groups) for each in (made.dequant_scale, made.quant_scale)
             )
             return Operand(made.data, dequant, layout, quant)
         codes, scales = torch.empty_like(hp, dtype=float8_dtype), _new_scales(hp, layout, groups)
@@ -193,7 +186,7 @@ def _cpu_groups(
             if block_options:
                 of_group = in_table(hp[start:stop])
                 codes[start:stop] = of_group.data
-                group_scales = [present(of_group.dequant_scale), present(of_group.quant_scale)]
+                group_scales = [expect(of_group.dequant_scale), expect(of_group.quant_scale)]
             else:
                 dim = 0 if is_column else None
                 rows = hp[start:stop], codes[start:stop]
@@ -231,7 +224,7 @@ def cast_groups(
         ends, groups: see groups.py.
     """
     if cast.is_disabled:
-        return asked_for(Operand(hp), row, column)
+        return select_directions(Operand(hp), row, column)
     granularity, options = cast.scaling_granularity.value, (*(cast.block_size or (0, 0)), cast.mode)
     cast.known_layout("grouped matmuls")
     operands: Operands = _operation(hp, cast.float8_dtype, ends, groups, row, column, power_of_2, granularity, *options)

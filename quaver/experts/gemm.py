@@ -30,7 +30,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from quaver.experts import gpu_gemm
 from quaver.experts.groups import Form, bounds_of, of_group, scales_of_rows
-from quaver.kernels.exact_mm import exact_float8_mm_into
+from quaver.kernels.exact_mm import exact_float8_mm_out
 from quaver.kernels.operands import Operand
 from quaver.kernels.operation import operation
 from quaver.linear.gemm import (
@@ -157,7 +157,7 @@ def _multiply(a: Operand, b: Operand, options: MatmulOptions, out: Tensor) -> No
     """`gemm.mm` into rows of the result."""
     is_float8 = a.dequant_scale is not None and b.dequant_scale is not None
     if is_float8 and is_cpu(out) and a.data.numel() and b.data.numel() and not options.pad:
-        exact_float8_mm_into(out, a, b, options.scales_are_powers_of_2)
+        exact_float8_mm_out(out, a, b, options.scales_are_powers_of_2)
     else:
         out.copy_(mm(a, b, options, out.dtype))
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from quaver.experts.groups import Form, group_of_rows, scales_of_rows
 from quaver.kernels.cast import row_major
 from quaver.kernels.native_blocks import ALIGNMENT
-from quaver.kernels.operands import Operand, present
+from quaver.kernels.operands import Operand, expect
 from quaver.kernels.widen import widen
 from quaver.recipes.formats import E4M3
 from quaver.recipes.scale_layout import ALL
@@ -68,7 +68,7 @@ def _ends_of_b(ends: Tensor, form: Form) -> Tensor | None:
 
 
 def _factor(operand: Operand, ends: Tensor | None, groups: int) -> _Factor:
-    (rows, columns), scale = operand.data.shape, present(operand.dequant_scale)
+    (rows, columns), scale = operand.data.shape, expect(operand.dequant_scale)
     if scale.dim() == 1:
         group = group_of_rows(ends, groups, rows, scale.device)[0]
         return _Factor(F.pad(scale, (0, 1))[group], scale[:, None].expand(groups, columns))

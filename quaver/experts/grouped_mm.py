@@ -21,7 +21,7 @@ from quaver.experts.cast import cast_groups
 from quaver.experts.dispatch import Dispatch
 from quaver.experts.gemm import grouped_mm
 from quaver.experts.groups import Form, in_scale_rows
-from quaver.kernels.operands import Operand, Operands, present
+from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.function import NoSecondDerivative, compute_dtype, refuse_transforms
 from quaver.linear.quantize import Groups, MatmulProbe
@@ -68,14 +68,14 @@ class _GroupedMMFunction(torch.autograd.Function):
         keeps_codes = needs_grad_a and (is_prepared or args.config.keep_float8_weight_for_backward)
         a_operands = _quantize_tokens(a, ends, args, "input", True, needs_grad_weight)
         quantized_weight = _weight_operands(weight, args, keeps_codes)
-        saved_a = present(a_operands.column) if needs_grad_weight else Operand(a.new_empty(0))
+        saved_a = expect(a_operands.column) if needs_grad_weight else Operand(a.new_empty(0))
         # As in linear/function.py, backward quantizes the weight again, unless its codes are kept.
-        saved_weight = present(quantized_weight.column) if keeps_codes else Operand(weight.detach())
+        saved_weight = expect(quantized_weight.column) if keeps_codes else Operand(weight.detach())
         ctx.args = args
         ctx.layouts = saved_a.layout, saved_weight.layout
         tensors = (*saved_a[:2], *(saved_weight[:2] if needs_grad_a else (None, None)), ends)
         save(ctx, tensors)
-        return _output(present(a_operands.row), present(quantized_weight.row), ends, args, a, weight)
+        return _output(expect(a_operands.row), expect(quantized_weight.row), ends, args, a, weight)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -107,7 +107,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     grad_a = grad_weight = None
     if needs_grad_weight:
         saved_a = Operand(a_data, a_scale, ctx.layouts[0])
-        column = present(grad_operands.column)
+        column = expect(grad_operands.column)
         grad_weight = grouped_mm(
             column, saved_a, ends, Form.GRAD_WEIGHT, matmuls.grad_weight, args.hp_dtype, args.transposed
         )
@@ -116,12 +116,12 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     if needs_grad_a:
         weight = Operand(weight_data, weight_scale, ctx.layouts[1])
         if weight_data.dim() == 3:
-            scale = present(grad_operands.row).dequant_scale
+            scale = expect(grad_operands.row).dequant_scale
             if scale is not None:  # as in linear/function.py: the compiler saves the weight, not its column codes
                 add_dependency(scale, weight_data)
-            weight = present(_quantize_weight(weight_data, args, False, True).column)
+            weight = expect(_quantize_weight(weight_data, args, False, True).column)
         grad_a = grouped_mm(
-            present(grad_operands.row),
+            expect(grad_operands.row),
             weight,
             ends,
             Form.GRAD_INPUT,
@@ -146,7 +146,7 @@ def quantize_groups(
     if casts.is_dequantized:
         operand = cast_groups(hp, casts.row, ends, groups, True, False, casts.power_of_2).row
         return Operands(operand, operand)
-    if casts.is_one or not (row and column):
+    if casts.has_equal_casts or not (row and column):
         return cast_groups(hp, casts.row if row else casts.column, ends, groups, row, column, casts.power_of_2)
     row_operand = cast_groups(hp, casts.row, ends, groups, True, False, casts.power_of_2).row
     return Operands(row_operand, cast_groups(hp, casts.column, ends, groups, False, True, casts.power_of_2).column)
@@ -185,14 +185,14 @@ def _quantize_weight(weight: Tensor, args: _Args, row: bool, column: bool) -> Op
 def casts_of_stored(config: Float8LinearConfig, transposed: bool) -> OperandCasts:
     """The casts of weights along the rows and columns in which they are stored; for [E, K, N] they are turned."""
     casts = config.casts.weight
-    return OperandCasts(casts.column, casts.row, casts.power_of_2, casts.is_one) if transposed else casts
+    return OperandCasts(casts.column, casts.row, casts.power_of_2, casts.has_equal_casts) if transposed else casts
 
 
 def layouts_of_stored(config: Float8LinearConfig, transposed: bool) -> tuple[ScaleLayout, ScaleLayout]:
     """The layouts of the row codes and of the column codes of weights as they are stored."""
     casts = casts_of_stored(config, transposed)[:2]
     row, column = (cast.known_layout("grouped matmuls") for cast in casts)
-    column = column.turned()
+    column = column.column_layout()
     if config.casts.weight.is_dequantized:
         row = column = column if transposed else row
     return row, column
@@ -200,9 +200,7 @@ def layouts_of_stored(config: Float8LinearConfig, transposed: bool) -> tuple[Sca
 
 def operands_of_quantized(weight: Float8Tensor, transposed: bool) -> Operands:
     """The operands of a weight that was quantized before: all-gathered, or primary; codes [E, rows, columns]."""
-    row, column = (
-        present(each)._replace(data=present(each).data.view(-1, weight.shape[2])) for each in weight.stored()
-    )
+    row, column = (expect(each)._replace(data=expect(each).data.view(-1, weight.shape[2])) for each in weight.stored())
     return Operands(column, row) if transposed else Operands(row, column)
 
 
@@ -294,8 +292,8 @@ def multiply_by_weight(
         output: Tensor = _GroupedMMFunction.apply(a, weight, offs, args)
         return output
     a_operands = _quantize_tokens(a, offs, args, "input", True, False)
-    weight_row = present(_weight_operands(weight, args, False).row)
-    return _output(present(a_operands.row), weight_row, offs, args, a, weight)
+    weight_row = expect(_weight_operands(weight, args, False).row)
+    return _output(expect(a_operands.row), weight_row, offs, args, a, weight)
 
 
 def _check(a: Tensor, weight: Tensor, offs: Tensor, transposed: bool) -> None:

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.kernels.operands import Operand, present
+from quaver.kernels.operands import Operand, expect
 from quaver.recipes.cast_config import ScalingGranularity
 from quaver.recipes.scale_layout import ALL, ScaleLayout
 
@@ -116,7 +116,7 @@ def layout_of_cast(granularity: str, block_options: Sequence[Any]) -> ScaleLayou
 
 def scales_of_rows(operand: Operand, ends: Tensor | None, groups: int) -> tuple[Tensor, ScaleLayout]:
     """The dequant_scale of each row [rows, blocks of columns], and its layout; rows of no group have 0."""
-    scale, layout, rows = present(operand.dequant_scale), operand.layout, operand.data.shape[0]
+    scale, layout, rows = expect(operand.dequant_scale), operand.layout, operand.data.shape[0]
     scale_row = scale_rows(ends, groups, rows, layout.rows, operand.data.device)
     with_none = F.pad(scale.view(len(scale), -1), (0, 0, 0, 1))
     return with_none[scale_row], ScaleLayout(1, layout.columns)

@@ -21,7 +21,7 @@ from quaver.export.frozen import load_frozen
 from quaver.export.plan import linear_of
 from quaver.export.save import save_float8
 from quaver.export.weights import Float8Weights, input_scale, iter_float8_weights
-from quaver.kernels.operands import Operand, present
+from quaver.kernels.operands import Operand, expect
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer, as_matrix
 from quaver.recipes import scaling
@@ -160,7 +160,7 @@ def _expected_parts(tensors: Float8Weights) -> Iterator[tuple[str, str, Tensor, 
             held, count = format.as_stored(operand, weight.config.casts.weight.row), len(parts)
             if count > 1 and operand.data.shape[0] // count % rows_of_block:  # gate and up share a block
                 held = None
-            scale = None if held is None else present(held.dequant_scale)
+            scale = None if held is None else expect(held.dequant_scale)
             scales = scale.chunk(count) if scale is not None and scale.dim() else [scale] * count
             for part, codes, part_scale in zip(parts, operand.data.chunk(count), scales, strict=True):
                 yield name, part, codes, None if part_scale is None else format.stored_scale(part_scale)
@@ -208,9 +208,9 @@ def _record_input(rows_of: dict[str, Tensor], name: str, _: nn.Module, args: tup
 
 def _compare_inputs(linear: Float8Linear, rows: Tensor, cast: CastConfig) -> float:
     own = linear.persistent_scales(rows.device, recording=False).input
-    operand = present(Quantizer(linear.config.casts.input, rows.dtype, own)(rows, row=True, column=False).row)
+    operand = expect(Quantizer(linear.config.casts.input, rows.dtype, own)(rows, row=True, column=False).row)
     codes, scale = quantize_by_equations(rows, cast, linear)
-    return min(_equal_share(operand.data, codes), _equal_share(present(operand.dequant_scale), scale))
+    return min(_equal_share(operand.data, codes), _equal_share(expect(operand.dequant_scale), scale))
 
 
 def quantize_by_equations(rows: Tensor, cast: CastConfig, linear: Float8Linear) -> tuple[Tensor, Tensor]:
@@ -243,7 +243,7 @@ def _with_equations(
 def _linear_by_equations(linear: Float8Linear, weight: Operand, cast: CastConfig, input: Tensor) -> Tensor:
     """Return [..., N] for an input [..., K]: products of dequantized codes, summed in float64 and rounded once."""
     codes, scale = quantize_by_equations(as_matrix(input), cast, linear)
-    output = _values(codes, scale) @ _values(weight.data, present(weight.dequant_scale)).t()
+    output = _values(codes, scale) @ _values(weight.data, expect(weight.dequant_scale)).t()
     output = output if linear.bias is None else output + linear.bias.double()
     return output.to(input.dtype).view(*input.shape[:-1], -1)
 

@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from quaver.fsdp.scales import rounding_rule
 from quaver.kernels.cast import cast_blocks_with_scale, cast_with_scale
-from quaver.kernels.operands import Operand, present
+from quaver.kernels.operands import Operand, expect
 from quaver.recipes import scaling
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import ALL, ScaleLayout
-from quaver.recipes.scaling import factor_of, scales_of_parts
+from quaver.recipes.scaling import choose_factor, compute_scales_of_parts
 from quaver.runtime.collectives import max_over_ranks
-from quaver.torch_private.dtensor import distributed_like, local_shape_and_offset
+from quaver.torch_private.dtensor import from_local_like, local_shape_and_offset
 
 
 def whole_amaxes(weight: DTensor, local: Tensor, config: Float8LinearConfig) -> Tensor:
@@ -58,10 +58,9 @@ def whole_operands(weight: DTensor, local: Tensor, config: Float8LinearConfig, a
     """
     layout, size = _layout(config), _stack(weight.shape)[1:]
     first, *offset = _stack(local_shape_and_offset(weight)[1], leading=0)
-    rule = rounding_rule(config)
     flat_amaxes = amaxes.flatten().to(local.dtype)  # exact: some rules round scales to it
-    scales = scales_of_parts(flat_amaxes, [amaxes.numel()], *rule)[0]
-    factor, divisor_of = factor_of(scales, rule[-1] or "")
+    scales = compute_scales_of_parts(flat_amaxes, [amaxes.numel()], *rounding_rule(config))[0]
+    factor, division = choose_factor(scales, config.casts.weight.row.mode)
     factor = factor.view_as(amaxes)
     quant, dequant = scales.quant.view_as(amaxes), scales.dequant.view_as(amaxes)
     codes = torch.empty(local.shape, dtype=config.casts.weight.row.float8_dtype, device=local.device)
@@ -69,9 +68,9 @@ def whole_operands(weight: DTensor, local: Tensor, config: Float8LinearConfig, a
         parts = codes.view(_stack(local.shape))
         for index, matrix in enumerate(local.view(_stack(local.shape))):
             matrix_factor = factor[first + index].to(local.device)
-            parts[index].copy_(_codes(matrix, matrix_factor, offset, layout, codes.dtype, divisor_of))
+            parts[index].copy_(_codes(matrix, matrix_factor, offset, layout, codes.dtype, division))
     as_bytes = codes.view(torch.uint8).to(weight.device_mesh.device_type)  # every backend gathers bytes
-    gathered = distributed_like(as_bytes, weight).full_tensor().view(codes.dtype)
+    gathered = from_local_like(as_bytes, weight).full_tensor().view(codes.dtype)
     shape = layout.scale_shape(*size)
     return [
         Operand(matrix, dequant[index].view(shape), layout, quant[index].view(shape))
@@ -101,9 +100,9 @@ def _amaxes(matrix: Tensor, offset: list[int], layout: ScaleLayout) -> tuple[Ten
 
 
 def _codes(
-    matrix: Tensor, factor: Tensor, offset: list[int], layout: ScaleLayout, dtype: torch.dtype, divisor_of: str
+    matrix: Tensor, factor: Tensor, offset: list[int], layout: ScaleLayout, dtype: torch.dtype, division: str
 ) -> Tensor:
-    """Return the codes of a shard at `offset`. `factor`: of the whole matrix, from `factor_of`."""
+    """Return the codes of a shard at `offset`. `factor`: of the whole matrix, from `choose_factor`."""
     lengths = list(layout[:2])
     for dim, (length, first, n) in enumerate(zip(layout[:2], offset, matrix.shape, strict=True)):
         if length == ALL:
@@ -114,6 +113,6 @@ def _codes(
             factor, lengths[dim] = factor.repeat_interleave(length, dim).narrow(dim, cut, n), 1
     if layout.is_blockwise:
         layout = layout._replace(rows=lengths[0], columns=lengths[1])
-        return cast_blocks_with_scale(matrix, factor.contiguous(), dtype, layout, False, divisor_of)
+        return cast_blocks_with_scale(matrix, factor.contiguous(), dtype, layout, False, division)
     scale = factor.view(()) if layout.is_tensorwise else factor
-    return present(cast_with_scale(matrix.contiguous(), dtype, scale, None, divisor_of)[0])
+    return expect(cast_with_scale(matrix.contiguous(), dtype, scale, None, division)[0])

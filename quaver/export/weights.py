@@ -37,7 +37,7 @@ from quaver.export.kv_cache import kv_scales_of
 from quaver.export.plan import Plan, frozen_weights, linear_of, named_tensors, plan_export
 from quaver.export.shards import whole_amaxes, whole_operands
 from quaver.export.unconverted import ConvertedView, Recipe, converted_view, has_adapters
-from quaver.kernels.operands import Operand, present
+from quaver.kernels.operands import Operand, expect
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
@@ -244,12 +244,12 @@ class Float8Weights:
             weight = self.plan.float8[name]
             for parts, matrix, operand in matrices_of_weight:
                 if shared is not None and _scales_of(operand).quant != shared.quant:
-                    stored, is_requantized = [_quantize(weight, present(matrix), shared)], True
+                    stored, is_requantized = [_quantize(weight, expect(matrix), shared)], True
                 else:
                     casts = weight.config.casts.weight
                     stored, is_requantized = store_matrix(matrix, operand, casts, len(parts), format)
                 if is_requantized and not self._has_recipe:
-                    cost = Requantized(_sqnr_db(present(matrix), operand), _sqnr_db(present(matrix), *stored))
+                    cost = Requantized(_sqnr_db(expect(matrix), operand), _sqnr_db(expect(matrix), *stored))
                     known = self.requantized.get(linear_of(name), cost)
                     self.requantized[linear_of(name)] = min(known, cost, key=lambda requantized: requantized.stored_db)
                 for part, stored_operand in zip(parts, stored, strict=True):
@@ -393,8 +393,8 @@ def store_matrix(
     held, rows = format.as_stored(forward_operand, casts.row), forward_operand.data.shape[0] // parts
     if held is None or (parts > 1 and format.block_size is not None and rows % format.block_size[0]):
         power_of_2 = held is not None and casts.power_of_2
-        return [format.quantize(part, power_of_2=power_of_2) for part in present(weight).chunk(parts)], True
-    scale = present(held.dequant_scale)
+        return [format.quantize(part, power_of_2=power_of_2) for part in expect(weight).chunk(parts)], True
+    scale = expect(held.dequant_scale)
     scales = scale.chunk(parts) if scale.dim() else [scale] * parts
     return [Operand(*part, held.layout) for part in zip(held.data.chunk(parts), scales, strict=True)], False
 
@@ -404,11 +404,11 @@ def _quantize(weight: ModuleWeight, matrix: Tensor, scales: Scales | None = None
     if isinstance(module, Float8Linear):
         scale = module.persistent_scales(module.weight.device, recording=False).weight
     quantizer = Quantizer(weight.config.casts.weight, matrix.dtype, scale)
-    return present(quantizer(matrix, row=True, column=False, scales=scales).row)
+    return expect(quantizer(matrix, row=True, column=False, scales=scales).row)
 
 
 def _scales_of(operand: Operand) -> Scales:
-    dequant = present(operand.dequant_scale)
+    dequant = expect(operand.dequant_scale)
     return Scales(to_dequant_scale(dequant) if operand.quant_scale is None else operand.quant_scale, dequant)
 
 
@@ -427,7 +427,7 @@ def input_scale(name: str, linear: Float8Linear) -> Tensor:
 
 
 def _dequantize(operand: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
-    return dequantize(operand.data, present(operand.dequant_scale), dtype, operand.layout)
+    return dequantize(operand.data, expect(operand.dequant_scale), dtype, operand.layout)
 
 
 def _sqnr_db(hp: Tensor, *operands: Operand) -> float:

@@ -53,7 +53,7 @@ from quaver.fsdp.scales import WholeScales, layouts_of
 from quaver.fsdp.shard import Shard
 from quaver.fsdp.siblings import AllGatherState, NamedWeights, Siblings, all_gather_state, current_shard, whole_scales
 from quaver.kernels.cast import cast_blocks_with_scale, cast_with_scale, matrix_amax
-from quaver.kernels.operands import Operand, present
+from quaver.kernels.operands import Operand, expect
 from quaver.kernels.persistent_cast import cast_with_persistent_scale, record_amax
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
@@ -199,9 +199,9 @@ class Float8AllGatherWeight(WrappedTensor):
         if scale is not None and scale.is_initialized:  # a persistent scale is equal on every rank: no collective
             power_of_2 = config.round_scales_to_power_of_2
             cast = cast_with_persistent_scale(shard.local, scale, float8_dtype, True, False, power_of_2)
-            operand = present(cast.row)
+            operand = expect(cast.row)
             codes = [operand.data]
-            scales = [Scales(present(operand.quant_scale), present(operand.dequant_scale))]
+            scales = [Scales(expect(operand.quant_scale), expect(operand.dequant_scale))]
         else:
             scales = whole_scales(weight)
             codes = [

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quaver.kernels.cast import CASTS
-from quaver.kernels.operands import present
+from quaver.kernels.operands import expect
 from quaver.recipes import scaling
 from quaver.recipes.config import ScalingGranularity
 from quaver.recipes.formats import E4M3
@@ -199,8 +199,8 @@ def sum_over_ranks(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _encode(rows: Tensor) -> Tensor:
     """Quantize [n, columns] into uint8 [n, 4 * blocks + columns]: the scales of each row, then its codes."""
-    row = present(CASTS[ScalingGranularity.BLOCKWISE](rows, E4M3.dtype, True, False, False, 1, BLOCK, "").row)
-    scales = present(row.dequant_scale).contiguous()  # they are column-major on a GPU
+    row = expect(CASTS[ScalingGranularity.BLOCKWISE](rows, E4M3.dtype, True, False, False, 1, BLOCK, "").row)
+    scales = expect(row.dequant_scale).contiguous()  # they are column-major on a GPU
     return torch.cat([scales.view(torch.uint8), row.data.view(torch.uint8)], dim=1)
 
 

@@ -34,7 +34,7 @@ from quaver.fsdp.shard import Shard
 from quaver.recipes import scaling
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.scale_layout import ALL, ScaleLayout
-from quaver.recipes.scaling import Scales, scales_of_parts
+from quaver.recipes.scaling import Scales, compute_scales_of_parts
 from quaver.runtime.collectives import max_over_ranks
 
 WholeScales = Sequence[Scales]
@@ -57,7 +57,7 @@ def layouts_of(weight: ModuleWeight) -> list[ScaleLayout]:
     else:
         casts = weight.config.casts.weight
         row = casts.row.known_layout("float8 all-gather")
-        column = row if casts.is_dequantized else casts.column.known_layout("float8 all-gather").turned()
+        column = row if casts.is_dequantized else casts.column.known_layout("float8 all-gather").column_layout()
     return [row] if row == column else [row, column]
 
 
@@ -81,17 +81,17 @@ def compute_whole_scales(shards: Sequence[Shard], weights: Sequence[ModuleWeight
     lengths = [math.prod(shape) for shape in shapes]
     only_fsdp = sum(length for cast, length in zip(casts, lengths, strict=True) if not is_over_tp(cast))
     amaxes = _max_over_groups(_local_amaxes(shards, casts).to(shards[0].device), only_fsdp, shards[0])
-    parts = scales_of_parts(amaxes, lengths, *rounding_rule(weights[0].config))
+    parts = compute_scales_of_parts(amaxes, lengths, *rounding_rule(weights[0].config))
     scales: dict[WeightCast, Scales] = {}
     for cast, shape, part in zip(casts, shapes, parts, strict=True):
         scales[cast] = part._replace(quant=part.quant.view(shape), dequant=part.dequant.view(shape))
     return [[scales[i, layout] for layout in layouts_of(weight)] for i, weight in enumerate(weights)]
 
 
-def rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, str | None]:
-    """The last arguments of `scales_of_parts`. One call computes the scales of all weights that share them."""
+def rounding_rule(config: Float8LinearConfig) -> tuple[torch.dtype, bool, str, bool]:
+    """Return the last arguments of `compute_scales_of_parts`. Weights that share them are computed in one call."""
     weight = config.casts.weight
-    return weight.row.float8_dtype, weight.power_of_2, weight.row.scales_mode
+    return weight.row.float8_dtype, weight.power_of_2, weight.row.mode, weight.row.is_blockwise
 
 
 def _local_amaxes(shards: Sequence[Shard], casts: Sequence[WeightCast]) -> Tensor:

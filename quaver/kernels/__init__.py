@@ -1,1 +1,1 @@
-"""One file per operation that PyTorch does not have, or has too slow."""
+"""Casts and matmuls that PyTorch lacks or that are too slow there, one file per operation."""

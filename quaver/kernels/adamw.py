@@ -1,7 +1,7 @@
-"""A step of AdamW on a CPU in one pass over memory; csrc/adamw.h, of which quaver/optim/update.py is the oracle.
+"""An AdamW step on a CPU in one pass over memory (csrc/adamw.h); quaver/optim/update.py is the oracle.
 
-`torch.ops.quaver.adamw_` writes to a parameter and its moments. As an operation it is seen by dispatch modes and by
-subclasses: a weight that remembers something of its values learns of the write.
+`torch.ops.quaver.adamw_` writes to a parameter and its moments. It is an operation so that dispatch modes and tensor
+subclasses see the write: a weight that caches something about its values drops the cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quaver.kernels.operation import library
 from quaver.runtime.devices import is_cpu
 
 BLOCK = 256
-"""Elements of a row with one scale."""
+"""Consecutive elements of a row that share a scale."""
 
 _MOMENT_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 3}
 
@@ -66,13 +66,13 @@ def _adamw(
         1 if param.numel() < THREADS_PAY_FROM else torch.get_num_threads(),
     )
     if not param.is_inference():
-        torch.autograd.graph.increment_version(param)  # C wrote: a backward that saved the parameter is to know
+        torch.autograd.graph.increment_version(param)  # so that a backward that saved it raises
 
 
 def _check(
     name: str, tensor: Tensor, elements: int, dtypes: Collection[torch.dtype], *, is_read: bool = False
 ) -> Tensor:
-    """`tensor`, or a contiguous copy of one that is only read. Raises where C would go beyond its memory."""
+    """Return `tensor`, or a contiguous copy if it is only read. Raises if C would access memory out of bounds."""
     if tensor.numel() != elements or tensor.dtype not in dtypes:
         raise ValueError(f"{name}: expected {elements} elements, got {tensor.dtype} {list(tensor.shape)}")
     check_memory(tensor)
@@ -88,7 +88,7 @@ torch.library.register_fake("quaver::adamw_", lambda *arguments: None, lib=libra
 
 
 def takes(param: Tensor, grad: Tensor) -> bool:
-    """Whether `adamw_` takes these contiguous tensors, here and now."""
+    """Whether `adamw_` takes these contiguous tensors in this process and outside of compiled code."""
     return AVAILABLE and is_cpu(param) and is_cpu(grad) and not torch.compiler.is_compiling()
 
 

@@ -1,19 +1,18 @@
-"""The casts and the matmul of eager code on a CPU, one C call each; an install without a compiler leaves them out.
+"""Calls the C extension for casts and a matmul of eager code on a CPU. It is missing if the install had no compiler.
 
-Eager PyTorch spends about sixteen calls and ten passes over memory on a cast that needs two, so a C extension does it
-(quaver/csrc/cpu.c); scaling.py is the oracle of the casts, to the bit. A float8 matmul for CPUs whose AVX-512
-multiplies bfloat16 comes with it (quaver/csrc/matmul.h). QUAVER_PURE_PYTORCH=1 in the environment disables both.
+Eager PyTorch takes about sixteen calls and ten passes over memory for a cast that needs two passes, so a C extension
+does it (quaver/csrc/cpu.c). Its casts are bit-identical to scaling.py. The extension also has a float8 matmul for CPUs
+with bfloat16 dot products in AVX-512 (quaver/csrc/matmul.h). QUAVER_PURE_PYTORCH=1 in the environment disables both.
 
 Casts. Every matrix is [rows, columns] and contiguous. hp is float32, bfloat16 or float16; float8 is e4m3fn or e5m2.
-`dim` is the one that an amax reduces: None for one scale (), 1 for one per row [rows, 1], 0 for one per column
-[1, columns]; a `ScaleLayout` says which elements share one of blocks. Scales are float32 and contiguous. Results
-have no autograd history. Large matrices are split between torch.get_num_threads() threads, in PyTorch's OpenMP pool on
-Linux.
+`dim` is the dim that an amax reduces: None for one scale (), 1 for one per row [rows, 1], 0 for one per column
+[1, columns]. A `ScaleLayout` describes blocks. Scales are float32 and contiguous. Results have no autograd history.
+Large matrices are split between torch.get_num_threads() threads, in PyTorch's OpenMP pool on Linux.
 
-[Note: addresses] C gets addresses, so a function here returns None where it does not take its matrix: other dtypes and
-strides, a tensor that is not known to have memory (`is_plain`), and while a mode might replace PyTorch's functions
-(`runs_directly`). Then call the registered operation; in its implementation no mode is on. Scales of other shapes and
-dtypes raise ValueError.
+[Note: addresses] C gets addresses, so a function here returns None for a matrix that it does not take: other dtypes and
+strides, and tensors that may have no memory (`is_plain`). It also returns None while a mode may replace PyTorch's
+functions (`runs_directly`). Then call the registered operation, whose implementation runs without modes. Scales of
+other shapes and dtypes raise ValueError.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ def _load() -> tuple[Any, str | None]:
 
 
 extension, UNAVAILABLE_BECAUSE = _load()
-"""Why this process casts in PyTorch only; None where it has the extension."""
+"""Why the C extension is not available; None if it is."""
 AVAILABLE = UNAVAILABLE_BECAUSE is None
 HAS_MM = AVAILABLE and bool(extension.has_mm())
-"""Whether `mm` runs here: on CPUs with bfloat16 dot products in AVX-512, and no AMX, with which a library is faster."""
+"""Whether this CPU has bfloat16 dot products in AVX-512 and no AMX; with AMX, oneDNN is faster than `mm`."""
 
-# The numbers of cpu.c.
+# The numbers that cpu.c uses.
 HP_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT8_KIND = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}
 _TENSORWISE, _BLOCKS = -1, 2
@@ -70,10 +69,10 @@ _CONVERSIONS = {(hp, float8) for hp in HP_KIND for float8 in FLOAT8_KIND} | {
 # About 20 us of work for one thread.
 THREADS_PAY_FROM = 1 << 17  # elements of a cast
 _MM_THREADS_PAY_FROM = 1 << 21  # multiplications
-_MOST_THREADS = 64  # of cpu.c
+_MOST_THREADS = 64  # the limit in cpu.c
 
 with without_dispatch_modes():
-    _SCALAR = torch.empty((), dtype=torch.float32, device="cpu")  # tensors made from it cost half of torch.empty
+    _SCALAR = torch.empty((), dtype=torch.float32, device="cpu")  # new_empty takes half the time of torch.empty
 # The dispatch keys of an inference tensor, and of any other ordinary tensor.
 _INFERENCE_KEYS = DispatchKeySet(DispatchKey.CPU) | DispatchKeySet(DispatchKey.AutocastCPU)
 _AUTOGRAD_KEYS = DispatchKeySet(DispatchKey.ADInplaceOrView) | DispatchKeySet(DispatchKey.AutogradCPU)
@@ -81,7 +80,7 @@ _PLAIN_KEYS = {_INFERENCE_KEYS.raw_repr(), (_INFERENCE_KEYS | _AUTOGRAD_KEYS).ra
 
 
 def runs_directly() -> bool:
-    """Whether no mode, functorch transform or tracer is on, so that PyTorch's functions are its own."""
+    """Whether no dispatch or function mode, functorch transform or tracer is active."""
     return (
         count_dispatch_modes() == 0
         and count_function_modes() == 0
@@ -91,14 +90,14 @@ def runs_directly() -> bool:
 
 
 def has_plain_keys(tensor: Tensor) -> bool:
-    """Whether the dispatch keys of `tensor` are those of an ordinary CPU tensor."""
+    """Whether `tensor` has the dispatch keys of an ordinary CPU tensor."""
     return dispatch_keys(tensor).raw_repr() in _PLAIN_KEYS
 
 
 def has_memory(tensor: Tensor) -> bool:
     """Whether the storage of a strided tensor holds all of its elements.
 
-    FSDP2 frees gathered memory by resizing storages to zero, after which `data_ptr()` is the storage offset.
+    FSDP2 frees gathered weights by resizing their storages to zero; then `data_ptr()` is not an address.
     """
     elements = tensor.numel()
     if elements and not tensor.is_contiguous():
@@ -110,16 +109,16 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether `tensor` is an ordinary strided CPU tensor with all of its memory; ask `runs_directly` first.
+    """Whether `tensor` is an ordinary strided CPU tensor with all of its memory. Call `runs_directly` first.
 
-    Its dispatch keys are no fake's, sparse, quantized, nested or meta tensor's, negated or conjugated view's, zero
-    tensor's or functorch wrapper's.
+    The dispatch keys exclude fake, sparse, quantized, nested, meta and zero tensors, negated and conjugated views, and
+    functorch wrappers.
     """
     return type(tensor) in PLAIN_TYPES and has_plain_keys(tensor) and has_memory(tensor)
 
 
 def check_memory(*tensors: Tensor | None) -> None:
-    """Raise RuntimeError where the storage of an ordinary CPU tensor is too small: PyTorch would read beyond it."""
+    """Raise RuntimeError if the storage of an ordinary CPU tensor is too small: PyTorch would read out of bounds."""
     if torch.compiler.is_dynamo_compiling():
         return
     for tensor in tensors:
@@ -132,7 +131,7 @@ def check_memory(*tensors: Tensor | None) -> None:
 
 
 def say_unavailable() -> None:
-    """Say once that casts on this CPU run in PyTorch, unless QUAVER_PURE_PYTORCH asked for it."""
+    """Report once that casts on this CPU run in PyTorch, unless QUAVER_PURE_PYTORCH is set."""
     if not _PURE_PYTORCH:
         say_once(
             "casts without the C extension",
@@ -141,9 +140,9 @@ def say_unavailable() -> None:
 
 
 def takes(matrix: Tensor, dtype: torch.dtype) -> bool:
-    """Whether these functions take `matrix`, hp or float8, to `dtype`, here and now. Do not ask while compiling.
+    """Whether the extension converts `matrix`, hp or float8, to `dtype`. Do not call it while compiling.
 
-    hp is contiguous; of codes each row need only be contiguous in itself.
+    hp must be contiguous; codes need contiguous rows only.
     """
     if not (runs_directly() and is_plain(matrix) and (matrix.dtype, dtype) in _CONVERSIONS):
         return False
@@ -184,7 +183,7 @@ def _call(
 
 
 def _new_codes(hp: Tensor, float8_dtype: torch.dtype) -> Tensor | None:
-    """Memory for the codes of `hp`; None where these functions do not take it."""
+    """Allocate the codes of `hp`; None if the extension does not take it."""
     return empty_like(hp, dtype=float8_dtype) if hp.dtype in HP_KIND and takes(hp, float8_dtype) else None
 
 
@@ -194,7 +193,7 @@ def _new_scales(*shape: int) -> tuple[Tensor, Tensor]:
 
 
 def _granularity_of(scale: Tensor, layout: ScaleLayout, rows: int, columns: int) -> dict[str, Any]:
-    """`dim` and `block_size` of `_call` for a scale."""
+    """The arguments `dim` and `block_size` of `_call` for a scale."""
     if is_plain(scale) and scale.dtype is torch.float32 and scale.is_contiguous():
         if scale.numel() == 1:
             return {"dim": _TENSORWISE}
@@ -218,7 +217,7 @@ def dynamic_cast(
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """`recipes.scaling.dynamic_cast` of `hp` [rows, columns]: float8 [rows, columns], quant_scale, dequant_scale.
 
-    `codes`: where to write them, rows of a float8 matrix, for an `hp` that `takes` accepts; None for new memory.
+    `codes`: rows of a float8 matrix to write to, for an `hp` that `takes` accepts; None to allocate them.
     """
     if dim not in (None, 0, 1):
         raise ValueError(f"expected dim None, 0 or 1, got {dim}")
@@ -235,9 +234,9 @@ def dynamic_cast(
 def dynamic_cast_axes(
     hp: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] | None:
-    """`dynamic_cast` with dim 1 and with dim 0, from two reads of `hp` [rows, columns] instead of three.
+    """`dynamic_cast` with dim 1 and with dim 0, in two reads of `hp` [rows, columns] instead of three.
 
-    Returns float8 [rows, columns], quant_scale and dequant_scale [rows, 1]; the same with scales [1, columns].
+    Returns float8 [rows, columns], quant_scale and dequant_scale [rows, 1]; then the same with scales [1, columns].
     """
     row_codes = _new_codes(hp, float8_dtype)
     if row_codes is None:
@@ -258,9 +257,9 @@ def cast_with_scale(
     *,
     divides: bool = False,
 ) -> Tensor | None:
-    """Cast `hp` [rows, columns] with a scale of `layout`, of rows or of columns, saturating; NaN stays NaN.
+    """Cast `hp` [rows, columns] with a scale of `layout`, of rows or of columns. Overflows saturate; NaN stays NaN.
 
-    `divides`: divide by the scale.
+    `divides`: whether to divide by the scale instead of multiplying.
     """
     codes = _new_codes(hp, float8_dtype)
     if codes is None:
@@ -285,11 +284,11 @@ def block_amax(hp: Tensor, layout: ScaleLayout) -> Tensor | None:
 def cast_and_observe(
     hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, power_of_2: bool, observed: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`recipes.scaling.cast_with_persistent_scale` of `hp` [rows, columns], in one pass where the scale is known.
+    """`recipes.scaling.cast_with_persistent_scale` of `hp` [rows, columns], in one pass if the scale is initialized.
 
     Args:
         quant_scale: float32 (). A scale <= 0 or NaN means uninitialized: hp is then scaled by its own amax.
-        observed: float32 [2], contiguous; updated in place by the maximum with hp's amax and saturated elements.
+        observed: float32 [2], contiguous; updated in place to the maximum of itself and hp's amax and saturated count.
     Returns:
         float8 [rows, columns], and the quant_scale and dequant_scale () that were used.
     """
@@ -307,23 +306,23 @@ def cast_and_observe(
     return codes, *scales
 
 
-def use_avx512(whether: bool) -> bool:
-    """Widen by AVX-512 where this CPU can, or never; returns what it was. The bits are the same. For tests."""
-    return bool(extension.use_avx512(whether))
+def use_avx512(enabled: bool) -> bool:
+    """Set whether `widen` may use AVX-512, which changes no result; returns the previous setting. For tests."""
+    return bool(extension.use_avx512(enabled))
 
 
 def elements_read() -> int:
-    """How many elements of high-precision matrices the casts have read so far, for tests and profiles."""
+    """The number of high-precision elements that casts have read so far, for tests and profiles."""
     return int(extension.elements_read())
 
 
 def widen(
     codes: Tensor, dtype: torch.dtype, scale: Tensor | None = None, layout: ScaleLayout = TENSORWISE
 ) -> Tensor | None:
-    """float8 [rows, columns] -> bfloat16 or float32, exactly, NaN and inf included; times a scale where given.
+    """Convert float8 [rows, columns] to bfloat16 or float32, exactly, NaN and inf included, and multiply by a scale.
 
-    The scale is of `layout`, of rows or of columns. For bfloat16 its numbers must be powers of two, 2^-110 or more (or
-    0, inf, NaN): then products are exact. For float32 any will do, and products are rounded once.
+    The scale is of `layout`, of rows or of columns. For bfloat16 its values must be powers of two of at least 2^-110
+    (or 0, inf, NaN), so that products are exact. For float32 any values are allowed, and products are rounded once.
     """
     if dtype not in _WIDER or not takes(codes, dtype):
         return None
@@ -337,24 +336,24 @@ def widen(
 def mm(
     a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor | None:
-    """The float8 product, scaled.
+    """The scaled product of two float8 matrices.
 
         mm = RN(RN(RN(sum) * RN(a_dequant_scale * b_dequant_scale)) + bias)      a [M, K], b [K, N] -> [M, N]
 
-    The sum of an element runs over ascending k in float32, rounded at each step, in slabs of 2048 whose sums are added
-    in order. So it depends on its row of a and its column of b alone: not on layouts, not on other rows and columns,
-    not on threads; and its error grows with the number of slabs, not with K. Products of float8 numbers are exact. The
-    result is rounded once to the output dtype, ties to even. NaN and inf are what IEEE 754 makes of them.
+    Each sum runs over ascending k in float32, rounded at each step, in slabs of 2048 whose sums are added in order. So
+    an element depends on its row of a and its column of b only, not on layouts, other rows and columns, or threads. Its
+    error grows with the number of slabs, not with K. Products of float8 numbers are exact. The result is rounded once
+    to the output dtype, ties to even. NaN and inf follow IEEE 754.
 
     Args:
-        a, b: float8 [M, K] and [K, N], any strides; what has neither rows nor columns contiguous is copied first.
+        a, b: float8 [M, K] and [K, N], any strides; a matrix with neither contiguous rows nor columns is copied first.
         a_dequant_scale, b_dequant_scale: float32; () or [M, 1], () or [1, N].
         bias: [N] in a high-precision dtype; or None.
         out_dtype: float32, bfloat16 or float16.
     Returns:
-        [M, N]; None for what this does not multiply, and on other CPUs. See [Note: addresses].
+        [M, N]; None for other tensors and on other CPUs. See [Note: addresses].
     Raises:
-        ValueError: scales or a bias of another shape or dtype.
+        ValueError: a scale or the bias has the wrong shape or dtype.
     """
     if not (HAS_MM and runs_directly() and is_plain(a) and is_plain(b) and (bias is None or is_plain(bias))):
         return None
@@ -393,8 +392,8 @@ def observe(
         quant_scale, dequant_scale: float64, contiguous, one number for each block of `layout`.
     Returns:
         signal and noise, float64, one number for each block; float64 [7]: zeros, non-finite elements, underflow,
-        saturated elements, amax, the smallest nonzero magnitude and the sum of fourth powers of the finite ones. None
-        for what it does not take.
+        saturated elements; amax, smallest nonzero magnitude and sum of fourth powers of the finite elements. None for
+        tensors that the extension does not take.
     """
     if hp.dtype not in HP_KIND or not takes(hp, torch.float8_e4m3fn) or not hp.is_contiguous():
         return None

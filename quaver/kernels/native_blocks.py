@@ -1,16 +1,15 @@
-"""The hardware's float8 matmuls with scales of blocks, and the layouts that it reads.
+"""Native float8 matmuls with block scales, and the layouts of scales that they read.
 
     length   device                           a         b                       scales
     128      Hopper, cublasLt 12.9 or later   1 x 128   128 x 128 or 128 x 1    float32, column-major
     32       Blackwell                        1 x 32    32 x 32 or 32 x 1       E8M0, in tiles of 128 x 4
 
-Lengths run along the contracted dim, along which casts for a GPU lay codes out. Zeros complete the last blocks, and add
-nothing. Square blocks of 32 are written out as 32 rows of one scale. torch.nn.functional.scaled_mm multiplies, with a
-bfloat16 result. It is one operation to a compiler: torch 2.13's Inductor refuses tiles of scales, and drops what says
-how scales of 128 lie.
+Lengths are along the contracted dim, along which a GPU's codes are contiguous. The last blocks are padded with zeros.
+Square blocks of 32 are expanded to 32 rows of one scale. torch.nn.functional.scaled_mm computes a bfloat16 result. A
+compiler sees one operation, because torch 2.13's Inductor rejects tiled scales and drops the strides of scales of 128.
 
-A tile holds the scales of 128 rows and of 4 blocks, row r and block c at byte 16 (r % 32) + 4 (r // 32) + c; tiles
-follow each other along K, then along rows.
+A tile holds the scales of 128 rows and 4 blocks, row r and block c at byte 16 (r % 32) + 4 (r // 32) + c. Tiles follow
+each other along K, then along rows.
 """
 
 from __future__ import annotations
@@ -26,31 +25,31 @@ from quaver.kernels.exact_mm import flops
 from quaver.kernels.operation import operation
 
 ALIGNMENT = 16
-"""The number of which the contracted and output dims of a native float8 matmul must be multiples."""
+"""The contracted dim and the output dims of a native float8 matmul must be multiples of this."""
 _ROWS_OF_TILE, _BLOCKS_OF_TILE = 128, 4
 
 
 def _native_block_mm(
     a: Tensor, b: Tensor, a_dequant_scale: Tensor, b_dequant_scale: Tensor, length: int, is_square: bool
 ) -> Tensor:
-    """a [M, K] @ b [K, N], both e4m3 with scales of blocks, -> bfloat16 [M, N]; `is_square`: the blocks of b.
+    """a [M, K] @ b [K, N], both e4m3 with block scales, -> bfloat16 [M, N]. `is_square`: b has square blocks.
 
-    cuBLAS reads each column of the scales of 1 x 128 at a multiple of 16 bytes, so rows are completed too.
+    cuBLAS reads each column of 1 x 128 scales at a multiple of 16 bytes, so rows are padded too.
     """
     (m, k), n = a.shape, b.shape[1]
     rows, columns = -m % ALIGNMENT, -n % (length if is_square else ALIGNMENT)
     a = row_major(pad_codes(a, rows, -k % length))
     b = row_major(pad_codes(b, -k % length, columns).t()).t()
     if length == 128:
-        # Of square blocks the operator takes [blocks of K, a multiple of 4, ..], of others a row for each column of b.
+        # For square blocks scaled_mm takes [blocks of K, a multiple of 4, ..], otherwise one row for each column of b.
         more = -b_dequant_scale.shape[0] % 4 if is_square else columns
         b_scale = b_dequant_scale if is_square else b_dequant_scale.t()
         scales = _column_major(a_dequant_scale, rows), _column_major(b_scale, more)
         recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128 if is_square else ScalingType.BlockWise1x128
         swizzle = SwizzleType.NO_SWIZZLE
     else:
-        of_columns = b_dequant_scale.repeat_interleave(length, 1) if is_square else b_dequant_scale
-        scales = _tiles(a_dequant_scale), _tiles(of_columns.t())
+        column_scales = b_dequant_scale.repeat_interleave(length, 1) if is_square else b_dequant_scale
+        scales = _tile_scales(a_dequant_scale), _tile_scales(column_scales.t())
         recipes = ScalingType.BlockWise1x32, ScalingType.BlockWise1x32
         swizzle = SwizzleType.SWIZZLE_32_4_4
     out = F.scaled_mm(a, b, scales[0], recipes[0], scales[1], recipes[1], swizzle, swizzle)
@@ -58,13 +57,13 @@ def _native_block_mm(
 
 
 def _column_major(scale: Tensor, rows: int) -> Tensor:
-    """With `rows` of 1 appended. Casts lay scales out so (`has_scales_by_columns`); then nothing is copied."""
+    """Append `rows` rows of 1, column-major. Without rows it copies nothing if `has_scales_by_columns` held."""
     by_columns = scale.t()
     return (F.pad(by_columns, (0, rows), value=1.0) if rows else by_columns.contiguous()).t()
 
 
-def _tiles(scale: Tensor) -> Tensor:
-    """float32 powers of two [rows, blocks] -> E8M0 in tiles, flat."""
+def _tile_scales(scale: Tensor) -> Tensor:
+    """Convert float32 powers of two [rows, blocks] to a flat tensor of E8M0 tiles."""
     rows, blocks = -scale.shape[0] % _ROWS_OF_TILE, -scale.shape[1] % _BLOCKS_OF_TILE
     padded = F.pad(scale, (0, blocks, 0, rows), value=1.0) if rows or blocks else scale
     tiles = padded.reshape(-1, 4, 32, padded.shape[1] // _BLOCKS_OF_TILE, _BLOCKS_OF_TILE).permute(0, 3, 2, 1, 4)
@@ -72,7 +71,7 @@ def _tiles(scale: Tensor) -> Tensor:
 
 
 def pad_codes(codes: Tensor, rows: int, columns: int) -> Tensor:
-    """Append zeros (code 0 in every format), in the layout that the codes have."""
+    """Append zeros (code 0 in every format) and keep the layout of the codes."""
     if not (rows or columns):
         return codes
     if not codes.is_contiguous() and codes.t().is_contiguous():

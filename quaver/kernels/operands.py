@@ -1,4 +1,4 @@
-"""The result of a cast: a matrix as the operands of its two matmuls; and as the tensors that an operation returns."""
+"""`Operand` and `Operands`, the results of a cast, and their flat form: the tensors that an operation returns."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from quaver.recipes.scale_layout import ALL, TENSORWISE, ScaleLayout
 
 
 class Operand(NamedTuple):
-    """One operand of one matmul: float8 codes with their scales, or a matrix in high precision without."""
+    """One operand of one matmul: float8 codes with their scales, or a high-precision matrix without scales."""
 
     data: Tensor
     dequant_scale: Tensor | None = None
-    """float32, of the shape that `layout` gives it; e4m3 where there is an outer_scale."""
+    """float32 of the shape that `layout` gives; e4m3 if there is an outer_scale."""
     layout: ScaleLayout = TENSORWISE
-    """Which elements of `data` share a scale; of rows that belong to groups (experts/groups.py), which of a group."""
+    """Which elements of `data` share a scale; within a group, if rows belong to groups (experts/groups.py)."""
     quant_scale: Tensor | None = None
-    """The scale that the codes were made with, where it is known."""
+    """The scale that the codes were cast with, if it is known."""
     outer_scale: Tensor | None = None
-    """float32 (), which multiplies every dequant_scale; None in formats of one level."""
+    """float32 (), which multiplies every dequant_scale (e2m1); None for float8."""
 
     @property
     def size(self) -> tuple[int, int]:
-        """Rows and columns of the matrix."""
+        """The rows and columns of the matrix."""
         return self.layout.size_of(self.data)
 
     def varies_along(self, dim: int) -> bool:
-        """`ScaleLayout.varies_along`, which is so of two levels of scales, too."""
+        """`ScaleLayout.varies_along`; always True with an outer_scale."""
         return self.outer_scale is not None or self.layout.varies_along(dim, self.size)
 
     def t(self) -> Operand:
-        """The transposed operand; scales of rows, columns or blocks are transposed with it."""
+        """The transposed operand, with transposed scales and without its quant_scale."""
         dequant = self.dequant_scale
         dequant = dequant if dequant is None or dequant.dim() == 0 else dequant.t()
         return Operand(self.data.t(), dequant, self.layout.t(), None, self.outer_scale)
@@ -46,14 +46,14 @@ class Operand(NamedTuple):
         return Operand(self.data.to(device), None if scale is None else scale.to(device), self.layout, None, outer)
 
     def part(self, dim: int, start: int, length: int) -> Operand:
-        """Rows (dim 0) or columns (dim 1) of a matrix from the beginning of a block; it shares the memory."""
+        """A view of `length` rows (dim 0) or columns (dim 1). `start` is the beginning of a block."""
         scale, block = self.dequant_scale, self.layout[dim]
         if scale is not None and block != ALL:
             scale = scale.narrow(dim, start // block, -(-length // block))
         return Operand(self.data.narrow(dim, start, length), scale, self.layout, None, self.outer_scale)
 
     def rows(self, indices: Tensor) -> Operand:
-        """Some rows of a matrix, copied; each has scales of its own, unless all rows share them."""
+        """A copy of some rows, each with its own scales unless all rows share one."""
         scale, layout = self.dequant_scale, self.layout
         if scale is not None and layout.rows != ALL:
             scale, layout = scale[indices // layout.rows], layout._replace(rows=1)
@@ -61,62 +61,62 @@ class Operand(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """A matrix [rows, columns] as its two matmuls read it; None for an operand that was not asked for.
+    """The operands of a matrix's two matmuls; None for an operand that was not requested.
 
-    Both may be one object, or two layouts of codes with the same scales.
+    Both may be one object, or the same codes in two layouts with one set of scales.
     """
 
     row: Operand | None
     column: Operand | None
 
 
-Present = TypeVar("Present")
+Value = TypeVar("Value")
 
 
-def present(value: Present | None) -> Present:
-    """An operand, or a scale. Raises RuntimeError if the matrix was not quantized for it."""
+def expect(value: Value | None) -> Value:
+    """Return `value`, an operand or a scale. Raises RuntimeError for None: the cast was not asked for it."""
     if value is None:
         raise RuntimeError("a matrix was quantized for one of its two matmuls, and both read it")
     return value
 
 
-def asked_for(operand: Operand, row: bool, column: bool) -> Operands:
-    """`operand` for each direction that is asked for: one set of codes serves both."""
+def select_directions(operand: Operand, row: bool, column: bool) -> Operands:
+    """`operand` for each requested direction: one set of codes serves both."""
     return Operands(operand if row else None, operand if column else None)
 
 
-def of_one_scale(
+def pair_codes(
     row_codes: Tensor | None,
     column_codes: Tensor | None,
     quant: Tensor,
     dequant: Tensor,
     layout: ScaleLayout = TENSORWISE,
 ) -> Operands:
-    """Two copies of codes with the same scales; None for one that was not asked for."""
+    """Operands of codes in two layouts with one set of scales; None for a layout that was not requested."""
     row = None if row_codes is None else Operand(row_codes, dequant, layout, quant)
     return Operands(row, None if column_codes is None else Operand(column_codes, dequant, layout, quant))
 
 
 def cast_by_layout(cast: Callable[[ScaleLayout], Operand], row: bool, column: bool, layout: ScaleLayout) -> Operands:
-    """The operands of `cast` for each direction that is asked for, of row codes of `layout`.
+    """Call `cast` with the layout of each requested direction. `layout` is the layout of row codes.
 
-    Where the transposed layout is the same, as that of square blocks, one cast serves both.
+    If both directions have the same layout, as square blocks have, one call serves both.
     """
     if layout.rows == layout.columns:
-        return asked_for(cast(layout), row, column)
-    return Operands(cast(layout) if row else None, cast(layout.turned()) if column else None)
+        return select_directions(cast(layout), row, column)
+    return Operands(cast(layout) if row else None, cast(layout.column_layout()) if column else None)
 
 
 def has_scales_by_columns(layout: ScaleLayout, row: bool) -> bool:
-    """Whether a GPU's dequant_scale of blocks is column-major, as the hardware's matmul reads it.
+    """Whether a GPU cast of blocks writes the dequant_scale column-major, as the hardware's matmul reads it.
 
-    Those of row codes in blocks of 1 x n are, and those of square blocks where no row codes are made.
+    True for row codes in blocks of 1 x n, and for square blocks without row codes.
     """
     return layout.rows == 1 or (layout.rows == layout.columns and not row)
 
 
 def empty_block_scales(hp: Tensor, layout: ScaleLayout, by_columns: bool) -> list[Tensor]:
-    """Memory for the quant_scale and the dequant_scale of the blocks of `hp` [R, C], float32."""
+    """Allocate the float32 quant_scale and dequant_scale of the blocks of `hp` [R, C]."""
     down, across = layout.scale_shape(hp.shape[0], hp.shape[1])
     quant = hp.new_empty(down, across, dtype=torch.float32)
     if by_columns:
@@ -124,24 +124,24 @@ def empty_block_scales(hp: Tensor, layout: ScaleLayout, by_columns: bool) -> lis
     return [quant, torch.empty_like(quant)]
 
 
-OF_CODES_AND_SCALES = 6
-"""The tensors of `flattened` that formats of one level have."""
+FIRST_OUTER_SCALE = 6
+"""The index of the first outer_scale in `flatten_operands`."""
 
-FLAT = OF_CODES_AND_SCALES + 2
-"""The tensors of `flattened`: three of rows, three of columns, and the outer_scale of each."""
+FLAT_TENSORS = FIRST_OUTER_SCALE + 2
+"""The number of tensors in `flatten_operands`."""
 
 
-def flattened(operands: Operands) -> list[Tensor | None]:
-    """Codes, quant_scale and dequant_scale of rows and of columns, and outer_scales, each tensor once, as an operation
-    must return them.
+def flatten_operands(operands: Operands) -> list[Tensor | None]:
+    """Codes, quant_scale and dequant_scale of the row and of the column operand, then both outer_scales.
 
-    None for what was not asked for, and for what of the column is the row's.
+    None for tensors that were not requested. An operation must return a tensor only once, so it is also None for
+    tensors that the column operand shares with the row operand.
     """
     row, column = operands
-    flat: list[Tensor | None] = [None] * FLAT
+    flat: list[Tensor | None] = [None] * FLAT_TENSORS
     if row is not None:
         flat[:3] = row.data, row.quant_scale, row.dequant_scale
-        flat[OF_CODES_AND_SCALES] = row.outer_scale
+        flat[FIRST_OUTER_SCALE] = row.outer_scale
     if column is not None and column is not row:
         flat[3] = column.data
         if row is None or column.quant_scale is not row.quant_scale:
@@ -150,15 +150,15 @@ def flattened(operands: Operands) -> list[Tensor | None]:
     return flat
 
 
-def unflattened(flat: Sequence[Any], row: bool, column: bool, layout: ScaleLayout) -> Operands:
-    """The operands of which an operation returned the tensors; those that are absent are of shape (0,).
+def unflatten_operands(flat: Sequence[Any], row: bool, column: bool, layout: ScaleLayout) -> Operands:
+    """The inverse of `flatten_operands`, for an operation that returns tensors of shape (0,) instead of None.
 
-    `layout`: that of row codes.
+    `layout`: the layout of row codes.
     """
-    outers = [each if layout.is_packed else None for each in flat[OF_CODES_AND_SCALES:]] or [None, None]
-    of_row = Operand(flat[0], flat[2], layout, flat[1], outers[0]) if row else None
+    outers = [outer if layout.is_packed else None for outer in flat[FIRST_OUTER_SCALE:]] or [None, None]
+    row_operand = Operand(flat[0], flat[2], layout, flat[1], outers[0]) if row else None
     if not column:
-        return Operands(of_row, None)
-    if of_row is None or flat[4].shape != (0,):
-        return Operands(of_row, Operand(flat[3], flat[5], layout.turned(), flat[4], outers[1]))
-    return Operands(of_row, of_row if flat[3].shape == (0,) else of_row._replace(data=flat[3]))
+        return Operands(row_operand, None)
+    if row_operand is None or flat[4].shape != (0,):
+        return Operands(row_operand, Operand(flat[3], flat[5], layout.column_layout(), flat[4], outers[1]))
+    return Operands(row_operand, row_operand if flat[3].shape == (0,) else row_operand._replace(data=flat[3]))

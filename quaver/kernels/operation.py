@@ -1,22 +1,22 @@
-"""Registers an operation and makes the function that callers use: one row of the tables of casts and matmuls.
+"""Registers a cast or a matmul as an operation, and returns the function that the rest of the package calls.
 
     cast_tensorwise = operation(reference, cpu=..., gpu="cast_tensorwise", phase="quaver::cast")
 
 registers `torch.ops.quaver.cast_tensorwise`, with a schema from the reference's annotations, and returns a function of
-the same arguments. The reference is traceable PyTorch. It is the oracle of the kernels, the fake kernel where none is
-named, and what runs where no kernel takes the tensor: other dtypes, strides or devices.
+the same arguments. The reference is traceable PyTorch. It is the oracle of the kernels, and runs where no kernel takes
+the tensor because of its dtype, strides or device. It is also the fake kernel, unless `fake` is given.
 
                         eager                 under a dispatch mode, fake      compiled
     CPU                 kernel or reference   the operation                    the operation
     GPU                 kernel or reference   the operation                    reference, or `in_graphs` the operation
 
-[Note: operations] Eager code on plain tensors calls the kernel directly, which spares the dispatcher. Under a dispatch
-mode, on a fake tensor and on any other subclass it calls the operation, so that a mode sees one operation whatever runs
-below it, and only the implementation reads memory.
+[Note: operations] Eager code on plain tensors calls the kernel directly, which saves the dispatcher's time. Under a
+dispatch mode, and on fake tensors and other subclasses, it calls the operation. So a mode sees one operation, whichever
+kernel runs, and only the implementation reads memory.
 
-[Note: compiled code] On a CPU a cast stays one operation: compiled C++ casts along columns slowly, and the operation
-reads the tensor that eager code reads, so codes are eager's even where Inductor keeps the producer's float32. On a GPU
-Inductor is given PyTorch, which it fuses with the producer of the matrix.
+[Note: compiled code] On a CPU a cast stays one operation in a graph, because compiled C++ casts along columns slowly.
+The operation also reads the stored tensor, as eager code does, where Inductor would keep the producer's float32; so
+codes are bit-identical to eager. On a GPU Inductor gets the reference, which it fuses with the producer of the matrix.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from quaver.kernels.cpu import check_memory, runs_directly
-from quaver.kernels.operands import FLAT, Operands, flattened, unflattened
+from quaver.kernels.operands import FLAT_TENSORS, Operands, flatten_operands, unflatten_operands
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import PLAIN_TYPES
 from quaver.runtime import phases
@@ -58,55 +58,33 @@ def operation(
     """Register `torch.ops.quaver.<name>` and return the function that calls the kernel, the reference or the operation.
 
     Args:
-        reference: named as the operation, with an underscore before. Takes a tensor, then other arguments; the casts
-            take a float8 dtype second. Returns `results` tensors, None for those that do not apply; a cast `Operands`.
-        results: how many tensors. With more than one, the operation returns empty tensors of shape (0,) for None.
-            Results have no autograd history. None for a cast: the operation returns the tensors of `flattened`, and
-            its function `Operands`.
-        cpu: as `reference`, or None as its result where it does not take the tensor.
-        gpu: the name of such a function in triton_cast.py. The function says which tensors its kernel takes.
-        fake: computes results on fake tensors; None for the reference.
-        in_graphs: whether code compiled for a GPU calls the operation, instead of the reference.
-        layout: of a cast, from its arguments the layout of the scales of row codes.
-        phase: the name of the range that a call is while a profiler or a recorder runs (runtime/phases.py).
+        reference: named like the operation, with a leading underscore. It takes a tensor, then other arguments; a cast
+            takes a float8 dtype second. It returns `results` tensors, None for tensors that were not requested; a cast
+            returns `Operands`.
+        results: the number of tensors. With more than one, the operation returns empty tensors of shape (0,) for None.
+            Results have no autograd history. None for a cast: the operation returns the tensors of `flatten_operands`,
+            and its function `Operands`.
+        cpu: the kernel for CPUs, with the arguments of `reference`; it returns None for tensors that it does not take.
+        gpu: the name of such a kernel in triton_cast.py.
+        fake: computes results on fake tensors; None to use the reference.
+        in_graphs: whether code compiled for a GPU calls the operation instead of the reference.
+        layout: for a cast, the function that returns the layout of row codes from the cast's arguments.
+        phase: the profiler range of a call (runtime/phases.py).
     """
     name = reference.__name__.removeprefix("_")
-
-    def run(first: Tensor, *args: Any) -> Any:
-        """For tensors that have memory."""
-        kernel = cpu
-        if not is_cpu(first):
-            kernels = None if gpu is None else triton_kernels(first)
-            kernel = None if kernels is None else getattr(kernels, str(gpu))
-        made = None if kernel is None else kernel(first, *args)
-        return reference(first, *args) if made is None else made
-
-    def as_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-        @torch.no_grad()
-        def implementation(first: Tensor, *args: Any) -> Any:
-            check_memory(first, *(arg for arg in args if isinstance(arg, Tensor)))
-            made = function(first, *args)
-            if results == 1:
-                return made
-            flat = flattened(made) if results is None else made
-            return tuple(first.new_empty(0) if each is None else each for each in flat)
-
-        return implementation
-
-    parameters = list(inspect.signature(reference).parameters.values())
-    arguments = ", ".join(_argument(each) for each in parameters)
-    tensors_of_schema = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * (results or FLAT))})"
-    library.define(f"{name}({arguments}) -> {tensors_of_schema}")
-    library.impl(name, as_operation(run), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"quaver::{name}", as_operation(fake or reference), lib=library)
+    run = _with_kernels(reference, cpu, gpu)
+    arguments = ", ".join(map(_schema_argument, inspect.signature(reference).parameters.values()))
+    library.define(f"{name}({arguments}) -> {_schema_results(results)}")
+    library.impl(name, _implementation(run, results), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"quaver::{name}", _implementation(fake or reference, results), lib=library)
     registered = getattr(torch.ops.quaver, name)
     if layout is not None:
-        registered = returning_operands(registered, layout)
+        registered = wrap_registered_cast(registered, layout)
 
     def call(first: Tensor, *args: Any) -> Any:
-        # As `phases.phase`, without a call of its own: casts and matmuls are small where a host is too slow.
+        # Inlines `phases.phase`: the host's time limits small casts and matmuls.
         if phase and not is_dynamo_compiling() and (profiler._is_profiler_enabled or phases.watched is not None):
-            with phases.opened(phase, (first, *args)):
+            with phases.open_phase(phase, (first, *args)):
                 return (registered if runs_as_operation(first, in_graphs) else run)(first, *args)
         return (registered if runs_as_operation(first, in_graphs) else run)(first, *args)
 
@@ -114,35 +92,68 @@ def operation(
     return call
 
 
-def _argument(parameter: inspect.Parameter) -> str:
-    given = '""' if parameter.default == "" else parameter.default
-    default = "" if parameter.default is inspect.Parameter.empty else f"={given}"
+def _with_kernels(reference: Callable[..., Any], cpu: Callable[..., Any] | None, gpu: str | None) -> Callable[..., Any]:
+    """The function that runs the kernel for a tensor's device, or the reference where no kernel takes the tensor."""
+
+    def run(first: Tensor, *args: Any) -> Any:
+        kernel = cpu
+        if not is_cpu(first):
+            kernels = None if gpu is None else triton_kernels(first)
+            kernel = None if kernels is None else getattr(kernels, str(gpu))
+        result = None if kernel is None else kernel(first, *args)
+        return reference(first, *args) if result is None else result
+
+    return run
+
+
+def _implementation(function: Callable[..., Any], results: int | None) -> Callable[..., Any]:
+    """`function` with the results of the operation's schema, which has neither `Operands` nor None."""
+
+    @torch.no_grad()
+    def implementation(first: Tensor, *args: Any) -> Any:
+        check_memory(first, *(arg for arg in args if isinstance(arg, Tensor)))
+        result = function(first, *args)
+        if results == 1:
+            return result
+        tensors = flatten_operands(result) if results is None else result
+        return tuple(first.new_empty(0) if tensor is None else tensor for tensor in tensors)
+
+    return implementation
+
+
+def _schema_argument(parameter: inspect.Parameter) -> str:
+    value = '""' if parameter.default == "" else parameter.default
+    default = "" if parameter.default is inspect.Parameter.empty else f"={value}"
     return f"{_SCHEMA_TYPES.get(parameter.annotation, parameter.annotation)} {parameter.name}{default}"
 
 
-def returning_operands(registered: Any, layout: Callable[..., ScaleLayout]) -> Callable[..., Operands]:
-    """The function that calls a registered cast, which returns tensors, and returns `Operands`; `layout` as above."""
-    names = [each.name for each in registered.default._schema.arguments]
+def _schema_results(results: int | None) -> str:
+    return "Tensor" if results == 1 else f"({', '.join(['Tensor'] * (results or FLAT_TENSORS))})"
+
+
+def wrap_registered_cast(registered: Any, layout: Callable[..., ScaleLayout]) -> Callable[..., Operands]:
+    """Call a registered cast, which returns flat tensors, and return `Operands`. `layout`: as for `operation`."""
+    names = [argument.name for argument in registered.default._schema.arguments]
     row, column = names.index("row"), names.index("column")
 
     def call(*args: Any) -> Operands:
-        return unflattened(registered(*args), args[row], args[column], layout(*args))
+        return unflatten_operands(registered(*args), args[row], args[column], layout(*args))
 
     return call
 
 
 def runs_as_operation(tensor: Tensor, in_graphs: bool = False) -> bool:
-    """Whether code on `tensor` must call a registered operation; see the notes at the top."""
+    """Whether a call on `tensor` goes through the registered operation; see the notes at the top."""
     if torch.compiler.is_dynamo_compiling():
         return in_graphs or is_cpu(tensor)
     return not runs_directly() or type(tensor) not in PLAIN_TYPES
 
 
 def triton_kernels(hp: Tensor) -> Any:
-    """The module of the Triton kernels on a GPU that runs them, else None; a GPU that does not is said once."""
+    """The module of the Triton kernels if the GPU of `hp` runs them, else None, which is reported once."""
     if not is_cuda(hp) or torch.compiler.is_dynamo_compiling():
         return None
-    from quaver.kernels import triton_blocks, triton_cast  # import triton, which PyTorch for CPUs comes without
+    from quaver.kernels import triton_blocks, triton_cast  # they import triton, which PyTorch for CPUs lacks
 
     obstacle = triton_blocks.obstacle_of(hp.device.index)
     if obstacle is None:

@@ -1,10 +1,10 @@
 """Casts with the scale of an earlier step (delayed and static scaling), which also record the amax of the matrix.
 
                                   CPU            GPU       compiled for a GPU
-    cast_with_persistent_scale    C extension    Triton    PyTorch; of a matrix that is in memory, codes by an operation
+    cast_with_persistent_scale    C extension    Triton    PyTorch; codes of a materialized matrix by an operation
 
-A kernel finds out on the device whether the scale is known, so that it has to read the matrix once. Code compiled for a
-GPU reads it twice until the host knows that ([Note: known scales] in linear/scale_state.py).
+A kernel checks on the device whether the scale is initialized, and then reads the matrix once. Code compiled for a GPU
+reads the matrix twice until the host knows that it is ([Note: known scales] in linear/scale_state.py).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from quaver.kernels import cpu
-from quaver.kernels.cast import CAST, cast_column_codes, cast_row_codes, cast_tensorwise, computed_once, in_layouts
-from quaver.kernels.operands import Operand, Operands, asked_for, of_one_scale
+from quaver.kernels.cast import CAST, cast_column_codes, cast_row_codes, cast_tensorwise, lay_out_codes, realize_scales
+from quaver.kernels.operands import Operand, Operands, pair_codes, select_directions
 from quaver.kernels.operation import library, operation
 from quaver.recipes import scaling
 from quaver.recipes.scale_layout import TENSORWISE
 from quaver.recipes.scaling import PersistentScale
-from quaver.runtime.compile_hints import apart
+from quaver.runtime.compile_hints import wait_for_codes
 from quaver.runtime.devices import is_cpu
 from quaver.runtime.phases import phase
 
@@ -27,14 +27,14 @@ from quaver.runtime.phases import phase
 def _cast_with_persistent_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Row codes, quant_scale, dequant_scale, column codes; float32 [2]: the amax, and how many elements saturated."""
+    """Row codes, quant_scale, dequant_scale, column codes; float32 [2]: amax and number of saturated elements."""
     cpu.check_memory(hp, quant_scale)
     codes, quant, dequant, observed = scaling.cast_with_persistent_scale(
         hp, quant_scale, float8_dtype, power_of_2=power_of_2
     )
     if is_cpu(codes):
         return codes, quant, dequant, None, observed
-    row_codes, column_codes = in_layouts(codes, row, column)
+    row_codes, column_codes = lay_out_codes(codes, row, column)
     return row_codes, quant, dequant, column_codes, observed
 
 
@@ -42,8 +42,8 @@ def _cpu_with_persistent_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor
 ) -> tuple[Tensor | None, ...] | None:
     observed = hp.new_zeros(2, dtype=torch.float32)
-    made = cpu.cast_and_observe(hp, quant_scale, float8_dtype, power_of_2, observed)
-    return None if made is None else (*made, None, observed)
+    result = cpu.cast_and_observe(hp, quant_scale, float8_dtype, power_of_2, observed)
+    return None if result is None else (*result, None, observed)
 
 
 def _fake_with_persistent_scale(
@@ -54,7 +54,7 @@ def _fake_with_persistent_scale(
     quant, dequant = torch.empty_like(quant_scale), torch.empty_like(quant_scale)
     if is_cpu(codes):
         return codes, quant, dequant, None, observed
-    row_codes, column_codes = in_layouts(codes, row, column)
+    row_codes, column_codes = lay_out_codes(codes, row, column)
     return row_codes, quant, dequant, column_codes, observed
 
 
@@ -75,32 +75,33 @@ def cast_with_persistent_scale(
     row: bool,
     column: bool,
     power_of_2: bool,
-    is_stored: bool = False,
+    is_materialized: bool = False,
 ) -> Operands:
-    """Quantize with a persistent scale, or with that of the matrix's amax while it is not initialized.
+    """Quantize with a persistent scale, or with the scale of the matrix's amax if it is uninitialized.
 
-    Updates `scale.amax_buffer` with the amax and the number of saturated elements by a maximum, so repeating the cast
-    changes nothing. The scales of the operands are those that were used, float32 ().
+    Raises `scale.amax_buffer` to the maximum of itself and this amax and saturated count, so a second call changes
+    nothing. The scales of the operands are the scales that were used, float32 ().
 
     Args:
-        is_stored: that hp is in memory, for compiled code (`CASTS_OF_STORED`).
+        is_materialized: whether hp is materialized in compiled code (`MATERIALIZED_CASTS`).
     """
     amax_buffer = scale.amax_buffer
-    if hp.is_meta:  # the scales of a model on the meta device stay where they are
+    if hp.is_meta:  # a model on the meta device has scales on another device
         return cast_tensorwise(hp, float8_dtype, row, column, power_of_2)
     if torch.compiler.is_dynamo_compiling() and not is_cpu(hp):
-        return _traced_with_persistent_scale(hp, scale, float8_dtype, row, column, power_of_2, is_stored)
+        return _traced_with_persistent_scale(hp, scale, float8_dtype, row, column, power_of_2, is_materialized)
     if is_cpu(hp) and amax_buffer is not None and not torch.compiler.is_dynamo_compiling():
-        made = cpu.cast_and_observe(hp, scale.quant_scale, float8_dtype, power_of_2, amax_buffer)
-        if made is not None:  # C updated the buffer
-            return asked_for(Operand(made[0], made[2], TENSORWISE, made[1]), row, column)
+        result = cpu.cast_and_observe(hp, scale.quant_scale, float8_dtype, power_of_2, amax_buffer)
+        if result is not None:  # C updated the buffer
+            codes, quant, dequant = result
+            return select_directions(Operand(codes, dequant, TENSORWISE, quant), row, column)
     row_codes, quant, dequant, column_codes, observed = _persistent(
         hp, float8_dtype, row, column, power_of_2, scale.quant_scale
     )
     record(scale, observed)
     if is_cpu(hp):
-        return asked_for(Operand(row_codes, dequant, TENSORWISE, quant), row, column)
-    return of_one_scale(row_codes if row else None, column_codes if column else None, quant, dequant)
+        return select_directions(Operand(row_codes, dequant, TENSORWISE, quant), row, column)
+    return pair_codes(row_codes if row else None, column_codes if column else None, quant, dequant)
 
 
 def _traced_with_persistent_scale(
@@ -110,12 +111,12 @@ def _traced_with_persistent_scale(
     row: bool,
     column: bool,
     power_of_2: bool,
-    is_stored: bool,
+    is_materialized: bool,
 ) -> Operands:
     """`cast_with_persistent_scale` for code compiled for a GPU.
 
-    A cast with a known scale does not wait for the amax. The scales of the operands do: Inductor then computes them
-    where it updates the buffer, and a `scale` that is known by mistake makes every result inf or NaN.
+    The codes under a known scale do not depend on the amax, but the returned scales do: Inductor then computes them in
+    the kernel that updates the buffer. If a scale is wrongly taken for known, every result is inf or NaN.
     """
     cpu.check_memory(hp, scale.quant_scale)
     given = scale.quant_scale
@@ -129,27 +130,29 @@ def _traced_with_persistent_scale(
     else:
         own = scaling.amax_to_quant_scale(largest, float8_dtype, power_of_2=power_of_2)
     used = torch.where(given > 0, given, own)
-    quant, dequant, _ = computed_once(scaling.Scales(used, scaling.to_dequant_scale(used)))
+    quant, dequant, _ = realize_scales(scaling.Scales(used, scaling.to_dequant_scale(used)))
     known = given if scale.is_known else quant
-    if is_stored and row and column:
+    if is_materialized and row and column:
         row_codes, column_codes = torch.ops.quaver.cast_with_scale(hp, float8_dtype, known, known)
-        return of_one_scale(row_codes, column_codes, quant, dequant)
+        return pair_codes(row_codes, column_codes, quant, dequant)
     row_codes = cast_row_codes(hp, known, float8_dtype) if row else None
     column_codes = None
     if column:
-        column_codes = cast_column_codes(hp, known if row_codes is None else apart(quant, row_codes), float8_dtype)
-    return of_one_scale(row_codes, column_codes, quant, dequant)
+        column_codes = cast_column_codes(
+            hp, known if row_codes is None else wait_for_codes(quant, row_codes), float8_dtype
+        )
+    return pair_codes(row_codes, column_codes, quant, dequant)
 
 
 _ROWS_AT_ONCE = 4
 
 
 def _observe(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The amax of a matrix, and how many elements saturate under a quant_scale; both float32 ().
+    """The amax of a matrix, and the number of elements that saturate under a quant_scale; both float32 ().
 
-    Each row by itself first, so that Inductor merges this with the kernel that computes the matrix. One kernel reduces
-    both of all rows, because the counts read the amaxes: where the largest does not saturate, none does. Inductor would
-    divide it for more than 8,192 values, so each reads a few rows.
+    Rows are reduced first, so that Inductor fuses this into the kernel that computes the matrix. A row whose amax does
+    not saturate counts 0; because counts read the amaxes, one more kernel reduces both over all rows. Inductor would
+    split that kernel for more than 8,192 values, so a few rows are reduced together first.
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, as compilers do
 
@@ -165,7 +168,7 @@ def _observe(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> tupl
 
 
 def record(scale: PersistentScale, observed: Tensor) -> None:
-    """Update the amax buffer of a persistent scale with what one cast observed (float32 [2]), by a maximum."""
+    """Update the amax buffer of a persistent scale to its maximum with what one cast observed (float32 [2])."""
     if scale.amax_buffer is None:
         return
     if torch.compiler.is_compiling():
@@ -177,16 +180,16 @@ def record(scale: PersistentScale, observed: Tensor) -> None:
 
 
 def record_amax(scale: PersistentScale, amax: Tensor) -> None:
-    """Record the amax, float32 (), of a matrix that was scaled dynamically, so that nothing saturated."""
+    """Record the amax, float32 (), of a matrix that was scaled dynamically, with no saturated elements."""
     record(scale, torch.stack([amax, torch.zeros_like(amax)]).to(scale.quant_scale.device))
 
 
 def _update_amax_buffer(amax_buffer: Tensor, observed: Tensor) -> None:
     cpu.check_memory(amax_buffer, observed)
-    torch.maximum(amax_buffer, observed.detach(), out=amax_buffer)  # make_fx drops the detach of a caller
+    torch.maximum(amax_buffer, observed.detach(), out=amax_buffer)  # make_fx drops a detach in the caller
 
 
-# An operation without a result: a policy that saves every result would save the buffer, which the sync changes.
+# The operation returns nothing: a policy that saves all results would save the buffer, which the sync changes.
 library.define("update_amax_buffer(Tensor(a!) amax_buffer, Tensor observed) -> ()")
 library.impl("update_amax_buffer", _update_amax_buffer, "CompositeExplicitAutograd")
 torch.library.register_fake("quaver::update_amax_buffer", lambda amax_buffer, observed: None, lib=library)

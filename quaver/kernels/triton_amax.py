@@ -1,21 +1,21 @@
-"""The amaxes of a matrix in Triton: of all of it, of each row, of each column, from one read.
+"""The amaxes of a matrix, of its rows, of its columns and of groups of rows, in Triton, in one read.
 
     amax = max |hp|        row_amax[r] = max |hp[r, :]|        column_amax[c] = max |hp[:, c]|
     group_amax[g, c] = max |hp[r, c]| over the rows r of group g
 
-Programs join their amaxes by atomic maxima of the bits of magnitudes, which order like the magnitudes with NaNs on top:
-neither the order of the programs nor their number changes a result, and NaN propagates. For the grid, the tiles and the
-mask see triton_blocks.py.
+Programs combine their amaxes by atomic maxima of the bits of magnitudes, which order like the magnitudes with NaNs on
+top. So NaN propagates, and results do not depend on the order or the number of programs. triton_blocks.py describes the
+grid, the tiles and the mask.
 """
 
 from __future__ import annotations
 
 import contextlib
-import typing
 
 import torch
 from torch import Tensor
 
+from quaver.kernels.operands import expect
 from quaver.kernels.triton_blocks import (
     accepts,
     as_bits,
@@ -27,23 +27,23 @@ from quaver.kernels.triton_blocks import (
     tile_for,
 )
 
-with contextlib.suppress(ImportError):  # PyTorch for CPUs comes without it
+with contextlib.suppress(ImportError):  # PyTorch for CPUs lacks it
     import triton.language as tl
 
 
 @accepts(takes_matrix)
 def amax(hp: Tensor, dim: int | None) -> Tensor:
-    """`recipes.scaling.amax` of an `hp` [R, C]: float32 (), [R, 1] for dim 1, [1, C] for dim 0."""
+    """`recipes.scaling.amax` of `hp` [R, C]: float32 (), [R, 1] for dim 1, [1, C] for dim 0."""
     if dim is None:
         return amax_unless_known(hp, None)[0]
     row_amax, column_amax = amax_by_dim(hp, rows=dim == 1, columns=dim == 0)
-    return typing.cast(Tensor, row_amax if dim == 1 else column_amax)
+    return expect(row_amax if dim == 1 else column_amax)
 
 
 def amax_unless_known(hp: Tensor, quant_scale: Tensor | None) -> Tensor:
-    """float32 [2]: the amax of `hp`, or 0 where there is a persistent `quant_scale` () above 0; and 0.
+    """float32 [2]: the amax of `hp`, or 0 if a persistent `quant_scale` () is above 0; and 0.
 
-    With such a scale no program reads `hp`. Only the device knows the scale, so the kernel is launched either way.
+    If the scale is above 0, no program reads `hp`. Only the device can check it, so the kernel is always launched.
     """
     observed = hp.new_zeros(2, dtype=torch.float32)
     launch(_amax, hp, tile_for(hp), quant_scale, observed, None, None)
@@ -51,9 +51,9 @@ def amax_unless_known(hp: Tensor, quant_scale: Tensor | None) -> Tensor:
 
 
 def amax_by_dim(hp: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor | None, Tensor | None]:
-    """float32 [R, 1] and [1, C]; None for what is not wanted."""
+    """The amaxes of rows, float32 [R, 1], and of columns, [1, C]; None if not requested."""
     height, width = hp.shape
-    zeros = hp.new_zeros(height * rows + width * columns, dtype=torch.float32)  # one fill for both
+    zeros = hp.new_zeros(height * rows + width * columns, dtype=torch.float32)  # one fill kernel for both
     row_amax = zeros[:height].view(height, 1) if rows else None
     column_amax = zeros[height * rows :].view(1, width) if columns else None
     launch(_amax, hp, tile_for(hp), None, None, row_amax, column_amax)
@@ -62,11 +62,11 @@ def amax_by_dim(hp: Tensor, *, rows: bool, columns: bool) -> tuple[Tensor | None
 
 @accepts(takes_matrix)
 def group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
-    """float32 [groups, C]: the amax of each column of an `hp` [R, C], over the rows of each group.
+    """float32 [groups, C]: the amax of each column of `hp` [R, C], over the rows of each group.
 
     Args:
-        group: int64 [R], the group of each row. A program goes through the groups from the smallest to the largest one
-            of its rows, so it is fast where rows are sorted by group.
+        group: int64 [R], the group of each row. A program loops from the smallest to the largest group of its rows, so
+            it is fast if rows are sorted by group.
     """
     amaxes = hp.new_zeros(groups, hp.shape[1], dtype=torch.float32)
     launch(_group_amax, hp, tile_for(hp), group.contiguous(), amaxes)
@@ -89,9 +89,9 @@ def _amax(
         hp, r, c = load_tile(hp_ptr, tl.program_id(0), rows, columns, TILE)
         bits = magnitude_bits(hp)
         if amax_ptr is not None:
-            found = tl.max(bits)
-            # The amax at amax_ptr only grows: most programs find a larger one there, and need no atomic.
-            tl.atomic_max(as_bits(amax_ptr), found, mask=found > tl.load(as_bits(amax_ptr)), sem="relaxed")
+            largest = tl.max(bits)
+            # The amax at amax_ptr only grows. Most programs read a larger value there and need no atomic.
+            tl.atomic_max(as_bits(amax_ptr), largest, mask=largest > tl.load(as_bits(amax_ptr)), sem="relaxed")
         if row_amax_ptr is not None:
             tl.atomic_max(as_bits(row_amax_ptr) + r, tl.max(bits, 1), mask=r < rows, sem="relaxed")
         if column_amax_ptr is not None:
@@ -109,10 +109,10 @@ def _group_amax(
 ) -> None:
     hp, r, c = load_tile(hp_ptr, tl.program_id(0), rows, columns, TILE)
     bits = magnitude_bits(hp)
-    group = tl.load(group_ptr + tl.minimum(r, rows - 1))  # behind the last row 0 is read, which is no amax
-    each, last = tl.min(group), tl.max(group)  # the same where all rows of a tile are of a group
-    while each <= last:  # not a range, whose bounds the interpreter of Triton 3.6 cannot read with NumPy 2.4
-        found = tl.max(tl.where((group == each)[:, None], bits, 0), 0)
-        to = as_bits(amax_ptr) + each * columns + c
-        tl.atomic_max(to, found, mask=(c < columns) & (found > 0), sem="relaxed")
-        each += 1
+    group = tl.load(group_ptr + tl.minimum(r, rows - 1))  # rows past the end are masked: their bits are 0
+    current, last = tl.min(group), tl.max(group)  # usually equal: one group per tile
+    while current <= last:  # not a range, whose bounds the interpreter of Triton 3.6 cannot read with NumPy 2.4
+        largest = tl.max(tl.where((group == current)[:, None], bits, 0), 0)
+        amax_of_group = as_bits(amax_ptr) + current * columns + c
+        tl.atomic_max(amax_of_group, largest, mask=(c < columns) & (largest > 0), sem="relaxed")
+        current += 1

@@ -1,15 +1,15 @@
-"""Shared code of the Triton kernels: which tensors they take, the arithmetic of a cast, and tiles of a matrix [R, C].
+"""Code shared by the Triton kernels: which tensors they take, the arithmetic of a cast, and tiles of a matrix [R, C].
 
-The device functions compute what quaver/recipes/scaling.py says, bit for bit, NaN, inf, zero and subnormal numbers
-included; nothing is flushed to zero.
+The device functions are bit-identical to quaver/recipes/scaling.py, including NaN, inf, zero and subnormal numbers.
+Nothing is flushed to zero.
 
-Grid: one program per tile, tiles numbered along the rows. Mask: elements outside the matrix are read as 0 and not
-written. A thread loads 16 bytes at a time, and stores 8 row codes or 16 column codes at a time; where R or C is no
-multiple of 16, accesses are narrow and tiles small. Addresses are 64-bit.
+Grid: one program per tile; tiles are numbered along the rows. Mask: elements outside the matrix are read as 0 and not
+written. A thread loads 16 bytes at a time, and stores 8 row codes or 16 column codes at a time. If R or C is not a
+multiple of 16, accesses are narrower and tiles smaller. Addresses are 64-bit.
 
-[Note: transposing a tile] Codes go through shared memory to be stored along columns. If each thread held single codes
-of a column, it would write shared memory byte by byte. So the rows of a tile are permuted such that the loads of one
-thread are of `rows_of_thread` adjacent rows: it then holds 8 codes or more of each column, and writes them at once.
+[Note: transposing a tile] Codes go through shared memory to be stored along columns. A thread with single codes of a
+column would write shared memory byte by byte. So the rows of a tile are permuted such that a thread loads
+`rows_of_thread` adjacent rows: it then holds at least 8 codes of each column, and writes them at once.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from quaver.recipes.scaling import EPS, PLAIN_TYPES, bits_of
 from quaver.runtime.devices import compute_capability
 
 UNAVAILABLE_BECAUSE: str | None = None
-"""Why Triton cannot be imported."""
+"""Why Triton cannot be imported; None if it can."""
 try:
     import triton
     import triton.language as tl
-except ImportError as error:  # PyTorch for CPUs comes without it
+except ImportError as error:  # PyTorch for CPUs lacks it
     triton, UNAVAILABLE_BECAUSE = None, str(error)
 
 INTERPRETED = triton is not None and bool(triton.knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter, on CPU tensors: TRITON_INTERPRET was 1 when triton was imported."""
+"""Whether kernels run in Triton's interpreter on CPU tensors: TRITON_INTERPRET was 1 when triton was imported."""
 
 _INTERPRETED = None if triton is None else tl.constexpr(INTERPRETED)
-"""The same for device functions, which may read no other globals."""
+"""The same for device functions, which may read only globals of type `tl.constexpr`."""
 
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """The float8 formats that NVIDIA GPUs convert to in hardware."""
@@ -47,8 +47,8 @@ FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 TRITON_FLOAT8 = {} if triton is None else dict(zip(FLOAT8_DTYPES, (tl.float8e4nv, tl.float8e5), strict=True))
 
 FIRST_CAPABILITY = (9, 0)
-"""From here on Triton converts float32 to float8 in one rounding. On 8.9 its releases up to 3.6 at least go through
-float16 (triton-lang/triton#11753), and below it has no e4m3."""
+"""The first compute capability on which Triton converts float32 to float8 in one rounding. On 8.9, releases up to at
+least 3.6 convert through float16 (triton-lang/triton#11753). Below 8.9 Triton has no e4m3."""
 
 
 MOST_MATRICES = 65535
@@ -56,18 +56,17 @@ MOST_MATRICES = 65535
 
 
 def jit(kernel: Callable[..., Any]) -> Any:
-    """`triton.jit`; the function itself where triton is missing."""
+    """`triton.jit`, or the function itself if triton is missing."""
     if triton is None:
         return kernel
-    # A persistent scale is a view into a larger tensor. Its alignment varies, and gains nothing: do not recompile.
+    # A persistent scale is a view into a larger tensor, so its alignment varies. Do not recompile for it.
     return triton.jit(kernel, do_not_specialize_on_alignment=["quant_scale_ptr"])
 
 
 def accepts(takes: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The launcher of a kernel, which returns None for arguments that `takes` refuses.
+    """Decorates the launcher of a kernel to return None if `takes`, called with the same arguments, is False.
 
-    `takes` gets the arguments of the launcher. Each launcher names its own, for kernels differ in the dtypes and in the
-    layouts that they read. Do not call while compiling.
+    Kernels differ in the dtypes and layouts that they read. Do not call a launcher while compiling.
     """
 
     def decorate(launcher: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,20 +82,19 @@ def accepts(takes: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callab
 def takes(hp: Tensor, float8_dtype: torch.dtype, *options: object) -> bool:
     """Whether the casts take `hp` [R, C] to `float8_dtype`: plain, contiguous, not empty, on a GPU of sm_90 or newer.
 
-    Under TRITON_INTERPRET: such a tensor on the CPU. Of the rules in scale_rules.py, which is the last argument where
-    it is a name, those that compute in float32 alone.
+    Under TRITON_INTERPRET the tensor is on the CPU. If the last of `options` is a mode, it must have a kernel.
     """
     mode = options[-1] if options and isinstance(options[-1], str) else ""
     return float8_dtype in FLOAT8_DTYPES and takes_matrix(hp) and not (mode and not has_kernel(mode))
 
 
 def takes_matrix(hp: Tensor, *_: object) -> bool:
-    """`takes`, for a kernel that writes no codes."""
+    """`takes` for a kernel that writes no codes."""
     return hp.dtype in HP_DTYPES and hp.dim() == 2 and has_kernels(hp)
 
 
 def has_kernels(tensor: Tensor) -> bool:
-    """The checks of `takes` for the device, the strides and the class of a tensor."""
+    """The device, stride and class checks of `takes`."""
     return (
         triton is not None
         and type(tensor) in PLAIN_TYPES
@@ -107,7 +105,7 @@ def has_kernels(tensor: Tensor) -> bool:
 
 
 def obstacle_of(device_index: int | None) -> str | None:
-    """Why the kernels do not run on this GPU; None where they do."""
+    """Why the kernels do not run on this GPU; None if they do."""
     if UNAVAILABLE_BECAUSE is not None:
         return f"Triton cannot be imported: {UNAVAILABLE_BECAUSE}"
     if torch.version.hip is not None:
@@ -118,7 +116,7 @@ def obstacle_of(device_index: int | None) -> str | None:
 
 
 class Tile(NamedTuple):
-    """The part of a matrix that one program takes."""
+    """The part of a matrix that one program processes."""
 
     rows: int
     columns: int
@@ -126,13 +124,13 @@ class Tile(NamedTuple):
     rows_of_thread: int = 1
     """rows * columns / (threads * elements of a load): see [Note: transposing a tile]."""
     column_codes_of_store: int = 16
-    """8 for a square of hp: Triton would give the loads of hp the layout of stores of 16, of the same shape."""
+    """8 for a square tile: with 16, Triton would give loads of hp the layout of these stores, which have its shape."""
 
 
 def launch(kernel: Any, hp: Tensor, tile: Tile, *args: Tensor | int | None, **constants: Any) -> None:
     """Launch `kernel` with one program per tile of each matrix of `hp` [..., R, C], on a grid [tiles, matrices].
 
-    Its arguments: hp, `args`, R, C, TILE, `constants`.
+    The kernel's arguments are hp, `args`, R, C, TILE and `constants`.
     """
     *matrices, height, width = hp.shape
     tiles = triton.cdiv(height, tile.rows) * triton.cdiv(width, tile.columns)
@@ -141,7 +139,7 @@ def launch(kernel: Any, hp: Tensor, tile: Tile, *args: Tensor | int | None, **co
 
 
 def tile_for(hp: Tensor, *, column_codes: bool = False) -> Tile:
-    """The tile for `hp` [R, C], with or without column codes: eight loads of 16 bytes per thread."""
+    """Choose the tile for `hp` [R, C]: eight loads of 16 bytes per thread, or a smaller tile for narrow accesses."""
     height, width = hp.shape
     if width % 16 or hp.data_ptr() % 16 or (column_codes and height % 16):
         return Tile(64, 32, warps=4, rows_of_thread=16)
@@ -149,11 +147,11 @@ def tile_for(hp: Tensor, *, column_codes: bool = False) -> Tile:
 
 
 Codes = tuple[Tensor | None, Tensor | None]
-"""Row codes and column codes; None for those that were not asked for."""
+"""Row codes and column codes; None for codes that were not requested."""
 
 
 def empty_codes(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool) -> Codes:
-    """Memory for the codes of `hp` [R, C]."""
+    """Allocate the requested codes of `hp` [R, C]."""
     height, width = hp.shape
     row_codes = hp.new_empty(height, width, dtype=float8_dtype) if row else None
     column_codes = hp.new_empty(width, height, dtype=float8_dtype).t() if column else None
@@ -161,7 +159,7 @@ def empty_codes(hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool) 
 
 
 class CastTarget(NamedTuple):
-    """Constants of the target format of a cast, for a kernel."""
+    """The constants of a cast for a kernel: its target format and its rule of scales."""
 
     float8: Any
     conversion: str
@@ -173,7 +171,7 @@ class CastTarget(NamedTuple):
     largest_exponent: int
     """The largest exponent of a quant_scale that is a power of two."""
     by_rule: bool
-    """Whether scales are of a rule of scale_rules.py, which the rest describes."""
+    """Whether a rule of scale_rules.py computes the scales; the following fields describe it."""
     inverse_max: float
     form: str
     smallest_amax: float
@@ -187,7 +185,7 @@ class CastTarget(NamedTuple):
 
 @functools.cache
 def cast_to(float8_dtype: torch.dtype, power_of_2: bool = False, mode: str = "") -> CastTarget:
-    """The constants of a cast to `float8_dtype`; `mode` may be a rule of scale_rules.py."""
+    """The constants of a cast to `float8_dtype` with the argument `mode` of a cast."""
     fmt = format_of(float8_dtype)
     pair = f"cvt.rn.satfinite.{'e4m3' if fmt.dtype is torch.float8_e4m3fn else 'e5m2'}x2.f32"
     statements = ".reg .b16 low, high;", f"{pair} low, $2, $1;", f"{pair} high, $4, $3;", "mov.b32 $0, {low, high};"
@@ -195,7 +193,7 @@ def cast_to(float8_dtype: torch.dtype, power_of_2: bool = False, mode: str = "")
     limits = fmt.max, fmt.max / EPS, fmt.saturates_above
     exponents = bits_of(fmt.max), math.frexp(fmt.max / EPS)[1] - 1
     rule = rule_of(mode)
-    quant_of_zero, dequant_of_zero = rule.of_zero or (0.0, 0.0)
+    quant_of_zero, dequant_of_zero = rule.zero_scales or (0.0, 0.0)
     return CastTarget(
         TRITON_FLOAT8[float8_dtype],
         conversion,
@@ -207,7 +205,7 @@ def cast_to(float8_dtype: torch.dtype, power_of_2: bool = False, mode: str = "")
         form=rule.form,
         smallest_amax=rule.smallest_amax,
         smallest_scale=rule.smallest_scale,
-        has_zero=rule.of_zero is not None,
+        has_zero=rule.zero_scales is not None,
         quant_of_zero=quant_of_zero,
         dequant_of_zero=dequant_of_zero,
         rounds_up=rule.rounds_up,
@@ -217,7 +215,7 @@ def cast_to(float8_dtype: torch.dtype, power_of_2: bool = False, mode: str = "")
 
 @jit
 def widen(hp: tl.tensor) -> tl.tensor:
-    """hp as float32, exactly."""
+    """Convert hp to float32, exactly."""
     if _INTERPRETED and hp.dtype == tl.bfloat16:
         return _widen_bfloat16(hp)
     return hp.to(tl.float32)
@@ -225,15 +223,15 @@ def widen(hp: tl.tensor) -> tl.tensor:
 
 @jit
 def magnitude_bits(hp: tl.tensor) -> tl.tensor:
-    """The bits of |hp| (float32) as int32: ordered like |hp|, NaNs on top."""
+    """The bits of |hp| (float32) as int32, which order like |hp| with NaNs on top."""
     return hp.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @jit
 def largest_magnitude_bits(hp: tl.tensor, axis: tl.constexpr = None) -> tl.tensor:
-    """The largest of `magnitude_bits(widen(hp))`, of all or along an axis, found before hp is widened.
+    """The maximum of `magnitude_bits(widen(hp))`, of all elements or along an axis, computed before widening.
 
-    `tl.max` would widen integers of 16 bits, of which a GPU compares two at once.
+    A GPU compares two 16-bit integers at once, but `tl.max` would widen them.
     """
     if hp.dtype.primitive_bitwidth == 32:
         bits = tl.max(magnitude_bits(hp), axis)
@@ -244,11 +242,11 @@ def largest_magnitude_bits(hp: tl.tensor, axis: tl.constexpr = None) -> tl.tenso
 
 
 @jit
-def as_if_new(hp: tl.tensor) -> tl.tensor:
-    """hp, hidden from the compiler's search for what it computes twice.
+def hide_from_cse(hp: tl.tensor) -> tl.tensor:
+    """Return hp, hidden from common subexpression elimination.
 
-    A tile in 16 bits takes half of the registers of what is computed from it. So a kernel that needs the same numbers
-    before and after a barrier or a branch computes them again.
+    A 16-bit tile takes half the registers of the float32 numbers computed from it. So a kernel that needs these numbers
+    before and after a barrier or a branch computes them twice.
     """
     if _INTERPRETED:
         return hp
@@ -258,14 +256,14 @@ def as_if_new(hp: tl.tensor) -> tl.tensor:
 
 @jit
 def as_bits(amax_ptr: tl.tensor) -> tl.tensor:
-    """A pointer to the same float32 numbers as int32, whose order is theirs as long as none is negative."""
+    """A pointer to the same float32 numbers as int32, which order like non-negative float32 numbers."""
     return amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @jit
 def to_quant_scale(amax: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
     """`quaver.recipes.scaling.amax_to_quant_scale` of float32 numbers."""
-    if CAST.power_of_2:  # as `_power_of_2_below` in scaling.py
+    if CAST.power_of_2:  # see `_power_of_2_below` in scaling.py
         bits = amax.to(tl.int32, bitcast=True)
         exponent = tl.minimum((CAST.max_bits - bits) >> 23, CAST.largest_exponent)
         quant = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
@@ -276,9 +274,9 @@ def to_quant_scale(amax: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
 
 @jit
 def to_dequant_scale(quant: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
-    """`quaver.recipes.scaling.to_dequant_scale` of what `to_quant_scale` made.
+    """`quaver.recipes.scaling.to_dequant_scale` of the result of `to_quant_scale`.
 
-    A power of two, or 0 for inf, or NaN, has its inverse by an integer subtraction.
+    An integer subtraction inverts a power of two. 0, which stands for an amax of inf, and NaN are handled separately.
     """
     if CAST.power_of_2:
         inverse = ((254 << 23) - quant.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -288,7 +286,7 @@ def to_dequant_scale(quant: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
 
 @jit
 def scales_of_amax(amax: tl.tensor, CAST: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """`quaver.recipes.scaling.scales_of` of float32 numbers; without a rule the quant_scales twice."""
+    """`quaver.recipes.scaling.compute_scales` of float32 numbers; without a rule it returns the quant_scales twice."""
     if not CAST.by_rule:
         quant = to_quant_scale(amax, CAST)
         return quant, quant
@@ -315,8 +313,8 @@ def scales_of_amax(amax: tl.tensor, CAST: tl.constexpr) -> tuple[tl.tensor, tl.t
 
 
 @jit
-def scaled(hp: tl.tensor, quant: tl.tensor, dequant: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
-    """What `to_float8` takes, of `scales_of_amax`."""
+def apply_scale(hp: tl.tensor, quant: tl.tensor, dequant: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
+    """Apply the result of `scales_of_amax`, by multiplication or by division."""
     if CAST.divides:
         return tl.div_rn(hp, tl.broadcast_to(dequant, hp.shape))
     return hp * quant
@@ -324,9 +322,9 @@ def scaled(hp: tl.tensor, quant: tl.tensor, dequant: tl.tensor, CAST: tl.constex
 
 @jit
 def nan_for_inf(hp: tl.tensor) -> tl.tensor:
-    """hp (float32) with NaN for inf, which a scale that is not of hp's own amax would not carry.
+    """Replace inf by NaN in hp (float32), for scales that were not computed from hp's amax.
 
-    hp * 0 is NaN for inf, else a zero of hp's sign, which changes no bit.
+    hp * 0 is NaN for inf, otherwise a zero of hp's sign, which changes no bit.
     """
     return tl.fma(hp, 0.0, hp)
 
@@ -340,18 +338,18 @@ def store_scales(
     mask: tl.tensor,
     CAST: tl.constexpr,
 ) -> None:
-    """Write what `scales_of_amax` made; without a rule the dequant_scales are computed here."""
+    """Store the result of `scales_of_amax`; without a rule, compute the dequant_scales first."""
     tl.store(quant_ptr, quant, mask=mask)
     tl.store(dequant_ptr, dequant if CAST.by_rule else tl.div_rn(1.0, quant), mask=mask)
 
 
 @jit
 def to_float8(scaled: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
-    """RNE8(clamp(scaled, -max, max)): the hardware converts two numbers at once, saturates, and keeps NaN.
+    """RNE8(clamp(scaled, -max, max)). The hardware converts two numbers at once, saturates, and keeps NaN.
 
-    [Note: ptxas before 13] Of a pair of codes that is stored twice, as row codes and as column codes, ptxas 12.8 and
-    12.9 lose the second: the code reads an undefined register, with Triton's own conversion (which
-    triton-lang/triton#11111 shows). Here no pair is used twice: four codes leave the assembly in one register.
+    [Note: ptxas before 13] With Triton's own conversion, ptxas 12.8 and 12.9 miscompile a pair of codes that is stored
+    twice, as row codes and as column codes: the second code is read from an undefined register
+    (triton-lang/triton#11111). Here the assembly returns four codes in one register, so no pair is used twice.
     """
     if _INTERPRETED:
         return _round_to_float8(scaled, CAST)
@@ -361,9 +359,9 @@ def to_float8(scaled: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
 
 @jit
 def spread(hp_ptr: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
-    """0 to SIZE - 1, 16 bytes of hp per thread, so that the lanes of a warp load 512 consecutive bytes.
+    """0 to SIZE - 1, with a hint of 16 bytes of hp per thread, so that a warp loads 512 consecutive bytes.
 
-    Without this hint the compiler gives 16 codes to a thread, for the widest stores, and the loads of a warp have gaps.
+    Without the hint the compiler gives each thread 16 codes, for the widest stores, and a warp's loads have gaps.
     """
     return tl.max_contiguous(tl.arange(0, SIZE), 128 // hp_ptr.dtype.element_ty.primitive_bitwidth)
 
@@ -372,7 +370,7 @@ def spread(hp_ptr: tl.tensor, SIZE: tl.constexpr) -> tl.tensor:
 def load_tile(
     hp_ptr: tl.tensor, tile: tl.tensor, rows: tl.tensor, columns: tl.tensor, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """A tile of hp [rows, columns] as float32, its rows, its columns."""
+    """Load a tile of hp [rows, columns] as float32; also return the indices of its rows and columns."""
     hp, r, c = load_bits(hp_ptr, tile, rows, columns, TILE)
     return widen(hp), r, c
 
@@ -381,7 +379,7 @@ def load_tile(
 def load_bits(
     hp_ptr: tl.tensor, tile: tl.tensor, rows: tl.tensor, columns: tl.tensor, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """`load_tile` in the dtype that the matrix has."""
+    """`load_tile` in the dtype of hp."""
     across = tl.cdiv(columns, TILE.columns)
     order = tl.arange(0, TILE.rows)
     STRIPES: tl.constexpr = TILE.rows // TILE.rows_of_thread
@@ -400,7 +398,7 @@ def inside(i: tl.tensor, i_end: tl.tensor, j: tl.tensor, j_end: tl.tensor) -> tl
 def store_row_codes(
     codes_ptr: tl.tensor, codes: tl.tensor, r: tl.tensor, c: tl.tensor, rows: tl.tensor, columns: tl.tensor
 ) -> None:
-    """Write the codes of a tile to [rows, columns]."""
+    """Store the codes of a tile to row codes [rows, columns]."""
     tl.store(codes_ptr + r[:, None] * columns + c[None, :], codes, mask=inside(r, rows, c, columns))
 
 
@@ -414,20 +412,20 @@ def store_column_codes(
     columns: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Write the codes of a tile to [columns, rows], with its rows in order again."""
+    """Store the codes of a tile to column codes [columns, rows], with the rows of the tile back in order."""
     STRIPES: tl.constexpr = TILE.rows // TILE.rows_of_thread
     stripes = tl.permute(tl.reshape(codes, [TILE.rows_of_thread, STRIPES, TILE.columns]), [2, 1, 0])
     transposed = tl.reshape(stripes, [TILE.columns, TILE.rows])
-    OF_STORE: tl.constexpr = TILE.column_codes_of_store
-    order = tl.max_contiguous(tl.arange(0, TILE.rows), [OF_STORE])  # Triton 3.6 takes a list of constexprs
+    CODES_OF_STORE: tl.constexpr = TILE.column_codes_of_store
+    order = tl.max_contiguous(tl.arange(0, TILE.rows), [CODES_OF_STORE])  # Triton 3.6 takes a list of constexprs
     r = (tile // tl.cdiv(columns, TILE.columns)).to(tl.int64) * TILE.rows + order
     tl.store(codes_ptr + c[:, None] * rows + r[None, :], transposed, mask=inside(c, columns, r, rows))
 
 
-# The interpreter gets two conversions wrong (`_convert_float`, Triton 3.6 to 3.9); the functions below replace them
-# there. Its bfloat16 -> float32 drops the leading bit of subnormals. Its float32 -> float8 rounds halves up, loses the
-# carry out of the mantissa where the exponent is odd (1.97 -> 1), and cuts off subnormal results. They can go with
-# triton-lang/triton#8322 (a fix is in #11897).
+# Two conversions of Triton's interpreter are wrong (`_convert_float`, Triton 3.6 to 3.9); the functions below replace
+# them. Its bfloat16 -> float32 drops the leading bit of subnormals. Its float32 -> float8 rounds halves up, loses the
+# carry out of the mantissa if the exponent is odd (1.97 -> 1), and truncates subnormal results. Remove the functions
+# when triton-lang/triton#8322 is fixed (by #11897).
 
 
 @jit
@@ -437,7 +435,7 @@ def _widen_bfloat16(hp: tl.tensor) -> tl.tensor:
 
 @jit
 def _round_to_float8(scaled: tl.tensor, CAST: tl.constexpr) -> tl.tensor:
-    """Round by adding the power of two whose last place is one step of the float8 format at this exponent."""
+    """Round by adding a power of two: its last place is the spacing of float8 numbers at this exponent."""
     clamped = tl.clamp(scaled, -CAST.max, CAST.max, propagate_nan=tl.PropagateNan.ALL)
     MANTISSA_BITS: tl.constexpr = CAST.float8.fp_mantissa_width
     SMALLEST_NORMAL: tl.constexpr = 128 - CAST.float8.exponent_bias  # float8's lowest exponent, as float32 stores it

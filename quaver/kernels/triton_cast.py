@@ -1,4 +1,4 @@
-"""Casts of a matrix [R, C] to float8 on NVIDIA GPUs, in Triton: the bits of recipes/scaling.py, one layout or both.
+"""Casts a matrix [R, C] to float8 on NVIDIA GPUs, in Triton, bit-identical to recipes/scaling.py.
 
     row codes      [R, C], contiguous                for a matmul that contracts C
     column codes   [R, C] with strides (1, R)        for a matmul that contracts R
@@ -13,14 +13,14 @@
 
 (*) In triton_cast_blocks.py; 1 x n in odd sizes moves 6 bytes for both, in 2 reads.
 
-A persistent scale that is not known yet costs one more read, and so do rows of more than WIDEST_ROW columns. The first
-of two reads is an amax pass (triton_amax.py). Three kernels cast: `_cast_tensorwise` with one scale, dynamic or
-persistent; `_cast_rowwise` with a scale per row and column, or with given ones; `_cast_whole_rows` with a scale per row
-in one read, because it holds whole rows in registers. Casts start at the last tile, which the amax pass left in the
-cache. For grids, tiles and masks see triton_blocks.py.
+An uninitialized persistent scale costs one more read, and so do rows of more than WIDEST_ROW columns. The first of two
+reads is an amax pass (triton_amax.py). Three kernels cast. `_cast_tensorwise` has one scale, dynamic or persistent.
+`_cast_rowwise` has a scale per row and per column, or given scales. `_cast_whole_rows` holds whole rows in registers
+and so computes a scale per row in one read. Casts start at the last tile, which the amax pass left in the cache.
+triton_blocks.py describes grids, tiles and masks.
 
-No call waits for the device, and a CUDA graph can capture it once a first call has compiled the kernels. Results do not
-depend on the order of programs: they are maxima, and sums of integers (exact up to 2^24).
+No call waits for the device. A CUDA graph can capture a call after a first call has compiled the kernels. Results are
+maxima and sums of integers (exact up to 2^24), so they do not depend on the order of programs.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quaver.kernels.operands import Operand, Operands, asked_for, of_one_scale, unflattened
+from quaver.kernels.operands import Operand, Operands, pair_codes, select_directions, unflatten_operands
 from quaver.kernels.triton_amax import amax, amax_by_dim, amax_unless_known, group_amax
 from quaver.kernels.triton_blocks import (
     CastTarget,
     Codes,
     Tile,
     accepts,
+    apply_scale,
     as_bits,
-    as_if_new,
     cast_to,
     empty_codes,
+    hide_from_cse,
     inside,
     jit,
     largest_magnitude_bits,
@@ -47,7 +48,6 @@ from quaver.kernels.triton_blocks import (
     load_tile,
     magnitude_bits,
     nan_for_inf,
-    scaled,
     scales_of_amax,
     spread,
     store_column_codes,
@@ -65,7 +65,7 @@ from quaver.recipes.scale_layout import ROWWISE
 try:
     import triton
     import triton.language as tl
-except ImportError:  # PyTorch for CPUs comes without it
+except ImportError:  # PyTorch for CPUs lacks it
     triton = None
 
 __all__ = [
@@ -81,37 +81,33 @@ __all__ = [
 ]
 
 ScaleBuffers = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Amaxes, and the quant_scales and dequant_scales to make of them; or given quant_scales and twice None."""
+"""Amaxes with buffers for the quant_scales and dequant_scales; or given quant_scales, None, None."""
 
 WIDEST_ROW = 32768
-"""Columns of a row that `_cast_whole_rows` holds in registers."""
+"""The most columns of a row that `_cast_whole_rows` holds in registers."""
 
 
 @accepts(takes)
 def cast_tensorwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
 ) -> Operands:
-    """`quaver.recipes.scaling.dynamic_cast` of an `hp` [R, C], with one scale.
-
-    Returns:
-        Operands whose scales are float32 ().
-    """
+    """`quaver.recipes.scaling.dynamic_cast` of `hp` [R, C] with one scale, float32 ()."""
     cast = cast_to(float8_dtype, power_of_2, mode)
     row_codes, quant, dequant, column_codes, _ = _cast_with_one_scale(hp, float8_dtype, row, column, cast, None)
-    return of_one_scale(row_codes, column_codes, quant, dequant)
+    return pair_codes(row_codes, column_codes, quant, dequant)
 
 
 @accepts(takes)
 def cast_with_persistent_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, quant_scale: Tensor
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor]:
-    """`quaver.recipes.scaling.cast_with_persistent_scale` of an `hp` [R, C].
+    """`quaver.recipes.scaling.cast_with_persistent_scale` of `hp` [R, C].
 
     Args:
         quant_scale: float32 ().
     Returns:
-        Row codes, their quant_scale and dequant_scale, float32 (), and column codes, None for codes that were not asked
-        for; and float32 [2]: the amax of hp, and how many elements saturated.
+        Row codes, quant_scale and dequant_scale, float32 (), and column codes; None for codes that were not requested.
+        And float32 [2]: the amax of hp, and the number of saturated elements.
     """
     return _cast_with_one_scale(hp, float8_dtype, row, column, cast_to(float8_dtype, power_of_2), quant_scale)
 
@@ -119,7 +115,7 @@ def cast_with_persistent_scale(
 def _cast_with_one_scale(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, cast: CastTarget, quant_scale: Tensor | None
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None, Tensor]:
-    """`cast_with_persistent_scale`; with None for the scale, a dynamic one, and nothing but the amax is observed."""
+    """`cast_with_persistent_scale`, or with None for quant_scale a dynamic cast, which counts no saturation."""
     observed = amax_unless_known(hp, quant_scale)
     row_codes, column_codes = empty_codes(hp, float8_dtype, row, column)
     quant, dequant = (hp.new_empty((), dtype=torch.float32) for _ in range(2))
@@ -133,21 +129,17 @@ def _cast_with_one_scale(
 def cast_rowwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
 ) -> Operands:
-    """`quaver.recipes.scaling.dynamic_cast` of an `hp` [R, C], along dim 1 and along dim 0.
-
-    Returns:
-        Operands whose scales are float32 [R, 1] and [1, C].
-    """
+    """`quaver.recipes.scaling.dynamic_cast` of `hp` [R, C] along dim 1 and dim 0, with scales [R, 1] and [1, C]."""
     cast = cast_to(float8_dtype, power_of_2, mode)
     if not column and hp.shape[1] <= WIDEST_ROW:
         codes = torch.empty_like(hp, dtype=float8_dtype)
         quant, dequant = (hp.new_empty(hp.shape[0], 1, dtype=torch.float32) for _ in range(2))
         launch(_cast_whole_rows, hp, tile_of_whole_rows(hp.shape[1]), codes, quant, dequant, CAST=cast)
-        return asked_for(Operand(codes, dequant, ROWWISE, quant), row, column)
+        return select_directions(Operand(codes, dequant, ROWWISE, quant), row, column)
     row_amax, column_amax = amax_by_dim(hp, rows=row, columns=column)
     row_scales, column_scales = _empty_scales(row_amax), _empty_scales(column_amax)
     row_codes, column_codes = _cast_by_dim(hp, float8_dtype, row_scales, column_scales, cast)
-    return unflattened((row_codes, *row_scales[1:], column_codes, *column_scales[1:]), row, column, ROWWISE)
+    return unflatten_operands((row_codes, *row_scales[1:], column_codes, *column_scales[1:]), row, column, ROWWISE)
 
 
 @accepts(takes)
@@ -156,34 +148,34 @@ def cast_with_scale(
     float8_dtype: torch.dtype,
     row_scale: Tensor | None,
     column_scale: Tensor | None,
-    divisor_of: str = "",
+    division: str = "",
 ) -> Codes:
-    """`quaver.recipes.scaling.cast_to_float8` of an `hp` [R, C].
+    """`quaver.recipes.scaling.cast_to_float8` of `hp` [R, C].
 
     Args:
-        row_scale: float32 () or [R, 1], the quant_scale of row codes. None for no row codes.
-        column_scale: float32 () or [1, C], that of the column codes, likewise.
+        row_scale: float32 () or [R, 1], the quant_scale of row codes; None for no row codes.
+        column_scale: float32 () or [1, C], the quant_scale of column codes; None for no column codes.
     Returns:
         Row codes, column codes.
     """
     row_scales = (None if row_scale is None else row_scale.expand(hp.shape[0], 1), None, None)
     column_scales = (None if column_scale is None else column_scale.expand(1, hp.shape[1]), None, None)
-    return _cast_by_dim(hp, float8_dtype, row_scales, column_scales, cast_to(float8_dtype, mode=divisor_of))
+    return _cast_by_dim(hp, float8_dtype, row_scales, column_scales, cast_to(float8_dtype, mode=division))
 
 
 def _cast_by_dim(
     hp: Tensor, float8_dtype: torch.dtype, row_scales: ScaleBuffers, column_scales: ScaleBuffers, cast: CastTarget
 ) -> Codes:
-    of_rows, of_columns = row_scales[0], column_scales[0]
-    codes = empty_codes(hp, float8_dtype, of_rows is not None, of_columns is not None)
-    strides = (0 if of_rows is None else of_rows.stride(0), 0 if of_columns is None else of_columns.stride(1))
-    tile = tile_for(hp, column_codes=of_columns is not None)
+    row_scale, column_scale = row_scales[0], column_scales[0]
+    codes = empty_codes(hp, float8_dtype, row_scale is not None, column_scale is not None)
+    strides = (0 if row_scale is None else row_scale.stride(0), 0 if column_scale is None else column_scale.stride(1))
+    tile = tile_for(hp, column_codes=column_scale is not None)
     launch(_cast_rowwise, hp, tile, *codes, *row_scales, *column_scales, *strides, CAST=cast)
     return codes
 
 
 def tile_of_whole_rows(width: int) -> Tile:
-    """As many rows as make 4096 elements, and 32 elements per thread."""
+    """A tile of at least one row and about 4096 elements, with 32 elements per thread."""
     columns = max(triton.next_power_of_2(width), 16)
     rows = max(4096 // columns, 1)
     return Tile(rows, columns, warps=rows * columns // (32 * 32))
@@ -207,7 +199,7 @@ def _cast_tensorwise(
     TILE: tl.constexpr,
     CAST: tl.constexpr,
 ) -> None:
-    """With a persistent scale, adds to observed: the amax by a maximum, the number of saturated elements by a sum."""
+    """Cast with one scale. With a persistent scale, also update `observed`: the amax and the saturated count."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     hp, r, c = load_bits(hp_ptr, tile, rows, columns, TILE)
     recorded = tl.load(as_bits(observed_ptr))
@@ -218,16 +210,16 @@ def _cast_tensorwise(
     if tile == 0:
         store_scales(quant_ptr, dequant_ptr, quant, dequant, None, CAST)
     if quant_scale_ptr is None:
-        product = scaled(widen(hp), quant, dequant, CAST)
+        product = apply_scale(widen(hp), quant, dequant, CAST)
     else:
         bits = largest_magnitude_bits(hp)
         tl.atomic_max(as_bits(observed_ptr), bits, mask=bits > recorded, sem="relaxed")
-        hp = as_if_new(hp)
-        # Rounded products order like their factors: where the largest does not saturate, none does.
+        hp = hide_from_cse(hp)
+        # Rounding keeps products in the order of the factors: if the largest does not saturate, none does.
         if not (bits.to(tl.float32, bitcast=True) * quant <= CAST.saturates_above):
             count = tl.sum((tl.abs(nan_for_inf(widen(hp)) * quant) > CAST.saturates_above).to(tl.int32))
             tl.atomic_add(observed_ptr + 1, count.to(tl.float32), mask=count > 0, sem="relaxed")
-        product = nan_for_inf(widen(as_if_new(hp))) * quant
+        product = nan_for_inf(widen(hide_from_cse(hp))) * quant
     codes = to_float8(product, CAST)
     if row_codes_ptr is not None:
         store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
@@ -262,13 +254,13 @@ def _cast_rowwise(
         quant, dequant = _scales_along(
             row_scales_ptr, row_quant_ptr, row_dequant_ptr, r, rows, row_stride, tile % across == 0, CAST
         )
-        codes = to_float8(scaled(hp, quant[:, None], dequant[:, None], CAST), CAST)
+        codes = to_float8(apply_scale(hp, quant[:, None], dequant[:, None], CAST), CAST)
         store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
     if column_codes_ptr is not None:
         quant, dequant = _scales_along(
             column_scales_ptr, column_quant_ptr, column_dequant_ptr, c, columns, column_stride, tile < across, CAST
         )
-        codes = to_float8(scaled(hp, quant[None, :], dequant[None, :], CAST), CAST)
+        codes = to_float8(apply_scale(hp, quant[None, :], dequant[None, :], CAST), CAST)
         store_column_codes(column_codes_ptr, codes, tile, c, rows, columns, TILE)
 
 
@@ -283,7 +275,7 @@ def _scales_along(
     stores: tl.tensor,
     CAST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The `scales_of_amax` of rows or columns i, stored; where quant_ptr is None the given scales, twice."""
+    """Compute and store `scales_of_amax` for rows or columns i; without quant_ptr, return the given scales twice."""
     quant = tl.load(scales_ptr + i * stride, mask=i < end, other=1.0)
     dequant = quant
     if quant_ptr is not None:
@@ -311,5 +303,5 @@ def _cast_whole_rows(
     amax = tl.max(magnitude_bits(hp), 1).to(tl.float32, bitcast=True)
     quant, dequant = scales_of_amax(amax, CAST)
     store_scales(quant_ptr + r, dequant_ptr + r, quant, dequant, r < rows, CAST)
-    codes = to_float8(scaled(hp, quant[:, None], dequant[:, None], CAST), CAST)
+    codes = to_float8(apply_scale(hp, quant[:, None], dequant[:, None], CAST), CAST)
     tl.store(codes_ptr + positions, codes, mask=mask)

@@ -1,12 +1,12 @@
-"""The cast of blocks on NVIDIA GPUs, in Triton: the bits of quaver/recipes/scaling.py, in one read of the matrix.
+"""Casts blocks on NVIDIA GPUs, in Triton, bit-identical to quaver/recipes/scaling.py, in one read of the matrix.
 
-One program casts one tile of whole blocks: a block, or blocks up to 32 rows and columns; of blocks along rows and
-blocks along columns at once, a square of both. Elements outside the matrix are read as 0 and not written. Column codes
-have strides (1, R). Of column codes a tile has one block along its rows, so that the order in which it holds them does
-not matter (triton_blocks.py).
+One program casts one tile of whole blocks: one block, or several smaller blocks in a tile of at least 32 x 32. For
+blocks along rows and along columns at once, the tile is a square of both. Elements outside the matrix are read as 0 and
+not written. Column codes have strides (1, R). A tile with column codes has one block along its rows, so the permutation
+of its rows does not matter ([Note: transposing a tile] in triton_blocks.py).
 
-Both directions of 1 x n are two casts, which read the matrix twice, where R or C is no multiple of 16 or the matrix
-does not start at one of 16 bytes: a tile of both with narrow accesses needs more registers than a thread has.
+Both directions of 1 x n take two casts, which read the matrix twice, if R, C or the address in bytes is not a multiple
+of 16: a tile for both directions with narrow accesses needs more registers than a thread has.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.kernels.operands import Operands, empty_block_scales, has_scales_by_columns, of_one_scale, unflattened
+from quaver.kernels.operands import Operands, empty_block_scales, has_scales_by_columns, pair_codes, unflatten_operands
 from quaver.kernels.triton_blocks import (
     Tile,
     accepts,
-    as_if_new,
+    apply_scale,
     cast_to,
     empty_codes,
+    hide_from_cse,
     inside,
     jit,
     largest_magnitude_bits,
@@ -30,7 +31,6 @@ from quaver.kernels.triton_blocks import (
     load_bits,
     load_tile,
     magnitude_bits,
-    scaled,
     scales_of_amax,
     store_column_codes,
     store_row_codes,
@@ -46,7 +46,7 @@ from quaver.recipes.scaling import e8m0_offset
 
 try:
     import triton.language as tl
-except ImportError:  # PyTorch for CPUs comes without it
+except ImportError:  # PyTorch for CPUs lacks it
     tl = None
 
 
@@ -57,10 +57,10 @@ class BlockRule(NamedTuple):
     columns: int
     is_e8m0: bool
     offset: int
-    """`e8m0_offset` of E8M0."""
+    """`scaling.e8m0_offset`, for E8M0 scales."""
 
 
-def _blocks(rows: int, columns: int, float8_dtype: torch.dtype, mode: str) -> BlockRule:
+def _block_rule(rows: int, columns: int, float8_dtype: torch.dtype, mode: str) -> BlockRule:
     is_e8m0 = bool(mode) and mode not in RULES
     return BlockRule(rows, columns, is_e8m0, e8m0_offset(float8_dtype, mode) if is_e8m0 else 0)
 
@@ -76,11 +76,7 @@ def cast_blockwise(
     length: int,
     mode: str,
 ) -> Operands:
-    """`recipes.scaling.dynamic_cast_blocks` of an `hp` [R, C], along rows and along columns.
-
-    Returns:
-        Operands; square blocks are cast once.
-    """
+    """`recipes.scaling.dynamic_cast_blocks` of `hp` [R, C] along rows and columns. Square blocks are cast once."""
 
     def cast(layout: ScaleLayout, row: bool, column: bool) -> Operands:
         return _cast(hp, float8_dtype, power_of_2, layout, mode, row, column)
@@ -97,7 +93,7 @@ def cast_blockwise(
 
 
 def casts_both_at_once(rows: int, columns: int) -> bool:
-    """Whether one kernel casts an aligned matrix in blocks of 1 x n along its rows and along its columns."""
+    """Whether one kernel casts an aligned matrix [rows, columns] in blocks of 1 x n in both directions."""
     return rows % 16 == columns % 16 == 0
 
 
@@ -106,10 +102,10 @@ def _tile(rows: int, columns: int, warps: int, rows_of_thread: int) -> Tile:
 
 
 def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: int, mode: str) -> Operands:
-    """Operands of blocks [1, length] for the row codes and [length, 1] for the column codes.
+    """Operands with blocks [1, length] for row codes and [length, 1] for column codes.
 
-    A thread has 64 elements. With 128 registers two programs of 256 threads share a multiprocessor, so that one
-    computes while the other waits for memory. Of programs of 64 threads enough do without a limit.
+    A thread has 64 elements. With at most 128 registers, two programs of 256 threads share a multiprocessor, so that
+    one computes while the other waits for memory. Programs of 64 threads need no limit.
     """
     row_codes, column_codes = empty_codes(hp, float8_dtype, True, True)
     layout = ScaleLayout(1, length)
@@ -117,11 +113,11 @@ def _cast_both(hp: Tensor, float8_dtype: torch.dtype, power_of_2: bool, length: 
     columns = max(length, 128)
     tile = _tile(length, columns, length * columns // 2048, hp.element_size() * 4)
     cast = cast_to(float8_dtype, power_of_2, mode)
-    blocks = _blocks(length, length, float8_dtype, mode)
+    blocks = _block_rule(length, length, float8_dtype, mode)
     results = row_codes, *row_scales, column_codes, *column_scales
     registers = 128 if tile.warps == 8 else None
     launch(_cast_rows_and_columns, hp, tile, *results, CAST=cast, BLOCKS=blocks, maxnreg=registers)
-    return unflattened(results, True, True, layout)
+    return unflatten_operands(results, True, True, layout)
 
 
 def _cast(
@@ -133,15 +129,15 @@ def _cast(
     row: bool,
     column: bool,
 ) -> Operands:
-    """Operands of blocks of one size, which one read of the matrix makes."""
+    """Operands with blocks of one shape, in one read of the matrix."""
     codes = empty_codes(hp, float8_dtype, row, column)
     quant, dequant = empty_block_scales(hp, layout, has_scales_by_columns(layout, row))
     rows, columns = (max(size, 32) for size in layout[:2])
     rows_of_thread = hp.element_size() * 2 if column else 1
     tile, cast = _tile(rows, columns, rows * columns // 1024, rows_of_thread), cast_to(float8_dtype, power_of_2, mode)
-    blocks = _blocks(*layout[:2], float8_dtype, mode)
+    blocks = _block_rule(*layout[:2], float8_dtype, mode)
     launch(_cast_blocks, hp, tile, *codes, quant, dequant, *dequant.stride(), CAST=cast, BLOCKS=blocks)
-    return of_one_scale(*codes, quant, dequant, layout)
+    return pair_codes(*codes, quant, dequant, layout)
 
 
 @jit
@@ -165,11 +161,11 @@ def _cast_blocks(
     tile_r, tile_c = (tl.program_id(0) // tiles_across).to(tl.int64), (tl.program_id(0) % tiles_across).to(tl.int64)
     hp, r, c = load_tile(hp_ptr, tl.program_id(0), rows, columns, TILE)
     magnitudes = tl.reshape(magnitude_bits(hp), [DOWN, BLOCKS.rows, ACROSS, BLOCKS.columns])
-    quant, dequant = _scales_of(tl.max(tl.max(magnitudes, 3), 1), CAST, BLOCKS)
+    quant, dequant = _block_scales(tl.max(tl.max(magnitudes, 3), 1), CAST, BLOCKS)
     factor = dequant if CAST.divides else quant
     element_scales = tl.broadcast_to(factor[:, None, :, None], [DOWN, BLOCKS.rows, ACROSS, BLOCKS.columns])
     element_scales = tl.reshape(element_scales, [TILE.rows, TILE.columns])
-    codes = to_float8(scaled(hp, element_scales, element_scales, CAST), CAST)
+    codes = to_float8(apply_scale(hp, element_scales, element_scales, CAST), CAST)
     if row_codes_ptr is not None:
         store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
     if column_codes_ptr is not None:
@@ -196,16 +192,16 @@ def _cast_rows_and_columns(
     CAST: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Cast a tile of one block along its rows in both directions: `BLOCKS` has the length of blocks twice.
+    """Cast a tile of one block along its rows in both directions. `BLOCKS` holds the block length twice.
 
-    A thread holds the tile in the dtype of hp, and widens it for each direction: see `as_if_new`.
+    A thread keeps the tile in the dtype of hp and widens it for each direction; see `hide_from_cse`.
     """
     ACROSS: tl.constexpr = TILE.columns // BLOCKS.columns
     tiles_across = tl.cdiv(columns, TILE.columns)
     tile_r, tile_c = (tl.program_id(0) // tiles_across).to(tl.int64), (tl.program_id(0) % tiles_across).to(tl.int64)
     hp, r, c = load_bits(hp_ptr, tl.program_id(0), rows, columns, TILE)
     bits = largest_magnitude_bits(tl.reshape(hp, [TILE.rows, ACROSS, BLOCKS.columns]), 2)
-    quant, dequant = _scales_of(bits, CAST, BLOCKS)
+    quant, dequant = _block_scales(bits, CAST, BLOCKS)
     j, across = tile_c * ACROSS + tl.arange(0, ACROSS), tl.cdiv(columns, BLOCKS.columns)
     mask = inside(r, rows, j, across)
     tl.store(row_quant_ptr + r[:, None] * across + j[None, :], quant, mask=mask)
@@ -213,20 +209,20 @@ def _cast_rows_and_columns(
     factor = dequant if CAST.divides else quant
     element_scales = tl.broadcast_to(factor[:, :, None], [TILE.rows, ACROSS, BLOCKS.columns])
     element_scales = tl.reshape(element_scales, [TILE.rows, TILE.columns])
-    hp = as_if_new(hp)
-    codes = to_float8(scaled(widen(hp), element_scales, element_scales, CAST), CAST)
+    hp = hide_from_cse(hp)
+    codes = to_float8(apply_scale(widen(hp), element_scales, element_scales, CAST), CAST)
     store_row_codes(row_codes_ptr, codes, r, c, rows, columns)
-    hp = as_if_new(hp)
-    quant, dequant = _scales_of(largest_magnitude_bits(hp, 0), CAST, BLOCKS)
+    hp = hide_from_cse(hp)
+    quant, dequant = _block_scales(largest_magnitude_bits(hp, 0), CAST, BLOCKS)
     tl.store(column_quant_ptr + tile_r * columns + c, quant, mask=c < columns)
     tl.store(column_dequant_ptr + tile_r * columns + c, dequant, mask=c < columns)
-    codes = to_float8(scaled(widen(as_if_new(hp)), quant[None, :], dequant[None, :], CAST), CAST)
+    codes = to_float8(apply_scale(widen(hide_from_cse(hp)), quant[None, :], dequant[None, :], CAST), CAST)
     store_column_codes(column_codes_ptr, codes, tl.program_id(0), c, rows, columns, TILE)
 
 
 @jit
-def _scales_of(bits: tl.tensor, CAST: tl.constexpr, BLOCKS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """The quant_scales and dequant_scales of blocks, from the bits of their amaxes."""
+def _block_scales(bits: tl.tensor, CAST: tl.constexpr, BLOCKS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Compute the quant_scales and dequant_scales of blocks from the bits of their amaxes."""
     amax = bits.to(tl.float32, bitcast=True)
     if BLOCKS.is_e8m0:
         exponent = tl.maximum((bits + BLOCKS.offset) & -(1 << 23), 0)

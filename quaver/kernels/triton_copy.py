@@ -1,8 +1,8 @@
-"""A transposing copy of float8 codes on NVIDIA GPUs, in Triton: 2 bytes moved an element.
+"""A transposing copy of float8 codes on NVIDIA GPUs, in Triton: 2 bytes moved per element.
 
 PyTorch copies bytes across strides at a sixth to a tenth of a GPU's bandwidth (pytorch/pytorch#113560): 1.98 ms on an
-H100 for 32768 x 8192, of which this moves each byte in accesses of 16 bytes. For the grid, the tile and the mask see
-triton_blocks.py.
+H100 for 32768 x 8192. This kernel loads and stores 16 bytes at a time. triton_blocks.py describes the grid, the tile
+and the mask.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from quaver.kernels.triton_blocks import (
 
 try:
     import triton.language as tl
-except ImportError:  # PyTorch for CPUs comes without it
+except ImportError:  # PyTorch for CPUs lacks it
     tl = None
 
 
 def takes_codes(codes: Tensor) -> bool:
-    """Whether the kernel copies `codes` [..., R, C]: float8, and otherwise as `takes`. It moves single bytes."""
+    """Whether the kernel copies `codes` [..., R, C], which must be float8 and pass `has_kernels`."""
     is_matrices = codes.dim() >= 2 and math.prod(codes.shape[:-2]) <= MOST_MATRICES
     return codes.dtype in FLOAT8_DTYPES and is_matrices and has_kernels(codes)
 
 
 @accepts(takes_codes)
 def column_major(codes: Tensor) -> Tensor:
-    """A copy of `codes` [..., R, C], in which each matrix has strides (1, R)."""
+    """A copy of `codes` [..., R, C] in which each matrix has strides (1, R)."""
     height, width = codes.shape[-2:]
     copy = codes.new_empty(codes.mT.shape)
     is_aligned = height % 16 == width % 16 == codes.data_ptr() % 16 == 0

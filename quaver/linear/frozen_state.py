@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quaver.kernels.operands import present
+from quaver.kernels.operands import expect
 from quaver.linear.frozen_weight import ALIASES, FrozenFloat8Weight, is_as_strided_of_all
 from quaver.linear.weight_form import COLLECTIVES, COPIES, inference_mode_of, is_view
 from quaver.recipes.formats import FORMATS
@@ -55,7 +55,7 @@ class FrozenState(FrozenFloat8Weight):
         largest = FORMATS[self.data_fp8.dtype].max
         with torch.no_grad():
             for matrix, own in made.matrices_with(values):
-                units = dequantize(torch.ones_like(own.data), present(own.dequant_scale), layout=own.layout)
+                units = dequantize(torch.ones_like(own.data), expect(own.dequant_scale), layout=own.layout)
                 own.data.copy_((matrix.float() / units).clamp(-largest, largest).to(own.data.dtype))
             return made.data_fp8 if torch.equal(made.dequantized(), values) else None
 

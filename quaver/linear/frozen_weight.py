@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from quaver.kernels.operands import Operand, present
+from quaver.kernels.operands import Operand, expect
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import (
     COLLECTIVES,
@@ -195,7 +195,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         with torch.no_grad():
             values = torch.empty_like(self.data_fp8, dtype=self.dtype)
             for to, own in self.matrices_with(values):
-                to.copy_(dequantize(own.data, present(own.dequant_scale), self.dtype, own.layout))
+                to.copy_(dequantize(own.data, expect(own.dequant_scale), self.dtype, own.layout))
             return values
 
     def matrices_with(self, other: Tensor) -> Iterator[tuple[Tensor, Operand]]:
@@ -232,7 +232,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             else:
                 dim = None if layout.is_tensorwise else layout.index(ALL)
                 made = dynamic_cast(matrix, float8_dtype, dim, power_of_2=power_of_2)
-            scale = present(own.dequant_scale)
+            scale = expect(own.dequant_scale)
             own.data.copy_(made[0])
             scale.copy_(made[2])
             norms.append(dequantize(own.data, scale, layout=layout).sub_(matrix).norm().item())
@@ -279,7 +279,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
     def quantized_otherwise(self, casts: OperandCasts) -> str:
         dtype, scales = casts.row.float8_dtype, casts.row.granularity
         is_so = self.granularity == scales or self.scales_a_matrix == 1
-        if (casts.is_one or casts.column.is_disabled) and self.data_fp8.dtype is dtype and is_so:
+        if (casts.has_equal_casts or casts.column.is_disabled) and self.data_fp8.dtype is dtype and is_so:
             return ""
         return (
             f"a frozen weight {list(self.shape)} is stored as {self.granularity} {self.data_fp8.dtype}, and its module "
@@ -377,7 +377,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         codes = all_gather_outputs[0].view(-1)[: size.numel()].view(size).view(shard.data.dtype)
         operand = shard._replace(data=codes)
         if out is None:
-            return FrozenFloat8Weight.from_codes(codes, present(operand.dequant_scale), param_dtype, operand.layout), ()
+            return FrozenFloat8Weight.from_codes(codes, expect(operand.dequant_scale), param_dtype, operand.layout), ()
         typing.cast(FrozenFloat8Weight, local_tensor(out)).set_operands(operand, operand)
         return None
 

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.cpu import check_memory
-from quaver.kernels.operands import Operand, Operands, present
+from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.gemm import backends_of, laid_out_for_columns_after, mm
 from quaver.linear.last_run import note_run
 from quaver.linear.nested import over_rows
@@ -52,7 +52,7 @@ from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, re
 from quaver.recipes.formats import HP_DTYPES
 from quaver.recipes.scale_layout import TENSORWISE, ScaleLayout
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales, Scales
-from quaver.runtime.compile_hints import add_dependency, apart, materialize
+from quaver.runtime.compile_hints import add_dependency, materialize, wait_for_codes
 from quaver.runtime.devices import is_cpu
 from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
 from quaver.torch_private.dispatch import transforms
@@ -101,11 +101,11 @@ class _LinearFunction(torch.autograd.Function):
         ctx.has_gathered_weight = needs_grad_weight and isinstance(weight, Float8Tensor)
         input_q = _quantize_input(input, args, needs_grad_weight)
         weight_row, saved_weight, weight_layout = _quantize_weight(weight, args, needs_grad_input)
-        saved_input = present(input_q.column) if needs_grad_weight else None
+        saved_input = expect(input_q.column) if needs_grad_weight else None
         ctx.args, ctx.input_shape, ctx.bias_dtype = args, input.shape, None if bias is None else bias.dtype
         ctx.layouts = TENSORWISE if saved_input is None else saved_input.layout, weight_layout
         save(ctx, [*_tensors_of(saved_input), *saved_weight])
-        return _output(present(input_q.row), weight_row, bias, args, input, weight)
+        return _output(expect(input_q.row), weight_row, bias, args, input, weight)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -154,7 +154,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         clear_cached_operands()
     quantizer = _grad_output_quantizer(args)
     # One read makes both row-wise casts. On a CPU it is spared only where the codes of one need not be alive meanwhile.
-    apart = is_cpu(grad_output) and cast.column.has_two_casts and args.sharding is None
+    apart = is_cpu(grad_output) and cast.column.depends_on_direction and args.sharding is None
     row, column = quantizer(grad_output, row=needs_grad_input and not apart, column=needs_grad_weight)
     if args.probe is not None:
         args.probe.operands("grad_output", grad_output, Operands(row, column))
@@ -198,7 +198,7 @@ def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) ->
         make_quantizer = cached_quantizer if args.sharding is None else args.sharding.input_quantizer
         quantizer = make_quantizer(input, casts, args.hp_dtype, scale, args.reader)
         operands = quantizer(input, row=True, column=needs_grad_weight)
-        row = present(operands.row)
+        row = expect(operands.row)
         if row.dequant_scale is not None:
             materialize(row.data, row.dequant_scale)  # once, for q, k and v
     if args.probe is not None:
@@ -218,15 +218,15 @@ def _quantize_weight(
         args.probe.operands("weight", weight, operands)
     saved, layout = _SavedWeight(), TENSORWISE
     if needs_grad_input and keeps_codes:
-        column = present(operands.column)
+        column = expect(operands.column)
         layout = column.layout
         saved = _SavedWeight(None, None, column.dequant_scale, column.data, column.outer_scale)
     elif needs_grad_input:
-        scales = quantizer.scales_for(args.config.casts.weight.of_column, operands)
+        scales = quantizer.scales_for(args.config.casts.weight.column_source, operands)
         if scales is not None:
-            scales = scales._replace(quant=apart(scales.quant, present(operands.row).data))
+            scales = scales._replace(quant=wait_for_codes(scales.quant, expect(operands.row).data))
         saved = _SavedWeight(weight.detach(), *(scales or ()))
-    return present(operands.row), saved, layout
+    return expect(operands.row), saved, layout
 
 
 def _weight_for_grad_input(args: LinearArgs, saved: _SavedWeight, layout: ScaleLayout, grad_output: Operand) -> Operand:
@@ -249,7 +249,7 @@ def _weight_for_grad_input(args: LinearArgs, saved: _SavedWeight, layout: ScaleL
     operands = _weight_quantizer(args)(weight, row=False, column=True, scales=scales)
     if args.probe is not None:
         args.probe.operands("weight", weight, operands)
-    return present(operands.column)
+    return expect(operands.column)
 
 
 def _weight_quantizer(args: LinearArgs) -> Quantizer:
@@ -367,7 +367,7 @@ def apply_linear(
         output: Tensor = _LinearFunction.apply(input, weight, bias, args)
     else:
         input_row, weight_row = _quantize_input(input, args, False).row, _quantize_weight(weight, args, False)[0]
-        output = _output(present(input_row), weight_row, bias, args, input, weight)
+        output = _output(expect(input_row), weight_row, bias, args, input, weight)
     if linear is not None:
         note_run(linear, input.device, config, backends_of)
     if output.dim() == input.dim():

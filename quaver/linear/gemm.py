@@ -34,7 +34,7 @@ from quaver.kernels.cast import column_major_after, row_major
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.exact_mm import exact_float8_mm
 from quaver.kernels.native_blocks import ALIGNMENT, native_block_mm, pad_codes
-from quaver.kernels.operands import Operand, present
+from quaver.kernels.operands import Operand, expect
 from quaver.kernels.widen import widen
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import E5M2, FORMATS
@@ -318,7 +318,7 @@ def backend_of_casts(left: CastConfig, right: CastConfig, device: torch.device, 
 
 def casts_of_matmuls(config: Float8LinearConfig) -> list[tuple[CastConfig, CastConfig]]:
     """The casts of both operands of each matmul in float8."""
-    pairs = [(config.casts.of(*left), config.casts.of(*right)) for left, right in MATMULS.values()]
+    pairs = [(config.casts.get(*left), config.casts.get(*right)) for left, right in MATMULS.values()]
     return [pair for pair in pairs if not pair[0].is_disabled]
 
 
@@ -340,7 +340,7 @@ def probe_native_mm(device: torch.device, kind: ScaleKind) -> str | None:
     Dtypes and devices are explicit: the verdict must not depend on torch's defaults at the first call.
     """
     for operands in _probes(kind):
-        a, b = (multiply_scale_(each.data.double(), present(each.dequant_scale), each.layout) for each in operands)
+        a, b = (multiply_scale_(each.data.double(), expect(each.dequant_scale), each.layout) for each in operands)
         expected = torch.mm(a, b)
         try:
             out = _native_mm(operands[0].to(device), operands[1].to(device), None, torch.bfloat16, False)
@@ -423,7 +423,7 @@ def native_operands(a: Operand, b: Operand) -> tuple[Tensor, Tensor, Tensor, Ten
     """The operands as the hardware reads them: K and N padded to 16, contiguous along K, both scales of one kind."""
     a, b = _padded(a, b)
     a_codes, b_codes = row_major(a.data), row_major(b.data.t()).t()
-    a_scale, b_scale = present(a.dequant_scale), present(b.dequant_scale)
+    a_scale, b_scale = expect(a.dequant_scale), expect(b.dequant_scale)
     if not (a.layout.is_tensorwise and b.layout.is_tensorwise):
         a_scale = a_scale.expand(a_codes.shape[0], 1).contiguous()
         b_scale = b_scale.expand(1, b_codes.shape[1]).contiguous()

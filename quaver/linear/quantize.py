@@ -34,17 +34,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from quaver.kernels.cast import (
-    CASTS,
-    CASTS_OF_STORED,
-    cast_with_scale,
-)
-from quaver.kernels.operands import Operand, Operands, asked_for, of_one_scale
+from quaver.kernels.cast import CASTS, MATERIALIZED_CASTS, cast_with_scale
+from quaver.kernels.operands import Operand, Operands, pair_codes, select_directions
 from quaver.kernels.persistent_cast import cast_with_persistent_scale
 from quaver.recipes.config import CastConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import TENSORWISE
-from quaver.recipes.scaling import PersistentScale, Scales, factor_of, to_dequant_scale
+from quaver.recipes.scaling import PersistentScale, Scales, choose_factor, to_dequant_scale
 from quaver.runtime.devices import is_cpu
 
 
@@ -76,7 +72,7 @@ class Quantizer:
         if casts.is_dequantized:
             operand = self.cast(casts.row, hp, True, False, scales).row
             return Operands(operand, operand)
-        if casts.is_one or not (row and column):
+        if casts.has_equal_casts or not (row and column):
             return self.cast(casts.row if row else casts.column, hp, row, column, scales)
         # A row-wise cast goes first: its scales give the tensorwise one without another read.
         columns_first = casts.column.is_rowwise
@@ -93,17 +89,19 @@ class Quantizer:
         float8_dtype, power_of_2 = cast.float8_dtype, self.casts.power_of_2
         if cast.is_tensorwise and scales is not None:
             quant, dequant, _ = scales
-            factor, divisor_of = factor_of(scales, cast.mode)
+            factor, division = choose_factor(scales, cast.mode)
             if is_cpu(hp):  # one set of codes serves both
-                codes, _ = cast_with_scale(hp, float8_dtype, factor, None, divisor_of)
-                return asked_for(Operand(codes, dequant, TENSORWISE, quant), row, column)
+                codes, _ = cast_with_scale(hp, float8_dtype, factor, None, division)
+                return select_directions(Operand(codes, dequant, TENSORWISE, quant), row, column)
             asked = factor if row else None, factor if column else None
-            codes = cast_with_scale(hp, float8_dtype, *asked, divisor_of)
-            return of_one_scale(codes[0] if row else None, codes[1] if column else None, quant, dequant)
+            codes = cast_with_scale(hp, float8_dtype, *asked, division)
+            return pair_codes(codes[0] if row else None, codes[1] if column else None, quant, dequant)
         if cast.is_persistent and self.scale is not None:
             return cast_with_persistent_scale(hp, self.scale, float8_dtype, row, column, power_of_2)
-        is_weight = cast.is_blockwise and not cast.has_two_casts  # square blocks are of weights, which lie in memory
-        casts = CASTS_OF_STORED if is_weight and torch.compiler.is_dynamo_compiling() and not is_cpu(hp) else CASTS
+        is_weight = (
+            cast.is_blockwise and not cast.depends_on_direction
+        )  # square blocks are of weights, which lie in memory
+        casts = MATERIALIZED_CASTS if is_weight and torch.compiler.is_dynamo_compiling() and not is_cpu(hp) else CASTS
         return casts[cast.scaling_granularity](hp, float8_dtype, row, column, power_of_2, *cast.options)
 
     def scales_for(self, cast: CastConfig, operands: Operands) -> Scales | None:
@@ -114,7 +112,7 @@ class Quantizer:
         their scales and casts; nor from one rule of scales to another.
         """
         operand, casts = operands.row or operands.column, self.casts
-        if not casts.is_one and (casts.row.scale_rule or casts.column.scale_rule):
+        if not casts.has_equal_casts and (casts.row.scale_rule or casts.column.scale_rule):
             return None
         if operand is None or operand.quant_scale is None or operand.dequant_scale is None:
             return None
@@ -139,7 +137,7 @@ class StoredQuantizer(Quantizer):
 
     def cast(self, cast: CastConfig, hp: Tensor, row: bool, column: bool, scales: Scales | None) -> Operands:
         """See `Quantizer`."""
-        by_operation = CASTS_OF_STORED.get(cast.scaling_granularity)
+        by_operation = MATERIALIZED_CASTS.get(cast.scaling_granularity)
         if by_operation is None or not (row and column and torch.compiler.is_dynamo_compiling()) or is_cpu(hp):
             return super().cast(cast, hp, row, column, scales)
         if cast.is_disabled:

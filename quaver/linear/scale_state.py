@@ -54,7 +54,7 @@ from quaver.kernels.persistent_cast import record
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
 from quaver.recipes.formats import FORMATS
-from quaver.recipes.scale_rules import as_stored
+from quaver.recipes.scale_rules import round_as_stored
 from quaver.recipes.scaling import PersistentScale, PersistentScales
 from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
 from quaver.runtime.devices import is_capturing
@@ -114,11 +114,11 @@ class ScaleState:
         self.last_step = torch.cat([self.quant_scale.unsqueeze(1), self.amax_buffer], 1)
 
     def as_served(self, quant_scale: Tensor) -> Tensor:
-        """The scales of all slots, those by a rule of scales as an engine has them (`scale_rules.as_stored`)."""
+        """The scales of all slots, those by a rule of scales as an engine has them (`scale_rules.round_as_stored`)."""
         by_rule = [cast.scale_rule is not None for cast in self.casts]
         if not any(by_rule):
             return quant_scale
-        return torch.where(torch.tensor(by_rule, device=quant_scale.device), as_stored(quant_scale), quant_scale)
+        return torch.where(torch.tensor(by_rule, device=quant_scale.device), round_as_stored(quant_scale), quant_scale)
 
     def _start(self) -> None:
         self.views: list[LinearScales] = []
@@ -200,7 +200,7 @@ class ScaleState:
 
     def observed_on(self, group: ProcessGroup | None) -> Tensor:
         """`amax_buffer` with the maxima over the ranks of `group`: NaN where one rank has a NaN."""
-        return self.amax_buffer if group is None else max_over_ranks(self.amax_buffer, group, may_lack=True)
+        return self.amax_buffer if group is None else max_over_ranks(self.amax_buffer, group, allow_missing=True)
 
     def reset_amax_buffer(self) -> None:
         self.amax_buffer.fill_(NOTHING_OBSERVED)

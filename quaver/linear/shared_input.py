@@ -32,7 +32,7 @@ from quaver.kernels.operands import Operand, Operands
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scaling import PersistentScale, Scales
-from quaver.runtime.names import modules_around
+from quaver.runtime.names import enclosing_modules
 from quaver.torch_private.dispatch import count_dispatch_modes, dispatch_mode_at
 from quaver.torch_private.policies import POLICIES
 from quaver.torch_private.versions import version_of
@@ -101,7 +101,7 @@ def share_inputs(model: nn.Module, linear_class: type[nn.Module]) -> None:
     """
     modules = dict(model.named_modules())
     linears = (name for name, each in modules.items() if isinstance(each, linear_class))
-    around = [list(modules_around(name, modules)) for name in linears]
+    around = [list(enclosing_modules(name, modules)) for name in linears]
     held = Counter(name for names in around for name in names)
     for names in around:
         parent = next((modules[name] for name in names if held[name] > 1), None)

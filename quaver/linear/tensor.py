@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quaver.kernels.cpu import check_memory
-from quaver.kernels.operands import Operand, Operands, present
+from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.weight_form import TensorForm, make_wrapper
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import ScaleLayout
@@ -105,8 +105,8 @@ class Float8Tensor(TensorForm):
     def operands(self) -> Operands:
         """Both operands of the matrix [rows, K]; None for the column operand if it was not quantized for that."""
         row, column = self.stored()
-        row = present(row)
-        scale = present(row.dequant_scale)
+        row = expect(row)
+        scale = expect(row.dequant_scale)
         if scale.dim() > 0:
             scale = scale.reshape(-1, scale.shape[-1])
         if column is not None:
@@ -125,8 +125,8 @@ class Float8Tensor(TensorForm):
     def to_high_precision(self) -> Tensor:
         """The dequantized values of the row codes, in the tensor's dtype. Not differentiable."""
         with torch.no_grad():
-            data, scale, layout, _, outer = present(self.operands().row)
-            return dequantize(data, present(scale), self.dtype, layout, outer).view(self.shape)
+            data, scale, layout, _, outer = expect(self.operands().row)
+            return dequantize(data, expect(scale), self.dtype, layout, outer).view(self.shape)
 
     # ---- what torch asks of a subclass ---------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class Float8Tensor(TensorForm):
         column = row if which == "shared" else None
         if which == "own":
             codes, scale, outer = (inner.get(f"column_{name}") for name in _ROW)
-            column = Operand(present(codes), scale, layouts[1], None, outer)
+            column = Operand(expect(codes), scale, layouts[1], None, outer)
         return cls.from_operands(row, column, dtype)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -181,7 +181,7 @@ def _map(
     The column operand's scales are one per column, which no operation here moves.
     """
     stored, column = tensor.held()
-    row = present(stored)._replace(data=map_data(tensor.data_fp8), dequant_scale=map_scale(tensor.dequant_scale))
+    row = expect(stored)._replace(data=map_data(tensor.data_fp8), dequant_scale=map_scale(tensor.dequant_scale))
     if column is not None:
         column = row if column is stored else column._replace(data=map_data(column.data))
     return Float8Tensor.from_operands(row, column, tensor.dtype)

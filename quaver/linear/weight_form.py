@@ -38,8 +38,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from quaver.torch_private.dispatch import OpOverload, decomposed, has_kernel, skip_torch_function
-from quaver.torch_private.tracing import current_tracing_context, fake_tensors_ask
+from quaver.torch_private.dispatch import OpOverload, decompose, has_kernel, skip_torch_function
+from quaver.torch_private.tracing import called_by_fake_tensors, current_tracing_context
 
 aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ class TensorForm(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if _is_view_of_ops(func):
-            return decomposed(func, args, kwargs)
+            return decompose(func, args, kwargs)
         forms = forms_in((args, kwargs))
         own = forms[0].own_op(func, args, kwargs)
         if own is not NotImplemented:
@@ -204,7 +204,7 @@ class WeightForm(TensorForm):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         # The compiler identifies tensors by their storage, and would alias this one with the tensor inside.
-        if current_tracing_context() is not None or fake_tensors_ask():
+        if current_tracing_context() is not None or called_by_fake_tensors():
             return super().untyped_storage()
         return self.memory().untyped_storage()
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quaver.kernels.operands import Operand, present
+from quaver.kernels.operands import Operand, expect
 from quaver.linear.quantize import Quantizer, as_matrix
 from quaver.numerics.accumulation import Accumulation
 from quaver.numerics.expected import bulk_db
@@ -98,9 +98,9 @@ def _measure_noises(hp: Tensor, operand: str, direction: str, names: Iterable[st
         if key not in noise_by_cast and cast.is_disabled:
             noise_by_cast[key] = 0.0
         elif key not in noise_by_cast:
-            alone = OperandCasts(cast, cast, casts.power_of_2, is_one=True)
+            alone = OperandCasts(cast, cast, casts.power_of_2, has_equal_casts=True)
             operands = Quantizer(alone, hp.dtype)(hp, row=direction == "row", column=direction == "column")
-            slot = observe_matrix(hp, present(operands.row or operands.column))
+            slot = observe_matrix(hp, expect(operands.row or operands.column))
             noise_by_cast[key], signal = _get_noise(slot), slot[SlotIndex.SIGNAL].item()
         noises.append(noise_by_cast[key])
     return signal, noises
@@ -121,7 +121,7 @@ def compute_extras(hp: Tensor, cast: Operand, operand: str, direction: str) -> T
     rows = spread_indices(len(hp), HISTOGRAM_ROWS, hp.device)
     extras[:_EXPONENTS] = _count_exponents(hp[rows])
     codes, scale, layout, *_ = cast.rows(rows)
-    extras[_EXPONENTS:_SIGNAL] = _count_exponents(multiply_scale_(codes.float(), present(scale), layout))
+    extras[_EXPONENTS:_SIGNAL] = _count_exponents(multiply_scale_(codes.float(), expect(scale), layout))
     signal, noises = _measure_noises(hp, operand, direction, RECIPES)
     extras[_SIGNAL:_SUMS] = torch.tensor([signal, *noises], dtype=torch.float64)
     return extras

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quaver.kernels.operands import Operand, present
+from quaver.kernels.operands import Operand, expect
 from quaver.numerics.accumulation import Accumulation, accumulate, accumulate_chains
 from quaver.numerics.statistics import signal_and_noise, spread_indices, sqnr_db
 from quaver.recipes.formats import E5M2
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
     @property
     def dequant_scale(self) -> Tensor:
         """float32 (), [rows, 1] or [rows, blocks of the contracted dim]."""
-        return present(self.cast.dequant_scale)
+        return expect(self.cast.dequant_scale)
 
 
 def sample_rows(hp: Tensor, cast: Operand, direction: str) -> Rows:

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from quaver.experts.groups import bounds_of, first_scale, of_group
 from quaver.kernels.cpu import check_memory, has_memory
-from quaver.kernels.operands import Operand, present
+from quaver.kernels.operands import Operand, expect
 from quaver.kernels.operation import library
 from quaver.linear.quantize import as_matrix
 from quaver.numerics.accumulation import Accumulation
@@ -215,7 +215,7 @@ def _observe_operand(
             continue
         if group_hp is None or not fits:
             observed = new_slots(1, slot.device)[0]
-            observe_scales(observed, present(group_cast.dequant_scale))
+            observe_scales(observed, expect(group_cast.dequant_scale))
         else:
             observed = observe_matrix(group_hp, group_cast)
         if groups:

@@ -52,7 +52,7 @@ def list_sites(config: Float8LinearConfig, trains_weight: bool) -> list[Site]:
     sites = []
     for operand, casts in config.casts._asdict().items():
         for name, cast in (("row", casts.row), ("column", casts.column)):
-            if casts.has_one_set:
+            if casts.shares_codes:
                 name = "both"
             is_read = trains_weight or operand == "weight" or name != "column"
             if is_read and not cast.is_disabled and Site(operand, name) not in sites:
@@ -65,7 +65,7 @@ def describe_site(site: Site, config: Float8LinearConfig) -> dict[str, Any]:
     about: dict[str, Any] = {"operand": site.operand, "cast": site.cast, "granularity": "none", "block": None}
     about |= {"dtype": None, "scaling": None}
     if site.cast != "result":
-        cast: CastConfig = config.casts.of(site.operand, "column" if site.cast == "column" else "row")
+        cast: CastConfig = config.casts.get(site.operand, "column" if site.cast == "column" else "row")
         about["granularity"] = cast.scaling_granularity.name.lower()
         about["dtype"] = str(cast.float8_dtype).removeprefix("torch.")
         about["scaling"] = cast.scaling_type.name.lower()
@@ -90,7 +90,7 @@ class Probe:
         self.forward, self.backward = (new_slots(len(sites), device) for sites in (FORWARD, BACKWARD))
         self.number = torch.tensor(number, device="cpu")
         self._key = number
-        self._shared = {name: casts.has_one_set for name, casts in config.casts._asdict().items()}
+        self._shared = {name: casts.shares_codes for name, casts in config.casts._asdict().items()}
 
     def take(self, site: Site) -> Tensor:
         """Return the slot of a site, [WIDTH]. Forward and backward are merged."""

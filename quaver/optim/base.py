@@ -29,7 +29,7 @@ from quaver.runtime.devices import is_capturing
 from quaver.runtime.slow_paths import say_once
 from quaver.torch_private.dispatch import fake_mode_is_on
 from quaver.torch_private.dtensor import local_tensor, waited_local_tensor
-from quaver.torch_private.optimizer import loading
+from quaver.torch_private.optimizer import load_with_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Float8Optimizer(Optimizer):
             ValueError: the state dict has another version or belongs to another optimizer, or a tensor has another
                 shape or dtype. Nothing changes.
         """
-        with loading(self, state_dict) as state_dict:
+        with load_with_hooks(self, state_dict) as state_dict:
             self._load(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from quaver.optim.base import Float8Optimizer
 from quaver.optim.groups import fill_options
 from quaver.optim.options import check_same_algorithm
 from quaver.runtime.optimizer_states import StatesView, replace_states
-from quaver.torch_private.optimizer import loading, saved
+from quaver.torch_private.optimizer import load_with_hooks, save_with_hooks
 
 
 class CombinedOptimizer(Optimizer):
@@ -78,7 +78,7 @@ class CombinedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Merge the state dicts of the optimizers, with parameters numbered in the order of the optimizers."""
-        return saved(self, self._pack)
+        return save_with_hooks(self, self._pack)
 
     def _pack(self) -> dict[str, Any]:
         packed: dict[str, Any] = {}
@@ -101,7 +101,7 @@ class CombinedOptimizer(Optimizer):
         Raises:
             ValueError: the number of param groups differs, or an optimizer refuses its part. No optimizer changes.
         """
-        with loading(self, state_dict) as state_dict, _all_or_none(self.optimizers):
+        with load_with_hooks(self, state_dict) as state_dict, _all_or_none(self.optimizers):
             self._load(state_dict)
 
     def _load(self, state_dict: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ from quaver.experts.grouped_mm import quantize_groups
 from quaver.experts.groups import group_of_rows
 from quaver.experts.module import RoutedExperts, weights_of
 from quaver.kernels.cast import cast_with_scale
-from quaver.kernels.operands import Operand, Operands, present
+from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.tensor import Float8Tensor
 from quaver.parallel.linear_sharding import local_part
 from quaver.recipes import scaling
@@ -92,7 +92,7 @@ class TokenDispatch:
         """The operands of `dispatch(hp)`; see [Note: what travels as codes]."""
         if not _travels_as_codes(casts, row, column, self._grad_weight_from_codes):
             return quantize_groups(self.dispatch(hp), casts, self.ends, self.ends.shape[0], row, column)
-        cast = casts.row if row else casts.of_column
+        cast = casts.row if row else casts.column_source
         if not cast.is_tensorwise:
             return self._quantize_rows(hp, casts, column)
         operand = self._quantize_tensorwise(hp, cast, casts.power_of_2)
@@ -103,16 +103,16 @@ class TokenDispatch:
         experts = self._all_ends.shape[0]
         expert = group_of_rows(self._all_ends, experts, hp.shape[0], hp.device)[0]
         amax = max_over_ranks(amax_of_scale_rows(hp, expert, experts, ALL), self._group)
-        scales = scaling.scales_of(amax.to(hp.dtype), cast.float8_dtype, power_of_2, cast.scales_mode)
-        factor, divisor_of = scaling.factor_of(scales, cast.mode)
-        codes = cast_with_scale(hp, cast.float8_dtype, factor[expert], None, divisor_of)[0]
+        scales = scaling.compute_scales(amax.to(hp.dtype), cast.float8_dtype, power_of_2, cast.mode)
+        factor, division = scaling.choose_factor(scales, cast.mode)
+        codes = cast_with_scale(hp, cast.float8_dtype, factor[expert], None, division)[0]
         local_experts = self.ends.shape[0]
         local_scales = scales.dequant[:, 0].narrow(0, self._group.rank() * local_experts, local_experts)
         return Operand(self.dispatch(codes), local_scales)
 
     def _quantize_rows(self, hp: Tensor, casts: OperandCasts, column: bool) -> Operands:
         """Quantize rows and dispatch their codes and scales in one all-to-all."""
-        sent = present(cast_groups(hp, casts.row, None, 1, True, False, casts.power_of_2).row)
+        sent = expect(cast_groups(hp, casts.row, None, 1, True, False, casts.power_of_2).row)
         scale_dtype = torch.float8_e8m0fnu if casts.row.scale_calculation_mode else torch.float32
         parts = sent.data, typing.cast(Tensor, sent.dequant_scale).to(scale_dtype).contiguous()
         received = self.dispatch(torch.cat([part.view(torch.uint8) for part in parts], 1))
@@ -133,8 +133,8 @@ def _travels_as_codes(casts: OperandCasts, row: bool, column: bool, grad_weight_
         row, column = True, False
     cast = casts.row if row else casts.column
     if cast.is_tensorwise:
-        return casts.is_one or not (row and column)
-    return row and not cast.is_disabled and cast.has_two_casts and (grad_weight_from_codes or not column)
+        return casts.has_equal_casts or not (row and column)
+    return row and not cast.is_disabled and cast.depends_on_direction and (grad_weight_from_codes or not column)
 
 
 class ExpertDispatcher:

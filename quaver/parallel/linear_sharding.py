@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from quaver.kernels.operands import Operand, present
+from quaver.kernels.operands import Operand, expect
 from quaver.linear.function import compute_dtype
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
@@ -295,7 +295,7 @@ class _AllGatherFloat8(torch.autograd.Function):
         shape = [*local.shape]
         shape[dim] *= group.size()
         gathered = Float8Tensor.from_operands(
-            _view_operand(present(row), shape),
+            _view_operand(expect(row), shape),
             None if column is None else column._replace(data=column.data.view(shape)),
             local.dtype,
         )
@@ -347,7 +347,7 @@ def is_all_gathered_in_float8(config: Float8LinearConfig) -> bool:
     The scale of a square block belongs to several tokens, so leading dims could not be flattened and split.
     """
     cast = config.casts.input
-    return cast.is_float8 and not (cast.row.is_blockwise and not cast.row.has_two_casts)
+    return cast.is_float8 and not (cast.row.is_blockwise and not cast.row.depends_on_direction)
 
 
 class AllGatherInput:

@@ -23,14 +23,14 @@ from torch.distributed import ProcessGroup
 
 from quaver.kernels.cast import cast_with_scale, matrix_amax, row_major
 from quaver.kernels.cpu import check_memory
-from quaver.kernels.operands import Operand, Operands, present
+from quaver.kernels.operands import Operand, Operands, expect
 from quaver.kernels.persistent_cast import cast_with_persistent_scale, record, record_amax
 from quaver.linear.gemm import laid_out_for_columns, laid_out_for_rows
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import CastConfig
 from quaver.recipes.linear_casts import OperandCasts
 from quaver.recipes.scale_layout import COLUMNWISE, ROWWISE, TENSORWISE
-from quaver.recipes.scaling import PLAIN_TYPES, PersistentScale, Scales, factor_of, scales_of
+from quaver.recipes.scaling import PLAIN_TYPES, PersistentScale, Scales, choose_factor, compute_scales
 from quaver.runtime.collectives import all_gather, max_over_ranks
 from quaver.runtime.compile_hints import is_compiling, materialize
 
@@ -84,9 +84,9 @@ class TensorParallelQuantizer(Quantizer):
         if agrees_on_rows or agrees_on_columns:
             scales = self._agreed_scales(cast, hp, self.sharded_dim)
             quant, dequant, _ = scales
-            factor, divisor_of = factor_of(scales, cast.mode)
+            factor, division = choose_factor(scales, cast.mode)
             row_scale, column_scale = (factor, None) if agrees_on_rows else (None, factor)
-            codes = cast_with_scale(hp, cast.float8_dtype, row_scale, column_scale, divisor_of)
+            codes = cast_with_scale(hp, cast.float8_dtype, row_scale, column_scale, division)
             agreed = Operands(
                 Operand(codes[0], dequant, ROWWISE, quant) if agrees_on_rows else None,
                 Operand(codes[1], dequant, COLUMNWISE, quant) if agrees_on_columns else None,
@@ -98,8 +98,9 @@ class TensorParallelQuantizer(Quantizer):
     def _agreed_scales(self, cast: CastConfig, hp: Tensor, dim: int | None) -> Scales:
         """The scales of the whole matrix that reduce `dim`, or both dims for None. A collective."""
         amax = max_over_ranks(matrix_amax(hp, dim), self.group)
-        amax = amax.to(hp.dtype) if cast.mode else amax  # exact: an amax is an element of `hp`; see `scales_of`
-        return scales_of(amax, cast.float8_dtype, self.casts.power_of_2, cast.scales_mode)
+        amax = amax.to(hp.dtype) if cast.mode else amax  # exact: an amax is an element of `hp`; see `compute_scales`
+        power_of_2 = self.casts.power_of_2
+        return compute_scales(amax, cast.float8_dtype, power_of_2, cast.mode, is_blockwise=cast.is_blockwise)
 
 
 class GatheringQuantizer(TensorParallelQuantizer):
@@ -128,14 +129,14 @@ class GatheringQuantizer(TensorParallelQuantizer):
         row_tokens = _tokens_per_scale(casts.row, 0)
         column_tokens = row_tokens if casts.is_dequantized else _tokens_per_scale(casts.column, 1)
         consecutive = math.prod(hp.shape[token_dim:-1])  # this rank's neighboring tokens in the whole
-        needs_hp = (row and casts.row.is_disabled) or (column and casts.of_column.is_disabled)
+        needs_hp = (row and casts.row.is_disabled) or (column and casts.column_source.is_disabled)
         cuts_blocks = (row and consecutive % (row_tokens or 1)) or (column and consecutive % (column_tokens or 1))
         if needs_hp or cuts_blocks:
             # One operand needs the all-gather in high precision, and the other is quantized from the result.
             hp = hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype)
             gathered = all_gather(hp, token_dim, self.group)
             return Quantizer(casts, self.hp_dtype, self.scale)(gathered, row=row, column=column)
-        one_cast = casts.has_one_set
+        one_cast = casts.shares_codes
         local = super().__call__(hp, row=row or one_cast, column=column and not one_cast)
         row_op = None if local.row is None else self._gather(local.row, hp.shape, token_dim, row_tokens)
         column_op = None if local.column is None else self._gather(local.column, hp.shape, token_dim, column_tokens)
@@ -194,13 +195,13 @@ def _cast_with_agreed_scale(
     observed, hp = hp.new_zeros(2, dtype=torch.float32), hp.contiguous()
     scale = PersistentScale(quant_scale, observed, is_initialized)
     if is_initialized:
-        row = present(cast_with_persistent_scale(hp, scale, float8_dtype, True, False, power_of_2).row)
-        return row.data, present(row.quant_scale).clone(), present(row.dequant_scale), observed
+        row = expect(cast_with_persistent_scale(hp, scale, float8_dtype, True, False, power_of_2).row)
+        return row.data, expect(row.quant_scale).clone(), expect(row.dequant_scale), observed
     own = matrix_amax(hp, None)
     record_amax(scale, own)
     # Functional collectives also take the name of a group.
     amax = max_over_ranks(own, group_name)  # type: ignore[arg-type]
-    scales = scales_of(amax, float8_dtype, power_of_2)
+    scales = compute_scales(amax, float8_dtype, power_of_2)
     codes, _ = cast_with_scale(hp, float8_dtype, scales.quant, None)
     return codes, scales.quant, scales.dequant, observed
 

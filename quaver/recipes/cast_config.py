@@ -28,9 +28,9 @@ class ScalingType(enum.Enum):
     """When the scale of a tensor is computed."""
 
     DYNAMIC = "dynamic"
-    """From the tensor itself, each time it is quantized."""
+    """Each time the tensor is quantized, from the tensor itself."""
     DELAYED = "delayed"
-    """From the amaxes of earlier steps, by `sync_float8_amax_and_scale_history`; see `DelayedScalingConfig`."""
+    """Once a step, by `sync_float8_amax_and_scale_history`, from earlier amaxes; see `DelayedScalingConfig`."""
     STATIC = "static"
     """Once: given (`CastConfig.static_quant_scale`), or measured on batches (`calibrate_float8_static_scales`)."""
     DISABLED = "disabled"
@@ -49,7 +49,7 @@ class ScalingGranularity(enum.Enum):
     ROWWISE = "axiswise"
     """The elements along the dim that the matmul contracts: one scale per row of the left operand."""
     AXISWISE = "axiswise"  # noqa: PIE796 - an alias on purpose
-    """torchao's name of ROWWISE: the same member. Both values, "axiswise" and "rowwise", are accepted."""
+    """torchao's name for ROWWISE, the same member. The values "axiswise" and "rowwise" are both accepted."""
     BLOCKWISE = "blockwise"
     """The elements of a block of `CastConfig.block_size`."""
 
@@ -64,8 +64,8 @@ class ScalingGranularity(enum.Enum):
     def layout(self, block_size: tuple[int, int] | None) -> ScaleLayout | None:
         """Which elements of row codes share a scale; column codes have the transposed layout.
 
-        None for a granularity that is not in the table: who cuts, sends, stores or checks scales asks
-        `CastConfig.known_layout`, which refuses it.
+        None for a granularity that is not in the table. Code that shards, sends, stores or checks scales calls
+        `CastConfig.known_layout`, which raises for it.
         """
         if self is ScalingGranularity.BLOCKWISE and block_size is not None:
             return ScaleLayout(*block_size)
@@ -73,16 +73,16 @@ class ScalingGranularity(enum.Enum):
 
 
 class ScaleCalculationMode(enum.Enum):
-    """How the E8M0 scale of a block, a power of two, follows from its amax; scaling.py has the equations."""
+    """How the E8M0 scale of a block, a power of two, is computed from its amax; scaling.py has the equations."""
 
     RCEIL = "rceil"
-    """The smallest power of two with which nothing saturates; NVIDIA's rule."""
+    """The smallest power of two with which no element saturates: NVIDIA's rule."""
     FLOOR = "floor"
-    """The power of two below: the rule of the OCP MX specification. Elements up to 8/7 of the range saturate."""
+    """The next power of two below: the rule of the OCP MX specification. Elements up to 8/7 of the range saturate."""
 
 
 def check_type(config: object, name: str, expected: type) -> None:
-    """Check a field. quaver's `expected` takes the place of torchao's counterpart, and of a dict of its fields."""
+    """Check a field's type, after converting torchao's counterpart or a dict of fields to `expected`."""
     value = from_torchao(getattr(config, name), expected)
     if isinstance(value, dict) and is_dataclass(expected):
         value = expected(**value)
@@ -91,10 +91,10 @@ def check_type(config: object, name: str, expected: type) -> None:
         raise ValueError(f"{name}: expected {expected.__name__}, got {value!r}")
 
 
-def check(holds: bool, name: str, expected: str, got: object) -> None:
-    """Raise ValueError about the field `name` unless `holds`."""
-    if not holds:
-        raise ValueError(f"{name}: expected {expected}, got {got!r}")
+def check(is_valid: bool, name: str, expected: str, value: object) -> None:
+    """Raise ValueError about the field `name` unless `is_valid`."""
+    if not is_valid:
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -105,21 +105,21 @@ class CastConfig:
         scaling_type: when its scale is computed.
         scaling_granularity: how many elements share a scale.
         block_size: with `ScalingGranularity.BLOCKWISE`, how many dot products, and how many elements along them, share
-            a scale: (1, 128) are 128 elements of a row where the matmul contracts rows, and of a column where it
-            contracts columns. Square blocks are the same in both directions, so one cast serves both. None for
-            (128, 128). Of e2m1 (1, 16) or (16, 16).
-        scale_calculation_mode: with blocks, how an E8M0 scale follows from the amax (MXFP8); None for quaver's rule.
+            a scale. (1, 128) means 128 elements of a row if dot products run along rows, and of a column if they run
+            along columns. Square blocks are the same in both directions, so one cast serves both. None for (128, 128).
+            e2m1 takes (1, 16) or (16, 16).
+        scale_calculation_mode: with blocks, how an E8M0 scale (MXFP8) is computed; None for quaver's rule.
         scale_rule: the name of a serving engine's rule for scales and codes (scale_rules.py), which then also decides
-            about powers of two; None for quaver's. For dynamic scales of e4m3, and for static ones where the rule
-            multiplies by the reciprocal of the scale that a checkpoint stores.
+            whether scales are powers of two; None for quaver's rule. It needs e4m3 and dynamic scaling, or static
+            scaling if the rule multiplies by the reciprocal of the scale that a checkpoint stores.
         target_dtype: a float8 dtype, or with blocks `torch.float4_e2m1fn_x2` (recipes/e2m1.py); None for the default
             of the operand (e4m3 for input and weight, e5m2 for grad_output), which `Float8LinearConfig` fills in.
         static_quant_scale: with `ScalingType.STATIC`, the quant_scale of this operand in every linear, a number or a
             tensor of one element; None to measure one per linear with `calibrate_float8_static_scales`.
-        static_scale: torchao's name of `static_quant_scale`; give only one of them, and read `static_quant_scale`.
+        static_scale: torchao's name for `static_quant_scale`; pass only one of them, and read `static_quant_scale`.
     Raises:
-        ValueError: a field of the wrong type, a dtype that is not float8, row-wise or block-wise delayed or static
-            scaling, or a static scale that is out of range or belongs to another scaling type.
+        ValueError: a field has the wrong type or a dtype that is not float8; delayed or static scaling is row-wise or
+            block-wise; a static scale is out of range or given with another scaling type.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
@@ -131,7 +131,7 @@ class CastConfig:
     scale_calculation_mode: ScaleCalculationMode | None = None
     scale_rule: str | None = None
 
-    # Derived once, into the instance: every forward of every linear reads them, and Dynamo sees plain attributes.
+    # Computed once and stored in the instance: every forward reads them, and Dynamo sees plain attributes.
 
     @cached_property
     def is_disabled(self) -> bool:
@@ -163,13 +163,13 @@ class CastConfig:
         return self.scaling_granularity.layout(self.block_size)
 
     @cached_property
-    def has_two_casts(self) -> bool:
-        """Whether rows and columns have scales of their own, so that each direction takes its own cast."""
+    def depends_on_direction(self) -> bool:
+        """Whether row codes and column codes have different scales, so that each direction needs its own cast."""
         return self.layout is None or self.layout.rows != self.layout.columns
 
     @cached_property
     def options(self) -> tuple[int | str, ...]:
-        """The last arguments of a cast: the size of blocks and `mode`; () for quaver's rule without blocks."""
+        """The last arguments of a cast: the block size and `mode`; () without blocks under quaver's rule."""
         mode = () if self.block_size is None and not self.mode else (self.mode,)
         return (*(self.block_size or ()), *mode)
 
@@ -193,7 +193,7 @@ class CastConfig:
             object.__setattr__(self, "static_quant_scale", static_scale)
         if self.static_quant_scale is not None:
             self._check_static_scale(self.static_quant_scale)
-        for name in _DERIVED:
+        for name in _CACHED:
             getattr(self, name)
 
     def _check_blocks(self) -> None:
@@ -201,8 +201,8 @@ class CastConfig:
         if mode is not None:
             check_type(self, "scale_calculation_mode", ScaleCalculationMode)
         if not self.is_blockwise:
-            for name, given in (("block_size", self.block_size), ("scale_calculation_mode", mode)):
-                check(given is None, name, f"None unless scaling_granularity is {blocks}", given)
+            for name, value in (("block_size", self.block_size), ("scale_calculation_mode", mode)):
+                check(value is None, name, f"None unless scaling_granularity is {blocks}", value)
             return
         size = (128, 128) if self.block_size is None else self.block_size
         size = tuple(size) if isinstance(size, list) else size
@@ -222,10 +222,10 @@ class CastConfig:
         check(dtype in (None, E4M3.dtype), "target_dtype", f"e4m3 with the scale_rule {rule}", dtype)
 
     def known_layout(self, asker: str) -> ScaleLayout:
-        """`layout`, for `asker`, the name of a feature that depends on it.
+        """`layout`, for a feature named `asker` that depends on it.
 
         Raises:
-            NotImplementedError: a granularity that does not say which elements share a scale.
+            NotImplementedError: the granularity has no `ScalingGranularity.layout`, or `asker` takes no 4-bit codes.
         """
         if self.layout is None:
             raise NotImplementedError(
@@ -236,10 +236,10 @@ class CastConfig:
             raise NotImplementedError(f"{asker}: expected codes of eight bits, got {self}")
         return self.layout
 
-    def _check_static_scale(self, given: float) -> None:
-        is_number = isinstance(given, int | float) or (isinstance(given, torch.Tensor) and given.numel() == 1)
-        check(is_number and not isinstance(given, bool), "static_quant_scale", "a number", given)
-        scale = float(given)
+    def _check_static_scale(self, value: float) -> None:
+        is_number = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        check(is_number and not isinstance(value, bool), "static_quant_scale", "a number", value)
+        scale = float(value)
         check(2.0**-126 <= scale <= 2.0**126, "static_quant_scale", "a number from 2**-126 to 2**126", scale)
         scaling = self.scaling_type
         expected = "None unless scaling_type is static"
@@ -248,22 +248,17 @@ class CastConfig:
 
     @property
     def e8m0_mode(self) -> str:
-        """The value of `scale_calculation_mode`, "" for None."""
+        """The value of `scale_calculation_mode`; "" for None."""
         return "" if self.scale_calculation_mode is None else self.scale_calculation_mode.value
 
     @property
     def mode(self) -> str:
-        """`scale_rule` or `e8m0_mode`, as operations take them; "" for quaver's rule."""
+        """The argument `mode` of a cast: `scale_rule`, `e8m0_mode`, or "" for quaver's rule."""
         return self.scale_rule or self.e8m0_mode
 
     @property
-    def scales_mode(self) -> str | None:
-        """`mode` as `scaling.scales_of` takes it."""
-        return self.mode if self.is_blockwise else self.mode or None
-
-    @property
     def float8_dtype(self) -> torch.dtype:
-        """The target dtype of a cast that belongs to a `Float8LinearConfig`. Raises RuntimeError where it has none."""
+        """`target_dtype`, which a `Float8LinearConfig` fills in. Raises RuntimeError for None."""
         if self.target_dtype is None:
             raise RuntimeError("target_dtype is None; read the CastConfig from Float8LinearConfig, which fills it in")
         return self.target_dtype
@@ -275,7 +270,7 @@ class CastConfig:
         return name if self.block_size is None else "{} {} x {}".format(name, *self.block_size)
 
     def short_str(self) -> str:
-        """torchao's short form: "dyn_ten_e4m3"; "default" where the dtype is None."""
+        """torchao's short form, "dyn_ten_e4m3"; without a dtype "dyn_ten_default"."""
         dtype = "default" if self.target_dtype is None else format_of(self.target_dtype).name
         blocks = "" if self.block_size in (None, (128, 128)) else "{}x{}".format(*self.block_size)
         rule = "" if self.scale_rule is None else f"_{self.scale_rule}"
@@ -290,7 +285,7 @@ class CastConfig:
 
 
 _TAKE_FOUR_BITS = ("float8 all-gather", "enable_fsdp_float8_all_gather")
-_DERIVED = [name for name, each in vars(CastConfig).items() if isinstance(each, cached_property)]
+_CACHED = [name for name, attribute in vars(CastConfig).items() if isinstance(attribute, cached_property)]
 
 
 def _granularity(cast: CastConfig) -> str:
@@ -301,7 +296,7 @@ def _granularity(cast: CastConfig) -> str:
 
 @dataclass(frozen=True)
 class DelayedScalingConfig:
-    """How a scale follows its tensor's amaxes in delayed scaling; `sync_float8_amax_and_scale_history` applies it.
+    """How delayed scaling computes a scale from earlier amaxes, in `sync_float8_amax_and_scale_history`.
 
         amax        = max or most recent of the history, this step's amax included
         quant_scale = (format.max / (amax * headroom)) / 2**margin        unchanged where amax is 0 or not finite
@@ -309,13 +304,13 @@ class DelayedScalingConfig:
     With the defaults of `margin` and `headroom`, and `nonfinite_amax="keep_scale"`, this is TransformerEngine's rule.
 
     Args:
-        history_len: the number of steps in the history. After a spike the scale stays small for as many steps; after
-            growth by any factor it fits again after one step.
+        history_len: the number of steps in the history. With "max", the scale stays small for this many steps after a
+            spike, and fits again one step after any growth.
         scale_fn_name: "max" or "most_recent".
-        margin: how many powers of two to stay away from the largest number of the format.
+        margin: how many powers of two to stay below the largest number of the format.
         headroom: the factor by which a tensor may grow from one step to the next before it saturates.
-        nonfinite_amax: what an inf or a NaN amax does to the history. "skip": nothing. "keep_scale": the amax enters
-            the history, and the scale stays unchanged for as long as the history holds it.
+        nonfinite_amax: what to do with an inf or a NaN amax. "skip": leave it out of the history. "keep_scale": add it
+            to the history, and keep the scale unchanged for as long as the history holds it.
     Raises:
         ValueError: a field of the wrong type or out of range.
     """

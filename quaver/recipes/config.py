@@ -1,14 +1,13 @@
 """Configs and recipes: how each operand is quantized, how it is scaled, and how each matmul runs.
 
-Configs are frozen, and validated and resolved when they are made: every `cast_config_*` of a `Float8LinearConfig` is a
-`CastConfig` with a dtype, also where the caller left it out. A recipe's name does wherever a config does.
+Configs are frozen, and are validated and resolved when they are constructed: every `cast_config_*` of a
+`Float8LinearConfig` becomes a `CastConfig` with a dtype. A recipe's name is accepted wherever a config is.
 """
 
 from __future__ import annotations
 
 import math
-import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any
 
@@ -71,8 +70,8 @@ class Float8GemmConfig:
     """How one float8 matmul runs.
 
     Args:
-        use_fast_accum: let Hopper's tensor cores accumulate in fewer bits: faster, less exact. It has no effect
-            where float8 is multiplied exactly (CPUs, `emulate`).
+        use_fast_accum: let Hopper's tensor cores accumulate in fewer bits, which is faster and less exact. It has no
+            effect on exact matmuls (CPUs, `emulate`).
     """
 
     use_fast_accum: bool = False
@@ -90,41 +89,40 @@ class Float8LinearConfig:
         grad_weight = grad_output.t() @ input      casts.grad_output.column, casts.input.column
 
     Args:
-        cast_config_input, cast_config_weight, cast_config_grad_output: each operand's cast. After construction their
-            target_dtype is set, on copies: the CastConfigs that were given do not change.
+        cast_config_input, cast_config_weight, cast_config_grad_output: the cast of each operand. The constructor fills
+            in target_dtype on copies and does not change the CastConfigs that it was given.
         cast_config_input_for_grad_weight, cast_config_weight_for_grad_input, cast_config_grad_output_for_grad_weight:
-            the same operand in its other matmul; None for "the same", which is filled in.
-            `dataclasses.replace(config, cast_config_input=...)` derives a cast that was filled in anew, and keeps one
-            that was given.
+            the cast of the operand in its other matmul; None to use the same cast, which is then filled in.
+            `dataclasses.replace(config, cast_config_input=...)` fills such a cast in again, and keeps one that was
+            given.
         gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: each matmul.
         enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard`), quantize weights on their shards with the scales
-            of the whole weight, and all-gather the codes: one byte per element and pass where one cast serves both
-            matmuls of the weight, two where the weight needs two casts (rows, 1 x 32: as many as bfloat16). Both casts
-            must be float8. One process and DDP compute the same with it; FSDP1 refuses it.
+            of the whole weight, and all-gather the codes. A pass gathers one byte per element if one cast serves both
+            matmuls of the weight, else two (rows, 1 x 32), the same as bfloat16. Both casts must be float8. One process
+            and DDP compute the same with it; FSDP1 refuses it.
         pad_inner_dim: pad every matmul to multiples of 16 on every device. Hardware that needs padding gets it
             without this flag; the flag lets a device that needs none take the same path. Results do not change.
         emulate: multiply exactly in high precision even where the hardware multiplies float8.
         round_scales_to_power_of_2: round every quant_scale down to a power of two.
-        backward: what the gradients of input and weight are computed from. "float8": from the casts above. With the
-            others both matmuls of the backward run in high precision, and so does grad_output: "dequantized" takes
-            what the forward multiplied, the codes of `cast_config_input` and `cast_config_weight` times their scales,
-            rounded to the dtype of the output; "high_precision" takes input and weight themselves. Saved for backward
-            are the input's codes with "dequantized", and the input in high precision with the other.
-        high_precision_matmuls: those of "output", "grad_input" and "grad_weight" that run in high precision whatever
-            their casts are. `set_high_precision_matmuls` changes them between steps.
-        keep_float8_weight_for_backward: save the float8 weight for backward (a byte per element) instead of
-            quantizing the weight again there.
-        delayed_scaling_config: how the scales of delayed scaling follow the amaxes.
+        backward: the operands of grad_input and grad_weight. "float8": the casts above. Otherwise both matmuls and
+            grad_output are in high precision. "dequantized" multiplies the codes of the forward times their scales,
+            rounded to the dtype of the output, and saves the input's codes for backward. "high_precision" multiplies
+            input and weight, and saves the input in high precision.
+        high_precision_matmuls: the names of matmuls ("output", "grad_input", "grad_weight") to run in high precision,
+            whatever their casts are. `set_high_precision_matmuls` changes them between steps.
+        keep_float8_weight_for_backward: save the float8 weight for backward (one byte per element) instead of
+            quantizing the weight again in the backward.
+        delayed_scaling_config: how delayed scaling computes scales from earlier amaxes.
         shared_inputs: names of sibling linears (children of one module) that read one input. With delayed or static
-            scaling of the input they share its scale, and its cast. A good guess is enough: siblings that read
-            different tensors get a scale that fits the larger one.
-        enable_amax_init, enable_pre_and_post_forward: accepted from torchao 0.9. They have no effect: a first use is
-            always scaled dynamically, and no code runs before or after the forward.
+            scaling of the input they share its scale and its cast. Siblings that read different tensors still work:
+            their scale fits the larger tensor.
+        enable_amax_init, enable_pre_and_post_forward: accepted for torchao 0.9, without effect. The first use of a
+            delayed scale is always scaled dynamically, and no code runs before or after the forward.
         force_recompute_fp8_weight_in_bwd: torchao's inverse of `keep_float8_weight_for_backward`, read by the
-            constructor only. torchao's default, False, saves the float8 weight in 0.9 and has no effect in 0.18: left
-            out, quaver quantizes again as 0.18 does; an explicit False saves it as in 0.9.
+            constructor only. torchao's default, False, saves the float8 weight in 0.9 and has no effect in 0.18. With
+            None quaver quantizes again, as 0.18 does; an explicit False saves the weight, as 0.9 does.
     Raises:
-        ValueError: a combination that no matmul can run; the message says which.
+        ValueError: no matmul can run the combination; the message names it.
     """
 
     cast_config_input: CastConfig = CastConfig()
@@ -153,15 +151,33 @@ class Float8LinearConfig:
     force_recompute_fp8_weight_in_bwd: InitVar[bool | None] = None
 
     _derived: frozenset[str] = field(default=frozenset(), init=False, repr=False, compare=False)
-    """The fields that were left out and filled in; see `_FieldsThatWereGiven`."""
+    """The fields that the constructor filled in; see `_ExplicitFields`."""
     casts: LinearCasts = field(init=False, repr=False, compare=False)
-    """The casts by operand and direction, under `backward` and `high_precision_matmuls`."""
+    """The casts by operand and direction, with `backward` and `high_precision_matmuls` applied."""
     matmuls: LinearMatmuls = field(init=False, repr=False, compare=False)
     """The options of the three matmuls."""
     has_persistent_scales: bool = field(init=False, repr=False, compare=False)
-    """Whether any operand has a scale that is known before the operand is, delayed or static, in some step."""
+    """Whether any operand has a delayed or static scale, whatever `high_precision_matmuls` is."""
 
     def __post_init__(self, force_recompute_fp8_weight_in_bwd: bool | None) -> None:
+        self._check_types()
+        self._resolve_options(force_recompute_fp8_weight_in_bwd)
+        casts = self._resolve_casts()
+        if self.backward != "float8":
+            casts = casts.in_high_precision(BACKWARD_MATMULS, dequantized=self.backward == "dequantized")
+        for matmul, (left, right) in MATMULS.items():
+            _check_matmul(matmul, casts, left, right)
+        _check_blocks(casts, self.round_scales_to_power_of_2)
+        if self.round_scales_to_power_of_2:
+            _check_powers_of_2(casts)
+        if self.enable_fsdp_float8_all_gather:
+            _check_all_gather(casts.weight, self.backward)
+        persistent = any(cast.is_persistent for cast in casts.all_casts())
+        object.__setattr__(self, "has_persistent_scales", persistent)
+        object.__setattr__(self, "casts", casts.in_high_precision(self.high_precision_matmuls))
+        object.__setattr__(self, "matmuls", self._resolve_matmuls(casts))
+
+    def _check_types(self) -> None:
         for option in fields(self):
             if option.name.startswith("gemm_config"):
                 check_type(self, option.name, Float8GemmConfig)
@@ -171,90 +187,62 @@ class Float8LinearConfig:
             elif option.init and isinstance(option.default, bool):
                 check_type(self, option.name, bool)
         check_type(self, "delayed_scaling_config", DelayedScalingConfig)
-        check(self.backward in BACKWARDS, "backward", f"one of {', '.join(BACKWARDS)}", self.backward)
-        given = self.high_precision_matmuls
-        are_known = not isinstance(given, str) and all(name in MATMULS for name in given)
-        check(are_known, "high_precision_matmuls", f"names of {', '.join(MATMULS)}", given)
-        object.__setattr__(self, "high_precision_matmuls", tuple(name for name in MATMULS if name in given))
         groups = self.shared_inputs if isinstance(self.shared_inputs, tuple) else (None,)
         are_names = all(isinstance(group, tuple) and all(isinstance(name, str) for name in group) for group in groups)
         check(are_names, "shared_inputs", "a tuple of tuples of names", self.shared_inputs)
-        if (forced := force_recompute_fp8_weight_in_bwd) is not None:
-            fits = isinstance(forced, bool) and not (forced and self.keep_float8_weight_for_backward)
+
+    def _resolve_options(self, forced: bool | None) -> None:
+        check(self.backward in BACKWARDS, "backward", f"one of {', '.join(BACKWARDS)}", self.backward)
+        names = self.high_precision_matmuls
+        are_known = not isinstance(names, str) and all(name in MATMULS for name in names)
+        check(are_known, "high_precision_matmuls", f"names of {', '.join(MATMULS)}", names)
+        object.__setattr__(self, "high_precision_matmuls", tuple(name for name in MATMULS if name in names))
+        if forced is not None:
+            is_valid = isinstance(forced, bool) and not (forced and self.keep_float8_weight_for_backward)
             expected = "a bool, and not True with keep_float8_weight_for_backward"
-            check(fits, "force_recompute_fp8_weight_in_bwd", expected, forced)
+            check(is_valid, "force_recompute_fp8_weight_in_bwd", expected, forced)
             object.__setattr__(self, "keep_float8_weight_for_backward", not forced)
-        casts = self._resolve_casts()
-        if self.backward != "float8":
-            casts = casts.in_high_precision(BACKWARD_MATMULS, dequantized=self.backward == "dequantized")
-        for matmul, (left, right) in MATMULS.items():
-            _check_matmul(matmul, casts, left, right)
-        _check_blocks(casts, self.round_scales_to_power_of_2)
-        if self.round_scales_to_power_of_2:
-            _check_powers_of_2(casts)
-        for cast in casts.weight[:2] if self.enable_fsdp_float8_all_gather else ():
-            cast.known_layout("enable_fsdp_float8_all_gather")
-            check(
-                cast.scale_rule is None
-                or ((casts.weight.is_one or casts.weight.is_dequantized) and not rule_of(cast.scale_rule).divides),
-                "enable_fsdp_float8_all_gather",
-                "False where a scale_rule divides by the scales of the weight, or is for one of its matmuls alone",
-                True,
-            )
-        if self.enable_fsdp_float8_all_gather and not casts.weight.is_float8:
-            raise ValueError(
-                "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output "
-                f"{casts.weight.row}, grad_input {casts.weight.column}; gather in high precision"
-                + (', or take backward="dequantized"' if self.backward == "high_precision" else "")
-            )
-        persistent = any(cast.is_persistent for cast in casts.every())
-        object.__setattr__(self, "has_persistent_scales", persistent)
-        object.__setattr__(self, "casts", casts.in_high_precision(self.high_precision_matmuls))
+
+    def _resolve_matmuls(self, casts: LinearCasts) -> LinearMatmuls:
+        def options(gemm: Float8GemmConfig, operands: Iterable[tuple[str, str]]) -> MatmulOptions:
+            power_of_2 = self.round_scales_to_power_of_2
+            powers_of_2 = all(_has_powers_of_2(casts.source_cast(*operand), power_of_2) for operand in operands)
+            return MatmulOptions(gemm.use_fast_accum, powers_of_2, self.emulate, self.pad_inner_dim)
+
         gemms = self.gemm_config_output, self.gemm_config_grad_input, self.gemm_config_grad_weight
-        matmuls = LinearMatmuls(
-            *(
-                MatmulOptions(
-                    gemm.use_fast_accum,
-                    all(_has_powers_of_2(casts.made_by(*each), self.round_scales_to_power_of_2) for each in operands),
-                    self.emulate,
-                    self.pad_inner_dim,
-                )
-                for gemm, operands in zip(gemms, MATMULS.values(), strict=True)
-            )
-        )
-        object.__setattr__(self, "matmuls", matmuls)
+        return LinearMatmuls(*map(options, gemms, MATMULS.values()))
 
     def _resolve_casts(self) -> LinearCasts:
         """Fill in the `cast_config_*` fields."""
         casts: list[OperandCasts] = []
         derived: set[str] = set()
-        for operand, other_matmul, default_dtype in _OPERANDS:
-            name, other_name = f"cast_config_{operand}", f"cast_config_{operand}_for_{other_matmul}"
-            given: CastConfig | None = getattr(self, other_name)
-            cast, other = _resolve(operand, getattr(self, name), given, default_dtype)
-            object.__setattr__(self, name, cast)
-            object.__setattr__(self, other_name, other)
-            casts.append(OperandCasts(cast, other, self.round_scales_to_power_of_2, cast == other))
-            derived |= set() if given else {other_name}
+        for operand, column_matmul, default_dtype in _OPERANDS:
+            row_name, column_name = f"cast_config_{operand}", f"cast_config_{operand}_for_{column_matmul}"
+            given: CastConfig | None = getattr(self, column_name)
+            row, column = _resolve(operand, getattr(self, row_name), given, default_dtype)
+            object.__setattr__(self, row_name, row)
+            object.__setattr__(self, column_name, column)
+            casts.append(OperandCasts(row, column, self.round_scales_to_power_of_2, row == column))
+            derived |= set() if given else {column_name}
         object.__setattr__(self, "_derived", frozenset(derived))
         return LinearCasts(*casts)
 
     @staticmethod
     def from_recipe_name(recipe_name: Float8LinearRecipeName | str) -> Float8LinearConfig:
-        """A new config of a recipe. Raises ValueError for an unknown name, listing the choices.
+        """A new config of a recipe, whose name may end in a `backward`, as "rowwise:dequantized" does.
 
-        A name may end in a `backward`, as "rowwise:dequantized" does.
+        Raises ValueError for an unknown name, listing the choices.
         """
         return replace(_named_config(recipe_name))
 
     @property
     def weight_scales_are_powers_of_2(self) -> bool:
-        """Whether every scale of the weight in its first matmul is one."""
+        """Whether every scale of the weight in the forward is a power of two."""
         return _has_powers_of_2(self.casts.weight.row, self.round_scales_to_power_of_2)
 
     @property
     def recipe_name(self) -> Float8LinearRecipeName | None:
-        """The recipe whose casts and scales these are, whatever the other options; None if there is none."""
+        """The recipe with the same casts, whatever the other options are; None if no recipe has them."""
         for recipe, config in _RECIPES[BACKWARDS[0]].items():
             if self.casts == config.casts:
                 return recipe
@@ -263,65 +251,62 @@ class Float8LinearConfig:
     @property
     def linear_mm_config(self) -> LinearMMConfig:
         """How the three matmuls run, in torchao's form."""
-        return LinearMMConfig(
-            *(ScaledMMConfig(each.emulate, each.use_fast_accum, False, each.pad) for each in self.matmuls)
-        )
+        return LinearMMConfig(*(ScaledMMConfig(mm.emulate, mm.use_fast_accum, False, mm.pad) for mm in self.matmuls))
 
     def short_str(self) -> str:
-        """torchao's short form, "i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2"; "w_gi:" and so on where unlike."""
+        """torchao's short form, "i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2", with "w_gi:" etc. for other casts."""
         short = {"input": ("i", "i_gw"), "weight": ("w", "w_gi"), "grad_output": ("go", "go_gw")}
         named = [(names, getattr(self.casts, operand)) for operand, names in short.items()]
         parts = [f"{names[0]}:{cast.row.short_str()}" for names, cast in named]
         parts += [
             f"{names[1]}:{'deq' if cast.is_dequantized else cast.column.short_str()}"
             for names, cast in named
-            if not cast.is_one
+            if not cast.has_equal_casts
         ]
         return ",".join(parts)
 
     def __str__(self) -> str:
-        def about(operand: str, direction: str) -> str:
+        def describe(operand: str, direction: str) -> str:
             reads_row = direction == "column" and getattr(self.casts, operand).is_dequantized
-            return f"{_name(operand, direction)} {'dequantized' if reads_row else self.casts.of(operand, direction)}"
+            return f"{_name(operand, direction)} {'dequantized' if reads_row else self.casts.get(operand, direction)}"
 
-        matmuls = [f"{matmul}: {about(*left)} x {about(*right)}" for matmul, (left, right) in MATMULS.items()]
+        matmuls = [f"{matmul}: {describe(*left)} x {describe(*right)}" for matmul, (left, right) in MATMULS.items()]
         scales = f"scales {'power of two' if self.round_scales_to_power_of_2 else 'float32'}"
-        is_delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in self.casts.every())
+        is_delayed = any(cast.scaling_type is ScalingType.DELAYED for cast in self.casts.all_casts())
         return "; ".join([*matmuls, scales, *([str(self.delayed_scaling_config)] if is_delayed else [])])
 
 
-class _FieldsThatWereGiven:
-    """`__dataclass_fields__` of a config: the fields that its constructor takes, but those that were filled in.
+class _ExplicitFields:
+    """A descriptor for `__dataclass_fields__`: an instance lists only the fields that its caller passed.
 
-    `dataclasses.replace` and `asdict` hand over the fields that they find here. So a config that is made of them
-    derives anew what was filled in, and takes what its caller gives, be it the very cast that was filled in. Of the
-    class all fields.
+    `dataclasses.replace` and `asdict` copy the fields that they find here, so the new config fills in the others
+    again. The class lists all fields.
     """
 
-    def __init__(self, of_class: dict[str, Any]) -> None:
-        self.of_class = of_class
+    def __init__(self, all_fields: dict[str, Any]) -> None:
+        self.all_fields = all_fields
 
     def __get__(self, config: Any, kind: type) -> dict[str, Any]:
         if config is None:
-            return self.of_class
+            return self.all_fields
         derived = getattr(config, "_derived", ())
-        return {name: each for name, each in self.of_class.items() if each.init and name not in derived}
+        return {name: option for name, option in self.all_fields.items() if option.init and name not in derived}
 
 
-Float8LinearConfig.__dataclass_fields__ = _FieldsThatWereGiven(Float8LinearConfig.__dataclass_fields__)  # type: ignore
+Float8LinearConfig.__dataclass_fields__ = _ExplicitFields(Float8LinearConfig.__dataclass_fields__)  # type: ignore
 
 _OPERANDS = (
     ("input", "grad_weight", E4M3.dtype),
     ("weight", "grad_input", E4M3.dtype),
     ("grad_output", "grad_weight", E5M2.dtype),
 )
-"""Operand, the matmul that reads it by columns, and its default dtype."""
+"""Each operand, the matmul that reads its column codes, and its default dtype."""
 
 
 def _name(operand: str, direction: str) -> str:
     """A cast's name in the fields of `Float8LinearConfig`: "weight", "weight_for_grad_input"."""
-    others = {name: other for name, other, _ in _OPERANDS}
-    return operand if direction == "row" else f"{operand}_for_{others[operand]}"
+    column_matmuls = {name: column_matmul for name, column_matmul, _ in _OPERANDS}
+    return operand if direction == "row" else f"{operand}_for_{column_matmuls[operand]}"
 
 
 def _make_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
@@ -379,19 +364,18 @@ def _block_recipes() -> dict[Float8LinearRecipeName, Float8LinearConfig]:
 
 
 def _named_config(name: Float8LinearRecipeName | str) -> Float8LinearConfig:
-    """The one config of a recipe, with its `backward`."""
     recipe, backward = split_recipe(name)
     return _RECIPES[backward or BACKWARDS[0]][recipe]
 
 
 def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | None) -> Float8LinearConfig:
-    """The config for what a caller gives: a config, a recipe or its name; None for the tensorwise recipe.
+    """Convert a config, a recipe or its name to a config; None for the tensorwise recipe.
 
-    torchao's configs and recipes are accepted by value.
+    torchao's configs and recipes are accepted too.
 
     Raises:
         ValueError: an unknown name.
-        TypeError: anything else.
+        TypeError: any other value.
     """
     if isinstance(config, Float8LinearConfig):
         return config
@@ -399,9 +383,9 @@ def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | N
         return _RECIPES[BACKWARDS[0]][Float8LinearRecipeName.TENSORWISE]
     if isinstance(config, Float8LinearRecipeName | str):
         return _named_config(config)
-    of_ops = from_op_config(config, Float8LinearConfig.from_recipe_name)
-    if of_ops is not None:
-        return typing.cast(Float8LinearConfig, of_ops)
+    op_config: Float8LinearConfig | None = from_op_config(config, Float8LinearConfig.from_recipe_name)
+    if op_config is not None:
+        return op_config
     accepted = from_torchao(from_torchao(config, Float8LinearConfig), Float8LinearRecipeName)
     if accepted is not config:
         return resolve_config(accepted)
@@ -409,27 +393,27 @@ def resolve_config(config: Float8LinearConfig | Float8LinearRecipeName | str | N
 
 
 def _resolve(
-    operand: str, cast: CastConfig, other: CastConfig | None, default_dtype: torch.dtype
+    operand: str, row: CastConfig, column: CastConfig | None, default_dtype: torch.dtype
 ) -> tuple[CastConfig, CastConfig]:
-    other = other or cast
-    dtypes = {c.target_dtype or default_dtype for c in (cast, other) if not c.is_disabled}
+    column = column or row
+    dtypes = {cast.target_dtype or default_dtype for cast in (row, column) if not cast.is_disabled}
     if len(dtypes) > 1:
         names = " and ".join(sorted(FORMATS[dtype].name for dtype in dtypes))
         raise ValueError(f"{operand} must be cast to one dtype in both of its matmuls, got {names}")
     dtype = next(iter(dtypes), default_dtype)
-    how = {(c.scaling_type, c.static_quant_scale) for c in (cast, other) if not c.is_disabled}
-    if (cast.is_persistent or other.is_persistent) and (len(how) > 1 or cast.is_rowwise or other.is_rowwise):
+    scalings = {(cast.scaling_type, cast.static_quant_scale) for cast in (row, column) if not cast.is_disabled}
+    if (row.is_persistent or column.is_persistent) and (len(scalings) > 1 or row.is_rowwise or column.is_rowwise):
         raise ValueError(
             f"{operand} has one persistent scale, which serves both of its matmuls: expected both casts delayed, both "
-            f"static with one scale, or one in high precision, got {cast} and {other}"
+            f"static with one scale, or one in high precision, got {row} and {column}"
         )
-    return replace(cast, target_dtype=dtype), replace(other, target_dtype=dtype)
+    return replace(row, target_dtype=dtype), replace(column, target_dtype=dtype)
 
 
 def _named(casts: LinearCasts) -> Iterator[tuple[str, CastConfig]]:
     for operand, *_ in _OPERANDS:
         for direction in ("row", "column"):
-            yield _name(operand, direction), casts.of(operand, direction)
+            yield _name(operand, direction), casts.get(operand, direction)
 
 
 def _check_powers_of_2(casts: LinearCasts) -> None:
@@ -440,13 +424,18 @@ def _check_powers_of_2(casts: LinearCasts) -> None:
 
 
 def _has_powers_of_2(cast: CastConfig, power_of_2: bool) -> bool:
-    """Whether every scale of a cast is one."""
+    """Whether every scale of a cast is a power of two."""
     return power_of_2 if cast.scale_rule is None else rule_of(cast.scale_rule).rounds_up
 
 
 def _check_blocks(casts: LinearCasts, power_of_2: bool) -> None:
     for name, cast in _named(casts):
-        if cast.is_blockwise and not cast.is_disabled and not cast.has_two_casts and not name.startswith("weight"):
+        if (
+            cast.is_blockwise
+            and not cast.is_disabled
+            and not cast.depends_on_direction
+            and not name.startswith("weight")
+        ):
             raise ValueError(
                 f"{name}: square blocks are for weights, since no hardware multiplies two; expected tensorwise, "
                 f"rowwise or blocks of (1, 128) or (1, 32), got {cast}"
@@ -457,15 +446,33 @@ def _check_blocks(casts: LinearCasts, power_of_2: bool) -> None:
             )
     weight = casts.weight
     is_blockwise = weight.row.is_blockwise or weight.column.is_blockwise
-    if is_blockwise and weight.is_float8 and weight.row != weight.of_column:
+    if is_blockwise and weight.is_float8 and weight.row != weight.column_source:
         raise ValueError(
             f"weight: expected blocks of one size for both of its matmuls, got {weight.row} for output, "
             f"{weight.column} for grad_input"
         )
 
 
+def _check_all_gather(weight: OperandCasts, backward: str) -> None:
+    for cast in weight[:2]:
+        cast.known_layout("enable_fsdp_float8_all_gather")
+        one_cast = weight.has_equal_casts or weight.is_dequantized
+        check(
+            cast.scale_rule is None or (one_cast and not rule_of(cast.scale_rule).divides),
+            "enable_fsdp_float8_all_gather",
+            "False where a scale_rule divides by the scales of the weight, or is for one of its matmuls alone",
+            True,
+        )
+    if not weight.is_float8:
+        raise ValueError(
+            "enable_fsdp_float8_all_gather: expected the weight in float8 in both of its matmuls, got output "
+            f"{weight.row}, grad_input {weight.column}; gather in high precision"
+            + (', or take backward="dequantized"' if backward == "high_precision" else "")
+        )
+
+
 def _check_matmul(matmul: str, casts: LinearCasts, left: tuple[str, str], right: tuple[str, str]) -> None:
-    (left_name, left_cast), (right_name, right_cast) = ((_name(*each), casts.of(*each)) for each in (left, right))
+    left_name, left_cast, right_name, right_cast = _name(*left), casts.get(*left), _name(*right), casts.get(*right)
     if left_cast.is_disabled != right_cast.is_disabled:
         fp8, hp = (left_name, right_name) if right_cast.is_disabled else (right_name, left_name)
         raise ValueError(
@@ -480,4 +487,4 @@ _RECIPES = {
     backward: {name: replace(config, backward=backward) for name, config in _make_recipes().items()}
     for backward in BACKWARDS
 }
-"""By `backward` and name."""
+"""The configs of all recipes, by `backward` and name."""

@@ -6,13 +6,13 @@
     code           = RNE4(clamp(RN32(float32(hp) * quant_scale), -6, 6)), its sign above three bits
     value          = code * dequant_scale * outer_scale
 
-Codes have no inf and no NaN. An amax that is not finite makes the outer_scale inf or NaN, and every value NaN. Two
-codes share a byte, the first in its lower half; they are neighbours in a row, whichever way scales run, so that a shard
-may begin at any row. Every code is a number of e4m3, as which `unpack` gives it.
+Codes have no inf and no NaN. A non-finite amax makes the outer_scale inf or NaN, and every value NaN. Two codes share a
+byte, the first in its lower half. They are neighbours in a row in row and in column codes, so that a shard may begin at
+any row. e4m3 holds every value of a code, so `unpack` returns e4m3.
 
-Codes and scales are torchao's (prototype.mx_formats.nvfp4_tensor) to the bit, unless a block needs a scale below
-2^-6: torchao takes 2^-6 there, and this the subnormal numbers of e4m3. NVIDIA's recipe (arXiv 2509.25149) has these two
-levels; no recipe here has the format yet.
+Codes and scales are bit-identical to torchao's (prototype.mx_formats.nvfp4_tensor), unless a block needs a scale below
+2^-6. There torchao takes 2^-6, and this file takes the subnormal numbers of e4m3. NVIDIA's recipe (arXiv 2509.25149)
+has these two levels of scales; no recipe here uses the format yet.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from quaver.recipes.formats import E2M1, E4M3
 from quaver.torch_private.tracing import assume_constant_result
 
 _TIES_TO_EVEN = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
-"""What lies halfway between two magnitudes, and whether it rounds up."""
+"""The midpoints between adjacent magnitudes, and whether a midpoint rounds up."""
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the codes from 0 to 7."""
+"""The magnitudes of the codes 0 to 7."""
 
 
 # [Note: floats under dynamic shapes] in scaling.py.
 @assume_constant_result
 def _limits() -> tuple[float, float, float]:
-    """The largest code, the smallest scale and the largest."""
+    """The largest code, the smallest scale and the largest scale."""
     return E2M1.max, E4M3.smallest_subnormal, E4M3.max
 
 
@@ -42,11 +42,11 @@ def _ties() -> tuple[tuple[float, bool], ...]:
     return _TIES_TO_EVEN
 
 
-def scales_of_blocks(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """quant_scale, dequant_scale and outer_scale of a tensor, from the amaxes of its blocks.
+def compute_block_scales(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the quant_scale, dequant_scale and outer_scale of a tensor from the amaxes of its blocks.
 
     Args:
-        amax: a high-precision dtype, any shape; of all blocks of the tensor.
+        amax: the amaxes of all blocks, any shape, in a high-precision dtype.
     Returns:
         float32 and float8_e4m3fn of amax's shape; float32 ().
     """
@@ -54,8 +54,7 @@ def scales_of_blocks(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     largest = amax.amax() if amax.numel() else amax.new_zeros(())
     code, least, scale = _limits()
     outer = torch.where(largest == 0, 1.0, _quotient(largest, scale * code))
-    wanted = _quotient(_quotient(amax, code), outer).clamp(least, scale)
-    dequant = wanted.to(E4M3.dtype)
+    dequant = _quotient(_quotient(amax, code), outer).clamp(least, scale).to(E4M3.dtype)
     return _quotient(torch.ones_like(amax), dequant.float() * outer), dequant, outer
 
 
@@ -65,7 +64,7 @@ def _quotient(numerator: Tensor, denominator: Tensor | float) -> Tensor:
 
 
 def encode(scaled: Tensor) -> Tensor:
-    """Round float32 [..., columns], columns even, to codes [..., columns / 2], two a byte; NaN becomes 0."""
+    """Round float32 [..., columns] to codes [..., columns / 2], two per byte; NaN becomes 0. `columns` is even."""
     if scaled.shape[-1] % 2:
         raise ValueError(f"codes of four bits share a byte: expected rows of an even length, got {list(scaled.shape)}")
     magnitude = scaled.abs()
@@ -78,8 +77,10 @@ def encode(scaled: Tensor) -> Tensor:
 
 
 def unpack(codes: Tensor) -> Tensor:
-    """The codes [..., n] as float8_e4m3fn [..., 2 n], which has each of their values."""
-    numbers = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)], device=codes.device).to(E4M3.dtype)
+    """The values of codes [..., n] as float8_e4m3fn [..., 2 n], which is exact."""
+    values = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)], device=codes.device).to(
+        E4M3.dtype
+    )
     pairs = codes.view(torch.uint8)
-    both = torch.stack([pairs & 0xF, pairs >> 4], -1).flatten(-2)
-    return numbers.view(torch.uint8)[both.int()].view(E4M3.dtype)
+    indices = torch.stack([pairs & 0xF, pairs >> 4], -1).flatten(-2)
+    return values.view(torch.uint8)[indices.int()].view(E4M3.dtype)

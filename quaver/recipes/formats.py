@@ -1,4 +1,4 @@
-"""The float8 formats: one table of what each can hold.
+"""The float8 formats: their range, precision and special codes.
 
 Sources: arXiv 2209.05433 table 1 (e4m3, e5m2), the OCP 8-bit floating point specification (the same two), and
 arXiv 2206.02915 (the `fnuz` variants that AMD MI300 multiplies; MI350 and NVIDIA multiply the OCP formats).
@@ -17,10 +17,10 @@ HP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Float8Format:
-    """One floating point format of 8 bits, or of 4.
+    """A floating point format of 8 or 4 bits.
 
-    The largest finite value is written out, because formats spend their top codes differently; the rest follows
-    from the field widths. `nan_codes` and `infinity_codes` are the bytes that hold no finite number.
+    `max`, the largest finite value, is given because formats use their top codes differently; the other limits follow
+    from the field widths. `nan_codes` and `infinity_codes` are bytes.
     """
 
     name: str
@@ -43,16 +43,16 @@ class Float8Format:
 
     @property
     def saturates_above(self) -> float:
-        """The largest magnitude that rounds to `max` or below: half a unit in the last place above `max`.
+        """The largest magnitude that rounds to `max`: half a unit in the last place above it.
 
-        Without a limit, what lies above would round to a larger number; clamped, it loses more than rounding takes.
+        Clamping a larger magnitude changes it by more than rounding would in a format without a maximum.
         """
         exponent = math.frexp(self.max)[1] - 1
         return self.max + 2.0 ** (exponent - self.mantissa_bits - 1)
 
     @property
     def finite_codes(self) -> int:
-        """How many of the codes are finite numbers, both zeros counted."""
+        """The number of codes that are finite numbers, both zeros included."""
         return 2**self.bits - len(self.nan_codes) - len(self.infinity_codes)
 
     @property
@@ -81,7 +81,7 @@ FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
 
 
 def format_of(dtype: torch.dtype) -> Float8Format:
-    """The format that `dtype` stores. Raises ValueError for a dtype that is not float8."""
+    """The format of `dtype`. Raises ValueError for other dtypes."""
     try:
         return E2M1 if dtype is E2M1.dtype else FORMATS[dtype]
     except KeyError:

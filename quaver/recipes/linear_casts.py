@@ -21,16 +21,16 @@ class OperandCasts(NamedTuple):
     """How one operand is quantized for each of its two matmuls; linear/quantize.py has a picture of the directions."""
 
     row: CastConfig
-    """For the matmul whose dot products run along the operand's rows: it contracts the last dim."""
+    """The cast for the matmul whose dot products run along the operand's rows: it contracts the last dim."""
     column: CastConfig
-    """For the matmul whose dot products run along the operand's columns: it contracts the first dim."""
+    """The cast for the matmul whose dot products run along the operand's columns: it contracts the first dim."""
     power_of_2: bool
     """Whether quant_scales are rounded down to powers of two."""
 
-    is_one: bool
-    """Whether both directions are cast alike, so that one read of the operand can serve both."""
+    has_equal_casts: bool
+    """Whether both directions have the same cast, so that one read of the operand can serve both."""
     is_dequantized: bool = False
-    """Whether the column operand is the row operand, and is dequantized for a matmul in high precision."""
+    """Whether the column operand is the row operand, dequantized for a matmul in high precision."""
 
     @property
     def is_float8(self) -> bool:
@@ -38,18 +38,18 @@ class OperandCasts(NamedTuple):
         return not (self.row.is_disabled or (self.column.is_disabled and not self.is_dequantized))
 
     @property
-    def of_column(self) -> CastConfig:
-        """The cast that makes the column operand."""
+    def column_source(self) -> CastConfig:
+        """The cast whose codes the column operand reads."""
         return self.row if self.is_dequantized else self.column
 
     @property
-    def has_one_set(self) -> bool:
+    def shares_codes(self) -> bool:
         """Whether one set of codes and scales serves both directions."""
-        return self.is_dequantized or (self.is_one and not self.row.has_two_casts)
+        return self.is_dequantized or (self.has_equal_casts and not self.row.depends_on_direction)
 
 
-def disabled(cast: CastConfig) -> CastConfig:
-    """The cast of an operand that stays in high precision, in place of `cast`."""
+def disable(cast: CastConfig) -> CastConfig:
+    """`cast` turned off: the operand stays in high precision."""
     return CastConfig(ScalingType.DISABLED, target_dtype=cast.target_dtype)
 
 
@@ -60,20 +60,20 @@ class LinearCasts(NamedTuple):
     weight: OperandCasts
     grad_output: OperandCasts
 
-    def of(self, operand: str, direction: str) -> CastConfig:
+    def get(self, operand: str, direction: str) -> CastConfig:
         """`casts.<operand>.<direction>`."""
         cast: CastConfig = getattr(getattr(self, operand), direction)
         return cast
 
-    def made_by(self, operand: str, direction: str) -> CastConfig:
-        """The cast that makes what one matmul reads, which is `of` unless that is dequantized."""
+    def source_cast(self, operand: str, direction: str) -> CastConfig:
+        """The cast whose codes a matmul reads: `get`, or the row cast where the column operand is dequantized."""
         casts: OperandCasts = getattr(self, operand)
-        return casts.row if direction == "row" else casts.of_column
+        return casts.row if direction == "row" else casts.column_source
 
     def in_high_precision(self, matmuls: Collection[str], *, dequantized: bool = False) -> LinearCasts:
-        """The casts where some of `MATMULS` run in high precision.
+        """The casts with some of `MATMULS` in high precision.
 
-        `dequantized`: their column operands of input and weight are the row operands, dequantized.
+        `dequantized`: these matmuls read the dequantized row operands of input and weight.
         """
         if not matmuls:
             return self
@@ -81,7 +81,7 @@ class LinearCasts(NamedTuple):
 
         def operand(name: str, casts: OperandCasts) -> OperandCasts:
             row, column = (
-                disabled(cast) if (name, direction) in off else cast
+                disable(cast) if (name, direction) in off else cast
                 for direction, cast in (("row", casts.row), ("column", casts.column))
             )
             reads_row = casts.is_dequantized or (dequantized and name != "grad_output")
@@ -89,14 +89,14 @@ class LinearCasts(NamedTuple):
 
         return LinearCasts(*(operand(name, casts) for name, casts in zip(self._fields, self, strict=True)))
 
-    def every(self) -> tuple[CastConfig, ...]:
-        """All six, row before column."""
+    def all_casts(self) -> tuple[CastConfig, ...]:
+        """The six casts, by operand, row before column."""
         return tuple(cast for operand in self for cast in operand[:2])
 
     @property
     def has_blocks(self) -> bool:
-        """Whether any operand is scaled in blocks."""
-        return any(cast.is_blockwise for cast in self.every())
+        """Whether any operand has block-wise scales."""
+        return any(cast.is_blockwise for cast in self.all_casts())
 
 
 class MatmulOptions(NamedTuple):
@@ -105,11 +105,11 @@ class MatmulOptions(NamedTuple):
     use_fast_accum: bool = False
     """On float8 hardware only: fewer bits in Hopper's partial sums."""
     scales_are_powers_of_2: bool = False
-    """A promise that every scale is one; the exact backend is then faster."""
+    """Whether every scale is a power of two; the exact backend is then faster."""
     emulate: bool = False
-    """Take the exact backend wherever this runs."""
+    """Use the exact backend on every device."""
     pad: bool = False
-    """Bring K and N to multiples of 16 on the exact backend too. The result is the same."""
+    """Pad K and N to multiples of 16 on the exact backend too. The result is the same."""
 
 
 class LinearMatmuls(NamedTuple):

@@ -1,4 +1,4 @@
-"""The recipes by name, also with what their gradients are computed from: "rowwise", "rowwise:dequantized"."""
+"""The names of recipes, optionally with a `backward`: "rowwise", "rowwise:dequantized"."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quaver.recipes.cast_config import check
 from quaver.recipes.torchao_forms import from_torchao
 
 BACKWARDS = ("float8", "dequantized", "high_precision")
-"""What `Float8LinearConfig.backward` may be."""
+"""The values of `Float8LinearConfig.backward`."""
 
 
 class Float8LinearRecipeName(enum.Enum):
@@ -19,23 +19,23 @@ class Float8LinearRecipeName(enum.Enum):
     ROWWISE = "rowwise"
     """One power-of-two scale per row of each operand, e4m3 throughout. Robust to outliers."""
     ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
-    """As rowwise, with grad_weight computed in high precision. The most accurate."""
+    """rowwise, with grad_weight computed in high precision. The most accurate."""
     ROWWISE_WITH_TENSORWISE_WEIGHT = "rowwise_with_tensorwise_weight"
     """As rowwise, with one scale per weight, so that FSDP2 gathers one byte per element instead of two."""
     DELAYED = "delayed"
-    """As tensorwise, with scales from the amaxes of earlier steps: each tensor is read once."""
+    """tensorwise, with scales from the amaxes of earlier steps: each tensor is read once."""
     DELAYED_WITH_DYNAMIC_WEIGHT = "delayed_with_dynamic_weight"
-    """As delayed, with weights scaled dynamically: weights that were just loaded never saturate."""
+    """delayed, with weights scaled dynamically: weights that were just loaded never saturate."""
     BLOCKWISE = "blockwise"
     """DeepSeek-V3's: weights in blocks of 128 x 128, input and grad_output in blocks of 1 x 128, e4m3 throughout,
     power-of-two scales. One cast of the weight serves both matmuls."""
     BLOCKWISE_WITH_GW_HP = "blockwise_with_gw_hp"
-    """As blockwise, with grad_weight computed in high precision."""
+    """blockwise, with grad_weight computed in high precision."""
     MXFP8 = "mxfp8"
     """Blackwell's: weights in blocks of 32 x 32, input and grad_output in blocks of 1 x 32, e4m3 throughout, E8M0
     scales (RCEIL)."""
     MXFP8_WITH_GW_HP = "mxfp8_with_gw_hp"
-    """As mxfp8, with grad_weight computed in high precision."""
+    """mxfp8, with grad_weight computed in high precision."""
 
     @classmethod
     def _missing_(cls, value: object) -> Float8LinearRecipeName:
@@ -51,9 +51,9 @@ class Float8LinearRecipeName(enum.Enum):
 
 
 def split_recipe(name: Float8LinearRecipeName | str) -> tuple[Float8LinearRecipeName, str]:
-    """The recipe and the `backward` of a name such as "rowwise:dequantized"; "" for a name without.
+    """Split a name such as "rowwise:dequantized" into recipe and `backward`, "" where the name has none.
 
-    Raises ValueError for unknown ones, listing the choices.
+    Raises ValueError for unknown names, listing the choices.
     """
     recipe, colon, backward = name.partition(":") if isinstance(name, str) else (name, "", "")
     expected = f"one of {', '.join(BACKWARDS)} after the :"
@@ -62,6 +62,6 @@ def split_recipe(name: Float8LinearRecipeName | str) -> tuple[Float8LinearRecipe
 
 
 def canonical_recipe(name: Float8LinearRecipeName | str) -> str:
-    """The name of a recipe as `quaver` writes it, without an alias, with its `backward` unless that is "float8"."""
+    """The canonical form of a recipe's name: no alias, and a `backward` only if it is not "float8"."""
     recipe, backward = split_recipe(name)
     return recipe.value if backward in ("", BACKWARDS[0]) else f"{recipe.value}:{backward}"

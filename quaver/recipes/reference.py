@@ -1,7 +1,7 @@
 """Float8 training in plain PyTorch, to read from top to bottom: one process, no cache, no kernels.
 
-A linear of M tokens, K inputs and N outputs is three matmuls. Each operand takes part in two of them, once in each
-direction: its dot products run along its rows, or along its columns.
+A linear of M tokens, K inputs and N outputs is three matmuls. Each operand takes part in two of them: in one, the dot
+products run along its rows (`row`), in the other along its columns (`column`).
 
     output      [M, N] = input.row            [M, K] @ weight.row.t()   [K, N]     contracts K
     grad_input  [M, K] = grad_output.row      [M, N] @ weight.column    [N, K]     contracts N
@@ -9,26 +9,26 @@ direction: its dot products run along its rows, or along its columns.
 
 A float8 number has 2 or 3 bits of mantissa and few exponents, so a tensor is scaled to the format's range first:
 
-    amax          = max |hp|                            how large it is
-    quant_scale   = format.max / amax                   what brings that to the largest float8 number
+    amax          = max |hp|                            the largest magnitude
+    quant_scale   = format.max / amax                   maps the amax to the largest float8 number
     codes         = cast(clamp(hp * quant_scale))       one byte per element
     dequant_scale = 1 / quant_scale                     (a * sa) @ (b * sb) = (a @ b) * sa * sb
 
-Which elements share an amax is the granularity. A scale must not vary along the dim that a matmul sums over, or it
-could not be taken out of the sum:
+The granularity says which elements share an amax. A scale that is constant along the dim that a matmul sums over can
+be applied to the sums:
 
     tensorwise   one scale for the tensor: the same codes in both directions
-    rowwise      row: one scale per row [R, 1]. column: one per column [1, C]. Other scales, so other codes
+    rowwise      row: one scale per row [R, 1]. column: one scale per column [1, C]. The codes differ by direction
     blockwise    one scale per block. Weights have square blocks: the same codes in both directions. Input and
-                 grad_output have blocks of 128 (or 32) elements along the sum: other blocks in each direction. Scales
-                 vary along the sum, so the codes are multiplied by them before the matmul
+                 grad_output have blocks of 128 (or 32) elements along the sum, so their codes differ by direction.
+                 These scales vary along the sum, so the codes are multiplied by them before the matmul
 
-When the scale is known is the scaling type: dynamic (from the tensor itself), delayed (from the amaxes of earlier
-steps, so that the tensor is read once), static (given), or disabled: this matmul runs in high precision.
+The scaling type says when a scale is computed: dynamic (from the tensor itself), delayed (from the amaxes of earlier
+steps, so that the tensor is read once), static (given), or disabled (the matmul runs in high precision).
 
-`Float8Linear` computes the same: codes and scales bit for bit, sums in float32 in the order of the device's own matmul
-(tests/library/recipes/test_reference.py). What it adds is speed and memory: kernels that make both directions from one
-read, saved codes, casts that several linears share, meshes.
+`Float8Linear` computes the same numbers. Codes and scales are bit-identical; sums are in float32, in the order of the
+device's own matmul (tests/library/recipes/test_reference.py). It adds speed and saves memory: kernels that cast for
+both directions in one read, codes saved for backward, casts shared by several linears, and meshes.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from quaver.recipes.config import CastConfig, DelayedScalingConfig, Float8Linear
 from quaver.recipes.formats import FORMATS
 
 ROW, COLUMN = 1, 0
-"""The two directions of an operand [R, C]: the dim that its matmul contracts."""
+"""The direction of an operand [R, C] is the dim that its matmul contracts."""
 
 
 class CastMatrix(NamedTuple):
-    """One operand of one matmul, as its cast leaves it."""
+    """One operand of one matmul."""
 
     data: Tensor
     """float8 codes, or the high-precision tensor itself."""
@@ -61,12 +61,12 @@ class CastMatrix(NamedTuple):
 def quantize(
     hp: Tensor, cast: CastConfig, direction: int, persistent: ScaleHistory | None, *, power_of_2: bool
 ) -> CastMatrix:
-    """A matrix [R, C] as the operand of its matmul in `direction`."""
+    """Quantize a matrix [R, C] for the matmul that contracts its dim `direction`."""
     if cast.is_disabled:
         return CastMatrix(hp, None)
     dtype = cast.float8_dtype
     if persistent is not None:
-        # Elements above the format's maximum saturate; before the first sync the scale is that of hp's own amax.
+        # Elements above the format's maximum saturate. Before the first sync the scale is computed from hp itself.
         codes, _, dequant_scale, (amax, _) = scaling.cast_with_persistent_scale(
             hp, persistent.quant_scale, dtype, power_of_2=power_of_2
         )
@@ -89,7 +89,7 @@ def quantize(
 def multiply(a: CastMatrix, b: CastMatrix, hp_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """a [M, K] @ b [K, N] + bias [N] -> [M, N] in `hp_dtype`.
 
-    A product of two float8 numbers is exact in float32. Their sum is rounded, in the order of torch.mm.
+    Products of two float8 numbers are exact in float32. Sums are rounded, in the order of torch.mm.
     """
     a_scale, b_scale = a.dequant_scale, b.dequant_scale
     if a_scale is None or b_scale is None:
@@ -104,14 +104,14 @@ def multiply(a: CastMatrix, b: CastMatrix, hp_dtype: torch.dtype, bias: Tensor |
 
 
 class ReferenceFunction(torch.autograd.Function):
-    """The three matmuls, of matrices. `linear` says how each operand is cast."""
+    """The three matmuls on matrices. `linear` quantizes the operands."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, linear: ReferenceLinear) -> Tensor:
         input_row = linear.quantize("input", ROW, input)
         weight_row = linear.quantize("weight", ROW, weight)
-        # Backward reads the input's other direction, in float8: a byte per element. Of the weight it needs the other
-        # direction too, but the parameter is there anyway: it is quantized again, which takes no memory until then.
+        # Saved for backward: the input's column operand, one byte per element, and the weight itself. The parameter is
+        # in memory anyway, so backward quantizes it again.
         input_column = linear.quantize("input", COLUMN, input)
         ctx.save_for_backward(*input_column, weight)
         ctx.linear, ctx.bias_dtype = linear, None if bias is None else bias.dtype
@@ -131,7 +131,7 @@ class ReferenceFunction(torch.autograd.Function):
 
 
 class ReferenceLinear(nn.Linear):
-    """`nn.Linear` whose matmuls run in float8; `config` as of `Float8Linear`."""
+    """An `nn.Linear` whose matmuls run in float8 under the `config` of a `Float8Linear`."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, config: Float8LinearConfig, **options: Any
@@ -157,7 +157,7 @@ class ReferenceLinear(nn.Linear):
         return output.view(*input.shape[:-1], self.out_features)
 
     def quantize(self, name: str, direction: int, hp: Tensor) -> CastMatrix:
-        """The operand `name` of its matmul in `direction`."""
+        """Quantize the operand `name` for the matmul that contracts its dim `direction`."""
         if direction == COLUMN and getattr(self.config.casts, name).is_dequantized:
             data, scale = self.quantize(name, ROW, hp)
             return CastMatrix(data if scale is None else scaling.dequantize(data, scale, hp.dtype), None)
@@ -166,19 +166,19 @@ class ReferenceLinear(nn.Linear):
         return quantize(hp, cast, direction, self.persistent.get(name), power_of_2=power_of_2)
 
     def sync(self) -> None:
-        """Compute the next step's scales of delayed scaling: once a step, after the backward."""
+        """Compute the scales of the next step from the recorded amaxes. Call it once a step, after the backward."""
         for persistent in self.persistent.values():
             persistent.sync(self.config.delayed_scaling_config, self.config.round_scales_to_power_of_2)
 
 
 class ScaleHistory:
-    """The delayed or static scale of an operand, one for both directions, and the amaxes that it follows."""
+    """The delayed or static scale of an operand, shared by both directions, and its amax history."""
 
     def __init__(self, cast: CastConfig) -> None:
         self.cast = cast
-        self.quant_scale = torch.tensor(cast.static_quant_scale or 0.0)  # 0: not known yet
-        self.amax = torch.tensor(-1.0)  # the largest since the last sync; -1 for none
-        self.history: list[Tensor] = []  # of the steps before, newest last
+        self.quant_scale = torch.tensor(cast.static_quant_scale or 0.0)  # 0: uninitialized
+        self.amax = torch.tensor(-1.0)  # the largest since the last sync; -1: no cast yet
+        self.history: list[Tensor] = []  # one amax per earlier step, newest last
 
     def sync(self, delayed: DelayedScalingConfig, power_of_2: bool) -> None:
         amax, self.amax = self.amax, torch.tensor(-1.0)
@@ -188,7 +188,7 @@ class ScaleHistory:
             return
         self.history = [*self.history, amax][-delayed.history_len :]
         expected = torch.stack(self.history).amax() if delayed.scale_fn_name == "max" else amax
-        if expected.isfinite() and expected > 0:  # else the scale stays as it is
+        if expected.isfinite() and expected > 0:  # otherwise the scale is kept
             largest = FORMATS[self.cast.float8_dtype].max
             scale = (largest / delayed.headroom / expected.double()).float() / 2.0**delayed.margin
             scale = scale.clamp(max=torch.finfo(torch.float32).max)

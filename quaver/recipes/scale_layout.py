@@ -1,13 +1,13 @@
-"""`ScaleLayout`: which elements of a matrix share a scale. Whoever holds float8 codes holds this value with them.
+"""`ScaleLayout`: which elements of a matrix share a scale, and which share a byte. Every operand carries one.
 
     granularity         layout of row codes      scales of a matrix [R, C]
     tensorwise          ALL x ALL                ()
     rowwise             1 x ALL                  [R, 1]
     blockwise r x c     r x c                    [ceil(R / r), ceil(C / c)]
 
-Column codes, which a matmul reads along their columns, have blocks that are turned. Blocks tile a matrix from its first
-element; those at its last row and column may be smaller. Codes of four bits share a byte with their neighbour in the
-row, whichever way blocks lie; in a transposed view with their neighbour in the column.
+A matmul along the rows reads row codes; a matmul along the columns reads column codes, whose blocks are transposed.
+Blocks tile a matrix from its first element, so blocks at the last row and column may be smaller. A 4-bit code shares a
+byte with its neighbour in the row, in both layouts; in a transposed view, with its neighbour in the column.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 from quaver.recipes.formats import E2M1
 
 ALL = 0
-"""As a number of rows or columns that share a scale: all of them."""
+"""The `rows` or `columns` of a `ScaleLayout` whose scales span the whole dim."""
 
 
 class ScaleLayout(NamedTuple):
-    """The rows and columns of a matrix that share a scale, `ALL` of them or a number; and those that share a byte."""
+    """The number of rows and columns of a matrix that share a scale (or `ALL`), and that share a byte."""
 
     rows: int
     columns: int
@@ -36,8 +36,8 @@ class ScaleLayout(NamedTuple):
         """The layout of the transposed matrix."""
         return ScaleLayout(self.columns, self.rows, self.columns_of_byte, self.rows_of_byte)
 
-    def turned(self) -> ScaleLayout:
-        """The layout of column codes where this is that of row codes: scales run the other way, bytes lie alike."""
+    def column_layout(self) -> ScaleLayout:
+        """The layout of column codes whose row codes have this layout: transposed blocks, the same bytes."""
         return ScaleLayout(self.columns, self.rows, self.rows_of_byte, self.columns_of_byte)
 
     @property
@@ -46,14 +46,14 @@ class ScaleLayout(NamedTuple):
         return self.rows_of_byte * self.columns_of_byte > 1
 
     def size_of(self, codes: Tensor) -> tuple[int, int]:
-        """The rows and columns of a matrix of codes."""
+        """The rows and columns of the matrix that `codes` hold."""
         return codes.shape[-2] * self.rows_of_byte, codes.shape[-1] * self.columns_of_byte
 
     def shape_of_codes(self, size: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the codes of a tensor of `size`, the last two dims of which are a matrix.
+        """The shape of the codes of a tensor [..., rows, columns] of `size`.
 
         Raises:
-            ValueError: elements that share a byte do not fill it.
+            ValueError: the last byte of a row would be half empty.
         """
         *stack, rows, columns = size
         if rows % self.rows_of_byte or columns % self.columns_of_byte:
@@ -71,7 +71,7 @@ class ScaleLayout(NamedTuple):
         return ALL not in self
 
     def block(self, size: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns of a block of a matrix of `size`, both at least 1."""
+        """The rows and columns of a block in a matrix of `size`, both at least 1."""
         return self.rows or max(size[0], 1), self.columns or max(size[1], 1)
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
@@ -81,9 +81,10 @@ class ScaleLayout(NamedTuple):
         return -(-rows // self.rows) if self.rows else 1, -(-columns // self.columns) if self.columns else 1
 
     def varies_along(self, dim: int, size: Sequence[int]) -> bool:
-        """Whether a matmul that contracts `dim` of a matrix of `size` cannot apply its scales to the result.
+        """Whether a matmul that contracts `dim` of a matrix of `size` must scale the operand instead of the result.
 
-        They differ along `dim`, or several rows (or columns) of the result share one without all of them doing so.
+        True where scales differ along `dim`, or where some rows (or columns) of the result share a scale and others
+        do not.
         """
         if self.is_tensorwise:
             return False
@@ -106,35 +107,35 @@ BLOCK_SIZE = 128
 SQUARE_BLOCKS = ScaleLayout(BLOCK_SIZE, BLOCK_SIZE)
 
 BLOCK_SIZES = ((128, 128), (1, 128), (32, 32), (1, 32))
-"""The supported sizes of blocks of row codes."""
+"""The supported block sizes of row codes."""
 
 PACKED_BLOCK_SIZES = ((16, 16), (1, 16))
-"""Those of codes of four bits."""
+"""The supported block sizes of 4-bit row codes."""
 
 
 def layout_of_blocks(dtype: torch.dtype, rows: int, columns: int) -> ScaleLayout:
-    """The layout of row codes of `dtype` in blocks; codes of four bits share a byte with their neighbour in the row."""
+    """The layout of row codes of `dtype` in blocks of `rows` x `columns`."""
     return ScaleLayout(rows, columns, 1, 2 if dtype is E2M1.dtype else 1)
 
 
 def layout_of(scale: Tensor, size: Sequence[int]) -> ScaleLayout:
-    """The layout of a scale that comes without one, of a matrix of `size`.
+    """Infer the layout of a scale from its shape and the `size` of its matrix.
 
-    Blocks have the lengths of `BLOCK_SIZES`. No two of these lengths cut a dim into as many blocks, unless each of them
-    spans the dim; then both mean the same. A part of a matrix says nothing about the blocks of the whole.
+    Blocks have the lengths of `BLOCK_SIZES`. Two of these lengths cut a dim into the same number of blocks only where
+    both span the dim, and then they mean the same. Do not call it for a part of a matrix: its blocks may be cut.
 
     Raises:
-        ValueError: `scale` has another shape.
+        ValueError: no layout gives a scale of this shape.
     """
     if scale.dim() == 0:
         return TENSORWISE
-    lengths = [_length_of(count, n) for count, n in zip(scale.shape, size, strict=False)]
+    lengths = [_infer_length(count, n) for count, n in zip(scale.shape, size, strict=False)]
     if scale.dim() != 2 or len(size) != 2 or None in lengths:
         shapes = {layout: list(layout.scale_shape(size[0], size[1])) for layout in _KNOWN}
         blocks = ", ".join(f"{shape} ({layout})" for layout, shape in shapes.items())
         raise ValueError(
-            f"expected a scale of shape [] (tensorwise), {blocks} or such transposed for a matrix of {list(size)}, got "
-            f"{list(scale.shape)}"
+            f"expected a scale of shape [] (tensorwise), {blocks} or their transposes for a matrix of {list(size)}, "
+            f"got {list(scale.shape)}"
         )
     layout = ScaleLayout(*(length or ALL for length in lengths))
     return ScaleLayout(size[0], size[1]) if layout.is_tensorwise else layout  # [1, 1]: one block
@@ -144,8 +145,8 @@ _KNOWN = (ROWWISE, COLUMNWISE, *(ScaleLayout(*size) for size in BLOCK_SIZES))
 _LENGTHS = sorted({1, *(length for block in BLOCK_SIZES for length in block)})
 
 
-def _length_of(count: int, elements: int) -> int | None:
-    """How many of the elements along a dim share one of `count` scales; None for a count that no layout has."""
+def _infer_length(count: int, elements: int) -> int | None:
+    """The block length that cuts a dim of `elements` into `count` blocks, `ALL` for one; None if no length does."""
     if count == 1 != elements:
         return ALL
     return next((length for length in _LENGTHS if count == -(-elements // length)), None)

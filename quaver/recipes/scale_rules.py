@@ -1,7 +1,7 @@
 """The scales of serving engines: rules by name, which `CastConfig.scale_rule` takes in place of quaver's own.
 
-A rule makes two float32 numbers of an amax: a dequant_scale, and a multiplier for the codes. m is the largest number of
-the format, RN rounds to float32, RNE8 to float8.
+A rule computes two float32 numbers from an amax: a dequant_scale, and a multiplier for the codes. m is the largest
+number of the format, RN rounds to float32, RNE8 to float8.
 
     amax          = max(amax, smallest_amax)
 
@@ -13,9 +13,9 @@ the format, RN rounds to float32, RNE8 to float8.
     dequant_scale = max(dequant_scale, smallest_scale); where rounds_up, 2^ceil(log2 of it); multiplier = 1 / it
     codes         = RNE8(clamp(RN(hp * multiplier), -m, m)); where divides, RNE8(clamp(RN(hp / dequant_scale), -m, m))
 
-In every rule an inf makes the dequant_scale inf, the code of the inf NaN and the results of its block NaN, and a NaN
-makes all of them NaN, as in quaver's rule. CUDA kernels of engines lose a NaN in `fmaxf` and saturate an inf
-(docs/serving.md).
+Non-finite values propagate in every rule, as in quaver's own. An inf makes the dequant_scale inf, and its code and the
+results of its block NaN. A NaN makes all of them NaN. The CUDA kernels of the engines lose a NaN in `fmaxf` and
+saturate an inf (docs/serving.md).
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ _MANTISSA = (1 << 23) - 1
 
 
 class ScaleRule(NamedTuple):
-    """See the top of the file."""
+    """One rule; the top of the file has the equations."""
 
     form: str = "scale"
     """ "scale", "amax" or "reciprocal"."""
     smallest_amax: float = 0.0
     smallest_scale: float = 0.0
-    of_zero: tuple[float, float] | None = None
-    """The multiplier and the dequant_scale where amax is 0; None for what the equations give."""
+    zero_scales: tuple[float, float] | None = None
+    """The multiplier and the dequant_scale for an amax of 0; None to use the equations."""
     rounds_up: bool = False
     divides: bool = False
     in_hp_dtype: bool = False
-    """Whether dequant_scale and quotient are rounded to the dtype of hp, too. A dequant_scale of 0 is its epsilon,
-    and a quotient of -0 is 0."""
+    """Whether dequant_scale and quotient are also rounded to the dtype of hp. A dequant_scale of 0 is then replaced by
+    the dtype's epsilon, and a quotient of -0 by 0."""
 
     @property
     def takes_stored_scales(self) -> bool:
-        """Whether the multiplier follows from the dequant_scale alone, so that it may be one of a checkpoint."""
+        """Whether a dequant_scale stored in a checkpoint is enough to compute the multiplier."""
         return self.form == "scale" and not (self.divides or self.rounds_up)
 
 
 def float32(number: float) -> float:
-    """`number`, rounded to float32."""
+    """Round `number` to float32."""
     return float(struct.unpack("<f", struct.pack("<f", number))[0])
 
 
@@ -63,14 +63,14 @@ _VLLM = ScaleRule(smallest_scale=float32(1 / (448 * 512)))
 _GROUP = ScaleRule(smallest_amax=float32(1e-10), divides=True)
 _SGLANG_GROUP = ScaleRule("amax", smallest_amax=float32(1e-10))
 _DEEPGEMM = ScaleRule(smallest_amax=float32(1e-4))
-_TRANSFORMERS = ScaleRule("reciprocal", of_zero=(1.0, 1.0))
+_TRANSFORMERS = ScaleRule("reciprocal", zero_scales=(1.0, 1.0))
 
 RULES: dict[str, ScaleRule] = {
     "vllm": _VLLM,
     "vllm-kernel": _VLLM._replace(divides=True),
     "vllm-group": _GROUP,
     "vllm-group-ue8m0": _GROUP._replace(smallest_scale=float32(1e-10), rounds_up=True),
-    "sglang": ScaleRule(of_zero=(0.0, 0.0)),
+    "sglang": ScaleRule(zero_scales=(0.0, 0.0)),
     "sglang-tensor": ScaleRule("reciprocal", smallest_amax=float32(1e-12)),
     "sglang-group": _SGLANG_GROUP,
     "sglang-group-ue8m0": _SGLANG_GROUP._replace(rounds_up=True),
@@ -81,16 +81,16 @@ RULES: dict[str, ScaleRule] = {
     "transformers-group": ScaleRule(smallest_scale=float32(1e-12), divides=True),
     "compressed-tensors": ScaleRule(divides=True, in_hp_dtype=True),
 }
-"""By the names of engines; docs/serving.md says which of their functions each is."""
+"""The rules by name; docs/serving.md lists the function of the engine that each rule follows."""
 
 
 def rule_of(mode: str) -> ScaleRule:
-    """The rule of this name; a default `ScaleRule`, which divides by nothing, for any other `mode` of a cast."""
+    """The rule named `mode`; the default `ScaleRule` for other modes of a cast."""
     return ScaleRule(*_fields_of(mode))
 
 
 def has_kernel(mode: str) -> bool:
-    """Whether kernels cast by this `mode`; a rule that computes in the dtype of hp has none, which is said once."""
+    """Whether kernels implement this `mode`. No kernel computes in the dtype of hp, which is reported once."""
     if mode and rule_of(mode).in_hp_dtype:
         say_once(f"casts by the rule {mode}", f"float8 casts by the scale_rule {mode} run in PyTorch: no kernel has it")
         return False
@@ -111,45 +111,43 @@ def _largest(float8_dtype: torch.dtype) -> float:
 
 
 def scales_by_rule(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> tuple[Tensor, Tensor]:
-    """The multiplier and the dequant_scale, float32, for amaxes in the dtype of hp.
+    """The multipliers and the dequant_scales, float32, for amaxes in the dtype of hp.
 
-    Quotients are computed in float64 and rounded, which is RN on every device: [Note: one division, two formulas] in
-    scaling.py.
+    Quotients are computed in float64 and rounded: see [Note: one division, two formulas] in scaling.py.
     """
     rule, largest, hp_dtype = rule_of(mode), _largest(float8_dtype), amax.dtype
-    found = amax.double()
-    amax = found.clamp(min=rule.smallest_amax)
+    clamped = amax.double().clamp(min=rule.smallest_amax)
     if rule.form == "reciprocal":
-        quant = (1.0 / amax).float() * largest
+        quant = (1.0 / clamped).float() * largest
         dequant = (1.0 / quant.double()).float()
     elif rule.form == "amax":
-        quant, dequant = (largest / amax).float(), (amax * float32(1 / largest)).float()
+        quant, dequant = (largest / clamped).float(), (clamped * float32(1 / largest)).float()
     else:
-        dequant = (amax / largest).float()
+        dequant = (clamped / largest).float()
         if rule.in_hp_dtype:
             dequant = dequant.to(hp_dtype).float()
             dequant = torch.where(dequant == 0, torch.finfo(hp_dtype).eps, dequant)
         dequant = dequant.clamp(min=rule.smallest_scale)
         quant = (1.0 / dequant.double()).float()
     if rule.rounds_up:
-        dequant = up_to_power_of_2(dequant.clamp(min=rule.smallest_scale))
+        dequant = round_up_to_power_of_2(dequant.clamp(min=rule.smallest_scale))
         quant = (1.0 / dequant.double()).float()
-    if rule.of_zero is not None:
-        of_zero = found == 0
-        quant = torch.where(of_zero, rule.of_zero[0], quant)
-        dequant = torch.where(of_zero, rule.of_zero[1], dequant)
+    if rule.zero_scales is not None:
+        is_zero = amax == 0
+        quant = torch.where(is_zero, rule.zero_scales[0], quant)
+        dequant = torch.where(is_zero, rule.zero_scales[1], dequant)
     return quant, dequant
 
 
-def as_stored(quant_scale: Tensor) -> Tensor:
-    """RN(1 / RN(1 / quant_scale)), float32: the multiplier of an engine that reads RN(1 / quant_scale).
+def round_as_stored(quant_scale: Tensor) -> Tensor:
+    """RN(1 / RN(1 / quant_scale)), float32: the multiplier of an engine that reads the stored RN(1 / quant_scale).
 
-    It differs from quant_scale by an ulp for 17% of the mantissas, and its own reciprocal is that number again.
+    It differs from quant_scale by an ulp for 17% of the mantissas. Its reciprocal is the stored number.
     """
     return (1.0 / (1.0 / quant_scale.double()).float().clamp(min=0).double()).float()
 
 
-def up_to_power_of_2(scale: Tensor) -> Tensor:
-    """The powers of two that are not below `scale`, float32 and normal; inf and NaN stay."""
+def round_up_to_power_of_2(scale: Tensor) -> Tensor:
+    """Round normal float32 numbers up to powers of two; inf and NaN are unchanged."""
     rounded = (scale.view(torch.int32) + _MANTISSA).bitwise_and(~_MANTISSA).view(torch.float32)
     return torch.where(scale < torch.inf, rounded, scale)

@@ -1,6 +1,6 @@
-"""From a high-precision tensor to float8: amax -> scale -> saturated cast, in plain PyTorch.
+"""Quantizes a high-precision tensor to float8 in plain PyTorch: amax -> scale -> saturated cast.
 
-This file is the oracle that every kernel must match bit for bit.
+Every kernel must match this file bit for bit.
 
     amax          = max |hp|                    over the whole tensor (tensorwise), along one dim (rowwise), or over
                                                 blocks (blockwise)
@@ -10,32 +10,31 @@ This file is the oracle that every kernel must match bit for bit.
 
 RN32 is the correctly rounded float32 result, RNE8 round to nearest, ties to even, subnormals kept.
 
-What the unusual amaxes do:
+Special amaxes:
     0 or an empty tensor   quant_scale = RN32(format.max / EPS), finite: zeros stay zeros
     below EPS              the same scale: values under EPS * smallest_subnormal / (2 * max) become zero
     inf                    quant_scale = 0, dequant_scale = inf: every result of the tensor (or row) is NaN
     NaN                    both scales NaN: every result of the tensor (or row) is NaN
-so a non-finite value is never hidden by saturation: it reaches the output, as it would in bfloat16. Under a scale that
-is not of this amax (an earlier step's, a static one) the infinite element itself becomes NaN.
+So saturation never hides a non-finite value: it reaches the output, as it would in bfloat16. With the scale of an
+earlier step or a static scale, the code of an infinite element is NaN.
 
-Blocks tile a matrix from its first element. The last row and column of blocks may be smaller, so a matrix [R, C] in
-blocks of r x c has ceil(R / r) x ceil(C / c) scales. The scales of a block of zeros are 1. For other blocks, codes
-and scales are torchao's (prototype.blockwise_fp8_training) to the bit. transformers' Fp8Quantize multiplies 448 by a
-rounded 1 / amax, DeepGEMM divides by RN32(amax / 448): their scales differ by 1 ulp, and with them a code at a rounding
-boundary. Rounded to powers of two, all are the same but where 448 / amax is within 1 ulp of one.
+A matrix [R, C] in blocks of r x c has ceil(R / r) x ceil(C / c) scales. The scales of a block of zeros are 1. For other
+blocks, codes and scales are bit-identical to torchao's (prototype.blockwise_fp8_training). transformers' Fp8Quantize
+multiplies 448 by a rounded 1 / amax, and DeepGEMM divides by RN32(amax / 448): their scales differ by 1 ulp, and so may
+codes at a rounding boundary. Rounded to powers of two, scales agree unless 448 / amax is within 1 ulp of such a power.
 
-The E8M0 scales of MXFP8 are powers of two from 2^-127 to 2^127 or NaN, stored as the biased exponent. No amax is too
-small for them (EPS has no part):
+The E8M0 scales of MXFP8 are powers of two from 2^-127 to 2^127 or NaN, stored as the biased exponent. EPS does not
+apply to them:
 
-    RCEIL    dequant_scale = the smallest power of two that is not below RN32(amax / format.max)
-    FLOOR    dequant_scale = 2^(floor(log2 amax) - floor(log2 format.max)), so that elements may saturate
+    RCEIL    dequant_scale = the smallest power of two >= RN32(amax / format.max)
+    FLOOR    dequant_scale = 2^(floor(log2 amax) - floor(log2 format.max)); elements may saturate
     both     0 and amaxes below the range: 2^-127; inf and NaN: NaN, and every result of the block is NaN
 
 [Note: one division, two formulas]
-The scale must not depend on the device that computes it. A CPU divides float32 correctly rounded; compiled GPU code
-does not. So all but eager CPU code divides in float64 and rounds to float32. The two agree in every bit: double
-rounding is innocuous for a quotient of float32 numbers, since 53 >= 2 * 24 + 2 (S. Figueroa, "When is double rounding
-innocuous?", SIGNUM Newsletter 30(3), 1995).
+A scale must not depend on the device that computes it. float32 division is correctly rounded on a CPU, but not in
+compiled GPU code. So only eager CPU code divides in float32; all other code divides in float64 and rounds to float32.
+Both give the same bits: double rounding is innocuous for a quotient of float32 numbers, since 53 >= 2 * 24 + 2
+(S. Figueroa, "When is double rounding innocuous?", SIGNUM Newsletter 30(3), 1995).
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from quaver.torch_private.dispatch import without_dispatch_modes
 from quaver.torch_private.tracing import assume_constant_result
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-"""The types of a tensor that is neither fake nor another subclass."""
+"""The types of ordinary tensors: neither fake nor another subclass."""
 
 EPS = 1e-12
 """The smallest amax that still moves the scale; the field's constant (torchao.float8, TransformerEngine)."""
@@ -68,8 +67,8 @@ _BITS_PAY_FROM = 8192  # elements; below, two more calls cost more than they sav
 _NAN_BITS = 0x7FC00000
 _MANTISSA_CLEARED = -(1 << 23)  # keeps sign and exponent of a float32
 
-# A 0-dim tensor costs half of what a Python number costs, per call, as an operand of an eager operation.
-# Plain float32 tensors even if this is imported under a fake mode, a meta device or bfloat16 as the default dtype.
+# An eager operation takes a 0-dim tensor in half the time of a Python number. The tensors must be plain float32 even if
+# this file is imported under a fake mode, a meta device or bfloat16 as the default dtype.
 with without_dispatch_modes():
     _MAX = {dtype: torch.tensor(fmt.max, dtype=torch.float32, device="cpu") for dtype, fmt in FORMATS.items()}
     _LARGEST_QUANT_SCALE = {
@@ -78,19 +77,19 @@ with without_dispatch_modes():
 
 
 class PersistentScale(NamedTuple):
-    """The scale of one operand that persists from step to step (delayed and static scaling), as views of its state."""
+    """The delayed or static scale of one operand, as views of the state that keeps it from step to step."""
 
     quant_scale: Tensor
     """float32 (). A scale <= 0 or NaN means uninitialized: the operand is then scaled by its own amax."""
     amax_buffer: Tensor | None
     """float32 [2]: the largest amax of any cast since the last sync, and the most elements that saturated in one cast;
-    -1 before the first. None where nothing is recorded."""
+    -1 before the first cast. None where nothing is recorded."""
     is_initialized: Tensor
-    """bool () on the CPU: whether quant_scale is above 0, for decisions that the host must take."""
+    """bool () on the CPU: whether quant_scale is above 0. The host reads it without waiting for the device."""
     is_known: bool = False
     """Whether the host has read that quant_scale is above 0; compiled code guards on it."""
     elements: tuple[Tensor, ...] | None = None
-    """The two elements of amax_buffer, as tensors () of their own: compiled code updates these in fewer kernels."""
+    """The elements of amax_buffer as two tensors (): compiled code updates them in fewer kernels."""
 
 
 class PersistentScales(NamedTuple):
@@ -110,22 +109,22 @@ def runs_eagerly_on_cpu(tensor: Tensor) -> bool:
 
 
 def check_hp(hp: Tensor) -> None:
-    """Raise ValueError unless `hp` is of a high-precision dtype. Fake casts ask, too, so that graphs are refused."""
+    """Raise ValueError unless `hp` has a high-precision dtype. Fake kernels call it too, so that tracing raises."""
     if hp.dtype not in HP_DTYPES:
         raise ValueError(f"expected a tensor of {', '.join(map(str, HP_DTYPES))}, got {hp.dtype}")
 
 
 def amax(hp: Tensor, dim: int | None = None) -> Tensor:
-    """The largest magnitude of `hp`: over everything, or along `dim`.
+    """The largest magnitude of `hp`, of all elements or along `dim`.
 
     Args:
         hp: float32, bfloat16 or float16, any shape and strides.
         dim: None for one value (tensorwise), or the dim to reduce (rowwise).
     Returns:
-        Exact, in hp's dtype: shape () for None, else hp's shape with `dim` reduced to 1. NaN where a NaN is among
-        the values, 0 where there are none.
+        Exact, in hp's dtype: shape () for None, else hp's shape with `dim` reduced to 1. NaN where any value is NaN,
+        0 for an empty tensor.
     Raises:
-        ValueError: hp is not of a high-precision dtype.
+        ValueError: hp does not have a high-precision dtype.
     """
     check_hp(hp)
     if hp.numel() == 0:
@@ -138,39 +137,34 @@ def amax(hp: Tensor, dim: int | None = None) -> Tensor:
 
 
 def _amax_of_bits(hp: Tensor, dim: int | None) -> Tensor:
-    """`amax` through the integers: IEEE magnitudes order like their bits, NaNs on top. Twice as fast on a CPU."""
+    """`amax` of the bits as integers, which order like IEEE magnitudes with NaNs on top. Twice as fast on a CPU."""
     ints = _INT_VIEW[hp.dtype]
     magnitude = hp.view(ints).bitwise_and(_ABS_MASK[ints])
     return (magnitude.amax() if dim is None else magnitude.amax(dim, keepdim=True)).view(hp.dtype)
 
 
 def amax_to_quant_scale(amax: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False) -> Tensor:
-    """The factor that brings `amax` to the largest number of `float8_dtype`.
+    """RN32(format.max / amax), at most RN32(format.max / EPS), for amaxes of any shape and high-precision dtype.
 
-    Args:
-        amax: any shape, a high-precision dtype.
-        float8_dtype: what will be cast to.
-        power_of_2: round the scale down to a power of two, by clearing its mantissa.
-    Returns:
-        float32, amax's shape.
+    `power_of_2`: round it down to a power of two, by clearing its mantissa.
     """
     if runs_eagerly_on_cpu(amax):
         scale = torch.div(_MAX[float8_dtype], amax.float()).clamp_max_(_LARGEST_QUANT_SCALE[float8_dtype])
     elif power_of_2:
         return _power_of_2_below(amax.float(), float8_dtype)
     else:  # [Note: one division, two formulas]
-        # The cap comes after the rounding, because torch 2.11's compiler drops a float64 -> float32 -> float64 that has
-        # nothing between (`pointless_convert` in its joint graph passes): to_dequant_scale would divide unrounded.
+        # Clamp after rounding. Torch 2.11's compiler removes a float64 -> float32 -> float64 round trip without an
+        # operation in between (`pointless_convert` in its joint graph passes); to_dequant_scale would not be rounded.
         largest, largest_quant_scale = _scale_constants(float8_dtype)
         scale = (largest / amax.double()).float().clamp(max=largest_quant_scale)
     return round_down_to_power_of_2(scale) if power_of_2 else scale
 
 
 def _power_of_2_below(amax: Tensor, float8_dtype: torch.dtype) -> Tensor:
-    """The same for powers of two, by integers: a float64 division takes 40 instructions where compiled code fuses it.
+    """`amax_to_quant_scale` with `power_of_2`, in integer arithmetic; a fused float64 division is 40 instructions.
 
-    2^k is at most largest / amax where the bits of amax, k exponents up, are at most those of `largest`. RN32 of the
-    quotient is the same power of two: with a mantissa of 1.75 the quotient of the next amax is too far below.
+    2^k <= largest / amax where the bits of 2^k * amax are at most the bits of `largest`. Rounding the quotient to
+    float32 first gives the same power of two, because `largest` has a mantissa of 1.75.
     """
     largest_bits, most = _power_of_2_constants(float8_dtype)
     exponent = ((largest_bits - amax.view(torch.int32)) >> 23).clamp(max=most)
@@ -178,8 +172,8 @@ def _power_of_2_below(amax: Tensor, float8_dtype: torch.dtype) -> Tensor:
     return torch.where(amax < torch.inf, scale, torch.where(amax == torch.inf, 0.0, amax))
 
 
-# [Note: floats under dynamic shapes] With dynamic=True Dynamo makes a float of a module an input of the graph, which it
-# cannot hand to the graph of an autograd function inside (torch 2.13). It runs these functions when it traces.
+# [Note: floats under dynamic shapes] With dynamic=True Dynamo turns a module's float constant into a graph input, which
+# it cannot pass to an autograd function's graph (torch 2.13). Functions that return constants run at trace time.
 
 
 @assume_constant_result
@@ -191,7 +185,7 @@ def _scale_constants(float8_dtype: torch.dtype) -> tuple[float, float]:
 
 @assume_constant_result
 def _power_of_2_constants(float8_dtype: torch.dtype) -> tuple[int, int]:
-    """The bits of the format's largest number, and the exponent of the largest power of two that is a quant_scale."""
+    """The bits of the format's largest number, and the exponent of the largest power-of-two quant_scale."""
     largest = format_of(float8_dtype).max
     return bits_of(largest), math.frexp(largest / EPS)[1] - 1
 
@@ -202,83 +196,88 @@ def bits_of(number: float) -> int:
 
 
 def round_down_to_power_of_2(scale: Tensor) -> Tensor:
-    """A float32 tensor of positive numbers with their mantissas cleared, which is exact; NaN stays NaN."""
+    """Clear the mantissas of positive float32 numbers; NaN stays NaN."""
     rounded = scale.view(torch.int32).bitwise_and(_MANTISSA_CLEARED).view(torch.float32)
-    return torch.where(scale.isnan(), scale, rounded)  # a NaN without its mantissa would be an inf
+    return torch.where(scale.isnan(), scale, rounded)  # clearing the mantissa of a NaN would give inf
 
 
 def to_dequant_scale(quant_scale: Tensor) -> Tensor:
-    """The factor that undoes `quant_scale` (float32, same shape). Exact where the scale is a power of two."""
+    """RN32(1 / quant_scale), float32 of the same shape. Exact for powers of two."""
     if runs_eagerly_on_cpu(quant_scale):
         return quant_scale.reciprocal()
     return (1.0 / quant_scale.double()).float()  # [Note: one division, two formulas]
 
 
 class Scales(NamedTuple):
-    """The scale of one cast in both directions: float32: (), the matrix's with the contracted dim 1, or blocks'."""
+    """The quant_scale of a cast and its inverse, the dequant_scale: float32 of the shape of the amaxes."""
 
     quant: Tensor
     dequant: Tensor
     outer: Tensor | None = None
-    """float32 (), which multiplies dequant too; None in formats of one level (e2m1.py has two)."""
+    """A second level of scales, float32 (), which multiplies dequant (e2m1.py); None for float8."""
 
 
-def scales_of(amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool, block_mode: str | None = None) -> Scales:
-    """The scales that bring `amax` (a high-precision dtype, any shape) to the largest number of `float8_dtype`.
+def compute_scales(
+    amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool, mode: str = "", *, is_blockwise: bool = False
+) -> Scales:
+    """The scales that map amaxes of any shape to the largest number of `float8_dtype`.
 
-    `block_mode`: None for scales of the tensor, of rows and of columns; for those of blocks the `mode` of
-    `dynamic_cast_blocks`. Blocks of zeros have a scale of 1. A rule of scale_rules.py is for all of them; amaxes are
-    then in the dtype of what they are of, as some rules ask for it.
+    Args:
+        amax: in the dtype of the tensor it was taken from, because some rules of scale_rules.py round to it.
+        power_of_2: round quant_scale down to a power of two. Ignored where `mode` decides.
+        mode: a rule of scale_rules.py; for blocks also "rceil" or "floor"; "" for quaver's rule.
+        is_blockwise: the amaxes are of blocks. quaver's rule then gives a block of zeros a scale of 1.
     """
     if float8_dtype is E2M1.dtype:
-        return Scales(*e2m1.scales_of_blocks(amax))
-    if block_mode in RULES:
-        return Scales(*scales_by_rule(amax, float8_dtype, block_mode))
-    if block_mode:
-        return e8m0_scales(amax, float8_dtype, block_mode)
+        return Scales(*e2m1.compute_block_scales(amax))
+    if mode in RULES:
+        return Scales(*scales_by_rule(amax, float8_dtype, mode))
+    if mode:
+        return e8m0_scales(amax, float8_dtype, mode)
     quant = amax_to_quant_scale(amax, float8_dtype, power_of_2=power_of_2)
-    if block_mode is not None:
+    if is_blockwise:
         quant = quant.masked_fill_(amax == 0, 1.0)
     return Scales(quant, to_dequant_scale(quant))
 
 
-def scales_of_parts(
-    amaxes: Tensor, lengths: Sequence[int], float8_dtype: torch.dtype, power_of_2: bool, block_mode: str | None = None
+def compute_scales_of_parts(
+    amaxes: Tensor, lengths: Sequence[int], float8_dtype: torch.dtype, power_of_2: bool, mode: str, is_blockwise: bool
 ) -> list[Scales]:
-    """`scales_of` of the parts of a vector, each of which has the amaxes of one tensor; at once where that is alike."""
+    """`compute_scales` of several tensors, whose amaxes are the parts of a vector. One call serves all but e2m1."""
     if float8_dtype is E2M1.dtype:
-        return [scales_of(part, float8_dtype, power_of_2, block_mode) for part in amaxes.split(list(lengths))]
-    made = scales_of(amaxes, float8_dtype, power_of_2, block_mode)
-    return [Scales(*pair) for pair in zip(*(each.split(list(lengths)) for each in made[:2]), strict=True)]
+        parts = amaxes.split(list(lengths))
+        return [compute_scales(part, float8_dtype, power_of_2, mode, is_blockwise=is_blockwise) for part in parts]
+    quant, dequant, _ = compute_scales(amaxes, float8_dtype, power_of_2, mode, is_blockwise=is_blockwise)
+    return [Scales(*pair) for pair in zip(quant.split(list(lengths)), dequant.split(list(lengths)), strict=True)]
 
 
-def factor_of(scales: Scales, mode: str) -> tuple[Tensor, str]:
-    """What `cast_to_float8` scales by under a rule, and its `divisor_of`."""
+def choose_factor(scales: Scales, mode: str) -> tuple[Tensor, str]:
+    """The scale that `cast_to_float8` takes under a rule, and its argument `division`."""
     return (scales.dequant, mode) if mode and rule_of(mode).divides else (scales.quant, "")
 
 
 def cast_to_float8(
-    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, is_of_amax: bool = False, divisor_of: str = ""
+    hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype, *, own_amax: bool = False, division: str = ""
 ) -> Tensor:
-    """Scale and cast, saturating: what overflows becomes the largest finite number, inf and NaN become NaN.
+    """Scale and cast. Overflows saturate to the largest finite number; inf and NaN become NaN.
 
     Args:
         hp: float32, bfloat16 or float16, any shape.
         quant_scale: float32, broadcastable to hp: shape () or hp's shape with 1s.
         float8_dtype: what to cast to.
-        is_of_amax: that quant_scale is of the amax of all that it scales. It is then 0 where there is an inf, whose
-            product with it is NaN, so that none has to be looked for. Changes no result.
-        divisor_of: the rule of scale_rules.py for which quant_scale is a dequant_scale to divide by; "" to multiply.
+        own_amax: quant_scale was computed from the amax of the elements that it scales. An inf then has a scale of 0
+            and a product of NaN, so the search for infs is skipped. Results are the same.
+        division: a rule of scale_rules.py that divides, for which quant_scale holds dequant_scales; "" to multiply.
     Returns:
-        float8, hp's shape, and hp's strides where those are dense.
+        float8, hp's shape, and hp's strides if they are dense.
     """
-    if divisor_of:
-        return _saturate_(_nan_for_inf_(divide(hp, quant_scale, divisor_of), hp), float8_dtype)
-    return _saturate_(multiply(hp, quant_scale, is_of_amax=is_of_amax), float8_dtype)
+    if division:
+        return _saturate_(_nan_for_inf_(divide(hp, quant_scale, division), hp), float8_dtype)
+    return _saturate_(multiply(hp, quant_scale, own_amax=own_amax), float8_dtype)
 
 
 def divide(hp: Tensor, dequant_scale: Tensor, rule: str) -> Tensor:
-    """The quotients of a rule that divides, float32."""
+    """The float32 quotients under a rule that divides."""
     is_rounded_once = runs_eagerly_on_cpu(hp)  # [Note: one division, two formulas]
     quotient = hp.float() / dequant_scale if is_rounded_once else (hp.double() / dequant_scale.double()).float()
     if not rule_of(rule).in_hp_dtype:
@@ -287,21 +286,21 @@ def divide(hp: Tensor, dequant_scale: Tensor, rule: str) -> Tensor:
     return torch.where(quotient == 0, 0.0, quotient)
 
 
-def multiply(hp: Tensor, quant_scale: Tensor, *, is_of_amax: bool = False) -> Tensor:
-    """The float32 product that `cast_to_float8` saturates; see there for the arguments. NaN for an infinite hp."""
+def multiply(hp: Tensor, quant_scale: Tensor, *, own_amax: bool = False) -> Tensor:
+    """The float32 products that `cast_to_float8` saturates, NaN for an infinite hp. Arguments as there."""
     scaled = hp * quant_scale if hp.dtype is torch.float32 else hp.float().mul_(quant_scale)
-    return scaled if is_of_amax else _nan_for_inf_(scaled, hp)
+    return scaled if own_amax else _nan_for_inf_(scaled, hp)
 
 
 def _nan_for_inf_(scaled: Tensor, hp: Tensor) -> Tensor:
     """`scaled`, and NaN where `hp` is infinite."""
-    if torch.compiler.is_dynamo_compiling():  # a compiler merges no equal operations that have a NaN as an argument
+    if torch.compiler.is_dynamo_compiling():  # Inductor merges equal operations only if no argument is NaN
         return scaled - (hp - hp).abs()
     return scaled.masked_fill_(hp.isinf(), torch.nan)
 
 
 def _saturate_(scaled: Tensor, float8_dtype: torch.dtype) -> Tensor:
-    """torch's own cast from an overflowing value changed between releases (NaN, inf or the maximum): clamp first."""
+    """Clamp, then cast: torch's cast of an overflowing value changed between releases (NaN, inf or the maximum)."""
     largest, _ = _scale_constants(float8_dtype)
     return scaled.clamp_(-largest, largest).to(float8_dtype)
 
@@ -315,14 +314,11 @@ def cast_with_persistent_scale(
         hp: float32, bfloat16 or float16, any shape.
         quant_scale: float32 (). A scale <= 0 or NaN means uninitialized: `hp` is then scaled by its own amax.
         float8_dtype: what to cast to.
-        power_of_2: round a scale computed from hp down to a power of two. A given scale is used as it is.
+        power_of_2: round a scale computed from hp down to a power of two. A given scale is not rounded.
     Returns:
         float8 of hp's shape; the float32 quant_scale () that was used, and its dequant_scale; and float32 [2]: the
-        amax of hp, and the number of saturated elements, those whose clamping error exceeds the largest rounding error
-        (counted exactly up to 2^24).
-
-    Finite values that overflow become the largest finite number. Infinities and NaNs in `hp` become NaN codes, so that
-    they reach the results as in high precision; with dynamic scaling the scale itself carries them.
+        amax of hp, and the number of saturated elements (exact up to 2^24). An element saturates where its clamping
+        error exceeds the largest rounding error.
     """
     fmt = FORMATS[float8_dtype]
     largest_seen = amax(hp).float()
@@ -336,27 +332,22 @@ def cast_with_persistent_scale(
 def dynamic_cast(
     hp: Tensor, float8_dtype: torch.dtype, dim: int | None = None, *, power_of_2: bool = False, mode: str = ""
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast `hp` with the scale of its own amax; see `amax` and `amax_to_quant_scale` for the arguments.
-
-    `mode`: a rule of scale_rules.py; "" for quaver's.
+    """Cast `hp` with a scale computed from its amax; see `amax` and `compute_scales` for the arguments.
 
     Returns:
         The float8 tensor, and float32 quant_scale and dequant_scale (shape () or hp's shape with `dim` reduced to 1).
     """
-    scales = scales_of(amax(hp, dim), float8_dtype, power_of_2, mode or None)
-    factor, divisor_of = factor_of(scales, mode)
-    codes = cast_to_float8(hp, factor, float8_dtype, is_of_amax=True, divisor_of=divisor_of)
+    scales = compute_scales(amax(hp, dim), float8_dtype, power_of_2, mode)
+    factor, division = choose_factor(scales, mode)
+    codes = cast_to_float8(hp, factor, float8_dtype, own_amax=True, division=division)
     return codes, scales.quant, scales.dequant
 
 
-# ---- blocks ----------------------------------------------------------------------------------------------------------
-
-
 def block_amax(hp: Tensor, layout: ScaleLayout = SQUARE_BLOCKS) -> Tensor:
-    """The largest magnitude in each block of `hp` [R, C], in its dtype, of the shape of its scales.
+    """The largest magnitude in each block of `hp` [R, C]: in hp's dtype, of the shape of the scales.
 
     Raises:
-        ValueError: hp is no matrix of a high-precision dtype.
+        ValueError: hp is not a matrix, or does not have a high-precision dtype.
     """
     if hp.dtype not in HP_DTYPES or hp.dim() != 2:
         expected = f"expected a matrix of {', '.join(map(str, HP_DTYPES))}"
@@ -378,21 +369,19 @@ def dynamic_cast_blocks(
     block_size: Sequence[int] = SQUARE_BLOCKS,
     mode: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast a matrix with the scale of each block's own amax.
+    """Cast a matrix in blocks, each with a scale computed from its amax.
 
     Args:
         hp: [R, C], float32, bfloat16 or float16, any strides.
-        float8_dtype: what to cast to.
-        power_of_2: round the scales down to powers of two.
+        float8_dtype, power_of_2, mode: see `compute_scales`.
         block_size: rows and columns of a block.
-        mode: "rceil" or "floor" for E8M0 scales; a rule of scale_rules.py; "" for the rule of all other casts.
     Returns:
         float8 [R, C], contiguous; float32 quant_scale and dequant_scale [ceil(R / rows), ceil(C / columns)].
     """
     layout = ScaleLayout(*block_size)
-    scales = scales_of(block_amax(hp, layout), float8_dtype, power_of_2, mode)
-    factor, divisor_of = factor_of(scales, mode)
-    return cast_blocks(hp, factor, float8_dtype, layout, True, divisor_of), scales.quant, scales.dequant
+    scales = compute_scales(block_amax(hp, layout), float8_dtype, power_of_2, mode, is_blockwise=True)
+    factor, division = choose_factor(scales, mode)
+    return cast_blocks(hp, factor, float8_dtype, layout, True, division), scales.quant, scales.dequant
 
 
 def cast_blocks(
@@ -400,18 +389,18 @@ def cast_blocks(
     quant_scale: Tensor,
     float8_dtype: torch.dtype,
     layout: ScaleLayout,
-    is_of_amax: bool = False,
-    divisor_of: str = "",
+    own_amax: bool = False,
+    division: str = "",
 ) -> Tensor:
-    """`cast_to_float8` of a matrix [R, C], contiguous. `quant_scale` has one element a block."""
-    if divisor_of:
-        of_elements = _multiply_blocks_(torch.ones_like(hp, dtype=torch.float32), quant_scale, layout)
-        return cast_to_float8(hp, of_elements, float8_dtype, divisor_of=divisor_of).contiguous()
+    """`cast_to_float8` of a matrix [R, C] with one scale per block. The result is contiguous."""
+    if division:
+        element_scales = _multiply_blocks_(torch.ones_like(hp, dtype=torch.float32), quant_scale, layout)
+        return cast_to_float8(hp, element_scales, float8_dtype, division=division).contiguous()
     scaled = hp.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     _multiply_blocks_(scaled, quant_scale, layout)
     if float8_dtype is E2M1.dtype:
         return e2m1.encode(scaled)
-    return _saturate_(scaled if is_of_amax else _nan_for_inf_(scaled, hp), float8_dtype)
+    return _saturate_(scaled if own_amax else _nan_for_inf_(scaled, hp), float8_dtype)
 
 
 @assume_constant_result
@@ -422,9 +411,9 @@ def saturates_above(float8_dtype: torch.dtype) -> float:
 
 @assume_constant_result
 def e8m0_offset(float8_dtype: torch.dtype, mode: str) -> int:
-    """The integer that, added to the bits of a float32 amax before its mantissa is cleared, gives the dequant_scale's.
+    """The integer to add to the bits of a float32 amax; clearing the mantissa then gives the dequant_scale.
 
-    RCEIL carries where the amax has the larger mantissa, so that amax / max is no power of two.
+    RCEIL carries into the exponent if the amax has a larger mantissa than the format's maximum.
     """
     largest = bits_of(FORMATS[float8_dtype].max)
     carry = ~_MANTISSA_CLEARED - (largest & ~_MANTISSA_CLEARED) if mode == "rceil" else 0
@@ -432,48 +421,45 @@ def e8m0_offset(float8_dtype: torch.dtype, mode: str) -> int:
 
 
 def e8m0_scales(amax: Tensor, float8_dtype: torch.dtype, mode: str) -> Scales:
-    """The E8M0 scales of blocks by "rceil" or "floor", as float32; see the top of the file.
+    """The E8M0 scales of blocks in `mode` "rceil" or "floor", as float32 powers of two or NaN; see the top of the file.
 
-    `amax`: a high-precision dtype, any shape. Both scales are powers of two, or NaN.
+    `amax`: a high-precision dtype, any shape.
     """
     amax = amax.float()
     bits = amax.view(torch.int32) + e8m0_offset(float8_dtype, mode)
     dequant = bits.bitwise_and_(_MANTISSA_CLEARED).clamp_(min=0)
     quant = (254 << 23) - dequant
-    dequant.clamp_(min=1 << 22)  # 2^-127 is subnormal
-    # As an integer: no NaN of a graph equals another, and the compiler would not merge the casts of q, k and v.
+    dequant.clamp_(min=1 << 22)  # the bits of 2^-127, a subnormal number
+    # NaN as an integer constant: a compiler merges the equal casts of q, k and v only if their constants compare equal.
     is_finite = amax < torch.inf
     return Scales(*(torch.where(is_finite, bits, _NAN_BITS).view(torch.float32) for bits in (quant, dequant)))
 
 
 def multiply_scale_(wide: Tensor, scale: Tensor, layout: ScaleLayout | None = None) -> Tensor:
-    """Multiply a matrix [R, C] in place by its scale.
-
-    `layout`: None to find it by the shape of the scale (`layout_of`, which raises ValueError for one that has none).
-    """
+    """Multiply a matrix [R, C] in place by its scale. Without a layout, `layout_of` infers it from the shapes."""
     layout = layout or layout_of(scale, wide.shape)
     return wide.mul_(scale) if scale.dim() == 0 else _multiply_blocks_(wide, scale, layout)
 
 
 def _multiply_blocks_(wide: Tensor, scale: Tensor, layout: ScaleLayout) -> Tensor:
-    """Multiply a matrix in place by one number a block."""
+    """Multiply a matrix in place by one number per block."""
     if all(count in (1, elements) for count, elements in zip(scale.shape, wide.shape, strict=True)):
         return wide.mul_(scale)
     block_size = layout.block(wide.shape)
-    for in_rows, of_rows, rows in _block_parts(wide.shape[0], block_size[0]):
-        for in_columns, of_columns, columns in _block_parts(wide.shape[1], block_size[1]):
-            blocks = wide[in_rows, in_columns].unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
-            blocks.mul_(scale[of_rows, None, of_columns, None])
+    for rows, scale_rows, height in _block_parts(wide.shape[0], block_size[0]):
+        for columns, scale_columns, width in _block_parts(wide.shape[1], block_size[1]):
+            blocks = wide[rows, columns].unflatten(0, (-1, height)).unflatten(2, (-1, width))
+            blocks.mul_(scale[scale_rows, None, scale_columns, None])
     return wide
 
 
 def _block_parts(elements: int, length: int) -> Iterator[tuple[slice, slice, int]]:
-    """The whole blocks of a dim and the one that is cut: which elements, which scales, and how long a block is."""
-    whole = elements // length
-    if whole:
-        yield slice(0, whole * length), slice(0, whole), length
+    """Yield the elements, the scales and the length of the full blocks of a dim, then of a shorter last block."""
+    full = elements // length
+    if full:
+        yield slice(0, full * length), slice(0, full), length
     if elements % length:
-        yield slice(whole * length, elements), slice(whole, whole + 1), elements % length
+        yield slice(full * length, elements), slice(full, full + 1), elements % length
 
 
 def dequantize(
@@ -485,7 +471,7 @@ def dequantize(
 ) -> Tensor:
     """RN(RN32(codes * dequant_scale)): the values of a float8 matrix [R, C] in a high-precision dtype.
 
-    `dequant_scale`: float32, of `layout`; see `multiply_scale_`.
+    `dequant_scale`: float32, of the shape that `layout` gives; see `multiply_scale_`.
     """
     codes = e2m1.unpack(codes) if codes.dtype is E2M1.dtype else codes
     wide = codes.to(torch.float32, memory_format=torch.contiguous_format)
@@ -500,12 +486,12 @@ def sqnr_db(exact: Tensor, rounded: Tensor) -> float:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """20 log10(signal / noise) of two norms: inf without noise, -inf without signal or where noise is not finite."""
+    """20 log10(signal / noise) of two norms: inf for zero noise, -inf for zero signal or non-finite noise."""
     if noise == 0:
         return math.inf
     return 20 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
 
 
 def without_inf(decibels: Mapping[str, float]) -> dict[str, float | None]:
-    """Decibels as JSON holds them, which has no inf: the SQNR of what the codes hold exactly."""
+    """Decibels for JSON, which has no inf: None for the infinite SQNR of exact codes."""
     return {name: value if math.isfinite(value) else None for name, value in decibels.items()}

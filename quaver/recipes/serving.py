@@ -1,4 +1,4 @@
-"""What serving engines multiply in a float8 linear, by name: `serving_config` trains with the same codes.
+"""How serving engines quantize a float8 linear, by name; `serving_config` trains with the same codes.
 
     name                     input                             weight                           of
     vllm-per-token           rows, vllm                        rows, vllm                       QuantFP8 in PyTorch
@@ -16,8 +16,8 @@
     transformers             1 x 128, transformers-group       128 x 128, transformers          finegrained_fp8
     compressed-tensors       rows, compressed-tensors          rows, compressed-tensors         its fake quantization
 
-The rules are those of scale_rules.py. Engines read the codes of weights from a checkpoint; the rule of a weight is that
-of the engine's own quantizer of weights, so that both agree where it quantizes while it loads.
+scale_rules.py has the rules. Engines read the codes of weights from a checkpoint, or quantize weights while loading.
+The rule of a weight is the rule of the engine's own quantizer, so that both ways give the same codes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from quaver.recipes.formats import E4M3
 
 
 class Serving(NamedTuple):
-    """How an engine quantizes the two operands of a linear's forward."""
+    """How an engine quantizes the two operands of a linear."""
 
     input: CastConfig
     weight: CastConfig
     recipe: str
-    """The recipe whose backward goes with it, unless another is given."""
+    """The recipe for the backward, unless the caller passes another."""
     format: str
-    """The format of quaver.export that the engine reads with the codes of this weight."""
+    """The format of quaver.export that the engine reads for this weight."""
 
 
 def _serving(granularity: ScalingGranularity, input: str, weight: str, format: str) -> Serving:
@@ -79,7 +79,7 @@ SERVING: dict[str, Serving] = {
 
 
 def serving_named(name: str) -> Serving:
-    """The row of the table. Raises ValueError for an unknown name, listing the choices."""
+    """The entry of `SERVING`. Raises ValueError for an unknown name, listing the choices."""
     if name not in SERVING:
         raise ValueError(f"serving: expected one of {', '.join(SERVING)}, got {name!r}")
     return SERVING[name]
@@ -88,17 +88,17 @@ def serving_named(name: str) -> Serving:
 def serving_config(
     serving: str, config: Float8LinearConfig | Float8LinearRecipeName | str | None = None
 ) -> Float8LinearConfig:
-    """The config of a linear whose forward multiplies what the engine `serving` multiplies.
+    """The config of a linear whose forward multiplies the codes that the engine `serving` multiplies.
 
-    The casts of the backward are those of `config`. A weight in square blocks has the engine's cast in both directions,
-    and so has an operand that is tensorwise in both.
+    `config` decides about the backward. The engine's cast also serves the backward for a weight in square blocks, and
+    for an operand that is tensorwise in both directions.
 
     Args:
         serving: a name of the table at the top.
         config: a config, a recipe or its name, with dynamic scaling; None for the recipe of the engine's granularity.
-            The input of vllm-static keeps its scale from step to step: `calibrate_float8_static_scales(model)`.
+            The input of vllm-static has a static scale: call `calibrate_float8_static_scales(model)`.
     Raises:
-        ValueError: an unknown name, delayed or static scaling, or casts that do not go together.
+        ValueError: an unknown name, delayed or static scaling, or casts that cannot be combined.
     """
     served = serving_named(serving)
     base = resolve_config(served.recipe if config is None else config)
@@ -112,16 +112,17 @@ def serving_config(
             f"{_shown(base)}"
         )
 
-    def column(own: CastConfig, of_base: CastConfig) -> CastConfig:
-        is_shared = own.is_blockwise or own.granularity == of_base.granularity
-        return own if is_shared and not own.has_two_casts and not of_base.is_disabled else of_base
+    def column_cast(served_cast: CastConfig, base_cast: CastConfig) -> CastConfig:
+        is_shared = served_cast.is_blockwise or served_cast.granularity == base_cast.granularity
+        serves_both = is_shared and not served_cast.depends_on_direction and not base_cast.is_disabled
+        return served_cast if serves_both else base_cast
 
     return replace(
         base,
         cast_config_input=served.input,
-        cast_config_input_for_grad_weight=column(served.input, casts.input.column),
+        cast_config_input_for_grad_weight=column_cast(served.input, casts.input.column),
         cast_config_weight=served.weight,
-        cast_config_weight_for_grad_input=column(served.weight, casts.weight.column),
+        cast_config_weight_for_grad_input=column_cast(served.weight, casts.weight.column),
     )
 
 
@@ -131,6 +132,6 @@ def _shown(config: Float8LinearConfig) -> str:
 
 
 def serving_of(config: Float8LinearConfig) -> str | None:
-    """The engine whose forward `config` has; None for none."""
+    """The first engine with the forward casts of `config`; None if no engine has them."""
     forward = config.casts.input.row, config.casts.weight.row
     return next((name for name, served in SERVING.items() if served[:2] == forward), None)

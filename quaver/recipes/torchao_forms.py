@@ -1,4 +1,4 @@
-"""torchao's configs, taken by value without importing torchao, and its form of how a linear's matmuls run."""
+"""Converts torchao's configs without importing torchao, and holds torchao's `LinearMMConfig`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 
 def from_torchao(value: Any, expected: type[Any]) -> Any:
-    """quaver's counterpart of torchao's enum member or config called as `expected`; `value` where it is none.
+    """Convert torchao's class of the same name to `expected`, an enum or a config; other values are returned unchanged.
 
-    A field that `expected` does not have is left out where it has torchao's default: torchao's
-    `force_recompute_fp8_weight_in_bwd`, which has no effect in 0.18, and an option of a later torchao that is off.
+    A field that `expected` lacks is dropped if it has torchao's default. Such fields are
+    `force_recompute_fp8_weight_in_bwd`, which has no effect in 0.18, and options of later versions that are off.
 
     Raises:
-        ValueError: a member that `expected` does not have.
-        TypeError: an option that `expected` does not have, and that is on.
+        ValueError: `expected` lacks the enum member.
+        TypeError: `expected` lacks an option that is not at its default.
     """
     for cls in type(value).__mro__:
         if (cls.__module__, cls.__name__) == ("torchao.float8.config", expected.__name__):
@@ -32,17 +32,17 @@ def from_torchao(value: Any, expected: type[Any]) -> Any:
 
 
 def from_op_config(value: Any, recipe: Callable[[str], Any]) -> Any:
-    """The config with the casts of torchao's `Float8TrainingOpConfig` or `MXFP8TrainingOpConfig`; None for others.
+    """Convert torchao's `Float8TrainingOpConfig` or `MXFP8TrainingOpConfig`; None for other values.
 
-    Experts get the casts of linears; torchao's grouped matmuls are row-wise under the first, whatever its
-    `float8_linear_recipe`. `pad_token_groups_for_grouped_mm` is left out: padding changes no result, and is never
-    needed here. Weights under the second are cast in blocks of 1 x 32 for each of their matmuls, as torchao casts them;
-    the recipe `mxfp8` has one cast of 32 x 32 for both.
+    Experts get the casts of linears. torchao's grouped matmuls are row-wise under `Float8TrainingOpConfig` whatever the
+    `float8_linear_recipe` is. `pad_token_groups_for_grouped_mm` is ignored: padding changes no result, and quaver needs
+    none. `MXFP8TrainingOpConfig` casts weights in blocks of 1 x 32 for each of their matmuls, as in torchao; the recipe
+    `mxfp8` has one cast in blocks of 32 x 32 for both.
 
     Args:
-        recipe: gives the config of a recipe's name.
+        recipe: returns the config of a recipe's name.
     Raises:
-        ValueError: an option that asks for other numbers than any config here.
+        ValueError: an option that no config of quaver supports.
     """
     name = next(
         (cls.__name__ for cls in type(value).__mro__ if cls.__module__ == "torchao.prototype.moe_training.config"), ""
@@ -68,7 +68,7 @@ def from_op_config(value: Any, recipe: Callable[[str], Any]) -> Any:
 
 
 class ScaledMMConfig(NamedTuple):
-    """How one matmul runs; its output is never float8."""
+    """How one matmul runs; `fp8_output` is always False."""
 
     emulate: bool
     use_fast_accum: bool
@@ -90,6 +90,6 @@ def is_torchaos(weight: object) -> bool:
 
 
 def why_inference_only(weight: object) -> str:
-    """Why a linear with this weight is not in float8 training; "" unless the weight is a tensor of torchao."""
+    """Why a linear with this weight cannot train in float8; "" unless the weight is a tensor of torchao."""
     kind = type(weight).__name__
     return f"its weight is a {kind} of torchao, which multiplies it for inference" if is_torchaos(weight) else ""

@@ -1,52 +1,52 @@
-"""The kernel that torch's attention takes on a GPU, and the seconds of causal attention by it.
+"""Predicts which kernel torch's attention uses on a GPU, and the time of causal attention with it.
 
-`torch.nn.functional.scaled_dot_product_attention` tries cuDNN first where `check_prefer_cudnn_attention` says so (aten/
-src/ATen/native/transformers/cuda/sdp_utils.cpp), FlashAttention-2 first elsewhere:
+`torch.nn.functional.scaled_dot_product_attention` tries cuDNN first if `check_prefer_cudnn_attention` returns true
+(aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), otherwise FlashAttention-2:
 
-    compute capability 9.0, 10.x   cuDNN, if it is newer than 9.15: PyTorch 2.11 has 9.19, 2.13 9.20, 2.14 9.24 in its
-                                   default wheels, and 2.15 the same rule; 2.10 has the rule and an older cuDNN
+    compute capability 9.0, 10.x   cuDNN newer than 9.15. The default wheels of PyTorch 2.11 have 9.19, 2.13 9.20 and
+                                   2.14 9.24; 2.15 has the same rule; 2.10 has the rule and an older cuDNN
     others (8.0, 8.9, 12.x)        FlashAttention-2
     cuDNN takes                    heads of at most 128 features, a multiple of 8, fewer heads of keys, masks; nothing
-                                   where deterministic algorithms are asked for: FlashAttention-2 then
+                                   with deterministic algorithms, which use FlashAttention-2
     TORCH_CUDNN_SDPA_DEPRIORITIZED=1 gives FlashAttention-2, and so do wheels for CUDA 12, whose cuDNN is older.
 
-A kernel's rate is `best * seq_len / (seq_len + half)`: short sequences leave multiprocessors without work. FLOPs are
-counted as in quaver/roofline/block.py. Fitted within 5% to, for 2k (FlashAttention: 1k) to 32k (16k) tokens and heads
-of 128:
+A kernel's rate is `best * seq_len / (seq_len + half)`, because short sequences leave multiprocessors idle. FLOPs are
+counted as in quaver/roofline/block.py. The rates fit these sources within 5%, for heads of 128 and sequences of 2k to
+32k tokens (FlashAttention: 1k to 16k):
 
 flash, H100    FlashAttention-2: forward 260 to 335, both directions 221 to 328 TFLOP/s (Dao-AILab/flash-attention,
                assets/flash3_fp16_fwd.png and flash2_h100_fwd_bwd_benchmark.png)
-flash, A100    "50-73% of the theoretical maximum" (arXiv 2307.08691, abstract): 60%, the share of causal ones
+flash, A100    "50-73% of the theoretical maximum" (arXiv 2307.08691, abstract): 60%, the share for causal attention
 cudnn, H200    cuDNN 9.19: forward 484 to 688, backward 370 to 581 (NVIDIA/cudnn-frontend,
                benchmark/sdpa_benchmark_training); assumed for an H100
 cudnn, B200    cuDNN 9.22 on a GB200: forward 1408 (4k) to 1622, backward 1148 to 1226
 
-Others: ATTENTION_SHARE of the data sheet.
+Other devices have ATTENTION_SHARE of the data sheet's rate.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from quaver.roofline.block import ATTENTION_MATMULS, Both
+from quaver.roofline.block import ATTENTION_MATMULS, PerPass
 from quaver.roofline.cost import KERNEL_LAUNCH_S
 from quaver.roofline.device_specs import DeviceSpec
 
 FLASH, CUDNN = "flash", "cudnn"
 
 ATTENTION_SHARE = 0.35
-"""Share of the data sheet's bfloat16 rate of kernels whose rate is not known: what FlashAttention-2 reaches on an H100
-("35% utilization", arXiv 2407.08608, abstract)."""
+"""Share of the data sheet's bfloat16 rate for kernels of unknown rate: FlashAttention-2's on an H100 ("35%
+utilization", arXiv 2407.08608, abstract)."""
 
 
 class Rate(NamedTuple):
-    """TFLOP/s of long sequences, and the length at which half of them are reached."""
+    """The TFLOP/s for long sequences, and the sequence length with half of this rate."""
 
     best: float
     half: float
 
     def tflops(self, seq_len: int) -> float:
-        """The rate at a length."""
+        """The TFLOP/s for sequences of this length."""
         return self.best * seq_len / (seq_len + self.half)
 
 
@@ -63,11 +63,11 @@ RATES = {
     (CUDNN, "B200"): _CUDNN_B200,
     (CUDNN, "GB200"): _CUDNN_B200,
 }
-"""By kernel and device: forward and backward."""
+"""The rates of forward and backward, by kernel and device."""
 
 
 def kernel_of(compute_capability: int | None) -> str:
-    """The kernel that torch's attention takes, for heads of at most 128 features: FLASH or CUDNN.
+    """The kernel of torch's attention for heads of at most 128 features: FLASH or CUDNN.
 
     Args:
         compute_capability: 90 for 9.0; None for GPUs of other vendors.
@@ -79,20 +79,21 @@ def rates_of(spec: DeviceSpec, kernel: str | None = None) -> tuple[Rate, Rate]:
     """The rates of the forward and of the backward.
 
     Args:
-        kernel: FLASH or CUDNN; None for the one that torch takes.
+        kernel: FLASH or CUDNN; None for torch's choice.
     """
-    other = Rate(spec.bfloat16_tflops * ATTENTION_SHARE, 0)
-    return RATES.get((kernel or kernel_of(spec.compute_capability), spec.name), (other, other))
+    default = Rate(spec.bfloat16_tflops * ATTENTION_SHARE, 0)
+    return RATES.get((kernel or kernel_of(spec.compute_capability), spec.name), (default, default))
 
 
-def attention_seconds(queries: int, tokens: float, seq_len: int, spec: DeviceSpec, kernel: str | None = None) -> Both:
-    """The seconds of attention for so many tokens in sequences of `seq_len`, `queries` features of all heads wide.
-
-    It is causal and skips the masked half.
+def attention_seconds(
+    queries: int, tokens: float, seq_len: int, spec: DeviceSpec, kernel: str | None = None
+) -> PerPass:
+    """The seconds of causal attention, which skips the masked half, for `tokens` in sequences of `seq_len`.
 
     Args:
+        queries: the features of all query heads.
         kernel: as for `rates_of`.
     """
     matmul = queries * seq_len * tokens  # 2 FLOPs for half of the scores
     pairs = zip(ATTENTION_MATMULS.values(), rates_of(spec, kernel), strict=True)
-    return Both(*(number * matmul / (1e12 * rate.tflops(seq_len)) + KERNEL_LAUNCH_S for number, rate in pairs))
+    return PerPass(*(number * matmul / (1e12 * rate.tflops(seq_len)) + KERNEL_LAUNCH_S for number, rate in pairs))

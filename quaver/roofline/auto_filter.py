@@ -1,4 +1,4 @@
-"""`auto_filter_for_recipe`: the filter that converts only linears, those that the cost model expects to gain."""
+"""`auto_filter_for_recipe`: a filter that converts the linears for which the cost model predicts a speedup."""
 
 from __future__ import annotations
 
@@ -29,22 +29,21 @@ def auto_filter_for_recipe(
     skip: tuple[str, ...] = (),
     min_speedup: float = 1.05,
 ) -> Callable[[nn.Module, str], FilterDecision]:
-    """A filter for `convert_to_float8_training` that skips linears too small to gain, and says its estimate.
+    """A filter for `convert_to_float8_training` that skips linears too small to gain, and reports its estimate.
 
-    It skips experts, whatever their size: no grouped matmul of a GPU was measured. To convert them with the linears,
-    ask about them first: `lambda module, name: is_experts(module) or estimate(module, name)`, with `is_experts` of
-    `quaver.experts.module` and `estimate` made here.
+    It skips experts of any size, because no grouped matmul of a GPU was measured. To convert experts too, use
+    `lambda module, name: is_experts(module) or estimate(module, name)`, with `is_experts` from `quaver.experts.module`
+    and `estimate` returned by this function.
 
     Args:
         recipe: a recipe's name.
         tokens: rows of the linears' inputs per forward, on one device.
-        device: what the training will run on: a name such as "H100" or a torch.device. None for this machine's GPU if
-            it is known, else H100: on a laptop the question is about the cluster.
-        skip: names to leave in high precision whatever they gain; a layer matches if one is a part of its name.
-        min_speedup: convert from this predicted speedup on.
+        device: the device of the training, a name such as "H100" or a torch.device. None for this machine's GPU if it
+            is known, else H100.
+        skip: parts of names of layers to leave in high precision.
+        min_speedup: the smallest predicted speedup for which a linear is converted.
     Raises:
-        ValueError: an unknown recipe or device, a device that does not multiply float8, or not with the recipe's
-            scales.
+        ValueError: an unknown recipe or device, or a device that does not multiply float8 with the recipe's scales.
     """
     recipe = canonical_recipe(recipe)
     if isinstance(skip, str):

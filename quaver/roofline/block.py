@@ -1,7 +1,7 @@
-"""The time of a Llama block between its matmuls, predicted from bytes: norms, RoPE, SwiGLU, the residual.
+"""Predicts the time of a Llama block between its matmuls from bytes: norms, RoPE, SwiGLU, the residual.
 
-Bytes for each token, of D features of the residual stream in r bytes, Q and K of queries and keys, H of the
-feed-forward, all others in bfloat16. A kernel reads and writes each tensor once:
+The table has the bytes per token, for D features of the residual stream in r bytes, Q and K features of queries and
+keys, and H of the feed-forward, in bfloat16. A kernel reads and writes each tensor once:
 
     forward     input norm                  reads the stream, writes                          (r + 2) D
                 RoPE                        reads and writes queries and keys                 4 (Q + K)
@@ -12,10 +12,10 @@ feed-forward, all others in bfloat16. A kernel reads and writes each tensor once
                 RoPE                        as forward                                        4 (Q + K)
                 each norm                   reads its inputs and gradients, writes one        (3 r + 6) D
 
-As compiled code does it; eager code moves more. Compiled casts read what a norm or SwiGLU computes without storing it,
-and find amaxes in its kernel; against that, they compute it again. `quaver bench ledger` counts both, and
-tests/library/roofline/test_block.py holds these bytes and those of casts within 13% of its counts (rowwise_with_gw_hp:
-20%, blockwise: 30%).
+These are the bytes of compiled code; eager code moves more. Compiled casts are fused with the norm or SwiGLU, which
+saves a read and computes amaxes in the same kernel, but computes the input again. `quaver bench ledger` counts both.
+tests/library/roofline/test_block.py holds the bytes of this table and of casts within 13% of its counts
+(rowwise_with_gw_hp: 20%, blockwise: 30%).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.matmul import moved_s
 
 ATTENTION_MATMULS = {False: 2, True: 5}
-"""Matmuls of queries with keys, or of scores with values: forward, and backward with the recomputed scores."""
+"""The number of matmuls in attention: False for the forward, True for the backward, which recomputes the scores."""
 
 _KERNELS = (6, 5)
-"""Kernels of norms, RoPE (queries and keys apart), SwiGLU and the block's output; a backward has none for the last."""
+"""The number of kernels in forward and backward: norms, RoPE of queries and of keys, SwiGLU; forward: the output."""
 
 
 class BlockShape(NamedTuple):
-    """The widths of a block: features of the residual stream, of all queries, of all keys, and of the feed-forward."""
+    """The widths of a block: features of the residual stream, of all queries, of all keys, of the feed-forward."""
 
     stream: int
     queries: int
@@ -42,28 +42,28 @@ class BlockShape(NamedTuple):
     hidden: int
 
 
-class Both(NamedTuple):
-    """Something of the forward, and of the backward."""
+class PerPass(NamedTuple):
+    """A quantity for the forward and for the backward."""
 
     forward: float
     backward: float
 
 
-def bytes_between_matmuls(shape: BlockShape, residual_bytes: int = 2) -> Both:
-    """The bytes that one token takes in a block outside of its matmuls, attention and casts.
+def bytes_between_matmuls(shape: BlockShape, residual_bytes: int = 2) -> PerPass:
+    """The bytes per token that a block moves outside of its matmuls, attention and casts.
 
     Args:
-        residual_bytes: of an element of the residual stream: 2, or 4 in float32.
+        residual_bytes: bytes per element of the residual stream: 2, or 4 in float32.
     """
     stream, queries, keys, hidden = shape
     rotated = 4 * (queries + keys)
-    return Both(
+    return PerPass(
         forward=(4 * residual_bytes + 10) * stream + rotated + 6 * hidden,
         backward=2 * (3 * residual_bytes + 6) * stream + rotated + 10 * hidden,
     )
 
 
-def seconds_between_matmuls(shape: BlockShape, tokens: float, spec: DeviceSpec, residual_bytes: int = 2) -> Both:
-    """The seconds of `bytes_between_matmuls` for so many tokens, launches included."""
-    both = zip(bytes_between_matmuls(shape, residual_bytes), _KERNELS, strict=True)
-    return Both(*(moved_s(tokens * each, spec) + kernels * KERNEL_LAUNCH_S for each, kernels in both))
+def seconds_between_matmuls(shape: BlockShape, tokens: float, spec: DeviceSpec, residual_bytes: int = 2) -> PerPass:
+    """The seconds to move `bytes_between_matmuls` for `tokens`, including kernel launches."""
+    passes = zip(bytes_between_matmuls(shape, residual_bytes), _KERNELS, strict=True)
+    return PerPass(*(moved_s(tokens * moved, spec) + kernels * KERNEL_LAUNCH_S for moved, kernels in passes))

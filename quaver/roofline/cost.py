@@ -1,4 +1,4 @@
-"""The time of one linear, forward and backward, predicted from FLOPs, bytes and launches.
+"""Predicts the time of one linear, forward and backward, from FLOPs, bytes and launches.
 
 A linear of M tokens, K inputs and N outputs is three matmuls, forward and backward. Float8 adds casts:
 
@@ -14,17 +14,17 @@ A linear of M tokens, K inputs and N outputs is three matmuls, forward and backw
     dynamic, blocks           both layouts 4: blocks stay in registers      square blocks, or one layout 3
     again, scale known        one layout 3
 
-These are floors: what kernels must move that keep no tensor on the chip between passes. Input and grad_output get both
+These are lower bounds for kernels that keep no tensor on the chip between passes. Input and grad_output get both
 layouts at once. Backward casts the weight again (one layout, then one more), unless its float8 codes are saved.
 
 A GPU that does not multiply float8 with a recipe's scales widens the codes to bfloat16 (1 byte read and 2 written for
-each operand of each matmul) and multiplies those. Native matmuls have the rate of their scales
-(quaver/roofline/scaled_matmul.py). With backward="dequantized" the row codes of input and weight are widened likewise,
-and those of the weight cast again before.
+each operand of each matmul) and multiplies in bfloat16. The rate of native matmuls depends on their scales
+(quaver/roofline/scaled_matmul.py). With backward="dequantized" the row codes of input and weight are widened in the
+same way, after the weight is cast again.
 
-Left out: what a cast fuses with (a compiler can save its read); the host, whose time counts where it is slower than the
-GPU; L2 cache; power limits that long runs meet; communication; the state of delayed scaling (once a step for the whole
-model); biases; padding to 16.
+Not included: fusion of casts with other kernels (a compiler can save a read); the host's time, which counts if it is
+slower than the GPU; L2 cache; power limits in long runs; communication; the state of delayed scaling (once a step for
+the whole model); biases; padding to 16.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from quaver.roofline.matmul import matmul_seconds, moved_s
 from quaver.roofline.scaled_matmul import kinds_of_matmuls, shares_of_matmuls
 
 KERNEL_LAUNCH_S = 4e-6
-"""From one kernel's start to the next one's, if it does nothing. torchao's roofline has 2 us, the time on an H100 of a
-kernel for one element; as much again is assumed for the gap between kernels, which that does not show."""
+"""The time from the start of an empty kernel to the start of the next. torchao's roofline has 2 us, the time of a
+kernel for one element on an H100; another 2 us is assumed for the gap between kernels."""
 
 
 class Casts(NamedTuple):
-    """The cost of the casts of one operand: bytes moved for each element, and kernels launched."""
+    """The cost of the casts of one operand: bytes moved per element, and kernels launched."""
 
     bytes_per_element: float
     kernels: float
@@ -63,7 +63,7 @@ _WIDENING = Casts(3, 1)
 
 @dataclass(frozen=True)
 class LinearTime:
-    """Seconds of one forward and backward, in parts that add up to `total_s`; every launch is in `launches_s`."""
+    """The seconds of one forward and backward, in parts that add up to `total_s`. `launches_s` has all launches."""
 
     output_s: float
     grad_input_s: float
@@ -90,7 +90,7 @@ class LinearCost:
 
     @property
     def speedup(self) -> float:
-        """Above 1 where float8 is faster."""
+        """bfloat16's time over float8's: above 1 if float8 is faster."""
         return self.bfloat16.total_s / self.float8.total_s
 
 
@@ -110,14 +110,14 @@ def linear_cost(
 
     Args:
         recipe: a recipe's name.
-        microbatches: how many microbatches share the weight's casts, made for both matmuls at once
+        microbatches: the number of microbatches that share the weight's casts, made for both matmuls at once
             (`cast_weights_once`; 1 is also `keep_float8_weight_for_backward`). None: each forward casts the weight,
-            and its backward again.
-        input_readers: how many linears share this one's input and its casts (3 for q, k and v), and their cost.
-        by_shape: small and ragged matmuls are slower (quaver/roofline/matmul.py); else all have the best rate, and a
-            larger linear never gains less.
-        shares: by name, as in MATMULS, what float8 matmuls have of the rate with one scale for each operand; 1 for
-            those left out. None for the shares of torch's kernels (quaver/roofline/scaled_matmul.py).
+            and its backward casts it again.
+        input_readers: the number of linears that share the input, its casts and their cost (3 for q, k and v).
+        by_shape: whether small and ragged matmuls are slower (quaver/roofline/matmul.py). Otherwise all have the best
+            rate, and a larger linear never gains less.
+        shares: by name in MATMULS, a float8 matmul's share of the rate with one scale per operand, by default 1. None
+            for the shares of torch's kernels (quaver/roofline/scaled_matmul.py).
     Raises:
         ValueError: an unknown recipe, or a number below 1.
     """
@@ -143,18 +143,18 @@ def recipe_casts(
 ) -> tuple[Casts, Casts, Casts]:
     """The casts of (input, weight, grad_output) in one forward and backward; the arguments are `linear_cost`'s."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
-    input = _divided(_operand_casts(casts.input), input_readers)
-    weight = _divided(_operand_casts(casts.weight, apart=microbatches is None), microbatches or 1)
+    input = _divide(_operand_casts(casts.input), input_readers)
+    weight = _divide(_operand_casts(casts.weight, apart=microbatches is None), microbatches or 1)
     if casts.weight.is_dequantized:
         input, weight = (
-            Casts(each.bytes_per_element + _WIDENING.bytes_per_element, each.kernels + _WIDENING.kernels)
-            for each in (input, weight)
+            Casts(operand.bytes_per_element + _WIDENING.bytes_per_element, operand.kernels + _WIDENING.kernels)
+            for operand in (input, weight)
         )
     return input, weight, _operand_casts(casts.grad_output)
 
 
 def _operand_casts(casts: OperandCasts, *, apart: bool = False) -> Casts:
-    """The casts of one operand for its two matmuls: both at once, or `apart` if the first is gone before the second."""
+    """The casts of one operand for its two matmuls: both at once, or `apart` if the first one's codes are not saved."""
     row, column = casts.row, casts.column
     in_float8 = [cast for cast in (row, column) if not cast.is_disabled]
     if not in_float8:
@@ -165,9 +165,9 @@ def _operand_casts(casts: OperandCasts, *, apart: bool = False) -> Casts:
         once, times = _one_layout(in_float8[0]), 2 if apart and casts.is_dequantized else 1
         return Casts(times * once.bytes_per_element, times * once.kernels)
     if row.is_blockwise:
-        return Casts(4, 1) if row.has_two_casts else Casts(3, 1)
+        return Casts(4, 1) if row.depends_on_direction else Casts(3, 1)
     if row.is_rowwise is not column.is_rowwise:
-        smallest_scale = 1 if row.is_rowwise else 0  # a kernel; the tensor's scale is the smallest of its rows'
+        smallest_scale = 1 if row.is_rowwise else 0  # one kernel: the tensor's scale is the smallest scale of its rows
         return Casts(_one_layout(row).bytes_per_element + 3, _one_layout(row).kernels + smallest_scale + 1)
     if apart:
         return Casts(_one_layout(row).bytes_per_element + 3, _one_layout(row).kernels + 1)
@@ -177,22 +177,22 @@ def _operand_casts(casts: OperandCasts, *, apart: bool = False) -> Casts:
 def _one_layout(cast: CastConfig) -> Casts:
     if cast.is_rowwise or cast.is_blockwise:
         return Casts(3, 1)
-    # With a known scale the first kernel returns at once.
+    # With a known scale the first kernel returns immediately.
     return Casts(3, 2) if cast.is_persistent else Casts(5, 2)
 
 
-def _divided(casts: Casts, sharers: int) -> Casts:
+def _divide(casts: Casts, sharers: int) -> Casts:
     return Casts(casts.bytes_per_element / sharers, casts.kernels / sharers)
 
 
 def unmultiplied_kinds(spec: DeviceSpec, recipe: Float8LinearRecipeName | str) -> set[ScaleKind | None]:
-    """The kinds of scales of a recipe's float8 matmuls that `spec` does not multiply; None for those of no hardware."""
+    """The kinds of scales in a recipe's float8 matmuls that `spec` does not multiply; None: no hardware does."""
     kinds = set(kinds_of_matmuls(canonical_recipe(recipe)).values())
     return {kind for kind in kinds if kind is None or obstacle_to(spec, kind)}
 
 
 def obstacle_to(spec: DeviceSpec, kind: ScaleKind) -> str | None:
-    """Why `spec` does not multiply float8 with scales of a kind; None where it does."""
+    """Why `spec` does not multiply float8 with this kind of scales; None if it does."""
     if spec.float8_tflops is None:
         return f"{spec.name} does not multiply float8"
     if kind is ScaleKind.GROUPS and spec.compute_capability not in _SCALED_GROUPS_ON:
@@ -204,9 +204,9 @@ def obstacle_to(spec: DeviceSpec, kind: ScaleKind) -> str | None:
 
 @functools.cache
 def _float8_matmuls(recipe: str) -> tuple[bool, bool, bool]:
-    """Which of output, grad_input and grad_weight are float8 matmuls; both operands of a matmul are, or neither is."""
+    """Whether output, grad_input and grad_weight are float8 matmuls, with both operands in float8."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
-    output, grad_input, grad_weight = (not casts.of(*left).is_disabled for left, _ in MATMULS.values())
+    output, grad_input, grad_weight = (not casts.get(*left).is_disabled for left, _ in MATMULS.values())
     return output, grad_input, grad_weight
 
 
@@ -220,9 +220,9 @@ def _linear_time(
     native: bool,
     by_shape: bool,
 ) -> LinearTime:
-    """`casts` of input, weight and grad_output; `in_float8` of output, grad_input and grad_weight.
+    """The time of one linear with the `casts` of input, weight and grad_output; see `linear_cost`.
 
-    `shares`: as of `linear_cost`. `native`: whether the float8 matmuls are the hardware's.
+    `in_float8`: which of output, grad_input and grad_weight are in float8. `native`: whether the hardware does them.
     """
     m, k, n = shape
     elements = (m * k, k * n, m * n)

@@ -1,10 +1,10 @@
-"""Speeds of devices: peaks of data sheets, or the rate of matmuls measured here.
+"""Speeds of devices: peaks from data sheets, or the measured rate of matmuls.
 
 Data sheets, dense rates without sparsity: NVIDIA A100 (SXM of 80 and of 40 GB, PCIe of 80 GB), L40S, H100 (SXM5, PCIe,
 NVL), H200 SXM, B200 (HGX, per GPU), GB200 (half of a superchip); AMD Instinct MI300X. Multiprocessors, and links
-between GPUs of a machine in one direction: the same, and "Machine Learning Engineering" (github.com/stas00/
-ml-engineering, network); of B200 chipsandcheese.com; 152 multiprocessors of a GB200 as CUDA reports them. Memory: what
-nvidia-smi reports, in 10^9 bytes, such as 189,471 MiB for a GB200 and 95,830 MiB for an H100 NVL.
+between GPUs of a machine in one direction: data sheets and "Machine Learning Engineering" (github.com/stas00/
+ml-engineering, network); chipsandcheese.com for B200; CUDA's report of 152 multiprocessors for GB200. Memory: the
+report of nvidia-smi, in 10^9 bytes; for example 189,471 MiB for a GB200 and 95,830 MiB for an H100 NVL.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quaver.runtime.devices import cuda_device, has_cuda, is_cuda_device, synchr
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One kind of accelerator. `float8_tflops` is None where the hardware does not multiply float8."""
+    """One kind of accelerator. `float8_tflops` is None if the hardware does not multiply float8."""
 
     name: str
     bfloat16_tflops: float
@@ -30,9 +30,9 @@ class DeviceSpec:
     """10^9 bytes."""
     multiprocessors: int
     link_gb_per_s: float
-    """To other GPUs of its machine, in one direction: NVLink, Infinity Fabric or PCI Express."""
+    """The rate to other GPUs of its machine in one direction: NVLink, Infinity Fabric or PCI Express."""
     block_length: int | None = None
-    """The length of the blocks whose scales its matmuls take (kernels/native_blocks.py; cuBLAS's scaling modes)."""
+    """The block length for which its matmuls take scales (kernels/native_blocks.py; cuBLAS's scaling modes)."""
     compute_capability: int | None = None
     """NVIDIA's, 90 for 9.0; None for other vendors. It decides which kernel torch's attention takes."""
 
@@ -50,8 +50,8 @@ _REPORTED = {
     "NVIDIA L40S": DeviceSpec("L40S", 362.05, 733.0, 864.0, 48.3, 142, 32.0, None, 89),
     "AMD Instinct MI300X": DeviceSpec("MI300X", 1307.4, 2614.9, 5300.0, 206.0, 304, 448.0),
 }
-"""By the name that the driver reports. H100 NVL, and PCI Express cards in general: bridges join two or four cards, so
-the links of a machine are PCI Express."""
+"""The specs by the name that the driver reports. Bridges join only two or four PCI Express cards, H100 NVL included, so
+the links of their machines are PCI Express."""
 
 DEVICE_SPECS = tuple(_REPORTED.values())
 
@@ -60,20 +60,20 @@ DEVICE_NAMES = ", ".join(spec.name for spec in DEVICE_SPECS)
 
 
 def find_device_spec(name: str) -> DeviceSpec | None:
-    """The spec of a device by its whole name ("H100", "a100-40gb") or the driver's ("NVIDIA H100 80GB HBM3").
+    """The spec of a device by its full name ("H100", "a100-40gb") or the driver's ("NVIDIA H100 80GB HBM3").
 
-    None for all others. A longer name is another card, with other numbers: an H100 with HBM2e, a slice of a GPU.
+    None for all other names. A longer name is a different card, such as an H100 with HBM2e or a slice of a GPU.
     """
     return _BY_NAME.get(name.strip().lower())
 
 
 def require_device_spec(name: str, option: str) -> DeviceSpec:
-    """`find_device_spec`.
+    """`find_device_spec`, which raises for an unknown name.
 
     Args:
-        option: what named the device, for the error.
+        option: the option that named the device, for the error.
     Raises:
-        ValueError: it is unknown; the known ones are listed.
+        ValueError: the device is unknown; the message lists the known devices.
     """
     spec = find_device_spec(name)
     if spec is None:
@@ -87,16 +87,16 @@ def device_spec(device: torch.device) -> DeviceSpec | None:
 
 
 def spec_of_this_machine() -> DeviceSpec | None:
-    """The spec of the current GPU; None without one, and where it is unknown."""
+    """The spec of the current GPU; None if there is no GPU or it is unknown."""
     return device_spec(cuda_device()) if has_cuda() else None
 
 
 @dataclass(frozen=True)
 class PeakFlops:
-    """Matmul rates in FLOP/s, and where the numbers come from.
+    """Matmul rates in FLOP/s, and their source.
 
-    `flops_per_s` is of bfloat16. The others are None where they are not known: `float8_flops_per_s` where nothing
-    multiplies float8, and `float32_flops_per_s` of data sheets, because the rate depends on torch's settings.
+    `flops_per_s` is the rate of bfloat16. `float8_flops_per_s` is None if the device does not multiply float8, and
+    `float32_flops_per_s` is None for data sheets, because the rate depends on torch's settings.
     """
 
     flops_per_s: float
@@ -105,7 +105,7 @@ class PeakFlops:
     float32_flops_per_s: float | None = None
 
     def seconds(self, flops: dict[str, int]) -> float | None:
-        """The least time for so many FLOPs of each precision; None where a peak is not known."""
+        """The least time for the FLOPs of each precision; None if a peak is not known."""
         rates = {
             "bfloat16": self.flops_per_s,
             "float8": self.float8_flops_per_s,
@@ -119,10 +119,10 @@ class PeakFlops:
 
 @functools.cache
 def peak_flops(device: torch.device) -> PeakFlops:
-    """The peaks of `device`: its data sheet's; of an unknown one, the rate of the fastest matmul of a linear here.
+    """The peaks of `device` from its data sheet; for an unknown device, the measured rate of a linear's fastest matmul.
 
-    A measured rate is no peak: `source` says "unknown device", and shares of it say how near the model comes to a
-    plain matmul here.
+    A measured rate is not a peak: `source` says "unknown device", and a share of it compares the model with a plain
+    matmul.
     """
     spec = device_spec(device)
     if spec is not None:
@@ -134,14 +134,13 @@ def peak_flops(device: torch.device) -> PeakFlops:
 
 
 def _fastest_matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of a linear's matmuls: forward and grad_weight, of a size for caches and one for GPUs.
+    """The FLOP/s of a linear's fastest matmul, of forward and grad_weight, in a size for caches and a size for GPUs.
 
-    grad_input is left out. It multiplies two row-major matrices, and a CPU without bfloat16 instructions takes 10 times
-    as long for it.
+    grad_input is not measured: a CPU without bfloat16 instructions takes 10 times as long for two row-major matrices.
     """
     best = 0.0
     for size in (256, 1024):
-        # A generator of its own: a run that resumes measures after its random number states are loaded.
+        # A separate generator keeps a resumed run's random number states, which are already loaded.
         a = torch.randn(size, size, dtype=dtype, device=device, generator=torch.Generator(device))
         for left, right in ((a, a.t()), (a.t(), a)):
             for _ in range(4):

@@ -1,4 +1,4 @@
-"""The time of one matmul, predicted from its FLOPs, its shape and its bytes.
+"""Predicts the time of one matmul from its FLOPs, its shape and its bytes.
 
 [r, c] x [c, s]    max(2 r c s / (FLOP/s * share), (b (r c + c s) + 2 r s) / bandwidth)    b = 1 in float8, else 2
 
@@ -33,25 +33,26 @@ MATMUL_SHARES = {
 }
 _SAME_CHIP = {"GB200": "B200", "H100-NVL": "H100", "H100-PCIe": "H100", "A100-40GB": "A100", "A100-PCIe": "A100"}
 MATMUL_SHARES |= {name: MATMUL_SHARES[chip] for name, chip in _SAME_CHIP.items()}
-"""TFLOP/s measured with PyTorch 2.5 to 2.7 over those of the data sheet. From Stas Bekman, "Machine Learning
-Engineering", table "Maximum Achievable Matmul FLOPS" (github.com/stas00/ml-engineering, compute/accelerator): the
-best of many shapes, so real layers reach less. Assumed, not measured: both of L40S; MI300X's in float8, which is
-its bfloat16 share; cards of one chip have its share (_SAME_CHIP). A100's float8 matmuls are bfloat16 matmuls."""
+"""TFLOP/s measured with PyTorch 2.5 to 2.7, over the TFLOP/s of the data sheet. From Stas Bekman, "Machine Learning
+Engineering", table "Maximum Achievable Matmul FLOPS" (github.com/stas00/ml-engineering, compute/accelerator): the best
+of many shapes, so real layers reach less. Assumed, not measured: both shares of L40S; the float8 share of MI300X, which
+is its bfloat16 share; the shares of cards with the same chip (_SAME_CHIP). A100's float8 matmuls run in bfloat16."""
 
 OTHER_SHARES = MATMUL_SHARES["H100"]
-"""Assumed for devices of which no share is known."""
+"""Assumed for devices with unknown shares."""
 
 MEMORY_SHARE = 0.85
 """Share of the data sheet's bandwidth that casts reach. Copies reach 0.90 on an H200 (4.3 of 4.8 TB/s), and torchao's
-roofline (torchao/testing/training/roofline_utils.py) counts on 0.92 for pointwise kernels. Casts write one of two
-layouts transposed, which reaches less: how much less is an assumption."""
+roofline (torchao/testing/training/roofline_utils.py) assumes 0.92 for pointwise kernels. Casts write one of two layouts
+transposed, which is slower; how much slower is an assumption."""
 
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 192, 0.95), (192, 128, 0.95), (128, 128, 0.85), (64, 128, 0.7))
-"""Rows and columns of a tile, and its rate: a small one reads more for each multiplication. Sizes of CUTLASS's Hopper
-kernels; the rates are assumed, and bfloat16 rates of an sm_90 by shape were compared (tests/library/roofline)."""
+"""Rows and columns of a tile, and its rate: a small tile reads more per multiplication. CUTLASS's Hopper
+kernels have these sizes. The rates are assumed, and compared with bfloat16 rates of an sm_90 (tests/library/roofline).
+"""
 
 HALF_SPEED = {False: 250, True: 400}
-"""The contracted dim at which a matmul in bfloat16 (False) or float8 (True) has half of the rate of a long one. Fitted:
+"""The contracted dim at which a bfloat16 (False) or float8 (True) matmul has half of the rate of a long one. Fitted:
 bfloat16 to XLA's table for sm_90, 392 TFLOP/s at 4096 x 4096 x 256 and 783 at 4096^3 (xla/service/gpu/model/
 matmul_interpolator_data.h); float8 to tilelang's 8192 x 8192 x K on an H800: 569 at K = 256, 1129 at 1024, 1541 at
 16384 (github.com/tile-ai/tilelang, benchmark/matmul_fp8)."""
@@ -78,7 +79,7 @@ def share_of_shape(rows: int, contracted: int, columns: int, float8: bool, multi
 
 
 def best_tflops(float8: bool, spec: DeviceSpec) -> float:
-    """The rate of the best matmuls; bfloat16's where the device does not multiply float8."""
+    """The rate of the best matmuls; the bfloat16 rate if the device does not multiply float8."""
     shares = MATMUL_SHARES.get(spec.name, OTHER_SHARES)
     if float8 and spec.float8_tflops is not None:
         return spec.float8_tflops * shares.float8
@@ -95,11 +96,11 @@ def matmul_seconds(
     by_shape: bool = True,
     share_of_scales: float = 1.0,
 ) -> float:
-    """One matmul [rows, contracted] x [contracted, columns] with a bfloat16 result, without its launch.
+    """The seconds of one matmul [rows, contracted] x [contracted, columns] -> bfloat16, without its launch.
 
     Args:
-        by_shape: at the rate of its shape; else at the best rate.
-        share_of_scales: of that rate, by the scales of float8 operands (scaled_matmul.py).
+        by_shape: use the rate of its shape; else the best rate.
+        share_of_scales: the share of this rate with the scales of float8 operands (scaled_matmul.py).
     """
     float8 = float8 and spec.float8_tflops is not None
     tflops = best_tflops(float8, spec) * (share_of_scales if float8 else 1.0)

@@ -1,1 +1,1 @@
-"""State of the process that every layer may read: its phase, device, ranks, compiler, slow paths; names of modules."""
+"""Process state that every layer may read: phases, devices, ranks, compilation, slow paths; and module names."""

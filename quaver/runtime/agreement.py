@@ -1,11 +1,11 @@
-"""An error on every rank, instead of a hang.
+"""Raises errors on every rank, so that no rank hangs in a collective.
 
-Collectives match by their order. A rank with a layer less or another recipe would issue others, and hang or read
-garbage. So before the first exchange for a set of layers the ranks compare digests of their descriptions, and exchange
-the descriptions themselves only where those differ.
+Collectives match by their order. A rank with one layer less or another recipe would issue other collectives, and hang
+or read garbage. So before the first exchange for a set of layers the ranks compare digests of their descriptions, and
+exchange the descriptions only if the digests differ.
 
-What one rank does alone, as writing a file, can fail there alone, with any exception, and the others wait for it in
-the next collective. So they learn at once how it ended.
+An action on one rank, such as writing a file, can fail while the other ranks wait in the next collective. So every rank
+learns at once whether it succeeded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import pickle
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,9 @@ def check_ranks_agree(lines: Sequence[str], group: ProcessGroup, device: torch.d
     Args:
         lines: a description, one line for each thing that must be the same.
         device: where the group's collectives take tensors.
-        what: what the lines describe, for the message.
+        what: a name for what the lines describe, for the message.
     Raises:
-        RuntimeError: naming the first line that differs, and two ranks that differ in it.
+        RuntimeError: the lines differ; the message has the first line that does, of two ranks.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     words = [int.from_bytes(digest[4 * i : 4 * i + 4], "little") >> 1 for i in range(_DIGEST_WORDS)]
@@ -44,22 +44,22 @@ def check_ranks_agree(lines: Sequence[str], group: ProcessGroup, device: torch.d
     gathered: list[list[str]] = [[]] * group.size()
     dist.all_gather_object(gathered, list(lines), group)
     for rank, theirs in enumerate(gathered):
-        for of_first, line in itertools.zip_longest(gathered[0], theirs, fillvalue="nothing"):
-            if of_first != line:
-                raise RuntimeError(f"ranks disagree about {what}: rank 0 has {of_first!r}, rank {rank} has {line!r}")
+        for first_line, line in itertools.zip_longest(gathered[0], theirs, fillvalue="nothing"):
+            if first_line != line:
+                raise RuntimeError(f"ranks disagree about {what}: rank 0 has {first_line!r}, rank {rank} has {line!r}")
     raise RuntimeError(f"ranks disagree about {what}")
 
 
 def on_every_rank(action: Callable[[], _T], group: ProcessGroup | None = None) -> list[_T]:
-    """Run `action` and return its results by rank; where it raises on any, raise on every rank.
+    """Run `action` on every rank and return the results by rank. If it raises on any rank, raise on all of them.
 
-    Every rank of `group`, by default of the world, calls this. Without a process group there is one rank.
+    Every rank of `group`, by default the world, must call this. Without a process group there is one rank.
 
     Args:
-        action: its result can be pickled.
+        action: returns a result that can be pickled.
     Raises:
-        Exception: that of the first rank that failed, the same on every rank; a RuntimeError with its text where it
-            cannot be pickled.
+        Exception: the exception of the lowest rank that failed, on every rank. If it cannot be pickled, other ranks
+            raise a RuntimeError with its text.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return [action()]
@@ -70,16 +70,17 @@ def on_every_rank(action: Callable[[], _T], group: ProcessGroup | None = None) -
     except Exception as error:  # noqa: BLE001 - raised below, on every rank
         failure = error
     rank = dist.get_rank(group)
-    ended: list[tuple[_T | None, Exception | None]] = [(None, None)] * dist.get_world_size(group)
-    dist.all_gather_object(ended, (result, failure if failure is None else _sendable(failure, rank)), group)
-    first = next((each for each, (_, error) in enumerate(ended) if error is not None), None)
-    if first is not None:
-        raise failure if failure is not None and first == rank else ended[first][1]  # type: ignore[misc]
-    return [each for each, _ in ended]  # type: ignore[misc]
+    outcomes: list[tuple[Any, Exception | None]] = [(None, None)] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, (result, failure if failure is None else _make_sendable(failure, rank)), group)
+    failures = {index: error for index, (_, error) in enumerate(outcomes) if error is not None}
+    if failures:
+        first = min(failures)
+        raise failure if failure is not None and first == rank else failures[first]
+    return [outcome for outcome, _ in outcomes]
 
 
 def on_first_rank(action: Callable[[], object], group: ProcessGroup | None = None) -> None:
-    """Run `action` on the first rank of `group`; where it raises, raise on every rank, as `on_every_rank` does."""
+    """Run `action` on the first rank of `group`; if it raises, raise on every rank, as `on_every_rank` does."""
 
     def first() -> None:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank(group) == 0:
@@ -88,11 +89,11 @@ def on_first_rank(action: Callable[[], object], group: ProcessGroup | None = Non
     on_every_rank(first, group)
 
 
-def _sendable(error: Exception, rank: int) -> Exception:
-    """`error`, or a RuntimeError with its text, with a note of where it was raised."""
+def _make_sendable(error: Exception, rank: int) -> Exception:
+    """A copy of `error` to send, or a RuntimeError with its text if it cannot be pickled. A note names the rank."""
     try:
         sent: Exception = pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - of a class that strangers wrote
+    except Exception:  # noqa: BLE001 - a third-party exception class may raise anything
         sent = RuntimeError(f"{type(error).__name__}: {error}")
     sent.add_note(f"raised on rank {rank}")
     return sent

@@ -1,14 +1,14 @@
-"""Hints to Inductor about the order of a linear's backward. Eager code keeps its order and ignores them.
+"""Hints to Inductor about the order of a linear's backward. Eager code ignores them.
 
-A compiler may run independent operations in any order, and merges those that read the same tensors. `add_dependency`
-makes one depend on another through an operation that does nothing: its schema says that it writes to the first argument
-and reads the second, so whatever reads the first must wait for the second. Nothing is copied, because nothing reads the
-first as it was before, and nothing runs on a device.
+A compiler may reorder independent operations, and fuses operations that read the same tensors. `add_dependency` adds a
+dependency through an operation that does nothing. Its schema writes to the first argument and reads the second, so
+every later reader of the first waits for the second. Nothing is copied, because the old value of the first argument is
+not read again, and nothing runs on a device.
 
-In the backward of a float8 linear, grad_input depends on grad_weight, the last reader of the input. Under a checkpoint
-that recomputes the input, as SwiGLU's product is, Inductor would otherwise merge that recomputation with the gradients
-of gate and up, which follow from grad_input: gate, up, the product and the three gradients would be alive at once. Peak
-memory of one compiled block under full checkpointing: 0.75 of bfloat16 with the hint, 0.90 without
+In the backward of a float8 linear, grad_input depends on grad_weight, the last reader of the input. Without this, if a
+checkpoint recomputes the input, for example SwiGLU's product, Inductor fuses the recomputation with the gradients of
+gate and up, which are computed from grad_input. Then gate, up, the product and the three gradients are alive at once.
+Peak memory of one compiled block under full checkpointing is 0.75 of bfloat16 with the hint, and 0.90 without
 (`python -m benchmarks.memory`).
 """
 
@@ -21,16 +21,16 @@ from quaver.runtime.devices import is_cpu
 from quaver.torch_private.tracing import current_tracing_context
 
 _library = torch.library.Library("quaver", "FRAGMENT")
-# Inductor would give an operation that constrains layouts a copy of a pointwise result, and each later reader another.
+# Without flexible_layout, Inductor would copy a pointwise result for this operation, and again for each later reader.
 _library.define("wait_for(Tensor(a!) waiting, Tensor computed) -> ()", tags=torch.Tag.flexible_layout)
 _library.impl("wait_for", lambda waiting, computed: None, "CompositeExplicitAutograd")
 torch.library.register_fake("quaver::wait_for", lambda waiting, computed: None, lib=_library)
 
 
 def is_compiling() -> bool:
-    """Whether a compiler traces this code: Dynamo, or AOTAutograd where Dynamo does not look into a function.
+    """Whether Dynamo traces this code, or AOTAutograd does in a function that Dynamo does not trace.
 
-    Of the latter torch.compiler.is_compiling knows in PyTorch 2.13, and not in 2.11.
+    torch.compiler.is_compiling detects the second case in PyTorch 2.13, but not in 2.11.
     """
     return torch.compiler.is_compiling() or current_tracing_context() is not None
 
@@ -39,7 +39,7 @@ def add_dependency(waiting: Tensor, computed: Tensor) -> None:
     """Make everything that reads `waiting` from here on depend on `computed`.
 
     Args:
-        waiting: a small tensor that was made in the graph and is not read later in its present state.
+        waiting: a small tensor that was created in the graph.
         computed: any tensor.
     """
     if is_compiling():
@@ -49,26 +49,26 @@ def add_dependency(waiting: Tensor, computed: Tensor) -> None:
 def materialize(tensor: Tensor, waiting: Tensor) -> None:
     """Make Inductor store `tensor` once instead of recomputing it in each of its readers. Does nothing on a CPU.
 
-    Casts read grad_output two to four times. Inductor for GPUs would merge SwiGLU's gradient into each read, and where
-    that makes an expression too long, store an intermediate result in float32, as large as two of `tensor`. On a CPU
+    Casts read grad_output two to four times. Inductor for GPUs would fuse SwiGLU's gradient into each read. If the
+    fused expression is too long, it stores an intermediate result in float32, twice the size of `tensor`. On a CPU
     casts are operations, so their input is stored anyway.
 
     Args:
         tensor: any tensor.
-        waiting: as for `add_dependency`, or a result of a matmul, which lies in memory anyway.
+        waiting: as for `add_dependency`, or the result of a matmul, which is stored anyway.
     """
     if not is_cpu(tensor):
         add_dependency(waiting, tensor)
 
 
-def apart(scale: Tensor, codes: Tensor) -> Tensor:
-    """`scale`, for a second conversion of what was converted to `codes` with it.
+def wait_for_codes(scale: Tensor, codes: Tensor) -> Tensor:
+    """Return `scale` for a second conversion of a tensor that was converted to `codes` with the same scale.
 
-    In code compiled for a GPU the second waits until `codes` are stored. Inductor would merge both conversions into one
-    and store that twice; see [Note: ptxas before 13] in triton_blocks.py.
+    In code compiled for a GPU the second conversion waits until `codes` are stored. Otherwise Inductor would convert
+    once and store the result twice; see [Note: ptxas before 13] in triton_blocks.py.
 
     Args:
-        scale: made in the graph.
+        scale: a tensor that was created in the graph.
     """
     if not is_cpu(scale):
         add_dependency(scale, codes)

@@ -1,7 +1,7 @@
-"""Devices: chosen by name, waited for and described; and which device's code a tensor takes.
+"""Selects, synchronizes and describes devices, and decides which device's code a tensor takes.
 
-What depends on the device asks `is_cpu`, `is_cuda`, `is_cuda_device` and `has_cuda` here, so that tests and
-predictions can have CPU tensors take a GPU's code.
+Code that depends on the device calls `is_cpu`, `is_cuda`, `is_cuda_device` and `has_cuda`, so that CPU tensors can take
+a GPU's code in tests and predictions.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 _virtual: tuple[int, int] | None = None
-"""The compute capability of the GPU that CPU tensors stand for; None where they are a CPU's."""
+"""The compute capability of the GPU that CPU tensors simulate; None without a simulation."""
 _virtually_capturing = False
 
 
 class MissingDeviceError(RuntimeError):
-    """A device was asked for that this machine does not have."""
+    """The requested device does not exist on this machine."""
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device called `name`: cpu, cuda, or auto for CUDA where there is one.
+    """Return the device called `name`: cpu, cuda, or auto for CUDA if there is a GPU and else the CPU.
 
     Raises:
-        MissingDeviceError: if CUDA is asked for and torch sees none.
+        MissingDeviceError: `name` is cuda and torch sees no GPU.
     """
     if name == "auto":
         name = "cuda" if has_cuda() else "cpu"
@@ -69,7 +69,7 @@ def has_cuda() -> bool:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is captured on the current stream."""
+    """Whether the current stream is capturing a CUDA graph."""
     if _virtual is not None:
         return _virtually_capturing
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -86,10 +86,10 @@ def _compute_capability(index: int | None) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def standing_for_gpu(capability: tuple[int, int] | None) -> Iterator[None]:
-    """Inside the block CPU tensors take the code for a GPU of this compute capability, with None that for a CPU.
+def simulate_gpu(capability: tuple[int, int] | None) -> Iterator[None]:
+    """Make CPU tensors take the code for a GPU of this compute capability, or with None the code for a CPU.
 
-    For tests and predictions, in one thread.
+    For tests and predictions in one thread.
     """
     global _virtual
     before, _virtual = _virtual, capability
@@ -100,8 +100,8 @@ def standing_for_gpu(capability: tuple[int, int] | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def standing_for_capture() -> Iterator[None]:
-    """Inside the block, within `standing_for_gpu`, a CUDA graph counts as captured. For tests, in one thread."""
+def simulate_capture() -> Iterator[None]:
+    """Make `is_capturing` return True within `simulate_gpu`. For tests in one thread."""
     global _virtually_capturing
     before, _virtually_capturing = _virtually_capturing, True
     try:
@@ -111,13 +111,13 @@ def standing_for_capture() -> Iterator[None]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until `device` has done its queued work, so that the clock includes it."""
+    """Wait until `device` has finished its queued work, so that a timing includes it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Return what a reader of the results must know about hardware and versions, JSON-able."""
+    """Return the hardware and the versions that results depend on, for JSON."""
     return {
         "device": torch.cuda.get_device_name(device) if is_cuda_device(device) else f"CPU {platform.machine()}",
         "cpu_count": os.cpu_count(),

@@ -1,4 +1,4 @@
-"""Names of modules and parameters: without wrappers, of the modules around, of tied parameters, and as a short list."""
+"""Names of modules and parameters: removing wrappers, enclosing modules, tied parameters, and lists for messages."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def plain_name(name: str) -> str:
-    """A name without what torch.compile, checkpoint wrappers and FSDP1 add to it."""
+    """A name without the parts that torch.compile, checkpoint wrappers and FSDP1 add."""
     return _WRAPPERS.sub("", name)
 
 
-def modules_around(name: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """The names of the modules around `name` that run a forward, the nearest first; "" is the root.
+def enclosing_modules(name: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """The names of the modules that contain `name` and run a forward, the innermost first; "" is the root.
 
     `modules`: the named modules of the root.
     """
     parts = name.split(".") if name else []
     for length in reversed(range(len(parts))):
-        around = ".".join(parts[:length])
-        if not isinstance(modules[around], nn.ModuleList | nn.ModuleDict):
-            yield around
+        ancestor = ".".join(parts[:length])
+        if not isinstance(modules[ancestor], nn.ModuleList | nn.ModuleDict):
+            yield ancestor
 
 
 def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """The names of each parameter, by its id: several of a tied one."""
+    """The names of each parameter by its id; a tied parameter has several."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
@@ -51,12 +51,12 @@ def owners_of_weights(model: nn.Module) -> dict[int, list[str]]:
     }
 
 
-def without_numbers(name: str) -> str:
-    """A module's name with "*" for each number of a layer, but for one that the name begins with."""
+def mask_layer_numbers(name: str) -> str:
+    """Replace layer numbers in a module's name by "*", except at the beginning."""
     return _LAYER_NUMBER.sub("*", name)
 
 
 def listed(names: Sequence[str], separator: str = ", ") -> str:
-    """The first three of `names` and the number of the others, for a message."""
+    """The first three of `names` and the number of remaining names, for a message."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return separator.join(names[:3]) + more

@@ -1,4 +1,4 @@
-"""`StatesView`: the `state` of an optimizer that wraps others, keyed by the parameters in its own param groups."""
+"""`StatesView`: the `state` of an optimizer that wraps other optimizers, keyed by its own parameters."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.optim import Optimizer
 
 
 class StatesView(MutableMapping[Tensor, Any]):
-    """The states of optimizers by parameter, each where it is: a change here is one of the optimizer's own state.
+    """A view of the states of several optimizers by parameter. Writes go to the optimizer that holds the parameter.
 
-    As in `Optimizer.state`, `[]` alone makes the state of a parameter that has none.
+    As in `Optimizer.state`, only `[]` creates the state of a parameter that has none.
     """
 
     def __init__(
         self, optimizers: Sequence[Optimizer], masters: Mapping[Tensor, Tensor] = MappingProxyType({})
     ) -> None:
-        """View the states of `optimizers`, which hold `masters[parameter]` in place of a parameter."""
+        """View the states of `optimizers`, which hold `masters[parameter]` instead of a parameter."""
         self._optimizers, self._masters = optimizers, masters
         self._parameters = {master: parameter for parameter, master in masters.items()}
 
     def _place(self, parameter: Tensor) -> tuple[Any, Tensor]:
-        """The mapping that has, or would get, the state of a parameter, and its key there."""
+        """The state mapping that a parameter belongs to, and the parameter's key in it."""
         key = self._masters.get(parameter, parameter)
         for optimizer in self._optimizers:
             if key in optimizer.state:
@@ -48,7 +48,7 @@ class StatesView(MutableMapping[Tensor, Any]):
         del states[key]
 
     def __contains__(self, parameter: object) -> bool:
-        key = self._masters.get(parameter, parameter)  # type: ignore[call-overload]
+        key = self._masters.get(parameter, parameter) if isinstance(parameter, Tensor) else parameter
         return any(key in optimizer.state for optimizer in self._optimizers)
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -58,7 +58,7 @@ class StatesView(MutableMapping[Tensor, Any]):
     def __len__(self) -> int:
         return sum(len(optimizer.state) for optimizer in self._optimizers)
 
-    # Those of MutableMapping ask by [], which makes a state.
+    # MutableMapping's versions of the following methods use [], which creates a state.
 
     def get(self, parameter: Tensor, default: Any = None) -> Any:
         """The state, or `default` for a parameter that has none."""
@@ -82,7 +82,7 @@ class StatesView(MutableMapping[Tensor, Any]):
 
 
 def replace_states(own: MutableMapping[Tensor, Any], states: Mapping[Tensor, Any]) -> None:
-    """Carry out `optimizer.state = states`."""
+    """Replace all of `own` by `states`, as `optimizer.state = states` does."""
     replacement = dict(states)  # `states` may be `own`
     own.clear()
     own.update(replacement)

@@ -1,12 +1,12 @@
 """Names for the phases of float8 work, seen by profilers and by the memory timeline.
 
-    quaver::amax   a pass over a tensor that computes its amax and nothing else
-    quaver::cast   a cast to float8, its amax included: the C extension and the kernels for persistent scales compute
-                   both in one pass, which is a cast
-    quaver::gemm   a matmul of a linear, in any precision; or `float8_mm`
+    quaver::amax   a pass over a tensor that only computes its amax
+    quaver::cast   a cast to float8; it includes the amax if one pass computes both, as the C extension and the kernels
+                   for persistent scales do
+    quaver::gemm   a matmul of a linear in any precision, or `float8_mm`
 
-A phase costs a call and two lookups when no profiler or recorder runs. Compiled code has no phases: its kernels have
-the names that the compiler gave them. docs/profiling.md has the nanoseconds.
+A phase costs a call and two lookups when no profiler or recorder runs (docs/profiling.md has the times). Compiled code
+has no phases, because the compiler names its kernels.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 
 class OpenPhase(NamedTuple):
-    """A phase that has begun and not ended, and what its function was called with."""
+    """A phase that has begun and not ended, with the arguments of its function."""
 
     name: str
     arguments: tuple[Any, ...]
 
 
 watched: list[OpenPhase] | None = None
-"""The phases that are open, the innermost last, while a recorder runs."""
+"""While a recorder runs, the open phases, innermost last."""
 
 
 def named_range(name: str) -> AbstractContextManager[Any]:
-    """A range in the trace of whatever profiler runs; not an operation, so that no tracer or dispatch mode sees it."""
+    """A range in a profiler's trace. It is not an operation, so tracers and dispatch modes do not see it."""
     return profiler_range(name)
 
 
 def phase(name: str) -> Callable[[Function], Function]:
-    """A decorator: calls of the function are ranges of this name while a profiler or a recorder runs.
+    """Decorate a function so that its calls are ranges of this name while a profiler or a recorder runs.
 
-    The function takes positional arguments only, because passing keywords on costs as much as the lookups.
+    The function takes positional arguments only: forwarding keyword arguments would double the cost.
     """
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def in_phase(*args: Any) -> Any:
-            # Asked first, because it is a constant to the compiler, which then guards on neither of the others.
+            # This check comes first: it is a constant under Dynamo, which then does not guard on the others.
             if _is_dynamo_compiling() or not (profiler._is_profiler_enabled or watched is not None):
                 return function(*args)
-            with opened(name, args):
+            with open_phase(name, args):
                 return function(*args)
 
         return typing.cast(Function, in_phase)
@@ -64,8 +64,8 @@ def phase(name: str) -> Callable[[Function], Function]:
 
 
 @contextmanager
-def opened(name: str, arguments: tuple[Any, ...]) -> Iterator[None]:
-    """Around the call of a function with these arguments: a phase of this name."""
+def open_phase(name: str, arguments: tuple[Any, ...]) -> Iterator[None]:
+    """Open a phase of this name around the call of a function with these arguments."""
     open_phases = watched
     if open_phases is not None:
         open_phases.append(OpenPhase(name, arguments))
@@ -79,10 +79,10 @@ def opened(name: str, arguments: tuple[Any, ...]) -> Iterator[None]:
 
 @contextmanager
 def watch_phases() -> Iterator[list[OpenPhase]]:
-    """Have a list of the phases that are open, the innermost last, inside the block.
+    """Yield a list that holds the open phases, innermost last, inside the block.
 
     Raises:
-        RuntimeError: phases are watched already.
+        RuntimeError: phases are already being watched.
     """
     global watched
     if watched is not None:

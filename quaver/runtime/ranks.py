@@ -1,8 +1,8 @@
 """The ranks of a run: their agreement on the input, their process group, and a rank's part of a tensor.
 
 Bad input must end every rank with the same exit code and one line on the terminal. torchrun kills all ranks when one
-fails, so a rank that exits early hides its own message. The ranks therefore exchange their errors in the launcher's
-key-value store first; none continues or exits before all have read the verdict. The process group is made after that.
+fails, so a rank that exits early hides its own message. Therefore the ranks first exchange errors in the launcher's
+key-value store, and none continues or exits before all have read the verdict. Then they create the process group.
 """
 
 import functools
@@ -29,7 +29,7 @@ STORE_TIMEOUT_S = 300
 
 @dataclass
 class Ranks:
-    """This process among all of a run; alone unless torchrun, or another launcher with its variables, started it."""
+    """This process among the ranks of a run: one of several if a launcher set torchrun's environment variables."""
 
     rank: int = 0
     local_rank: int = 0
@@ -64,10 +64,10 @@ class Ranks:
         return cuda_device(self.local_rank)
 
     def agree(self, error: str = "", fingerprint: str = "") -> str:
-        """Return the first non-empty `error` of all ranks, on every rank; empty if there is none.
+        """Return the first non-empty `error` of all ranks, on every rank; empty if no rank has an error.
 
-        Every rank must call it, before there is a process group. A `fingerprint` that differs from
-        rank 0's is an error too: the rank read another config or other data.
+        Every rank must call it, before the process group exists. A `fingerprint` that differs from rank 0's is an error
+        too: the rank read another config or other data.
         """
         if self.is_alone:
             return error
@@ -92,7 +92,7 @@ class Ranks:
         return ""
 
     def _next_store(self) -> Store:
-        """Return a part of the launcher's store for one agreement: a process may train more than once."""
+        """Return a part of the launcher's store for one agreement, because a process may train more than once."""
         self._agreements += 1
         return PrefixStore(f"quaver/{self._agreements}", _store(self.rank, self.world_size))
 
@@ -100,8 +100,8 @@ class Ranks:
     def process_group(self, device: torch.device, timeout_seconds: int) -> Iterator[None]:
         """Run the block with a process group: NCCL on CUDA, gloo on CPU; none for a single process.
 
-        The ranks leave together, so that none exits while another one writes. After an error, which may be on one rank
-        only, they do not wait: the launcher ends them.
+        The ranks leave together, so that none exits while another writes. After an error, which may be on one rank
+        only, they do not wait for each other: the launcher ends them.
         """
         if self.is_alone:
             yield
@@ -123,7 +123,7 @@ class Ranks:
         return condition if self.is_alone else bool(self.sum(torch.tensor(int(condition), device=device)))
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return `values` summed over all ranks, the same bits on each."""
+        """Return `values` summed over all ranks, bit-identical on every rank."""
         if self.is_alone:
             return values
         total = values.clone()
@@ -143,7 +143,7 @@ class Ranks:
 def read_ranks() -> Ranks:
     """Return the ranks that RANK, LOCAL_RANK and WORLD_SIZE describe, as torchrun sets them.
 
-    There is one object per process, because it counts the agreements.
+    The object is created once per process, because it counts the agreements.
 
     Raises:
         ValueError: a variable is missing, is not an integer, or contradicts the others.
@@ -156,7 +156,7 @@ def read_ranks() -> Ranks:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise ValueError(f"environment variable {name} must be set with WORLD_SIZE = {world_size}; use torchrun")
-    # torchrun keeps its store when it starts ranks again, with the addresses of those that ended (torch 2.13).
+    # After a restart torchrun's store still has the addresses of the ranks that ended (torch 2.13).
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and _variable("TORCHELASTIC_MAX_RESTARTS", default=0):
         raise ValueError(
             "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment, and the c10d "
@@ -179,7 +179,7 @@ def _variable(name: str, *, default: int | None = None, least: int = 0, below: i
 
 @functools.cache
 def _store(rank: int, world_size: int) -> Store:
-    """Return the launcher's store, or one that rank 0 hosts if the launcher has none."""
+    """Return the launcher's store, or a store that rank 0 hosts if the launcher has none."""
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timedelta(seconds=STORE_TIMEOUT_S)))
     return store
 

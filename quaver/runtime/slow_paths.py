@@ -1,7 +1,7 @@
-"""Slow paths, said once: code that gives the right result more slowly than this machine could.
+"""Reports slow paths once: code whose result is right, but slower than this machine could compute it.
 
-Each is logged once per process at WARNING, and stays in `slow_paths()`, which `conversion_report` and `quaver doctor`
-print. `error_on_slow_path()`, or QUAVER_ERROR_ON_SLOW_PATH=1 in the environment, makes each a RuntimeError.
+A slow path is logged once per process at WARNING, and is listed by `slow_paths()`, which `conversion_report` and
+`quaver doctor` print. With `error_on_slow_path()` or QUAVER_ERROR_ON_SLOW_PATH=1 it raises RuntimeError instead.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _raises = os.environ.get("QUAVER_ERROR_ON_SLOW_PATH", "") not in ("", "0")
 
 
 def say_once(key: str, message: str) -> None:
-    """Log `message` at WARNING, unless one with this key was logged before.
+    """Log `message` at WARNING, unless a message with this key was logged before.
 
     Args:
-        key: what is slow; with the device where another device may say something else.
+        key: names the slow path, with the device if messages differ by device.
     Raises:
         RuntimeError: with `message`, on every call, while `error_on_slow_path` is on.
     """
@@ -36,14 +36,14 @@ def slow_paths() -> list[str]:
 
 
 def clear_slow_paths() -> None:
-    """Forget what was said: it will be said again."""
+    """Forget which slow paths were reported, so that they are reported again."""
     _said.clear()
 
 
 def error_on_slow_path(error: bool = True) -> AbstractContextManager[object]:
-    """From now on, in every thread, a slow path raises RuntimeError, or with `error=False` is logged.
+    """Make slow paths raise RuntimeError in every thread; with `error=False`, log them again.
 
-    As a context manager (`with error_on_slow_path(): ...`) it restores the previous setting at the exit.
+    As a context manager (`with error_on_slow_path(): ...`) it restores the previous setting on exit.
     """
     restore = ExitStack()
     restore.callback(_set_raises, _raises)

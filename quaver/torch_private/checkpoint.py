@@ -1,7 +1,7 @@
 """The files of torch.distributed.checkpoint.
 
-- `StorageInfo`: torch.distributed.checkpoint.filesystem._StorageInfo, where a tensor stands in the files; metadata has
-  one for each. No replacement.
+- `StorageInfo`: torch.distributed.checkpoint.filesystem._StorageInfo, the position of a tensor in the files, in the
+  metadata. No replacement.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 - `all_reduce`, `all_gather_single`, `reduce_scatter_single`, `all_to_all_single`, `wait_tensor` and
   `AsyncCollectiveTensor` of torch.distributed._functional_collectives. No replacement.
-- `group_of_name(name)`: torch.distributed.distributed_c10d._resolve_process_group, the group that the operator of a
-  functional collective is given by its name. No replacement.
+- `group_of_name(name)`: torch.distributed.distributed_c10d._resolve_process_group; the operators of functional
+  collectives take the name of a group. No replacement.
 
-Before torch 2.13 two of them are `all_gather_tensor` and `reduce_scatter_tensor`; 2.13 warns of these at each call. The
-old names go with torch 2.12.
+Before torch 2.13, two functions are called `all_gather_tensor` and `reduce_scatter_tensor`, for which 2.13 warns at
+each call. Remove the old names when torch 2.13 is the oldest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ reduce_scatter_single = getattr(functional, "reduce_scatter_single", None) or fu
 
 
 def group_of_name(name: str) -> ProcessGroup:
-    """The process group of a name."""
+    """The process group called `name`."""
     resolve: Any = distributed_c10d.__dict__["_resolve_process_group"]
     group: ProcessGroup = resolve(name)
     return group

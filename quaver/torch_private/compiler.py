@@ -1,14 +1,14 @@
 """torch.compile's modules and settings. Imports the compiler.
 
 - `OptimizedModule`: torch._dynamo.eval_frame.OptimizedModule, what torch.compile(module) returns. No replacement.
-- `set_activation_memory_budget(budget)`: torch._functorch.config.activation_memory_budget. Can go with
-  torch.autograd.graph.region_activation_memory_budget once that is no prototype (torch 2.13).
+- `set_activation_memory_budget(budget)`: torch._functorch.config.activation_memory_budget. Replace by
+  torch.autograd.graph.region_activation_memory_budget (torch 2.13) when it is no longer a prototype.
 - `partition(joint, inputs, **options)`: torch._functorch.partitioners.min_cut_rematerialization_partition, Inductor's
-  own. `CustomPartitionerFn` is the class of another, `install_partitioner(partitioner)` sets
+  default. `CustomPartitionerFn` is the base class of other partitioners, and `install_partitioner(partitioner)` sets
   torch._inductor.config.custom_partitioner_fn. No replacements.
 - `decompositions()`: torch._inductor.decomposition.select_decomp_table, of operators without a lowering.
   No replacement.
-- `traced_for()`: the name of the backend, WrapBackendDebug._compiler_name, of the frame that Dynamo translates, from
+- `traced_backend()`: WrapBackendDebug._compiler_name of the frame that Dynamo traces, from
   torch._dynamo.symbolic_convert.tls. torch 2.11 keeps no name. No replacement.
 - `graph_count()`: torch._dynamo.utils.counters["stats"]["unique_graphs"]. No replacement.
 - `recompile_limit(variants)`: torch._dynamo.config.patch of recompile_limit and accumulated_recompile_limit.
@@ -39,40 +39,40 @@ __all__ = [
     "partition",
     "recompile_limit",
     "set_activation_memory_budget",
-    "traced_for",
+    "traced_backend",
 ]
 
 
 def set_activation_memory_budget(budget: float) -> None:
-    """Set the share of what could be saved for backward that this process's compiled code saves from now on."""
+    """Set the share of activations that code compiled by this process from now on may save for backward."""
     functorch_config.activation_memory_budget = budget
 
 
-def traced_for() -> str | None:
-    """The name of the backend that gets the code that Dynamo traces now; None if it traces none, or nobody knows."""
+def traced_backend() -> str | None:
+    """The name of the backend for the code that Dynamo is tracing; None if it is not tracing or the name is unknown."""
     frame = getattr(symbolic_convert.tls, "current_tx", None)
     return None if frame is None else getattr(frame.output.compiler_fn, "_compiler_name", None)
 
 
 def graph_count() -> int:
-    """How many graphs Dynamo has compiled in this process: none of a function that it gave up, which runs eagerly."""
+    """The number of graphs that Dynamo has compiled in this process. A function that fell back to eager has none."""
     return int(counters["stats"]["unique_graphs"])
 
 
 def recompile_limit(variants: int) -> AbstractContextManager[Any]:
-    """Inside the block Dynamo compiles up to so many variants of a function, or 8, its own limit.
+    """Raise Dynamo's limit on the variants of a function to `variants` inside the block, in this thread.
 
-    The limit is this thread's. A function that is compiled with fullgraph=True ends with an error above it, others run
-    eagerly.
+    The default limit, 8, is not lowered. Above the limit, a function compiled with fullgraph=True raises an error, and
+    other functions run eagerly.
     """
-    most = max(variants, dynamo_config.recompile_limit)
-    in_all = max(most, dynamo_config.accumulated_recompile_limit)
-    limited: AbstractContextManager[Any] = dynamo_config.patch(recompile_limit=most, accumulated_recompile_limit=in_all)
-    return limited
+    limit = max(variants, dynamo_config.recompile_limit)
+    total = max(limit, dynamo_config.accumulated_recompile_limit)
+    patched: AbstractContextManager[Any] = dynamo_config.patch(recompile_limit=limit, accumulated_recompile_limit=total)
+    return patched
 
 
 def install_partitioner(partitioner: CustomPartitionerFn) -> None:
-    """Let `partitioner` cut the joint graphs that this process compiles from now on, unless one of its class does.
+    """Use `partitioner` for the joint graphs that this process compiles from now on, unless its class is installed.
 
     Raises:
         RuntimeError: another partitioner is installed.

@@ -1,21 +1,21 @@
 """Dispatch of operators to kernels: modes, transforms, keys and overloads. No replacements.
 
-- `count_dispatch_modes()`: torch._C._len_torch_dispatch_stack, how many TorchDispatchModes are on.
+- `count_dispatch_modes()`: torch._C._len_torch_dispatch_stack, the number of active TorchDispatchModes.
   `dispatch_mode_at(index)`: torch._C._get_dispatch_stack_at, the innermost one last.
-  `dispatch_modes()`: torch.utils._python_dispatch._get_current_dispatch_mode_stack, the list of them.
-- `count_function_modes()`: torch._C._len_torch_function_stack, how many TorchFunctionModes are on.
-- `innermost_transform()`: torch._C._functorch.peek_interpreter_stack, vmap, grad, jvp or functionalize, else None.
-- `transforms()`: torch._C._functorch.get_interpreter_stack, the names of all of them: "Grad", "Jvp", "Vmap",
-  "Functionalize". Dynamo enters transforms while it traces, so it takes the names for constants, and guards on them.
-- `without_dispatch_modes()`: torch.utils._python_dispatch._disable_current_modes, a context in which no mode is on.
+  `dispatch_modes()`: torch.utils._python_dispatch._get_current_dispatch_mode_stack, the list of modes.
+- `count_function_modes()`: torch._C._len_torch_function_stack, the number of active TorchFunctionModes.
+- `innermost_transform()`: torch._C._functorch.peek_interpreter_stack: vmap, grad, jvp or functionalize, else None.
+- `transforms()`: torch._C._functorch.get_interpreter_stack, the names of all transforms: "Grad", "Jvp", "Vmap",
+  "Functionalize". Dynamo enters transforms while it traces, so the names are constants to it, and it guards on them.
+- `without_dispatch_modes()`: torch.utils._python_dispatch._disable_current_modes, a context without active modes.
 - `fake_mode_is_on()`: torch._C._get_dispatch_mode of torch._C._TorchDispatchModeKey.FAKE.
 - `has_kernel(overload, key)`: torch._C._dispatch_has_kernel and _dispatch_has_kernel_for_dispatch_key. TorchScript has
   overloads without a kernel.
-- `decomposed(overload, args, kwargs)`: OpOverload.decompose, a composite op by the ops that it is made of.
+- `decompose(overload, args, kwargs)`: OpOverload.decompose, which runs the ops of a composite op.
 - `dispatch_keys(tensor)`: torch._C._dispatch_keys, with `DispatchKey` and `DispatchKeySet`.
-- `skip_torch_function`: torch._C._disabled_torch_function_impl, as `__torch_function__` of a tensor subclass.
-- `OpOverload`, `OpOverloadPacket`, `HigherOrderOperator` of torch._ops: torch.ops.aten.mm.default, torch.ops.aten.mm,
-  and operators that take functions.
+- `skip_torch_function`: torch._C._disabled_torch_function_impl, for `__torch_function__` of a tensor subclass.
+- `OpOverload`, `OpOverloadPacket`, `HigherOrderOperator` of torch._ops: the types of torch.ops.aten.mm.default, of
+  torch.ops.aten.mm, and of operators that take functions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "OpOverloadPacket",
     "count_dispatch_modes",
     "count_function_modes",
-    "decomposed",
+    "decompose",
     "dispatch_keys",
     "dispatch_mode_at",
     "dispatch_modes",
@@ -65,20 +65,20 @@ def fake_mode_is_on() -> bool:
 
 
 def has_kernel(overload: OpOverload, key: str = "") -> bool:
-    """Whether an operator has a kernel, or one for a dispatch key."""
+    """Whether an operator has a kernel; with `key`, whether it has one for this dispatch key."""
     name = overload.name()
     if not torch._C._dispatch_has_kernel(name):
         return False
     return not key or torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
-def decomposed(overload: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a composite op by the ops that it is made of."""
+def decompose(overload: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a composite op as the ops it is composed of."""
     return overload.decompose(*args, **kwargs)
 
 
 @assume_constant_result
 def transforms() -> tuple[str, ...]:
-    """The functorch transforms that are on, the innermost one last."""
+    """The names of the active functorch transforms, innermost last."""
     stack = torch._C._functorch.get_interpreter_stack()
-    return () if stack is None else tuple(each.key().name for each in stack)
+    return () if stack is None else tuple(interpreter.key().name for interpreter in stack)

@@ -1,15 +1,15 @@
-"""DTensors, for code that must work where there are none.
+"""DTensors, for code that must also work without an import of torch.distributed.tensor.
 
-- `local_tensor(tensor)`: DTensor._local_tensor. The public DTensor.to_local() returns a view of a parameter, and with
+- `local_tensor(tensor)`: DTensor._local_tensor. The public DTensor.to_local() returns a view of a parameter, or with
   gradients the result of an autograd function. No replacement.
-- `waited_local_tensor(tensor)`: the same, of a result of a functional collective, too, which is waited for.
-- `set_local_tensor(tensor, local)`: assigns it. No replacement.
-- `local_shape_and_offset(tensor)`: torch.distributed.tensor._utils.compute_local_shape_and_global_offset, of
+- `waited_local_tensor(tensor)`: the same, after waiting for a functional collective that writes it.
+- `set_local_tensor(tensor, local)`: assigns DTensor._local_tensor. No replacement.
+- `local_shape_and_offset(tensor)`: torch.distributed.tensor._utils.compute_local_shape_and_global_offset, for
   this rank's part. No replacement.
-- `is_dtensor(tensor)`, `distributed_like(local, whole)`: public, without the import of torch.distributed.tensor.
+- `is_dtensor(tensor)`, `from_local_like(local, like)`: public API, without the import of torch.distributed.tensor.
 
-[Note: import time] torch.distributed.tensor, torch.distributed.fsdp and torch._dynamo take together longer to import
-than torch, which does not import them. `import quaver` and the conversion of a model must not either
+[Note: import time] torch.distributed.tensor, torch.distributed.fsdp and torch._dynamo together take longer to import
+than torch, which does not import them. Neither may `import quaver` or the conversion of a model
 (tests/library/test_import.py). A class that nothing has imported has no instances, so a check need not import it.
 """
 
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
-    """Whether this is a DTensor; see [Note: import time]."""
+    """Whether `tensor` is a DTensor, without importing the class; see [Note: import time]."""
     module = getattr(torch.distributed, "tensor", None)
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def distributed_like(local: Tensor, whole: DTensor) -> DTensor:
-    """This rank's part `local` as a DTensor with the mesh, placements, shape and strides of `whole`."""
-    layout = whole.device_mesh, whole.placements
-    return whole.from_local(local, *layout, run_check=False, shape=whole.shape, stride=whole.stride())
+def from_local_like(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor with this rank's part `local`, and the mesh, placements, shape and strides of `like`."""
+    layout = like.device_mesh, like.placements
+    return like.from_local(local, *layout, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, which other tensors are themselves."""
+    """This rank's part of a DTensor; other tensors are returned unchanged."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def waited_local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, once the collective that writes it has ended."""
+    """`local_tensor`, after waiting for the collective that writes it."""
     part = local_tensor(tensor)
     if is_traceable_wrapper_subclass(part):
         from quaver.torch_private.collectives import AsyncCollectiveTensor  # [Note: import time]
@@ -55,12 +55,12 @@ def waited_local_tensor(tensor: Tensor) -> Tensor:
 
 
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
-    """Replace this rank's part by another tensor of its shape."""
+    """Replace this rank's part by a tensor of the same shape."""
     tensor._local_tensor = local
 
 
 def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's part of a DTensor, and where in the whole it begins."""
+    """The shape of this rank's part of a DTensor, and its offset in the global tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

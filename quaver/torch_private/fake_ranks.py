@@ -1,7 +1,7 @@
-"""One process as one rank of many, without the others.
+"""A process group of many ranks in one process.
 
 - `FakeStore`: torch.testing._internal.distributed.fake_pg.FakeStore, for `init_process_group("fake", store=...)`, whose
-  collectives move nothing. Its import registers the backend. No replacement.
+  collectives move no data. Importing it registers the backend. No replacement.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Storages, and the history of the CUDA allocator. No replacements.
 
 - `storage_key(storage)`: UntypedStorage._cdata, one number for all Python objects of a storage. data_ptr() is 0 for
-  each storage without memory.
+  every storage without memory.
 - `record_memory_history(...)` and `dump_snapshot(file)`: torch.cuda.memory._record_memory_history and _dump_snapshot,
   which PyTorch documents.
 """

@@ -1,9 +1,9 @@
-"""The hooks of an optimizer's state dicts, for optimizers that save and load in their own way.
+"""The state dict hooks of an optimizer, for optimizers that override `state_dict` and `load_state_dict`.
 
-- `loading(optimizer, state_dict)`: Optimizer._optimizer_load_state_dict_pre_hooks and
+- `load_with_hooks(optimizer, state_dict)`: Optimizer._optimizer_load_state_dict_pre_hooks and
   _optimizer_load_state_dict_post_hooks, which Optimizer.load_state_dict runs. No replacement.
-- `saved(optimizer, save)`: Optimizer._optimizer_state_dict_pre_hooks and _optimizer_state_dict_post_hooks, which
-  Optimizer.state_dict runs. No replacement.
+- `save_with_hooks(optimizer, save)`: Optimizer._optimizer_state_dict_pre_hooks and _optimizer_state_dict_post_hooks,
+  which Optimizer.state_dict runs. No replacement.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["loading", "saved"]
+__all__ = ["load_with_hooks", "save_with_hooks"]
 
 
 @contextmanager
-def loading(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what to load of `state_dict`, after the hooks before a load; those after it run at the end of the block."""
+def load_with_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Run the pre-hooks, yield the state dict to load, and run the post-hooks at the end of the block."""
     state_dict = state_dict.copy()
-    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        replaced = before(optimizer, state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        replaced = hook(optimizer, state_dict)
         state_dict = state_dict if replaced is None else replaced
     yield state_dict
-    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
-        after(optimizer)
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
 
 
-def saved(optimizer: Optimizer, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The state dict that `save` makes, between the hooks before it and those after it."""
-    for before in optimizer._optimizer_state_dict_pre_hooks.values():
-        before(optimizer)
+def save_with_hooks(optimizer: Optimizer, save: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run the pre-hooks, call `save`, and return its state dict after the post-hooks."""
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        hook(optimizer)
     state_dict = save()
-    for after in optimizer._optimizer_state_dict_post_hooks.values():
-        replaced = after(optimizer, state_dict)
+    for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
+        replaced = post_hook(optimizer, state_dict)
         state_dict = state_dict if replaced is None else replaced
     return state_dict

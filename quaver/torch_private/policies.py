@@ -2,10 +2,9 @@
 
 - `POLICIES`: torch.utils.checkpoint._CachingTorchDispatchMode and _CachedTorchDispatchMode, the modes of
   `create_selective_checkpoint_contexts` in a forward and in its recomputation. No replacement.
-- `without_policies()`: the stack of modes that they are on, torch.utils._python_dispatch
-  ._get_current_dispatch_mode_stack, _pop_mode, _push_mode. Goes with the bypass that
-  https://github.com/pytorch/pytorch/pull/196862 proposes.
-- `policy_contexts(policy)`: `create_selective_checkpoint_contexts` that copies what it saved before a write to it, in
+- `without_policies()`: torch.utils._python_dispatch._get_current_dispatch_mode_stack, _pop_mode and _push_mode, the
+  stack of modes. Remove when https://github.com/pytorch/pytorch/pull/196862 provides a bypass.
+- `policy_contexts(policy)`: `create_selective_checkpoint_contexts` that copies a saved result before a write to it, in
   _CachingTorchDispatchMode.storage. No replacement.
 """
 
@@ -38,28 +37,28 @@ POLICIES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 
 @contextmanager
 def without_policies() -> Iterator[None]:
-    """Inside the block no policy of a selective checkpoint sees an operator; other modes see all of them."""
+    """Hide operators from the policies of selective checkpoints inside the block; other modes see them."""
     modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
     first = next((index for index, mode in enumerate(modes) if isinstance(mode, POLICIES)), len(modes))
-    others = [mode for mode in modes[first:] if not isinstance(mode, POLICIES)]
-    for _ in modes[first:]:  # after those of tracers and fake tensors, which have a place of their own
+    remaining = [mode for mode in modes[first:] if not isinstance(mode, POLICIES)]
+    for _ in modes[first:]:  # infra modes (tracers, fake tensors) come first in the list and are kept
         _pop_mode()
-    for mode in others:
+    for mode in remaining:
         _push_mode(mode)
     try:
         yield
     finally:
-        for _ in others:
+        for _ in remaining:
             _pop_mode()
         for mode in modes[first:]:
             _push_mode(mode)
 
 
 def policy_contexts(policy: Callable[..., Any]) -> tuple[Any, Any]:
-    """`create_selective_checkpoint_contexts(policy)` of a region that may write in place to a result that it saves.
+    """`create_selective_checkpoint_contexts(policy)` for a region that may write in place to a saved result.
 
-    PyTorch's raises in the backward that such a tensor "has been mutated". Here the saved result becomes a copy, made
-    before the write, to which the recomputation writes again.
+    PyTorch raises in the backward that such a tensor "has been mutated". Here the saved result is copied before the
+    write, and the recomputation writes to the copy.
     """
     forward, recomputation = create_selective_checkpoint_contexts(policy)
     forward.__class__ = _Copying
@@ -75,8 +74,8 @@ class _Copying(_CachingTorchDispatchMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _copy(self, storages: set[Any]) -> None:
-        for of_operator in self.storage.values():
-            for entry in of_operator.values() if isinstance(of_operator, dict) else of_operator:
+        for entries in self.storage.values():
+            for entry in entries.values() if isinstance(entries, dict) else entries:
                 if type(entry) is object:  # a result that is recomputed
                     continue
                 for saved in tree_leaves(entry):
@@ -86,12 +85,13 @@ class _Copying(_CachingTorchDispatchMode):
                         saved.version = saved.val._version
 
     def _written_to(self, schema: Any, args: Any, kwargs: dict[str, Any]) -> set[Any]:
-        named = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
-        written = [named.get(each.name) for each in schema.arguments if each.alias_info and each.alias_info.is_write]
-        return {one for each in tree_leaves(written) if isinstance(each, Tensor) for one in self._storages_of(each)}
+        named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        names = [argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write]
+        written = [leaf for leaf in tree_leaves([named.get(name) for name in names]) if isinstance(leaf, Tensor)]
+        return {storage for tensor in written for storage in self._storages_of(tensor)}
 
     def _storages_of(self, tensor: Tensor) -> set[Any]:
         if is_traceable_wrapper_subclass(tensor):
-            parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # a DTensor names its mesh, too
-            return {each for part in parts if isinstance(part, Tensor) for each in self._storages_of(part)}
+            parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # a DTensor also has a mesh
+            return {storage for part in parts if isinstance(part, Tensor) for storage in self._storages_of(part)}
         return {storage_key(tensor.untyped_storage())}

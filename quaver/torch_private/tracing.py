@@ -1,19 +1,19 @@
-"""Who traces operators. No replacements.
+"""Which tracer is active. No replacements.
 
-- `is_jit_tracing()`: torch._C._is_tracing, under torch.jit.trace; torch.jit.is_tracing is a Python function around it.
-- `is_exporting()`: torch.compiler._is_exporting_flag, under torch.export, strict or not. Dynamo of torch 2.11 takes
-  torch.compiler.is_exporting() for True in all that it compiles (https://github.com/pytorch/pytorch/issues/176347);
-  2.13 is right, 2.12 was not tried. Can go for the public one when the oldest torch is right.
+- `is_jit_tracing()`: torch._C._is_tracing, for torch.jit.trace; torch.jit.is_tracing is a Python function around it.
+- `is_exporting()`: torch.compiler._is_exporting_flag, for torch.export, strict or not. Dynamo of torch 2.11 evaluates
+  torch.compiler.is_exporting() to True everywhere (https://github.com/pytorch/pytorch/issues/176347); 2.13 is fixed,
+  2.12 was not tried. Use the public function when the oldest torch is fixed.
 - `current_tracing_context()`: torch._guards.TracingContext.try_get, of Dynamo and AOTAutograd, else None.
-- `fake_tensors_ask()`: whether torch._subclasses.meta_utils calls the caller. It makes fake tensors, those of a
-  non-strict torch.export without a tracing context, and takes tensors of one storage for views.
-- `FakeTensor`, `FakeTensorMode`: torch._subclasses.fake_tensor, tensors without memory and the mode that makes them.
-- `assume_constant_result(function)`: sets what torch.compiler.assume_constant_result sets, which imports torch._dynamo
-  first ([Note: import time] in dtensor.py). Can go when it does not.
-- `disable_compile(function)`: torch._compile._disable_dynamo, as torch.compiler.disable, but imports torch._dynamo at
-  the first call. Can go likewise.
+- `called_by_fake_tensors()`: whether torch._subclasses.meta_utils calls the caller. It creates fake tensors, in a
+  non-strict torch.export without a tracing context, and treats tensors of one storage as views.
+- `FakeTensor`, `FakeTensorMode`: torch._subclasses.fake_tensor, tensors without memory and the mode that creates them.
+- `assume_constant_result(function)`: torch.compiler.assume_constant_result without its import of torch._dynamo
+  ([Note: import time] in dtensor.py). Remove when PyTorch defers the import.
+- `disable_compile(function)`: torch._compile._disable_dynamo, which is torch.compiler.disable but imports torch._dynamo
+  at the first call. Remove when PyTorch defers the import.
 
-Whether Dynamo traces is public: torch.compiler.is_dynamo_compiling.
+torch.compiler.is_dynamo_compiling, for Dynamo, is public.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "assume_constant_result",
     "current_tracing_context",
     "disable_compile",
-    "fake_tensors_ask",
+    "called_by_fake_tensors",
     "is_exporting",
     "is_jit_tracing",
 ]
@@ -43,16 +43,16 @@ current_tracing_context = TracingContext.try_get
 
 
 def is_exporting() -> bool:
-    """Whether torch.export records what runs; Dynamo guards on it."""
+    """Whether torch.export is tracing; Dynamo guards on it."""
     return torch.compiler._is_exporting_flag
 
 
-def fake_tensors_ask() -> bool:
-    """Whether the caller is called by what makes fake tensors of others."""
+def called_by_fake_tensors() -> bool:
+    """Whether the code that converts tensors to fake tensors called the caller."""
     return sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils"
 
 
 def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Dynamo call `function` while it traces, and take the result for a constant."""
+    """Make Dynamo call `function` at trace time and treat the result as a constant."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -1,8 +1,8 @@
-"""Version counters, which in-place operations raise. Numpy buffers, `.data`, shared memory and captured graphs do not.
+"""Version counters. In-place operations raise them; numpy buffers, `.data`, shared memory and captured graphs do not.
 
 - `version_of(tensor)`: Tensor._version. RuntimeError for inference tensors. No replacement.
 - `keep_versions(tensors)`: torch.autograd.grad_mode._unsafe_preserve_version_counter, a context in which writes do not
-  count. No replacement.
+  change the counters. No replacement.
 """
 
 from __future__ import annotations

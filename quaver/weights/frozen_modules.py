@@ -19,7 +19,7 @@ from quaver.linear.frozen_state import FrozenState
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.module import Float8Linear
 from quaver.recipes.formats import FORMATS
-from quaver.torch_private.dtensor import distributed_like, is_dtensor, local_shape_and_offset, local_tensor
+from quaver.torch_private.dtensor import from_local_like, is_dtensor, local_shape_and_offset, local_tensor
 
 
 class FrozenModule(nn.Module):
@@ -103,4 +103,4 @@ def _state(parameter: Tensor, local: FrozenFloat8Weight) -> FrozenState:
 
 def _as(weight: Tensor, local: Tensor) -> Tensor:
     """`local` as a DTensor where `weight` is one."""
-    return distributed_like(local, weight) if is_dtensor(weight) else local
+    return from_local_like(local, weight) if is_dtensor(weight) else local

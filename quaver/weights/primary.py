@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from quaver.experts.grouped_mm import quantize_weight
 from quaver.experts.module import Float8Experts, is_transposed
 from quaver.experts.module_weight import ModuleWeight, weights_of_module, weights_under
-from quaver.kernels.operands import Operand, Operands, present
+from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
 from quaver.linear.tensor import Float8Tensor
@@ -50,7 +50,7 @@ from quaver.recipes.linear_casts import OperandCasts
 from quaver.runtime.names import owners_of_parameters
 from quaver.runtime.optimizer_states import StatesView, replace_states
 from quaver.torch_private.dispatch import OpOverload
-from quaver.torch_private.optimizer import loading, saved
+from quaver.torch_private.optimizer import load_with_hooks, save_with_hooks
 from quaver.torch_private.versions import version_of
 
 aten = torch.ops.aten
@@ -125,8 +125,8 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
     def quantize(self) -> None:
         """Bring the codes up to date with the master."""
         for to, made in zip(super().stored(), _quantize(self.wrapped, self.config, self.transposed), strict=True):
-            present(to).data.copy_(made.data)
-            typing.cast(Tensor, present(to).dequant_scale).copy_(typing.cast(Tensor, made.dequant_scale))
+            expect(to).data.copy_(made.data)
+            typing.cast(Tensor, expect(to).dequant_scale).copy_(typing.cast(Tensor, made.dequant_scale))
         self._quantized = self._versions()
 
     def _versions(self) -> tuple[int, int]:
@@ -184,7 +184,7 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
     def _alias(self) -> Float8PrimaryWeight:
         """A tensor of the same codes and the same master."""
         row, column = super().stored()
-        alias = Float8PrimaryWeight(present(row), column, self.dtype, self.wrapped, self.config, self.transposed)
+        alias = Float8PrimaryWeight(expect(row), column, self.dtype, self.wrapped, self.config, self.transposed)
         alias._quantized = self._quantized
         return alias
 
@@ -196,13 +196,13 @@ def _quantize(master: Tensor, config: Float8LinearConfig, transposed: bool) -> t
     casts = config.casts.weight
     if master.dim() == 3:
         both = quantize_weight(master.detach().contiguous(), config, transposed, row=True, column=True)
-        row, column = (present(each)._replace(data=present(each).data.view(master.shape)) for each in both)
+        row, column = (expect(each)._replace(data=expect(each).data.view(master.shape)) for each in both)
         row, column = (column, row) if transposed else (row, column)
         return row, row if column.data.data_ptr() == row.data.data_ptr() else column
-    shared = casts.is_dequantized or not (casts.row.has_two_casts or casts.column.has_two_casts)
+    shared = casts.is_dequantized or not (casts.row.depends_on_direction or casts.column.depends_on_direction)
     operands = Quantizer(casts, master.dtype)(master.detach(), row=True, column=not shared)
-    row = present(operands.row)
-    return row, row if shared else present(operands.column)
+    row = expect(operands.row)
+    return row, row if shared else expect(operands.column)
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
@@ -271,11 +271,11 @@ class Float8PrimaryOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's."""
         _copy_options(self.param_groups, self.inner.param_groups)
-        return saved(self, self.inner.state_dict)
+        return save_with_hooks(self, self.inner.state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the wrapped optimizer, or of one of its kind that trained ordinary parameters."""
-        with loading(self, state_dict) as state_dict, self._masters():  # torch gives the state their dtype
+        with load_with_hooks(self, state_dict) as state_dict, self._masters():  # torch gives the state their dtype
             self.inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quaver.runtime.devices import standing_for_gpu
+from quaver.runtime.devices import simulate_gpu
 from tests.virtual_gpu.runtime import host_reads_refused
 
 VIRTUAL = os.environ.get("QUAVER_VIRTUAL_GPU", "")
@@ -31,7 +31,7 @@ def smaller(size: Any, interpreted: Any) -> Any:
 
 def host() -> contextlib.AbstractContextManager[None]:
     """Inside the block CPU tensors take a CPU's code."""
-    return standing_for_gpu(None)
+    return simulate_gpu(None)
 
 
 def host_and_gpu() -> Iterator[str]:

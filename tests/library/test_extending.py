@@ -29,7 +29,7 @@ from quaver.export.formats import weight_format
 from quaver.linear.gemm import kind_of_casts
 from tests.mixture import make_mixture
 from quaver.recipes.config import CastConfig, Float8LinearConfig, ScalingGranularity
-from quaver.kernels.operands import present
+from quaver.kernels.operands import expect
 from quaver.linear.quantize import Quantizer
 from quaver.roofline.cost import _operand_casts
 from quaver.recipes.scaling import dequantize

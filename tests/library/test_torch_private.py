@@ -165,7 +165,7 @@ def test_fakes():
 
     class Parameter(torch.nn.Parameter):
         def untyped_storage(self):
-            asked.append(tracing.fake_tensors_ask())
+            asked.append(tracing.called_by_fake_tensors())
             return super().untyped_storage()
 
     parameter = Parameter(torch.ones(2))
@@ -218,7 +218,7 @@ def test_operators():
     add = torch.ops.aten.add
     assert isinstance(add, dispatch.OpOverloadPacket)
     assert isinstance(add.Tensor, dispatch.OpOverload)
-    assert dispatch.decomposed(torch.ops.aten.reshape.default, (torch.ones(2, 2), [4]), {}).shape == (4,)
+    assert dispatch.decompose(torch.ops.aten.reshape.default, (torch.ones(2, 2), [4]), {}).shape == (4,)
     assert isinstance(torch.ops.higher_order.cond, dispatch.HigherOrderOperator)
 
 

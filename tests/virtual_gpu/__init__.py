@@ -24,7 +24,7 @@ import torch
 from quaver.kernels import triton_blocks
 from quaver.linear import gemm
 from quaver.linear.gemm import ScaleKind, assuming_native
-from quaver.runtime.devices import standing_for_gpu
+from quaver.runtime.devices import simulate_gpu
 from quaver.runtime.slow_paths import slow_paths
 from tests.virtual_gpu import grouped_matmuls, matmuls, runtime
 
@@ -67,7 +67,7 @@ def virtual_gpu(name: str = "h100") -> Iterator[Card]:
             library.impl(operator, functools.partial(model, card), "CPU", allow_override=True)
         stack.enter_context(assuming_native({}))
         stack.enter_context(runtime.cuda_functions(card))
-        stack.enter_context(standing_for_gpu(card.capability))
+        stack.enter_context(simulate_gpu(card.capability))
         yield card
         for (_, kind), failure in gemm._native_failures.items():
             assert (failure is None) == (kind in KINDS.get(name, ())), f"{name}, {kind.value}: {failure}"

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from quaver.roofline.device_specs import find_device_spec
-from quaver.runtime.devices import is_capturing, standing_for_capture
+from quaver.runtime.devices import is_capturing, simulate_capture
 
 if TYPE_CHECKING:
     from tests.virtual_gpu import Card
@@ -94,5 +94,5 @@ def host_reads_refused() -> Iterator[None]:
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
     """Inside the block a CUDA graph counts as captured: what it cannot repeat raises. It is not replayed."""
-    with standing_for_capture(), host_reads_refused():
+    with simulate_capture(), host_reads_refused():
         yield

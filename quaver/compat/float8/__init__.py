@@ -1,4 +1,4 @@
-"""`torchao.float8`: what users import from the package itself."""
+"""`torchao.float8`: the names of the package itself."""
 
 from quaver.compat.float8.config import (
     CastConfig,

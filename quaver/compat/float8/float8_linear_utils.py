@@ -12,8 +12,8 @@ from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, Sc
 
 
 def linear_requires_sync(config: Float8LinearConfig) -> bool:
-    """Whether `sync_float8_amax_and_scale_history` has to be called once a step."""
-    return any(cast.scaling_type is ScalingType.DELAYED for cast in resolve_config(config).casts.every())
+    """Whether `sync_float8_amax_and_scale_history` must be called once a step."""
+    return any(cast.scaling_type is ScalingType.DELAYED for cast in resolve_config(config).casts.all_casts())
 
 
 def get_float8_layers(model: nn.Module) -> list[Float8Linear]:
@@ -29,8 +29,8 @@ def swap_linear_layers(
 ) -> nn.Module:
     """Replace every `nn.Linear` that the filter admits by `from_float_func(linear)`; return the module.
 
-    A root `nn.Linear` is not changed: its replacement is returned. What `from_float_func` makes is all that happens;
-    `convert_to_float8_training` is what also sets up a float8 all-gather and persistent scales.
+    A root `nn.Linear` is not changed: its replacement is returned. Unlike `convert_to_float8_training`, this does not
+    set up a float8 all-gather or persistent scales.
     """
     swapped: dict[nn.Module, nn.Linear] = {}
     for name, child in module.named_modules():
@@ -52,7 +52,7 @@ def _auto_filter_for_recipe(
 
     Raises:
         ValueError: an unknown recipe, or one string for `filter_fqns`.
-        NotImplementedError: a recipe that torchao has no thresholds for.
+        NotImplementedError: torchao has no thresholds for the recipe.
     """
     recipe = Float8LinearRecipeName(recipe)
     if isinstance(filter_fqns, str):

@@ -1,4 +1,4 @@
-"""`torchao.float8.float8_tensor` of torchao 0.9: for isinstance checks; it is constructed differently."""
+"""`torchao.float8.float8_tensor` of torchao 0.9, for isinstance checks only: the constructor differs."""
 
 from quaver.linear.tensor import Float8Tensor
 

@@ -1,4 +1,4 @@
-"""`torchao.float8.float8_training_tensor`: for isinstance checks; it is constructed differently."""
+"""`torchao.float8.float8_training_tensor`, for isinstance checks only: the constructor differs."""
 
 from quaver.linear.tensor import Float8Tensor as Float8TrainingTensor
 

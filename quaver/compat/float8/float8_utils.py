@@ -1,4 +1,4 @@
-"""`torchao.float8.float8_utils`: what scripts and tests import from it."""
+"""`torchao.float8.float8_utils`: the names that scripts and tests import."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ def amax_to_scale(amax: Tensor, float8_dtype: torch.dtype, round_scales_to_power
 
 
 def to_fp8_saturated(x: Tensor, float8_dtype: torch.dtype) -> Tensor:
-    """`x` in float8; what overflows becomes the largest number of the format, and inf NaN, unlike torchao's."""
+    """Cast `x` to float8. Overflows become the largest number of the format; inf becomes NaN, unlike in torchao."""
     return cast_to_float8(x, torch.ones((), device=x.device), float8_dtype)
 
 
@@ -23,7 +23,7 @@ def compute_error(x: Tensor, y: Tensor) -> Tensor:
 
 
 def config_has_stateful_scaling(config: Float8LinearConfig) -> bool:
-    """Whether an operand has delayed or static scaling."""
+    """Whether any operand has delayed or static scaling."""
     return resolve_config(config).has_persistent_scales
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from quaver.kernels.operands import Operand, present
+from quaver.kernels.operands import Operand, expect
 from quaver.recipes.cast_config import ScaleCalculationMode
 from quaver.recipes.config import CastConfig
 from quaver.recipes.formats import E4M3
@@ -76,7 +76,7 @@ class WeightFormat:
             operand: the weight [N, K] in the forward's matmul.
             weight: the cast of the weight.
         """
-        scale = present(operand.dequant_scale)
+        scale = expect(operand.dequant_scale)
         if self.is_mx:
             if weight.block_size is None or weight.block_size[1] != GROUP_SIZE or not _is_e8m0(scale):
                 return None
@@ -106,7 +106,7 @@ class WeightFormat:
     def tensors(self, name: str, operand: Operand) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors of the weight `name` in a checkpoint, by name."""
         yield name, self.stored_codes(operand.data)
-        yield self.name_of_scale(name), self.stored_scale(present(operand.dequant_scale))
+        yield self.name_of_scale(name), self.stored_scale(expect(operand.dequant_scale))
 
     def name_of_scale(self, name: str) -> str:
         """Return the name of the scale of the weight `name`."""

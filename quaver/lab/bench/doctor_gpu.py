@@ -20,7 +20,7 @@ from quaver.recipes.recipe_name import canonical_recipe
 from quaver.roofline.cost import obstacle_to
 from quaver.roofline.device_specs import DEVICE_SPECS, DeviceSpec
 from quaver.roofline.scaled_matmul import kinds_of_matmuls
-from quaver.runtime.names import without_numbers
+from quaver.runtime.names import mask_layer_numbers
 
 NVIDIA_GPUS = tuple(spec.name for spec in DEVICE_SPECS if spec.compute_capability)
 """The names of the GPUs whose kernels are known."""
@@ -108,7 +108,7 @@ def _casts(spec: DeviceSpec) -> str:
 
 def _recipe(recipe: str, spec: DeviceSpec) -> RecipeOnGpu:
     config = Float8LinearConfig.from_recipe_name(recipe)
-    pairs = {name: (config.casts.of(*left), config.casts.of(*right)) for name, (left, right) in MATMULS.items()}
+    pairs = {name: (config.casts.get(*left), config.casts.get(*right)) for name, (left, right) in MATMULS.items()}
     linear = [_of_linear(name, *pair, spec) for name, pair in pairs.items()]
     powers_of_2 = config.round_scales_to_power_of_2
     return RecipeOnGpu(recipe, linear, [_of_experts(name, *pair, spec, powers_of_2) for name, pair in pairs.items()])
@@ -146,7 +146,7 @@ def _layers(model: nn.Module, recipe: str, spec: DeviceSpec) -> list[LayersOnGpu
     counts: Counter[tuple[Any, ...]] = Counter()
     for layer in conversion_report(model).layers:
         note = _padding(layer.in_features, layer.out_features, multiple) if layer.converted else layer.reason
-        counts[without_numbers(layer.name), layer.in_features, layer.out_features, layer.converted, note] += 1
+        counts[mask_layer_numbers(layer.name), layer.in_features, layer.out_features, layer.converted, note] += 1
     return [LayersOnGpu(name, count, *rest) for (name, *rest), count in counts.items()]
 
 

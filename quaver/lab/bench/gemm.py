@@ -71,7 +71,7 @@ class GemmBenchmark(Shapes, BenchOptions):
         about: dict[str, tuple[str, bool | None, int]] = {BFLOAT16: ("torch.mm", None, len(plain))}
         for granularity in self.scales:
             casts = Float8LinearConfig.from_recipe_name(granularity).casts
-            left, right = (casts.of(*operand) for operand in MATMULS[matmul.name])
+            left, right = (casts.get(*operand) for operand in MATMULS[matmul.name])
             backend = backend_for(device, kind_of_casts(left, right))
             operands = Rotation(partial(matmul.float8_operands, granularity, device), k * (m + n), device)
             for fast in (True, False) if backend is GemmBackend.NATIVE else (None,):
@@ -124,7 +124,7 @@ class Matmul:
         config = Float8LinearConfig.from_recipe_name(granularity)
         operands = []
         for hp, operand, dim in zip(self.hp_operands(device), MATMULS[self.name], (1, 0), strict=True):
-            cast = config.casts.of(*operand)
+            cast = config.casts.get(*operand)
             scale_dim = dim if cast.is_rowwise else None
             power_of_2 = config.round_scales_to_power_of_2
             codes, _, dequant = dynamic_cast(hp.contiguous(), cast.float8_dtype, scale_dim, power_of_2=power_of_2)

@@ -14,7 +14,7 @@ from quaver.lab.plan.cluster import Cluster
 from quaver.lab.plan.run import EXPERTS, HEAD, PlannedRun
 from quaver.recipes.config import Float8LinearRecipeName
 from quaver.roofline.attention import attention_seconds
-from quaver.roofline.block import BlockShape, Both, seconds_between_matmuls
+from quaver.roofline.block import BlockShape, PerPass, seconds_between_matmuls
 from quaver.roofline.cost import KERNEL_LAUNCH_S, LinearTime, linear_cost
 from quaver.roofline.device_specs import DeviceSpec
 from quaver.roofline.matmul import moved_s
@@ -24,11 +24,11 @@ READERS = {"q_proj": 3, "k_proj": 3, "v_proj": 3, "gate_proj": 2, "up_proj": 2}
 """The number of linears that share the input of a linear and its casts."""
 RECOMPUTED_BY_OP = ("k_proj", "o_proj", "up_proj")
 """Linears that "selective" recomputes: every second matmul, counted from the end, without the last."""
-LOGIT_BYTES = Both(14, 36)
+LOGIT_BYTES = PerPass(14, 36)
 """Bytes that the loss moves per logit, in slices of float32 (quaver/lab/trainer/loss.py). Forward reads bfloat16,
 writes float32, reads it and writes log-probabilities. Backward repeats that, writes the gradient of the
 log-probabilities, and reads both to write the gradient of the logits in bfloat16."""
-SPLIT_LOGIT_BYTES = Both(20, 28)
+SPLIT_LOGIT_BYTES = PerPass(20, 28)
 """Bytes per logit of a tensor parallel rank's part. Forward reads bfloat16 for the maxima, and again to write
 differences in float32, takes exponentials and sums them. Backward writes differences, changes them twice, and reads
 them for the gradient."""
@@ -96,11 +96,11 @@ def block_times(run: PlannedRun, cluster: Cluster) -> BlockTimes:
     wide = model.hidden_dim * ((model.top_k + model.n_shared_experts) if model.n_experts else 1)
     between = seconds_between_matmuls(BlockShape(model.dim, queries, keys, wide), share, spec, run.residual_bytes)
     if not run.compiled:
-        between = Both(*(EAGER_BYTES * seconds for seconds in between))
+        between = PerPass(*(EAGER_BYTES * seconds for seconds in between))
     attention = attention_seconds(queries, share, run.seq_len, spec, run.attention)
     forward = sum(map(_forward_s, linears.values()))
     backward = sum(time.total_s - _forward_s(time) for time in linears.values())
-    experts = expert_times(run, cluster) if model.n_experts else Both(0, 0)
+    experts = expert_times(run, cluster) if model.n_experts else PerPass(0, 0)
     stored = _storing_s(run, cluster) if run.stores_in_float8 else 0.0
     recomputed = {
         "none": 0.0,
@@ -196,7 +196,7 @@ def _add_rescaling(time: LinearTime, sizes: tuple[int, int, int], spec: DeviceSp
     )
 
 
-def expert_times(run: PlannedRun, cluster: Cluster) -> Both:
+def expert_times(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of this rank's grouped matmuls, with evenly spread tokens, and of the permutation of tokens."""
     model, spec = run.model, cluster.spec
     local, rows = model.n_experts // run.expert, run.tokens * model.top_k
@@ -209,10 +209,10 @@ def expert_times(run: PlannedRun, cluster: Cluster) -> Both:
         forward += _forward_s(time)
         backward += time.total_s - _forward_s(time)
     permuted_s = moved_s(4 * 2 * rows * model.dim, spec)
-    return Both(forward + permuted_s, backward + permuted_s)
+    return PerPass(forward + permuted_s, backward + permuted_s)
 
 
-def head_times(run: PlannedRun, cluster: Cluster) -> Both:
+def head_times(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of the output projection and the loss."""
     model = run.model
     time = linear_time(run, HEAD, model.dim, model.vocab_size, cluster)
@@ -220,15 +220,15 @@ def head_times(run: PlannedRun, cluster: Cluster) -> Both:
     bytes_per_logit = LOGIT_BYTES if run.tensor == 1 else SPLIT_LOGIT_BYTES
     loss = [moved_s(logits * logit_bytes, cluster.spec) for logit_bytes in bytes_per_logit]
     forward = _forward_s(time)
-    return Both(forward / cluster.sustained + loss[0], (time.total_s - forward) / cluster.sustained + loss[1])
+    return PerPass(forward / cluster.sustained + loss[0], (time.total_s - forward) / cluster.sustained + loss[1])
 
 
-def embedding_times(run: PlannedRun, cluster: Cluster) -> Both:
+def embedding_times(run: PlannedRun, cluster: Cluster) -> PerPass:
     """Return the time of the embedding, which reads and writes rows, and zeroes and accumulates its gradient."""
     model, spec = run.model, cluster.spec
     rows = run.tokens * model.dim * 2 * run.residual_bytes
     gradient = model.vocab_size * model.dim * 4 / run.tensor
-    return Both(moved_s(rows, spec), moved_s(rows + gradient, spec))
+    return PerPass(moved_s(rows, spec), moved_s(rows + gradient, spec))
 
 
 def _forward_s(time: LinearTime) -> float:

@@ -308,7 +308,7 @@ class _Estimate:
         """Return the bytes that a float8 linear saves per element of its input, which `tp` ranks gather."""
         if self.recipe is None:
             return 0
-        if self.recipe.casts.input.of_column.is_disabled:
+        if self.recipe.casts.input.column_source.is_disabled:
             return _LOW
         saves = tp > 1 or not self.config.training.compile
         return int(saves)

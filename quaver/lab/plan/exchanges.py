@@ -140,7 +140,7 @@ def _amaxes(run: PlannedRun, casts: LinearCasts) -> tuple[tuple[int, int], tuple
             add(backward, split_inputs, dim)
         elif weight.column.is_rowwise:
             add(backward, split_outputs, dim)
-        elif weight.column.is_tensorwise and not weight.column.is_persistent and not weight.is_one:
+        elif weight.column.is_tensorwise and not weight.column.is_persistent and not weight.has_equal_casts:
             add(backward, split_outputs + split_inputs, 1)
     gradient = casts.grad_output
     if gradient.row.is_tensorwise and not gradient.row.is_persistent:

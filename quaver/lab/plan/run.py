@@ -132,7 +132,7 @@ class PlannedRun:
 @functools.cache
 def has_one_cast(recipe: Float8LinearRecipeName | str) -> bool:
     """Whether one set of a weight's codes serves both of its matmuls."""
-    return Float8LinearConfig.from_recipe_name(recipe).casts.weight.has_one_set
+    return Float8LinearConfig.from_recipe_name(recipe).casts.weight.shares_codes
 
 
 def run_of(config: TrainConfig, layout: ParallelDims) -> PlannedRun:

@@ -33,7 +33,7 @@ from quaver.lab.plan.exchanges import Exchange, exchanges_at_the_ends, exchanges
 from quaver.lab.plan.run import HEAD, PlannedRun
 from quaver.lab.plan.saving import saving_s
 from quaver.lab.plan.simulate import COMPUTE, STORAGE, SimulatedStep
-from quaver.roofline.block import Both
+from quaver.roofline.block import PerPass
 from quaver.roofline.matmul import moved_s
 
 GRADIENT_BYTES = 4
@@ -144,8 +144,8 @@ class Costs(NamedTuple):
     """The compute seconds of one rank for one micro-batch, from the model of compute.py, a ledger or a measurement."""
 
     block: BlockTimes
-    head: Both
-    embedding: Both
+    head: PerPass
+    embedding: PerPass
 
     @classmethod
     def of(cls, run: PlannedRun, cluster: Cluster) -> Costs:

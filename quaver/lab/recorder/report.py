@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from quaver.lab.recorder.recorder import CATEGORIES, Allocation, Recorder
-from quaver.runtime.names import without_numbers
+from quaver.runtime.names import mask_layer_numbers
 
 SCHEMA = 3
 
@@ -198,7 +198,7 @@ def merged_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _without_numbers(name: str, value: Any) -> Any:
     if name in ("module", "of", "saved_in"):
-        return without_numbers(value)
+        return mask_layer_numbers(value)
     if name == "first_use" and value is not None:
-        return {**value, "module": without_numbers(value["module"])}
+        return {**value, "module": mask_layer_numbers(value["module"])}
     return value

@@ -74,7 +74,7 @@ def _matmuls(
     if config is None:
         return operands, runs_in
     for matmul, operands_read in MATMULS.items():
-        left, right = (config.casts.of(*operand) for operand in operands_read)
+        left, right = (config.casts.get(*operand) for operand in operands_read)
         if left.is_disabled:
             continue
         operands[matmul] = f"{left} x {right}"

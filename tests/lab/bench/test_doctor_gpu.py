@@ -38,7 +38,7 @@ def test_it_says_what_the_dispatch_finds_by_trying(card):
         for name in Float8LinearRecipeName:
             config = Float8LinearConfig.from_recipe_name(name)
             for position, operands in enumerate(MATMULS.values()):
-                pair = [config.casts.of(*operand) for operand in operands]
+                pair = [config.casts.get(*operand) for operand in operands]
                 if pair[0].is_disabled:
                     expected = ["high precision"] * 2
                 else:

@@ -29,7 +29,7 @@ def _sum_of_ranks():
 def _largest_amaxes():
     own = [[NOTHING_OBSERVED, NOTHING_OBSERVED, -torch.nan, 3.0], [NOTHING_OBSERVED, 0.0, 5.0, 4.0]][dist.get_rank()]
     amaxes = torch.tensor(own)
-    return max_over_ranks(amaxes, dist.group.WORLD, may_lack=True), max_over_ranks(amaxes[2:], dist.group.WORLD)
+    return max_over_ranks(amaxes, dist.group.WORLD, allow_missing=True), max_over_ranks(amaxes[2:], dist.group.WORLD)
 
 
 def _fail_on_rank_1():

@@ -115,13 +115,13 @@ def test_a_static_scale_is_the_one_that_an_engine_reads_from_the_folder():
 def test_casts_of_a_config():
     config = serving_config("vllm-block", replace(Float8LinearConfig.from_recipe_name("blockwise"), emulate=True))
     assert config.emulate
-    assert config.casts.weight.is_one
+    assert config.casts.weight.has_equal_casts
     assert config.casts.input.column == Float8LinearConfig.from_recipe_name("blockwise").casts.input.column
     assert not config.matmuls.output.scales_are_powers_of_2
     assert not config.matmuls.grad_input.scales_are_powers_of_2
     assert config.matmuls.grad_weight.scales_are_powers_of_2
     assert serving_config("vllm-block-ue8m0").matmuls.output.scales_are_powers_of_2
-    assert serving_config("vllm-per-tensor", "tensorwise").casts.input.is_one
+    assert serving_config("vllm-per-tensor", "tensorwise").casts.input.has_equal_casts
     assert serving_config("vllm-block", "rowwise").casts.input.column.is_rowwise
     assert serving_config("vllm-block", config) == config
     assert serving_of(Float8LinearConfig()) is None

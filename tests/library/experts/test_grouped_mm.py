@@ -200,7 +200,7 @@ def test_the_reference_gives_the_codes_and_scales_of_the_cpu(recipe, operand, di
     config = serving_config(recipe) if recipe in SERVINGS else Float8LinearConfig.from_recipe_name(recipe)
     if recipe in SERVINGS and (operand, direction) not in (("input", "row"), ("weight", "row")):
         pytest.skip("as in a recipe")
-    cast = config.casts.of(operand, direction)
+    cast = config.casts.get(operand, direction)
     if cast.is_disabled:
         pytest.skip("in high precision")
     hp = torch.randn(310, 70, dtype=torch.bfloat16)
@@ -227,7 +227,7 @@ def test_the_reference_gives_the_codes_and_scales_of_the_cpu(recipe, operand, di
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_reference_takes_no_rows(recipe):
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
-    for cast in {casts.input.row, casts.input.column} - {c for c in casts.every() if c.is_disabled}:
+    for cast in {casts.input.row, casts.input.column} - {c for c in casts.all_casts() if c.is_disabled}:
         options = *(cast.block_size or (0, 0)), cast.mode
         ends, granularity = torch.zeros(4, dtype=torch.int32), cast.scaling_granularity.value
         operands = _cast_groups(torch.zeros(0, 70), cast.float8_dtype, ends, 4, True, True, True, granularity, *options)
@@ -242,7 +242,7 @@ def grouped_operands(form, recipe, transposed, a, b_t, grad_output, ends):
     power_of_2 = casts.input.power_of_2
 
     def tokens(hp, operand, direction):
-        cast = casts.of(operand, direction)
+        cast = casts.get(operand, direction)
         return getattr(cast_groups(hp, cast, ends, 4, direction == "row", direction == "column", power_of_2), direction)
 
     def weight(direction):
@@ -250,7 +250,7 @@ def grouped_operands(form, recipe, transposed, a, b_t, grad_output, ends):
         of_stored = {"row": "column", "column": "row"}[direction] if transposed else direction
         made = cast_groups(
             stored.view(-1, stored.shape[2]),
-            casts.of("weight", direction),
+            casts.get("weight", direction),
             None,
             4,
             of_stored == "row",

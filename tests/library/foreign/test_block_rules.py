@@ -24,7 +24,7 @@ def blocks():
     return amax.float().unsqueeze(1) * fractions
 
 
-def up_to_power_of_2(scale):
+def round_up_to_power_of_2(scale):
     """The smallest power of two that is not below, exactly."""
     mantissa, exponent = torch.frexp(scale)
     return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
@@ -33,7 +33,7 @@ def up_to_power_of_2(scale):
 def deepseek_v3(hp, amax, power_of_2):
     """s = amax / 448, optionally 2^ceil(log2 s); y = x / s. No floor."""
     scale = amax / MAX
-    scale = up_to_power_of_2(scale) if power_of_2 else scale
+    scale = round_up_to_power_of_2(scale) if power_of_2 else scale
     return (hp / scale).to(E4M3), scale
 
 

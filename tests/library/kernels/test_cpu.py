@@ -133,7 +133,7 @@ def test_blocks(dtype: torch.dtype, layout: ScaleLayout, threads: None) -> None:
         for hp in (gaussian(shape, dtype), random_bits(shape, dtype)):
             amax = scaling.block_amax(hp, layout)
             assert_same_bits(cpu.block_amax(hp, layout), amax)
-            quant, dequant, _ = scaling.scales_of(amax, E4M3, True, "")
+            quant, dequant, _ = scaling.compute_scales(amax, E4M3, True, is_blockwise=True)
             codes = scaling.cast_blocks(hp, quant, E4M3, layout)
             assert_same_bits(cpu.cast_with_scale(hp, quant, E4M3, layout), codes)
             for wide in (torch.bfloat16, torch.float32):

@@ -1,6 +1,6 @@
 """Which kernel an operation runs on a GPU, by dtype and layout, and that it gives the reference's bits.
 
-The tensors are a CPU's that take a GPU's code (`standing_for_gpu`), and the kernels run in Triton's interpreter.
+The tensors are a CPU's that take a GPU's code (`simulate_gpu`), and the kernels run in Triton's interpreter.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from quaver.kernels import (
 from quaver.kernels.operands import Operand
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.recipes.scaling import PersistentScale
-from quaver.runtime.devices import standing_for_gpu
+from quaver.runtime.devices import simulate_gpu
 from tests.library.kernels.triton_kernels import E4M3, E5M2, interpreting_process, varied
 from tests.reference import assert_same_bits
 
@@ -89,17 +89,17 @@ def run_table(capability, dtypes=DTYPES):
     launched = set()
     for (name, call), dtype, (layout, laid_out) in itertools.product(OPERATIONS.items(), dtypes, LAYOUTS.items()):
         matrix = laid_out(varied(17, 48, torch.float32).to(dtype))
-        with standing_for_gpu(capability), counting_launches() as kernels:
+        with simulate_gpu(capability), counting_launches() as kernels:
             made = _result(call, matrix)
         if (kernels and name.endswith("_major")) or set(kernels) - {
             "_column_major"
         }:  # the reference of a cast lays codes out by it
             launched.add((name, dtype, layout))
-        with standing_for_gpu(capability), mock.patch.object(triton_blocks, "INTERPRETED", False):
+        with simulate_gpu(capability), mock.patch.object(triton_blocks, "INTERPRETED", False):
             expected = _result(call, matrix)
         assert type(made) is type(expected), (name, dtype, layout, made, expected)
         if matrix.dim() == 2:
-            with standing_for_gpu(capability), FakeTensorMode() as mode:
+            with simulate_gpu(capability), FakeTensorMode() as mode:
                 faked = _result(call, mode.from_tensor(matrix))
         if isinstance(made, str):
             assert made == expected, (name, dtype, layout)
@@ -161,7 +161,7 @@ def run_grouped_matmuls():
         stored = weights.transpose(1, 2).contiguous() if transposed else weights
         left = tokens if form is Form.OUTPUT else gradients
         right = tokens if form is Form.GRAD_WEIGHT else stored.flatten(0, 1)
-        with standing_for_gpu(H100), counting_launches() as kernels:
+        with simulate_gpu(H100), counting_launches() as kernels:
             pair = (Operand(each.bfloat16()) for each in (left, right))
             made = gpu_gemm.widened(*pair, ends, form, transposed).float()
         expected = torch.zeros_like(made)

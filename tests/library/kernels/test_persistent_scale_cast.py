@@ -13,7 +13,7 @@ from quaver.kernels.persistent_cast import cast_with_persistent_scale
 from quaver.recipes import scaling
 from quaver.recipes.formats import FORMATS
 from quaver.recipes.scaling import PersistentScale
-from quaver.runtime.devices import standing_for_gpu
+from quaver.runtime.devices import simulate_gpu
 from tests.reference import MAX, every_value, reference_amax, reference_scales
 from tests.steps import assert_same
 
@@ -62,7 +62,7 @@ def compiled(hp, quant_scale, float8_dtype, power_of_2, is_known=False, on_gpu=F
 
 def compiled_for_a_gpu(hp, quant_scale, float8_dtype, power_of_2):
     """Where the scale is known, both graphs: the host knows it, or does not yet."""
-    with standing_for_gpu((9, 0)):
+    with simulate_gpu((9, 0)):
         results = compiled(hp, quant_scale, float8_dtype, power_of_2, on_gpu=True)
         if quant_scale > 0:
             assert_same(compiled(hp, quant_scale, float8_dtype, power_of_2, is_known=True, on_gpu=True), results)

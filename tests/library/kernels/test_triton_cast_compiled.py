@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
 from quaver.kernels import triton_blocks, triton_cast
-from quaver.lab.memory.compiling.machine_code import _read
+from quaver.lab.memory.compiling.machine_code import _parse_disassembly
 from quaver.recipes.config import BLOCK_SIZES
 from tests.library.kernels.triton_kernels import BOTH, COLUMNS, E4M3, E5M2, ROWS
 from tests.thinned import at_night
@@ -102,7 +102,7 @@ def assert_fits(asm, folder, registers):
 def instructions_of_machine(folder):
     """Those of the kernel that `assert_fits` assembled."""
     command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(folder / "kernel.cubin")]
-    code, _, _ = _read(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    code, _, _ = _parse_disassembly(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return code.total()
 
 

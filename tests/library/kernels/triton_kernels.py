@@ -90,14 +90,14 @@ def assert_casts(hp, float8_dtype, *, persistent=(), given=(), power_of_2=False,
             row_codes, column_codes = laid_out(codes, codes, rows, columns)
             expected = (row_codes, *rest[:2], column_codes, rest[2])
             assert_equal(triton_cast.cast_with_persistent_scale(hp, *args, scale.to(device)), expected)
-    divisor_of = mode if scale_rules.rule_of(mode).divides else ""
+    division = mode if scale_rules.rule_of(mode).divides else ""
     for scales in given:
         expected = [
-            scale if scale is None else scaling.cast_to_float8(host, scale, float8_dtype, divisor_of=divisor_of)
+            scale if scale is None else scaling.cast_to_float8(host, scale, float8_dtype, division=division)
             for scale in scales
         ]
         on_device = [scale if scale is None else scale.to(device) for scale in scales]
-        assert_equal(triton_cast.cast_with_scale(hp, float8_dtype, *on_device, divisor_of), laid_out(*expected))
+        assert_equal(triton_cast.cast_with_scale(hp, float8_dtype, *on_device, division), laid_out(*expected))
 
 
 def assert_casts_by_rule(hp, rule):

@@ -15,7 +15,7 @@ from quaver import (
     sync_float8_amax_and_scale_history,
 )
 from quaver.kernels.cast import cast_rowwise, cast_tensorwise, cast_with_scale
-from quaver.recipes.scaling import scales_of
+from quaver.recipes.scaling import compute_scales
 from tests.library.conversion.test_delayed import Net, config_of, states
 from tests.library.distributed.models import DIM, Block
 from tests.library.linear.test_module import make, saved_bytes
@@ -223,7 +223,7 @@ class ScalesInside(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, values, power_of_2):
-        return torch.stack(scales_of(values.abs().amax(), torch.float8_e4m3fn, power_of_2)[:2])
+        return torch.stack(compute_scales(values.abs().amax(), torch.float8_e4m3fn, power_of_2)[:2])
 
     @staticmethod
     def backward(ctx, grad):

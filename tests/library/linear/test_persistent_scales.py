@@ -22,7 +22,7 @@ from quaver import (
 )
 from quaver.compat.delayed_buffers import load_delayed_buffers
 from quaver.linear.scale_state import ScaleState
-from quaver.runtime.devices import standing_for_gpu
+from quaver.runtime.devices import simulate_gpu
 from tests.library.conversion.test_delayed import Ffn, Net, config_of, fared, make, scale_of, states, step
 from tests.library.foreign.test_delayed_buffers import old_checkpoint
 from tests.library.linear.test_module import COPIES, references
@@ -211,7 +211,7 @@ def test_code_for_a_gpu_is_compiled_twice_and_a_scale_that_is_known_by_mistake_i
     model = make()
     twin, state = copy.deepcopy(model), float8_scaling_state(model)
     torch._dynamo.utils.counters.clear()
-    with standing_for_gpu((8, 0)):  # casts and multiplies in PyTorch
+    with simulate_gpu((8, 0)):  # casts and multiplies in PyTorch
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         for _ in range(2):
             for factor in (1.0, 3.0, 2.0):

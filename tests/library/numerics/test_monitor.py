@@ -21,7 +21,7 @@ from quaver.numerics.record import Record
 from quaver.numerics.statistics import finish, observe_matrix
 from quaver.numerics.survey_sums import survey_sums
 from quaver.optim import CombinedOptimizer
-from quaver.runtime.devices import standing_for_capture, standing_for_gpu
+from quaver.runtime.devices import simulate_capture, simulate_gpu
 from tests import steps as steps_of
 from tests.reference import BLOCK_RECIPES, RECIPES, sqnr_db
 from tests.thinned import at_night
@@ -424,5 +424,5 @@ def test_a_model_without_float8_and_a_second_monitor_are_refused():
 def test_a_sample_in_a_cuda_graph_is_refused(monkeypatch):
     monkeypatch.setattr(observe, "note_use", lambda number: SimpleNamespace())
     said = "a CUDA graph cannot repeat: compile without mode='reduce-overhead'"
-    with standing_for_gpu((9, 0)), standing_for_capture(), pytest.raises(RuntimeError, match=said):
+    with simulate_gpu((9, 0)), simulate_capture(), pytest.raises(RuntimeError, match=said):
         observe._run_if_sampled(lambda *_: None)(torch.zeros(1, 1), 0, torch.tensor(0))

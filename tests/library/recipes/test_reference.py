@@ -127,7 +127,7 @@ def pair_of_linears(config, shape, dtype, bias, numbers):
 
 
 def has_delayed_scales(config):
-    return any(cast.scaling_type is ScalingType.DELAYED for cast in config.casts.every())
+    return any(cast.scaling_type is ScalingType.DELAYED for cast in config.casts.all_casts())
 
 
 def steps_of(config):

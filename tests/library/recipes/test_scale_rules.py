@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quaver import CastConfig, Float8LinearConfig, ScaleCalculationMode, ScalingGranularity, ScalingType
-from quaver.kernels.cast import CASTS, CASTS_OF_STORED
+from quaver.kernels.cast import CASTS, MATERIALIZED_CASTS
 from quaver.recipes.scale_rules import RULES
 from tests.reference import assert_same_bits
 
@@ -151,7 +151,7 @@ def test_casts_are_the_equations(rule, dtype):
     for hp, layout in itertools.product(samples(dtype), LAYOUTS):
         cast = cast_by(rule, layout)
         codes, scale = expected(rule, hp, layout)
-        for table in (CASTS, CASTS_OF_STORED):
+        for table in (CASTS, MATERIALIZED_CASTS):
             made = table[cast.scaling_granularity](hp, E4M3, True, True, False, *cast.options).row
             assert_same_bits(made.data, codes)
             rows, columns = made.layout.block(hp.shape)

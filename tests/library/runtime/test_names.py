@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from quaver.runtime.names import listed, modules_around, owners_of_parameters, owners_of_weights, plain_name
+from quaver.runtime.names import enclosing_modules, listed, owners_of_parameters, owners_of_weights, plain_name
 
 
 def test_names_lose_what_wrappers_added_and_nothing_else() -> None:
@@ -12,9 +12,9 @@ def test_names_lose_what_wrappers_added_and_nothing_else() -> None:
 def test_containers_are_not_modules_around() -> None:
     model = nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(2, 2))]))
     modules = dict(model.named_modules())
-    assert list(modules_around("0.0.0", modules)) == ["0.0", ""]
-    assert list(modules_around("0", modules)) == [""]
-    assert list(modules_around("", modules)) == []
+    assert list(enclosing_modules("0.0.0", modules)) == ["0.0", ""]
+    assert list(enclosing_modules("0", modules)) == [""]
+    assert list(enclosing_modules("", modules)) == []
 
 
 def test_owners_name_a_tied_parameter_and_a_shared_module_each_time() -> None:

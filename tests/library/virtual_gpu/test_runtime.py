@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from quaver import convert_to_float8_training, monitor
 from quaver.lab.cli import main
 from quaver.lab.runs.json_lines import read_metrics
-from quaver.runtime.devices import standing_for_capture
+from quaver.runtime.devices import simulate_capture
 from tests.reference import BLOCK_RECIPES, RECIPES
 from tests.thinned import at_night
 from tests.virtual_gpu import virtual_gpu
@@ -45,7 +45,7 @@ def _captured(recipe):
         with monitor(module):
             _step(module, input)
             # Its number of the step lies on the host, which `capturing` takes for the device's.
-            with standing_for_capture(), pytest.raises(RuntimeError, match="CUDA graph") as error:
+            with simulate_capture(), pytest.raises(RuntimeError, match="CUDA graph") as error:
                 _step(module, input)
         errors.append(str(error.value))
     return errors

@@ -23,7 +23,7 @@ from math import ceil, prod
 import torch
 
 from quaver.kernels.native_blocks import _native_block_mm
-from quaver.kernels.operands import OF_CODES_AND_SCALES
+from quaver.kernels.operands import FIRST_OUTER_SCALE
 from quaver.kernels.triton_cast_blocks import casts_both_at_once
 from quaver.lab.bench.ledger.inside import Called, called_inside
 from quaver.lab.bench.ledger.kernels import float64_operations, is_along_rows, loads_in_loops
@@ -285,7 +285,7 @@ def _cast_from_two_reads(entry: LedgerEntry) -> list[LedgerEntry]:
 def _cast_of_blocks(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count one kernel, or two that both read the operand for 1 x n blocks in both directions of unaligned sizes."""
     operand, written = entry.launch.reads[0], sum(access.elements > 0 for access in entry.launch.writes)
-    if written == OF_CODES_AND_SCALES and not casts_both_at_once(*operand.size):
+    if written == FIRST_OUTER_SCALE and not casts_both_at_once(*operand.size):
         return [replace(entry, read_bytes=entry.read_bytes + operand.moved_bytes, launches=2)]
     return [entry]
 

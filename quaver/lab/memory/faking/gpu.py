@@ -1,7 +1,7 @@
 """The device that predictions are for: a CPU, or an NVIDIA GPU with float8 matmuls that this machine lacks.
 
 A torch build without CUDA cannot differentiate fake CUDA tensors. So fake tensors stay on the CPU and quaver runs its
-GPU code on them (`standing_for_gpu`): casts write the layouts of the hardware's matmuls, and every kind of scales that
+GPU code on them (`simulate_gpu`): casts write the layouts of the hardware's matmuls, and every kind of scales that
 some hardware multiplies is multiplied natively.
 
 torch's C++ still decides as for a CPU, except for RMSNorm. Attention is the CPU's flash attention. It saves the same
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quaver.linear.gemm import ScaleKind, assuming_native
-from quaver.runtime.devices import standing_for_gpu
+from quaver.runtime.devices import simulate_gpu
 
 DEVICES = ("cpu", "cuda")
 _CAPABILITY = (9, 0)
@@ -54,7 +54,7 @@ def is_for_a_gpu() -> bool:
 def as_on_a_gpu() -> Iterator[None]:
     """Treat fake tensors inside the block as tensors on a GPU that multiplies the scales of every recipe."""
     with ExitStack() as stack:
-        stack.enter_context(standing_for_gpu(_CAPABILITY))
+        stack.enter_context(simulate_gpu(_CAPABILITY))
         stack.enter_context(assuming_native(dict.fromkeys(ScaleKind)))
         stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
         library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
