@@ -55,24 +55,24 @@ def change_weight(linear: nn.Module, change: Change) -> None:
 
 def change_input_operand(stack: ExitStack, linear: Float8Linear, change: OnOperand) -> None:
     """Change both operands of the input, after their cast."""
-    quantizer_of = quaver.linear.function.cached_quantizer
+    quantizer_of = quaver.linear.function.choose_quantizer
 
     def wrapped(activation: Tensor, casts: Any, hp_dtype: Any, scale: Any, reader: int) -> Any:
         quantizer = quantizer_of(activation, casts, hp_dtype, scale, reader)
         return changed(quantizer, change) if reader == id(linear) else quantizer
 
-    patch(stack, quaver.linear.function, "cached_quantizer", wrapped)
+    patch(stack, quaver.linear.function, "choose_quantizer", wrapped)
 
 
 def change_grad_operand(stack: ExitStack, linear: Float8Linear, change: OnOperand) -> None:
     """Change both operands of grad_output, after their cast."""
-    quantizer_of = quaver.linear.function._grad_output_quantizer
+    quantizer_of = quaver.linear.function._make_grad_output_quantizer
 
     def wrapped(args: Any) -> Any:
         quantizer = quantizer_of(args)
         return changed(quantizer, change) if args.probe is not None and args.probe is linear.probe else quantizer
 
-    patch(stack, quaver.linear.function, "_grad_output_quantizer", wrapped)
+    patch(stack, quaver.linear.function, "_make_grad_output_quantizer", wrapped)
 
 
 def changed(quantizer: Any, change: OnOperand) -> Callable[..., Operands]:
@@ -101,13 +101,13 @@ def change_weight_operands(stack: ExitStack, linear: Float8Linear, change: OnOpe
 
 def change_matmul(stack: ExitStack, linear: Float8Linear, change: Callable[[Operand], Operand]) -> None:
     """Give the first matmul another input than the one that was cast: a wrong kernel."""
-    of_output = quaver.linear.function._output
+    of_output = quaver.linear.function._compute_output
 
     def wrapped(input: Operand, weight: Operand, bias: Any, args: Any, *rest: Any) -> Tensor:
         is_it = args.probe is not None and args.probe is linear.probe
         return of_output(change(input) if is_it else input, weight, bias, args, *rest)
 
-    patch(stack, quaver.linear.function, "_output", wrapped)
+    patch(stack, quaver.linear.function, "_compute_output", wrapped)
 
 
 def dequantized_by(factor: float) -> OnOperand:

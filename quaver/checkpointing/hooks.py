@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 
 from quaver.checkpointing.codes import DTYPES, MemoryLayout, decode, encode
 from quaver.kernels.operands import expect
-from quaver.linear.saved_tensors import HeldTensor, PackHook, are_of_checkpoint
+from quaver.linear.saved_tensors import HeldTensor, PackHook, is_checkpoint_hook
 from quaver.torch_private.autograd import runs_in_backward, top_saved_tensors_hooks
 from quaver.torch_private.dtensor import is_dtensor, local_tensor, waited_local_tensor
 from quaver.torch_private.memory import storage_key
@@ -243,7 +243,7 @@ def leaving() -> Iterator[None]:
 def storing(storage: Storage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[Any]:
     """Store tensors that autograd saves inside the block: the forward of a module with these arguments."""
     outer: Any = top_saved_tensors_hooks(True)
-    if are_of_checkpoint(outer) or runs_in_backward():  # a reentrant checkpoint recomputes in its backward
+    if is_checkpoint_hook(outer) or runs_in_backward():  # a reentrant checkpoint recomputes in its backward
         return nullcontext()
     if outer is not None and isinstance(outer[0], Pack):
         outer = outer[0].outer

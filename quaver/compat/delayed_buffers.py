@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quaver.conversion.delayed import float8_scaling_state, named_slots
-from quaver.linear.scale_state import next_scale
+from quaver.linear.scale_state import compute_scale
 from quaver.runtime.names import plain_name
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,9 @@ def _entries(model: nn.Module, buffers: Mapping[str, Tensor]) -> dict[str, Tenso
             scale = buffers.get(f"{prefix}fp8_scale_{old}")
             if history is not None and scale is not None:
                 history = torch.where((scale != 1) & history.isfinite(), history, 0).flip(0).to(state.quant_scale)
-                quant_scale = next_scale(history.max(), state.format_max[slot], state.delayed_config, state.power_of_2)
+                quant_scale = compute_scale(
+                    history.max(), state.format_max[slot], state.delayed_config, state.power_of_2
+                )
                 entries[f"{name}.quant_scale"] = torch.where(history.max() > 0, quant_scale, 0)
                 entries[f"{name}.amax_history"] = history
     return entries

@@ -25,8 +25,8 @@ from quaver.conversion.roles import HEADS, is_router
 from quaver.experts.module import (
     Float8Experts,
     check_whole,
+    find_experts_obstacle,
     is_experts,
-    obstacle_of_experts,
     to_float8_experts,
     to_plain_experts,
     weights_of,
@@ -198,7 +198,7 @@ def _choose(
         if decision and is_linear:
             obstacle = obstacle_of(child, include_subclasses)
         elif decision:
-            obstacle = obstacle_of_experts(child, config)
+            obstacle = find_experts_obstacle(child, config)
         if not isinstance(child, Float8Linear | Float8Experts):  # the report computes the obstacle of a linear
             chosen.reasons.append((child, decision.reason if not obstacle else "" if is_linear else obstacle))
         if obstacle:
@@ -278,7 +278,7 @@ def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig,
             "call convert_to_high_precision first"
         )
     for weight in [module.weight] if isinstance(module, nn.Linear) else weights_of(module).values():
-        otherwise = weight.quantized_otherwise(config.casts.weight) if isinstance(weight, Float8Tensor) else ""
+        otherwise = weight.cast_mismatch(config.casts.weight) if isinstance(weight, Float8Tensor) else ""
         if otherwise:
             raise ValueError(f"{name or 'the module'}: {otherwise}")
     if tied and config.enable_fsdp_float8_all_gather:

@@ -20,9 +20,9 @@ from quaver.linear.scale_state import (
     LinearScales,
     NamedSlot,
     ScaleState,
+    compute_scale,
     entries_of,
     load_slots,
-    next_scale,
 )
 from quaver.recipes import scaling
 from quaver.recipes.config import CastConfig, Float8LinearConfig
@@ -133,19 +133,19 @@ def calibrate_float8_static_scales(model: nn.Module, *, group: ProcessGroup | No
     try:
         for state in states:
             state.quant_scale[state.calibrated_slots] = 0
-            state.was_loaded()
+            state.refresh_after_load()
             state.calibrating = True
         yield
-        amaxes = [state.observed_on(group)[:, 0] for state in states]
+        amaxes = [state.reduce_observed(group)[:, 0] for state in states]
         _check_measured({name: float(amaxes[states.index(state)][slot]) for name, state, slot in named})
         for (scales, _), amax, state in zip(before, amaxes, states, strict=True):
             slots = state.calibrated_slots
-            scales[slots] = next_scale(amax[slots], state.format_max[slots], state.delayed_config, state.power_of_2)
+            scales[slots] = compute_scale(amax[slots], state.format_max[slots], state.delayed_config, state.power_of_2)
     finally:
         for (scales, amax_buffer), state in zip(before, states, strict=True):
             state.calibrating = False
-            state.quant_scale.copy_(state.as_served(scales))
-            state.was_loaded()
+            state.quant_scale.copy_(state.round_by_rules(scales))
+            state.refresh_after_load()
             state.amax_buffer.copy_(amax_buffer)
 
 

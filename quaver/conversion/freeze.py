@@ -22,9 +22,9 @@ from quaver.conversion.convert import ModuleFilter, convert_to_float8_training, 
 from quaver.conversion.report import obstacle_of
 from quaver.experts.module import (
     Float8Experts,
+    find_experts_obstacle,
     is_experts,
     is_transposed,
-    obstacle_of_experts,
     to_float8_experts,
     weights_of,
 )
@@ -122,7 +122,7 @@ def _is_left_alone(module: nn.Module, config: Float8LinearConfig, include_subcla
         return True
     if isinstance(module, nn.Linear):
         return bool(obstacle_of(module, include_subclasses))
-    return bool(obstacle_of_experts(module, config))
+    return bool(find_experts_obstacle(module, config))
 
 
 @torch.no_grad()
@@ -166,7 +166,7 @@ def store_float8_weight(
     """
     frozen = FrozenFloat8Weight.from_codes(codes, dequant_scale, dtype)
     expected, shape = config.casts.weight.row.granularity, getattr(module, name).shape
-    if frozen.shape != shape or (frozen.granularity != expected and frozen.scales_a_matrix > 1):
+    if frozen.shape != shape or (frozen.granularity != expected and frozen.scales_per_matrix > 1):
         raise ValueError(
             f"expected a {expected} weight of {list(shape)}, got {frozen.granularity} {list(frozen.shape)}"
         )

@@ -1,7 +1,7 @@
-"""Casts to float8 of a matrix whose rows belong to groups (groups.py), each with scales of its own.
+"""Casts to float8 of a matrix whose rows belong to groups (groups.py), which are scaled separately.
 
-On a CPU each group is cast by the table of casts (kernels/cast.py). Elsewhere PyTorch casts all groups at once: amaxes
-of rows, reduced by group; no number leaves the device.
+On a CPU each group is cast by the table of casts (kernels/cast.py). Elsewhere PyTorch casts all groups at once: it
+reduces the amaxes of rows by group, without synchronizing with the host.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.experts.groups import bounds_of, count_of_scales, first_scale, layout_of_cast, scale_rows, shape_of_scales
+from quaver.experts.groups import (
+    count_scale_rows,
+    find_bounds,
+    find_first_scale,
+    find_scale_rows,
+    get_cast_layout,
+    get_scale_shape,
+)
 from quaver.kernels import cpu
 from quaver.kernels.cast import CASTS, cast_blocks_with_scale, realize_scales
 from quaver.kernels.operands import Operand, Operands, cast_by_layout, expect, select_directions
@@ -39,67 +46,68 @@ def _cast_groups(
     length: int,
     mode: str,
 ) -> Operands:
-    """Quantize groups of rows, for one or both of their matmuls.
+    """Quantize groups of rows for one or both of their matmuls.
 
     Args:
         hp: [rows, columns].
         ends, groups: see groups.py.
-        granularity: of `ScalingGranularity`; with "blockwise", the rest is as for `cast_blockwise`, else 0, 0 and the
-            mode of `cast_tensorwise`.
+        granularity: a value of `ScalingGranularity`.
+        dot_products, length, mode: with "blockwise" as in `cast_blockwise`, else 0, 0 and `cast_tensorwise`'s mode.
     Returns:
         Operands with the scales of groups.py.
     """
     cpu.check_memory(hp, ends)
     is_blockwise = granularity == ScalingGranularity.BLOCKWISE.value
-    row_layout = layout_of_cast(granularity, (dot_products, length))
+    row_layout = get_cast_layout(granularity, (dot_products, length))
 
     def cast(layout: ScaleLayout) -> Operand:
         rows, columns = layout.rows, layout.columns
-        count = count_of_scales(rows, groups, hp.shape[0])
-        scale_row = scale_rows(ends, groups, hp.shape[0], rows, hp.device)
-        amax = _amaxes(hp, ends, groups, layout, scale_row)
+        count = count_scale_rows(rows, groups, hp.shape[0])
+        scale_row = find_scale_rows(ends, groups, hp.shape[0], rows, hp.device)
+        amax = _compute_amaxes(hp, ends, groups, layout, scale_row)
         amax = amax.to(hp.dtype) if mode else amax  # exact; see `compute_scales`
         scales = scaling.compute_scales(amax, float8_dtype, power_of_2, mode, is_blockwise=is_blockwise)
-        quant, dequant, _ = scales = realize_scales(scales)
+        scales = realize_scales(scales)
+        quant, dequant, _ = scales
         factor, division = scaling.choose_factor(scales, mode)
-        shape = shape_of_scales(layout, groups, *hp.shape)
-        row_scales, of_row = scales_per_row(hp, factor, scale_row, columns)
+        shape = get_scale_shape(layout, groups, *hp.shape)
+        row_scales, layout_in_row = expand_quant_scales(hp, factor, scale_row, columns)
         if column and not (row and layout == row_layout) and torch.compiler.is_dynamo_compiling():
-            # The transpose shares no node with row codes, so that the backward can compute its own (kernels/cast.py).
-            turned = cast_blocks_with_scale(hp.t(), row_scales.t(), float8_dtype, of_row.t(), True, division)
-            codes = turned.t().contiguous()
+            # The transpose shares no node with row codes, so the backward can recompute it (kernels/cast.py).
+            transposed = cast_blocks_with_scale(hp.t(), row_scales.t(), float8_dtype, layout_in_row.t(), True, division)
+            codes = transposed.t().contiguous()
         else:
-            codes = cast_blocks_with_scale(hp, row_scales, float8_dtype, of_row, True, division)
+            codes = cast_blocks_with_scale(hp, row_scales, float8_dtype, layout_in_row, True, division)
         return Operand(codes, dequant[:count].view(shape), layout, quant[:count].view(shape))
 
     return cast_by_layout(cast, row, column, row_layout)
 
 
-def _part_of_row(hp: Tensor, columns: int) -> ScaleLayout:
-    """Blocks of one row with so many columns."""
+def _make_row_blocks(hp: Tensor, columns: int) -> ScaleLayout:
+    """Returns the layout with blocks of one row and `columns` columns; 0 is all columns."""
     return ScaleLayout(1, columns or max(hp.shape[1], 1))
 
 
-def _amaxes(hp: Tensor, ends: Tensor | None, groups: int, layout: ScaleLayout, scale_row: Tensor) -> Tensor:
-    """`amax_of_scale_rows`, without a scatter where each row has its own scale, or all scales have as many rows."""
+def _compute_amaxes(hp: Tensor, ends: Tensor | None, groups: int, layout: ScaleLayout, scale_row: Tensor) -> Tensor:
+    """`compute_scale_row_amax`, without a scatter if all scales have equal numbers of rows."""
     rows, columns = layout.rows, layout.columns
     is_even = rows == ALL and ends is None and hp.shape[0] > 0
     if rows != 1 and not is_even:
-        return amax_of_scale_rows(hp, scale_row, count_of_scales(rows, groups, hp.shape[0]), columns)
-    amax = scaling.block_amax(hp, _part_of_row(hp, columns)).float()
+        return compute_scale_row_amax(hp, scale_row, count_scale_rows(rows, groups, hp.shape[0]), columns)
+    amax = scaling.block_amax(hp, _make_row_blocks(hp, columns)).float()
     amax = amax.view(groups, -1, amax.shape[1]).amax(1) if is_even else amax
     return F.pad(amax, (0, 0, 0, 1))
 
 
-def amax_of_scale_rows(hp: Tensor, scale_row: Tensor, count: int, columns: int) -> Tensor:
-    """The amax of each row of scales, float32 [count + 1, blocks of columns]; the last one is of rows of no group."""
+def compute_scale_row_amax(hp: Tensor, scale_row: Tensor, count: int, columns: int) -> Tensor:
+    """Returns the amax for each row of scales, float32 [count + 1, blocks of columns]; the last is of no group."""
     if columns == 1:
         return group_amax(hp, scale_row, count + 1)
-    return _largest_by(scale_row, count + 1, scaling.block_amax(hp, _part_of_row(hp, columns)))
+    return _largest_by(scale_row, count + 1, scaling.block_amax(hp, _make_row_blocks(hp, columns)))
 
 
 def _group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
-    """The amax of each column of `hp` [R, C] over the rows of each group, float32 [groups, C]; `group` is int64 [R]."""
+    """Returns the amax of each column of `hp` [R, C] in each group, float32 [groups, C]; `group` is int64 [R]."""
     return _largest_by(group, groups, scaling.block_amax(hp, ScaleLayout(1, 1)))
 
 
@@ -108,30 +116,29 @@ def _fake_group_amax(hp: Tensor, group: Tensor, groups: int) -> Tensor:
     return hp.new_empty(groups, hp.shape[1], dtype=torch.float32)
 
 
-# Inductor would scatter: it writes the magnitudes as int32, and has an atomic for each of them.
+# An operation, because Inductor would scatter: it writes the magnitudes as int32, with an atomic for each element.
 group_amax = operation(
     _group_amax, results=1, gpu="group_amax", fake=_fake_group_amax, in_graphs=True, phase="quaver::cast"
 )
 
 
 def _largest_by(group: Tensor, groups: int, magnitudes: Tensor) -> Tensor:
-    bits = magnitudes.float().view(torch.int32)  # they order as the magnitudes do, NaNs on top
+    bits = magnitudes.float().view(torch.int32)  # bits order as magnitudes do, with NaN the largest
     largest = bits.new_zeros(groups, bits.shape[1])
     return largest.scatter_reduce(0, group[:, None].expand(bits.shape), bits, "amax").view(torch.float32)
 
 
-def scales_per_row(hp: Tensor, quant_scale: Tensor, scale_row: Tensor, columns: int) -> tuple[Tensor, ScaleLayout]:
-    """The scales of the rows of `hp` and their layout, as `cast_blocks_with_scale` takes them.
+def expand_quant_scales(hp: Tensor, quant_scale: Tensor, scale_row: Tensor, columns: int) -> tuple[Tensor, ScaleLayout]:
+    """Returns the scales of the rows of `hp`, and their layout, for `cast_blocks_with_scale`.
 
-    `quant_scale` has a number per row of scales, or a row of them, one for `columns` columns each.
+    `quant_scale` has one or more numbers for each row of scales, one per `columns` columns.
     """
-    return quant_scale.view(len(quant_scale), -1)[scale_row], _part_of_row(hp, columns)
+    return quant_scale.view(len(quant_scale), -1)[scale_row], _make_row_blocks(hp, columns)
 
 
 def _fake_groups(
     hp: Tensor, float8_dtype: torch.dtype, ends: Tensor | None, groups: int, row: bool, column: bool, *rest: Any
 ) -> Operands:
-    """Shapes only."""
     scaling.check_hp(hp)
     _, granularity, *options = rest
 
@@ -139,12 +146,12 @@ def _fake_groups(
         dequant, quant = _new_scales(hp, layout, groups)
         return Operand(hp.new_empty(hp.shape, dtype=float8_dtype), dequant, layout, quant)
 
-    return cast_by_layout(cast, row, column, layout_of_cast(granularity, options))
+    return cast_by_layout(cast, row, column, get_cast_layout(granularity, options))
 
 
 def _new_scales(hp: Tensor, layout: ScaleLayout, groups: int) -> tuple[Tensor, Tensor]:
-    """Zeros for dequant_scale and quant_scale."""
-    dequant = hp.new_zeros(shape_of_scales(layout, groups, *hp.shape), dtype=torch.float32)
+    """Make zeros for dequant_scale and quant_scale."""
+    dequant = hp.new_zeros(get_scale_shape(layout, groups, *hp.shape), dtype=torch.float32)
     return dequant, torch.zeros_like(dequant)
 
 
@@ -154,45 +161,45 @@ def _new_scales(hp: Tensor, layout: ScaleLayout, groups: int) -> tuple[Tensor, T
 def _cpu_groups(
     hp: Tensor, float8_dtype: torch.dtype, ends: Tensor | None, groups: int, row: bool, column: bool, *rest: Any
 ) -> Operands | None:
-    """By the table of casts, each group as a matrix; what does not depend on groups, in one."""
+    """Cast each group by the table of casts; or all rows at once, if no scale depends on the groups."""
     if not cpu.takes(hp, float8_dtype):
         return None
     power_of_2, granularity, *options = rest
-    name, bounds = ScalingGranularity(granularity), bounds_of(ends, groups, hp.shape[0])
+    name, bounds = ScalingGranularity(granularity), find_bounds(ends, groups, hp.shape[0])
     if not has_kernel(options[2]):
         return None
     by_rule = options[2:] if options[2] else []
     block_options = options if name is ScalingGranularity.BLOCKWISE else by_rule
-    row_layout = layout_of_cast(granularity, options)
+    row_layout = get_cast_layout(granularity, options)
 
     def cast(layout: ScaleLayout) -> Operand:
         is_column = layout != row_layout
 
-        def in_table(matrix: Tensor) -> Operand:
+        def cast_matrix(matrix: Tensor) -> Operand:
             operands = CASTS[name](matrix, float8_dtype, not is_column, is_column, power_of_2, *block_options)
             operand: Operand = operands.column if is_column else operands.row
             return operand
 
         if layout.rows == 1:
-            return in_table(hp)
+            return cast_matrix(hp)
         if ends is None and layout.rows != ALL and (hp.shape[0] // groups) % layout.rows == 0:
-            made = in_table(hp)
+            operand = cast_matrix(hp)
             dequant, quant = (
-                _with_unused_rows(expect(each), groups) for each in (made.dequant_scale, made.quant_scale)
+                _add_unused_rows(expect(scale), groups) for scale in (operand.dequant_scale, operand.quant_scale)
             )
-            return Operand(made.data, dequant, layout, quant)
+            return Operand(operand.data, dequant, layout, quant)
         codes, scales = torch.empty_like(hp, dtype=float8_dtype), _new_scales(hp, layout, groups)
         for group, (start, stop) in enumerate(bounds):
             if block_options:
-                of_group = in_table(hp[start:stop])
-                codes[start:stop] = of_group.data
-                group_scales = [expect(of_group.dequant_scale), expect(of_group.quant_scale)]
+                operand = cast_matrix(hp[start:stop])
+                codes[start:stop] = operand.data
+                group_scales = [expect(operand.dequant_scale), expect(operand.quant_scale)]
             else:
                 dim = 0 if is_column else None
                 rows = hp[start:stop], codes[start:stop]
                 parts: Any = cpu.dynamic_cast(rows[0], float8_dtype, dim, power_of_2=power_of_2, codes=rows[1])
                 group_scales = [parts[2], parts[1]]
-            first = first_scale(layout.rows, group, start)
+            first = find_first_scale(layout.rows, group, start)
             for scale, group_scale in zip(scales, group_scales, strict=True):
                 scale[first : first + (group_scale.shape[0] if group_scale.dim() else 1)] = group_scale
         codes[bounds[-1][1] :].view(torch.uint8).zero_()
@@ -201,23 +208,23 @@ def _cpu_groups(
     return cast_by_layout(cast, row, column, row_layout)
 
 
-def _with_unused_rows(scales: Tensor, groups: int) -> Tensor:
-    """Scales of blocks that no group cuts, with the unused row after each group; see [Note: scale rows]."""
+def _add_unused_rows(scales: Tensor, groups: int) -> Tensor:
+    """Append the unused row of [Note: scale rows] to each group's scales, for groups of whole blocks."""
     return F.pad(scales.view(groups, -1, scales.shape[1]), (0, 0, 0, 1)).view(-1, scales.shape[1])
 
 
-def _row_layout(*args: Any) -> ScaleLayout:
-    return layout_of_cast(args[7], args[8:])
+def _get_row_layout(*args: Any) -> ScaleLayout:
+    return get_cast_layout(args[7], args[8:])
 
 
-_operation = operation(_cast_groups, cpu=_cpu_groups, fake=_fake_groups, layout=_row_layout)
+_operation = operation(_cast_groups, cpu=_cpu_groups, fake=_fake_groups, layout=_get_row_layout)
 
 
 @phase("quaver::cast")
 def cast_groups(
     hp: Tensor, cast: CastConfig, ends: Tensor | None, groups: int, row: bool, column: bool, power_of_2: bool
 ) -> Operands:
-    """Quantize groups of rows by one cast; a disabled one gives `hp` itself.
+    """Quantize groups of rows with one cast. A disabled cast returns `hp` itself.
 
     Args:
         hp: [rows, columns], contiguous.

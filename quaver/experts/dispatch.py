@@ -1,6 +1,6 @@
-"""Protocols of expert parallelism: rows travel to the ranks of their experts, and back.
+"""Protocols of expert parallelism, which sends rows to the ranks of their experts and back.
 
-parallel/expert_parallel.py has the exchange. Here is what a grouped matmul and a module of experts call.
+A grouped matmul and a module of experts call them; parallel/expert_parallel.py implements them.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ class Dispatch(Protocol):
     """The exchange of one routing. `dispatch`, `combine` and `quantize` are collectives."""
 
     ends: Tensor
-    """int32 [E of this rank]: where the rows of each of its experts end, once they are here."""
+    """int32 [E of this rank]: where the received rows of each expert end."""
     experts: Tensor
-    """int64 [rows here]: the expert of each row, among those of this rank."""
+    """int64 [received rows]: the expert of each row, counted from this rank's first expert."""
 
     def dispatch(self, rows: Tensor) -> Tensor:
-        """Rows in the order of all experts -> the rows of this rank's experts, from all ranks."""
+        """Send rows, ordered by expert. Returns the rows of this rank's experts from all ranks."""
 
     def combine(self, rows: Tensor) -> Tensor:
-        """The way back; rows of no expert are 0."""
+        """Send rows back to their ranks. Rows without an expert are 0."""
 
     def quantize(self, hp: Tensor, casts: OperandCasts, row: bool, column: bool) -> Operands:
-        """The operands of `dispatch(hp)`, to the bit; codes travel where they can."""
+        """Returns operands that are bit-identical to a cast of `dispatch(hp)`. Sends codes if possible."""
 
 
 class Dispatcher(Protocol):
     """Makes the exchange of each routing, for experts that are split over ranks."""
 
     ranks: int
-    """Over how many."""
+    """The number of ranks."""
     experts: int
-    """How many all ranks have."""
+    """The number of experts on all ranks."""
 
     def __call__(self, pairs: int, ends: Tensor, call: str) -> Dispatch:
-        """The exchange of pairs of tokens and experts. A collective.
+        """Make the exchange of pairs of a token and an expert. A collective.
 
         Args:
-            pairs: how many this rank has, with those of no expert.
+            pairs: the number of this rank's pairs, including pairs without an expert.
             ends: int32 [E of all ranks]: where the pairs of each expert end, sorted by expert.
-            call: what the ranks must agree about.
+            call: a description on which the ranks must agree.
         """
 
     def note(self, experts: nn.Module) -> str:
-        """A sentence for reports: the precision in which tokens and gradients travel to these experts in training."""
+        """Returns a sentence for reports: in which precision training sends tokens and gradients to these experts."""
 
     def local_part(self, parameter: Tensor) -> Tensor:
-        """This rank's part of a parameter, differentiably."""
+        """Returns this rank's part of a parameter, differentiably."""
 
 
 class Bring(torch.autograd.Function):
-    """`dispatch.dispatch` in high precision, both ways."""
+    """`dispatch.dispatch` in high precision, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, dispatch: Dispatch) -> Tensor:
@@ -70,7 +70,7 @@ class Bring(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """`dispatch.combine` in high precision, both ways: for results that more than a matmul reads."""
+    """`dispatch.combine` in high precision, forward and backward: for results that do not come from a matmul."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, dispatch: Dispatch) -> Tensor:

@@ -4,10 +4,10 @@
     grad_a      [T, K]              grad_output_g [t, N] @ b_t[g].t() [N, K]
     grad_b_t    [E, K, N]           a_g.t() [K, t] @ grad_output_g [t, N]
 
-An expert is a linear with the weight [N, K] = b_t[g].t(): each group has the operands, scales and sums of the float8
-linear of its expert on its tokens, to the bit. Saved for backward: the column operand of a, and b_t itself, which
-backward quantizes again (its column operand with `keep_float8_weight_for_backward`, and where the weight was quantized
-before: an all-gather, `cast_weights_once`).
+An expert is a linear with the weight [N, K] = b_t[g].t(): a group has bit-identical operands, scales and sums to a
+float8 linear on its tokens. Saved for backward: the column operand of a, and b_t itself, which backward
+quantizes again. The column operand of b_t instead, with `keep_float8_weight_for_backward` or if the weight was
+quantized before (an all-gather, `cast_weights_once`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from quaver.experts.cast import cast_groups
 from quaver.experts.dispatch import Dispatch
 from quaver.experts.gemm import grouped_mm
-from quaver.experts.groups import Form, in_scale_rows
+from quaver.experts.groups import Form, arrange_scale_rows
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.linear.frozen_weight import FrozenFloat8Weight
-from quaver.linear.function import NoSecondDerivative, compute_dtype, refuse_transforms
+from quaver.linear.function import compute_dtype, refuse_transforms, run_backward
 from quaver.linear.quantize import Groups, MatmulProbe
-from quaver.linear.saved_tensors import save, saved
+from quaver.linear.saved_tensors import load_saved, save
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.formats import HP_DTYPES
@@ -35,7 +35,7 @@ from quaver.runtime.compile_hints import add_dependency
 from quaver.torch_private.autograd import forward_ad_level, wanted_gradients
 
 DYNAMIC_ONLY = "experts are scaled dynamically: the tokens of an expert are others in each step"
-"""Why no expert has delayed or static scaling."""
+"""The reason why experts support no delayed or static scaling."""
 
 
 class _Args(NamedTuple):
@@ -45,12 +45,14 @@ class _Args(NamedTuple):
     hp_dtype: torch.dtype
     transposed: bool
     """Whether weights are stored [E, K, N]."""
-    weight_operands: Operands | None = None
+    weight_operands: Operands | None
     """The weight's operands, if it was quantized before."""
+    keeps_codes: bool
+    """Whether codes of the weight are saved for backward, instead of the weight."""
     dispatch: Dispatch | None = None
-    """Brings rows of `a` to their experts; None where they are there."""
+    """Sends rows of `a` to the ranks of their experts; None if they are there."""
     combine: Dispatch | None = None
-    """Takes the rows of the output back to where the tokens are; None where they stay."""
+    """Sends rows of the output back to the ranks of their tokens; None if they stay."""
     probe: MatmulProbe | None = None
     """Observes the operands and results, while a monitor is attached."""
 
@@ -59,35 +61,27 @@ class _Args(NamedTuple):
 
 
 class _GroupedMMFunction(torch.autograd.Function):
-    """`output` forward, `grad_a` and the weight's gradient backward."""
-
     @staticmethod
     def forward(ctx: Any, a: Tensor, weight: Tensor, ends: Tensor, args: _Args) -> Tensor:
         needs_grad_a, needs_grad_weight = ctx.needs_input_grad[:2]
-        is_prepared = args.weight_operands is not None
-        keeps_codes = needs_grad_a and (is_prepared or args.config.keep_float8_weight_for_backward)
         a_operands = _quantize_tokens(a, ends, args, "input", True, needs_grad_weight)
-        quantized_weight = _weight_operands(weight, args, keeps_codes)
-        saved_a = expect(a_operands.column) if needs_grad_weight else Operand(a.new_empty(0))
-        # As in linear/function.py, backward quantizes the weight again, unless its codes are kept.
-        saved_weight = expect(quantized_weight.column) if keeps_codes else Operand(weight.detach())
+        quantized_weight = _weight_operands(weight, args, needs_grad_a and args.keeps_codes)
+        saved_a = expect(a_operands.column)._replace(quant_scale=None) if needs_grad_weight else None
+        saved_weight = None
+        if needs_grad_a and args.keeps_codes:
+            saved_weight = expect(quantized_weight.column)._replace(quant_scale=None)
+        elif needs_grad_a:  # as in linear/function.py, backward quantizes the weight again
+            saved_weight = Operand(weight.detach())
         ctx.args = args
-        ctx.layouts = saved_a.layout, saved_weight.layout
-        tensors = (*saved_a[:2], *(saved_weight[:2] if needs_grad_a else (None, None)), ends)
-        save(ctx, tensors)
-        return _output(expect(a_operands.row), expect(quantized_weight.row), ends, args, a, weight)
+        save(ctx, (saved_a, saved_weight), ends)
+        return _compute_output(expect(a_operands.row), expect(quantized_weight.row), ends, args, a, weight)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return *_backward(ctx, grad_output), None, None
-        with torch.no_grad():
-            grads = _backward(ctx, grad_output)
-        recorded = NoSecondDerivative.apply(*(g if g is None else g.detach().requires_grad_() for g in grads))
-        return *recorded, None, None
+        return *run_backward(_backward, ctx, grad_output), None, None
 
 
-def _output(a: Operand, weight: Operand, ends: Tensor, args: _Args, a_hp: Tensor, weight_hp: Tensor) -> Tensor:
+def _compute_output(a: Operand, weight: Operand, ends: Tensor, args: _Args, a_hp: Tensor, weight_hp: Tensor) -> Tensor:
     output = grouped_mm(a, weight, ends, Form.OUTPUT, args.config.matmuls.output, args.hp_dtype, args.transposed)
     if args.probe is not None:
         args.probe.output(output, None if args.dispatch else a_hp, weight_hp, None, args.groups(ends))
@@ -98,41 +92,31 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     args: _Args = ctx.args
     matmuls = args.config.matmuls
     needs_grad_a, needs_grad_weight = wanted_gradients(ctx, 2)
-    a_data, a_scale, weight_data, weight_scale, ends = saved(ctx)
+    (saved_a, saved_weight), (ends,) = load_saved(ctx)
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()
     grad_output = grad_output.contiguous()
     grad_operands = _quantize_tokens(grad_output, ends, args, "grad_output", needs_grad_a, needs_grad_weight)
-    stayed = None if args.combine else grad_output  # at their experts are the rows of other ranks
+    local_grad = None if args.combine else grad_output  # with `combine` the experts multiply rows of other ranks
     grad_a = grad_weight = None
     if needs_grad_weight:
-        saved_a = Operand(a_data, a_scale, ctx.layouts[0])
-        column = expect(grad_operands.column)
+        column, tokens = expect(grad_operands.column), expect(saved_a)
         grad_weight = grouped_mm(
-            column, saved_a, ends, Form.GRAD_WEIGHT, matmuls.grad_weight, args.hp_dtype, args.transposed
+            column, tokens, ends, Form.GRAD_WEIGHT, matmuls.grad_weight, args.hp_dtype, args.transposed
         )
         if args.probe is not None:
-            args.probe.grad_weight(grad_weight, stayed, saved_a, args.groups(ends))
+            args.probe.grad_weight(grad_weight, local_grad, tokens, args.groups(ends))
     if needs_grad_a:
-        weight = Operand(weight_data, weight_scale, ctx.layouts[1])
-        if weight_data.dim() == 3:
-            scale = expect(grad_operands.row).dequant_scale
-            if scale is not None:  # as in linear/function.py: the compiler saves the weight, not its column codes
-                add_dependency(scale, weight_data)
-            weight = expect(_quantize_weight(weight_data, args, False, True).column)
-        grad_a = grouped_mm(
-            expect(grad_operands.row),
-            weight,
-            ends,
-            Form.GRAD_INPUT,
-            matmuls.grad_input,
-            args.hp_dtype,
-            args.transposed,
-        )
+        row, weight, weight_hp = expect(grad_operands.row), expect(saved_weight), None
+        if not args.keeps_codes:
+            weight_hp = weight.data
+            if row.dequant_scale is not None:
+                # As in linear/function.py: the compiler saves the weight, not its column codes.
+                add_dependency(row.dequant_scale, weight_hp)
+            weight = expect(_quantize_weight(weight_hp, args, False, True).column)
+        grad_a = grouped_mm(row, weight, ends, Form.GRAD_INPUT, matmuls.grad_input, args.hp_dtype, args.transposed)
         if args.probe is not None:
-            args.probe.grad_input(
-                grad_a, stayed, weight_data if weight_data.dim() == 3 else None, weight, args.groups(ends)
-            )
+            args.probe.grad_input(grad_a, local_grad, weight_hp, weight, args.groups(ends))
         grad_a = grad_a if args.dispatch is None else args.dispatch.combine(grad_a)
     return grad_a, grad_weight
 
@@ -140,7 +124,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
 def quantize_groups(
     hp: Tensor, casts: OperandCasts, ends: Tensor | None, groups: int, row: bool, column: bool
 ) -> Operands:
-    """Quantize groups of rows [rows, columns] for one of their matmuls, or for both."""
+    """Quantize groups of rows [rows, columns] for one or both of their matmuls."""
     if not (row or column):
         return Operands(None, None)
     if casts.is_dequantized:
@@ -153,7 +137,7 @@ def quantize_groups(
 
 
 def _quantize_tokens(hp: Tensor, ends: Tensor, args: _Args, name: str, row: bool, column: bool) -> Operands:
-    """The operands of "input" or "grad_output", at their experts."""
+    """Quantize "input" or "grad_output" (`name`), and send the rows to their experts."""
     casts: OperandCasts = getattr(args.config.casts, name)
     dispatch = args.dispatch if name == "input" else args.combine
     if dispatch is not None and (row or column):
@@ -182,15 +166,15 @@ def _quantize_weight(weight: Tensor, args: _Args, row: bool, column: bool) -> Op
     return operands
 
 
-def casts_of_stored(config: Float8LinearConfig, transposed: bool) -> OperandCasts:
-    """The casts of weights along the rows and columns in which they are stored; for [E, K, N] they are turned."""
+def get_stored_casts(config: Float8LinearConfig, transposed: bool) -> OperandCasts:
+    """Returns the casts along stored rows and columns of weights; exchanged for [E, K, N]."""
     casts = config.casts.weight
     return OperandCasts(casts.column, casts.row, casts.power_of_2, casts.has_equal_casts) if transposed else casts
 
 
-def layouts_of_stored(config: Float8LinearConfig, transposed: bool) -> tuple[ScaleLayout, ScaleLayout]:
-    """The layouts of the row codes and of the column codes of weights as they are stored."""
-    casts = casts_of_stored(config, transposed)[:2]
+def get_stored_layouts(config: Float8LinearConfig, transposed: bool) -> tuple[ScaleLayout, ScaleLayout]:
+    """Returns the layouts of the row and column codes of stored weights."""
+    casts = get_stored_casts(config, transposed)[:2]
     row, column = (cast.known_layout("grouped matmuls") for cast in casts)
     column = column.column_layout()
     if config.casts.weight.is_dequantized:
@@ -198,27 +182,27 @@ def layouts_of_stored(config: Float8LinearConfig, transposed: bool) -> tuple[Sca
     return row, column
 
 
-def operands_of_quantized(weight: Float8Tensor, transposed: bool) -> Operands:
-    """The operands of a weight that was quantized before: all-gathered, or primary; codes [E, rows, columns]."""
-    row, column = (expect(each)._replace(data=expect(each).data.view(-1, weight.shape[2])) for each in weight.stored())
+def get_quantized_operands(weight: Float8Tensor, transposed: bool) -> Operands:
+    """Returns the operands of an all-gathered or primary weight, with codes [E, rows, columns]."""
+    row, column = (expect(side)._replace(data=expect(side).data.view(-1, weight.shape[2])) for side in weight.stored())
     return Operands(column, row) if transposed else Operands(row, column)
 
 
-def operands_of_frozen(weight: FrozenFloat8Weight) -> Operands:
-    """The operands of a stack that is stored in float8; both matmuls read the same codes."""
+def get_frozen_operands(weight: FrozenFloat8Weight) -> Operands:
+    """Returns the operands of a frozen stack of weights; both matmuls read the same codes."""
     scale, (_, rows, columns) = weight.dequant_scale, weight.shape
     layout = weight.scale_layout
     if scale.dim() == 3 and layout.rows == ALL:
         scale = scale.squeeze(1)
     elif scale.dim() == 3:
-        scale = scale.flatten(0, 1) if layout.rows == 1 else in_scale_rows(scale, rows, layout.rows)
+        scale = scale.flatten(0, 1) if layout.rows == 1 else arrange_scale_rows(scale, rows, layout.rows)
     operand = Operand(weight.data_fp8.view(-1, columns), scale, layout)
     return Operands(operand, operand)
 
 
 def quantize_weight(weight: Tensor, config: Float8LinearConfig, transposed: bool, row: bool, column: bool) -> Operands:
-    """The operands of every expert's [N, K], of a weight that is stored so or, if `transposed`, [E, K, N]."""
-    casts, stored = casts_of_stored(config, transposed), weight.view(-1, weight.shape[2])
+    """Quantize the [N, K] of every expert, from a weight that is stored [E, N, K] or, if `transposed`, [E, K, N]."""
+    casts, stored = get_stored_casts(config, transposed), weight.view(-1, weight.shape[2])
     if not transposed:
         return quantize_groups(stored, casts, None, weight.shape[0], row, column)
     if config.casts.weight.is_dequantized:
@@ -240,14 +224,14 @@ def float8_grouped_mm(
 
     Args:
         a: [T, K], float32, bfloat16 or float16.
-        b_t: [E, K, N], any high-precision dtype. Experts with weights [N, K] give `weight.transpose(1, 2)`.
+        b_t: [E, K, N], any high-precision dtype. For weights [E, N, K] pass `weight.transpose(1, 2)`.
         offs: int32 [E]: where each group of rows of `a` ends, ascending, at most T.
         config: a config, a recipe or its name; None for the tensorwise recipe. Dynamic scaling only.
     Returns:
         [T, N] in a's dtype; under autocast in autocast's.
     Raises:
         ValueError: shapes, dtypes or ends that do not fit, or a config with delayed or static scaling. Ends on a GPU
-            are not read.
+            are not checked.
     """
     config = resolve_config(config)
     if config.has_persistent_scales:
@@ -272,20 +256,20 @@ def multiply_by_weight(
     combine: Dispatch | None = None,
     probe: MatmulProbe | None = None,
 ) -> Tensor:
-    """`float8_grouped_mm` by a weight as it is stored, contiguous: [E, N, K] or, if `transposed`, [E, K, N].
+    """`float8_grouped_mm` by a contiguous weight that is stored [E, N, K] or, if `transposed`, [E, K, N].
 
-    Under expert parallelism the experts are this rank's, and the tokens those of all ranks.
+    Under expert parallelism this rank's experts multiply the tokens of all ranks.
 
     Args:
-        offs: int32 [E]: where each group ends, of the rows that `dispatch` brings.
-        operands: those of the weight, if it was quantized before.
-        dispatch: brings the rows of `a` to their experts. None where they are there.
-        combine: takes the rows of the output back. None where they stay.
+        offs: int32 [E]: where each group of rows ends, after `dispatch`.
+        operands: the weight's operands, if it was quantized before.
+        dispatch: sends the rows of `a` to the ranks of their experts. None if they are there.
+        combine: sends the rows of the output back. None if they stay.
         probe: observes the operands and results. None without a monitor.
     """
     _check(a, weight, offs, transposed)
-    hp_dtype = compute_dtype("cpu" if a.is_cpu else a.device.type, a.dtype)
-    args = _Args(config, hp_dtype, transposed, operands, dispatch, combine, probe)
+    keeps_codes = operands is not None or config.keep_float8_weight_for_backward
+    args = _Args(config, compute_dtype(a), transposed, operands, keeps_codes, dispatch, combine, probe)
     a = a.contiguous()
     refuse_transforms()
     if torch.is_grad_enabled() or forward_ad_level() >= 0:
@@ -293,7 +277,7 @@ def multiply_by_weight(
         return output
     a_operands = _quantize_tokens(a, offs, args, "input", True, False)
     weight_row = expect(_weight_operands(weight, args, False).row)
-    return _output(expect(a_operands.row), weight_row, offs, args, a, weight)
+    return _compute_output(expect(a_operands.row), weight_row, offs, args, a, weight)
 
 
 def _check(a: Tensor, weight: Tensor, offs: Tensor, transposed: bool) -> None:

@@ -1,6 +1,6 @@
-"""`Float8Experts`: a module of experts with its grouped matmuls in float8, and which modules are such.
+"""`Float8Experts`: a module of experts whose grouped matmuls run in float8, and which modules can be converted.
 
-Experts are recognized by what transformers gives them (`use_experts_implementation`), whoever made them:
+Experts are recognized by the attributes that transformers gives them (`use_experts_implementation`):
 
     num_experts                        E
     gate_up_proj, down_proj            [E, 2 F, D] and [E, D, F]; with `is_transposed` [E, D, 2 F] and [E, F, D]
@@ -10,12 +10,12 @@ Experts are recognized by what transformers gives them (`use_experts_implementat
     post_expert_norm                   after them, with `has_post_expert_norm`
     forward(hidden_states, top_k_index, top_k_weights)    [T, D], [T, k], [T, k] -> [T, D]
 
-An index of E or more is an expert of another rank (`_is_expert_parallel`), and adds nothing here. Llama 4's experts
-have the weights alone; they take [E * T, D], the tokens of every expert one after the other.
+An index of E or more is an expert of another rank (`_is_expert_parallel`) and adds nothing here. Llama 4's experts
+have only the weights. They take [E * T, D]: T tokens of the first expert, then T of the second, and so on.
 
-The class of a module changes, as a linear's does (class_change.py). transformers keeps the name of an implementation in
-the config of the whole model, which cannot say that one layer is filtered, or its recipe; and `save_pretrained` would
-write it. So a converted module ignores that name.
+A conversion changes the class of the module, as for a linear (class_change.py). It ignores the name of an experts
+implementation in transformers' config, which is for the whole model: it cannot describe the recipe of one layer, and
+`save_pretrained` would write it.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from torch import Tensor, nn
 
 from quaver.experts.base import Float8Grouped
 from quaver.experts.dispatch import Combine, Dispatch, Dispatcher
-from quaver.experts.grouped_mm import DYNAMIC_ONLY, multiply_by_weight, operands_of_frozen, operands_of_quantized
+from quaver.experts.grouped_mm import DYNAMIC_ONLY, get_frozen_operands, get_quantized_operands, multiply_by_weight
 from quaver.linear.class_change import float8_class
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.last_run import LastRun
 from quaver.linear.quantize import MatmulProbe, PreparedOperands
-from quaver.linear.saved_tensors import prepared_now
+from quaver.linear.saved_tensors import resolve_prepared
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrappedTensor
 from quaver.recipes.config import Float8LinearConfig
 from quaver.torch_private.tracing import disable_compile
 
 OWN_ATTRIBUTES = ("float8_config", "dispatcher", "gathering", "_converted_from", "_prepared_weights", "_last_run")
-"""The attributes that a Float8Experts adds to those of the experts."""
+"""The attributes that a Float8Experts adds to the experts."""
 
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class RoutedExperts(nn.Module):
-    """The forward of experts as one grouped matmul after the other; `_multiply` runs one."""
+    """The forward of experts as grouped matmuls; `_multiply` runs one of them."""
 
     dispatcher: Dispatcher | None = None
-    """Sends tokens to the ranks of their experts, under expert parallelism; else None."""
+    """Sends tokens to the ranks of their experts under expert parallelism, else None."""
     planned_dispatcher: Dispatcher | None = None
-    """The same of experts that another library split, before and after a conversion."""
+    """The dispatcher of experts that another library split, kept before and after a conversion."""
 
     def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
-        """Each token's sum over its experts.
+        """Returns the weighted sum of its experts' outputs for each token.
 
         Args:
-            hidden_states: [T, D]; for experts that are called with it alone [E * T, D], T tokens of each.
+            hidden_states: [T, D]; if called without `routing` [E * T, D], T tokens of each expert.
             routing: top_k_index [T, k], the experts of each token, and top_k_weights [T, k].
         Returns:
             [T, D] (or [E * T, D]) in hidden_states' dtype.
@@ -77,37 +77,37 @@ class RoutedExperts(nn.Module):
                     f"other's; got {tokens.shape[0]} rows"
                 )
             ends = torch.arange(1, experts.num_experts + 1, device=tokens.device, dtype=torch.int32) * height
-            return self._of_sorted(tokens, ends, None)
+            return self._run_sorted(tokens, ends, None)
         top_k_index, top_k_weights = routing
-        of_pairs, order = torch.sort(top_k_index.reshape(-1), stable=True)
+        pair_experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
         count: int = experts.num_experts if self.dispatcher is None else self.dispatcher.experts
         numbers = torch.arange(count, device=order.device)
-        ends = torch.searchsorted(of_pairs, numbers, right=True).to(torch.int32)
+        ends = torch.searchsorted(pair_experts, numbers, right=True).to(torch.int32)
         tokens = hidden_states[order // top_k_index.shape[-1]]
         if self.dispatcher is None:
-            results = self._of_sorted(tokens, ends, of_pairs.clamp(max=count - 1))
+            results = self._run_sorted(tokens, ends, pair_experts.clamp(max=count - 1))
         else:
-            results = self._of_dispatched(tokens, ends, self.dispatcher)
-        weights = top_k_weights.reshape(-1)[order].masked_fill(of_pairs >= count, 0)
+            results = self._run_dispatched(tokens, ends, self.dispatcher)
+        weights = top_k_weights.reshape(-1)[order].masked_fill(pair_experts >= count, 0)
         results = results * weights.unsqueeze(-1)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
         by_token = results[back].view(*top_k_index.shape, results.shape[-1])
         return by_token.sum(dim=1).to(hidden_states.dtype)
 
     @disable_compile
-    def _of_dispatched(self, tokens: Tensor, ends: Tensor, dispatcher: Dispatcher) -> Tensor:
-        """`_of_sorted` with the experts of all ranks; `ends` are those of all experts. A collective."""
-        trained = {name: each.requires_grad for name, each in {"tokens": tokens, **weights_of(self)}.items()}
+    def _run_dispatched(self, tokens: Tensor, ends: Tensor, dispatcher: Dispatcher) -> Tensor:
+        """`_run_sorted` with the experts of all ranks, whose `ends` these are. A collective."""
+        trained = {name: tensor.requires_grad for name, tensor in {"tokens": tokens, **weights_of(self)}.items()}
         gradients = trained if torch.is_grad_enabled() else "none"
         precision = self.float8_config.short_str() if isinstance(self, Float8Experts) else "high precision"
         call = f"{precision}: [tokens, {tokens.shape[1]}] in {tokens.dtype}, gradients: {gradients}"
         dispatch = dispatcher(len(tokens), ends, call)
-        return self._of_sorted(tokens, dispatch.ends, dispatch.experts, dispatch)
+        return self._run_sorted(tokens, dispatch.ends, dispatch.experts, dispatch)
 
-    def _of_sorted(
+    def _run_sorted(
         self, tokens: Tensor, ends: Tensor, expert: Tensor | None, dispatch: Dispatch | None = None
     ) -> Tensor:
-        """The experts on tokens in groups; `expert`: of each token. With `dispatch`, of those that it brings."""
+        """Run the experts on sorted tokens. `expert` has the expert of each token, received tokens with `dispatch`."""
         experts: Any = self
         has_gate = getattr(experts, "has_gate", True)
         name = "gate_up_proj" if has_gate else "up_proj"
@@ -139,22 +139,22 @@ class RoutedExperts(nn.Module):
         return parameter if self.dispatcher is None else self.dispatcher.local_part(parameter)
 
     def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
-        """The grouped matmul of sorted tokens with the weight `name`."""
+        """Multiply sorted tokens by the weight `name` in a grouped matmul."""
         raise NotImplementedError
 
 
 class Float8Experts(Float8Grouped, RoutedExperts):
-    """Experts whose matmuls run in float8. Parameters, buffers and state_dict are those of the module before.
+    """Experts whose matmuls run in float8. Parameters, buffers and state_dict do not change.
 
-    `convert_to_float8_training` makes it out of a module of experts in place.
+    `convert_to_float8_training` converts a module of experts in place.
     """
 
     gathering: object | None
-    """Set where FSDP2 all-gathers the weights in float8 (fsdp/gathered.py)."""
+    """Set if FSDP2 all-gathers the weights in float8 (fsdp/gathered.py)."""
     _prepared_weights: dict[str, PreparedOperands]
-    """By name; filled while a `cast_weights_once` is open."""
+    """Operands by the name of the weight, while a `cast_weights_once` is open."""
     probes: Mapping[str, MatmulProbe] | None = None
-    """By the name of a weight; set while a monitor is attached (numerics/monitor.py)."""
+    """Probes by the name of the weight, while a monitor is attached (numerics/monitor.py)."""
 
     def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         self.note_run(tokens.device)
@@ -163,36 +163,36 @@ class Float8Experts(Float8Grouped, RoutedExperts):
         if isinstance(weight, Float8Tensor) and not torch.compiler.is_compiling():
             weight.check_casts(config.casts.weight)
         if isinstance(weight, FrozenFloat8Weight):
-            operands = operands_of_frozen(weight)
+            operands = get_frozen_operands(weight)
         elif isinstance(weight, Float8Tensor):
-            operands = operands_of_quantized(weight, transposed)
+            operands = get_quantized_operands(weight, transposed)
         else:
             weight = (weight.plain() if isinstance(weight, WrappedTensor) else weight).contiguous()
         prepared = self._prepared_weights.get(name)
         if not torch.compiler.is_compiling():
-            prepared = prepared_now(prepared, self, name)
+            prepared = resolve_prepared(prepared, self, name)
         if prepared is not None:
-            operands = typing.cast(Any, prepared.operands)
+            operands = prepared.operands
         probe = self.probes[name] if self.probes is not None and self.training else None
         return multiply_by_weight(tokens, weight, ends, config, transposed, operands, **between_ranks, probe=probe)
 
     def __getstate__(self) -> dict[str, Any]:
-        # They belong to a scope, to a model and to a monitor.
+        # These belong to an open scope, to a model and to a monitor.
         return {**super().__getstate__(), "_prepared_weights": {}, "gathering": None, "probes": None}
 
 
 def is_transposed(experts: nn.Module) -> bool:
-    """Whether weights are stored [E, inputs, outputs]; Llama 4's are, and say nothing."""
+    """Whether weights are stored [E, inputs, outputs]. Llama 4's are, without the attribute `is_transposed`."""
     return bool(getattr(experts, "is_transposed", not hasattr(experts, "_apply_gate")))
 
 
 def weights_of(experts: nn.Module) -> dict[str, nn.Parameter]:
-    """The 3-D weights of a module of experts, by name."""
-    return {name: each for name, each in experts.named_parameters(recurse=False) if name in _WEIGHTS}
+    """Returns the 3-D weights of a module of experts, by name."""
+    return {name: weight for name, weight in experts.named_parameters(recurse=False) if name in _WEIGHTS}
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether `module` is experts that this file can run; see the top."""
+    """Whether `module` is experts that this file can run; see the top of the file."""
     if isinstance(module, Float8Experts):
         return True
     if not isinstance(getattr(module, "num_experts", None), int):
@@ -205,8 +205,8 @@ def is_experts(module: nn.Module) -> bool:
     return set(held) == names and all(weight.dim() == 3 for weight in held.values())
 
 
-def obstacle_of_experts(module: nn.Module, config: Float8LinearConfig) -> str:
-    """Why experts cannot be converted to `config`; "" where they can."""
+def find_experts_obstacle(module: nn.Module, config: Float8LinearConfig) -> str:
+    """Returns why experts cannot be converted to `config`, or "" if they can."""
     is_planned = getattr(module, "planned_dispatcher", None) is not None
     if "forward" in vars(module) and not is_planned and getattr(module, "_is_expert_parallel", False):
         return (
@@ -233,7 +233,7 @@ def to_float8_experts(module: nn.Module, config: Float8LinearConfig) -> Float8Ex
 
 
 def check_whole(module: Float8Experts) -> None:
-    """Raise ValueError if the experts are split over ranks, which the class that they had cannot do."""
+    """Raise ValueError if the experts are split over ranks, which the original class does not support."""
     if module.dispatcher is not module.planned_dispatcher:
         raise ValueError(
             "expected experts that are whole on this rank, got ones that Float8ExpertParallel split; convert a model "
@@ -242,7 +242,7 @@ def check_whole(module: Float8Experts) -> None:
 
 
 def to_plain_experts(module: Float8Experts) -> nn.Module:
-    """Turn `module`, whose experts are whole, back into what it was converted from."""
+    """Convert `module`, whose experts are whole, back in place to its original class."""
     module.__class__ = module._converted_from  # type: ignore[assignment]
     for name in OWN_ATTRIBUTES:
         delattr(module, name)

@@ -1,7 +1,7 @@
-"""`ModuleWeight`: a weight that a float8 module multiplies by, with what its module says of it.
+"""`ModuleWeight`: a weight of a float8 module, with its name and its module.
 
 Float8Linear      `weight` [N, K]
-Float8Experts     its 3-D weights (experts/module.py), each of them E matrices with scales of their own
+Float8Experts     its 3-D weights (experts/module.py), each of E matrices that are scaled separately
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quaver.torch_private.dtensor import local_tensor
 
 
 class ModuleWeight(NamedTuple):
-    """A weight of a Float8Linear or of a Float8Experts; the parameter may be replaced meanwhile."""
+    """A weight of a Float8Linear or a Float8Experts, looked up by name because the parameter may be replaced."""
 
     module: Float8Linear | Float8Experts
     name: str = "weight"
@@ -33,7 +33,7 @@ class ModuleWeight(NamedTuple):
 
     @property
     def local(self) -> Tensor:
-        """The weight, or this rank's shard of it."""
+        """The weight, or this rank's shard."""
         return local_tensor(self.parameter)
 
     @property
@@ -52,7 +52,7 @@ class ModuleWeight(NamedTuple):
 
     @property
     def prepared(self) -> PreparedOperands | None:
-        """The operands that the module multiplies by while a `cast_weights_once` is open."""
+        """The operands that the module uses while a `cast_weights_once` is open, else None."""
         if isinstance(self.module, Float8Linear):
             return self.module._prepared_weight
         return self.module._prepared_weights.get(self.name)
@@ -68,7 +68,7 @@ class ModuleWeight(NamedTuple):
 
 
 def weights_of_module(module: nn.Module) -> Iterator[ModuleWeight]:
-    """The weights of one module, if it is a Float8Linear, whose weight nobody deleted, or a Float8Experts."""
+    """Yields the weights of a Float8Linear, unless its weight was deleted, or of a Float8Experts."""
     if isinstance(module, Float8Linear):
         if getattr(module, "weight", None) is not None:
             yield ModuleWeight(module)
@@ -77,7 +77,7 @@ def weights_of_module(module: nn.Module) -> Iterator[ModuleWeight]:
 
 
 def weights_under(model: nn.Module) -> Iterator[tuple[str, ModuleWeight]]:
-    """The weights of all float8 modules of `model`, each with the name of its linear, or its own of experts."""
+    """Yields the weights of all float8 modules of `model`, named by their linear, or by experts and weight."""
     for name, module in model.named_modules():
         for weight in weights_of_module(module):
             yield name if isinstance(module, Float8Linear) else f"{name}.{weight.name}".lstrip("."), weight

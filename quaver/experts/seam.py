@@ -1,11 +1,11 @@
-"""Experts that multiply through a method `_grouped_mm`, as torchtitan's: the method in float8, whatever its arguments.
+"""Experts that multiply in a method `_grouped_mm`, such as torchtitan's: runs the method in float8.
 
     torchtitan                               _grouped_mm(self, *, ...)
     GroupedExperts, 0.3                      A [T, K], B_t [E, K, N], offs [E]
     GroupedExperts, later                    the same with weight_EOI [E, N, K] for B_t
     GroupedLinear                            input_RI [T, K], weight_EOI [E, N, K], offsets_E [E]
 
-The arguments have moved, so they are found by their names in the signature; one that is not known is refused.
+The arguments differ across versions, so they are matched by name. Unknown names raise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quaver.recipes.config import Float8LinearConfig
 
 _TOKENS, _ENDS = ("A", "input_RI"), ("offs", "offsets_E")
 _WEIGHTS = {"B_t": False, "weight_EOI": True}
-"""Whether the weight is [E, N, K], which the matmul reads transposed."""
+"""Names of weights, and whether they are [E, N, K], which the matmul reads transposed."""
 
 
 class Float8GroupedMM(Float8Grouped):
@@ -40,32 +40,32 @@ class Float8GroupedMM(Float8Grouped):
         return float8_grouped_mm(operands[tokens], b_t, operands[ends], config=self.float8_config)
 
 
-def arguments_of(experts: type[nn.Module]) -> tuple[str, str, str]:
-    """The names of the tokens, the weight and the ends in the signature of `experts._grouped_mm`.
+def match_arguments(experts: type[nn.Module]) -> tuple[str, str, str]:
+    """Returns the names of the tokens, the weight and the ends in the signature of `experts._grouped_mm`.
 
     Raises:
-        ValueError: it has others.
+        ValueError: the signature has other names.
     """
     method = getattr(experts, "_grouped_mm", None)
     names = [] if method is None else list(inspect.signature(method).parameters)[1:]
-    found = [[name for name in names if name in known] for known in (_TOKENS, _WEIGHTS, _ENDS)]
-    if len(names) != 3 or any(len(each) != 1 for each in found):
+    matches = [[name for name in names if name in known] for known in (_TOKENS, _WEIGHTS, _ENDS)]
+    if len(names) != 3 or any(len(match) != 1 for match in matches):
         raise ValueError(
             f"{experts.__qualname__}._grouped_mm: expected the arguments {' or '.join(_TOKENS)}, "
             f"{' or '.join(_WEIGHTS)} and {' or '.join(_ENDS)}, got {', '.join(names) or 'no such method'}; this "
             "version of quaver does not know these experts, leave them in high precision"
         )
-    return found[0][0], found[1][0], found[2][0]
+    return matches[0][0], matches[1][0], matches[2][0]
 
 
 def to_float8_grouped_mm(module: nn.Module, config: Float8LinearConfig) -> Float8GroupedMM:
-    """Turn `module` itself into one whose `_grouped_mm` runs in float8: same object, parameters and attributes.
+    """Convert `module` in place, so that its `_grouped_mm` runs in float8. Parameters and attributes stay.
 
     Raises:
-        ValueError: unknown arguments, or a config with delayed or static scaling.
+        ValueError: unknown arguments of `_grouped_mm`, or a config with delayed or static scaling.
     """
     converted_from = type(module)
-    arguments = arguments_of(converted_from)
+    arguments = match_arguments(converted_from)
     if config.has_persistent_scales:
         raise ValueError(DYNAMIC_ONLY)
     module.__class__ = float8_class(converted_from, Float8GroupedMM)
@@ -76,7 +76,7 @@ def to_float8_grouped_mm(module: nn.Module, config: Float8LinearConfig) -> Float
 
 
 def to_plain_grouped_mm(module: Float8GroupedMM) -> nn.Module:
-    """Turn `module` back into what it was converted from."""
+    """Convert `module` back in place to its original class."""
     module.__class__ = module._converted_from  # type: ignore[assignment]
     for name in ("float8_config", "_converted_from", "_arguments", "_last_run"):
         delattr(module, name)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quaver.conversion.convert import FilterDecision, convert_to_float8_training
 from quaver.conversion.freeze import blockwise_config, obstacle_to_storing, store_float8_weight
 from quaver.conversion.report import obstacle_of
-from quaver.experts.module import Float8Experts, is_experts, is_transposed, obstacle_of_experts, weights_of
+from quaver.experts.module import Float8Experts, find_experts_obstacle, is_experts, is_transposed, weights_of
 from quaver.export.checkpoint_names import Parts
 from quaver.export.formats.stored import StoredScale
 from quaver.export.kv_cache import set_kv_scales
@@ -352,7 +352,7 @@ def obstacle_to_frozen(module: nn.Module, include_subclasses: bool = False) -> s
     """Return why a linear, or experts, cannot hold codes of a checkpoint, or ""."""
     if isinstance(module, nn.Linear):
         return obstacle_of(module, include_subclasses)
-    return obstacle_of_experts(module, Float8LinearConfig())
+    return find_experts_obstacle(module, Float8LinearConfig())
 
 
 @torch.no_grad()

@@ -46,7 +46,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from quaver.experts.cast import scales_per_row
+from quaver.experts.cast import expand_quant_scales
 from quaver.experts.module import Float8Experts
 from quaver.experts.module_weight import ModuleWeight, weights_of_module
 from quaver.fsdp.scales import WholeScales, layouts_of
@@ -130,7 +130,7 @@ class Float8AllGatherWeight(WrappedTensor):
     def __new__(
         cls, wrapped: Tensor, box: ScaleBox | None = None, padding: _Padding | None = None
     ) -> Float8AllGatherWeight:
-        return typing.cast(Float8AllGatherWeight, cls.around(wrapped))
+        return cls.wrap(wrapped)
 
     def __init__(self, wrapped: Tensor, box: ScaleBox | None = None, padding: _Padding | None = None) -> None:
         self.wrapped = wrapped
@@ -345,7 +345,7 @@ def _quantize(shard: Shard, quant_scale: Tensor, float8_dtype: torch.dtype, layo
     """The codes of a shard under the `quant_scale` of the whole weight (`WholeScales`)."""
     if len(shard.size) == 3:
         rows, scale_row = shard.local.flatten(0, 1), shard.scale_rows(layout)
-        scale, row_layout = scales_per_row(rows, quant_scale, scale_row, layout.columns)
+        scale, row_layout = expand_quant_scales(rows, quant_scale, scale_row, layout.columns)
         return cast_blocks_with_scale(rows, scale, float8_dtype, row_layout).view(shard.local.shape)
     if layout.is_blockwise:
         scale, shard_layout = shard.narrow_block_scales(quant_scale, layout)

@@ -25,9 +25,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from quaver.experts.cast import amax_of_scale_rows
-from quaver.experts.grouped_mm import layouts_of_stored
-from quaver.experts.groups import count_of_scales, shape_of_scales
+from quaver.experts.cast import compute_scale_row_amax
+from quaver.experts.grouped_mm import get_stored_layouts
+from quaver.experts.groups import count_scale_rows, get_scale_shape
 from quaver.experts.module import Float8Experts, is_transposed
 from quaver.experts.module_weight import ModuleWeight
 from quaver.fsdp.shard import Shard
@@ -46,14 +46,14 @@ WeightCast = tuple[int, ScaleLayout]
 
 def _scale_shape(layout: ScaleLayout, size: tuple[int, ...]) -> tuple[int, ...]:
     if len(size) == 3:
-        return shape_of_scales(layout, size[0], size[0] * size[1], size[2])
+        return get_scale_shape(layout, size[0], size[0] * size[1], size[2])
     return layout.scale_shape(size[0], size[1])
 
 
 def layouts_of(weight: ModuleWeight) -> list[ScaleLayout]:
     """The layout of the weight's cast, or of the row and the column cast if they differ."""
     if isinstance(weight.module, Float8Experts):
-        row, column = layouts_of_stored(weight.config, is_transposed(weight.module))
+        row, column = get_stored_layouts(weight.config, is_transposed(weight.module))
     else:
         casts = weight.config.casts.weight
         row = casts.row.known_layout("float8 all-gather")
@@ -135,8 +135,8 @@ def _block_amaxes(shard: Shard, layout: ScaleLayout) -> Tensor:
 
 def _scale_row_amaxes(shard: Shard, layout: ScaleLayout) -> Tensor:
     """The amaxes of the parts of blocks that a shard of experts holds; see [Note: experts]."""
-    count = count_of_scales(layout.rows, shard.size[0], shard.size[0] * shard.size[1])
-    return amax_of_scale_rows(shard.local.flatten(0, 1), shard.scale_rows(layout), count, layout.columns)[:count]
+    count = count_scale_rows(layout.rows, shard.size[0], shard.size[0] * shard.size[1])
+    return compute_scale_row_amax(shard.local.flatten(0, 1), shard.scale_rows(layout), count, layout.columns)[:count]
 
 
 def _max_over_groups(amaxes: Tensor, only_fsdp: int, shard: Shard) -> Tensor:

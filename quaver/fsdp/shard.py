@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from quaver.experts.groups import scale_rows
+from quaver.experts.groups import find_scale_rows
 from quaver.recipes.scale_layout import ScaleLayout
 from quaver.torch_private.dtensor import is_dtensor
 
@@ -71,7 +71,7 @@ class Shard(NamedTuple):
     def scale_rows(self, layout: ScaleLayout) -> Tensor:
         """The index of each row of a shard of experts among the whole weight's rows of scales, int64."""
         experts, rows, _ = self.size
-        whole = scale_rows(None, experts, experts * rows, layout.rows, self.local.device).view(experts, rows)
+        whole = find_scale_rows(None, experts, experts * rows, layout.rows, self.local.device).view(experts, rows)
         return whole.narrow(self.dim, self.offset, self.local.shape[self.dim]).flatten()
 
 

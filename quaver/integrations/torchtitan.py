@@ -25,7 +25,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 
 from quaver.conversion.convert import convert_to_float8_training
-from quaver.experts.seam import arguments_of, to_float8_grouped_mm
+from quaver.experts.seam import match_arguments, to_float8_grouped_mm
 from quaver.kernels.native_blocks import ALIGNMENT
 from quaver.linear.module import Float8Linear
 from quaver.recipes.config import resolve_config
@@ -133,7 +133,7 @@ class Float8GroupedExpertsConverter(QuantizationConverter):
         if not grouped:
             raise ValueError("expected a model with grouped experts, got one without")
         for _, experts, parent, attribute in grouped:
-            arguments_of(experts._owner)
+            match_arguments(experts._owner)
             converted = derive(experts, _float8_experts(experts._owner).Config, float8=config)
             model_config = _replace_config(converted, parent, attribute, model_config)
         logger.info(f"float8 ({self.config.recipe_name}): {len(grouped)} modules of grouped experts")

@@ -1,21 +1,20 @@
-"""`FrozenState`: a frozen float8 weight in a state_dict, which everyone can read.
+"""`FrozenState`: a frozen float8 weight in a state_dict, which reads as a high-precision tensor.
 
-A state_dict has the names of the model in high precision, and whoever reads a weight in it gets high precision: another
-model that loads it, `save_pretrained`, safetensors, torch.distributed.checkpoint. Until someone asks for the memory it
-is the codes and scales of the model, one byte per element, and a frozen model that loads it gets them to the bit.
+A state_dict has the names of the high-precision model, and its weights read as high precision for another model that
+loads them, `save_pretrained`, safetensors and torch.distributed.checkpoint. Until their memory is accessed they share
+the codes and scales of the model, one byte per element, and a frozen model loads them bit-exactly.
 
-    copies, pickles, rows       codes and scales
-    writes                      quantized into the codes, as those to the parameter are; of a shard, values that its
-                                scales hold exactly, for they are those of the whole weight
-    data_ptr(), views           dequantize the weight once. Once these values were written to, it is the tensor of
-                                them, which a frozen model quantizes again when it loads them, unless its scales hold
-                                them exactly
-    other ops                   on the dequantized values; of a shard on those of its rows
+    copies, pickles, rows       have codes and scales
+    writes                      are quantized into the codes, as writes to the parameter are. A shard has the scales of
+                                the whole weight, so it accepts only values that these represent exactly.
+    data_ptr(), views           dequantize the weight once. After a write to these values the tensor holds them instead
+                                of the codes. A frozen model that loads them quantizes them again, unless its scales
+                                represent them exactly.
+    other ops                   run on the dequantized values; a shard dequantizes its own rows
 """
 
 from __future__ import annotations
 
-import typing
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from quaver.kernels.operands import expect
 from quaver.linear.frozen_weight import ALIASES, FrozenFloat8Weight, is_as_strided_of_all
-from quaver.linear.weight_form import COLLECTIVES, COPIES, inference_mode_of, is_view
+from quaver.linear.weight_form import COLLECTIVES, COPIES, is_view, match_inference_mode
 from quaver.recipes.formats import FORMATS
 from quaver.recipes.scaling import dequantize
 from quaver.torch_private.dispatch import OpOverload
@@ -35,38 +34,38 @@ class FrozenState(FrozenFloat8Weight):
     """A frozen weight, or a shard of one, in a state_dict; see the top of the file.
 
     Attributes:
-        values_hp: the dequantized values, once someone asked for the memory.
+        values_hp: the dequantized values, after the first access to the memory.
     """
 
     values_hp: Tensor | None = None
 
     @property
     def has_codes(self) -> bool:
-        """Whether codes and scales are what this holds: nobody asked for the memory, or wrote to it."""
+        """Whether codes and scales hold the current values: `values_hp` was not made, or not written to."""
         return self.values_hp is None or torch.equal(self.values_hp, self.dequantized())
 
     def to_high_precision(self) -> Tensor:
-        """The values in the weight's dtype; see the top of the file."""
+        """Returns the values in the weight's dtype; see the top of the file."""
         return self.dequantized() if self.values_hp is None else self.values_hp
 
-    def codes_of(self, values: Tensor) -> Tensor | None:
-        """The codes of `values`, of this shape, under the scales of this; None if they do not hold them exactly."""
-        made = self.like(torch.empty_like(self.data_fp8))
+    def encode(self, values: Tensor) -> Tensor | None:
+        """Returns codes of `values` with the scales of this tensor, or None if they are not exact."""
+        encoded = self.with_codes(torch.empty_like(self.data_fp8))
         largest = FORMATS[self.data_fp8.dtype].max
         with torch.no_grad():
-            for matrix, own in made.matrices_with(values):
+            for matrix, own in encoded.zip_matrices(values):
                 units = dequantize(torch.ones_like(own.data), expect(own.dequant_scale), layout=own.layout)
                 own.data.copy_((matrix.float() / units).clamp(-largest, largest).to(own.data.dtype))
-            return made.data_fp8 if torch.equal(made.dequantized(), values) else None
+            return encoded.data_fp8 if torch.equal(encoded.dequantized(), values) else None
 
     def memory(self) -> Tensor:
         if self.values_hp is None:
-            with inference_mode_of(self), torch.no_grad():
+            with match_inference_mode(self), torch.no_grad():
                 self.values_hp = self.dequantized()
         return self.values_hp
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage of the codes, or of the values once their memory was asked for; it identifies the tensor."""
+        """Returns the storage that identifies the tensor: of `values_hp` if they were made, else of the codes."""
         return (self.data_fp8 if self.values_hp is None else self.values_hp).untyped_storage()
 
     def element_size(self) -> int:
@@ -95,7 +94,7 @@ class FrozenState(FrozenFloat8Weight):
             return NotImplemented
         is_same_view = func is aten.view.default and tuple(args[1]) == tuple(self.shape)
         if func in ALIASES or is_as_strided_of_all(func, args) or is_same_view:
-            alias = typing.cast(FrozenState, self.like(aten.alias.default(self.data_fp8)))
+            alias = self.with_codes(aten.alias.default(self.data_fp8))
             alias.values_hp = self.values_hp
             return alias
         if func in COPIES and self.has_codes:
@@ -103,8 +102,8 @@ class FrozenState(FrozenFloat8Weight):
         if self.values_hp is None and func is aten.copy_.default:
             self._copy(args[1])
             return self
-        if self.values_hp is None and func is aten.slice.Tensor and (start := _first_of_rows(*args)) is not None:
-            rows = self.like(func(self.data_fp8, *args[1:], **kwargs), part=True)
+        if self.values_hp is None and func is aten.slice.Tensor and (start := _find_first_row(*args)) is not None:
+            rows = self.with_codes(func(self.data_fp8, *args[1:], **kwargs), part=True)
             rows.first_row = self.first_row + start
             return rows
         return NotImplemented
@@ -118,7 +117,7 @@ class FrozenState(FrozenFloat8Weight):
             self._copy(values)
 
     def _copy(self, source: Tensor) -> None:
-        """Copy codes and scales, or quantize values. Raises ValueError for values that a shard cannot have."""
+        """Copy codes and scales, or quantize values. Raises ValueError for values that a shard cannot represent."""
         if self.copy_codes(source):
             return
         source = source.to_high_precision() if isinstance(source, FrozenFloat8Weight) else source
@@ -126,7 +125,7 @@ class FrozenState(FrozenFloat8Weight):
         if not self.is_part:
             self.write(source)
             return
-        codes = self.codes_of(source)
+        codes = self.encode(source)
         if codes is None:
             raise ValueError(
                 "a shard of a frozen float8 weight has the scales of the whole weight, which do not hold these values; "
@@ -135,10 +134,10 @@ class FrozenState(FrozenFloat8Weight):
         self.data_fp8.copy_(codes)
 
 
-def _first_of_rows(
+def _find_first_row(
     state: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> int | None:
-    """The first row of a slice of rows that follow each other; None for another slice."""
+    """Returns the first row of a slice of adjacent rows, or None for another slice."""
     if dim != 0 or step != 1 or (end is not None and end < 0) or (start or 0) < 0:
         return None
     return min(start or 0, int(state.shape[0]))

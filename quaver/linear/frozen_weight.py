@@ -1,23 +1,23 @@
 """`FrozenFloat8Weight`: a weight that does not train, stored once as float8 codes and scales.
 
-Outside it has the shape and the dtype of the high-precision weight, so that PEFT, autocast and FSDP2 treat it as one.
-Inside it has one byte per element and the scales of its granularity: (), [N, 1] or one a block of 128 x 128 or
-32 x 32. Both matmuls of a linear read the same codes. The weights of experts are stacks of matrices, [E, N, K] or
-[E, K, N], and so are their scales: [E], [E, N, 1] or [E, 1, N], or one a block of each matrix.
+It presents the shape and dtype of the high-precision weight, so that PEFT, autocast and FSDP2 treat it as one. It
+stores one byte per element and the scales of its granularity: (), [N, 1] or one per block of 128 x 128 or 32 x 32. Both
+matmuls of a linear read the same codes. The weights of experts are stacks of matrices, [E, N, K] or [E, K, N], with
+scales [E], [E, N, 1] or [E, 1, N], or one per block of each matrix.
 
-    reads       an op on the weight runs on its dequantized values, the whole of them; but for copies and checks of the
-                values, that is said once (slow_paths.py)
-    writes      an in-place op, or an assignment to `.data`, runs on the dequantized values and quantizes the result
-                again with scales of its own: merging an adapter loses what float8 cannot hold. `requantized_sqnr_db` is
-                the signal-to-noise ratio of the last such write. Writing the values that it has changes nothing. NaN
-                and inf are refused: all elements that share a scale with one would be NaN.
-    views       refused, because a write to a view of the dequantized values would be lost. FSDP2 can take rows, and
-                DistributedDataParallel reads `view(-1)`, read-only values, to broadcast it
+    reads       An op on the weight runs on all of its dequantized values. The slow path is reported once
+                (slow_paths.py), except for copies and checks of the values.
+    writes      An in-place op, or an assignment to `.data`, runs on the dequantized values and quantizes the result
+                with new scales. So merging an adapter loses what float8 cannot represent; `requantized_sqnr_db` is the
+                signal-to-noise ratio of the last such write. Writing equal values changes nothing. NaN and inf raise,
+                because all elements that share a scale with one would become NaN.
+    views       Views raise, because a write to a view of the dequantized values would be lost. FSDP2 may select rows,
+                and DistributedDataParallel may read `view(-1)`, which is read-only, to broadcast the weight.
 
 [Note: parts]
-FSDP2 shards the rows of a weight, at any row, and the matrices of a stack. Each shard is a part: the codes of its rows,
-and the scales of the whole weight, at most 4 / K bytes per element. So an all-gather sends codes only, and no block has
-to lie on one rank. A part has no values of its own; the unsharded weight has.
+FSDP2 shards a weight between any two rows, and a stack between matrices. A shard, or part, has the codes of its rows
+and the scales of the whole weight, at most 4 / K bytes per element. So an all-gather sends codes only, and ranks may
+split a block. Only the unsharded weight, and a part in a state_dict, whose first row is known, can be dequantized.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import logging
 import math
 import typing
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +41,9 @@ from quaver.linear.weight_form import (
     COPIES,
     ReadOnly,
     WeightForm,
-    inference_mode_of,
     is_parameter,
     is_view,
+    match_inference_mode,
 )
 from quaver.recipes.formats import FORMATS, HP_DTYPES
 from quaver.recipes.linear_casts import OperandCasts
@@ -61,18 +61,18 @@ logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 LAYOUTS = (TENSORWISE, ROWWISE, COLUMNWISE, *(ScaleLayout(*size) for size in BLOCK_SIZES if size[0] == size[1]))
-"""Which elements of a frozen matrix may share a scale; COLUMNWISE of stacks [E, K, N] alone."""
+"""The scale layouts of frozen weights. Only stacks [E, K, N] may be COLUMNWISE."""
 
 
 class FrozenFloat8Weight(WeightForm, Float8Tensor):
     """A frozen weight [N, K], or a stack of matrices, in float8; see the top of the file.
 
     Attributes:
-        data_fp8: float8 [N, K] or [E, rows, columns]; of a part, fewer of the first dim, or flat.
-        dequant_scale: float32 (), [N, 1] or one a block, of the whole weight; of a stack see the top.
-        whole_rows: of a shard, how many rows, or matrices, the whole weight has; else 0. See [Note: parts].
-        first_row: of a shard in a state_dict, the row, or the matrix, of the whole weight that it begins with.
-        requantized_sqnr_db: of the last write in high precision; None if there was none.
+        data_fp8: float8 [N, K] or [E, rows, columns]; a part has fewer in the first dim, or is flat.
+        dequant_scale: float32 (), [N, 1] or one per block, of the whole weight; for stacks see the top of the file.
+        whole_rows: for a shard, the number of rows, or matrices, of the whole weight; else 0. See [Note: parts].
+        first_row: for a shard in a state_dict, its first row, or matrix, in the whole weight.
+        requantized_sqnr_db: the SQNR of the last write in high precision; None before one.
     """
 
     whole_rows: int = 0
@@ -82,15 +82,15 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
     @staticmethod
     def __new__(
         cls, row: Operand | Tensor, column: Operand | None = None, dtype: torch.dtype | None = None, **options: bool
-    ) -> FrozenFloat8Weight:
-        """Use `from_codes`. Of a tensor and `requires_grad` it is a parameter, as `nn.Parameter` would make it.
+    ) -> Self:
+        """Use `from_codes`. A call with a tensor and `requires_grad` makes a parameter, as `nn.Parameter` does.
 
-        Accelerate moves a parameter by `type(parameter)(tensor, requires_grad=...)`. High-precision values, as it reads
-        them from a disk, stay what they are: the module quantizes them when it multiplies.
+        Accelerate moves a parameter by `type(parameter)(tensor, requires_grad=...)`. High-precision values, which it
+        reads from a disk, stay in high precision, and the module quantizes them when it multiplies.
         """
         if isinstance(row, Tensor):
             return nn.Parameter(_without_state(row), **options)  # type: ignore[return-value]
-        return typing.cast(FrozenFloat8Weight, Float8Tensor.__new__(cls, row, column, typing.cast(torch.dtype, dtype)))
+        return Float8Tensor.__new__(cls, row, column, typing.cast(torch.dtype, dtype))
 
     def __init__(
         self, row: Operand | Tensor, column: Operand | None = None, dtype: torch.dtype | None = None, **options: bool
@@ -102,44 +102,44 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
     @classmethod
     def from_codes(
         cls, codes: Tensor, dequant_scale: Tensor, dtype: torch.dtype, layout: ScaleLayout | None = None
-    ) -> FrozenFloat8Weight:
-        """The weight of `codes` (float8 [N, K], or a stack) and `dequant_scale` (float32), which presents `dtype`.
+    ) -> Self:
+        """Make a weight from `codes` (float8 [N, K], or a stack) and `dequant_scale` (float32) that presents `dtype`.
 
         `layout`: which elements of a matrix share a scale; None for the first of `LAYOUTS` that fits the scale.
 
         Raises:
-            ValueError: codes, scale or dtype do not fit together.
+            ValueError: codes, scale and dtype do not fit together.
         """
         if codes.dtype not in FORMATS or codes.dim() not in (2, 3):
             raise ValueError(f"codes: expected a float8 matrix, or a stack, got {codes.dtype} of {list(codes.shape)}")
         if dtype not in HP_DTYPES:
             raise ValueError(f"dtype: expected {', '.join(map(str, HP_DTYPES))}, got {dtype}")
         *stack, rows, columns = codes.shape
-        layouts = [each for each in LAYOUTS if (stack or each != COLUMNWISE) and layout in (None, each)]
-        shapes = [[*stack, *each.scale_shape(rows, columns)] for each in layouts]
+        layouts = [known for known in LAYOUTS if (stack or known != COLUMNWISE) and layout in (None, known)]
+        shapes = [[*stack, *known.scale_shape(rows, columns)] for known in layouts]
         if dequant_scale.dtype is not torch.float32 or list(dequant_scale.shape) not in shapes:
-            known = ", ".join(f"{shape} ({each})" for shape, each in zip(shapes, layouts, strict=True))
+            expected = ", ".join(f"{shape} ({known})" for shape, known in zip(shapes, layouts, strict=True))
             raise ValueError(
-                f"dequant_scale: expected float32 of shape {known} for a weight of {list(codes.shape)}, got "
+                f"dequant_scale: expected float32 of shape {expected} for a weight of {list(codes.shape)}, got "
                 f"{dequant_scale.dtype} of {list(dequant_scale.shape)}"
             )
         operand = Operand(codes.detach(), dequant_scale.detach(), layouts[shapes.index(list(dequant_scale.shape))])
-        return typing.cast(FrozenFloat8Weight, cls.from_operands(operand, operand, dtype))
+        return cls.from_operands(operand, operand, dtype)
 
-    def like(
+    def with_codes(
         self,
         codes: Tensor,
         dequant_scale: Tensor | None = None,
         *,
         dtype: torch.dtype | None = None,
         part: bool = False,
-    ) -> FrozenFloat8Weight:
-        """A weight of other codes, and of other scales where they are given."""
+    ) -> Self:
+        """Make a weight with other codes, and other scales if given. `part`: the codes belong to a shard."""
         operand = Operand(codes, self.dequant_scale if dequant_scale is None else dequant_scale, self.scale_layout)
-        made = typing.cast(FrozenFloat8Weight, self.from_operands(operand, operand, dtype or self.dtype))
-        made.whole_rows = self.whole_rows or (self.shape[0] if part else 0)
-        made.first_row, made.requantized_sqnr_db = self.first_row, self.requantized_sqnr_db
-        return made
+        weight = self.from_operands(operand, operand, dtype or self.dtype)
+        weight.whole_rows = self.whole_rows or (self.shape[0] if part else 0)
+        weight.first_row, weight.requantized_sqnr_db = self.first_row, self.requantized_sqnr_db
+        return weight
 
     @property
     def is_part(self) -> bool:
@@ -148,12 +148,12 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     @property
     def has_power_of_2_scales(self) -> bool:
-        """Whether every scale is a power of two, subnormal ones included: the E8M0 scale of zeros is 2^-127."""
+        """Whether every scale is a power of two. It may be subnormal: the E8M0 scale of zeros is 2^-127."""
         return bool(torch.frexp(self.dequant_scale)[0].eq(0.5).all())
 
     @property
     def scale_layout(self) -> ScaleLayout:
-        """Which elements of a matrix share a scale, as it is stored: the rows of [E, K, N] are columns of a linear."""
+        """Which elements of a stored matrix share a scale. The rows of a stored [E, K, N] are columns of a linear."""
         return self.layouts[0]
 
     @property
@@ -162,11 +162,11 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         return str(ROWWISE if self.scale_layout == COLUMNWISE else self.scale_layout)
 
     @property
-    def scales_a_matrix(self) -> int:
+    def scales_per_matrix(self) -> int:
         return math.prod(self.dequant_scale.shape[-2:]) if self.dequant_scale.dim() > 1 else 1
 
     def matrices(self) -> list[Operand]:
-        """The codes and the scale of each matrix: of the weight alone, or of those of a stack; views but of parts."""
+        """Returns the codes and scale of each matrix of a stack, or of the only one; views, unless this is a part."""
         scale, layout, end = self.dequant_scale, self.scale_layout, self.first_row + self.shape[0]
         if self.is_part and self.data_fp8.dim() == 3:
             scale = scale[self.first_row : end]
@@ -175,14 +175,10 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             layout = ScaleLayout(1, layout.columns)
         if self.data_fp8.dim() == 2:
             return [Operand(self.data_fp8, scale, layout)]
-        return [Operand(*each, layout) for each in zip(self.data_fp8, scale, strict=True)]
+        return [Operand(*matrix, layout) for matrix in zip(self.data_fp8, scale, strict=True)]
 
     def to_high_precision(self) -> Tensor:
-        """The dequantized values in the weight's dtype.
-
-        Raises:
-            RuntimeError: this is a shard.
-        """
+        """Dequantize to the weight's dtype. Raises RuntimeError for a shard."""
         if self.is_part:
             raise RuntimeError(
                 "a shard of a frozen float8 weight has no values of its own; read the weight while FSDP2 holds it "
@@ -191,22 +187,22 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         return self.dequantized()
 
     def dequantized(self) -> Tensor:
-        """The values of the codes, of a part whose `first_row` is known, too, in the weight's dtype."""
+        """Dequantize to the weight's dtype; also for a part, if its `first_row` is known."""
         with torch.no_grad():
             values = torch.empty_like(self.data_fp8, dtype=self.dtype)
-            for to, own in self.matrices_with(values):
-                to.copy_(dequantize(own.data, expect(own.dequant_scale), self.dtype, own.layout))
+            for target, own in self.zip_matrices(values):
+                target.copy_(dequantize(own.data, expect(own.dequant_scale), self.dtype, own.layout))
             return values
 
-    def matrices_with(self, other: Tensor) -> Iterator[tuple[Tensor, Operand]]:
-        """Each matrix of `other`, of this shape, with the codes and the scale of its place here."""
-        return zip([other] if other.dim() == 2 else other, self.matrices(), strict=True)
+    def zip_matrices(self, tensor: Tensor) -> Iterator[tuple[Tensor, Operand]]:
+        """Yields each matrix of `tensor`, which has this shape, with the codes and scale of the same matrix here."""
+        return zip([tensor] if tensor.dim() == 2 else tensor, self.matrices(), strict=True)
 
     def write(self, hp: Tensor) -> None:
-        """Quantize `hp`, of this shape, in the granularity of this weight, into its memory.
+        """Quantize `hp` in the granularity of this weight, into its memory.
 
         Raises:
-            ValueError: another shape or dtype, NaN or inf; the weight stays as it was.
+            ValueError: another shape or dtype, NaN or inf. The weight is then unchanged.
         """
         if hp.dtype not in HP_DTYPES:
             raise ValueError(
@@ -217,7 +213,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         before = self.dequantized()
         if hp.shape != self.shape:
             raise ValueError(f"expected a weight of shape {list(self.shape)}, got {list(hp.shape)}")
-        if torch.equal(before, hp.to(before)):  # DistributedDataParallel broadcasts parameters, for one
+        if torch.equal(before, hp.to(before)):  # as when DistributedDataParallel broadcasts parameters
             return
         if not bool(amax(hp).isfinite()):
             raise ValueError(
@@ -226,22 +222,22 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
             )
         power_of_2, layout = self.has_power_of_2_scales, self.scale_layout
         float8_dtype, norms = self.data_fp8.dtype, []
-        for matrix, own in self.matrices_with(hp.contiguous()):
+        for matrix, own in self.zip_matrices(hp.contiguous()):
             if layout.is_blockwise:
-                made = dynamic_cast_blocks(matrix, float8_dtype, power_of_2=power_of_2, block_size=layout)
+                cast = dynamic_cast_blocks(matrix, float8_dtype, power_of_2=power_of_2, block_size=layout)
             else:
                 dim = None if layout.is_tensorwise else layout.index(ALL)
-                made = dynamic_cast(matrix, float8_dtype, dim, power_of_2=power_of_2)
+                cast = dynamic_cast(matrix, float8_dtype, dim, power_of_2=power_of_2)
             scale = expect(own.dequant_scale)
-            own.data.copy_(made[0])
-            scale.copy_(made[2])
+            own.data.copy_(cast[0])
+            scale.copy_(cast[2])
             norms.append(dequantize(own.data, scale, layout=layout).sub_(matrix).norm().item())
         self.requantized_sqnr_db = decibels(hp.float().norm().item(), math.hypot(*norms))
         logger.info("a frozen float8 weight was quantized again: SQNR %.1f dB", self.requantized_sqnr_db)
-        _tell_of_writes()
+        _warn_of_merges()
 
     def check_numbers(self, *, power_of_2: bool) -> None:
-        """Raise ValueError unless codes are finite, and scales finite, above 0 and, if so wanted, powers of two."""
+        """Raise ValueError unless codes and scales are finite and scales above 0; with `power_of_2`, powers of two."""
         fmt, codes = FORMATS[self.data_fp8.dtype], self.data_fp8.view(torch.uint8)
         no_numbers = torch.tensor(fmt.nan_codes + fmt.infinity_codes, dtype=torch.uint8, device=codes.device)
         if any(bool(torch.isin(part, no_numbers).any()) for part in (codes if codes.dim() == 3 else [codes])):
@@ -251,21 +247,21 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         if power_of_2 and not self.has_power_of_2_scales:
             raise ValueError("expected scales that are powers of two, as config.round_scales_to_power_of_2 promises")
 
-    def check_stored_alike(self, other: FrozenFloat8Weight) -> None:
-        """Raise ValueError if `other` has scales of another granularity, or another float8 dtype."""
-        is_as_this = other.scale_layout == self.scale_layout and other.data_fp8.dtype is self.data_fp8.dtype
-        if other.dequant_scale.shape != self.dequant_scale.shape or not is_as_this:
-            raise ValueError(f"expected {self.granularity} {self.data_fp8.dtype} codes, got {other}")
+    def check_same_format(self, weight: FrozenFloat8Weight) -> None:
+        """Raise ValueError if the granularity or the float8 dtype of `weight` differs."""
+        is_same = weight.scale_layout == self.scale_layout and weight.data_fp8.dtype is self.data_fp8.dtype
+        if weight.dequant_scale.shape != self.dequant_scale.shape or not is_same:
+            raise ValueError(f"expected {self.granularity} {self.data_fp8.dtype} codes, got {weight}")
 
     def copy_codes(self, source: Any) -> bool:
-        """Copy from another frozen weight, bit for bit; False if `source` is none.
+        """Copy codes and scales if `source` is a frozen weight, and return whether it is.
 
         Raises:
-            ValueError: see `check_stored_alike`.
+            ValueError: see `check_same_format`.
         """
         if not isinstance(source, FrozenFloat8Weight) or not source.has_codes:
             return False
-        self.check_stored_alike(source)
+        self.check_same_format(source)
         self.data_fp8.copy_(source.data_fp8)
         if source.dequant_scale is not self.dequant_scale:
             self.dequant_scale.copy_(source.dequant_scale)
@@ -273,28 +269,28 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     @property
     def has_codes(self) -> bool:
-        """Whether codes and scales are its values, as always in a module."""
+        """Whether codes and scales hold the current values, as they always do in a module."""
         return True
 
-    def quantized_otherwise(self, casts: OperandCasts) -> str:
+    def cast_mismatch(self, casts: OperandCasts) -> str:
         dtype, scales = casts.row.float8_dtype, casts.row.granularity
-        is_so = self.granularity == scales or self.scales_a_matrix == 1
-        if (casts.has_equal_casts or casts.column.is_disabled) and self.data_fp8.dtype is dtype and is_so:
+        has_granularity = self.granularity == scales or self.scales_per_matrix == 1
+        if (casts.has_equal_casts or casts.column.is_disabled) and self.data_fp8.dtype is dtype and has_granularity:
             return ""
         return (
             f"a frozen weight {list(self.shape)} is stored as {self.granularity} {self.data_fp8.dtype}, and its module "
             f"casts weights as {casts.row}; convert it back (convert_to_high_precision) and freeze it again"
         )
 
-    # ---- what others ask of a parameter --------------------------------------------------------------------------
+    # ---- attributes and methods of a parameter -------------------------------------------------------------------
 
     def assign(self, new: Tensor) -> None:
-        """Write the values that are given; another frozen weight's codes are taken as they are."""
+        """Write values of high precision, or take the codes and scales of another frozen weight."""
         if not isinstance(new, FrozenFloat8Weight):
             self.write(new)
         elif new.shape != self.shape:
             raise RuntimeError(f"cannot assign {list(new.shape)} to .data of a frozen float8 weight {list(self.shape)}")
-        elif new.dtype is not self.dtype:  # which a tensor around others has for life
+        elif new.dtype is not self.dtype:  # the dtype of a wrapper subclass cannot change
             torch.utils.swap_tensors(self, nn.Parameter(new, False) if is_parameter(self) else new.detach())
         else:
             operand = Operand(new.data_fp8, new.dequant_scale, new.scale_layout)
@@ -311,7 +307,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         return self
 
     def element_size(self) -> int:
-        """1: what transformers' get_memory_footprint multiplies by the number of elements."""
+        """Returns 1. transformers' get_memory_footprint multiplies it by the number of elements."""
         return self.data_fp8.element_size()
 
     @property
@@ -327,10 +323,10 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         return self.data_fp8, self.dequant_scale, self.dtype, layout, *rows, self.requantized_sqnr_db
 
     @classmethod
-    def from_state(cls, *state: Any) -> FrozenFloat8Weight:
+    def from_state(cls, *state: Any) -> Self:
         codes, scale, dtype, layout, whole_rows, first_row, requantized_sqnr_db = state
         operand = Operand(codes, scale, ScaleLayout(*layout))
-        weight = typing.cast(FrozenFloat8Weight, cls.from_operands(operand, operand, dtype))
+        weight = cls.from_operands(operand, operand, dtype)
         weight.whole_rows, weight.first_row, weight.requantized_sqnr_db = whole_rows, first_row, requantized_sqnr_db
         return weight
 
@@ -344,11 +340,11 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         return FrozenFloat8Weight.from_state(inner["data_fp8"], inner["dequant_scale"], *meta, 0, None)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        what = "a part of " if self.is_part else ""
+        part = "a part of " if self.is_part else ""
         codes, device = self.data_fp8.dtype, self.device
-        return f"FrozenFloat8Weight({what}{list(self.shape)}, {self.granularity} {codes} for {self.dtype}, {device})"
+        return f"FrozenFloat8Weight({part}{list(self.shape)}, {self.granularity} {codes} for {self.dtype}, {device})"
 
-    # ---- the hooks of FSDP2: codes travel, scales stay -----------------------------------------------------------
+    # ---- hooks of FSDP2: the all-gather sends codes only ---------------------------------------------------------
 
     def fsdp_pre_all_gather(
         self,
@@ -358,7 +354,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], tuple[Operand, torch.Size]]:
-        """The codes of this shard as one uint8 tensor of the padded shard's shape."""
+        """Returns the codes of this shard as one uint8 tensor, padded to the largest shard."""
         codes = self.data_fp8.view(torch.uint8)
         missing = -(-outer_size[0] // mesh.size()) - codes.shape[0]
         padding = (0, 0) * (codes.dim() - 1) + (0, missing)
@@ -372,7 +368,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The unsharded weight over the memory that FSDP2 all-gathers into."""
+        """Make the unsharded weight in the memory that FSDP2 all-gathered into."""
         shard, size = metadata
         codes = all_gather_outputs[0].view(-1)[: size.numel()].view(size).view(shard.data.dtype)
         operand = shard._replace(data=codes)
@@ -385,25 +381,25 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 
     def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten._foreach_copy_.default:
-            for to, source in zip(args[0], args[1], strict=True):
-                to.copy_(source)
+            for target, source in zip(args[0], args[1], strict=True):
+                target.copy_(source)
             return None
         if args[0] is not self:
             return NotImplemented
         if func in ALIASES or is_as_strided_of_all(func, args):
-            return self.like(aten.alias.default(self.data_fp8))
+            return self.with_codes(aten.alias.default(self.data_fp8))
         if func in COPIES and kwargs.get("dtype", self.dtype) in HP_DTYPES:
             options = {name: value for name, value in kwargs.items() if name != "dtype"}
-            copied = (func(each, **options) for each in (self.data_fp8, self.dequant_scale))
-            return self.like(*copied, dtype=kwargs.get("dtype"))
+            copies = (func(tensor, **options) for tensor in (self.data_fp8, self.dequant_scale))
+            return self.with_codes(*copies, dtype=kwargs.get("dtype"))
         if (takes_rows := _ROWS.get(func)) and takes_rows(self, args):
             rows = func(self.data_fp8, *args[1:], **kwargs)
-            return tree_map_only(Tensor, lambda codes: self.like(codes, part=True), rows)
+            return tree_map_only(Tensor, lambda codes: self.with_codes(codes, part=True), rows)
         if func is aten.copy_.default and self.copy_codes(args[1]):
             return self
         if func is aten.view.default and list(args[1]) == [-1]:
-            with inference_mode_of(self):
-                return ReadOnly.of(self.to_high_precision().view(-1))
+            with match_inference_mode(self):
+                return ReadOnly.wrap(self.to_high_precision().view(-1))
         if is_view(func):
             raise NotImplementedError(
                 f"{func}: a frozen float8 weight has no views in high precision, since a write to one would be lost; "
@@ -433,7 +429,7 @@ torch.serialization.add_safe_globals([FrozenFloat8Weight])
 
 
 def _without_state(value: Tensor) -> Tensor:
-    """A weight of the codes of `value`, which may stand in a state_dict; a tensor without codes itself."""
+    """Returns a weight with the codes of `value`, which may be a `FrozenState`; or `value` if it has no codes."""
     if isinstance(value, FrozenFloat8Weight) and value.has_codes:
         return FrozenFloat8Weight.from_state(*value.state())
     say_once(
@@ -445,7 +441,7 @@ def _without_state(value: Tensor) -> Tensor:
 
 
 def is_as_strided_of_all(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether this is as_strided with the weight's own size and strides, as FSDP2 calls it."""
+    """Whether this is `as_strided` with the weight's own size and strides, which FSDP2 calls."""
     if func is not aten.as_strided.default or tuple(args[1]) != tuple(args[0].shape):
         return False
     return tuple(args[2]) == args[0].stride() and not any(args[3:])
@@ -459,17 +455,17 @@ _ROWS: dict[Any, Any] = {
     aten.new_empty.default: lambda weight, args: math.prod(args[1]) == 0,  # of a rank without rows
     aten.view.default: lambda weight, args: weight.is_part,
 }
-"""Ops that FSDP2 calls on the rows of a weight, and when they are such."""
+"""The ops that FSDP2 calls on rows of a weight, and whether a call with these arguments selects rows."""
 _READS = frozenset(
     {aten.copy_.default, aten.view.default, aten.equal.default, aten.eq.Tensor, aten.abs.default, aten.isnan.default}
 )
-"""Ops that are expected to read the values: copies (DistributedDataParallel's broadcast among them) and checks such as
-`isfinite`, by which PEFT merges safely."""
+"""Ops that may dequantize without a report: copies, also in DistributedDataParallel's broadcast, and checks such as
+`isfinite`, which PEFT's safe merge calls."""
 
 
 @functools.cache
-def _tell_of_writes() -> None:
-    """Say once what a merge into float8 costs; docs/fine-tuning.md has the measurement."""
+def _warn_of_merges() -> None:
+    """Warn once what a merge into float8 costs; docs/fine-tuning.md has the measurement."""
     logger.warning(
         "a write into frozen float8 weights, as the merge of an adapter, quantizes them again: merged logits differ by "
         "10% to 25% from those of the adapter beside its base, merged in bfloat16 by 2%; merge into the model in high "

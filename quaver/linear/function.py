@@ -4,35 +4,35 @@
     grad_input  [M, K] = grad_output   [M, N] @ weight     [N, K]               contracts N
     grad_weight [N, K] = grad_output.t() [N, M] @ input    [M, K]               contracts M
 
-Each matmul has two operands, and each matrix is the operand of two matmuls: one reads it along its rows, the other
-along its columns (quantize.py has the picture).
+Each matrix is an operand of two matmuls: one reads it along its rows, the other along its columns (see the picture in
+quantize.py).
 
 Saved for backward:
-    input     its column operand, M * K bytes in float8 and a scale; in high precision where the recipe computes
-              grad_weight in high precision; its row operand, as many bytes as the column operand, with
-              backward="dequantized"; nothing if the weight is frozen.
-    weight    an alias of the parameter, no copy, and its tensorwise scale; backward quantizes it again. An alias keeps
-              the memory that the forward read where `.data` is exchanged before the backward. Its column operand
-              where the weight was quantized before the linear ran (an all-gather, `cast_weights_once`) or with
-              `keep_float8_weight_for_backward`. Nothing if the input needs no gradient.
+    input     its column operand: M * K bytes in float8 and a scale, or high precision where the recipe computes
+              grad_weight in high precision. With backward="dequantized" its row operand, of the same size. Nothing if
+              the weight is frozen.
+    weight    an alias of the parameter, without a copy, and its tensorwise scale; backward quantizes it again. The
+              alias keeps the memory that the forward read, even if `.data` is replaced before the backward. The column
+              operand instead, if the weight was quantized before the linear ran (an all-gather, `cast_weights_once`)
+              or with `keep_float8_weight_for_backward`. Nothing if the input needs no gradient.
 
 Reads for an amax: input and grad_output once each, weight once; rowwise once per direction. In rowwise_with_gw_hp the
 tensorwise scale of the weight is the smallest of its row scales, so it costs no read.
 
-Order of the backward. grad_weight comes first, and its operands go before grad_input is computed, so that the operands
-of one matmul are alive at a time; in compiled code the order is a hint to Inductor (compile_hints.py). An eager
-backward for some of the inputs computes and casts only what these need: a zero-bubble pipeline goes backward for its
+Order of the backward. grad_weight is computed first and its operands are freed before grad_input is computed, so the
+operands of only one matmul are alive at a time. In compiled code the order is a hint to Inductor (compile_hints.py). An
+eager backward for some inputs casts and computes only what they need: a zero-bubble pipeline runs the backward for its
 input first and for its weights later.
 
-Everything inside the autograd function is plain tensors. A weight or an input that arrives as a `Float8Tensor` was
-quantized before it was all-gathered. Under tensor parallelism a `LinearSharding` provides the quantizers, which agree
-on scales with the other ranks, and reduces the output.
+The autograd function works on plain tensors. A weight or input that arrives as a `Float8Tensor` was quantized before
+its all-gather. Under tensor parallelism a `LinearSharding` makes the quantizers, whose scales agree across ranks, and
+reduces the output.
 """
 
 from __future__ import annotations
 
-import typing
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -40,17 +40,15 @@ from torch import Tensor
 
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, expect
-from quaver.linear.gemm import backends_of, laid_out_for_columns_after, mm
+from quaver.linear.gemm import describe_backends, lay_out_saved_columns, mm
 from quaver.linear.last_run import note_run
-from quaver.linear.nested import over_rows
+from quaver.linear.nested import apply_to_rows
 from quaver.linear.quantize import LinearSharding, MatmulProbe, Quantizer, StoredQuantizer
-from quaver.linear.saved_tensors import save
-from quaver.linear.saved_tensors import saved as saved_tensors
-from quaver.linear.shared_input import cached_quantizer, clear_cached_operands
+from quaver.linear.saved_tensors import load_saved, save
+from quaver.linear.shared_input import choose_quantizer, clear_cached_operands
 from quaver.linear.tensor import Float8Tensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.formats import HP_DTYPES
-from quaver.recipes.scale_layout import TENSORWISE, ScaleLayout
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales, Scales
 from quaver.runtime.compile_hints import add_dependency, materialize, wait_for_codes
 from quaver.runtime.devices import is_cpu
@@ -66,10 +64,12 @@ class LinearArgs(NamedTuple):
     """The dtype of the output and, inside the autograd function, of the gradients."""
     scales: PersistentScales
     weight_operands: Operands | None
-    """The weight's operands, if it was quantized before the linear runs."""
+    """The weight's operands, if it was quantized before the linear ran."""
+    keeps_codes: bool
+    """Whether codes of the weight are saved for backward, instead of the weight."""
     sharding: LinearSharding | None
     reader: int
-    """The id of the linear while it records gradients, else 0; see shared_input.py."""
+    """The id of the linear if it records gradients, else 0; see shared_input.py."""
     probe: MatmulProbe | None = None
     """Observes the operands and results, while a monitor is attached."""
 
@@ -77,54 +77,27 @@ class LinearArgs(NamedTuple):
 # ---- the three matmuls -----------------------------------------------------------------------------------------------
 
 
-class _SavedWeight(NamedTuple):
-    """The weight as saved for grad_input: in high precision, or as codes. All None if the input needs no gradient."""
-
-    hp: Tensor | None = None
-    """An alias of the weight, which backward quantizes again."""
-    quant_scale: Tensor | None = None
-    """The tensorwise scale that the forward multiplied the weight by, for backward to quantize `hp` with."""
-    dequant_scale: Tensor | None = None
-    """Dequant scale of `data`, or the tensorwise one that goes with `quant_scale`."""
-    data: Tensor | None = None
-    """Codes of the weight's column operand, saved instead of `hp` where the codes are kept for backward."""
-    outer_scale: Tensor | None = None
-    """The outer_scale of these codes, in formats of two levels."""
-
-
 class _LinearFunction(torch.autograd.Function):
-    """`output` forward, `grad_input`, `grad_weight` and the bias's gradient backward."""
-
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, args: LinearArgs) -> Tensor:
         needs_grad_input, needs_grad_weight = ctx.needs_input_grad[:2]
         ctx.has_gathered_weight = needs_grad_weight and isinstance(weight, Float8Tensor)
         input_q = _quantize_input(input, args, needs_grad_weight)
-        weight_row, saved_weight, weight_layout = _quantize_weight(weight, args, needs_grad_input)
-        saved_input = expect(input_q.column) if needs_grad_weight else None
+        weight_row, saved_weight = _quantize_weight(weight, args, needs_grad_input)
+        saved_input = expect(input_q.column)._replace(quant_scale=None) if needs_grad_weight else None
         ctx.args, ctx.input_shape, ctx.bias_dtype = args, input.shape, None if bias is None else bias.dtype
-        ctx.layouts = TENSORWISE if saved_input is None else saved_input.layout, weight_layout
-        save(ctx, [*_tensors_of(saved_input), *saved_weight])
-        return _output(expect(input_q.row), weight_row, bias, args, input, weight)
+        save(ctx, (saved_input, saved_weight))
+        return _compute_output(expect(input_q.row), weight_row, bias, args, input, weight)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return *_backward(ctx, grad_output), None
-        with torch.no_grad():
-            grads = _backward(ctx, grad_output)
-        return *NoSecondDerivative.apply(*(g if g is None else g.detach().requires_grad_() for g in grads)), None
+        return *run_backward(_backward, ctx, grad_output), None
 
 
-def _tensors_of(operand: Operand | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Codes, dequant_scale and outer_scale, as autograd saves them."""
-    return (None, None, None) if operand is None else (operand.data, operand.dequant_scale, operand.outer_scale)
-
-
-def _output(
+def _compute_output(
     input: Operand, weight: Operand, bias: Tensor | None, args: LinearArgs, input_hp: Tensor, weight_hp: Tensor
 ) -> Tensor:
-    """output [M, N] = input [M, K] @ weight.t() [K, N]; under tensor parallelism perhaps [*leading, N], sharded."""
+    """Multiplies, then reduces under tensor parallelism, where the output may be [*leading, N] and sharded."""
     output = mm(input, weight.t(), args.config.matmuls.output, args.hp_dtype, bias)
     if args.probe is not None:
         args.probe.output(output, input_hp, weight_hp, bias)
@@ -144,43 +117,42 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
     needs_grad_input, needs_grad_weight, needs_grad_bias = wanted_gradients(ctx, 3)
     if ctx.has_gathered_weight and not needs_grad_weight:
         warnings.warn(_ZERO_BUBBLE_WITH_FSDP2, stacklevel=2)
-    tensors = saved_tensors(ctx)
-    input_layout, weight_layout = ctx.layouts
-    saved_input = Operand(tensors[0], tensors[1], input_layout, None, tensors[2])
-    saved_weight = _SavedWeight(*tensors[3:])
-    del tensors
+    (saved_input, saved_weight), _ = load_saved(ctx)
     if not torch.compiler.is_compiling():
         ctx.maybe_clear_saved_tensors()  # autograd then holds none of them, unless the graph is retained
         clear_cached_operands()
-    quantizer = _grad_output_quantizer(args)
-    # One read makes both row-wise casts. On a CPU it is spared only where the codes of one need not be alive meanwhile.
-    apart = is_cpu(grad_output) and cast.column.depends_on_direction and args.sharding is None
-    row, column = quantizer(grad_output, row=needs_grad_input and not apart, column=needs_grad_weight)
+    quantizer = _make_grad_output_quantizer(args)
+    # One read could make both row-wise casts. On a CPU they are made one by one, so that one set of codes is alive.
+    one_by_one = is_cpu(grad_output) and cast.column.depends_on_direction and args.sharding is None
+    row, column = quantizer(grad_output, row=needs_grad_input and not one_by_one, column=needs_grad_weight)
     if args.probe is not None:
         args.probe.operands("grad_output", grad_output, Operands(row, column))
     if row is not None and row.dequant_scale is not None:
         materialize(grad_output, row.dequant_scale)
-        if saved_input.dequant_scale is not None:
+        if saved_input is not None and saved_input.dequant_scale is not None:
             materialize(saved_input.data, row.dequant_scale)
     grad_input = grad_weight = grad_bias = None
     if needs_grad_bias:
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     if column is not None:  # grad_weight [N, K] = grad_output.t() [N, M] @ input [M, K]
+        saved_input = expect(saved_input)
         grad_weight = mm(column.t(), saved_input, matmuls.grad_weight, args.hp_dtype)
         if args.probe is not None:
             args.probe.grad_weight(grad_weight, grad_output, saved_input)
     del saved_input, column
-    if needs_grad_input and apart:
+    if needs_grad_input and one_by_one:
         row = quantizer(grad_output, row=True, column=False).row
         if args.probe is not None:
             args.probe.operands("grad_output", grad_output, Operands(row, None))
     if row is not None:  # grad_input [M, K] = grad_output [M, N] @ weight [N, K]
         if grad_weight is not None and row.dequant_scale is not None:
             add_dependency(row.dequant_scale, grad_weight)
-        weight = _weight_for_grad_input(args, saved_weight, weight_layout, row)
+        saved_weight = expect(saved_weight)
+        weight = _weight_for_grad_input(args, saved_weight, row)
         grad_input = mm(row, weight, matmuls.grad_input, args.hp_dtype).view(ctx.input_shape)
         if args.probe is not None:
-            args.probe.grad_input(grad_input, grad_output, saved_weight.hp, weight)
+            weight_hp = None if args.keeps_codes else saved_weight.data
+            args.probe.grad_input(grad_input, grad_output, weight_hp, weight)
     return grad_input, grad_weight, grad_bias
 
 
@@ -188,82 +160,90 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
 
 
 def _quantize_input(input: Tensor, args: LinearArgs, needs_grad_weight: bool) -> Operands:
-    """The input's row operand, for output, and its column operand, for grad_weight."""
+    """Returns the input's row operand for output, and its column operand if grad_weight is needed."""
     casts, scale = args.config.casts.input, args.scales.input
     if isinstance(input, Float8Tensor):
         if not casts.is_float8:
             raise RuntimeError("this linear reads its input in high precision too, and was given a quantized one")
         operands = input.operands()
     else:
-        make_quantizer = cached_quantizer if args.sharding is None else args.sharding.input_quantizer
+        make_quantizer = choose_quantizer if args.sharding is None else args.sharding.input_quantizer
         quantizer = make_quantizer(input, casts, args.hp_dtype, scale, args.reader)
         operands = quantizer(input, row=True, column=needs_grad_weight)
         row = expect(operands.row)
         if row.dequant_scale is not None:
-            materialize(row.data, row.dequant_scale)  # once, for q, k and v
+            materialize(row.data, row.dequant_scale)  # stored once for q, k and v
     if args.probe is not None:
         args.probe.operands("input", input, operands)
     return operands
 
 
-def _quantize_weight(
-    weight: Tensor, args: LinearArgs, needs_grad_input: bool
-) -> tuple[Operand, _SavedWeight, ScaleLayout]:
-    """The weight's row operand, for output; what to save of it, and the layout of the scales of saved codes."""
-    keeps_codes = args.weight_operands is not None or args.config.keep_float8_weight_for_backward
-    quantizer, operands = _weight_quantizer(args), args.weight_operands
+def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -> tuple[Operand, Operand | None]:
+    """Returns the weight's row operand for output, and what to save for grad_input.
+
+    What is saved is the column operand, or an alias of the weight with the tensorwise scales of its next cast.
+    """
+    quantizer, operands = _make_weight_quantizer(args), args.weight_operands
     if operands is None:
-        operands = quantizer(weight, row=True, column=needs_grad_input and keeps_codes)
+        operands = quantizer(weight, row=True, column=needs_grad_input and args.keeps_codes)
     if args.probe is not None:
         args.probe.operands("weight", weight, operands)
-    saved, layout = _SavedWeight(), TENSORWISE
-    if needs_grad_input and keeps_codes:
-        column = expect(operands.column)
-        layout = column.layout
-        saved = _SavedWeight(None, None, column.dequant_scale, column.data, column.outer_scale)
-    elif needs_grad_input:
-        scales = quantizer.scales_for(args.config.casts.weight.column_source, operands)
-        if scales is not None:
-            scales = scales._replace(quant=wait_for_codes(scales.quant, expect(operands.row).data))
-        saved = _SavedWeight(weight.detach(), *(scales or ()))
-    return expect(operands.row), saved, layout
+    row = expect(operands.row)
+    if not needs_grad_input:
+        return row, None
+    if args.keeps_codes:
+        return row, expect(operands.column)._replace(quant_scale=None)
+    scales = quantizer.scales_for(args.config.casts.weight.column_source, operands)
+    if scales is None:
+        return row, Operand(weight.detach())
+    return row, Operand(weight.detach(), scales.dequant, quant_scale=wait_for_codes(scales.quant, row.data))
 
 
-def _weight_for_grad_input(args: LinearArgs, saved: _SavedWeight, layout: ScaleLayout, grad_output: Operand) -> Operand:
-    """The weight's column operand, for grad_input; `layout` of saved codes."""
-    if saved.data is not None:
-        check_memory(saved.data, saved.dequant_scale)  # FSDP2 frees what it gathered
-        if saved.dequant_scale is None:
-            return Operand(saved.data)
-        data = saved.data
-        if grad_output.dequant_scale is not None:
-            data = laid_out_for_columns_after(data, grad_output.data, emulate=args.config.emulate)
-        return Operand(data, saved.dequant_scale, layout, None, saved.outer_scale)
+def _weight_for_grad_input(args: LinearArgs, saved: Operand, grad_output: Operand) -> Operand:
+    """Returns the weight's column operand, from what `_quantize_weight` saved."""
+    weight = saved.data
+    if args.keeps_codes:
+        check_memory(weight, saved.dequant_scale)  # FSDP2 frees all-gathered memory
+        if saved.dequant_scale is None or grad_output.dequant_scale is None:
+            return saved
+        codes = lay_out_saved_columns(weight, grad_output.data, emulate=args.config.emulate)
+        return saved._replace(data=codes)
     scales = None
     if saved.quant_scale is not None and saved.dequant_scale is not None:
         scales = Scales(saved.quant_scale, saved.dequant_scale)
-    weight = typing.cast(Tensor, saved.hp)
     if grad_output.dequant_scale is not None:
-        # The compiler then saves the weight, and computes its column codes in the backward.
+        # Otherwise the compiler would compute the column codes in the forward and save them.
         add_dependency(grad_output.dequant_scale, weight)
-    operands = _weight_quantizer(args)(weight, row=False, column=True, scales=scales)
+    operands = _make_weight_quantizer(args)(weight, row=False, column=True, scales=scales)
     if args.probe is not None:
         args.probe.operands("weight", weight, operands)
     return expect(operands.column)
 
 
-def _weight_quantizer(args: LinearArgs) -> Quantizer:
+def _make_weight_quantizer(args: LinearArgs) -> Quantizer:
     make_quantizer = Quantizer if args.sharding is None else args.sharding.weight_quantizer
     return make_quantizer(args.config.casts.weight, args.hp_dtype, args.scales.weight)
 
 
-def _grad_output_quantizer(args: LinearArgs) -> Quantizer:
+def _make_grad_output_quantizer(args: LinearArgs) -> Quantizer:
     make_quantizer = StoredQuantizer if args.sharding is None else args.sharding.grad_output_quantizer
     return make_quantizer(args.config.casts.grad_output, args.hp_dtype, args.scales.grad_output)
 
 
-class NoSecondDerivative(torch.autograd.Function):
-    """Identity on the gradients of a backward that autograd records (create_graph=True); its own backward raises."""
+def run_backward(
+    backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]], ctx: Any, grad_output: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of `backward`; under `create_graph=True` their own derivatives raise."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return backward(ctx, grad_output)
+    with torch.no_grad():
+        grads = backward(ctx, grad_output)
+    recorded = (grad if grad is None else grad.detach().requires_grad_() for grad in grads)
+    return tuple(_NoSecondDerivative.apply(*recorded))
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """The identity on gradients that autograd records (create_graph=True). Its own backward raises."""
 
     @staticmethod
     def forward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -291,7 +271,7 @@ def float8_linear(
 
     Args:
         input: [..., K], float32, bfloat16 or float16, any strides; or a nested tensor.
-        weight: [N, K], any high-precision dtype. Either may be a `Float8Tensor`.
+        weight: [N, K], any high-precision dtype. Input and weight may each be a `Float8Tensor`.
         bias: [N] or None.
         config: a config, a recipe or its name; None for the tensorwise recipe. Dynamic scaling only: a function has no
             state that could hold a scale.
@@ -304,29 +284,30 @@ def float8_linear(
     if config.has_persistent_scales:
         raise ValueError("float8_linear scales dynamically, got a config with persistent scales; use a Float8Linear")
     if input.is_nested:
-        return over_rows(lambda rows: float8_linear(rows, weight, bias, config=config), input)
-    operands = checked_operands(weight, config) if isinstance(weight, Float8Tensor) else None
+        return apply_to_rows(lambda rows: float8_linear(rows, weight, bias, config=config), input)
+    operands = get_checked_operands(weight, config) if isinstance(weight, Float8Tensor) else None
     return apply_linear(input, weight, bias, config, NO_PERSISTENT_SCALES, operands, None)
 
 
-def checked_operands(weight: Float8Tensor, config: Float8LinearConfig) -> Operands:
-    """The operands of a weight that was quantized before; in eager code, an error if that was under another config."""
+def get_checked_operands(weight: Float8Tensor, config: Float8LinearConfig) -> Operands:
+    """Returns the operands of a quantized weight; eager code raises if `config` has other casts."""
     if not torch.compiler.is_compiling():
         weight.check_casts(config.casts.weight)
     return weight.operands()
 
 
-def compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a linear's results for an input of `dtype`: autocast's where it is on."""
-    if device_type == "meta":  # torch has no autocast for the meta device
-        return dtype
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dtype
+def compute_dtype(input: Tensor) -> torch.dtype:
+    """Returns the dtype of a linear's output: autocast's if it is enabled, else the input's."""
+    device_type = "cpu" if input.is_cpu else input.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # torch has no autocast for "meta"
+        return input.dtype
+    return torch.get_autocast_dtype(device_type)
 
 
 def refuse_transforms() -> None:
-    """Raise RuntimeError under a functorch transform that needs derivatives which the float8 matmuls do not have.
+    """Raise RuntimeError under a functorch transform that differentiates.
 
-    Dynamo would drop the backward of their autograd functions there, and the gradients would be zeros.
+    Dynamo would drop the backward of the autograd function under such a transform, and gradients would be zero.
     """
     names = transforms()
     if "Grad" in names or "Jvp" in names or ("Vmap" in names and torch.is_grad_enabled()):
@@ -346,9 +327,11 @@ def apply_linear(
     sharding: LinearSharding | None,
     linear: Any = None,
 ) -> Tensor:
-    """`float8_linear` of plain tensors; `weight_operands`, if given, are used in place of a cast of the weight.
+    """`float8_linear` on plain tensors.
 
-    `linear` is the module that calls it, if one does.
+    Args:
+        weight_operands: used in place of a cast of the weight, if given.
+        linear: the calling module, if there is one.
     """
     if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
@@ -357,21 +340,22 @@ def apply_linear(
         )
     if input.dtype not in HP_DTYPES:
         raise ValueError(f"expected an input of {', '.join(map(str, HP_DTYPES))}, got {input.dtype}")
-    hp_dtype = compute_dtype("cpu" if input.is_cpu else input.device.type, input.dtype)
+    hp_dtype = compute_dtype(input)
     reader = 0 if linear is None or torch.compiler.is_compiling() or not torch.is_grad_enabled() else id(linear)
     probe = None if linear is None or not linear.training else linear.probe
-    args = LinearArgs(config, hp_dtype, scales, weight_operands, sharding, reader, probe)
+    keeps_codes = weight_operands is not None or config.keep_float8_weight_for_backward
+    args = LinearArgs(config, hp_dtype, scales, weight_operands, keeps_codes, sharding, reader, probe)
     refuse_transforms()
     # A Function without jvp refuses forward-mode autodiff.
     if torch.is_grad_enabled() or forward_ad_level() >= 0:
         output: Tensor = _LinearFunction.apply(input, weight, bias, args)
     else:
         input_row, weight_row = _quantize_input(input, args, False).row, _quantize_weight(weight, args, False)[0]
-        output = _output(expect(input_row), weight_row, bias, args, input, weight)
+        output = _compute_output(expect(input_row), weight_row, bias, args, input, weight)
     if linear is not None:
-        note_run(linear, input.device, config, backends_of)
+        note_run(linear, input.device, config, describe_backends)
     if output.dim() == input.dim():
         return output
-    # As for F.linear, the result must not be a view: autograd forbids in-place operations on a view that a Function
-    # returns, and FSDP2 would register its hooks on the view.
+    # Not a view: autograd forbids in-place operations on a view that a Function returns, and FSDP2 would register its
+    # hooks on the view. F.linear returns none either.
     return torch.ops.aten._unsafe_view.default(output, [*input.shape[:-1], weight.shape[0]])

@@ -1,4 +1,4 @@
-"""The module: an `nn.Linear` whose matmuls are those of `float8_linear`."""
+"""`Float8Linear`: an `nn.Linear` whose matmuls run in float8."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.linear.function import apply_linear, checked_operands
+from quaver.linear.function import apply_linear, get_checked_operands
 from quaver.linear.last_run import LastRun
-from quaver.linear.nested import over_rows
+from quaver.linear.nested import apply_to_rows
 from quaver.linear.quantize import LinearSharding, MatmulProbe, PreparedOperands
-from quaver.linear.saved_tensors import prepared_now
+from quaver.linear.saved_tensors import resolve_prepared
 from quaver.linear.scale_state import LinearScales
 from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrappedTensor
@@ -23,13 +23,13 @@ from quaver.recipes.torchao_forms import LinearMMConfig, is_torchaos
 from quaver.torch_private.tracing import FakeTensor
 
 OWN_ATTRIBUTES = ("config", "scaling", "sharding", "gathering", "_prepared_weight", "_converted_from", "_last_run")
-"""The attributes that a Float8Linear adds to those of nn.Linear."""
+"""The attributes that a Float8Linear adds to nn.Linear."""
 
 
 class Float8Linear(nn.Linear):
-    """An `nn.Linear` whose matmuls run in float8. Parameters and state_dict are those of `nn.Linear`.
+    """An `nn.Linear` whose matmuls run in float8. It has the parameters and state_dict of `nn.Linear`.
 
-    `convert_to_float8_training` makes it out of an `nn.Linear` in place; made directly it takes nn.Linear's arguments.
+    `convert_to_float8_training` turns an `nn.Linear` into one in place. The constructor takes nn.Linear's arguments.
 
     Args:
         config: a config, a recipe or a recipe's name; None for the tensorwise recipe.
@@ -37,13 +37,13 @@ class Float8Linear(nn.Linear):
 
     config: Float8LinearConfig
     scaling: LinearScales | None
-    """Its persistent scales, where the config has any (scale_state.py)."""
+    """Its persistent scales, if the config has any (scale_state.py)."""
     sharding: LinearSharding | None
     """Set by tensor parallelism (parallel/tensor_parallel.py)."""
     derived_sharding: Callable[[Tensor], LinearSharding | None]
-    """The method that derives it from a DTensor without a Float8 style, for an input; quaver.distributed sets it."""
+    """Derives the sharding of a DTensor weight without a Float8 style, for an input; quaver.distributed sets it."""
     gathering: object | None
-    """Set where FSDP2 all-gathers the weight in float8 (fsdp/gathered.py)."""
+    """Set if FSDP2 all-gathers the weight in float8 (fsdp/gathered.py)."""
     _prepared_weight: PreparedOperands | None
     """Set while a `cast_weights_once` is open."""
     _converted_from: type[nn.Linear]
@@ -68,9 +68,9 @@ class Float8Linear(nn.Linear):
     def from_float(
         cls, linear: nn.Linear, config: Float8LinearConfig | Float8LinearRecipeName | str | None = None
     ) -> Float8Linear:
-        """A new Float8Linear that shares the parameters of `linear`, which stays as it is; torchao's name.
+        """Returns a new Float8Linear that shares the parameters of `linear`, as in torchao. `linear` does not change.
 
-        A float8 all-gather and persistent scales need the whole model: give it to `convert_to_float8_training` then.
+        A float8 all-gather and persistent scales need the whole model: use `convert_to_float8_training` for them.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear: expected an nn.Linear, got {type(linear).__name__}")
@@ -79,7 +79,7 @@ class Float8Linear(nn.Linear):
         return float8.train(linear.training)
 
     def set_up(self, config: Float8LinearConfig, converted_from: type[nn.Linear]) -> None:
-        """Give a new Float8Linear its own attributes; `converted_from` is the class to convert it back to."""
+        """Set the attributes of a new Float8Linear; `converted_from` is the class to convert it back to."""
         self.config = config
         self.scaling = None
         self.sharding = None
@@ -90,7 +90,7 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if input.is_nested:
-            return over_rows(self.forward, input)
+            return apply_to_rows(self.forward, input)
         weight = self.weight
         if type(weight) is not nn.Parameter and type(weight) is not Tensor and type(weight) is not FakeTensor:
             if is_torchaos(weight):  # quantized for inference, after training
@@ -100,7 +100,6 @@ class Float8Linear(nn.Linear):
                         "convert_to_high_precision(model) before quantize_"
                     )
                 return F.linear(input, weight, self.bias)
-            # All-gathered in float8, sharded, or to be gathered.
             sharding = self.sharding or self.derived_sharding(input)
             return self.forward_local(input, None) if sharding is None else sharding.forward(self, input)
         scales = NO_PERSISTENT_SCALES
@@ -108,12 +107,12 @@ class Float8Linear(nn.Linear):
             scales = self.persistent_scales(input.device)
         prepared = self._prepared_weight
         if not torch.compiler.is_compiling():
-            prepared = prepared_now(prepared, self, "weight")
+            prepared = resolve_prepared(prepared, self, "weight")
         operands = None if prepared is None else prepared.operands
         return apply_linear(input, weight, self.bias, self.config, scales, operands, None, self)
 
     def forward_local(self, input: Tensor, sharding: LinearSharding | None) -> Tensor:
-        """`forward` of this rank's part of a linear that `sharding` shards, on local tensors."""
+        """`forward` on local tensors: this rank's part, if the linear has a `sharding`."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         scales = self.persistent_scales(input.device)
@@ -121,18 +120,17 @@ class Float8Linear(nn.Linear):
         if sharding is not None:
             weight, bias, bias_after_reduction = sharding.local_parameters(weight, bias)
         if isinstance(weight, Float8Tensor):
-            operands = checked_operands(weight, self.config)
+            operands = get_checked_operands(weight, self.config)
         elif isinstance(weight, WrappedTensor):
             weight = weight.plain()
         output = apply_linear(input, weight, bias, self.config, scales, operands, sharding, self)
         return output if bias_after_reduction is None else output + bias_after_reduction.to(output.dtype)
 
     def persistent_scales(self, device: torch.device, *, recording: bool | None = None) -> PersistentScales:
-        """The persistent scales of the operands, for a forward that begins now on `device`.
+        """Returns the persistent scales of the operands for a forward on `device`.
 
         Args:
-            recording: whether casts record amaxes; None for a forward's rule: where it records gradients, and during a
-                calibration.
+            recording: whether casts record amaxes. None: if the forward records gradients, or during a calibration.
         """
         if self.scaling is not None:
             if recording is None:
@@ -147,16 +145,16 @@ class Float8Linear(nn.Linear):
 
     @property
     def backend(self) -> str:
-        """The backends that the last eager forward ran on: "native", "exact" or "native and exact"; see gemm.py.
+        """The backends of the last eager forward: "native", "exact" or "native and exact" (see gemm.py).
 
-        "not run yet" before it; it stays where the linear moves, as under an offload. A forward that was compiled does
-        not tell.
+        "not run yet" before the first one. Moving the linear, as an offload does, keeps it. Compiled forwards do not
+        change it.
         """
         return self._last_run.backend
 
     @property
     def linear_mm_config(self) -> LinearMMConfig:
-        """How the three matmuls run, in torchao's form."""
+        """The options of the three matmuls, in torchao's form."""
         return self.config.linear_mm_config
 
     def extra_repr(self) -> str:
@@ -171,7 +169,7 @@ class Float8Linear(nn.Linear):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # They belong to a scope, to a model and to this module.
+        # These belong to an open scope, to a model and to this module; a probe belongs to a monitor.
         state = {**self.__dict__, "_prepared_weight": None, "gathering": None, "_last_run": LastRun()}
-        state.pop("probe", None)  # and no monitor watches it
+        state.pop("probe", None)
         return state

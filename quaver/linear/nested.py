@@ -1,7 +1,7 @@
 """Nested tensors as inputs of linears: sequences of several lengths, jagged or strided.
 
-nn.TransformerEncoder makes strided ones in eval mode out of a batch and its padding mask. A float8 linear runs on the
-rows of all sequences together, so that they share what a batch shares: a tensorwise scale, the kernels.
+In eval mode nn.TransformerEncoder makes strided ones from a batch and its padding mask. A float8 linear runs once on
+the rows of all sequences, so they share kernels and a tensorwise scale as a batch does.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from quaver.torch_private.nested import ragged_dim
 
 
-def over_rows(linear: Callable[[Tensor], Tensor], input: Any) -> Tensor:
-    """Apply `linear`, which maps the last dim of a tensor, to the nested tensor `input`; a nested one of its layout.
+def apply_to_rows(linear: Callable[[Tensor], Tensor], input: Any) -> Tensor:
+    """Apply `linear` to the last dim of the nested tensor `input`. Returns a nested tensor of the same layout.
 
     Raises:
-        ValueError: the lengths vary along the last dim, which linears contract.
+        ValueError: the last dim, which linears contract, has several lengths.
         NotImplementedError: a jagged tensor with holes between its sequences.
     """
     if input.layout is torch.jagged:
@@ -31,6 +31,6 @@ def over_rows(linear: Callable[[Tensor], Tensor], input: Any) -> Tensor:
         return torch.nested.nested_tensor_from_jagged(linear(input.values()), input.offsets(), jagged_dim=dim)
     parts = input.unbind()
     rows = [part.reshape(-1, part.shape[-1]) for part in parts]
-    outputs = linear(torch.cat(rows)).split([len(each) for each in rows])
-    made = [output.view(*part.shape[:-1], output.shape[-1]) for output, part in zip(outputs, parts, strict=True)]
-    return torch.nested.as_nested_tensor(made)
+    outputs = linear(torch.cat(rows)).split([len(part_rows) for part_rows in rows])
+    results = [output.view(*part.shape[:-1], output.shape[-1]) for output, part in zip(outputs, parts, strict=True)]
+    return torch.nested.as_nested_tensor(results)

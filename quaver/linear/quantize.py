@@ -1,6 +1,6 @@
 """Quantizers: from one high-precision matrix to its float8 operands for its two matmuls.
 
-A matrix enters two matmuls. The dot products of one run along its rows, those of the other along its columns:
+A matrix enters two matmuls. One runs its dot products along the rows of the matrix, the other along its columns:
 
                  columns
              +-------------+
@@ -13,18 +13,20 @@ A matrix enters two matmuls. The dot products of one run along its rows, those o
     operands = quantizer(matrix, row=True, column=True)
     operands.row, operands.column
 
-Every file says row and column in this sense, from config.py (`casts.weight.column`) to the kernels. Row-wise scales
-follow the dot products: the row operand has one per row [rows, 1], the column operand one per column [1, columns].
-Tensorwise, both operands have one scale, and on a CPU one set of codes; blockwise (weights), one set of codes and
-scales. A cast that the config disables gives the matrix itself, in high precision. With `is_dequantized` both operands
-are the row operand, which `gemm.mm` dequantizes for a matmul in high precision.
+Row and column have this sense in every file, from config.py (`casts.weight.column`) to the kernels.
+
+    rowwise         the row operand has a scale per row [rows, 1], the column operand a scale per column [1, columns]
+    tensorwise      both operands have one scale, and on a CPU one set of codes
+    blockwise       the two operands of a weight have one set of codes and scales
+    disabled        the operand is the matrix itself, in high precision
+    dequantized     both operands are the row operand, which `gemm.mm` dequantizes for a matmul in high precision
 
 Four quantizers share this interface:
 
-    Quantizer                        scales from the matrix; from an earlier step where the scale is persistent
-    StoredQuantizer                  the same, for a gradient, which lies in memory when compiled code casts it
-    CachedQuantizer                  the same, for an activation that q, k and v read (shared_input.py)
-    TensorParallelQuantizer          the same scales for a matrix that ranks share (distributed/)
+    Quantizer                   scales computed from the matrix, or persistent scales from an earlier step
+    StoredQuantizer             the same, for a gradient, which is in memory when compiled code casts it
+    CachedQuantizer             the same, for an activation that several linears read (shared_input.py)
+    TensorParallelQuantizer     scales that agree across the ranks that hold parts of the matrix (parallel/)
 """
 
 from __future__ import annotations
@@ -48,9 +50,9 @@ class Quantizer:
     """Quantizes one operand of a linear.
 
     Args:
-        casts: how, in each direction.
-        hp_dtype: the dtype that a disabled cast gives.
-        scale: its persistent scale, where the casts have one.
+        casts: the casts in both directions.
+        hp_dtype: the dtype of an operand whose cast is disabled.
+        scale: the persistent scale, if the casts have one.
     """
 
     __slots__ = ("casts", "hp_dtype", "scale")
@@ -59,12 +61,12 @@ class Quantizer:
         self.casts, self.hp_dtype, self.scale = casts, hp_dtype, scale
 
     def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: Scales | None = None) -> Operands:
-        """Quantize `hp` for one of its matmuls, or for both.
+        """Quantize `hp` for one or both of its matmuls.
 
         Args:
             hp: [..., columns], float32, bfloat16 or float16; leading dims are rows.
             row, column: which operands to make.
-            scales: what `scales_for` gave for an earlier cast of the same matrix.
+            scales: from `scales_for`, after an earlier cast of the same matrix.
         """
         if not (row or column):
             return Operands(None, None)
@@ -74,15 +76,15 @@ class Quantizer:
             return Operands(operand, operand)
         if casts.has_equal_casts or not (row and column):
             return self.cast(casts.row if row else casts.column, hp, row, column, scales)
-        # A row-wise cast goes first: its scales give the tensorwise one without another read.
+        # A row-wise cast runs first: its scales determine a tensorwise scale without another read.
         columns_first = casts.column.is_rowwise
         earlier, later = (casts.column, casts.row) if columns_first else (casts.row, casts.column)
-        made = self.cast(earlier, hp, not columns_first, columns_first, scales)
-        other = self.cast(later, hp, columns_first, not columns_first, scales or self.scales_for(later, made))
-        return Operands(made.row or other.row, made.column or other.column)
+        first = self.cast(earlier, hp, not columns_first, columns_first, scales)
+        second = self.cast(later, hp, columns_first, not columns_first, scales or self.scales_for(later, first))
+        return Operands(first.row or second.row, first.column or second.column)
 
     def cast(self, cast: CastConfig, hp: Tensor, row: bool, column: bool, scales: Scales | None) -> Operands:
-        """Quantize `hp` [rows, columns] by one cast."""
+        """Quantize `hp` [rows, columns] with one cast."""
         if cast.is_disabled:
             converted = Operand(hp if hp.dtype is self.hp_dtype else hp.to(self.hp_dtype))
             return Operands(converted if row else None, converted if column else None)
@@ -98,18 +100,17 @@ class Quantizer:
             return pair_codes(codes[0] if row else None, codes[1] if column else None, quant, dequant)
         if cast.is_persistent and self.scale is not None:
             return cast_with_persistent_scale(hp, self.scale, float8_dtype, row, column, power_of_2)
-        is_weight = (
-            cast.is_blockwise and not cast.depends_on_direction
-        )  # square blocks are of weights, which lie in memory
+        # Only weights, which are in memory, have square blocks.
+        is_weight = cast.is_blockwise and not cast.depends_on_direction
         casts = MATERIALIZED_CASTS if is_weight and torch.compiler.is_dynamo_compiling() and not is_cpu(hp) else CASTS
         return casts[cast.scaling_granularity](hp, float8_dtype, row, column, power_of_2, *cast.options)
 
     def scales_for(self, cast: CastConfig, operands: Operands) -> Scales | None:
-        """The scales of a matrix that was quantized, for a `cast` of it with one scale, without another read.
+        """Returns the scales of a tensorwise `cast` of a matrix that has `operands`, without another read.
 
-        None for another cast, and where they do not follow. After a row-wise cast it is the smallest quant_scale: a
-        scale falls with its amax, rounding included, and is NaN where an amax is. Not for blocks: one kernel finds
-        their scales and casts; nor from one rule of scales to another.
+        After a row-wise cast the quant_scale is the smallest one: a scale decreases as its amax grows, rounding
+        included, and is NaN where an amax is. None for another cast, for blocks, whose scales their own kernel
+        computes, and across different rules of scales.
         """
         operand, casts = operands.row or operands.column, self.casts
         if not casts.has_equal_casts and (casts.row.scale_rule or casts.column.scale_rule):
@@ -127,20 +128,17 @@ class Quantizer:
 
 
 class StoredQuantizer(Quantizer):
-    """Quantizes a gradient, which lies in memory, by one operation for both of its matmuls.
+    """Quantizes a gradient for both of its matmuls in one operation, in code compiled for a GPU.
 
-    That is for code compiled for a GPU, where Inductor would read the matrix once for each layout. What Inductor merges
-    with the producer of a matrix, as a norm with the cast of its result, is not for it.
+    The gradient is in memory, and Inductor would read it once per layout. Activations keep `Quantizer`, so that
+    Inductor can fuse their cast with their producer, such as a norm.
     """
 
     __slots__ = ()
 
     def cast(self, cast: CastConfig, hp: Tensor, row: bool, column: bool, scales: Scales | None) -> Operands:
-        """See `Quantizer`."""
-        by_operation = MATERIALIZED_CASTS.get(cast.scaling_granularity)
+        by_operation = None if cast.is_disabled else MATERIALIZED_CASTS.get(cast.scaling_granularity)
         if by_operation is None or not (row and column and torch.compiler.is_dynamo_compiling()) or is_cpu(hp):
-            return super().cast(cast, hp, row, column, scales)
-        if cast.is_disabled:
             return super().cast(cast, hp, row, column, scales)
         if cast.is_persistent and self.scale is not None:
             dtype, power_of_2 = cast.float8_dtype, self.casts.power_of_2
@@ -149,7 +147,7 @@ class StoredQuantizer(Quantizer):
 
 
 def as_matrix(hp: Tensor) -> Tensor:
-    """[..., columns] as a contiguous [rows, columns]."""
+    """Returns [..., columns] as a contiguous [rows, columns]."""
     return (hp if hp.dim() == 2 else hp.reshape(-1, hp.shape[-1])).contiguous()
 
 
@@ -157,12 +155,12 @@ class PreparedOperands(Protocol):
     """The operands of a weight while a `cast_weights_once` is open (weights/cast_once.py)."""
 
     operands: Operands
-    """The weight as its module multiplies by it."""
+    """The operands that the module multiplies by."""
     holder: str
-    """Who opened the scope; "" for a `with` statement of the user."""
+    """The name of the code that opened the scope; "" for a user's `with` statement."""
 
     def check(self, weight: Tensor) -> None:
-        """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to since."""
+        """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to afterwards."""
 
 
 class LinearSharding(Protocol):
@@ -172,35 +170,35 @@ class LinearSharding(Protocol):
     """The DeviceMesh of tensor parallelism, one axis."""
 
     def local_parameters(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """This rank's part of weight and bias, differentiably, and the bias to add to the reduced output."""
+        """Returns this rank's part of weight and bias, differentiably, and a bias to add to the reduced output."""
 
     def input_quantizer(
         self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
     ) -> Quantizer:
-        """For this rank's part of the input; `reader` is as for `cached_quantizer`."""
+        """Returns the quantizer of this rank's part of the input; `reader` as in `choose_quantizer`."""
 
     def weight_quantizer(self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None) -> Quantizer:
-        """For this rank's part of the weight."""
+        """Returns the quantizer of this rank's part of the weight."""
 
     def grad_output_quantizer(
         self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
     ) -> Quantizer:
-        """For this rank's part of grad_output."""
+        """Returns the quantizer of this rank's part of grad_output."""
 
     def forward(self, linear: Any, input: Tensor) -> Tensor:
-        """The forward of a Float8Linear that it shards; calls the linear's `forward_local` with local tensors."""
+        """Run the forward of a sharded Float8Linear, by its `forward_local` on local tensors."""
 
     def reduce_output(self, output: Tensor, leading: torch.Size) -> Tensor:
-        """The result from every rank's `output` [M, N] for an input [*leading, K]: [M, N], or [*leading, N] sharded."""
+        """Reduce the ranks' `output` [M, N] of an input [*leading, K], to [M, N] or a sharded [*leading, N]."""
 
 
 class Groups(NamedTuple):
     """Which rows of a matrix belong to which expert; experts/groups.py has the rules."""
 
     experts: int
-    """How many; 0 for a matrix without groups, as a linear has it."""
+    """The number of experts; 0 for the matrix of a linear, which has no groups."""
     ends: Tensor | None = None
-    """int32 [experts]: where the rows of each end; None for weights, which have as many rows each."""
+    """int32 [experts]: where the rows of each expert end; None for weights, which have equal numbers of rows."""
     transposed: bool = False
     """Whether weights are stored [experts, K, N]."""
 
@@ -208,9 +206,8 @@ class Groups(NamedTuple):
 class MatmulProbe(Protocol):
     """Observes what a linear, or one weight of experts, computes with; numerics/probe.py implements it.
 
-    It is called with the operands and results of the matmuls themselves. Without a monitor there is no probe, and none
-    of these is called. Matrices of experts have `groups`. `hp`, `input` and `grad_output` are None, or `moved`, where
-    the rows that were multiplied came from other ranks.
+    It gets the operands and results of the matmuls themselves. Without a monitor there is no probe. Matrices of experts
+    have `groups`. If the multiplied rows came from other ranks, `moved` is set; `input` and `grad_output` are None.
     """
 
     def clear(self) -> None:
@@ -219,17 +216,17 @@ class MatmulProbe(Protocol):
     def operands(
         self, name: str, hp: Tensor | None, operands: Operands, groups: Groups = ..., *, moved: bool = ...
     ) -> None:
-        """A cast of `hp`: "input", "weight" or "grad_output". A `Float8Tensor` was quantized before the linear ran."""
+        """Observe a cast of `hp`: the "input", "weight" or "grad_output". A `Float8Tensor` was quantized before."""
 
     def output(
         self, output: Tensor, input: Tensor | None, weight: Tensor, bias: Tensor | None = ..., groups: Groups = ...
     ) -> None:
-        """The result of the first matmul, [M, N], and the high-precision matrices that it stands for."""
+        """Observe the output [M, N], and the high-precision matrices whose product it approximates."""
 
     def grad_weight(
         self, grad_weight: Tensor, grad_output: Tensor | None, input: Operand, groups: Groups = ...
     ) -> None:
-        """The result of the third matmul; `input` is the operand that was saved."""
+        """Observe grad_weight; `input` is the saved operand."""
 
     def grad_input(
         self,
@@ -239,4 +236,4 @@ class MatmulProbe(Protocol):
         operand: Operand,
         groups: Groups = ...,
     ) -> None:
-        """The result of the second matmul; `weight` is None where only its float8 `operand` was saved."""
+        """Observe grad_input; `weight` is None if only its float8 `operand` was saved."""

@@ -3,16 +3,15 @@
 A non-reentrant checkpoint ends its recomputation as soon as everything that its forward saved has been saved again: its
 hook for saved tensors raises. PyTorch's own linear saves its operands before it multiplies, so the last matmul of a
 checkpointed block is not recomputed. `save_for_backward` hands its tensors to the hooks only after the forward of a
-Python Function has returned, so that matmul would run, and its result take memory at the peak of the block's backward.
-Measured on this package's eager linears: docs/design/0008-what-earns-its-place.md.
+Python Function has returned. That matmul would then run, and its result take memory at the peak of the block's
+backward. docs/design/0008-what-earns-its-place.md has the measurement.
 
-So under a checkpoint's hooks, `save` calls them itself. Everywhere else it is `ctx.save_for_backward`.
+So under a checkpoint's hooks, `save` calls them itself. Otherwise it calls `ctx.save_for_backward`. `save` and
+`load_saved` can go when PyTorch packs the tensors of `save_for_backward` at the call.
 
-`save` and `saved` can go when PyTorch packs the tensors of `save_for_backward` at the call.
-
-A recomputation must save, and dispatch, what its forward did, though a `cast_weights_once` may have been closed or
-opened between the two. So a forward inside the scope leaves its operands with the checkpoint's frame, and the
-recomputation multiplies by those of its forward (`prepared_now`).
+A recomputation must dispatch and save the same as its forward, even if a `cast_weights_once` was opened or closed
+between the two. So a forward inside the scope stores its operands with the checkpoint's frame, and the recomputation
+multiplies by the stored operands (`resolve_prepared`).
 """
 
 from __future__ import annotations
@@ -25,37 +24,38 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from quaver.kernels.operands import Operand
 from quaver.linear.quantize import PreparedOperands
 from quaver.torch_private.autograd import backward_keeps_graph, frame_of, top_saved_tensors_hooks
 from quaver.torch_private.versions import version_of
 
 
 class PackHook:
-    """A pack hook that `save` tells what an autograd function is about to save, to be left as it is."""
+    """A pack hook that must not convert what a float8 function saves; `save` names the tensors beforehand."""
 
     def leave(self, tensors: Sequence[Tensor | None]) -> None:
-        """Leave these as they are."""
+        """Do not convert these tensors when autograd packs them."""
         raise NotImplementedError
 
 
-def are_of_checkpoint(hooks: Any) -> bool:
-    """Whether these hooks, or None, are those of an activation checkpoint."""
+def is_checkpoint_hook(hooks: Any) -> bool:
+    """Whether `hooks`, a (pack, unpack) pair or None, belong to an activation checkpoint."""
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 _prepared_in: WeakKeyDictionary[Any, dict[tuple[int, str], PreparedOperands]] = WeakKeyDictionary()
-"""By the frame of a checkpoint: the operands that its forward found, by the id of their module and by name."""
+"""Operands of a checkpoint's forward, by its frame, then by the id of their module and the weight's name."""
 
 
-def prepared_now(prepared: PreparedOperands | None, module: Module, name: str) -> PreparedOperands | None:
-    """The operands by which an eager forward multiplies in place of the weight `name` of `module`, checked.
+def resolve_prepared(prepared: PreparedOperands | None, module: Module, name: str) -> PreparedOperands | None:
+    """Returns the checked operands that an eager forward uses in place of the weight `name` of `module`, or None.
 
-    They are `prepared`, those of the `cast_weights_once` that is open; in a recomputation those of its forward.
+    In a recomputation they are the operands of its forward, else `prepared`, of the open `cast_weights_once`.
     """
     hooks: Any = top_saved_tensors_hooks(True)
-    found = frame_of(hooks) if are_of_checkpoint(hooks) else None
-    if found is not None:
-        frame, is_recomputed = found
+    checkpoint = frame_of(hooks) if is_checkpoint_hook(hooks) else None
+    if checkpoint is not None:
+        frame, is_recomputed = checkpoint
         if is_recomputed:
             return _prepared_in.get(frame, {}).get((id(module), name))
         if prepared is not None:
@@ -65,10 +65,16 @@ def prepared_now(prepared: PreparedOperands | None, module: Module, name: str) -
     return prepared
 
 
-def save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
-    """Save `tensors` for backward; under a checkpoint that recomputes and needs no more, this raises to stop it."""
+def save(ctx: Any, operands: Sequence[Operand | None], *others: Tensor) -> None:
+    """Save operands and other tensors for backward. A checkpoint's hook may raise here, to end its recomputation."""
+    ctx.layouts = []
+    tensors: list[Tensor | None] = []
+    for operand in operands:
+        ctx.layouts.append(None if operand is None else operand.layout)
+        tensors += [None] * 4 if operand is None else [*operand[:2], *operand[3:]]
+    tensors += others
     hooks: Any = None if torch.compiler.is_compiling() else top_saved_tensors_hooks(True)
-    if not are_of_checkpoint(hooks):
+    if not is_checkpoint_hook(hooks):
         ctx.holds_packed = False
         if hooks is not None and isinstance(hooks[0], PackHook):
             hooks[0].leave(tensors)
@@ -79,8 +85,18 @@ def save(ctx: Any, tensors: Sequence[Tensor | None]) -> None:
     ctx.packed = [None if tensor is None else pack(tensor) for tensor in tensors]
 
 
-def saved(ctx: Any) -> Sequence[Any]:
-    """The tensors that `save` saved; to be called once in a backward."""
+def load_saved(ctx: Any) -> tuple[list[Operand | None], list[Tensor]]:
+    """Returns the operands and the other tensors that `save` saved. Call it once in a backward."""
+    tensors = list(_unpack(ctx))
+    operands: list[Operand | None] = []
+    for layout in ctx.layouts:
+        data, dequant_scale, quant_scale, outer_scale = tensors[:4]
+        del tensors[:4]
+        operands.append(None if layout is None else Operand(data, dequant_scale, layout, quant_scale, outer_scale))
+    return operands, tensors
+
+
+def _unpack(ctx: Any) -> Sequence[Any]:
     if not ctx.holds_packed:
         tensors: Sequence[Any] = ctx.saved_tensors
         return tensors
@@ -94,21 +110,17 @@ def saved(ctx: Any) -> Sequence[Any]:
 
 
 class HeldTensor:
-    """A saved tensor that hooks hold as it is, with the check of its version that autograd makes only without hooks."""
+    """A saved tensor that hooks hold unconverted, with the version check that autograd makes only without hooks."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # A node that saves its own output would keep itself alive. A leaf is saved as it is, as autograd does.
+        # Detached, since a node that saves its own output would keep itself alive. Autograd saves leaves themselves.
         self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
         self.version = version_of(tensor) if _counts_versions(tensor) else None
 
     def unpack(self) -> Tensor:
-        """The saved tensor.
-
-        Raises:
-            RuntimeError: it was written to in place.
-        """
+        """Returns the tensor. Raises RuntimeError if it was written to in place."""
         if self.version is not None and version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -119,5 +131,5 @@ class HeldTensor:
 
 
 def _counts_versions(tensor: Tensor) -> bool:
-    """A detached wrapper subclass has a version counter of its own; an inference tensor has none."""
+    # A detached wrapper subclass has its own version counter, an inference tensor has none.
     return type(tensor) in (Tensor, Parameter) and not tensor.is_inference()

@@ -2,38 +2,37 @@
 
 One `ScaleState` holds T slots for the linears of one conversion. A slot is one operand (input, weight, grad_output).
 
-    quant_scale [T]      what casts multiply by; 0 while it is unknown
+    quant_scale [T]      the factor of the casts; 0 while it is unknown
     amax_buffer [T, 2]   largest amax and most saturated elements since the last sync; -1 before the first cast
-    history     [T, H]   the amaxes of the last H steps, newest last, 0 where there is none
+    history     [T, H]   the amaxes of the last H steps, newest last; 0 before the first one
 
-Casts read quant_scale and update amax_buffer by a maximum, in the read that they make anyway. A maximum is idempotent,
-so recomputation, microbatches and modules that run several times need no bookkeeping. No scale changes between two
-syncs, so a recomputation has the bits of its forward. The sync, once a step after the backward, takes the maximum over
-ranks, appends it to the history and computes the next scales (`DelayedScalingConfig` has the formula). A slot that no
-rank cast in this step stays as it is.
+Casts use quant_scale and update amax_buffer by a maximum, without another read. A maximum is idempotent, so
+recomputation, microbatches and modules that run several times need no bookkeeping. Scales change only in a sync, so a
+recomputation is bit-identical to its forward. The sync, once per step after the backward, takes the maximum over ranks,
+appends it to the history and computes the next scales (`DelayedScalingConfig` has the formula). A slot that no rank
+cast in this step does not change.
 
-[Note: cold start] While a slot's scale is unknown, each cast uses the scale of its own amax. The cast decides on the
-device.
+[Note: cold start] While a slot's scale is unknown, each cast computes a scale from its own amax. The device decides.
 
-[Note: known scales] Code compiled for a GPU casts in the kernels that compute a matrix once a scale is known, and reads
-the matrix a second time before. It guards on `PersistentScale.is_known`, so it is compiled once more when that changes.
-The host sets this where slots are loaded, and after a sync in eager code, where it asks the device after the 1st, 2nd,
-4th, 8th, ... sync with an unknown scale: a slot that is never cast costs few waits, and holds up no other. Ranks know
-the same, because scales are equal on every rank after a sync; their collectives do not depend on it. docs/design/0022
-has what can change that the flag does not see.
+[Note: known scales] Code compiled for a GPU can fuse a cast with the producer of the matrix once the scale is known;
+before, the cast reads the matrix twice. It guards on `PersistentScale.is_known`, so a change recompiles it once. The
+host sets the flag when slots are loaded, and after eager syncs: it reads the device after the 1st, 2nd, 4th, 8th, ...
+sync with an unknown scale, so a slot that is never cast costs few waits and delays no other. Ranks agree, because
+scales are equal on every rank after a sync; their collectives do not depend on the flag. docs/design/0022 lists changes
+that the flag misses.
 
-[Note: who records] Casts record amaxes for a forward that records gradients, whatever the mode of its module: its
-backward uses the scales, so they have to follow, also in a layer that is in eval mode while others train. A weight that
-is quantized before the forward (by `cast_weights_once`, or for an all-gather) may serve evaluation and training alike,
-so that cast records into a buffer of its own, and each forward that records gradients takes its maximum into
+[Note: who records] Casts record amaxes in every forward that records gradients, whatever the mode of its module. Its
+backward uses the scales, so they must be updated, also in a layer that is in eval mode while others train. A weight
+that is quantized before the forward (by `cast_weights_once`, or for an all-gather) may be used in evaluation and in
+training. So its cast records into a separate buffer, whose maximum every forward that records gradients merges into
 amax_buffer.
 
 [Note: a forgotten sync] A forward cannot know that an optimizer has stepped. The state counts the forwards that record
-gradients since the last sync and warns at a number that no step's microbatches come near. Until the first sync nothing
-saturates, because each cast uses the scale of its own amax. Forwards of compiled code are not counted.
+gradients since the last sync and warns at a number far above a step's microbatches. Until the first sync nothing
+saturates, because each cast computes a scale from its own amax. Compiled forwards are not counted.
 
 [Note: no buffers] Slots are not module buffers: state dicts are nn.Linear's, DDP broadcasts nothing, and FSDP manages
-nothing. `float8_scaling_state(model)` saves and loads them under names of their own.
+nothing. `float8_scaling_state(model)` saves and loads them under separate names.
 
 [Note: stale scales] Every change of a scale writes `quant_scale` in place or replaces it. All views share its version
 counter, which compiled code increments too, so a cached cast is valid while its `PersistentScale` is the same
@@ -64,9 +63,9 @@ OPERANDS = ("input", "weight", "grad_output")
 
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 _FORWARDS_WITHOUT_SYNC = 1000
-"""The number of a linear's training forwards without a sync that is warned of: more than the microbatches of a step."""
+"""A linear's training forwards without a sync before the warning: more than the microbatches of a step."""
 _NOT_COPIED = ("views", "_persistent")
-"""Attributes of a `ScaleState` that its copies start without."""
+"""Attributes of a `ScaleState` that copies do not get."""
 
 
 class ScaleState:
@@ -74,7 +73,7 @@ class ScaleState:
 
     Attributes:
         quant_scale, amax_buffer, history: float32 [T], [T, 2], [T, H], on the device of the linears.
-        last_step: float32 [T, 3], quant_scale and amax_buffer over all ranks as the last sync found them, for reports.
+        last_step: float32 [T, 3], quant_scale and amax_buffer over all ranks before the last sync, for reports.
         is_initialized: bool [T] on the CPU, a copy of quant_scale > 0. Read only where ranks decide on the host.
         known: whether each of the T scales is known; see [Note: known scales].
         syncs_with_unknown: eager syncs with an unknown scale since slots were loaded.
@@ -97,7 +96,7 @@ class ScaleState:
         options: dict[str, Any] = {"dtype": torch.float32, "device": device}
         slots = len(casts)
         self.quant_scale = torch.tensor([cast.static_quant_scale or 0.0 for cast in casts], **options)
-        self.quant_scale = self.as_served(self.quant_scale)
+        self.quant_scale = self.round_by_rules(self.quant_scale)
         self.amax_buffer = torch.empty(slots, 2, **options)
         self.history = torch.zeros(slots, self.delayed_config.history_len, **options)
         self.format_max = torch.tensor([FORMATS[cast.float8_dtype].max for cast in casts], **options)
@@ -106,21 +105,21 @@ class ScaleState:
         self.is_initialized = torch.zeros(slots, dtype=torch.bool, device="cpu")
         self.known = [False] * slots
         self.syncs_with_unknown = 0
-        self._start()
+        self._reset_views()
         self.calibrating = False
         self.host_decides = False
         self.forwards_since_sync = 0
-        self.was_loaded()
+        self.refresh_after_load()
         self.last_step = torch.cat([self.quant_scale.unsqueeze(1), self.amax_buffer], 1)
 
-    def as_served(self, quant_scale: Tensor) -> Tensor:
-        """The scales of all slots, those by a rule of scales as an engine has them (`scale_rules.round_as_stored`)."""
+    def round_by_rules(self, quant_scale: Tensor) -> Tensor:
+        """Round scales that follow a scale rule as inference engines store them (`scale_rules.round_as_stored`)."""
         by_rule = [cast.scale_rule is not None for cast in self.casts]
         if not any(by_rule):
             return quant_scale
         return torch.where(torch.tensor(by_rule, device=quant_scale.device), round_as_stored(quant_scale), quant_scale)
 
-    def _start(self) -> None:
+    def _reset_views(self) -> None:
         self.views: list[LinearScales] = []
         self._persistent: dict[tuple[int, bool], PersistentScale] = {}
 
@@ -129,14 +128,14 @@ class ScaleState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._start()
+        self._reset_views()
 
     @property
     def device(self) -> torch.device:
         return self.quant_scale.device
 
     def persistent_scale(self, slot: int | None, *, record: bool) -> PersistentScale | None:
-        """The view of one slot. The same object each time: linears that share a slot share its casts by identity."""
+        """Returns the view of one slot, always the same object, so that linears with the same slot share casts."""
         if slot is None:
             return None
         if (slot, record) not in self._persistent:
@@ -170,16 +169,16 @@ class ScaleState:
         Traceable without graph breaks: compiled code reads no tensor on the host, except where `host_decides`.
         """
         config = self.delayed_config
-        observed = self.observed_on(group)
+        observed = self.reduce_observed(group)
         amax = observed[:, 0]
-        remembered = self.is_delayed & ~(amax < 0)  # NaN is remembered, too
+        recorded = self.is_delayed & ~(amax < 0)  # NaN is recorded, too
         if config.nonfinite_amax == "skip":
-            remembered &= amax.isfinite()
+            recorded &= amax.isfinite()
         shifted = torch.cat([self.history[:, 1:], amax.unsqueeze(1)], 1)
-        self.history.copy_(torch.where(remembered.unsqueeze(1), shifted, self.history))
+        self.history.copy_(torch.where(recorded.unsqueeze(1), shifted, self.history))
         largest = self.history.amax(1) if config.scale_fn_name == "max" else self.history[:, -1]
-        usable = remembered & (largest > 0) & largest.isfinite()
-        scale = next_scale(largest, self.format_max, config, self.power_of_2)
+        usable = recorded & (largest > 0) & largest.isfinite()
+        scale = compute_scale(largest, self.format_max, config, self.power_of_2)
         self.last_step.copy_(torch.cat([self.quant_scale.unsqueeze(1), observed], 1))
         self.quant_scale.copy_(torch.where(usable, scale, self.quant_scale))
         self.reset_amax_buffer()
@@ -190,16 +189,16 @@ class ScaleState:
         self.forwards_since_sync = 0
 
     def _ask_for_known(self) -> None:
-        """Learn which scales a sync made known, if some were not. Waits for the device."""
+        """Update `known` if some scales are unknown. Waits for the device."""
         if all(self.known):
             return
         self.syncs_with_unknown += 1
-        # With an outdated copy, ranks that decide on the host would exchange amaxes for a scale that is known.
+        # With an outdated flag, ranks that decide on the host would exchange amaxes of a known scale.
         if self.host_decides or (self.syncs_with_unknown.bit_count() == 1 and not is_capturing()):
             self.refresh_is_initialized()
 
-    def observed_on(self, group: ProcessGroup | None) -> Tensor:
-        """`amax_buffer` with the maxima over the ranks of `group`: NaN where one rank has a NaN."""
+    def reduce_observed(self, group: ProcessGroup | None) -> Tensor:
+        """Returns the maximum of `amax_buffer` over the ranks of `group`; NaN if one rank has a NaN."""
         return self.amax_buffer if group is None else max_over_ranks(self.amax_buffer, group, allow_missing=True)
 
     def reset_amax_buffer(self) -> None:
@@ -207,14 +206,14 @@ class ScaleState:
 
     def refresh_is_initialized(self) -> None:
         self.is_initialized.copy_(self.quant_scale > 0)
-        is_fake = isinstance(self.is_initialized, FakeTensor)  # a prediction, of a step whose scales are known
+        is_fake = isinstance(self.is_initialized, FakeTensor)  # predictions assume known scales
         known = [True] * len(self.known) if is_fake else self.is_initialized.tolist()
         if known != self.known:
             self.known = known
             self._renew_views()
 
     def count_forward(self) -> None:
-        """Count a forward of one linear that records gradients, and warn at `_FORWARDS_WITHOUT_SYNC` of each."""
+        """Count a forward that records gradients, and warn after `_FORWARDS_WITHOUT_SYNC` for each linear."""
         self.forwards_since_sync += 1
         if self.forwards_since_sync == _FORWARDS_WITHOUT_SYNC * len(self.views) and self.has_delayed:
             warnings.warn(
@@ -224,10 +223,10 @@ class ScaleState:
                 stacklevel=2,
             )
 
-    def was_loaded(self) -> None:
+    def refresh_after_load(self) -> None:
         """Bring the host's flags up to date after slots were written."""
         missing = self.quant_scale[self.calibrated_slots] <= 0
-        self.uncalibrated = missing.numel() > 0 and bool(missing.any())  # fake tensors have no value to ask for
+        self.uncalibrated = missing.numel() > 0 and bool(missing.any())  # fake tensors have no values
         self.reset_amax_buffer()
         self.syncs_with_unknown = 0
         self.refresh_is_initialized()
@@ -239,7 +238,7 @@ class LinearScales:
     def __init__(self, state: ScaleState, slots: tuple[int | None, int | None, int | None]) -> None:
         self.state, self.slots = state, slots
         self.weight_observed: Tensor | None = None
-        """float32 [2], as `PersistentScale.amax_buffer`: what a cast of the weight before the forward observed."""
+        """float32 [2], like `PersistentScale.amax_buffer`, of a cast of the weight before the forward."""
         state.views.append(self)
         self.refresh()
 
@@ -251,7 +250,7 @@ class LinearScales:
         )
 
     def scales(self, *, recording: bool, device: torch.device) -> PersistentScales:
-        """The scales of casts on `device`. `recording`: for one that records gradients; see [Note: who records]."""
+        """Returns the scales for casts on `device`. `recording`: see [Note: who records]."""
         state = self.state
         if device != state.device:
             self.follow(device)
@@ -269,10 +268,12 @@ class LinearScales:
         return self.recorded
 
     def observe_weight(self, device: torch.device, observed: Tensor | None = None) -> PersistentScale | None:
-        """The weight's scale for a cast before the forward, None where it is dynamic; see [Note: who records].
+        """Returns the scale for a cast of the weight before the forward, or None if it is scaled dynamically.
+
+        See [Note: who records].
 
         Args:
-            observed: `weight_observed` of an earlier cast of the same weight, for this cast to add to.
+            observed: `weight_observed` of an earlier cast of the same weight, which this cast updates.
         """
         scale = self.scales(recording=False, device=device).weight
         if scale is None:
@@ -284,7 +285,7 @@ class LinearScales:
         return scale._replace(amax_buffer=observed)
 
     def named_slots(self, prefix: str = "") -> list[NamedSlot]:
-        """The slots of this linear as `<prefix><operand>`."""
+        """Returns the slots of this linear, named `<prefix><operand>`."""
         slots = zip(OPERANDS, self.slots, strict=True)
         return [(f"{prefix}{operand}", self.state, slot) for operand, slot in slots if slot is not None]
 
@@ -300,14 +301,14 @@ class LinearScales:
             self.state.to(device)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LinearScales, (self.state, self.slots)  # views of the copy's state, not copies of views
+        return LinearScales, (self.state, self.slots)  # a copy has views of the copied state
 
 
-def next_scale(amax: Tensor, format_max: Tensor, config: DelayedScalingConfig, power_of_2: bool) -> Tensor:
-    """The quant_scale for tensors whose expected amax is `amax`; float32 of its shape, valid where amax is above 0.
+def compute_scale(amax: Tensor, format_max: Tensor, config: DelayedScalingConfig, power_of_2: bool) -> Tensor:
+    """Returns the quant_scale for an expected `amax`, float32 of its shape, valid for amax > 0.
 
-    TransformerEngine's formula: the largest float32 where the quotient overflows. It divides in float64, for the same
-    bits on every device ([Note: one division, two formulas] in scaling.py).
+    This is TransformerEngine's formula, with the largest float32 if the quotient overflows. The division runs in
+    float64 to be bit-identical on every device ([Note: one division, two formulas] in scaling.py).
     """
     scale = (format_max.double() / config.headroom / amax.double()).float() / 2.0**config.margin
     scale = scale.clamp(max=_LARGEST_FLOAT32)
@@ -318,7 +319,7 @@ NamedSlot = tuple[str, ScaleState, int]
 
 
 def entries_of(named_slots: Iterable[NamedSlot]) -> dict[str, Tensor]:
-    """`<name>.quant_scale` () and `<name>.amax_history` [H] as views; nothing where the config gives the scale."""
+    """Returns views `<name>.quant_scale` () and `<name>.amax_history` [H]; none if the config gives the scale."""
     entries: dict[str, Tensor] = {}
     for name, state, slot in named_slots:
         is_delayed = state.casts[slot].scaling_type is ScalingType.DELAYED
@@ -331,13 +332,14 @@ def entries_of(named_slots: Iterable[NamedSlot]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_slots(named_slots: Sequence[NamedSlot], given: Mapping[str, Any]) -> int:
-    """Copy `given` into `entries_of(named_slots)`, and zeros (a cold start) into those it lacks. Returns how many.
+    """Copy `given` into `entries_of(named_slots)`, and zeros (a cold start) into missing entries.
 
-    A history of another length keeps its newest amaxes. A negative scale, which earlier versions wrote for a tensor
-    that was to be scaled dynamically for one step, is unknown.
+    A history of another length keeps its newest amaxes. A negative scale is loaded as unknown.
 
+    Returns:
+        The number of missing entries.
     Raises:
-        ValueError: an entry that is not a tensor of the right number of dims; nothing is then loaded.
+        ValueError: an entry is no tensor, or has another number of dims; nothing is loaded.
     """
     entries = entries_of(named_slots)
     for name, view in entries.items():
@@ -350,5 +352,5 @@ def load_slots(named_slots: Sequence[NamedSlot], given: Mapping[str, Any]) -> in
             source = torch.cat([view.new_zeros(len(view)), source.to(view.device)])[-len(view) :]
         view.copy_(source.clamp(min=0))
     for state in {id(state): state for _, state, _ in named_slots}.values():
-        state.was_loaded()
+        state.refresh_after_load()
     return sum(name not in given for name in entries)

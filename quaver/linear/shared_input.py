@@ -1,21 +1,19 @@
-"""q, k and v read one activation, which is quantized once for all of them.
+"""Quantizes an activation once for all linears that read it, such as q, k and v.
 
-The operands of the last activation that a linear quantized are remembered, and serve the next linear, while all of
-these hold:
+The operands of the last quantized activation are cached, and the next linear uses them if all of these hold:
 
-    gradients are recorded. In evaluation nothing is remembered.
-    the forward of their parent runs: of a module that holds several Float8Linears, to which the conversion gave two
-        hooks (`share_inputs`). The end of that forward forgets. Linears that are called by themselves share nothing.
-    the linear is another one than those that were served. One that is called twice quantizes twice.
-    it is the same tensor object at the same version, with the same casts and scale.
+    gradients are recorded. Evaluation caches nothing.
+    the forward of their parent runs. The parent holds several Float8Linears, and the conversion registered two hooks
+        on it (`share_inputs`). The end of its forward clears the cache. Without a parent linears share nothing.
+    this linear has not used them yet. A linear that is called twice quantizes twice.
+    the activation is the same tensor object at the same version, and casts and scale are the same.
 
-Version counters miss writes through numpy, `.data`, shared memory or a captured graph, so they alone would not do. Such
-a write by the parent's own forward, between two linears that read one activation, is the one that is still missed.
+Version counters alone would not do: they miss writes through numpy, `.data`, shared memory or a captured graph. Such a
+write is still missed if the parent's forward makes it between two linears that read one activation.
 
-Under a selective checkpoint the recomputation may not call the parent, and must issue the same operations as the
-forward. So the checkpoint's dispatch mode takes the place of the parent: operands serve under the mode object under
-which they were quantized, in the forward as in the recomputation. Dynamo traces no cache; a compiler removes equal
-operations itself.
+Under a selective checkpoint the recomputation may not call the parent, but must issue the same operations as the
+forward. So the checkpoint's dispatch mode replaces the parent: operands are used only under the mode object under which
+they were quantized. Dynamo traces no cache; a compiler removes equal operations itself.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from quaver.torch_private.policies import POLICIES
 from quaver.torch_private.versions import version_of
 
 RECOMPUTED_HOOKS: Any = "quaver.shared_input"
-"""The key of the hooks that a recomputation calls, too. It is in pickles of models."""
+"""The key of the hooks, which a recomputation calls too. Pickled models contain it."""
 
 
 class _SharedOperands(NamedTuple):
@@ -47,14 +45,14 @@ class _SharedOperands(NamedTuple):
     activation: weakref.ref[Tensor]
     version: int
     dispatch_mode: weakref.ref[Any] | None
-    """Held weakly, because the mode of a checkpoint holds all that its policy saved."""
+    """A weak reference, because a checkpoint's mode holds every tensor that its policy saved."""
     casts: OperandCasts
     hp_dtype: torch.dtype
     scale: PersistentScale | None
     scale_version: int
     operands: Operands
     readers: frozenset[int]
-    """The linears that were given these operands, by id."""
+    """The ids of the linears that used these operands."""
 
     def serves(self, activation: Tensor, quantizer: CachedQuantizer, dispatch_mode: Any) -> bool:
         return (
@@ -63,30 +61,30 @@ class _SharedOperands(NamedTuple):
             and self.version == version_of(activation)
             and (None if self.dispatch_mode is None else self.dispatch_mode()) is dispatch_mode
             and self.scale is quantizer.scale
-            and self.scale_version == _version_of(quantizer.scale)
+            and self.scale_version == _get_version(quantizer.scale)
             and self.casts == quantizer.casts
             and self.hp_dtype is quantizer.hp_dtype
         )
 
 
-def _version_of(scale: PersistentScale | None) -> int:
-    """See [Note: stale scales] in scale_state.py."""
+def _get_version(scale: PersistentScale | None) -> int:
+    # See [Note: stale scales] in scale_state.py.
     return -1 if scale is None else version_of(scale.quant_scale)
 
 
 _entry: _SharedOperands | None = None
 _open = threading.local()
-"""`forwards`: how many forwards of parents run on this thread."""
+"""`forwards`: the number of parents' forwards that run on this thread."""
 
 
 def open_shared_input(parent: nn.Module, args: object) -> None:
-    """The pre-hook of a parent's forward."""
+    """Forward pre-hook of a parent."""
     if not torch.compiler.is_compiling():
         _open.forwards = getattr(_open, "forwards", 0) + 1
 
 
 def close_shared_input(parent: nn.Module, args: object, output: object) -> None:
-    """The hook after a parent's forward, also after one that raised."""
+    """Forward hook of a parent, called also if the forward raised."""
     if not torch.compiler.is_compiling():
         _open.forwards = max(getattr(_open, "forwards", 0) - 1, 0)
         if _open.forwards == 0:
@@ -94,13 +92,13 @@ def close_shared_input(parent: nn.Module, args: object, output: object) -> None:
 
 
 def share_inputs(model: nn.Module, linear_class: type[nn.Module]) -> None:
-    """Let the linears of `model`, modules of `linear_class`, share the cast of their input where they have one parent.
+    """Let linears of `model` (modules of `linear_class`) that have the same parent share the cast of their input.
 
-    The parent of a linear is the nearest module around it that runs a forward and holds another Float8Linear: with an
-    adapter's module around each linear it is still the attention or the feed-forward.
+    The parent is the nearest enclosing module that runs a forward and holds another Float8Linear. With an adapter
+    around each linear it is still the attention or the feed-forward.
     """
     modules = dict(model.named_modules())
-    linears = (name for name, each in modules.items() if isinstance(each, linear_class))
+    linears = (name for name, module in modules.items() if isinstance(module, linear_class))
     around = [list(enclosing_modules(name, modules)) for name in linears]
     held = Counter(name for names in around for name in names)
     for names in around:
@@ -112,13 +110,13 @@ def share_inputs(model: nn.Module, linear_class: type[nn.Module]) -> None:
 
 
 def _rename(key: int, *hooks: dict[Any, Any]) -> None:
-    """Give a hook one key in all modules.
+    """Give a hook the same key in all modules.
 
-    torch.compile guards on the keys of hooks that are always called. As numbers they differ from module to module, so
-    that each block of a model would be compiled anew.
+    torch.compile guards on the keys of always-called hooks. The default keys are numbers that differ from module to
+    module, so each block of a model would be compiled anew.
     """
-    for each in hooks:
-        each[RECOMPUTED_HOOKS] = each.pop(key)
+    for hooks_by_key in hooks:
+        hooks_by_key[RECOMPUTED_HOOKS] = hooks_by_key.pop(key)
 
 
 def stop_sharing_inputs(model: nn.Module) -> None:
@@ -137,17 +135,13 @@ def _clear_if(activation: weakref.ref[Tensor]) -> None:
 
 
 def clear_cached_operands() -> None:
-    """Drop the entry; called when the backward of a linear begins."""
+    """Clear the cache; the backward of a linear calls this when it begins."""
     global _entry
     _entry = None
 
 
 class CachedQuantizer(Quantizer):
-    """Quantizes an activation once for the linears that read it one after another.
-
-    Args:
-        reader: the id of the linear.
-    """
+    """Quantizes an activation, unless the cache has its operands. `reader` is the id of the linear."""
 
     __slots__ = ("reader",)
 
@@ -156,25 +150,24 @@ class CachedQuantizer(Quantizer):
         self.reader = reader
 
     def __call__(self, hp: Tensor, *, row: bool, column: bool, scales: Scales | None = None) -> Operands:
-        """See `Quantizer`; `hp` is the activation itself."""
         global _entry
-        mode, known, readers = _innermost_dispatch_mode(), Operands(None, None), frozenset((self.reader,))
+        mode, known, readers = _get_dispatch_mode(), Operands(None, None), frozenset((self.reader,))
         entry = _entry  # read once: another thread may replace it
         if entry is not None and entry.serves(hp, self, mode):
             known, readers = entry.operands, entry.readers | readers
             if (not row or known.row is not None) and (not column or known.column is not None):
                 _entry = entry._replace(readers=readers)
                 return known
-        _entry = entry = None  # its memory goes before more is taken
+        _entry = entry = None  # frees its memory before the next cast allocates
         missing = self.casts.row if known.row is None else self.casts.column
-        made = super().__call__(
+        operands = super().__call__(
             hp,
             row=row and known.row is None,
             column=column and known.column is None,
             scales=self.scales_for(missing, known),
         )
-        made = Operands(known.row or made.row, known.column or made.column)
-        kept = made if hp.dtype is not self.hp_dtype else Operands(*map(_unless_hp, made))
+        operands = Operands(known.row or operands.row, known.column or operands.column)
+        cached = operands if hp.dtype is not self.hp_dtype else Operands(*map(_drop_hp, operands))
         weak_mode = None if mode is None else weakref.ref(mode)
         _entry = _SharedOperands(
             weakref.ref(hp, _clear_if),
@@ -183,39 +176,34 @@ class CachedQuantizer(Quantizer):
             self.casts,
             self.hp_dtype,
             self.scale,
-            _version_of(self.scale),
-            kept,
+            _get_version(self.scale),
+            cached,
             readers,
         )
-        return made
+        return operands
 
 
-def _unless_hp(operand: Operand | None) -> Operand | None:
-    """None for an operand that is the activation itself: an entry that held it would live as long as autograd does."""
+def _drop_hp(operand: Operand | None) -> Operand | None:
+    # An operand in high precision is the activation itself, which the cache would keep alive.
     return None if operand is None or operand.dequant_scale is None else operand
 
 
-def cached_quantizer(
+def choose_quantizer(
     activation: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
 ) -> Quantizer:
-    """The quantizer of an activation; a `CachedQuantizer` where the top of the file allows it.
+    """Returns the quantizer of an activation: a `CachedQuantizer` if its operands may be shared.
 
-    Args:
-        reader: the id of the linear if it records gradients, else 0.
+    `reader` is the id of the linear if it records gradients, else 0.
     """
     if torch.compiler.is_dynamo_compiling() or not reader or activation.is_inference():
         return Quantizer(casts, hp_dtype, scale)
-    if not getattr(_open, "forwards", 0) and not _under_selective_checkpoint():
+    if not getattr(_open, "forwards", 0) and not isinstance(_get_dispatch_mode(), POLICIES):
         return Quantizer(casts, hp_dtype, scale)
     if casts.row.is_disabled and casts.column.is_disabled:
         return Quantizer(casts, hp_dtype, scale)
     return CachedQuantizer(casts, hp_dtype, scale, reader)
 
 
-def _innermost_dispatch_mode() -> Any:
+def _get_dispatch_mode() -> Any:
     depth = count_dispatch_modes()
     return dispatch_mode_at(depth - 1) if depth else None
-
-
-def _under_selective_checkpoint() -> bool:
-    return isinstance(_innermost_dispatch_mode(), POLICIES)

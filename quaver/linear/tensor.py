@@ -1,19 +1,18 @@
 """`Float8Tensor`: quantized operands with the shape and dtype of the high-precision tensor that they came from.
 
-It crosses module boundaries only. FSDP2 hands an all-gathered weight to its module as a parameter, and tensor
-parallelism hands an all-gathered activation to a module's forward; both were quantized before they travelled. Outside,
-the tensor has the shape and dtype of the high-precision one, and gradients in high precision; inside, it has codes and
-scales, which `Float8Linear` takes out. A linear on one device never sees one.
+It only crosses module boundaries. FSDP2 sets an all-gathered weight as its module's parameter, and tensor parallelism
+passes an all-gathered activation to a module's forward; both are quantized before the all-gather. The tensor presents
+the shape, dtype and gradients of the high-precision tensor, and holds codes and scales, which `Float8Linear` reads. A
+linear on one device has none.
 
-A matrix is the operand of two matmuls, along its rows and along its columns (quantize.py). Where one cast serves both
-(tensorwise), the two operands are one.
+A matrix is an operand of two matmuls, along its rows and along its columns (quantize.py). If one cast serves both
+(tensorwise), the two operands are the same object.
 """
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -29,10 +28,10 @@ from quaver.torch_private.dispatch import OpOverload
 aten = torch.ops.aten
 
 _ROW = ["data_fp8", "dequant_scale", "outer_scale"]
-"""The tensors of the row operand; those of a column operand of its own have "column_" before."""
+"""The tensors of the row operand. A separate column operand has the same names after "column_"."""
 
 Metadata = tuple[torch.dtype, str, tuple[ScaleLayout, ScaleLayout]]
-"""A flattened `Float8Tensor`'s dtype; whether its column operand is "none", "shared" or its "own"; its layouts."""
+"""The dtype of a flattened `Float8Tensor`; its column operand, "none", "shared" or its "own"; and the layouts."""
 
 
 class Float8Tensor(TensorForm):
@@ -41,10 +40,10 @@ class Float8Tensor(TensorForm):
     Attributes:
         data_fp8, dequant_scale: the row operand of the matrix [rows, K]. float8 [..., K]; float32 (), [..., 1]
             or, for blocks of one row, [..., n].
-        column_data_fp8, column_dequant_scale: its column operand. float8 [..., K]; float32 (), [1, K] or [n, K]. The
-            same objects as above where one cast serves both; None where the tensor was not quantized for it.
-        layouts: which elements of the matrix share a scale, of both operands.
-        outer_scale, column_outer_scale: float32 (), those of the operands; None in formats of one level.
+        column_data_fp8, column_dequant_scale: the column operand. float8 [..., K]; float32 (), [1, K] or [n, K]. The
+            same objects as above if one cast serves both; None if the tensor was not quantized for it.
+        layouts: for each operand, which elements of the matrix share a scale.
+        outer_scale, column_outer_scale: float32 (), the outer scales; None in formats of one level.
     """
 
     data_fp8: Tensor
@@ -56,19 +55,19 @@ class Float8Tensor(TensorForm):
     column_outer_scale: Tensor | None
 
     @staticmethod
-    def __new__(cls, row: Operand, column: Operand | None, dtype: torch.dtype) -> Float8Tensor:
+    def __new__(cls, row: Operand, column: Operand | None, dtype: torch.dtype) -> Self:
         """Use `from_operands`."""
-        return typing.cast(Float8Tensor, make_wrapper(cls, row.data, dtype, row.size if row.layout.is_packed else None))
+        return make_wrapper(cls, row.data, dtype, row.size if row.layout.is_packed else None)
 
     def __init__(self, row: Operand, column: Operand | None, dtype: torch.dtype) -> None:
         self.set_operands(row, column)
 
     @classmethod
-    def from_operands(cls, row: Operand, column: Operand | None, dtype: torch.dtype) -> Float8Tensor:
-        """The tensor of `dtype` that `row` and `column` were quantized from; every Float8Tensor is made here.
+    def from_operands(cls, row: Operand, column: Operand | None, dtype: torch.dtype) -> Self:
+        """Make the quantized form of a tensor of `dtype`. Every Float8Tensor is made here.
 
         Raises:
-            ValueError: an operand that is not float8, or without a scale, or two of different shapes.
+            ValueError: an operand is not float8 or has no scale, or the operands have different shapes.
         """
         for operand in (row, column):
             if operand is not None and (operand.dequant_scale is None or operand.data.itemsize != 1):
@@ -78,22 +77,22 @@ class Float8Tensor(TensorForm):
         return cls(row, column, dtype)
 
     def set_operands(self, row: Operand, column: Operand | None) -> None:
-        """Replace codes and scales by others of the same shape."""
-        self.data_fp8, self.dequant_scale = row.data, _scale(row)
+        """Replace codes and scales, keeping the shape."""
+        self.data_fp8, self.dequant_scale = row.data, _get_scale(row)
         self.layouts = row.layout, (row if column is None else column).layout
         self.outer_scale, self.column_outer_scale = row.outer_scale, None if column is None else column.outer_scale
         if column is None:
             self.column_data_fp8 = self.column_dequant_scale = None
         else:
-            self.column_data_fp8, self.column_dequant_scale = column.data, _scale(column)
+            self.column_data_fp8, self.column_dequant_scale = column.data, _get_scale(column)
 
     def stored(self) -> Operands:
-        """Both operands in the shape of the tensor; None for the column operand if it was not quantized for that."""
-        check_memory(self.data_fp8, self.dequant_scale, self.column_data_fp8)  # FSDP2 frees what it gathered
+        """Returns both operands in the shape of the tensor; the column operand is None if it was not quantized."""
+        check_memory(self.data_fp8, self.dequant_scale, self.column_data_fp8)  # FSDP2 frees all-gathered memory
         return self.held()
 
     def held(self) -> Operands:
-        """`stored`, whether the memory is there or not."""
+        """`stored` without the check that the memory was not freed."""
         row = Operand(self.data_fp8, self.dequant_scale, self.layouts[0], None, self.outer_scale)
         if self.column_data_fp8 is None:
             return Operands(row, None)
@@ -103,27 +102,27 @@ class Float8Tensor(TensorForm):
         return Operands(row, column)
 
     def operands(self) -> Operands:
-        """Both operands of the matrix [rows, K]; None for the column operand if it was not quantized for that."""
+        """Returns both operands of the matrix [rows, K]; the column operand is None if it was not quantized."""
         row, column = self.stored()
         row = expect(row)
         scale = expect(row.dequant_scale)
         if scale.dim() > 0:
             scale = scale.reshape(-1, scale.shape[-1])
         if column is not None:
-            column = column._replace(data=_rows(column.data))
-        return Operands(row._replace(data=_rows(row.data), dequant_scale=scale), column)
+            column = column._replace(data=_flatten_rows(column.data))
+        return Operands(row._replace(data=_flatten_rows(row.data), dequant_scale=scale), column)
 
     def check_casts(self, casts: OperandCasts) -> None:
-        """Raise RuntimeError if this was quantized otherwise than a module does that casts its weight so."""
-        if otherwise := self.quantized_otherwise(casts):
-            raise RuntimeError(otherwise)
+        """Raise RuntimeError if this tensor was not quantized with `casts`."""
+        if mismatch := self.cast_mismatch(casts):
+            raise RuntimeError(mismatch)
 
-    def quantized_otherwise(self, casts: OperandCasts) -> str:
-        """How this differs from what `casts` would make of its values, and what to do; "" if they made it."""
+    def cast_mismatch(self, casts: OperandCasts) -> str:
+        """Returns how this differs from a tensor quantized with `casts` and what to do, or "" if it does not."""
         return ""
 
     def to_high_precision(self) -> Tensor:
-        """The dequantized values of the row codes, in the tensor's dtype. Not differentiable."""
+        """Dequantize the row codes to the tensor's dtype. Not differentiable."""
         with torch.no_grad():
             data, scale, layout, _, outer = expect(self.operands().row)
             return dequantize(data, expect(scale), self.dtype, layout, outer).view(self.shape)
@@ -163,22 +162,22 @@ class Float8Tensor(TensorForm):
         )
 
 
-def _scale(operand: Operand) -> Tensor:
+def _get_scale(operand: Operand) -> Tensor:
     if operand.dequant_scale is None:
         raise ValueError("expected float8 data with a scale, got data in high precision")
     return operand.dequant_scale
 
 
-def _rows(data: Tensor) -> Tensor:
+def _flatten_rows(data: Tensor) -> Tensor:
     return data if data.dim() == 2 else data.reshape(-1, data.shape[-1])
 
 
 def _map(
     tensor: Float8Tensor, map_data: Callable[[Tensor], Tensor], map_scale: Callable[[Tensor], Tensor]
 ) -> Float8Tensor:
-    """Rebuild with `map_data` applied to codes and `map_scale` to the row operand's scale; shared codes stay shared.
+    """Rebuild with `map_data` applied to codes and `map_scale` to the row operand's scale. Shared codes stay shared.
 
-    The column operand's scales are one per column, which no operation here moves.
+    The operations here move no column, so the column operand keeps its scales.
     """
     stored, column = tensor.held()
     row = expect(stored)._replace(data=map_data(tensor.data_fp8), dequant_scale=map_scale(tensor.dequant_scale))
@@ -196,7 +195,7 @@ def _clone(func: Any, tensor: Float8Tensor, **kwargs: Any) -> Tensor:
 
 
 def _view(func: Any, tensor: Float8Tensor, size: list[int]) -> Tensor:
-    """Leading dims may be joined and split; the last one, along which scales run, stays."""
+    """Views may merge and split leading dims. The last dim stays, because scales run along it."""
     if not size or size[-1] not in (-1, tensor.shape[-1]):
         raise NotImplementedError(
             f"a Float8Tensor of {list(tensor.shape)} cannot be viewed as {size}: keep the last dim"

@@ -1,38 +1,37 @@
-"""Base classes of tensor subclasses that stand for a high-precision tensor: dispatch of ops, copies, pickles, `.data`.
+"""Base classes of tensor subclasses that represent a high-precision tensor: dispatch of ops, copies, pickles, `.data`.
 
-    TensorForm       a tensor in another form than its values: what an op does with it (tensor.py, weights)
-    ReadOnly         the values of one whose memory they are not
-    WeightForm       a weight that is copied and pickled by its state, and presents memory that is not its own
+    TensorForm       a tensor in another form, and what ops do with it (tensor.py, weights)
+    ReadOnly         values read from a form, which cannot be written to
+    WeightForm       a weight that is copied and pickled by its state, and presents another tensor's memory
     WrappedTensor    a weight around a plain tensor in high precision (fsdp/gathered.py, weights/primary.py)
 
-[Note: dispatch] `TensorForm.__torch_dispatch__` is the only one. An op that the first form among its arguments answers
-itself (`own_op`) is done. All others run on plain tensors in place of the forms, wherever these stand: among the
-arguments, in lists, as `out=`. Then each form that was written to hears of it (`after_write`). The subclasses say what
-a plain tensor, a view and a write are to them. An op that would change the shape or the memory of a form is refused.
+[Note: dispatch] All forms share `TensorForm.__torch_dispatch__`. The first form among the arguments may handle an op
+itself (`own_op`). Other ops run on plain tensors in place of the forms, whether these are arguments, in lists, or
+`out=`. Then `after_write` is called on each form that was written to. Subclasses define the plain tensor, views and
+writes. An op that would change the shape or the memory of a form raises.
 
-[Note: inference mode] A form is an inference tensor where the tensor inside is one, as torch's views are. Composite ops
-arrive whole under `torch.inference_mode`, and at inference tensors. Those that may return a view, as `to` and
-`reshape`, run by the ops that they are made of, as elsewhere.
+[Note: inference mode] A form is an inference tensor if the tensor inside is one, as torch's views are. Composite ops
+are not decompose before dispatch under `torch.inference_mode`, nor for inference tensors. Here composite ops that may
+return a view, such as `to` and `reshape`, are always decompose.
 
-[Note: writes] Two mechanisms notice that a weight was written to, and no other decides anything:
+[Note: writes] Two mechanisms detect writes to a weight:
 
-    dispatch           every op on the weight passes its `__torch_dispatch__`, the multi-tensor kernels of optimizers
-                       included. A write drops what was remembered, or quantizes again, before the op returns; one by a
-                       collective before the weight is used next.
-    version counters   a write to the tensor inside, through a view or a state_dict, does not pass there. Where a
-                       version counter shows one, a primary weight is quantized again, and for the others it is an
-                       error: counters may differ from rank to rank, and a scope was promised that nothing changes.
-                       They miss numpy buffers, `.data` and shared memory.
+    dispatch           Every op on the weight, including the multi-tensor kernels of optimizers, passes its
+                       `__torch_dispatch__`. A write clears what was cached, or quantizes again, before the op returns;
+                       a write by a collective takes effect before the weight is next used.
+    version counters   A write to the tensor inside, through a view or a state_dict, bypasses dispatch. If a version
+                       counter shows one, a primary weight is quantized again. Other weights raise, because counters
+                       may differ across ranks, and a scope promises that weights do not change. Counters miss numpy
+                       buffers, `.data` and shared memory.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import typing
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,35 +42,37 @@ from quaver.torch_private.tracing import called_by_fake_tensors, current_tracing
 
 aten = torch.ops.aten
 
+Wrapper = TypeVar("Wrapper", bound=Tensor)
+
 COPIES = frozenset({aten.clone.default, aten._to_copy.default, aten._pin_memory.default, aten.empty_like.default})
-"""Ops that give another weight of the same form."""
+"""Ops that return another weight of the same form."""
 
 
 class TensorForm(Tensor):
-    """A tensor in another form; subclasses say what an op runs on. See [Note: dispatch]."""
+    """A tensor in another form; subclasses define what ops run on. See [Note: dispatch]."""
 
     __torch_function__ = skip_torch_function  # type: ignore[assignment]
 
     def own_op(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an op that this form answers itself, as the first one among the arguments.
+        """Handle an op whose first form argument is this one.
 
-        NotImplemented for an op that runs on plain tensors. Raises NotImplementedError for one that it refuses.
+        Returns NotImplemented for ops that run on plain tensors. Raises NotImplementedError for unsupported ops.
         """
         return NotImplemented
 
     def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
-        """The plain tensor, of this shape and dtype, that `func` reads, and writes to if `is_written`."""
+        """Returns the plain tensor of this shape and dtype that `func` reads, and writes to if `is_written`."""
         raise NotImplementedError
 
     def after_write(self, func: OpOverload, args: tuple[Any, ...], values: Tensor) -> None:
-        """`func` wrote to `values`, which `op_values` gave. A collective may do so later: see `COLLECTIVES`."""
+        """Called after `func` wrote to `values`, from `op_values`. A collective may write later: see `COLLECTIVES`."""
 
     def view_of(self, view: Tensor) -> Tensor:
-        """Wrap `view`, which an op made of the values, as this form does; by default it stays a plain tensor."""
+        """Wrap a view of the values that an op returned. By default views stay plain tensors."""
         return view
 
     def copy_of(self, func: OpOverload, copied: Tensor) -> Tensor:
-        """Wrap `copied`, which an op of `COPIES` made of the values; by default it stays a plain tensor."""
+        """Wrap a copy of the values that an op of `COPIES` returned. By default copies stay plain tensors."""
         return copied
 
     @classmethod
@@ -81,11 +82,11 @@ class TensorForm(Tensor):
         kwargs = kwargs or {}
         if _is_view_of_ops(func):
             return decompose(func, args, kwargs)
-        forms = forms_in((args, kwargs))
+        forms = find_forms((args, kwargs))
         own = forms[0].own_op(func, args, kwargs)
         if own is not NotImplemented:
             return own
-        writes = {id(form): form for form in written(func, args, kwargs)}
+        writes = {id(form): form for form in find_writes(func, args, kwargs)}
         if writes and torch.Tag.inplace_view in func.tags:
             form = next(iter(writes.values()))
             raise NotImplementedError(
@@ -93,42 +94,44 @@ class TensorForm(Tensor):
                 "under torch.no_grad(), or convert the model back first (convert_to_high_precision)"
             )
         values = {id(form): form.op_values(func, id(form) in writes) for form in forms}
-        of_values = {id(values[each]): form for each, form in writes.items()}
+        form_of_values = {id(values[key]): form for key, form in writes.items()}
         args_plain, kwargs_plain = tree_map_only(TensorForm, lambda form: values[id(form)], (args, kwargs))
-        as_output = outputs_of(func, kwargs)
-        outputs = {id(form): torch.empty_like(values[id(form)]) for form in forms_in(as_output)}
-        kwargs_plain |= tree_map_only(TensorForm, lambda form: outputs[id(form)], as_output)
+        out_arguments = select_outputs(func, kwargs)
+        outputs = {id(form): torch.empty_like(values[id(form)]) for form in find_forms(out_arguments)}
+        kwargs_plain |= tree_map_only(TensorForm, lambda form: outputs[id(form)], out_arguments)
         result = func(*args_plain, **kwargs_plain)
-        for each, output in outputs.items():  # checked before the weight changes, since torch resizes an output
-            if output.shape != values[each].shape:
-                raise ValueError(f"{func}: expected out= of {list(output.shape)}, got {list(values[each].shape)}")
-            values[each].copy_(output)
-            of_values[id(output)] = writes[each]
-        for each, form in writes.items():
-            form.after_write(func, args, values[each])
+        for key, output in outputs.items():  # checked before the weight changes, since torch resizes an output
+            if output.shape != values[key].shape:
+                raise ValueError(f"{func}: expected out= of {list(output.shape)}, got {list(values[key].shape)}")
+            values[key].copy_(output)
+            form_of_values[id(output)] = writes[key]
+        for key, form in writes.items():
+            form.after_write(func, args, values[key])
         if writes:
-            return tree_map_only(Tensor, lambda tensor: of_values.get(id(tensor), tensor), result)
+            return tree_map_only(Tensor, lambda tensor: form_of_values.get(id(tensor), tensor), result)
         if is_view(func):
             return tree_map_only(Tensor, forms[0].view_of, result)
         return forms[0].copy_of(func, result) if func in COPIES else result
 
 
-def inference_mode_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """The context in which tensors are made as `tensor` was: inference tensors or not."""
+def match_inference_mode(tensor: Tensor) -> AbstractContextManager[object]:
+    """Returns the context in which new tensors are inference tensors if `tensor` is one."""
     is_inference = tensor.is_inference()
     return nullcontext() if is_inference is torch.is_inference_mode_enabled() else torch.inference_mode(is_inference)
 
 
-def make_wrapper(cls: type[Tensor], wrapped: Tensor, dtype: torch.dtype, size: tuple[int, int] | None = None) -> Tensor:
-    """A tensor of `cls` without attributes, which has the shape, strides and device of `wrapped`, and `dtype`.
+def make_wrapper(
+    cls: type[Wrapper], wrapped: Tensor, dtype: torch.dtype, size: tuple[int, int] | None = None
+) -> Wrapper:
+    """Make a tensor of `cls` with `dtype` and the shape, strides and device of `wrapped`, without attributes.
 
-    `size`: of its last two dims, where it has others; it is contiguous then.
+    `size`: the last two dims, if `wrapped` has others; the tensor is then contiguous.
     """
     shape, strides = wrapped.shape, wrapped.stride()
     if size is not None and shape[-2:] != size:
         shape = torch.Size([*shape[:-2], *size])
         strides = torch.empty(shape, device="meta").stride()
-    with inference_mode_of(wrapped):
+    with match_inference_mode(wrapped):
         return Tensor._make_wrapper_subclass(
             cls,
             shape,
@@ -142,16 +145,16 @@ def make_wrapper(cls: type[Tensor], wrapped: Tensor, dtype: torch.dtype, size: t
 
 
 class ReadOnly(TensorForm):
-    """Values that a frozen weight was read as. A write to them is refused, since the weight would not get it."""
+    """Values read from a frozen weight. Writes raise, because they would not reach the weight."""
 
     wrapped: Tensor
 
     @classmethod
-    def of(cls, values: Tensor) -> ReadOnly:
-        """`values` without a way to write to them."""
-        made = typing.cast(ReadOnly, make_wrapper(cls, values, values.dtype))
-        made.wrapped = values
-        return made
+    def wrap(cls, values: Tensor) -> ReadOnly:
+        """Make a read-only tensor of `values`."""
+        read_only = make_wrapper(cls, values, values.dtype)
+        read_only.wrapped = values
+        return read_only
 
     def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
         if is_written:
@@ -162,48 +165,48 @@ class ReadOnly(TensorForm):
         return self.wrapped
 
     def view_of(self, view: Tensor) -> Tensor:
-        return ReadOnly.of(view)
+        return ReadOnly.wrap(view)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"ReadOnly({self.wrapped})"
 
 
 class WeightForm(TensorForm):
-    """A weight in another form; subclasses say what their state and their memory are."""
+    """A weight in another form; subclasses define its state and its memory."""
 
     def state(self) -> tuple[Any, ...]:
-        """The arguments from which `from_state` makes an equal weight."""
+        """Returns the arguments from which `from_state` makes an equal weight."""
         raise NotImplementedError
 
     @classmethod
     def from_state(cls, *state: Any) -> Tensor:
-        """A weight of this class, not a parameter."""
+        """Make a weight of this class that is no parameter."""
         raise NotImplementedError
 
     def memory(self) -> Tensor:
-        """The plain tensor whose memory this one presents."""
+        """Returns the plain tensor whose memory this weight presents."""
         raise NotImplementedError
 
     def assign(self, new: Tensor) -> None:
-        """Carry out `weight.data = new`. Raises RuntimeError where it cannot be done."""
+        """Carry out `weight.data = new`. Raises RuntimeError if that is impossible."""
         raise NotImplementedError
 
     @property
     def data(self) -> Tensor:
-        """The same weight without history; for an assignment see `assign`."""
+        """The weight without autograd history. Assignments call `assign`."""
         return self.detach()
 
     @data.setter
     def data(self, new: Tensor) -> None:
         self.assign(new)
 
-    # torch answers these by the storage of the subclass, which is empty.
+    # torch would use the storage of the subclass, which is empty.
 
     def data_ptr(self) -> int:
         return self.memory().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        # The compiler identifies tensors by their storage, and would alias this one with the tensor inside.
+        # The compiler identifies tensors by their storage, and would alias the weight with the tensor inside.
         if current_tracing_context() is not None or called_by_fake_tensors():
             return super().untyped_storage()
         return self.memory().untyped_storage()
@@ -213,20 +216,21 @@ class WeightForm(TensorForm):
             copied = rebuild(type(self), copy.deepcopy(self.state(), memo), self.requires_grad, is_parameter(self))
             copied.grad = copy.deepcopy(self.grad, memo)
             memo[id(self)] = copied
-        return typing.cast(Tensor, memo[id(self)])
+        result: Tensor = memo[id(self)]
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return rebuild, (type(self), self.state(), self.requires_grad, is_parameter(self))
 
 
 def rebuild(cls: type[WeightForm], state: tuple[Any, ...], requires_grad: bool, as_parameter: bool) -> Tensor:
-    """The weight that `state` was taken from; copies and pickles are made here."""
+    """Rebuild a weight from its `state`. Copies and pickles are made here."""
     weight = cls.from_state(*state)
     return nn.Parameter(weight, requires_grad) if as_parameter else weight.requires_grad_(requires_grad)
 
 
 def is_parameter(weight: Tensor) -> bool:
-    """Whether nn.Parameter took this tensor, of whatever class."""
+    """Whether nn.Parameter made this tensor a parameter, whatever its class."""
     return hasattr(weight, "_is_param")
 
 
@@ -234,7 +238,7 @@ torch.serialization.add_safe_globals([rebuild])
 
 
 class WrappedTensor(WeightForm):
-    """A tensor around a plain one in high precision. Memory, storage and values that are asked of it are that one's.
+    """A tensor around a plain one in high precision, whose memory, storage and values it presents.
 
     Attributes:
         wrapped: the plain tensor.
@@ -243,12 +247,12 @@ class WrappedTensor(WeightForm):
     wrapped: Tensor
 
     @classmethod
-    def around(cls, wrapped: Tensor) -> Tensor:
-        """A tensor of this class without attributes, for `__new__`."""
+    def wrap(cls, wrapped: Tensor) -> Self:
+        """Make a tensor of this class without attributes, for `__new__`."""
         return make_wrapper(cls, wrapped, wrapped.dtype)
 
     def plain(self) -> Tensor:
-        """The plain tensor inside, differentiably."""
+        """Returns the plain tensor inside, differentiably."""
         plain: Tensor = _Plain.apply(self)
         return plain
 
@@ -258,10 +262,10 @@ class WrappedTensor(WeightForm):
     def op_values(self, func: OpOverload, is_written: bool) -> Tensor:
         return self.wrapped
 
-    # torch refuses these for a subclass. Nothing sees a write to memory that is shared with another library.
+    # torch refuses these for subclasses. Writes by another library that shares the memory could not be detected.
 
     def numpy(self, *, force: bool = False) -> Any:
-        """An array that shares the memory and is read-only."""
+        """Returns a read-only array that shares the memory."""
         array = self.plain().numpy(force=force)
         array.flags.writeable = False
         return array
@@ -270,12 +274,12 @@ class WrappedTensor(WeightForm):
         return self.wrapped.tolist()
 
     def __dlpack__(self, **options: Any) -> Any:
-        """A copy, unless the caller asks for the memory itself (`copy=False`)."""
+        """Exports a copy, unless the caller asks for the memory itself (`copy=False`)."""
         return self.plain().__dlpack__(**{**options, "copy": options.get("copy") is not False})
 
 
 class _Plain(torch.autograd.Function):
-    """The wrapped tensor; its gradient is the wrapper's."""
+    """Returns the wrapped tensor; its gradient becomes the wrapper's."""
 
     @staticmethod
     def forward(ctx: Any, wrapper: WrappedTensor) -> Tensor:
@@ -286,27 +290,27 @@ class _Plain(torch.autograd.Function):
         return grad
 
 
-def forms_in(tree: Any) -> list[TensorForm]:
-    """The forms among the leaves of arguments."""
+def find_forms(tree: Any) -> list[TensorForm]:
+    """Returns the forms among the leaves of `tree`."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, TensorForm)]
 
 
 COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
-"""Namespaces of ops that communicate, and may write after they returned."""
+"""Namespaces of communication ops, which may write after they return."""
 
 
-def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[TensorForm]:
-    """The forms that a call of an operator writes to."""
-    # The schemas of torch.ops.c10d do not say what is written: all tensors but those that an op only sends.
-    of_c10d = func.namespace == "c10d" and func.name() != "c10d::send"
+def find_writes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[TensorForm]:
+    """Yields the forms that a call of an operator writes to."""
+    # The schemas of torch.ops.c10d do not declare writes. Its ops write to all tensors that they do not only send.
+    is_c10d = func.namespace == "c10d" and func.name() != "c10d::send"
     for position, argument in enumerate(func._schema.arguments):
-        if argument.is_write or (of_c10d and not argument.name.startswith("input")):
+        if argument.is_write or (is_c10d and not argument.name.startswith("input")):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from forms_in(value)
+            yield from find_forms(value)
 
 
-def outputs_of(func: OpOverload, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The `out=` arguments of a call, by name."""
+def select_outputs(func: OpOverload, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the `out=` arguments of a call, by name."""
     names = [argument.name for argument in func._schema.arguments if argument.is_out]
     return {name: kwargs[name] for name in names if name in kwargs}
 
@@ -314,11 +318,12 @@ def outputs_of(func: OpOverload, kwargs: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def is_view(func: OpOverload) -> bool:
     """Whether results are views of an argument; a write to one is a write to the argument."""
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+    aliases = (result.alias_info for result in func._schema.returns)
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 @functools.cache
 def _is_view_of_ops(func: OpOverload) -> bool:
-    """Whether this is a composite op that may return a view, or asks what a view of a tensor would be."""
+    """Whether `func` is a composite op that may return a view, or queries what a view would be."""
     is_query = func is aten._has_compatible_shallow_copy_type.default
     return (is_query or is_view(func)) and has_kernel(func, "CompositeImplicitAutograd")

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quaver.experts.groups import bounds_of, first_scale, of_group
+from quaver.experts.groups import find_bounds, find_first_scale, select_group
 from quaver.kernels.cpu import check_memory, has_memory
 from quaver.kernels.operands import Operand, expect
 from quaver.kernels.operation import library
@@ -166,7 +166,7 @@ def _run_if_sampled(run: Callable[..., None]) -> Callable[..., None]:
 
 def _find_groups(ends: Tensor | None, groups: int, rows: int) -> list[tuple[int, int, int]]:
     """The number, first row and end of each group that has rows; a matrix without `groups` is one group."""
-    bounds = bounds_of(ends, groups, rows) if groups else [(0, rows)]
+    bounds = find_bounds(ends, groups, rows) if groups else [(0, rows)]
     return [(group, start, stop) for group, (start, stop) in enumerate(bounds) if start < stop or not groups]
 
 
@@ -208,7 +208,7 @@ def _observe_operand(
         merge(slot, observe_matrix(matrix, None))
     for group, start, stop in _find_groups(ends, groups, codes.shape[0]):
         group_hp = None if same_rows is None else same_rows[start:stop]
-        group_cast = of_group(cast, group, start, stop) if groups else cast
+        group_cast = select_group(cast, group, start, stop) if groups else cast
         if group_hp is not None and _is_compared(group, groups):
             _keep_for_matmuls(sampling, (number, group), site, group_hp, group_cast, fits, transposed, is_repeated)
         if is_repeated:
@@ -219,8 +219,8 @@ def _observe_operand(
         else:
             observed = observe_matrix(group_hp, group_cast)
         if groups:
-            scales_per_row = dequant_scale.shape[1] if dequant_scale.dim() == 2 else 1
-            observed[SlotIndex.WORST_INDEX] += first_scale(cast.layout.rows, group, start) * scales_per_row
+            expand_quant_scales = dequant_scale.shape[1] if dequant_scale.dim() == 2 else 1
+            observed[SlotIndex.WORST_INDEX] += find_first_scale(cast.layout.rows, group, start) * expand_quant_scales
         merge(slot, observed)
 
 

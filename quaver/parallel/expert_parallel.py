@@ -38,9 +38,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from quaver.experts.cast import amax_of_scale_rows, cast_groups
+from quaver.experts.cast import cast_groups, compute_scale_row_amax
 from quaver.experts.grouped_mm import quantize_groups
-from quaver.experts.groups import group_of_rows
+from quaver.experts.groups import find_groups
 from quaver.experts.module import RoutedExperts, weights_of
 from quaver.kernels.cast import cast_with_scale
 from quaver.kernels.operands import Operand, Operands, expect
@@ -101,8 +101,8 @@ class TokenDispatch:
     def _quantize_tensorwise(self, hp: Tensor, cast: CastConfig, power_of_2: bool) -> Operand:
         """Quantize with one scale for each expert, from the amax of its tokens on all ranks, and dispatch the codes."""
         experts = self._all_ends.shape[0]
-        expert = group_of_rows(self._all_ends, experts, hp.shape[0], hp.device)[0]
-        amax = max_over_ranks(amax_of_scale_rows(hp, expert, experts, ALL), self._group)
+        expert = find_groups(self._all_ends, experts, hp.shape[0], hp.device)[0]
+        amax = max_over_ranks(compute_scale_row_amax(hp, expert, experts, ALL), self._group)
         scales = scaling.compute_scales(amax.to(hp.dtype), cast.float8_dtype, power_of_2, cast.mode)
         factor, division = scaling.choose_factor(scales, cast.mode)
         codes = cast_with_scale(hp, cast.float8_dtype, factor[expert], None, division)[0]

@@ -25,7 +25,7 @@ from quaver.kernels.operands import Operand, expect
 from quaver.linear.function import compute_dtype
 from quaver.linear.module import Float8Linear
 from quaver.linear.quantize import Quantizer
-from quaver.linear.shared_input import cached_quantizer
+from quaver.linear.shared_input import choose_quantizer
 from quaver.linear.tensor import Float8Tensor
 from quaver.parallel.tensor_parallel_quantizer import GatheringQuantizer, TensorParallelQuantizer
 from quaver.recipes.config import Float8LinearConfig
@@ -75,7 +75,7 @@ class ColwiseSharding(_Sharding):
     def input_quantizer(
         self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
     ) -> Quantizer:
-        return cached_quantizer(input, casts, hp_dtype, scale, reader)
+        return choose_quantizer(input, casts, hp_dtype, scale, reader)
 
     def grad_output_quantizer(
         self, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None
@@ -183,7 +183,7 @@ class ReplicatedSharding(_Sharding):
         self, input: Tensor, casts: OperandCasts, hp_dtype: torch.dtype, scale: PersistentScale | None, reader: int
     ) -> Quantizer:
         if self.layout == Replicate():
-            return cached_quantizer(input, casts, hp_dtype, scale, reader)
+            return choose_quantizer(input, casts, hp_dtype, scale, reader)
         return TensorParallelQuantizer(casts, hp_dtype, scale, self.group, 0)
 
     def grad_output_quantizer(
@@ -286,7 +286,7 @@ class _AllGatherFloat8(torch.autograd.Function):
             raise ValueError("expected an input that is sharded along its tokens, got one sharded along its features")
         ctx.dim, ctx.mesh = dim, mesh
         group = mesh.get_group()
-        dtype = compute_dtype(local.device.type, local.dtype)
+        dtype = compute_dtype(local)
         scale = None
         if quant_scale is not None and is_initialized is not None:
             scale = PersistentScale(quant_scale, amax_buffer, is_initialized)

@@ -25,7 +25,7 @@ from quaver.kernels.cast import cast_with_scale, matrix_amax, row_major
 from quaver.kernels.cpu import check_memory
 from quaver.kernels.operands import Operand, Operands, expect
 from quaver.kernels.persistent_cast import cast_with_persistent_scale, record, record_amax
-from quaver.linear.gemm import laid_out_for_columns, laid_out_for_rows
+from quaver.linear.gemm import lay_out_columns, lay_out_rows
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import CastConfig
 from quaver.recipes.linear_casts import OperandCasts
@@ -74,8 +74,8 @@ class TensorParallelQuantizer(Quantizer):
         codes, quant, dequant, observed = quantize(hp, quant_scale, is_initialized, dtype, power_of_2, group_name)
         record(self.scale, observed)
         return Operands(
-            Operand(laid_out_for_rows(codes), dequant, TENSORWISE, quant) if row else None,
-            Operand(laid_out_for_columns(codes), dequant, TENSORWISE, quant) if column else None,
+            Operand(lay_out_rows(codes), dequant, TENSORWISE, quant) if row else None,
+            Operand(lay_out_columns(codes), dequant, TENSORWISE, quant) if column else None,
         )
 
     def _cast_rowwise(self, cast: CastConfig, hp: Tensor, row: bool, column: bool) -> Operands:
@@ -145,10 +145,10 @@ class GatheringQuantizer(TensorParallelQuantizer):
         if one_cast:
             column_op = row_op
         if casts.is_dequantized and row_op is not None:
-            row_op = row_op._replace(data=laid_out_for_rows(row_op.data))
+            row_op = row_op._replace(data=lay_out_rows(row_op.data))
             return Operands(row_op, row_op)
         return Operands(
-            row_op._replace(data=laid_out_for_rows(row_op.data)) if row and row_op is not None else None,
+            row_op._replace(data=lay_out_rows(row_op.data)) if row and row_op is not None else None,
             column_op._replace(data=_lay_out_columns(column_op.data)) if column and column_op is not None else None,
         )
 
@@ -162,11 +162,11 @@ class GatheringQuantizer(TensorParallelQuantizer):
 
 
 def _lay_out_columns(codes: Tensor) -> Tensor:
-    """`laid_out_for_columns` in eager code.
+    """`lay_out_columns` in eager code.
 
     Inductor would lose column-major strides in the views to [..., K] and back, so there the backward's matmul copies.
     """
-    return codes if is_compiling() else laid_out_for_columns(codes)
+    return codes if is_compiling() else lay_out_columns(codes)
 
 
 def _tokens_per_scale(cast: CastConfig, direction: int) -> int:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from quaver.linear.gemm import ScaleKind, kind_of_casts
+from quaver.linear.gemm import ScaleKind, find_cast_kind
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS
 from quaver.recipes.recipe_name import canonical_recipe
@@ -61,4 +61,4 @@ def kinds_of_matmuls(recipe: str) -> Mapping[str, ScaleKind | None]:
     """The kinds of scales of a recipe's float8 matmuls, by name in MATMULS; None if no hardware multiplies them."""
     casts = Float8LinearConfig.from_recipe_name(recipe).casts
     pairs = {name: (casts.get(*left), casts.get(*right)) for name, (left, right) in MATMULS.items()}
-    return {name: kind_of_casts(*pair) for name, pair in pairs.items() if not pair[0].is_disabled}
+    return {name: find_cast_kind(*pair) for name, pair in pairs.items() if not pair[0].is_disabled}

@@ -1,13 +1,13 @@
 """`cast_weights_once`: quantize each float8 weight once for all microbatches of one optimizer step.
 
-Outside the scope a float8 module quantizes the live weight at each use, because version counters do not see every way
-to change a weight (`.data`, a kernel that writes in place, an optimizer that bypasses them). Inside, the caller
-promises not to change the weights, and a change that torch can see is an error.
+Outside the scope a float8 module quantizes its weight at each use, because version counters miss some writes (`.data`,
+an in-place kernel, an optimizer that bypasses them). Inside, the caller promises not to change the weights, and a
+change that torch can see raises.
 
 A whole weight is quantized at the entry. A shard that FSDP2 all-gathers in float8 is quantized for its first all-gather
-in the scope, because its scale takes a collective; later all-gathers send the same codes. The mode of the model at that
-moment does not matter: with a persistent scale, each forward that trains records what the cast observed
-([Note: who records] in linear/scale_state.py).
+in the scope, because its scale takes a collective; later all-gathers send the same codes. The model may be in train or
+eval mode then: with a persistent scale, each forward that trains records the amax of that cast ([Note: who records] in
+linear/scale_state.py).
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from quaver.torch_private.versions import version_of
 
 
 class PreparedWeight:
-    """The operands of a weight while the scope is open, and a check that it does not change."""
+    """The operands of a weight while the scope is open, and a check that the weight does not change."""
 
     def __init__(self, weight: ModuleWeight, holder: str) -> None:
         self.operands, self.holder = weight.quantize(), holder
-        self._of, self._config = weight, weight.config
+        self._module_weight, self._config = weight, weight.config
         self._weight, self._memory = weight.parameter, weight.parameter.detach()
         self._version = version_of(self._weight)
 
     def check(self, weight: Tensor) -> None:
-        """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to since."""
+        """Raise RuntimeError if `weight` is not the tensor that was quantized, or was written to afterwards."""
         if weight is not self._weight:
-            raise changed_inside_scope(weight, "replaced")
-        if self._of.config is not self._config and self._of.config != self._config:
-            raise changed_inside_scope(weight, "given another config")
-        if version_of(weight) != self._version or _address(weight) != _address(self._memory):  # `.data = ...`
-            raise changed_inside_scope(weight, "changed")
+            raise make_scope_error(weight, "replaced")
+        config = self._module_weight.config
+        if config is not self._config and config != self._config:
+            raise make_scope_error(weight, "given another config")
+        if version_of(weight) != self._version or _get_address(weight) != _get_address(self._memory):  # `.data = ...`
+            raise make_scope_error(weight, "changed")
 
 
-def _address(tensor: Tensor) -> int:
-    """Where its memory begins; a fake tensor has none."""
+def _get_address(tensor: Tensor) -> int:
     return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
 
 
-def changed_inside_scope(weight: Tensor, how: str) -> RuntimeError:
-    """The error for a weight that was `how`: "changed", "replaced" or "given another config"."""
+def make_scope_error(weight: Tensor, how: str) -> RuntimeError:
+    """Make the error for a weight that was "changed", "replaced" or "given another config" (`how`)."""
     return RuntimeError(
         f"a weight of shape {list(weight.shape)} was {how} inside cast_weights_once; "
         "leave the scope before you change weights"
@@ -60,19 +60,19 @@ def changed_inside_scope(weight: Tensor, how: str) -> RuntimeError:
 
 
 class PreparedShard:
-    """This rank's shard of a weight, quantized once while `cast_weights_once` is open, and a check as above."""
+    """This rank's shard of a weight, quantized once while the scope is open, and a check that it does not change."""
 
     def __init__(self, weight: ModuleWeight, holder: str) -> None:
         self._weight, self.holder = weight, holder
         self._inputs: AllGatherInputs | None = None
         self._cast_from: tuple[Tensor, int] | None = None
-        """The tensor that was quantized, and its version then."""
+        """The tensor that was quantized, and its version at that time."""
         self._box: ScaleBox | None = None
         self._writes = self._version = 0
         self.check()
 
     def all_gather_inputs(self, quantize: Callable[[], AllGatherInputs]) -> AllGatherInputs:
-        """The inputs of FSDP2's all-gather: made by `quantize` in the first call, the same in all others."""
+        """Returns the inputs of FSDP2's all-gather. The first call makes them by `quantize`."""
         self.check()
         if self._inputs is None:
             wrapped = typing.cast(Float8AllGatherWeight, self._weight.local).wrapped
@@ -83,39 +83,40 @@ class PreparedShard:
     def check(self) -> None:
         """Raise RuntimeError if the shard was replaced or written to since the entry.
 
-        A write around the parameter, into a tensor of a state_dict, is found if it follows the cast; the cast reads one
-        that precedes it.
+        A write that bypasses the parameter, into a tensor of a state_dict, raises only after the cast; before, the cast
+        includes it.
         """
         weight, parameter = self._weight.local, self._weight.parameter
-        if isinstance(weight, Float8AllGatherWeight):  # else FSDP2 holds it unsharded
+        if isinstance(weight, Float8AllGatherWeight):  # else FSDP2 has unsharded it
             if self._box is None:
                 self._box, self._writes, self._version = weight.box, weight.box.writes, version_of(parameter)
             if weight.box is not self._box:
-                raise changed_inside_scope(parameter, "replaced")
+                raise make_scope_error(parameter, "replaced")
             if version_of(parameter) != self._version:
-                raise changed_inside_scope(parameter, "changed")
+                raise make_scope_error(parameter, "changed")
         written = self._box is not None and self._box.writes != self._writes
         if written or (self._cast_from is not None and version_of(self._cast_from[0]) != self._cast_from[1]):
-            raise changed_inside_scope(self._weight.parameter, "changed")
+            raise make_scope_error(self._weight.parameter, "changed")
 
 
 @contextmanager
 def cast_weights_once(model: nn.Module, *, holder: str = "") -> Iterator[None]:
-    """Quantize every weight of the float8 linears and experts of `model` once, for both its matmuls, until the exit.
+    """Inside the block, quantize every weight of the float8 linears and experts of `model` once for both its matmuls.
 
-    Put it around the microbatches (forward and backward) of one optimizer step, eager or compiled, and leave it before
-    the optimizer steps. The codes take one byte per element and layout while the scope is open. Under FSDP2 with float8
-    all-gather each rank quantizes its shard once, and all all-gathers in the scope send those codes; the codes of the
-    shard stay for as long. A model without float8 modules is left alone, and so is a weight that is all-gathered in
-    high precision, or sharded by FSDP1 or by tensor parallelism alone. A checkpoint of torch around eager modules may
-    go backward after the exit, and multiplies by the codes of its forward.
+    The block contains the microbatches (forward and backward) of one optimizer step, eager or compiled, and ends before
+    the optimizer steps. While it is open the codes take one byte per element and layout. Under FSDP2 with float8
+    all-gather each rank quantizes its shard once, keeps the codes, and sends them in all all-gathers.
+
+    Weights in high-precision modules are ignored, and weights that are all-gathered in high precision or sharded by
+    FSDP1 or only by tensor parallelism. A torch checkpoint around eager modules may run its backward after the exit. It
+    then multiplies by the codes of its forward.
 
     Args:
         model: a model with float8 modules, wrapped or not.
-        holder: who opens the scope, for the error of whoever finds it open.
+        holder: a name for the error of a second scope that is entered while this one is open.
     Raises:
-        RuntimeError: the scope is already open for one of the modules, or a weight was changed or replaced inside it
-            (found at the next eager use of the module or the next all-gather, and at the exit).
+        RuntimeError: the scope is already open for one of the modules; or a weight was changed or replaced inside it,
+            which raises at the next eager use of the module, at the next all-gather, or at the exit.
     """
     weights = [weight for _, weight in weights_under(model)]
     whole = [weight for weight in weights if _is_whole(weight)]

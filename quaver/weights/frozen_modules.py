@@ -1,8 +1,8 @@
 """`FrozenFloat8Linear` and `FrozenFloat8Experts`: modules whose weights are stored in float8 (linear/frozen_weight.py).
 
-Their state_dicts hold a `FrozenState` for each weight (frozen_state.py), under the name that it has in high precision.
-They load those to the bit, and weights in high precision: those that the scales here hold exactly keep these scales,
-others are quantized.
+Their state_dicts hold a `FrozenState` for each weight (frozen_state.py), under its name in the high-precision model.
+They load frozen weights bit-exactly. High-precision weights keep the current scales if these represent them exactly,
+else they are quantized with new scales.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FrozenModule(nn.Module):
     """A float8 module whose weights are `FrozenFloat8Weight`s; subclasses multiply by them."""
 
     def _frozen_weights(self) -> Iterator[tuple[ModuleWeight, FrozenFloat8Weight]]:
-        """The weights, each with what this rank has of it."""
+        """Yields each weight with its local tensor."""
         for weight in weights_of_module(self):
             if isinstance(weight.local, FrozenFloat8Weight):
                 yield weight, weight.local
@@ -34,7 +34,8 @@ class FrozenModule(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for weight, local in [] if keep_vars else self._frozen_weights():
-            destination[prefix + weight.name] = _as(weight.parameter, _state(weight.parameter, local))
+            state = _make_state(weight.parameter, local)
+            destination[prefix + weight.name] = _match_dtensor(state, weight.parameter)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
@@ -47,7 +48,7 @@ class FrozenModule(nn.Module):
                 continue
             try:
                 value = value.t() if is_transposed and value.dim() == 2 else value
-                state_dict[name] = _loadable(local, value, weight)
+                state_dict[name] = _convert_loaded(local, value, weight)
             except ValueError as error:
                 lists[-1].append(f"{name}: {error}")
                 del state_dict[name]
@@ -63,28 +64,28 @@ class FrozenFloat8Experts(FrozenModule, Float8Experts):
     """A Float8Experts whose weights are stored in float8; `freeze_to_float8` makes it."""
 
 
-def _loadable(own: FrozenFloat8Weight, value: Tensor, weight: ModuleWeight) -> Tensor:
-    """Make of a state_dict's `value` a frozen weight like `own`, this rank's part of `weight`.
+def _convert_loaded(own: FrozenFloat8Weight, value: Tensor, weight: ModuleWeight) -> Tensor:
+    """Convert `value` of a state_dict to a frozen weight in the format of `own`, this rank's part of `weight`.
 
     Raises:
-        ValueError: codes, scales or values that `own` cannot have.
+        ValueError: `own` cannot have these codes, scales or values.
     """
     given = local_tensor(value)
     if isinstance(given, FrozenFloat8Weight) and given.has_codes:
         loaded = FrozenFloat8Weight.from_state(*given.state())
-        own.check_stored_alike(loaded)
+        own.check_same_format(loaded)
         if not loaded.is_meta:
             loaded.check_numbers(power_of_2=weight.config.weight_scales_are_powers_of_2)
-        return _as(value, loaded)
+        return _match_dtensor(loaded, value)
     values = given.to_high_precision() if isinstance(given, FrozenFloat8Weight) else given
     if values.dtype in FORMATS or values.shape != own.shape:
         raise ValueError(
             f"expected {list(weight.parameter.shape)} in high precision, or a frozen weight's codes with their scales, "
             f"got {value.dtype} {list(value.shape)}"
         )
-    codes = _state(weight.parameter, own).codes_of(values.to(own.data_fp8.device, own.dtype))
+    codes = _make_state(weight.parameter, own).encode(values.to(own.data_fp8.device, own.dtype))
     if codes is not None:
-        return _as(value, own.like(codes))
+        return _match_dtensor(own.with_codes(codes), value)
     if own.is_part:
         raise ValueError(
             "the scales of this base do not hold these values, and a shard cannot have others; load them before "
@@ -95,12 +96,12 @@ def _loadable(own: FrozenFloat8Weight, value: Tensor, weight: ModuleWeight) -> T
     return quantized
 
 
-def _state(parameter: Tensor, local: FrozenFloat8Weight) -> FrozenState:
-    state = typing.cast(FrozenState, FrozenState.from_state(*local.state()))
+def _make_state(parameter: Tensor, local: FrozenFloat8Weight) -> FrozenState:
+    state = FrozenState.from_state(*local.state())
     state.first_row = local_shape_and_offset(parameter)[1][0] if is_dtensor(parameter) else 0
     return state
 
 
-def _as(weight: Tensor, local: Tensor) -> Tensor:
-    """`local` as a DTensor where `weight` is one."""
+def _match_dtensor(local: Tensor, weight: Tensor) -> Tensor:
+    """Returns `local` as a DTensor if `weight` is one."""
     return from_local_like(local, weight) if is_dtensor(weight) else local

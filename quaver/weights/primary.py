@@ -4,22 +4,21 @@
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     optimizer = use_float8_primary_weights(model, optimizer)
 
-A primary weight has one byte per element for each cast of the weight. It is quantized when the optimizer has stepped or
-a checkpoint was loaded, and at no other time: forward, backward and recomputations of all microbatches read its codes.
-The parameters that the optimizer was made with stay in it and become the masters, so a step runs on plain tensors, by
-the kernels (foreach, fused) that the optimizer has for them.
+A primary weight stores one byte per element for each cast of the weight. It is quantized only after an optimizer step
+or when a checkpoint is loaded: forward, backward and recomputation of all microbatches read its codes. The parameters
+that the optimizer was made with stay in it and become the masters, so a step runs on plain tensors with the optimizer's
+kernels (foreach, fused).
 
     backward                  autograd accumulates into `primary.grad`, in the master's dtype
     optimizer.step()          master.grad = primary.grad; the wrapped optimizer steps; codes = quantize(master)
-    any op on a primary       runs on the master; after a write the codes are quantized again
+    any op on a primary       runs on the master; a write quantizes the codes again
     state_dict                the master, under the weight's name
 
-[Note: bfloat16 masters] A bfloat16 has 8 bits of precision, so most updates of a late training step are smaller than
-half its spacing, and rounding to nearest loses them. The step therefore runs on float32 copies, which are rounded up
-or down with probabilities that keep the expected value. The random bits follow from a count of the steps in the param
-groups, which starts at a number drawn from torch's default generator: the same `torch.manual_seed` gives the same bits,
-and a resumed run rounds as the first would have. All ranks start at rank 0's number, so they round alike however they
-were seeded.
+[Note: bfloat16 masters] A bfloat16 has 8 bits of precision, so late in training most updates are smaller than half its
+spacing, and rounding to nearest loses them. The step therefore runs on float32 copies, which are rounded up or down
+with probabilities that preserve the expected value. The random bits depend on a count of the steps in the param groups,
+which starts at a number drawn from torch's default generator. So `torch.manual_seed` determines the bits, and a resumed
+run rounds as an uninterrupted one. All ranks start at rank 0's number and round equally, whatever their seeds.
 """
 
 from __future__ import annotations
@@ -56,27 +55,27 @@ from quaver.torch_private.versions import version_of
 aten = torch.ops.aten
 
 _ROUNDINGS = "stochastic_roundings"
-"""The entry of the first param group that counts the steps, from a random start; see [Note: bfloat16 masters]."""
+"""The key in the first param group of the count of steps, which starts at random; see [Note: bfloat16 masters]."""
 
 
 _UNCOUNTED = itertools.count(-2, -1)
-"""Versions of masters that count none: no two are equal."""
+"""Distinct numbers in place of the versions of inference tensors, which have none."""
 _NEVER = -1, -1
-"""The versions recorded for codes that are older than a write to the master."""
+"""The versions that mark codes as older than the master."""
 
 
 class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
-    """The codes of a weight [N, K], or of experts' [E, rows, columns], and its master, whose dtype the parameter has.
+    """The codes of a weight [N, K], or of experts' [E, rows, columns], and its master, whose dtype it presents.
 
     Attributes:
-        wrapped, config: the master, and how to quantize it. None in a tensor that the compiler traces with.
+        wrapped, config: the master, and how to quantize it. None in a tensor that a compiler traces.
         transposed: whether experts are stored [E, K, N].
     """
 
     config: Float8LinearConfig
     transposed: bool
     _quantized: tuple[int, int]
-    """The versions of parameter and master that the codes were quantized from: a view counts as one or the other."""
+    """The versions of parameter and master at the last cast. A write through a view increments one of the two."""
 
     @staticmethod
     def __new__(
@@ -88,9 +87,8 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
         config: Float8LinearConfig | None = None,
         transposed: bool = False,
     ) -> Float8PrimaryWeight:
-        """Use `of`."""
-        new = Float8Tensor.__new__(cls, row, column, dtype) if master is None else cls.around(master)
-        return typing.cast(Float8PrimaryWeight, new)
+        """Use `from_master`."""
+        return Float8Tensor.__new__(cls, row, column, dtype) if master is None else cls.wrap(master)
 
     def __init__(
         self,
@@ -107,15 +105,15 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
         self._quantized = self._versions()
 
     @staticmethod
-    def of(master: Tensor, config: Float8LinearConfig, transposed: bool = False) -> Float8PrimaryWeight:
+    def from_master(master: Tensor, config: Float8LinearConfig, transposed: bool = False) -> Float8PrimaryWeight:
         """Quantize `master`, high precision [N, K] or of experts, under `config`."""
         operands = _quantize(master, config, transposed)
         return Float8PrimaryWeight(*operands, master.dtype, master, config, transposed)
 
     def stored(self) -> Operands:
-        """The operands of both matmuls, quantized again first if the master was written to around the parameter.
+        """Returns the operands of both matmuls. Quantizes again if a write to the master bypassed the parameter.
 
-        A master that was made in inference mode counts no writes, so it is quantized at each use.
+        A master that was made in inference mode has no version counter, so it is quantized at each use.
         """
         if self._quantized != self._versions():
             self.quantize()
@@ -123,10 +121,11 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
 
     @torch.no_grad()
     def quantize(self) -> None:
-        """Bring the codes up to date with the master."""
-        for to, made in zip(super().stored(), _quantize(self.wrapped, self.config, self.transposed), strict=True):
-            expect(to).data.copy_(made.data)
-            typing.cast(Tensor, expect(to).dequant_scale).copy_(typing.cast(Tensor, made.dequant_scale))
+        """Quantize the master into the codes."""
+        operands = _quantize(self.wrapped, self.config, self.transposed)
+        for target, operand in zip(super().stored(), operands, strict=True):
+            expect(target).data.copy_(operand.data)
+            expect(expect(target).dequant_scale).copy_(expect(operand.dequant_scale))
         self._quantized = self._versions()
 
     def _versions(self) -> tuple[int, int]:
@@ -136,7 +135,7 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
             return next(_UNCOUNTED), 0
         return version_of(self), version_of(self.wrapped)
 
-    def quantized_otherwise(self, casts: OperandCasts) -> str:
+    def cast_mismatch(self, casts: OperandCasts) -> str:
         if self.config is None or self.config.casts.weight == casts:
             return ""
         return (
@@ -160,7 +159,7 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
 
     @classmethod
     def from_state(cls, master: Tensor, config: Float8LinearConfig, transposed: bool = False) -> Float8PrimaryWeight:
-        return cls.of(master, config, transposed)
+        return cls.from_master(master, config, transposed)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"Float8PrimaryWeight({self.data_fp8.dtype}, master={self.wrapped})"
@@ -177,26 +176,25 @@ class Float8PrimaryWeight(WrappedTensor, Float8Tensor):
             self.quantize()
 
     def copy_of(self, func: OpOverload, copied: Tensor) -> Tensor:
-        if func is aten._to_copy.default and copied.dtype in HP_DTYPES:  # module.to(): another weight of the same kind
-            return self.of(copied, self.config, self.transposed)
+        if func is aten._to_copy.default and copied.dtype in HP_DTYPES:  # of module.to(), which keeps the class
+            return self.from_master(copied, self.config, self.transposed)
         return copied
 
     def _alias(self) -> Float8PrimaryWeight:
-        """A tensor of the same codes and the same master."""
         row, column = super().stored()
         alias = Float8PrimaryWeight(expect(row), column, self.dtype, self.wrapped, self.config, self.transposed)
         alias._quantized = self._quantized
         return alias
 
 
-@torch.inference_mode(False)  # codes are written in place, wherever the master was made
+@torch.inference_mode(False)  # codes are written in place later, even if the master is an inference tensor
 @torch.no_grad()
 def _quantize(master: Tensor, config: Float8LinearConfig, transposed: bool) -> tuple[Operand, Operand]:
-    """The operands along rows and along columns, as the weight is stored; one object where one cast serves both."""
+    """Returns the row and column operands of the stored weight, as one object if one cast serves both."""
     casts = config.casts.weight
     if master.dim() == 3:
         both = quantize_weight(master.detach().contiguous(), config, transposed, row=True, column=True)
-        row, column = (expect(each)._replace(data=expect(each).data.view(master.shape)) for each in both)
+        row, column = (expect(side)._replace(data=expect(side).data.view(master.shape)) for side in both)
         row, column = (column, row) if transposed else (row, column)
         return row, row if column.data.data_ptr() == row.data.data_ptr() else column
     shared = casts.is_dequantized or not (casts.row.depends_on_direction or casts.column.depends_on_direction)
@@ -209,53 +207,53 @@ def _quantize(master: Tensor, config: Float8LinearConfig, transposed: bool) -> t
 
 
 class Primary(NamedTuple):
-    """A primary weight, its module, and the master that the wrapped optimizer holds in the weight's place."""
+    """A primary weight, its module, and the master that the wrapped optimizer holds in place of the weight."""
 
     name: str
-    of_module: ModuleWeight
+    module_weight: ModuleWeight
     weight: Float8PrimaryWeight
     master: nn.Parameter
 
 
 class Float8PrimaryOptimizer(Optimizer):
-    """Any optimizer, stepping on the masters of float8 primary weights; made by `use_float8_primary_weights`.
+    """Wraps an optimizer that steps on the masters of float8 primary weights; see `use_float8_primary_weights`.
 
-    Its param groups hold the model's parameters. What a scheduler sets in them reaches the wrapped optimizer at its
-    next step. State dicts are the wrapped optimizer's; masters are in the model's.
+    Its param groups hold the model's parameters. Changes to them, as by a scheduler, reach the wrapped optimizer at its
+    next step. State dicts are the wrapped optimizer's. The model's state dict holds the masters.
 
     Attributes:
         inner: the wrapped optimizer.
-        primaries: the weights that it steps for.
+        primaries: the primary weights and their masters.
     """
 
     def __init__(self, inner: Optimizer, primaries: list[Primary], master_dtype: torch.dtype) -> None:
         """Use `use_float8_primary_weights`."""
         self.inner, self.primaries, self._rounds = inner, primaries, master_dtype is torch.bfloat16
         if self._rounds:
-            inner.param_groups[0][_ROUNDINGS] = _first_rounding()
+            inner.param_groups[0][_ROUNDINGS] = _draw_first_rounding()
         weights = {id(primary.master): primary.weight for primary in primaries}
         groups = [{**group, "params": [weights.get(id(p), p) for p in group["params"]]} for group in inner.param_groups]
         self._is_made = self._is_stepping = False
         super().__init__(groups, dict(inner.defaults))
         self._is_made = True
-        self.load_state_dict(inner.state_dict())  # what there is of the state gets the masters' dtype
+        self.load_state_dict(inner.state_dict())  # converts existing state to the masters' dtype
         inner.register_step_pre_hook(self._check_caller)
 
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[Tensor, Any]:
-        """The wrapped optimizer's, by the model's parameters."""
+        """The state of the wrapped optimizer, keyed by the model's parameters."""
         return StatesView([self.inner], {weight: master for _, _, weight, master in self.primaries})
 
     @state.setter
     def state(self, states: Mapping[Tensor, Any]) -> None:
-        if self._is_made:  # else Optimizer.__init__ makes an empty one
+        if self._is_made:  # else Optimizer.__init__ sets an empty state
             replace_states(self.state, states)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the wrapped optimizer on the masters, then one cast of each primary weight.
+        """Step the wrapped optimizer on the masters, then quantize each primary weight once.
 
         Raises:
-            RuntimeError: a weight of the model is no longer the primary weight that was made for it.
+            RuntimeError: a primary weight of the model was replaced.
         """
         with self._masters():
             self._is_stepping = True
@@ -269,17 +267,20 @@ class Float8PrimaryOptimizer(Optimizer):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
+        """Returns the state dict of the wrapped optimizer."""
         _copy_options(self.param_groups, self.inner.param_groups)
         return save_with_hooks(self, self.inner.state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of the wrapped optimizer, or of one of its kind that trained ordinary parameters."""
-        with load_with_hooks(self, state_dict) as state_dict, self._masters():  # torch gives the state their dtype
+        """Load a state dict of the wrapped optimizer, or of the same optimizer on ordinary parameters."""
+        with (
+            load_with_hooks(self, state_dict) as state_dict,
+            self._masters(),
+        ):  # torch converts the state to their dtype
             self.inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to both optimizers; they stay as they are."""
+        """Add parameters to both optimizers. They do not become primary weights."""
         super().add_param_group(param_group)
         if self._is_made:
             self.inner.add_param_group({**param_group, "params": list(param_group["params"])})
@@ -300,7 +301,7 @@ class Float8PrimaryOptimizer(Optimizer):
 
     @contextmanager
     def _masters(self) -> Iterator[None]:
-        """Bring the wrapped optimizer up to date, have float32 masters meanwhile, and quantize them at the end."""
+        """Inside the block, the wrapped optimizer has the current options and float32 masters; then quantize these."""
         self._check_weights()
         _copy_options(self.param_groups, self.inner.param_groups)
         if self._rounds:
@@ -323,8 +324,8 @@ class Float8PrimaryOptimizer(Optimizer):
                 "a scheduler was made for the wrapped optimizer; make it for the one that use_float8_primary_weights "
                 "returned"
             )
-        for name, of_module, weight, master in self.primaries:
-            if typing.cast(Tensor, of_module.parameter) is not weight:
+        for name, module_weight, weight, master in self.primaries:
+            if typing.cast(Tensor, module_weight.parameter) is not weight:
                 raise RuntimeError(
                     f"{name} was replaced after use_float8_primary_weights (by load_state_dict(assign=True) or "
                     "fully_shard, say), so the optimizer would not train it: load without assign, shard without "
@@ -341,7 +342,7 @@ class Float8PrimaryOptimizer(Optimizer):
             primary.master.grad = None if grad is None else grad.to(primary.master.dtype)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Run a closure with the masters as they are now: LBFGS moves them between its calls."""
+        """Run a closure with the current masters: LBFGS changes them between calls."""
         for primary in self.primaries:
             primary.weight.quantize()
         loss = closure()
@@ -349,33 +350,34 @@ class Float8PrimaryOptimizer(Optimizer):
         return loss
 
     def _round(self) -> None:
-        """Make float32 masters bfloat16 ones; exact for those that did not change."""
-        roundings = self.param_groups[0][_ROUNDINGS]  # the inner optimizer may have loaded ordinary param groups
+        """Round float32 masters to bfloat16. Unchanged values are exact."""
+        # Not the inner optimizer's, which may have loaded param groups without the count.
+        roundings = self.param_groups[0][_ROUNDINGS]
         for index, primary in enumerate(self.primaries):
             seed = hashlib.blake2b(f"{roundings} {index}".encode(), digest_size=8).digest()
             generator = torch.Generator(primary.master.device).manual_seed(int.from_bytes(seed))
             primary.master.data = round_stochastically(primary.master.data, generator)
 
 
-def _first_rounding() -> int:
-    """Where the count of steps starts: drawn on every rank, so that their generators advance alike; rank 0's."""
+def _draw_first_rounding() -> int:
+    """Draw the first count of steps. Every rank draws, so that all generators advance, and gets rank 0's number."""
     start = [int(torch.randint(2**62, (), device="cpu"))]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(start, src=0)
     return start[0]
 
 
-def _copy_options(source: list[dict[str, Any]], to: list[dict[str, Any]]) -> None:
-    """Set the hyperparameters of param groups to those of others."""
-    for group, options in zip(to, source, strict=True):
+def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Copy the hyperparameters of param groups."""
+    for group, options in zip(target, source, strict=True):
         group.update({name: value for name, value in options.items() if name != "params"})
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
-    """float32 `values` as bfloat16, each up or down with the probability that keeps its expected value.
+    """Round float32 `values` up or down to bfloat16, with probabilities that preserve the expected value.
 
-    The upper 16 bits of a float32 are a bfloat16. Adding uniform random 16 bits carries into them with the probability
-    that the lower bits, as a fraction, ask for. Non-finite values are rounded to nearest.
+    The upper 16 bits of a float32 are a bfloat16. Adding 16 uniform random bits carries into them with a probability
+    equal to the fraction that the lower bits represent. Non-finite values are rounded to nearest.
     """
     noise = torch.randint(2**16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     rounded = (values.view(torch.int32) + noise).bitwise_and(-(2**16)).view(torch.float32)
@@ -388,24 +390,24 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
 def use_float8_primary_weights(
     model: nn.Module, optimizer: Optimizer, *, master_dtype: torch.dtype = torch.float32
 ) -> Float8PrimaryOptimizer:
-    """Make the weights of float8 linears and experts that `optimizer` trains float8, its own parameters their masters.
+    """Store the float8 linears' and experts' weights that `optimizer` trains in float8, with its parameters as masters.
 
-    For one process and for DDP; under FSDP2 the shards are the masters, and `cast_weights_once` saves the casts. Call
-    it when the model has its weights and before schedulers, DDP and Accelerate's prepare are made, then use the result
-    in place of `optimizer`. Losses are those of ordinary parameters to the bit, if the master has their dtype.
+    For one process and for DDP. Under FSDP2 the shards are the masters already, and `cast_weights_once` saves casts.
+    Call it after the model has its weights, and before schedulers, DDP or Accelerate's `prepare`. Use the result in
+    place of `optimizer`. Losses are bit-identical to those of ordinary parameters of the master's dtype.
 
     Args:
-        model: a converted model, in place: each such weight becomes a `Float8PrimaryWeight`, a new parameter.
-        optimizer: made with the model's parameters. Weights that it does not hold stay as they are.
-        master_dtype: float32, or bfloat16 with stochastic rounding. It is the dtype that the parameters show and that
-            gradients have. The state of the optimizer is float32 in both cases. bfloat16 draws a number from torch's
-            default generator, which seeds all roundings, and with a process group it is a collective: every rank must
-            call this, and gets rank 0's number.
+        model: a converted model, changed in place: each such weight becomes a `Float8PrimaryWeight`, a new parameter.
+        optimizer: made with the model's parameters. Weights that it does not hold are not converted.
+        master_dtype: float32, or bfloat16 with stochastic rounding: the dtype of the parameters and their gradients.
+            The state of the optimizer is float32 in both cases. bfloat16 draws a number from torch's default generator,
+            which seeds all roundings. With a process group that is a collective: every rank must call this function,
+            and gets rank 0's number.
     Returns:
         The optimizer to use. It saves and loads as `optimizer` does; the model's state dict holds the masters.
     Raises:
-        ValueError: no weight to convert, or one that cannot be: sharded, tied, with a delayed or static scale, or
-            multiplied in high precision; a scheduler or DDP that was made before; another master_dtype.
+        ValueError: no weight to convert; a weight that is sharded, tied, multiplied in high precision, or has a delayed
+            or static scale; a scheduler or DDP that was made before; another master_dtype.
         TypeError: `optimizer` is no torch.optim.Optimizer, or has primary weights.
     """
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Float8PrimaryOptimizer):
@@ -426,7 +428,7 @@ def use_float8_primary_weights(
     named = {f"{name}.weight" if weight.name == "weight" else name: weight for name, weight in trained}
     owners = owners_of_parameters(model)
     for name, weight in named.items():
-        obstacle = _obstacle(weight, owners)
+        obstacle = _find_obstacle(weight, owners)
         if obstacle:
             raise ValueError(f"{name} cannot be a float8 primary weight: {obstacle}")
     primaries = [_make_primary(name, weight, master_dtype) for name, weight in named.items()]
@@ -435,7 +437,7 @@ def use_float8_primary_weights(
     return Float8PrimaryOptimizer(optimizer, primaries, master_dtype)
 
 
-def _obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -> str:
+def _find_obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -> str:
     parameter, module, casts = weight.parameter, weight.module, weight.config.casts
     is_whole = not isinstance(module, Float8Linear) or parameter.shape == (module.out_features, module.in_features)
     if type(parameter) is not nn.Parameter or not is_whole:
@@ -452,19 +454,21 @@ def _obstacle(weight: ModuleWeight, owners: dict[int, list[str]]) -> str:
     return f"it is tied: {', '.join(names)}" if len(names) > 1 else ""
 
 
-def _make_primary(name: str, of_module: ModuleWeight, master_dtype: torch.dtype) -> Primary:
-    master, module = of_module.parameter, of_module.module
+def _make_primary(name: str, module_weight: ModuleWeight, master_dtype: torch.dtype) -> Primary:
+    master, module = module_weight.parameter, module_weight.module
     grad, master.grad = master.grad, None
     master.data = master.data.to(master_dtype)
     transposed = isinstance(module, Float8Experts) and is_transposed(module)
-    weight = nn.Parameter(Float8PrimaryWeight.of(master, of_module.config, transposed), master.requires_grad)
+    quantized = Float8PrimaryWeight.from_master(master, module_weight.config, transposed)
+    weight = nn.Parameter(quantized, master.requires_grad)
     weight.grad = None if grad is None else grad.to(master_dtype)
-    setattr(module, of_module.name, weight)
-    return Primary(name, of_module, typing.cast(Float8PrimaryWeight, weight), master)
+    setattr(module, module_weight.name, weight)
+    return Primary(name, module_weight, typing.cast(Float8PrimaryWeight, weight), master)
 
 
 def _masters_in_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    for each in weights_of_module(module):
-        weight = state_dict.get(prefix + each.name)
-        if isinstance(weight, Float8PrimaryWeight) and not is_parameter(weight):  # keep_vars asks for the parameters
-            state_dict[prefix + each.name] = weight.wrapped.detach()
+    for module_weight in weights_of_module(module):
+        name = prefix + module_weight.name
+        weight = state_dict.get(name)
+        if isinstance(weight, Float8PrimaryWeight) and not is_parameter(weight):  # with keep_vars it is a parameter
+            state_dict[name] = weight.wrapped.detach()

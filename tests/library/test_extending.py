@@ -26,7 +26,7 @@ from quaver import use_float8_primary_weights
 from quaver.parallel.linear_sharding import check_can_be_sharded
 from quaver.experts.module import Float8Experts
 from quaver.export.formats import weight_format
-from quaver.linear.gemm import kind_of_casts
+from quaver.linear.gemm import find_cast_kind
 from tests.mixture import make_mixture
 from quaver.recipes.config import CastConfig, Float8LinearConfig, ScalingGranularity
 from quaver.kernels.operands import expect
@@ -80,7 +80,7 @@ frozen = freeze_to_float8(nn.Sequential(nn.Linear(200, 150)), config=of_blocks)[
 assert (frozen.granularity, tuple(frozen.dequant_scale.shape)) == ("blockwise 64 x 64", (3, 4))
 experts = convert_to_float8_training(make_mixture(layers=1), config=of_blocks)
 assert any(isinstance(each, Float8Experts) for each in experts.modules())
-assert kind_of_casts(of_64, squares) is None
+assert find_cast_kind(of_64, squares) is None
 
 linear, model, input = trains(config, sys.argv[1])
 assert "segments" in str(conversion_report(model))
@@ -111,7 +111,7 @@ refuses(use_float8_primary_weights, primary, torch.optim.SGD(primary.parameters(
 ends = torch.tensor([2, 4], dtype=torch.int32)
 refuses(float8_grouped_mm, input[:, :64], torch.randn(2, 64, 64).bfloat16(), ends, config=config)
 refuses(_operand_casts, config.casts.input)
-assert kind_of_casts(segments, segments) is None
+assert find_cast_kind(segments, segments) is None
 assert segments.short_str() == "dyn_seg_e4m3"
 """
 

@@ -12,6 +12,7 @@ from torch import nn
 from quaver import convert_to_float8_training, float8_scaling_state, sync_float8_amax_and_scale_history
 from quaver.kernels import cpu, widen
 from quaver.linear import gemm, shared_input
+from quaver.recipes.linear_casts import MatmulOptions
 from tests.library.linear.test_module import Qkv
 from tests.steps import assert_same, results_of
 
@@ -85,7 +86,7 @@ def test_the_probe_of_a_gpu(kind, defaults, monkeypatch):
 
     def native_mm(a, b, bias, out_dtype, use_fast_accum):
         seen.extend([a.dequant_scale.dtype, b.dequant_scale.dtype])
-        return gemm._exact_mm(a, b, bias, out_dtype, False)
+        return gemm.mm(a, b, MatmulOptions(), out_dtype, bias)
 
     with other_defaults(defaults):
         monkeypatch.setattr(gemm, "_native_mm", native_mm)

@@ -27,7 +27,7 @@ from quaver.lab.bench.peer import torchao_cast
 from quaver.lab.bench.results import Result, Row
 from quaver.lab.bench.shapes import Shape
 from quaver.lab.settings.fields import OneOf, setting
-from quaver.linear.gemm import laid_out_for_columns, laid_out_for_rows, reads_along_contracted
+from quaver.linear.gemm import lay_out_columns, lay_out_rows, reads_along_contracted
 from quaver.linear.quantize import Quantizer
 from quaver.recipes.config import CastConfig, Float8LinearConfig
 from quaver.recipes.formats import FORMATS
@@ -172,7 +172,7 @@ def _in_layouts(kind: CastKind, cast_along: Callable[[Tensor, int | None], tuple
         results = [cast_along(hp, dim) for dim in scale_dims]
         codes = [result[0] for result in results] * (len(dims) // len(results))
         layouts = [
-            laid_out_for_rows(matrix) if dim == 1 else laid_out_for_columns(matrix)
+            lay_out_rows(matrix) if dim == 1 else lay_out_columns(matrix)
             for matrix, dim in zip(codes, dims, strict=True)
         ]
         return (*layouts, *(scale for result in results for scale in result[1:]))

@@ -12,7 +12,7 @@ from quaver.conversion.report import conversion_report
 from quaver.experts.gemm import fits_grouped_matmul
 from quaver.experts.gpu_gemm import GROUPED_ON
 from quaver.kernels.native_blocks import ALIGNMENT
-from quaver.linear.gemm import ScaleKind, kind_of_casts
+from quaver.linear.gemm import ScaleKind, find_cast_kind
 from quaver.recipes.cast_config import CastConfig
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS
@@ -117,7 +117,7 @@ def _recipe(recipe: str, spec: DeviceSpec) -> RecipeOnGpu:
 def _of_linear(matmul: str, left: CastConfig, right: CastConfig, spec: DeviceSpec) -> MatmulOnGpu:
     if left.is_disabled or right.is_disabled:
         return MatmulOnGpu(matmul, "high precision", "torch.mm")
-    kind = kind_of_casts(left, right)
+    kind = find_cast_kind(left, right)
     obstacle = "no hardware multiplies such scales" if kind is None else obstacle_to(spec, kind)
     if kind is None or obstacle is not None:
         return MatmulOnGpu(matmul, "exact", f"codes widened to bfloat16: {obstacle}")

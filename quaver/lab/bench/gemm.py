@@ -28,10 +28,10 @@ from quaver.lab.settings.fields import OneOf, setting
 from quaver.linear.gemm import (
     GemmBackend,
     backend_for,
+    find_cast_kind,
     float8_mm,
-    kind_of_casts,
-    laid_out_for_columns,
-    laid_out_for_rows,
+    lay_out_columns,
+    lay_out_rows,
 )
 from quaver.recipes.config import Float8LinearConfig
 from quaver.recipes.linear_casts import MATMULS
@@ -72,7 +72,7 @@ class GemmBenchmark(Shapes, BenchOptions):
         for granularity in self.scales:
             casts = Float8LinearConfig.from_recipe_name(granularity).casts
             left, right = (casts.get(*operand) for operand in MATMULS[matmul.name])
-            backend = backend_for(device, kind_of_casts(left, right))
+            backend = backend_for(device, find_cast_kind(left, right))
             operands = Rotation(partial(matmul.float8_operands, granularity, device), k * (m + n), device)
             for fast in (True, False) if backend is GemmBackend.NATIVE else (None,):
                 name = granularity + {True: ", fast accumulation", False: ", exact accumulation", None: ""}[fast]
@@ -128,7 +128,7 @@ class Matmul:
             scale_dim = dim if cast.is_rowwise else None
             power_of_2 = config.round_scales_to_power_of_2
             codes, _, dequant = dynamic_cast(hp.contiguous(), cast.float8_dtype, scale_dim, power_of_2=power_of_2)
-            operands.append((laid_out_for_rows(codes) if dim == 1 else laid_out_for_columns(codes), dequant))
+            operands.append((lay_out_rows(codes) if dim == 1 else lay_out_columns(codes), dequant))
         (a, a_scale), (b, b_scale) = operands
         return a, b, a_scale, b_scale
 

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from quaver import Float8Linear, Float8LinearConfig
-from quaver.experts.gemm import grouped_backend_of_casts
+from quaver.experts.gemm import find_grouped_backend
 from quaver.experts.module import Float8Experts, weights_of
 from quaver.kernels.exact_mm import has_bfloat16_units
 from quaver.lab.settings import Model
 from quaver.lab.trainer.mixture import Experts
 from quaver.lab.trainer.model import Llama, attention_flops_per_token, training_flops_per_token
-from quaver.linear.gemm import GemmBackend, backend_of_casts
+from quaver.linear.gemm import GemmBackend, find_backend
 from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.device_specs import PeakFlops
 
@@ -56,11 +56,11 @@ def linear_precisions(model: nn.Module, hp_dtype: str, device: torch.device) -> 
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             config = module.config if isinstance(module, Float8Linear) else None
-            matmuls = _matmuls(config, hp_dtype, device, backend_of_casts)
+            matmuls = _matmuls(config, hp_dtype, device, find_backend)
             precisions.append(LinearPrecision(name, module.in_features, module.out_features, *matmuls))
         elif isinstance(module, Experts):
             config = module.float8_config if isinstance(module, Float8Experts) else None
-            matmuls = _matmuls(config, hp_dtype, device, grouped_backend_of_casts)
+            matmuls = _matmuls(config, hp_dtype, device, find_grouped_backend)
             for leaf, weight in weights_of(module).items():
                 sizes = weight.shape[2], weight.shape[1]
                 precisions.append(LinearPrecision(f"{name}.{leaf}", *sizes, *matmuls, module.top_k))

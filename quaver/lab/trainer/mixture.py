@@ -92,7 +92,7 @@ class Experts(RoutedExperts):
 
     def _multiply(self, name: str, tokens: Tensor, ends: Tensor, **between_ranks: Dispatch | None) -> Tensor:
         dispatch, combine = between_ranks.get("dispatch"), between_ranks.get("combine")
-        dtype = compute_dtype(tokens.device.type, tokens.dtype)  # autocast leaves a grouped matmul alone
+        dtype = compute_dtype(tokens)  # autocast leaves a grouped matmul alone
         tokens = tokens.to(dtype)
         tokens = tokens if dispatch is None else Bring.apply(tokens, dispatch)
         weights = self._local(name).to(dtype).transpose(1, 2)

@@ -100,7 +100,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalize `hidden` [..., D]. Under autocast the result has autocast's dtype."""
-        out_dtype = compute_dtype(hidden.device.type, hidden.dtype)
+        out_dtype = compute_dtype(hidden)
         if self.feeds_float8:
             return rms_norm(hidden, self.weight, self.eps, out_dtype)
         return plain_rms_norm(hidden, self.weight, self.eps).to(out_dtype)

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from quaver.experts.gemm import grouped_backend_of_casts
+from quaver.experts.gemm import find_grouped_backend
 from quaver.lab.bench.doctor_gpu import on_gpu
 from quaver.lab.cli import main
-from quaver.linear.gemm import backend_of_casts
+from quaver.linear.gemm import find_backend
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName
 from quaver.recipes.linear_casts import MATMULS
 from quaver.roofline.device_specs import require_device_spec
@@ -43,7 +43,7 @@ def test_it_says_what_the_dispatch_finds_by_trying(card):
                     expected = ["high precision"] * 2
                 else:
                     of_linear, of_experts = (
-                        ask(*pair, device, emulate=False).value for ask in (backend_of_casts, grouped_backend_of_casts)
+                        ask(*pair, device, emulate=False).value for ask in (find_backend, find_grouped_backend)
                     )
                     expected = [of_linear, of_experts]
                 said = [matmuls[position].backend for matmuls in (found[name.value].linear, found[name.value].experts)]

@@ -21,7 +21,7 @@ from quaver import (
     freeze_to_float8,
 )
 from quaver.conversion.freeze import blockwise_config, store_float8_weight
-from quaver.experts.grouped_mm import multiply_by_weight, operands_of_frozen
+from quaver.experts.grouped_mm import get_frozen_operands, multiply_by_weight
 from quaver.linear.frozen_weight import FrozenFloat8Weight
 from quaver.linear.gemm import float8_mm
 from quaver.linear.quantize import Quantizer
@@ -389,7 +389,7 @@ def test_experts_multiply_by_the_codes_that_are_stored(config, is_transposed):
     ends = torch.tensor([9, 9, 22], dtype=torch.int32)  # a group without rows, and rows without a group
     for weight, plain in zip(of_experts(net), of_experts(mixture(is_transposed)), strict=True):
         hp = torch.randn(24, weight.shape[1 if is_transposed else 2], requires_grad=True)
-        operands = operands_of_frozen(weight)
+        operands = get_frozen_operands(weight)
         actual = multiply_by_weight(hp, weight, ends, net[0].experts.float8_config, is_transposed, operands)
         actual.backward(torch.ones_like(actual))
         for matrix, rows in zip(plain, (slice(0, 9), slice(9, 9), slice(9, 22)), strict=True):

@@ -20,8 +20,8 @@ from quaver import (
     convert_to_high_precision,
 )
 from quaver.distributed import precompute_float8_dynamic_scale_for_fsdp
-from quaver.experts.grouped_mm import operands_of_quantized
-from quaver.experts.groups import of_group
+from quaver.experts.grouped_mm import get_quantized_operands
+from quaver.experts.groups import select_group
 from quaver.experts.module_weight import weights_of_module
 from quaver.fsdp import gathered
 from quaver.linear.tensor import Float8Tensor
@@ -134,7 +134,7 @@ def operands_that_differ(model, whole):
         for weight in weights_of_module(of_one.experts):
             unsharded = getattr(block.experts, weight.name)
             assert isinstance(unsharded, Float8Tensor)
-            got = operands_of_quantized(unsharded, of_one.experts.is_transposed)
+            got = get_quantized_operands(unsharded, of_one.experts.is_transposed)
             for direction, mine, expected in zip(got._fields, got, weight.quantize(), strict=True):
                 same = mine.layout == expected.layout
                 same = same and torch.equal(mine.data.view(torch.uint8), expected.data.view(torch.uint8))
@@ -148,7 +148,7 @@ def used_scales(operand, shape):
     """The scales of blocks begin at any row of a matrix, so some have no block."""
     experts, rows, _ = shape
     return torch.cat(
-        [of_group(operand, g, g * rows, (g + 1) * rows).dequant_scale.reshape(1, -1) for g in range(experts)], dim=1
+        [select_group(operand, g, g * rows, (g + 1) * rows).dequant_scale.reshape(1, -1) for g in range(experts)], dim=1
     )
 
 

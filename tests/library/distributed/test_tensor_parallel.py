@@ -97,7 +97,7 @@ def _linear(config, quant_scale, style=None, features=(48, 40)):
     if quant_scale is None:
         return linear, NO_PERSISTENT_SCALES._asdict()
     linear.scaling.state.quant_scale.fill_(quant_scale)
-    linear.scaling.state.was_loaded()
+    linear.scaling.state.refresh_after_load()
     scales = linear.persistent_scales(torch.device("cpu"), recording=True)
     return linear, scales._asdict()
 

@@ -14,7 +14,7 @@ from quaver import Float8LinearConfig, Float8LinearRecipeName, float8_grouped_mm
 from quaver.experts import gemm, gpu_gemm, grouped_mm
 from quaver.experts.cast import _cast_groups, cast_groups
 from quaver.experts.gemm import Form
-from quaver.experts.groups import bounds_of, count_of_scales, first_scale
+from quaver.experts.groups import count_scale_rows, find_bounds, find_first_scale
 from quaver.kernels.operands import Operand
 from quaver.linear.gemm import ScaleKind
 from quaver.recipes.linear_casts import MatmulOptions
@@ -46,7 +46,7 @@ def step(a, b_t, ends, grad_output, config, function=float8_grouped_mm):
 def expert_by_expert(a, b_t, ends, grad_output, config):
     """The same, by one float8 linear an expert."""
     out, grad_a, grad_b_t = (torch.zeros_like(each) for each in (grad_output, a, b_t))
-    for expert, (start, stop) in enumerate(bounds_of(ends, len(ends), len(a))):
+    for expert, (start, stop) in enumerate(find_bounds(ends, len(ends), len(a))):
         tokens = a.detach()[start:stop].requires_grad_()
         weight = b_t.detach()[expert].t().contiguous().requires_grad_()
         of_expert = float8_linear(tokens, weight, config=config)
@@ -187,9 +187,9 @@ def test_operations_have_fake_kernels_and_flops():
 
 
 def used_places(block_rows, ends):
-    bounds = bounds_of(ends, len(ends), 310)
+    bounds = find_bounds(ends, len(ends), 310)
     for group, (start, stop) in enumerate(bounds):
-        first = first_scale(block_rows, group, start)
+        first = find_first_scale(block_rows, group, start)
         yield from range(first, first + (1 if block_rows == 0 else -(-(stop - start) // block_rows)))
 
 
@@ -276,8 +276,8 @@ def test_widened_groups_on_torchs_grouped_matmul(recipe, form, transposed):
     grad_output = torch.randn(310, 33, dtype=a.dtype)
     pair = grouped_operands(form, recipe, transposed, a.detach(), b_t.detach(), grad_output, ends)
     dtype = torch.bfloat16 if pair[0].dequant_scale is None else torch.float32
-    expected = gemm._one_by_one(*pair, ends, form, transposed, MatmulOptions(False, True), dtype).float()
-    got = gpu_gemm.widened(*pair, ends, form, transposed)
+    expected = gemm._multiply_groups(*pair, ends, form, transposed, MatmulOptions(False, True), dtype).float()
+    got = gpu_gemm.multiply_widened(*pair, ends, form, transposed)
     assert got.dtype is torch.bfloat16
     assert got.shape == expected.shape
     torch.testing.assert_close(got.float(), expected, rtol=2**-7, atol=float(expected.abs().max()) * 2**-10)
@@ -315,11 +315,11 @@ def test_scaled_groups_as_the_hardware_reads_them(recipe, form, transposed, scal
     a, b_t, ends = operands(k=70, n=33)
     grad_output = torch.randn(310, 33, dtype=a.dtype)
     pair = grouped_operands(form, recipe, transposed, a.detach(), b_t.detach(), grad_output, ends)
-    got = gpu_gemm.scaled(*pair, ends, form, transposed, False)
+    got = gpu_gemm.multiply_scaled(*pair, ends, form, transposed, False)
     if recipe == "tensorwise" and form is not Form.OUTPUT:
         assert got is None  # e5m2
         return
-    expected = gemm._one_by_one(*pair, ends, form, transposed, MatmulOptions(), torch.float32)
+    expected = gemm._multiply_groups(*pair, ends, form, transposed, MatmulOptions(), torch.float32)
     torch.testing.assert_close(got.float(), expected, rtol=2**-7, atol=float(expected.abs().max()) * 2**-10)
 
 
@@ -329,7 +329,7 @@ def test_the_probe_of_the_hardware(scaled_grouped_mm, monkeypatch):
     monkeypatch.setattr(gpu_gemm, "scaled_grouped_mm", lambda *args, **options: right(*args, **options) * 1.1)
     assert "wrong result" in gemm.probe_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS)
     for error, raises in ((RuntimeError("CUDA out of memory"), True), (RuntimeError("needs sm_90\nat line 1"), False)):
-        monkeypatch.setattr(gemm.gpu_gemm, "scaled", mock.Mock(side_effect=error))
+        monkeypatch.setattr(gemm.gpu_gemm, "multiply_scaled", mock.Mock(side_effect=error))
         with pytest.raises(RuntimeError, match="out of memory") if raises else contextlib.nullcontext():
             assert gemm.probe_native_grouped_mm(torch.device("cpu"), ScaleKind.GROUPS) == "needs sm_90"
 
@@ -337,10 +337,10 @@ def test_the_probe_of_the_hardware(scaled_grouped_mm, monkeypatch):
 def test_scales_that_vary_along_the_contracted_dim_are_not_the_hardwares():
     a, b_t, ends = operands(k=70, n=33)
     pair = grouped_operands(Form.OUTPUT, "blockwise", False, a.detach(), b_t.detach(), a.detach()[:, :33], ends)
-    assert gpu_gemm.scaled(*pair, ends, Form.OUTPUT, False, False) is None
+    assert gpu_gemm.multiply_scaled(*pair, ends, Form.OUTPUT, False, False) is None
     stored_once = Operand(pair[1].data, torch.ones(4 * 33, 1), ROWWISE)
     grad_output = Operand(pair[0].data[:, :33].contiguous(), torch.ones(310, 1), ROWWISE)
-    assert gpu_gemm.scaled(grad_output, stored_once, ends, Form.GRAD_INPUT, False, False) is None
+    assert gpu_gemm.multiply_scaled(grad_output, stored_once, ends, Form.GRAD_INPUT, False, False) is None
 
 
 def test_scales_of_groups_do_not_overlap():
@@ -350,12 +350,12 @@ def test_scales_of_groups_do_not_overlap():
         ends = torch.randint(0, rows + 1, (5,), generator=generator).sort().values.int()
         for block_rows in (32, 128):
             used = [
-                first_scale(block_rows, group, start) + block
-                for group, (start, stop) in enumerate(bounds_of(ends, 5, rows))
+                find_first_scale(block_rows, group, start) + block
+                for group, (start, stop) in enumerate(find_bounds(ends, 5, rows))
                 for block in range(-(-(stop - start) // block_rows))
             ]
             assert len(used) == len(set(used))
-            assert all(each < count_of_scales(block_rows, 5, rows) for each in used)
+            assert all(each < count_scale_rows(block_rows, 5, rows) for each in used)
 
 
 # ---- what a user gives -----------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def test_bad_input(change, message):
 
 
 def test_ranges_are_padded_no_further_than_to_multiples_of_16():
-    to, ends, rows = gpu_gemm._padded_rows(torch.tensor([1, 1, 18, 35], dtype=torch.int32), 37)
+    to, ends, rows = gpu_gemm._place_rows(torch.tensor([1, 1, 18, 35], dtype=torch.int32), 37)
     assert ends.tolist() == [16, 16, 48, 80]
     assert rows == 112  # the most that four groups of 37 rows can take
     assert to.tolist() == [0, *range(16, 33), *range(48, 65), rows, rows]

@@ -188,7 +188,7 @@ def test_delayed_exports_are_quantized_dynamically(tmp_path):
 
 
 def test_a_card_tells_of_a_merge(tmp_path, caplog):
-    frozen_weight._tell_of_writes.cache_clear()
+    frozen_weight._warn_of_merges.cache_clear()
     frozen = freeze_to_float8(Tiny(), module_filter_fn=not_the_head)
     save_float8(frozen, tmp_path / "plain", config={})
     assert "are those of the training forward, to the bit" in (tmp_path / "plain/README.md").read_text()

@@ -163,7 +163,7 @@ def run_grouped_matmuls():
         right = tokens if form is Form.GRAD_WEIGHT else stored.flatten(0, 1)
         with simulate_gpu(H100), counting_launches() as kernels:
             pair = (Operand(each.bfloat16()) for each in (left, right))
-            made = gpu_gemm.widened(*pair, ends, form, transposed).float()
+            made = gpu_gemm.multiply_widened(*pair, ends, form, transposed).float()
         expected = torch.zeros_like(made)
         for group, (start, stop) in enumerate(((0, 1), (1, 1), (1, 18), (18, 35))):
             if form is Form.GRAD_WEIGHT:

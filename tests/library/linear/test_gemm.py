@@ -16,6 +16,7 @@ from quaver.kernels.native_blocks import _native_block_mm, native_block_mm
 from quaver.kernels.operands import Operand
 from quaver.linear import gemm
 from quaver.linear.gemm import GemmBackend, ScaleKind, backend_for, float8_mm, native_operands
+from quaver.recipes.linear_casts import MatmulOptions
 from quaver.recipes.scale_layout import TENSORWISE, layout_of
 from quaver.recipes.scaling import dynamic_cast, dynamic_cast_blocks, multiply_scale_
 from quaver.runtime.slow_paths import error_on_slow_path
@@ -125,7 +126,7 @@ def test_scales_along_the_contracted_dim_never_go_to_the_hardware():
     a, one = torch.ones(16, 256).to(E4M3), torch.tensor(1.0)
     b = torch.ones(256, 160).to(E4M3)
     shapes = [(1, 160), (256, 1), (2, 2)]
-    kinds = {shape: gemm.kind_of(Operand(a, one), of_shape(b, torch.ones(shape))) for shape in shapes}
+    kinds = {shape: gemm.find_kind(Operand(a, one), of_shape(b, torch.ones(shape))) for shape in shapes}
     assert kinds == {(1, 160): ScaleKind.ROWWISE, (256, 1): None, (2, 2): None}
 
 
@@ -360,7 +361,7 @@ def test_blocks_reach_the_hardware_in_its_layouts(shape, length, is_square, monk
     out = native_block_mm(a, b, a_scale, b_scale, length, is_square)
     torch.testing.assert_close(out, expected.bfloat16(), rtol=2**-7, atol=1e-6)
     if min(shape) > length:
-        assert gemm.kind_of(of_shape(a, a_scale), of_shape(b, b_scale)).block_length == length
+        assert gemm.find_kind(of_shape(a, a_scale), of_shape(b, b_scale)).block_length == length
 
 
 @pytest.mark.parametrize("is_square", [True, False])
@@ -401,7 +402,7 @@ def test_a_probe_sees_each_wrong_scale(kind, monkeypatch):
 
     def native_mm(a, b, bias, out_dtype, use_fast_accum):
         calls.append(b.dequant_scale.shape)
-        return gemm._exact_mm(a, b, bias, out_dtype, False)
+        return gemm.mm(a, b, MatmulOptions(), out_dtype, bias)
 
     monkeypatch.setattr(gemm, "_native_mm", native_mm)
     assert gemm.probe_native_mm(torch.device("cpu"), kind) is None
@@ -420,9 +421,9 @@ def test_a_probe_sees_each_wrong_scale(kind, monkeypatch):
 def test_the_hardware_is_asked_for_each_matmul_of_a_recipe(recipe):
     """On a device whose blocks work all three are native; 1 x 32 with scales that have mantissas is not."""
     config, kind = Float8LinearConfig.from_recipe_name(recipe), gemm._BLOCKS[128 if recipe == "blockwise" else 32]
-    assert {gemm.kind_of_casts(*pair) for pair in gemm.casts_of_matmuls(config)} == {kind}
+    assert {gemm.find_cast_kind(*pair) for pair in gemm.list_matmul_casts(config)} == {kind}
     plain = CastConfig(scaling_granularity=ScalingGranularity.BLOCKWISE, block_size=(1, 32), target_dtype=E4M3)
-    assert gemm.kind_of_casts(plain, plain) is None
+    assert gemm.find_cast_kind(plain, plain) is None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from quaver import Float8LinearConfig
-from quaver.experts.gemm import grouped_backends_of
+from quaver.experts.gemm import describe_grouped_backends
 from quaver.kernels.cast import cast_blockwise
 from quaver.kernels.operands import Operand
 from quaver.linear import gemm
@@ -20,14 +20,14 @@ CODES = (torch.arange(32 * 64) * 7).to(torch.uint8).view(32, 64).bitwise_and(0x7
 
 def test_codes_lie_along_the_contracted_dim_where_the_hardware_multiplies():
     def after(codes, gradient):
-        return gemm.laid_out_for_columns_after(codes, gradient), gradient + 1
+        return gemm.lay_out_saved_columns(codes, gradient), gradient + 1
 
     after = torch.compile(after, backend="aot_eager", fullgraph=True)
     for card, is_native in (("h100", True), ("a100", False)):
         torch.compiler.reset()
         with virtual_gpu(card):
-            made = [gemm.laid_out_for_rows(CODES.t()), gemm.laid_out_for_columns(CODES), after(CODES, torch.ones(3))[0]]
-            assert gemm.laid_out_for_columns(CODES, emulate=True) is CODES
+            made = [gemm.lay_out_rows(CODES.t()), gemm.lay_out_columns(CODES), after(CODES, torch.ones(3))[0]]
+            assert gemm.lay_out_columns(CODES, emulate=True) is CODES
         for codes in (made[0].t(), *made[1:]):
             assert codes.t().is_contiguous() == is_native
             assert codes.view(torch.uint8).equal(CODES.view(torch.uint8))
@@ -50,7 +50,7 @@ def test_the_scales_say_who_multiplies(card, scales, powers_of_2, calls):
     a, b, (a_scale, b_scale) = CODES, CODES.t(), (torch.full(shape, 2.0) for shape in scales)
     operands = (Operand(each, s, layout_of(s, each.shape)) for each, s in ((a, a_scale), (b, b_scale)))
     with virtual_gpu(card) as gpu:
-        gemm.native_failure(0, gemm.kind_of(*operands) or gemm.ScaleKind.TENSORWISE)  # multiplies, too
+        gemm.native_failure(0, gemm.find_kind(*operands) or gemm.ScaleKind.TENSORWISE)  # multiplies, too
         gpu.calls.clear()
         out = float8_mm(a, b, a_scale, b_scale, out_dtype=torch.bfloat16, scales_are_powers_of_2=powers_of_2)
     assert {kind for _, kind in gpu.calls} == calls
@@ -75,4 +75,5 @@ def test_square_blocks_have_both_layouts_in_compiled_code():
 @pytest.mark.parametrize(("card", "backends"), [("h100", "native"), ("a100", "exact")])
 def test_backends_of_experts(card, backends):
     with virtual_gpu(card):
-        assert grouped_backends_of(Float8LinearConfig.from_recipe_name("rowwise"), torch.device("cpu")) == backends
+        rowwise = Float8LinearConfig.from_recipe_name("rowwise")
+        assert describe_grouped_backends(rowwise, torch.device("cpu")) == backends

@@ -85,7 +85,7 @@ def assert_codes_follow(model):
     """The codes that the next forward reads are those of the masters."""
     for _, weight in weights_under(model):
         primary = weight.parameter
-        fresh = Float8PrimaryWeight.of(primary.wrapped, weight.config, primary.transposed)
+        fresh = Float8PrimaryWeight.from_master(primary.wrapped, weight.config, primary.transposed)
         assert_same(*([(each.data, each.dequant_scale) for each in of.stored()] for of in (primary, fresh)))
 
 
