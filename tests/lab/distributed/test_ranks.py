@@ -9,15 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from quaver.lab.runs import checkpoint
+from quaver.lab.runs.safe_dcp import CheckpointReader
 from quaver.lab.trainer.run_setup import begin_folder
 from quaver.runtime.agreement import on_first_rank
 from quaver.runtime.collectives import NOTHING_OBSERVED, max_over_ranks
 from quaver.runtime.ranks import Ranks
-from tests.ranks import RanksError, on_ranks, run
+from tests.ranks import RanksError, mesh_of, on_ranks, run
 
 
 def _sum_of_ranks():
@@ -102,6 +104,21 @@ def read(fails):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "read_record", fails if dist.get_rank() == 0 else lambda _: {})
         checkpoint._verified_record(Path(), Ranks(dist.get_rank(), dist.get_rank(), 2), verifies=False)
+
+
+@on_ranks(2)
+def test_a_shard_that_one_rank_cannot_read_is_an_error_on_all(tmp_path):
+    def state():
+        return {"weight": distribute_tensor(torch.arange(8.0), mesh_of((2,)), [Shard(0)])}
+
+    dcp.save(state(), checkpoint_id=tmp_path)
+    if dist.get_rank() == 1:
+        shard = tmp_path / "__1_0.distcp"
+        shard.write_bytes(bytes(shard.stat().st_size))
+    dist.barrier()
+    with pytest.raises(checkpoint.CheckpointError, match=f"cannot load '{tmp_path}'"):
+        checkpoint.load_state(state(), CheckpointReader(tmp_path))
+    dist.barrier()
 
 
 @pytest.mark.parametrize("work", [on_first_rank, begin, read])

@@ -5,6 +5,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
 
 from quaver.lab.trainer.trained_model import TrainedModel
 from tests.command_line import TEXT, TINY
@@ -13,11 +14,12 @@ from tests.ranks import run
 
 SNAPSHOT = "memory_snapshot/step-000002/tensorwise-rank1.json"
 CASES = {
-    # name: (the rank that makes a folder of this name before step 2, the last step, the line)
+    # name: (the rank that makes a folder of this name before step 2, or whose disk is full, the last step, the line)
     "removed": (0, "", 2, "the run folder {run!r} was removed while the run trained; the run ends"),
     "snapshot": (1, SNAPSHOT, 2, f"rank 1: cannot write '{{run}}/{SNAPSHOT}': Is a directory"),
     "numerics": (0, "numerics.jsonl", 2, "cannot write '{run}/numerics.jsonl': Is a directory"),
     "summary": (0, ".summary.json", 3, "cannot write '{run}/summary.json': Is a directory"),
+    "shard": (1, None, 3, "the checkpoint of step 2 could not be written to '{run}/checkpoint': No space left"),
 }
 
 
@@ -25,11 +27,18 @@ def obstruct(runs: Path, name: str) -> None:
     rank, file, _, _ = CASES[name]
     if dist.get_rank() != rank:
         return
+    if file is None:
+        FileSystemWriter.write_data = full_disk
+        return
     if not file:
         shutil.rmtree(runs / name)
         return
     (runs / name / file).unlink(missing_ok=True)
     (runs / name / file).mkdir(parents=True)
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def train_obstructed(runs: Path, cases: list[tuple[str, list[str]]], prefix: str) -> tuple[dict, str, str, dict]:
@@ -42,7 +51,10 @@ def train_obstructed(runs: Path, cases: list[tuple[str, list[str]]], prefix: str
         steps[name] = step
         return train_step(model, step, batches, **options)
 
-    with patch.object(TrainedModel, "train_step", with_obstacle):
+    with (
+        patch.object(TrainedModel, "train_step", with_obstacle),
+        patch.object(FileSystemWriter, "write_data", FileSystemWriter.write_data),
+    ):
         return *train_here(cases, prefix), steps
 
 
@@ -63,5 +75,6 @@ def test_what_one_rank_cannot_write_ends_all_ranks_with_one_line(tmp_path):
         assert {name: code for name, (code, _) in ended.items()} == dict.fromkeys(CASES, 4)
         assert steps == {name: last for name, (_, _, last, _) in CASES.items()}
     lines = [f"quaver: error: {line.format(run=str(runs / name))}" for name, (*_, line) in CASES.items()]
+    lines[-1] += " on device; there is no earlier one"
     assert [each[2].splitlines() for each in on_ranks] == [lines, []]
     assert not (runs / "removed").exists()

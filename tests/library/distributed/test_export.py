@@ -1,5 +1,7 @@
 """All ranks export a sharded model together, with the codes of its forward; rank 0 writes, or all ranks fail."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from quaver import (
 )
 from quaver.conversion.freeze import blockwise_config
 from quaver.export import iter_float8_weights, load_float8, load_frozen, save_float8
+from quaver.export.files import SafetensorsWriter
 from quaver.recipes.serving import SERVING, serving_config
 from tests.library.distributed.models import config_of
 from tests.library.export.mixtures import mixture, plain
@@ -223,6 +226,16 @@ def test_a_sharded_base_of_ragged_blocks_is_exported_and_loaded_again(format, tm
         assert again(tokens).equal(expected)
     stored = dict(iter_float8_weights(again, format=format))
     assert_same(stored, codes)
+
+
+@on_ranks(2)
+def test_a_tensor_that_rank_0_cannot_write_is_an_error_on_all(tmp_path):
+    """The other rank gathers the next tensor by then."""
+    full = mock.patch.object(SafetensorsWriter, "add", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.raises(OSError, match="No space left on device"):
+        save_float8(fully_shard(tiny()), tmp_path / "out", config={})
+    dist.barrier()
+    assert not list(tmp_path.iterdir())
 
 
 class StrangeError(Exception):
