@@ -60,7 +60,7 @@ nightly: $(VENV)/.dev sanitize wheel $(TORCHES:%=test-torch-%)
 	$(PYTEST) -m nightly $(ARGS)
 
 test-torch-%: $(VENV)/torch-%/constraints.txt
-	$(MAKE) test VENV=$(VENV)/torch-$* CONSTRAINTS=$< ARGS="tests/library tests/lab $(ARGS)"
+	$(MAKE) test VENV=$(VENV)/torch-$* CONSTRAINTS=$< ARGS="tests/library tests/lab -p no:warnings $(ARGS)"
 
 .PRECIOUS: $(VENV)/torch-%/constraints.txt
 $(VENV)/torch-%/constraints.txt: constraints.txt

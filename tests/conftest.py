@@ -1,4 +1,4 @@
-"""One thread per test process, seeds, a cache of this session, Ctrl-C, garbage collection, and the GPU marker."""
+"""One thread per test process, seeds, a session's cache, Ctrl-C, garbage collection, warnings, and the GPU marker."""
 
 import gc
 import os
@@ -94,6 +94,25 @@ def one_rank() -> Iterator[None]:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+_warnings = []
+"""The tests that warned of what pyproject.toml does not list, those of workers too."""
+
+
+def pytest_warning_recorded(nodeid):
+    _warnings.append(nodeid)
+
+
+def pytest_sessionfinish(session):
+    if _warnings and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    if _warnings:
+        line = f"{len(_warnings)} warnings that filterwarnings in pyproject.toml does not list fail this run"
+        terminalreporter.write_line(line, red=True)
 
 
 def pytest_unconfigure():

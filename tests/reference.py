@@ -31,7 +31,7 @@ def every_value(dtype: torch.dtype) -> Tensor:
 
 def sqnr_db(reference: Tensor, actual: Tensor) -> float:
     """Signal to quantization noise ratio in dB."""
-    reference, actual = reference.double(), actual.double()
+    reference, actual = reference.detach().double(), actual.detach().double()
     return 20 * math.log10(float(reference.norm() / (reference - actual).norm()))
 
 

@@ -21,7 +21,7 @@ ROWS = {row.name: row for row in published()}
 QUICK = [name for name, row in ROWS.items() if row.pp == 1 and row.micro_batches <= 2]
 
 
-@pytest.mark.parametrize(("part", "results"), zip(PARTS, (PUBLISHED, SCALING, MEMORY), strict=True))
+@pytest.mark.parametrize(("part", "results"), [*zip(PARTS, (PUBLISHED, SCALING, MEMORY), strict=True)])
 def test_the_tables_are_those_of_the_recorded_predictions(part, results):
     page = part.PAGE.read_text()
     assert fill(page, part.tables(results)) == page, "run python -m benchmarks.plan --recorded --update-docs"

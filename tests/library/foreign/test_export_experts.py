@@ -112,6 +112,7 @@ def test_what_transformers_does_not_read(tmp_path):
             from_transformers(tmp_path / format, type(model), format)
 
 
+@pytest.mark.filterwarnings("ignore:nothing to convert")
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize(
     ("recipe", "format"), [("rowwise", FORMATS[0]), ("tensorwise", FORMATS[0]), ("blockwise", FORMATS[1])]

@@ -44,7 +44,7 @@ def operands():
 
 @pytest.mark.parametrize(
     "casts",
-    itertools.product((TENSOR, ROW), repeat=6),
+    [*itertools.product((TENSOR, ROW), repeat=6)],
     ids=lambda casts: "".join("r" if cast is ROW else "t" for cast in casts),
 )
 @pytest.mark.parametrize("power_of_2", [False, True])
