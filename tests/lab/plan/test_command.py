@@ -99,9 +99,9 @@ def test_what_is_not_simulated_is_said():
 
 
 def test_a_step_of_so_many_tokens_is_said_where_it_has_others(capsys, tmp_path):
-    printed, written = plan(capsys, tmp_path, "--gpus", "256", "--global-batch", "4M tokens", "--top", "2")
-    assert {row["step_tokens"] for row in written["rows"]} == {512 * 8192}  # 4M / 8192 are 488 sequences
-    assert "--global-batch 4M tokens: a step has 4,194,304 tokens, 512 sequences of 8,192" in " ".join(printed.split())
+    printed, written = plan(capsys, tmp_path, "--gpus", "16", "--global-batch", "1M tokens", "--top", "2")
+    assert {row["step_tokens"] for row in written["rows"]} == {128 * 8192}  # 1M / 8192 are 122 sequences
+    assert "--global-batch 1M tokens: a step has 1,048,576 tokens, 128 sequences of 8,192" in " ".join(printed.split())
     printed, written = plan(capsys, tmp_path, "--gpus", "8", "--global-batch", "8192", "--top", "2")
     assert {row["step_tokens"] for row in written["rows"]} == {8192}
     assert not any(row["is_configured"] for row in written["rows"])
@@ -110,7 +110,7 @@ def test_a_step_of_so_many_tokens_is_said_where_it_has_others(capsys, tmp_path):
 
 
 def test_rows_of_unequal_batches_say_so(capsys, tmp_path):
-    printed, written = plan(capsys, tmp_path, "--gpus", "16", "--top", "3")
+    printed, written = plan(capsys, tmp_path, "--gpus", "16", "--recipes", "tensorwise", "--top", "3")
     assert len({row["step_tokens"] for row in written["rows"]}) > 1
     assert "the config has no global batch, so steps have different tokens" in printed
 
@@ -127,7 +127,7 @@ def test_rows_of_unequal_batches_say_so(capsys, tmp_path):
     ],
 )
 def test_the_run_that_fixes_a_cards_share_is_said(gpu, words, capsys, tmp_path):
-    printed, _ = plan(capsys, tmp_path, "--gpu", gpu, "--top", "1")
+    printed, _ = plan(capsys, tmp_path, "--gpu", gpu, "--recipes", "tensorwise", "--top", "1")
     assert words in " ".join(printed.split())
     assert "memory is estimated within 10%" in printed
 
@@ -150,7 +150,8 @@ def test_the_kernels_of_a_block_beside_its_formulas(is_counted, capsys, tmp_path
         return modelled._replace(block=BlockTimes(*(2 * each for each in modelled.block)))
 
     monkeypatch.setattr(command, "counted_costs", costs)
-    words = ("--gpus", "8", "--top", "1", "--explain", "1", "--ledger", "--png", str(tmp_path / "step.png"))
+    words = ("--gpus", "8", "--recipes", "tensorwise", "--top", "1", "--explain", "1", "--ledger")
+    words += "--png", str(tmp_path / "step.png")
     printed, written = plan(capsys, tmp_path, *words)
     if not is_counted:
         assert "the kernels of its block are not counted: expected code that compiles one forward" in printed
