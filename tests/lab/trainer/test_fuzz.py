@@ -29,7 +29,7 @@ from quaver.lab.settings.config_file import load_config
 from tests.lab.data.test_data_sources import train_tokenizer
 
 EXAMPLES = pytest.mark.parametrize(
-    "examples", [80, pytest.param(50_000, marks=[pytest.mark.nightly, pytest.mark.timeout(0)])]
+    "examples", [30, pytest.param(50_000, marks=[pytest.mark.nightly, pytest.mark.timeout(0)])]
 )
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

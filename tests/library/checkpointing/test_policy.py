@@ -338,9 +338,8 @@ def test_a_compiled_block_keeps_what_the_policy_says(recipe, modes):
 def test_a_memory_budget_reaches_the_compiler(memory_budget_restored):
     apply_activation_checkpointing([], mode="memory_budget", memory_budget=0.25)
     assert compiler_config.activation_memory_budget == 0.25
-    kept = [nbytes(compiled_step(None, "none", budget)[0]) for budget in (1.0, 0.5, 0.0)]
-    assert kept[0] > kept[1] > kept[2]
-    assert kept[1] <= 0.5 * kept[0]
+    kept = [nbytes(compiled_step(None, "none", budget)[0]) for budget in (1.0, 0.25)]
+    assert 0 < kept[1] <= 0.25 * kept[0]
 
 
 def test_modules_keep_their_names_and_what_they_are():

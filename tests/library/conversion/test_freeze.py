@@ -402,7 +402,7 @@ def test_experts_multiply_by_the_codes_that_are_stored(config, is_transposed):
             assert hp.grad[rows].equal(tokens.grad)
 
 
-@TRACED
+@pytest.mark.parametrize("config", ["blockwise", *at_night([(each,) for each in CONFIGS if each != "blockwise"])])
 def test_compiled_experts_compute_the_same(config):
     torch.compiler.reset()
     net, tokens = mixture(True, config), torch.randn(12, 160)

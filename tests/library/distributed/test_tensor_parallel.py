@@ -394,22 +394,19 @@ def test_a_weight_on_a_mesh_of_two_dimensions_is_refused():
         linear(distribute_tensor(torch.randn(4, 16), mesh, [Replicate(), Replicate()]))
 
 
-COMPILED = [  # test_tensor_parallel_steps.py compiles a block with prepared inputs
+COMPILED = [
     ("rowwise by sequence", "tensorwise", torch.float32, "aot_eager"),
-    *at_night(
-        [
-            ("prepared", "rowwise_with_gw_hp", torch.float32, "aot_eager"),
-            ("torch's rowwise by sequence", "rowwise", torch.float32, "aot_eager"),
-            ("prepared", "blockwise", torch.float32, "aot_eager"),
-            ("rowwise by sequence", "mxfp8_with_gw_hp", torch.float32, "aot_eager"),
-        ]
-    ),
-    *at_night(itertools.product(ARRANGEMENTS, RECIPES, (torch.float32, torch.bfloat16), ["inductor"])),
+    ("prepared", "rowwise_with_gw_hp", torch.float32, "aot_eager"),
+    ("torch's rowwise by sequence", "rowwise", torch.float32, "aot_eager"),
+    ("prepared", "blockwise", torch.float32, "aot_eager"),
+    ("rowwise by sequence", "mxfp8_with_gw_hp", torch.float32, "aot_eager"),
+    *itertools.product(ARRANGEMENTS, RECIPES, (torch.float32, torch.bfloat16), ["inductor"]),
 ]
-"""Each kind of collective around a compiled linear."""
+"""Each kind of collective around a compiled linear. In each run test_tensor_parallel_steps.py compiles delayed blocks
+with prepared inputs, and test_train_distributed.py the tensorwise blocks of the trainer."""
 
 
-@pytest.mark.parametrize(("name", "recipe", "hp_dtype", "backend"), COMPILED)
+@pytest.mark.parametrize(("name", "recipe", "hp_dtype", "backend"), at_night(COMPILED))
 def test_compiled_equals_one_device(name, recipe, hp_dtype, backend):
     """One graph, and its numbers; aot_eager traces as Inductor does and generates no code."""
     run(2, _check_results, name, recipe, hp_dtype, backend)

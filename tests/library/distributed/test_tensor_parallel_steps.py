@@ -27,7 +27,7 @@ from tests.library.distributed.test_tensor_parallel import model_of, part, sprea
 from tests.ranks import mesh_of, on_ranks, run
 from tests.reference import PERSISTENT_RECIPES, RECIPES
 from tests.steps import draw
-from tests.thinned import at_night, thinned
+from tests.thinned import at_night
 
 STEPS, COMPILED_BLOCKS = 3, 1
 DIMS = {"blockwise": 256, "blockwise_with_gw_hp": 256, "mxfp8": 64}
@@ -201,7 +201,13 @@ def test_steps_with_the_styles_of_torch_equal_one_process(recipe):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "use_local_output"), thinned([*RECIPES, "blockwise", "mxfp8", *BACKWARDS], [False, True], together=1)
+    ("recipe", "use_local_output"),
+    [  # the next test has the recipes of each granularity in each run
+        ("rowwise_with_gw_hp", False),
+        ("rowwise:dequantized", True),
+        ("rowwise:high_precision", False),
+        *at_night(itertools.product([*RECIPES, "blockwise", "mxfp8", *BACKWARDS], [False, True])),
+    ],
 )
 def test_steps_with_dynamic_scales_equal_one_process(recipe, use_local_output):
     check_against_one_process(run(2, _train_tp, recipe, None, use_local_output)[0], recipe, "dynamic")

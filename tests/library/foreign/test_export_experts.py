@@ -30,6 +30,7 @@ from tests.library.export.mixtures import multiplied_experts
 from tests.library.foreign.zoo import MODELS, make
 from tests.reference import assert_same_bits, sqnr_db
 from tests.steps import assert_same
+from tests.thinned import thinned
 
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "glm4_moe")
 WHOLE = ("gpt_oss", "llama4")
@@ -78,8 +79,8 @@ def weights_in(folder):
     return {name for name in StoredTensors(folder) if name.rpartition(".")[2] not in SCALES}
 
 
-NAMED = [(name, format) for name in (*MIXTURES, *WHOLE) for format in FORMATS]
-NAMED = [each for each in NAMED if each[0] != "llama4" or each[1] == "fp8"]  # see the next test
+NAMED = thinned((*MIXTURES, *WHOLE), FORMATS, together=1)
+NAMED = [each for each in NAMED if each.values[0] != "llama4"] + [("llama4", "fp8")]  # see the next test
 
 
 @pytest.mark.parametrize(("name", "format"), NAMED)

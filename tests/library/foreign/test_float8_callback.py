@@ -25,6 +25,7 @@ from tests.library.foreign.test_transformers_trainer import losses_of
 from tests.library.foreign.test_transformers_trainer import trained as trained_by
 from tests.library.foreign.test_transformers_trainer import trainer as trainer_of
 from tests.steps import assert_same
+from tests.thinned import at_night
 
 OPTIONS = {"per_device_eval_batch_size": 2 * BATCHES, "max_grad_norm": 0.0}
 
@@ -37,7 +38,7 @@ def trained(folder, model, callback=None, **options):
     return trained_by(folder, model, [callback or Float8Callback()], **OPTIONS, **options)
 
 
-@proves("transformers' Trainer", "resume elsewhere")
+@proves("transformers' Trainer", "save, resume", "resume elsewhere")
 def test_delayed_scales_follow_and_a_resumed_run_has_them(tmp_path):
     model = prepare_model_for_float8(llama(), "delayed")
     losses = train_by_hand(model, before=sync_float8_amax_and_scale_history)
@@ -189,7 +190,7 @@ lacks(
 
 
 @proves("transformers' Trainer", "accumulate", "evaluate")
-@pytest.mark.parametrize("recipe", ["delayed", "delayed_with_dynamic_weight"])
+@pytest.mark.parametrize("recipe", ["delayed", *at_night([("delayed_with_dynamic_weight",)])])
 def test_evaluations_change_neither_losses_nor_scales(tmp_path, recipe):
     """After an evaluation `on_step_begin` finds the model in eval mode. A resumed run does not."""
     options = {"gradient_accumulation_steps": 2, "max_steps": 8, "save_steps": 6, "eval_steps": 6}
@@ -247,7 +248,12 @@ def lora():
 
 @proves("PEFT", "train", "accumulate", "checkpointing", "evaluate")
 @pytest.mark.parametrize(
-    "options", [{}, {"gradient_accumulation_steps": 2, "max_steps": BATCHES // 2}, {"gradient_checkpointing": True}]
+    "options",
+    [
+        {"gradient_accumulation_steps": 2, "max_steps": BATCHES // 2},
+        {"gradient_checkpointing": True},
+        *at_night([({},)]),
+    ],
 )
 def test_lora_trains_as_in_a_loop_by_hand(tmp_path, options):
     model, every = lora(), options.get("gradient_accumulation_steps", 1)

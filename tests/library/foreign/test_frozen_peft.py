@@ -11,7 +11,7 @@ from quaver.linear.frozen_weight import FrozenFloat8Weight
 from tests.library.foreign.llama import Tokens, batches, llama, not_the_head, optimizer_of, train_by_hand
 from tests.library.foreign.test_transformers_trainer import losses_of, trainer
 from tests.reference import sqnr_db
-from tests.thinned import at_night
+from tests.thinned import at_night, thinned
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
 CONFIGS = ("blockwise", "mxfp8", "tensorwise", "rowwise")
@@ -94,8 +94,7 @@ def test_adapters_start_as_on_the_bfloat16_base(config):
         assert not frozen[name].equal(frozen[name].to(torch.float8_e4m3fn).float())
 
 
-@CONFIG
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize(("config", "kind"), thinned(CONFIGS, ["lora", "dora"], together=1))
 def test_merging_quantizes_again_and_reports_the_error(config, kind):
     model = adapted(config, use_dora=kind == "dora")
     losses = train_by_hand(model)

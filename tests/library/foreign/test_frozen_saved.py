@@ -20,8 +20,10 @@ from quaver import convert_to_high_precision, freeze_to_float8
 from quaver.runtime.slow_paths import slow_paths
 from tests.library.foreign.llama import not_the_head
 from tests.steps import assert_same
+from tests.thinned import thinned
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+KINDS = ("llama", "mixtral")
 OTHERS = {"vocab_size": 32, "num_key_value_heads": 2, "use_cache": False}
 
 
@@ -54,8 +56,7 @@ SAVE = {
 }
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
-@pytest.mark.parametrize("way", SAVE)
+@pytest.mark.parametrize(("way", "kind"), thinned(SAVE, KINDS, together=1))
 def test_from_pretrained_reads_what_was_saved(way, kind, tmp_path):
     model = frozen(kind)
     expected = convert_to_high_precision(frozen(kind)).state_dict()
@@ -125,9 +126,10 @@ def dispatched(model, folder):
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
-@pytest.mark.parametrize("offload", [cpu_offloaded, disk_offloaded, dispatched])
+@pytest.mark.parametrize(
+    ("offload", "recipe", "kind"),
+    thinned([cpu_offloaded, disk_offloaded, dispatched], ["tensorwise", "rowwise", "blockwise"], KINDS, together=1),
+)
 def test_accelerate_offloads_a_frozen_base(offload, recipe, kind, tmp_path):
     model, tokens = frozen(kind, recipe), torch.arange(16).view(2, 8)
     expected = model(tokens).logits
@@ -144,7 +146,7 @@ def test_accelerate_offloads_a_frozen_base(offload, recipe, kind, tmp_path):
         assert_same([weight.data_fp8 for weight in model.parameters() if hasattr(weight, "data_fp8")], codes)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_peft_prepares_a_frozen_base(kind):
     """It presents float32, as all other parameters, and keeps its codes."""
     model = prepare_model_for_kbit_training(frozen(kind), use_gradient_checkpointing=False)

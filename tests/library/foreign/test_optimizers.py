@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quaver.optim import CombinedOptimizer, Float8AdamW, Float8Muon, float32_embeddings
-from tests.library.foreign.llama import BATCHES, batches, llama
+from tests.library.foreign.llama import llama
 from tests.library.foreign.test_accelerate import save_and_resume
 from tests.ranks import run as run_on_ranks
 from tests.thinned import at_night
@@ -35,26 +35,6 @@ def test_transformers_trainer(tmp_path, optimizer_of):
     assert losses_of(resumed)[-2:] == losses_of(whole)[-2:]
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_lightning(tmp_path):
-    from tests.library.foreign.test_lightning import Module, trainer
-
-    class WithFloat8States(Module):
-        def configure_optimizers(self):
-            return optimizer_of(self)
-
-    def run(steps, **options):
-        module = WithFloat8States("rowwise", False)
-        run = trainer(tmp_path / str(steps), steps)
-        run.fit(module, batches(), batches(), **options)
-        return module.losses, run.checkpoint_callback.best_model_path
-
-    losses, path = run(BATCHES)
-    resumed, _ = run(BATCHES + 1, ckpt_path=path)
-    whole, _ = run(BATCHES + 1)
-    assert resumed == whole[BATCHES:]
-    assert losses == whole[:BATCHES]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import LlamaForCausalLM
 
 from quaver import use_float8_primary_weights
@@ -73,15 +72,3 @@ def _train_with_accelerate(folder, primary):
 def test_accelerate(tmp_path):
     plain, primary = (_train_with_accelerate(tmp_path / str(primary), primary) for primary in (False, True))
     assert primary == plain
-
-
-def test_the_state_dicts_of_torch_distributed_checkpoint():
-    model = llama("tensorwise")
-    optimizer = use_float8_primary_weights(model, optimizer_of(model))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    of_model, of_optimizer = get_state_dict(model, optimizer)  # makes the optimizer's state by a step without effect
-    assert_same(of_model, before)
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert type(of_model[name]) is torch.Tensor
-    assert of_optimizer["state"][name]["exp_avg"].shape == of_model[name].shape
-    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)

@@ -62,6 +62,10 @@ def settings(folder):
     }
 
 
+def nightly(*values):
+    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
+
+
 def moved(model, before):
     return {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
 
@@ -163,7 +167,7 @@ def test_sft_adds_adapters_to_a_converted_model(tmp_path):
 
 
 @proves("TRL", "evaluate")
-@pytest.mark.parametrize("has_reference", [False, True])
+@pytest.mark.parametrize("has_reference", [*nightly(False), True])
 def test_dpo_learns_which_answer_was_chosen(tmp_path, has_reference):
     model = prepare_model_for_float8(llama(), "rowwise")
     before = weights(model)
@@ -248,10 +252,6 @@ def test_the_first_batch_has_no_divergence_from_the_reference_that_trl_loads(kin
     run.train()
     assert run.state.log_history[0]["kl"] == 0
     assert sum(isinstance(module, Float8Linear) for module in run.ref_model.modules()) == 14
-
-
-def nightly(*values):
-    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
 
 
 SERVINGS = "vllm-per-token", "sglang-block"

@@ -16,6 +16,7 @@ from quaver.recipes.scaling import PersistentScale
 from quaver.runtime.devices import simulate_gpu
 from tests.reference import MAX, every_value, reference_amax, reference_scales
 from tests.steps import assert_same
+from tests.thinned import thinned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 HP_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -69,17 +70,13 @@ def compiled_for_a_gpu(hp, quant_scale, float8_dtype, power_of_2):
     return results
 
 
-PATHS = [
-    by_pytorch,
-    pytest.param(by_the_extension, marks=pytest.mark.skipif(not cpu.AVAILABLE, reason="the C extension is off")),
-    compiled,
-]
+PATHS = [by_pytorch, *([by_the_extension] if cpu.AVAILABLE else []), compiled]
 FOR_A_GPU = pytest.param(compiled_for_a_gpu, marks=pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("path", [*PATHS, compiled_for_a_gpu])
-@pytest.mark.parametrize("hp_dtype", HP_DTYPES, ids=str)
-@pytest.mark.parametrize("float8_dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize(
+    ("path", "hp_dtype", "float8_dtype"), thinned([*PATHS, compiled_for_a_gpu], HP_DTYPES, [E4M3, E5M2])
+)
 def test_every_value_with_known_scales(path, hp_dtype, float8_dtype):
     hp = every_value(hp_dtype).view(256, 256)
     for scale in (1.0, 0.37, 2.0**20, 448e12, 1e-30, 3.0e38):
@@ -107,9 +104,7 @@ def test_an_unknown_scale_is_the_tensors_own(path, float8_dtype):
         assert got[3][1] == 0  # nothing saturates under a scale of its own
 
 
-@pytest.mark.parametrize("path", [*PATHS, compiled_for_a_gpu])
-@pytest.mark.parametrize("bad", [INF, -INF, NAN])
-@pytest.mark.parametrize("scale", [0.0, 2.0])
+@pytest.mark.parametrize(("path", "bad", "scale"), thinned([*PATHS, compiled_for_a_gpu], [INF, -INF, NAN], [0.0, 2.0]))
 def test_what_is_not_finite_reaches_the_codes_and_the_amax(path, bad, scale):
     hp = torch.randn(5, 5)
     hp[2, 3] = bad

@@ -31,7 +31,6 @@ TRACED_ANEW = ("tensorwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
 @pytest.mark.parametrize(
     ("recipe", "how", "by_layer", "backend"),
     [
-        ("tensorwise", None, False, "aot_eager"),
         ("blockwise", None, True, "aot_eager"),
         ("delayed", "non-reentrant", True, "aot_eager"),
         *at_night(
@@ -41,6 +40,7 @@ TRACED_ANEW = ("tensorwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
                 ("rowwise", None, True, "aot_eager"),
                 ("rowwise_with_tensorwise_weight", None, True, "aot_eager"),
                 ("delayed", None, False, "aot_eager"),
+                ("tensorwise", None, False, "aot_eager"),
                 ("tensorwise", None, False, "inductor"),
                 ("delayed", None, False, "inductor"),
                 ("delayed_with_dynamic_weight", "non-reentrant", False, "aot_eager"),

@@ -116,10 +116,9 @@ def test_results_are_compared_with_high_precision(recipe):
 @pytest.mark.parametrize(
     ("mode", "recipe"),
     [
-        ("aot_eager", "rowwise"),
         ("aot_eager", "delayed"),
         ("checkpoint", "rowwise"),
-        *at_night([("inductor", "tensorwise"), ("aot_eager", "blockwise_with_gw_hp")]),
+        *at_night([("inductor", "tensorwise"), ("aot_eager", "rowwise"), ("aot_eager", "blockwise_with_gw_hp")]),
         *at_night([("checkpoint", "tensorwise"), ("checkpoint", "delayed")]),
     ],
 )

@@ -11,18 +11,21 @@ from quaver.optim import Float8AdamW, Float8Muon, buckets
 from tests.library.optim import test_adamw
 from tests.library.optim.test_adamw import give_gradients, same
 from tests.steps import assert_same
+from tests.thinned import thinned
 
 SHAPES = [(64, 300), (300, 64), (128, 512), (30, 40)]
 made = partial(test_adamw.made, optimizer=Float8Muon, shapes=SHAPES)
 stepped = partial(test_adamw.stepped, optimizer=Float8Muon, shapes=SHAPES, steps=5)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.8}]
-)
-@pytest.mark.parametrize(("storage", "bound"), [("float32", 1e-3), ("bfloat16", 0.02), ("float8", 0.08)])
-def test_it_is_muon(options, storage, bound):
+BOUNDS = {"float32": 1e-3, "bfloat16": 0.02, "float8": 0.08}
+OPTIONS = [{}, {"nesterov": False, "weight_decay": 0.0}, {"adjust_lr_fn": "match_rms_adamw", "momentum": 0.8}]
+
+
+@pytest.mark.parametrize(("storage", "options"), thinned(BOUNDS, OPTIONS, together=1))
+def test_it_is_muon(storage, options):
     """float32 momentum is torch's up to rounding in bfloat16; others are within the error of their codes."""
+    bound = BOUNDS[storage]
     ours, optimizer = stepped(momentum_buffer=storage, **options)
     theirs, muon = stepped(optimizer=torch.optim.Muon, **options)
     for mine, other, start in zip(ours, theirs, made(**options)[0], strict=True):
@@ -60,7 +63,9 @@ def test_a_momentum_below_the_smallest_code_is_rounded_to_zero():
 
 @pytest.mark.parametrize("masters", ["bfloat16", "float32"])
 def test_bfloat16_parameters_move_by_less_than_their_spacing(masters):
-    parameters, optimizer = made(dtype=torch.bfloat16, lr=1e-4, weight_decay=0.0, masters=masters)
+    parameters, optimizer = made(
+        dtype=torch.bfloat16, shapes=SHAPES[:1] + SHAPES[-1:], lr=1e-4, weight_decay=0.0, masters=masters
+    )
     exact = [p.detach().float() for p in parameters]
     start, muon = copy.deepcopy(exact), torch.optim.Muon([nn.Parameter(p) for p in exact], lr=1e-4, weight_decay=0.0)
     for _ in range(20):

@@ -11,6 +11,7 @@ from quaver import CastConfig, Float8Linear, Float8LinearConfig, ScalingGranular
 from tests.library.linear.test_module import references
 from tests.reference import sqnr_db
 from tests.steps import assert_same, results_of
+from tests.thinned import thinned
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROW = CastConfig(), CastConfig(scaling_granularity=ScalingGranularity.ROWWISE)
@@ -42,14 +43,12 @@ def operands():
     return torch.randn(80, 64), torch.randn(80, 48), torch.randn(48, 64)
 
 
-@pytest.mark.parametrize(
-    "casts",
-    [*itertools.product((TENSOR, ROW), repeat=6)],
-    ids=lambda casts: "".join("r" if cast is ROW else "t" for cast in casts),
-)
-@pytest.mark.parametrize("power_of_2", [False, True])
-def test_every_mix_of_granularities(casts, power_of_2, operands):
-    input, grad_output, weight = operands
+MIXES = [pytest.param(mix.values, marks=mix.marks) for mix in thinned((False, True), *[(TENSOR, ROW)] * 6)]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_mix_of_granularities(mix, operands):
+    (power_of_2, *casts), (input, grad_output, weight) = mix, operands
     config = config_of(casts, round_scales_to_power_of_2=power_of_2)
     got = results(config, input, grad_output, weight)
     for reference, result in zip(references(input, weight, grad_output), got, strict=True):

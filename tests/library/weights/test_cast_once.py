@@ -28,10 +28,6 @@ def model_of(recipe):
     return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
 
 
-def one_linear_of(recipe):
-    return model_of(recipe)[:1]
-
-
 def mixture_of(recipe, is_transposed=False):
     return convert_to_float8_training(make_mixture(layers=1, is_transposed=is_transposed), config=recipe)[0]
 
@@ -54,17 +50,11 @@ def gradients_of(model, microbatches, call=None):
     ("make", "recipe", "backend"),
     [
         *((model_of, recipe, None) for recipe in (*RECIPES, "blockwise")),
-        (model_of, "rowwise_with_gw_hp", "aot_eager"),
         *itertools.product((mixture_of, transposed_mixture_of), (*RECIPES[:3], "blockwise", "mxfp8"), [None]),
         (mixture_of, "tensorwise", "aot_eager"),
         *at_night(
             [
-                *(
-                    (model_of, recipe, "aot_eager")
-                    for recipe in (*RECIPES, "blockwise")
-                    if recipe != "rowwise_with_gw_hp"
-                ),
-                (one_linear_of, "rowwise", "inductor"),
+                *((model_of, recipe, "aot_eager") for recipe in (*RECIPES, "blockwise")),
                 (model_of, "rowwise", "inductor"),
                 (transposed_mixture_of, "rowwise", "aot_eager"),
                 (mixture_of, "rowwise", "aot_eager"),

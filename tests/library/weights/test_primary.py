@@ -32,8 +32,8 @@ from tests.steps import assert_same, by_torch_save, draw
 from tests.thinned import at_night
 
 ALL_RECIPES = (*RECIPES, *BLOCK_RECIPES, "delayed_with_dynamic_weight")
-COMPILED = ("rowwise", "delayed_with_dynamic_weight")
-"""A dynamic and a persistent scaling; a compiled mixture has linears of `tensorwise`. The others are for the night."""
+COMPILED = ("delayed_with_dynamic_weight",)
+"""A persistent scaling; a compiled mixture has linears of `tensorwise`. The others are for the night."""
 
 
 def linears(recipe="tensorwise", dtype=torch.float32):
