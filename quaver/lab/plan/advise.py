@@ -24,13 +24,13 @@ from quaver.roofline.device_specs import DeviceSpec, require_device_spec, spec_o
 
 AS_CONFIGURED = "as configured"
 EQUALLY_FAST = 1.02
-"""Modeled times with a smaller ratio count as equal, because the model is not more accurate."""
+"""Modeled times with a smaller ratio count as equal: the model is no more accurate."""
 NEARLY_FITS = 1.1
 """A setting whose peak is at most this many times `fit_bytes` is also tried with fewer gathered weights."""
 SAVES_AS_MUCH = 1.1
-"""A setting is also tried with less precise storage if it exceeds `fit_bytes` by at most this many times its saving."""
+"""A setting that exceeds `fit_bytes` by at most this many times what less precise storage saves is also tried so."""
 MOST_TRIED = 60
-"""The largest number of combinations that are predicted."""
+"""The largest number of combinations that are predicted, not counting their variants (`_in_order`)."""
 TIMES = "times are simulated: what a rank computes and sends, on nodes of 8 GPUs with 400 Gb/s each (docs/plan.md)"
 
 LESS_PRECISE = (
@@ -70,11 +70,11 @@ class Advice:
     rows: list[AdvisedSetting]
     fit_bytes: int | None
     best: int | None
-    """The row of the fastest setting that fits; None if none does, or without `fit_bytes`."""
+    """The index of the fastest setting that fits; None if none does, or without `fit_bytes`."""
     nearest: int | None
-    """The row with the lowest peak, if none fits."""
+    """The index of the row with the lowest peak, if none fits."""
     device: str | None
-    """The GPU whose time is modeled."""
+    """The GPU for which times are modeled; None if there is none."""
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, object]:
@@ -95,8 +95,8 @@ def advise(
 
     Args:
         fit_bytes: find the fastest setting whose peak is at most this.
-        device: the name of a GPU, such as "H100", whose times are modeled. The default is this machine's GPU. If that
-            is unknown, an H100 is taken with `fit_bytes`, and no times are modeled without.
+        device: the name of a GPU, such as "H100", for which times are modeled. The default is this machine's GPU. If
+            that is unknown, it is an H100 with `fit_bytes`; without `fit_bytes` no times are modeled.
         quick: estimate peaks on a GPU in closed form, within 10%, instead of predicting them.
         progress: called with the name of each setting before its prediction.
     Raises:
@@ -137,7 +137,7 @@ class _AdviceSearch:
         self._batch = resolved.training.step_batch_size
         self._tried: dict[TrainConfig, int] = {}
         self._less_precise_saves = 0
-        self._predict(AS_CONFIGURED, config)  # raises: without it there is nothing to compare with
+        self._predict(AS_CONFIGURED, config)  # unlike `_try` this raises: there is nothing else to compare with
 
     def try_singly(self) -> None:
         """Try each single change."""
@@ -148,14 +148,14 @@ class _AdviceSearch:
         self._less_precise_saves = -min(0, least)
 
     def fastest_that_fits(self) -> int | None:
-        """Try combinations, the fastest first, and return the row of the first that fits."""
+        """Try combinations, the fastest first, and return the index of the first that fits."""
         changes = [Change(AS_CONFIGURED, self._config), *combinations(self._config, self._batch)]
         by_config = {change.config: change for change in reversed(changes) if change.config is not None}
         costs = [(change, self._cost(config)) for config, change in by_config.items()]
         return next((index for index in self._in_order(_fastest_first(costs)) if self.rows[index].fits), None)
 
     def _in_order(self, groups: list[list[Change]]) -> Iterator[int]:
-        """Yield the rows of each group, and of its changes that nearly fit with less precise storage."""
+        """Yield the indices of each group's changes, then of those that nearly fit, with less precise storage."""
         left = MOST_TRIED
         for group in groups:
             for change in group[:left]:
@@ -170,7 +170,7 @@ class _AdviceSearch:
                 return
 
     def _try_with_fewer_gathered(self, change: Change) -> Iterator[int]:
-        """Yield the row of a change, and if it nearly fits its row with fewer gathered weights."""
+        """Yield the index of a change and, if it nearly fits, of the same change with fewer gathered weights."""
         index = self._try(change)
         yield index
         peak_bytes, fit_bytes = self.rows[index].peak_bytes, self._fit_bytes

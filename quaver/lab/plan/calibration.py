@@ -42,17 +42,18 @@ CARDS = {
 }
 """H100-500W: HBM2e and a limit of 500 W (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md). B200-limited: "power
 limited", the limit is not stated (torchao). H100-DGX: NVIDIA's runs with Megatron and TransformerEngine. A device takes
-the share of its first card here, so an H100 the share of torch's runs. H800: 160 GB/s of NVLink reached; its run used
-DualPipe, simulated as 1F1B with exchanges behind compute, whose bubbles are longer: its share is a bit too high."""
+the share of the first card with its specification: an H100 takes that of a run with torch. H800: 160 GB/s of NVLink
+reached; its run used DualPipe, simulated as 1F1B with exchanges behind compute, whose bubbles are longer: its share is
+a bit too high."""
 
 
 def sustained(spec: DeviceSpec) -> float:
-    """Return the share of the device's card, or of the H100 if there is none."""
+    """Return the share of the device's card, or of the H100 if the device has none."""
     return _card_of(spec).sustained
 
 
 def sustained_in_words(spec: DeviceSpec) -> str:
-    """Say which share is taken and from which run, or that the H100's is assumed."""
+    """Return a sentence that says which share is taken and from which run, or that the H100's is assumed."""
     card = _card_of(spec)
     share, runs = f"{card.sustained:.0%} of the best rate of a matmul", f"as in {card.row}"
     if card.spec == spec:

@@ -103,9 +103,9 @@ def words_of(config: TrainConfig, changed: TrainConfig) -> str:
 
 
 def with_precision(config: TrainConfig, precision: str, *, gathers_codes: bool | None = None) -> TrainConfig:
-    """Return `config` in BFLOAT16, or with a recipe with dynamic scales for all linears that the filters admit.
+    """Return `config` in BFLOAT16, or in a recipe with dynamic scales for all linears that the filters admit.
 
-    In BFLOAT16 job.compare is off, because the run would be its own baseline.
+    In BFLOAT16, job.compare is off, because the run would be its own baseline.
 
     Args:
         gathers_codes: whether FSDP2 gathers weights in float8; None does not change it.
@@ -118,8 +118,8 @@ def with_precision(config: TrainConfig, precision: str, *, gathers_codes: bool |
 @functools.cache
 def _with_precision(float8: Float8, precision: str, gathers_codes: bool | None) -> Float8:
     if precision == BFLOAT16:
-        kept = {name: getattr(float8, name) for name in ("recipe_name", "filter_fqns", "auto_filter", "emulate")}
-        return Float8(enable_float8_linear=False, **kept)
+        unchanged = {name: getattr(float8, name) for name in ("recipe_name", "filter_fqns", "auto_filter", "emulate")}
+        return Float8(enable_float8_linear=False, **unchanged)
     dynamic = Float8()
     delayed = [field.name for field in fields(Float8) if field.name.startswith("delayed_")]
     settings: dict[str, Any] = {name: getattr(dynamic, name) for name in delayed}

@@ -22,7 +22,7 @@ from quaver.roofline.device_specs import DeviceSpec
 
 
 class Protocol(NamedTuple):
-    """Seconds to start a ring, seconds of a hop inside and between nodes, and the share of a link's rate."""
+    """A protocol of NCCL: seconds to start a ring and of a hop inside and between nodes, and share of a link's rate."""
 
     start_s: float
     inside_s: float
@@ -78,7 +78,7 @@ class Cluster:
         return cls(spec, nodes_of, network_gbps, sustained(spec), storage_gb_per_s)
 
     def nodes(self, ranks: int, stride: int) -> int:
-        """Return the number of nodes over which a group of `ranks` lies, `stride` apart."""
+        """Return the number of nodes that a group of `ranks`, `stride` apart, spans."""
         return max(1, ceil(ranks / max(1, self.nodes_of // stride))) if ranks > 1 else 1
 
     def link(self, ranks: int, stride: int) -> str:

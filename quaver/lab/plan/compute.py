@@ -1,7 +1,7 @@
-"""The compute time of one rank for one micro-batch: of a block, of the output projection with the loss, and more.
+"""The compute time of one rank for one micro-batch: a block, the embedding, and the output projection with the loss.
 
-The model is quaver/roofline's: matmuls take the rate of their shape, casts and other operations take their bytes, and
-every kernel takes its launch. tests/lab/plan/test_compute.py compares it with `quaver bench ledger`.
+The model is quaver/roofline's: matmuls run at the rate of their shape, casts and other operations at memory bandwidth,
+and every kernel adds its launch. tests/lab/plan/test_compute.py compares it with `quaver bench ledger`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SPLIT_LOGIT_BYTES = PerPass(20, 28)
 differences in float32, takes exponentials and sums them. Backward writes differences, changes them twice, and reads
 them for the gradient."""
 CAST_FORWARD = 0.625
-"""Share of the bytes of a weight's casts that the forward moves: 5 of 8 for a dynamic tensorwise layout and a second
-layout."""
+"""Share of the bytes of a weight's casts that the forward moves. With dynamic tensorwise scales, the amax and the codes
+for the forward move 5 of 8 bytes an element, the codes for the backward 3."""
 RESCALED_BYTES = 4
 """Bytes that torchao moves per element of a row-wise linear's gradients. It multiplies with one scale per operand, and
 a pass that reads and writes bfloat16 scales the result (torchao/float8/float8_ops.py)."""
@@ -43,7 +43,7 @@ EAGER_BYTES = 3.0
 and writes 30 D bytes in bfloat16 and float32, RoPE 20 (Q + K), SwiGLU 10 H, the residual 6 D twice: 540 kB forward,
 compared with 180."""
 TOKEN_ROWS = 128
-"""Rows of a tile of a grouped matmul, to a multiple of which the tokens of an expert are padded."""
+"""Rows of a grouped matmul's tile. The tokens of an expert are padded to a multiple of it."""
 
 
 class BlockTimes(NamedTuple):
@@ -68,13 +68,13 @@ def weights_of_block(run: PlannedRun) -> dict[str, tuple[int, int]]:
 
 
 def dense_parameters(run: PlannedRun) -> int:
-    """Return a tensor parallel rank's parameters of a block, with norms and without routed experts."""
+    """Return the number of a block's parameters on one tensor parallel rank, without routed experts."""
     weights = sum(inputs * outputs for inputs, outputs in weights_of_block(run).values())
     return weights // run.tensor + 2 * run.model.dim
 
 
 def expert_parameters(run: PlannedRun) -> int:
-    """Return an expert parallel rank's parameters of the routed experts of a block."""
+    """Return the number of parameters of a block's routed experts on one expert parallel rank."""
     model = run.model
     return model.n_experts * 3 * model.dim * model.hidden_dim // run.expert
 
@@ -120,7 +120,7 @@ def block_times(run: PlannedRun, cluster: Cluster) -> BlockTimes:
 def recomputed_flops(run: PlannedRun) -> int:
     """Return the FLOPs of matmuls and attention that the backward of a checkpointed block recomputes for one token.
 
-    The same matmuls as in `block_times`. All of attention counts, although a causal kernel may skip half of it.
+    It counts the matmuls of `block_times`, and all of attention, although a causal kernel may skip half of it.
     """
     model, weights = run.model, {name: inputs * outputs for name, (inputs, outputs) in weights_of_block(run).items()}
     experts = 3 * model.dim * model.hidden_dim * model.top_k if model.n_experts else 0
@@ -135,7 +135,7 @@ def recomputed_flops(run: PlannedRun) -> int:
 def linear_time(run: PlannedRun, name: str, inputs: int, outputs: int, cluster: Cluster) -> LinearTime:
     """Return the time of a linear for one micro-batch on this rank, averaged over all blocks (float8 and others).
 
-    Under a float8 all-gather its weight arrives as codes.
+    Under a float8 all-gather, its weight arrives as codes.
     """
     share = run.float8_share(name)
     if 0 < share < 1:
@@ -243,5 +243,5 @@ def _output_s(time: LinearTime | None) -> float:
 def _storing_s(run: PlannedRun, cluster: Cluster) -> float:
     """Return the time to cast stored activations to float8 or back, 3 bytes an element."""
     model = run.model
-    kept = 2 * model.dim + model.head_dim * (2 * model.n_heads + 2 * model.n_kv_heads) + 2 * model.hidden_dim
-    return moved_s(3 * kept * run.tokens / run.tensor, cluster.spec)
+    stored = 2 * model.dim + model.head_dim * (2 * model.n_heads + 2 * model.n_kv_heads) + 2 * model.hidden_dim
+    return moved_s(3 * stored * run.tokens / run.tensor, cluster.spec)

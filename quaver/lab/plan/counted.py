@@ -28,7 +28,7 @@ _COLLECTIVES = "_c10d_functional."
 
 
 def check_counts_for(spec: DeviceSpec) -> None:
-    """Raise an error for a device for which no code can be generated.
+    """Raise an error if no code can be generated for the device.
 
     Raises:
         ValueError: triton is not installed.
@@ -59,12 +59,12 @@ def counted_costs(config: TrainConfig, ranks: int, run: PlannedRun, cluster: Clu
         )
         for is_backward in (False, True)
     )
-    if run.casts_weights_once and not run.float8_gather:  # outside of the block, for all micro-batches
+    if run.casts_weights_once and not run.float8_gather:  # these casts run outside of the block, for all micro-batches
         weights = weights_of_block(run).items()
         forward += sum(linear_time(run, name, *sizes, cluster).weight_casts_s for name, sizes in weights)
-    modelled = Costs.of(run, cluster)
-    again = modelled.block.recomputed * forward / modelled.block.forward
-    return modelled._replace(block=BlockTimes(forward, backward, again))
+    formulas = Costs.of(run, cluster)
+    again = formulas.block.recomputed * forward / formulas.block.forward
+    return formulas._replace(block=BlockTimes(forward, backward, again))
 
 
 def block_entries(config: TrainConfig, ranks: int, spec: DeviceSpec) -> tuple[LedgerEntry, ...]:

@@ -49,7 +49,7 @@ _SPLIT_SLICES = 1
 
 @dataclass(frozen=True)
 class _Weight:
-    """A parameter. `split` is the dim that tensor parallelism splits, or -1."""
+    """A parameter. `split` is the dim that tensor parallelism splits, or -1 for none."""
 
     shape: tuple[int, ...]
     split: int = -1
@@ -71,7 +71,7 @@ class _Weight:
         return ceil(first / ranks) * prod(rest)
 
     def scales(self, layout: ParallelDims) -> int:
-        """Return the scales of a float8 state on the first rank. Ranks that split a block have a whole row's scales."""
+        """Return the number of scales of a float8 state on the first rank: of whole rows if their blocks are split."""
         columns = self.shape_on(layout)[-1]
         row = columns if columns % BLOCK == 0 else self.shape[-1]
         return self.sharded(layout) // columns * ceil(row / BLOCK)
@@ -88,7 +88,7 @@ def estimated_peak(config: TrainConfig, ranks: int = 1) -> int:
 
 
 class _Estimate:
-    """The terms of the estimate, for a rank that has its share of each tensor."""
+    """The terms of the estimate."""
 
     def __init__(self, config: TrainConfig, layout: ParallelDims) -> None:
         self.config, self.layout, self.model = config, layout, config.model
@@ -135,7 +135,7 @@ class _Estimate:
 
     @property
     def parameters(self) -> int:
-        """The bytes of this rank's parameters, and of their gradients."""
+        """The bytes of this rank's parameters. Their gradients take as many."""
         return self._sum(lambda weight: weight.sharded(self.layout)) * self.parameter_bytes
 
     def _held_gradients(self) -> int:
@@ -154,7 +154,7 @@ class _Estimate:
         return self.model.n_layers * 2 * self.model.n_experts * _FLOAT32
 
     def _head(self, gathered: int, codes: int, head: int) -> int:
-        """Return the bytes of the output projection and the loss, which tensor parallelism splits by words."""
+        """Return the bytes of the output projection and the loss, split over the vocabulary by tensor parallelism."""
         tp, stream = self.layout.tensor, self.tokens * self.model.dim * _LOW
         logits = self.tokens * self.model.vocab_size // tp
         slices = (_SLICES if tp == 1 else _SPLIT_SLICES) * _FLOAT32 * min(SLICE_ELEMENTS, logits)
@@ -167,7 +167,7 @@ class _Estimate:
 
     @property
     def states(self) -> int:
-        """The bytes of the optimizer's states: float8 codes with a scale per 128, or moments like the parameters."""
+        """The bytes of the optimizer's states: float8 codes with a scale per 128, or the parameters' dtype."""
         optimizer, blocks = self.config.optimizer, set(self.block)
 
         def state_bytes(weight: _Weight) -> int:
@@ -274,7 +274,7 @@ class _Estimate:
         experts, hidden = self.model.n_experts, self.model.hidden_dim
         is_compiled, stores = self.config.training.compile, self.config.activation_checkpoint.store_in_float8
         low, stream = (_STORED, _STORED) if stores else (_LOW, self.stream_bytes)
-        # at the start of the block, and after attention, where compiled code saves attention's output instead
+        # the residual stream before attention, and after it, where compiled code saves attention's output instead
         streams = (stream + (low if is_compiled else stream)) * dim
         if self.config.data.document_mask:  # attention with a mask has as many keys as queries
             keys = queries

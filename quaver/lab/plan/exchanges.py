@@ -1,6 +1,6 @@
 """The collectives of tensor, context and expert parallelism inside one block and micro-batch.
 
-tests/lab/plan/test_exchanges.py compares their numbers and bytes with `quaver memory --links`.
+tests/lab/plan/test_exchanges.py compares their count and bytes with `quaver memory --links`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def exchanges_of_block(run: PlannedRun, *, backward: bool) -> list[Exchange]:
 def exchanges_at_the_ends(run: PlannedRun) -> tuple[dict[bool, list[Exchange]], dict[bool, list[Exchange]]]:
     """Return the exchanges of tensor parallelism at the embedding and at the output projection, by `is_backward`.
 
-    The embedding is split by words. Its output is scattered by sequence and its gradient gathered, in the residual
-    stream's dtype. The projection gathers its input; the loss gathers three numbers a token and rank.
+    The embedding is split over the vocabulary. Its output is scattered by sequence and its gradient gathered, in the
+    residual stream's dtype. The projection gathers its input, and the loss three numbers per token and rank.
     """
     if run.tensor == 1:
         return {False: [], True: []}, {False: [], True: []}

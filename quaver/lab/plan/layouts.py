@@ -1,8 +1,8 @@
 """The layouts and settings of a run that a search tries, as configs of the trainer, which may refuse them.
 
-They are the product of data parallelism (FSDP2, or HSDP with shard groups of whole nodes), resharding after the
+They combine all choices of data parallelism (FSDP2, or HSDP with shard groups of whole nodes), resharding after the
 forward, tensor parallelism inside a node, expert parallelism, local batch size, checkpointing, precision, the dtype of
-the all-gather, and the micro-batches after which gradients are reduced; on request also less precise storage.
+the all-gather, and the micro-batches after which gradients are reduced; on request, less precise storage is tried too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def gathered_words(self) -> str:
-        """The dtype of the all-gather of a block's weights, and its number in a micro-batch; "" without shards.
+        """The dtype in which a block's weights are gathered, and how often in a micro-batch; "" without shards.
 
         "fp8x2" gathers for the forward and again for the backward, "bf16x1" once for both.
         """
@@ -159,7 +159,7 @@ def precisions_of(block_length: int | None, is_multiplied: bool) -> list[str]:
 
 
 class Degrees(NamedTuple):
-    """Numbers of ranks."""
+    """The degrees of parallelism, in ranks."""
 
     replicate: int
     shard: int
@@ -200,7 +200,7 @@ def has_reductions(step_sequences: int, local: int, layout: ParallelDims | Degre
 
 
 def _reductions(degrees: Degrees, local: int, step_sequences: int | None) -> list[str]:
-    """Return the values of training.reduce to try. With replicas "every" sends more than "last_all_reduce"."""
+    """Return the values of training.reduce to try. With replicas, "every" sends more than "last_all_reduce"."""
     if not has_reductions(step_sequences or 0, local, degrees):
         return ["every"]
     return ["last_all_reduce" if degrees.replicate > 1 else "every", "last"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from quaver.lab.plan.cluster import NETWORK, NVLINK, Cluster
 from quaver.lab.plan.peak import float8_flops_per_token, flops_per_token
 from quaver.lab.plan.saving import written_s
-from quaver.lab.plan.search import FittingLayout, in_bfloat16
+from quaver.lab.plan.search import FittingLayout, seconds_in_bfloat16
 from quaver.lab.plan.simulate import COMPUTE, SimulatedTimeline
 
 WORDS = {
@@ -17,8 +17,8 @@ WORDS = {
     "all_to_all": "exchanges of experts' tokens",
     "checkpoint": "checkpoints",
 }
-NOTHING = 0.005
-"""The share of a step below which communication counts as hidden."""
+HIDDEN_SHARE = 0.005
+"""Communication that is exposed for less than this share of a step counts as hidden."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def limits_in_words(row: FittingLayout, cluster: Cluster) -> list[str]:
     timeline, step_s = row.timeline, row.timeline.seconds
     kinds = [kind for kind in WORDS if any(span.task.kind == kind for span in timeline.spans)]
     exposed = {kind: timeline.exposed_s(kind) / step_s for kind in kinds}
-    hidden = [WORDS[kind] for kind in kinds if exposed[kind] < NOTHING and kind != "checkpoint"]
-    shown = {WORDS[kind]: share for kind, share in exposed.items() if share >= NOTHING}
+    hidden = [WORDS[kind] for kind in kinds if exposed[kind] < HIDDEN_SHARE and kind != "checkpoint"]
+    shown = {WORDS[kind]: share for kind, share in exposed.items() if share >= HIDDEN_SHARE}
     busy = timeline.busy_s(COMPUTE) / step_s
     sentences = [f"computing takes {busy:.0%} of the step"]
     if hidden:
@@ -62,10 +62,10 @@ def limits_in_words(row: FittingLayout, cluster: Cluster) -> list[str]:
 
 
 def gain_in_words(row: FittingLayout, cluster: Cluster) -> list[str]:
-    """Return a sentence about the gain of float8 in this layout and its bound; nothing for bfloat16."""
+    """Return a sentence about the gain of float8 in this layout and its bound; an empty list for bfloat16."""
     if row.run.recipe is None:
         return []
-    bfloat16_s = in_bfloat16(row, cluster)
+    bfloat16_s = seconds_in_bfloat16(row, cluster)
     share = float8_flops_per_token(row.run) / flops_per_token(row.run)
     gain = bfloat16_s / row.seconds
     return [

@@ -11,8 +11,8 @@ from quaver.roofline.scaled_matmul import kinds_of_matmuls
 def flops_per_token(run: PlannedRun) -> float:
     """Return the FLOPs of forward and backward for one token: 6 per weight that multiplies it, and attention's.
 
-    Attention counts as its causal half, which kernels compute. The trainer's `training_flops_per_token` counts all of
-    it, as usual, and would exceed a peak for long sequences.
+    Only the causal half of attention counts, which is what kernels compute. The trainer's `training_flops_per_token`
+    counts all of it, as is usual, so for long sequences its rate may exceed the peak.
     """
     model = run.model
     weights = sum(i * o for i, o in weights_of_block(run).values()) + model.top_k * _expert_weights(run)
@@ -32,7 +32,7 @@ def float8_flops_per_token(run: PlannedRun) -> float:
 
 
 def share_of_peak(run: PlannedRun, seconds: float, spec: DeviceSpec) -> float:
-    """Return the least time of a step's matmuls, each at the data sheet's peak of its precision, over `seconds`.
+    """Return the share of `seconds` that a step's matmuls take at the data sheet's peak of their precisions.
 
     Raises:
         RuntimeError: the share is above 1, so `seconds` are wrong: nothing multiplies faster than the peak.

@@ -48,7 +48,7 @@ def pipeline_step(run: PlannedRun, cluster: Cluster) -> SimulatedStep:
     """Return the tasks of a step, for the first rank of every stage.
 
     Raises:
-        ValueError: the blocks or micro-batches do not divide.
+        ValueError: as `orders`.
     """
     stages = run.pipeline
     seconds = _seconds(run, cluster)

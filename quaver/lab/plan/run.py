@@ -54,8 +54,8 @@ class PlannedRun:
     recipe: Float8LinearRecipeName | str | None = None
     """None for bfloat16."""
     in_float8: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(SEVEN, 1.0))
-    """The share of blocks in which a linear is float8, by its last name, or by "experts"; 0 or 1 for "lm_head".
-    `float8_share` reads it and returns 0 without a recipe."""
+    """The share of blocks in which a linear is float8, by the last part of its name, or by "experts"; 0 or 1 for
+    "lm_head". `float8_share` reads it and returns 0 without a recipe."""
     float8_gather: bool = False
     checkpointing: str = "none"
     """none, op or full."""
@@ -144,7 +144,7 @@ def run_of(config: TrainConfig, layout: ParallelDims) -> PlannedRun:
     training, checkpoint, float8 = config.training, config.activation_checkpoint, config.float8
     if training.mixed_precision_param != "bfloat16":
         raise ValueError(
-            "training.mixed_precision_param: expected bfloat16, the time of float32 matmuls is not modelled"
+            "training.mixed_precision_param: expected bfloat16, the time of float32 matmuls is not modeled"
         )
     if checkpoint.mode == "memory_budget":
         raise ValueError(

@@ -12,8 +12,7 @@ from quaver.lab.plan.run import PlannedRun
 
 STAGED_GB_PER_S = 0.7
 """The rate of a rank's copy to host memory. torch's DefaultStager, a new one per checkpoint, fills pages that the
-process has not touched: 0.5 to 0.7 GB/s of a core's time (docs/lab/log.md). Not measured on a GPU, where PCIe 5 moves
-60 GB/s."""
+process has not touched, at 0.5 to 0.7 GB/s per core (docs/lab/log.md). Not measured on a GPU; PCIe 5 moves 60 GB/s."""
 
 
 def saving_s(run: PlannedRun, cluster: Cluster) -> float:
@@ -26,7 +25,7 @@ def saving_s(run: PlannedRun, cluster: Cluster) -> float:
 
 
 def written_s(run: PlannedRun, cluster: Cluster) -> float:
-    """Return the seconds in which all nodes together write one checkpoint, of which each replica writes a part."""
+    """Return the seconds in which all nodes together write one checkpoint, each replica a part of it."""
     node_bytes = _state_bytes(run) / run.replicate * min(cluster.nodes_of, run.ranks)
     return node_bytes / (1e9 * cluster.storage_gb_per_s)
 

@@ -69,7 +69,7 @@ class Timed:
     costs: Costs
     peak_bytes: int
     least_seconds_per_token: float
-    """The computation alone, without communication."""
+    """The compute time alone, without communication."""
     _simulated: float | None = None
 
     def seconds_per_token(self, cluster: Cluster) -> float:
@@ -102,10 +102,10 @@ def search(
         raise ValueError(f"expected a layout of {ranks} that the trainer accepts; it refuses all: {reasons}")
     candidate, _, needed = min(estimated, key=lambda estimate: estimate[2])
     fitting = [timed(*estimate, cluster) for estimate in estimated if estimate[2] <= memory_bytes]
-    in_bfloat16 = [layout for layout in fitting if layout.candidate.precision == BFLOAT16]
+    bfloat16_layouts = [layout for layout in fitting if layout.candidate.precision == BFLOAT16]
     chosen = [
         *(layout for layout in fitting if layout.candidate.is_configured),
-        *islice(by_speed(in_bfloat16, cluster), 1),
+        *islice(by_speed(bfloat16_layouts, cluster), 1),
         *islice(_unlike(by_speed(fitting, cluster)), top),
     ]
     rows = []
@@ -182,7 +182,7 @@ def simulated(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> 
     return seconds, timeline
 
 
-def in_bfloat16(row: FittingLayout, cluster: Cluster) -> float:
+def seconds_in_bfloat16(row: FittingLayout, cluster: Cluster) -> float:
     """Return the seconds of the same layout in bfloat16, even if that does not fit."""
     if row.candidate.precision == BFLOAT16:
         return row.seconds

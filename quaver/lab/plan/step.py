@@ -7,8 +7,8 @@
     copying in             waits for the previous reduce-scatter: FSDP2 keeps one buffer
     tensor parallel        collectives run between the matmuls of a block, and compute waits for them; for asynchronous
                            collectives it waits for their first part only
-    at the end             the norm of gradients, the clipping, the optimizer, the scales of weights, the share of a
-                           checkpoint
+    at the end             the norm of gradients, clipping and the optimizer, the step's share of a checkpoint, the
+                           amaxes of weights that are gathered in float8
 
 (torch/distributed/fsdp/_fully_shard: _fsdp_param_group.py, _fsdp_collectives.py.)
 """
@@ -116,22 +116,22 @@ def add_block(
         return step.add(f"{name}: {kind}", link, seconds, after, kind, sent)
 
     timed = [(exchange, seconds_of(exchange) * exchange.number / 2) for exchange in exchanges]
-    coming = [pair for pair in timed if pair[0].kind != "reduce_scatter"]
-    going = [pair for pair in timed if pair[0].kind == "reduce_scatter"]
+    incoming = [pair for pair in timed if pair[0].kind != "reduce_scatter"]
+    outgoing = [pair for pair in timed if pair[0].kind == "reduce_scatter"]
     waits: list[int | None] = []
     for _ in range(2):
-        beside: list[int | None] = []
-        for exchange, took in coming:
+        overlapping: list[int | None] = []
+        for exchange, took in incoming:
             first = took / exchange.ranks if exchange.kind in overlapped else took
             waits = [send(exchange, first, waits)]
             if first < took:
-                beside.append(send(exchange, took - first, waits))
+                overlapping.append(send(exchange, took - first, waits))
         begun = step.add(name, COMPUTE, seconds / 4, waits, kind)
-        for exchange, took in going:
+        for exchange, took in outgoing:
             if exchange.kind in overlapped:
                 send(exchange, took * (1 - 1 / exchange.ranks), [begun])
-        waits = [step.add(name, COMPUTE, seconds / 4, beside, kind)]
-        for exchange, took in going:
+        waits = [step.add(name, COMPUTE, seconds / 4, overlapping, kind)]
+        for exchange, took in outgoing:
             waits = [send(exchange, took / exchange.ranks if exchange.kind in overlapped else took, waits)]
     step.add(f"{name}: end", COMPUTE, 0.0, waits, kind)
 
@@ -197,34 +197,34 @@ class _StepBuilder:
         self._gathers = micro_batch == 0 or (run.reduce, run.reshards) != ("last", "never")
         self._reduces, self._all_reduces = is_last or run.reduce != "last", is_last or run.reduce == "every"
         times, head, embedding = self._costs
-        self._gathered([self._root], f"{prefix}forward of the embedding")
+        self._gather_and_copy_out([self._root], f"{prefix}forward of the embedding")
         self._compute(f"{prefix}forward of the embedding", embedding.forward, "forward")
-        self._at_the_ends(f"{prefix}forward of the embedding", self._split_embedding[False])
+        self._exchange_at_end(f"{prefix}forward of the embedding", self._split_embedding[False])
         for number in range(blocks):
-            self._gathered(self._groups, f"{prefix}forward of block {number}")
-            self._block(f"{prefix}forward of block {number}", times.forward, backward=False)
-        self._gathered(self._head, f"{prefix}forward of {HEAD}")
-        self._at_the_ends(f"{prefix}forward of {HEAD}", self._split_head[False])
+            self._gather_and_copy_out(self._groups, f"{prefix}forward of block {number}")
+            self._add_block(f"{prefix}forward of block {number}", times.forward, backward=False)
+        self._gather_and_copy_out(self._head, f"{prefix}forward of {HEAD}")
+        self._exchange_at_end(f"{prefix}forward of {HEAD}", self._split_head[False])
         self._compute(f"{prefix}forward of {HEAD} and the loss", head.forward, "forward")
         if run.reshards != "never":
             if run.reshards == "always":
-                self._gathered([self._root], f"{prefix}backward of the embedding")
-            self._gathered(self._head, f"{prefix}backward of {HEAD}")
+                self._gather_and_copy_out([self._root], f"{prefix}backward of the embedding")
+            self._gather_and_copy_out(self._head, f"{prefix}backward of {HEAD}")
         prefetched = self._gather_again(f"{prefix}backward of block {blocks - 1}")
         self._compute(f"{prefix}backward of {HEAD} and the loss", head.backward, "backward")
-        self._at_the_ends(f"{prefix}backward of {HEAD}", self._split_head[True])
-        self._reduced(self._head, f"{prefix}backward of {HEAD}")
+        self._exchange_at_end(f"{prefix}backward of {HEAD}", self._split_head[True])
+        self._reduce(self._head, f"{prefix}backward of {HEAD}")
         for number in reversed(range(blocks)):
             name = f"{prefix}backward of block {number}"
             self._copy_out(self._groups, name, prefetched)
             if number:
                 prefetched = self._gather_again(f"{prefix}backward of block {number - 1}")
             again = times.recomputed if is_checkpointed(run, number) else 0.0
-            self._block(name, times.backward + again, backward=True)
-            self._reduced(self._groups, name)
-        self._at_the_ends(f"{prefix}backward of the embedding", self._split_embedding[True])
+            self._add_block(name, times.backward + again, backward=True)
+            self._reduce(self._groups, name)
+        self._exchange_at_end(f"{prefix}backward of the embedding", self._split_embedding[True])
         self._compute(f"{prefix}backward of the embedding", embedding.backward, "backward")
-        self._reduced([self._root], f"{prefix}backward of the embedding")
+        self._reduce([self._root], f"{prefix}backward of the embedding")
 
     def end(self) -> None:
         """Add the norm of the gradients, the optimizer, and the scales of weights that are gathered as codes."""
@@ -254,18 +254,17 @@ class _StepBuilder:
     def _compute(self, name: str, seconds: float, kind: str, after: list[int | None] | None = None) -> int:
         return self.step.add(name, COMPUTE, seconds, after or [], kind)
 
-    def _send(self, name: str, each: Exchange, after: list[int | None]) -> int:
-        """Issue one collective."""
-        cluster = self._cluster
-        seconds = cluster.seconds(each.kind, each.tensor_bytes, each.ranks, each.stride)
-        sent = cluster.sent_bytes(each.kind, each.tensor_bytes, each.ranks)
-        return self.step.add(name, cluster.link(each.ranks, each.stride), seconds, after, each.kind, sent)
+    def _send(self, name: str, exchange: Exchange, after: list[int | None]) -> int:
+        cluster, (kind, tensor_bytes, _, ranks, stride) = self._cluster, exchange
+        seconds = cluster.seconds(kind, tensor_bytes, ranks, stride)
+        sent = cluster.sent_bytes(kind, tensor_bytes, ranks)
+        return self.step.add(name, cluster.link(ranks, stride), seconds, after, kind, sent)
 
-    def _block(self, name: str, seconds: float, *, backward: bool) -> None:
+    def _add_block(self, name: str, seconds: float, *, backward: bool) -> None:
         add_block(self.step, name, seconds, self._exchanges[backward], self._cluster, overlapped_kinds(self._run))
 
-    def _at_the_ends(self, name: str, exchanges: list[Exchange]) -> None:
-        """Add exchanges of the embedding or the output projection, for which compute waits."""
+    def _exchange_at_end(self, name: str, exchanges: list[Exchange]) -> None:
+        """Add exchanges of the embedding or the output projection. Compute waits for them."""
         last: int | None = self.step.last_of(COMPUTE)
         for exchange in exchanges:
             last = self._send(f"{name}: {exchange.kind}", exchange, [last])
@@ -275,7 +274,7 @@ class _StepBuilder:
     # ---- FSDP2 -------------------------------------------------------------------------------------------------------
 
     def _gather(self, groups: list[_Group], name: str) -> list[int | None]:
-        """Add all-gathers, which begin when the previous weights were copied out."""
+        """Add all-gathers, which begin when the previously gathered weights are copied out."""
         if not self._gathers or not groups or groups[0].shard == 1:
             return []
         gathers: list[int | None] = []
@@ -288,7 +287,7 @@ class _StepBuilder:
         """Add the all-gathers of a block for its backward, unless its weights stayed gathered."""
         return [] if self._run.reshards == "never" else self._gather(self._groups, name)
 
-    def _gathered(self, groups: list[_Group], name: str) -> None:
+    def _gather_and_copy_out(self, groups: list[_Group], name: str) -> None:
         self._copy_out(groups, name, self._gather(groups, name))
 
     def _copy_out(self, groups: list[_Group], name: str, gathers: list[int | None]) -> None:
@@ -297,7 +296,7 @@ class _StepBuilder:
         seconds = moved_s(2 * sum(group.gathered_bytes for group in groups), self._cluster.spec)
         self._copied = self.step.add(f"{name}: copy out", COMPUTE, seconds, gathers, "copies")
 
-    def _reduced(self, groups: list[_Group], name: str) -> None:
+    def _reduce(self, groups: list[_Group], name: str) -> None:
         """Copy gradients in, reduce-scatter them, and all-reduce them over the replicas."""
         run, cluster = self._run, self._cluster
         if run.shard * run.context * run.replicate == 1 or not groups:

@@ -34,7 +34,7 @@ def step_cost(config: TrainConfig, layout: ParallelDims, spec: DeviceSpec | None
     """Return the cost of a step for the `config` and `layout` that `resolve` returned.
 
     Raises:
-        ValueError, NotImplementedError: the run itself would refuse its model.
+        ValueError, NotImplementedError: the trainer refuses the model.
     """
     training = config.training
     micro_batches = layout.micro_batches(training)
