@@ -65,7 +65,7 @@ class BlockBenchmark(Modes, Recipes, BenchOptions):
         return self.tokens // seq_len, seq_len
 
     def prepare(self) -> None:
-        """Also refuse more blocks than fit into a GPU, before the first is built.
+        """Prepare as the base does, and refuse more blocks than fit into a GPU before the first is built.
 
         Raises:
             ValueError: their parameters, gradients and moments take more than the GPU's memory; or as in the base.

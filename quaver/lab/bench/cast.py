@@ -7,7 +7,7 @@ arithmetic in plain PyTorch (`quaver.recipes.scaling`), compiled; torchao's dyna
 A dynamic scale of a matrix, or of rows and of columns, needs one pass for the amaxes and one for the codes. The scale
 of a row needs one pass, because a row stays on the chip; a persistent scale needs one. Hardware float8 matmuls read
 operands that are contiguous along the contracted dim, so codes are written in two layouts. A CPU's matmuls take any
-layout, so one set of codes serves both matmuls if they share a scale. Rates count the floor only, not further traffic.
+layout, so one set of codes serves both matmuls if they share a scale. Rates count the bytes of the floor only.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class CastKind:
 
     @property
     def scale_dims(self) -> tuple[int | None, ...]:
-        """The dims along which rows share a scale; None for a scale of the tensor."""
+        """The dims along which elements share a scale; None for one scale of the tensor."""
         return self.dims if self.cast.is_rowwise else (None,)
 
     def floor(self, itemsize: int, device: torch.device) -> int:
         """Return the least bytes per element."""
-        is_native = reads_along_contracted(device)
-        return self.passes * itemsize + (len(self.dims) if is_native or self.cast.is_rowwise else 1)
+        needs_layouts = reads_along_contracted(device) or self.cast.is_rowwise
+        return self.passes * itemsize + (len(self.dims) if needs_layouts else 1)
 
 
 KINDS = {
@@ -111,7 +111,7 @@ class CastBenchmark(Shapes, OperandOptions):
         with torch.no_grad():
             expected = _codes(casts["PyTorch", "eager"](source))
             same = {contestant: _same(_codes(cast(source)), expected) for contestant, cast in casts.items()}
-            del casts["PyTorch", "eager"]  # the reference is compared, and not timed
+            del casts["PyTorch", "eager"]  # the reference of `same_codes` is not timed
             calls: dict[tuple[str, str], Callable[[], object]] = {(COPY, ""): lambda: target.copy_(inputs.next())}
             calls |= {contestant: partial(_cast_next, cast, inputs) for contestant, cast in casts.items()}
             timings = time_alternating(calls, device, rounds=self.rounds)

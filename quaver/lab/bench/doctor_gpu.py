@@ -86,7 +86,7 @@ class OnGpu:
 
 
 def on_gpu(spec: DeviceSpec, model: nn.Module | None = None, recipe: str = "tensorwise") -> OnGpu:
-    """Return what the GPU runs natively. `model`, which may be on the meta device, was converted with `recipe`.
+    """Return what the GPU runs natively. `model` is converted with `recipe`, and may be on the meta device.
 
     Raises:
         ValueError: the GPU is not one of NVIDIA_GPUS.

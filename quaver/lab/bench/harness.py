@@ -1,4 +1,4 @@
-"""Times contestants that alternate in one process, on inputs that are not in cache; returns medians and spread."""
+"""Times contestants that alternate in one process, on inputs that are not in cache, for medians and their spread."""
 
 from __future__ import annotations
 

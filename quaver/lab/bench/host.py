@@ -1,4 +1,4 @@
-"""The host time of a linear, forward and backward, at a size at which the work itself takes almost no time.
+"""The host time of a linear, forward and backward, so small that the work itself takes almost no time.
 
     host time    median time until the host has queued all work; on a CPU the work, little at this size, is included
     operations   calls that PyTorch dispatches below autograd in one eager forward and backward, views included; not

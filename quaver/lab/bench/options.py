@@ -46,7 +46,7 @@ class BenchOptions(Settings):
 
     @property
     def benchmark(self) -> str:
-        """The verb."""
+        """The verb of `quaver bench` that runs it."""
         return type(self).__name__.removesuffix("Benchmark").lower()
 
     @property
@@ -96,7 +96,7 @@ class BenchOptions(Settings):
         return self.result(rows, is_complete, **about)
 
     def result(self, rows: list[Row], is_complete: bool, **about: Any) -> Result:
-        """{"benchmark", "environment", "complete", `about`, "rows"}, ready for JSON."""
+        """Return {"benchmark", "environment", "complete", `about`, "rows"}, ready for JSON."""
         surroundings = environment(self.torch_device) | ({"torchao": version("torchao")} if self.with_torchao else {})
         head = {"benchmark": self.benchmark, "environment": surroundings, "complete": is_complete}
         return head | about | {"rows": rows}

@@ -1,4 +1,4 @@
-"""torchao.float8, with which results are optionally compared."""
+"""Converts linears and casts tensors with torchao.float8, with which results are optionally compared."""
 
 from __future__ import annotations
 

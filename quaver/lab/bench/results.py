@@ -143,7 +143,7 @@ def _commit() -> str:
 def writable(path: Path, option: str = "--output") -> Path:
     """Return `path` after checking that it can be written, so that a measurement is not lost at its end.
 
-    The check leaves no file or folder: words that are refused after it have written nothing.
+    The check leaves no file or folder, so a command whose arguments are refused later has written nothing.
 
     Args:
         option: the setting that gave the path, for the error.
@@ -161,7 +161,7 @@ def writable(path: Path, option: str = "--output") -> Path:
     except OSError as error:
         raise ValueError(f"{option}: cannot write {path}: {error.strerror}") from error
     finally:
-        with suppress(OSError):  # nothing was made, or another process writes there
+        with suppress(OSError):  # the folder was not made, or another process writes there
             for folder in missing:  # the innermost first
                 folder.rmdir()
     return path

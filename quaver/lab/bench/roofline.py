@@ -29,12 +29,12 @@ LINEAR_SHARES = (0.6, 0.7, 0.8, 0.9)
 
 _PARTS = tuple(part.name.removesuffix("_s") for part in fields(LinearTime))
 _BFLOAT16_PARTS = ("output", "grad_input", "grad_weight", "launches")
-"""The fields that are not always zero."""
+"""The parts of a bfloat16 time that are not always zero."""
 
 
 @dataclass(frozen=True)
 class RooflineSettings:
-    """The predictions to make. `tokens` is the M of the models' layers; `linear_cost` takes `microbatches`."""
+    """The predictions to make. `tokens` is the M of the models' layers; `microbatches` is that of `linear_cost`."""
 
     devices: tuple[DeviceSpec, ...]
     recipes: tuple[str, ...]
@@ -45,7 +45,7 @@ class RooflineSettings:
 
 @dataclass(frozen=True)
 class RooflinePrediction:
-    """The layers of one shape of a model on one device with one recipe. Each layer casts its input."""
+    """A model's layers of one shape on one device with one recipe. Each layer casts its input."""
 
     model: str
     layer: str

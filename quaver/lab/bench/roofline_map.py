@@ -22,9 +22,9 @@ TOKENS, SIZES = (2**9, 2**17), (2**9, 2**15)
 PIXELS = 61
 """Predictions along each axis."""
 LEVELS = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 1.8, 2.0)
-"""Speedups at the edges of the colours."""
+"""Speedups at the edges of the colors."""
 COLORS = matplotlib.colormaps["PuOr"]
-"""Purple where float8 gains, orange where it loses: distinct in every kind of colour vision."""
+"""Purple where float8 gains, orange where it loses: distinct with every kind of color vision."""
 _OUTLINE = [matplotlib.patheffects.withStroke(linewidth=2.2, foreground="white")]
 
 
@@ -35,7 +35,7 @@ def draw_map(roofline: Roofline, spec: DeviceSpec, image: Path) -> None:
 
 
 def make_figure(roofline: Roofline, spec: DeviceSpec) -> Figure:
-    """Return one panel for each recipe."""
+    """Make a figure with one panel for each recipe."""
     recipes, shared = roofline.settings.recipes, roofline.settings.microbatches
     figure = Figure(figsize=(1.8 + 3.6 * len(recipes), 4.9), layout="constrained")
     FigureCanvasAgg(figure)
@@ -59,7 +59,7 @@ def make_figure(roofline: Roofline, spec: DeviceSpec) -> Figure:
 
 
 def _draw_speedups(axis: Any, recipe: str, spec: DeviceSpec, microbatches: int | None) -> Any:
-    sizes, tokens = ([round(each) for each in np.geomspace(*ends, PIXELS)] for ends in (SIZES, TOKENS))
+    sizes, tokens = ([round(edge) for edge in np.geomspace(*ends, PIXELS)] for ends in (SIZES, TOKENS))
     speedups = np.array(
         [[linear_cost(m, k, k, recipe, spec, microbatches=microbatches).speedup for k in sizes] for m in tokens]
     )

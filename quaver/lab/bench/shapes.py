@@ -1,4 +1,4 @@
-"""Llama 3's shapes, and the parser of shapes that a user types."""
+"""The shapes of Llama 3, and a parser of the shapes that a user types."""
 
 from __future__ import annotations
 

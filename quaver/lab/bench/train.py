@@ -59,7 +59,7 @@ class TrainBenchmark(Recipes, BenchOptions):
         """Check that every recipe can train with `config`, and read the data.
 
         Returns:
-            The plan of the first recipe; for each recipe its settings and its models by name, without storage.
+            The setup of the first recipe's run; for each recipe its config and its models by name, without storage.
         Raises:
             ValueError, NotImplementedError, OSError, MissingDeviceError: as `quaver train` does.
         """

@@ -25,7 +25,7 @@ import torch
 from quaver.kernels.native_blocks import _native_block_mm
 from quaver.kernels.operands import FIRST_OUTER_SCALE
 from quaver.kernels.triton_cast_blocks import casts_both_at_once
-from quaver.lab.bench.ledger.inside import Called, called_inside
+from quaver.lab.bench.ledger.inside import OperatorCall, record_calls
 from quaver.lab.bench.ledger.kernels import float64_operations, is_along_rows, loads_in_loops
 from quaver.lab.memory.compiling.launches import Access, CompiledGraph, Launch
 from quaver.linear.gemm import ScaleKind
@@ -179,7 +179,7 @@ def _matmul(entry: LedgerEntry) -> list[LedgerEntry]:
 
 
 def _grouped_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
-    """Count a matmul of tokens [T, K] with one expert each, [E, K, N] or [E * N, K], or one that contracts T."""
+    """Count tokens [T, K] times the weights of their experts, [E, K, N] or [E * N, K], or a matmul that contracts T."""
     a, b = matrices(entry)
     result = entry.launch.writes[0]
     rows = a.size[0] if len(result.size) == 2 else 1
@@ -223,11 +223,11 @@ def _block_matmul(entry: LedgerEntry) -> list[LedgerEntry]:
     """Count a matmul with blockwise scales, preceded by copies and pads of codes and scales."""
     b, b_scale = entry.launch.reads[1], entry.launch.reads[3]
     is_square = b_scale.size[-1] != b.size[-1]
-    calls = called_inside(_native_block_mm, entry.launch.reads, scale_kind(entry).block_length, is_square)
-    return [operation for call in calls for operation in _inside(entry, call)]
+    calls = record_calls(_native_block_mm, entry.launch.reads, scale_kind(entry).block_length, is_square)
+    return [operation for call in calls for operation in _called_operator(entry, call)]
 
 
-def _inside(entry: LedgerEntry, call: Called) -> list[LedgerEntry]:
+def _called_operator(entry: LedgerEntry, call: OperatorCall) -> list[LedgerEntry]:
     if "scaled_mm" in call.name:
         return _matmul(entry)
     moves_codes = call.reads[0].element_size() == 1
@@ -247,16 +247,17 @@ def _inside(entry: LedgerEntry, call: Called) -> list[LedgerEntry]:
     return [part]
 
 
-def _copy(entry: LedgerEntry, codes: Access) -> LedgerEntry:
-    """Count a copy of codes into the other layout.
+def _copy_of_codes(entry: LedgerEntry) -> list[LedgerEntry]:
+    """Count a copy of the first argument, codes, into the other layout.
 
     quaver's kernel (quaver/kernels/triton_copy.py) copies codes that are contiguous or whose transpose is; aten copies
-    others.
+    others. A gradient after the first argument only orders the copy, and is not read.
     """
+    codes = entry.launch.reads[0]
     is_ours = is_contiguous(codes) or is_contiguous(codes, transposed=True)
     moved = codes.elements * codes.dtype.itemsize
     strided = 0 if is_ours else codes.elements
-    return replace(entry, category="copies", read_bytes=moved, written_bytes=moved, strided_elements=strided)
+    return [replace(entry, category="copies", read_bytes=moved, written_bytes=moved, strided_elements=strided)]
 
 
 def is_contiguous(access: Access, *, transposed: bool = False) -> bool:
@@ -266,13 +267,8 @@ def is_contiguous(access: Access, *, transposed: bool = False) -> bool:
     return all(extent == 1 or step == expected for extent, step, expected in zip(size, stride, dense, strict=True))
 
 
-def _copy_of_codes(entry: LedgerEntry) -> list[LedgerEntry]:
-    """Count a copy of the first argument. A gradient after it only orders the copy, and is not read."""
-    return [_copy(entry, entry.launch.reads[0])]
-
-
 def _amaxes_of_groups(entry: LedgerEntry) -> list[LedgerEntry]:
-    """Count the launch that fills the amaxes with zeros, too."""
+    """Count a second launch, which fills the amaxes with zeros."""
     return [replace(entry, category="small" if entry.category == "small" else "amax", launches=2)]
 
 
@@ -283,7 +279,7 @@ def _cast_from_two_reads(entry: LedgerEntry) -> list[LedgerEntry]:
 
 
 def _cast_of_blocks(entry: LedgerEntry) -> list[LedgerEntry]:
-    """Count one kernel, or two that both read the operand for 1 x n blocks in both directions of unaligned sizes."""
+    """Count one kernel; for 1 x n blocks in both directions of unaligned sizes two, which both read the operand."""
     operand, written = entry.launch.reads[0], sum(access.elements > 0 for access in entry.launch.writes)
     if written == FIRST_OUTER_SCALE and not casts_both_at_once(*operand.size):
         return [replace(entry, read_bytes=entry.read_bytes + operand.moved_bytes, launches=2)]

@@ -1,4 +1,4 @@
-"""Finds the kernels that an operation of quaver launches, by running it on fake tensors under a dispatch mode."""
+"""Finds the operators that an operation of quaver calls, by running it on fake tensors under a dispatch mode."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _KERNELS = {"aten.constant_pad_nd": 2}
 _NONE = ("aten.empty", "aten.new_empty", "prim.")
 
 
-class Called(NamedTuple):
-    """A called operator: its name, the number of its kernels, and the tensors that it reads and writes."""
+class OperatorCall(NamedTuple):
+    """A call of an operator: its name, the number of its kernels, and the tensors that it reads and writes."""
 
     name: str
     kernels: int
@@ -38,8 +38,8 @@ class Called(NamedTuple):
         return sum(tensor.numel() * tensor.element_size() for tensor in self.writes)
 
 
-def called_inside(function: Callable[..., Any], accesses: Sequence[Access], *arguments: Any) -> list[Called]:
-    """Return the operators that `function` calls for tensors like `accesses`, without views and empty memory."""
+def record_calls(function: Callable[..., Any], accesses: Sequence[Access], *arguments: Any) -> list[OperatorCall]:
+    """Return the operators that `function` calls for tensors like `accesses`, without views and allocations."""
     with as_on_a_gpu(), Fakes(), torch.no_grad():
         tensors = [torch.empty_strided(access.size, access.stride, dtype=access.dtype) for access in accesses]
         with _Recording() as recording:
@@ -50,7 +50,7 @@ def called_inside(function: Callable[..., Any], accesses: Sequence[Access], *arg
 class _Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Called] = []
+        self.calls: list[OperatorCall] = []
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
@@ -59,5 +59,5 @@ class _Recording(TorchDispatchMode):
             reads, writes = (
                 tuple(leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)) for part in (args, result)
             )
-            self.calls.append(Called(name, _KERNELS.get(name, 1), reads, writes))
+            self.calls.append(OperatorCall(name, _KERNELS.get(name, 1), reads, writes))
         return result

@@ -77,7 +77,7 @@ class Ledger:
 
     @property
     def stores(self) -> dict[str, list[Access]]:
-        """The buffers that store a conversion's codes, including copies, by conversion."""
+        """The buffers that store the codes of each conversion, copies included."""
         buffers: dict[str, list[Access]] = {}
         conversions: dict[str, str] = {}
         for entry in self.entries:
@@ -93,7 +93,7 @@ class Ledger:
 
     @property
     def surplus_stores(self) -> int:
-        """The number of stores of codes in a layout that already has the same conversion's codes."""
+        """The number of stores of codes in a layout in which the codes of the same conversion are stored already."""
         return sum(len(buffers) - len({access.stride for access in buffers}) for buffers in self.stores.values())
 
     @property
@@ -134,7 +134,7 @@ class Ledger:
                 "launches": sum(entry.launches for entry in self.of(category)),
                 "read_bytes": sum(entry.read_bytes for entry in self.of(category)),
                 "written_bytes": sum(entry.written_bytes for entry in self.of(category)),
-                "kernels": sorted({each.name for entry in self.of(category) for each in entry.launch.kernels}),
+                "kernels": sorted({kernel.name for entry in self.of(category) for kernel in entry.launch.kernels}),
             }
             for category in CATEGORIES
         }
@@ -148,7 +148,7 @@ class Ledger:
             "float32_bytes": self.float32_bytes,
             "categories": categories,
             "quantization_reads": dict(self.quantization_reads.most_common()),
-            "stores": {name: len(each) for name, each in self.stores.items()},
+            "stores": {name: len(buffers) for name, buffers in self.stores.items()},
         }
         return result | ({"kernels": [_row(entry) for entry in self.entries]} if kernels else {})
 

@@ -29,11 +29,11 @@ def make_figure(ledgers: Sequence[Ledger], spec: DeviceSpec) -> Figure:
     """Make two panels with one bar per ledger."""
     figure = Figure(figsize=(9.5, 1.8 + 0.32 * len(ledgers)), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(f"{spec.name}: one compiled forward and backward. Bytes are counted, milliseconds are modelled.")
+    figure.suptitle(f"{spec.name}: one compiled forward and backward. Bytes are counted, milliseconds are modeled.")
     left, right = figure.subplots(1, 2, sharey=True)
     times = [milliseconds_by_category(ledger, spec) for ledger in ledgers]
     _stack(left, ledgers, {name: [categories[name] for categories in times] for name in reversed(CATEGORIES)})
-    left.set_xlabel("ms, modelled")
+    left.set_xlabel("ms, modeled")
     gigabytes = {name: [ledger.bytes_of(name) / 1e9 for ledger in ledgers] for name in reversed(OVERHEAD)}
     _stack(right, ledgers, gigabytes)
     right.set_xlabel("GB outside of matmuls and attention")

@@ -52,11 +52,11 @@ class Work:
 
 
 def check_recipe(recipe: str, gpu: str) -> None:
-    """Raise an error for a recipe whose float8 matmuls a GPU does not have.
+    """Raise an error for a recipe whose scales no float8 matmul of the GPU takes.
 
     Raises:
         ValueError: an unknown recipe.
-        NotImplementedError: no matmul of the GPU takes the recipe's scales.
+        NotImplementedError: the GPU does not multiply the recipe in float8.
     """
     if missing := _not_multiplied(recipe, gpu):
         names = " and ".join(sorted("such" if kind is None else kind.value for kind in missing))

@@ -2,8 +2,8 @@
 
     seconds = max(FLOPs / rate, bytes / bandwidth, instructions / issue rate) + launches * KERNEL_LAUNCH_S
 
-Rates and bandwidth are the data sheet's, times the shares that quaver/roofline/cost.py takes from measurements. A copy
-of codes by quaver's or Inductor's kernel is such a launch; aten's strided copy of bytes is slower. Instructions are
+Rates and bandwidth are the data sheet's, times the shares that quaver/roofline/cost.py takes from measurements.
+quaver's and Inductor's kernels copy codes at this bandwidth; aten's strided copy of bytes is slower. Instructions are
 counted if machine code was compiled (`--machine-code`). The issue rate is the best case: one instruction per cycle of
 each of a multiprocessor's four schedulers, at the clock of the data sheet's FLOP/s. Not modeled: slower pipes (special
 functions, integers, conversions), the rate of caches, the host, the overlap of kernels, partial last waves of tiles.
@@ -74,7 +74,7 @@ def _multiplied_s(entry: LedgerEntry, spec: DeviceSpec, *, by_shape: bool) -> fl
 
 
 def constants(spec: DeviceSpec) -> dict[str, str]:
-    """Return the constants of the model with their sources, for the reader of a result."""
+    """Return the constants of the model with their sources, as text that is printed and saved with a result."""
     shares = MATMUL_SHARES[spec.name]
     measured = "Bekman, Machine Learning Engineering, Maximum Achievable Matmul FLOPS"
     kernel = kernel_of(spec.compute_capability)
