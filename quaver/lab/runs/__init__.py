@@ -1,1 +1,1 @@
-"""How a run survives: its folder, lock, checkpoints and their manifest, and the safe reading of them."""
+"""The files of a run: its folder, lock, records, checkpoints and their manifests, and the safe reading of them."""

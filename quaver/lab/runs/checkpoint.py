@@ -72,7 +72,7 @@ class SavedModel(Protocol):
     def ranks(self) -> Ranks: ...
 
     def new_optimizer(self, name: str) -> torch.optim.Optimizer:
-        """Return an optimizer of `model` in which another one's states can be loaded."""
+        """Return the optimizer `name` of `model`, for states that a run with that optimizer saved."""
 
     def precompute_scales(self) -> None:
         """Compute the scales of weights that were just loaded."""
@@ -103,7 +103,7 @@ class Checkpointer:
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def is_due(self, step: int) -> bool:
-        """Return whether checkpoint.interval asks for a checkpoint after step `step`."""
+        """Whether checkpoint.interval asks for a checkpoint after step `step`."""
         return self.config.enable and step % self.config.interval == 0
 
     def save(self, progress: Progress, models: Sequence[SavedModel]) -> None:
@@ -140,7 +140,7 @@ class Checkpointer:
             raise error
 
     def close(self, *, waits: bool = True) -> None:
-        """End with the run. A save in progress is finished, or abandoned at a second Ctrl-C (`waits=False`)."""
+        """Finish a save in progress at the end of the run, or abandon it at a second Ctrl-C (`waits=False`)."""
         if self._pending is not None and waits:
             self._pending.exception()
 
@@ -323,7 +323,7 @@ def _verified_record(path: Path, ranks: Ranks, *, verifies: bool) -> dict[str, A
 
 
 def _read_back(checkpoint: Path, names: Sequence[str]) -> None:
-    """Check that what was written can be read: the metadata of each model, and the lengths of its files."""
+    """Check that the metadata of each model can be read, and that its files are long enough for it."""
     for name in names:
         CheckpointReader(checkpoint / name).read_metadata()
 
@@ -339,7 +339,7 @@ def _state_of(trained: SavedModel, optimizer: torch.optim.Optimizer | None = Non
 
 
 def _load_model(trained: SavedModel, path: Path, saved: str) -> None:
-    """Load a model and its optimizer; another optimizer's states, `saved` is its name, are converted."""
+    """Load a model and its optimizer, and convert the states if the checkpoint is of another optimizer, `saved`."""
     optimizer = trained.optimizer
     if saved != trained.config.optimizer.name:
         optimizer = trained.new_optimizer(saved)

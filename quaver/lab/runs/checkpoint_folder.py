@@ -4,10 +4,9 @@
         checkpoint.json       the step, the position in the data, the config, the versions
         tensorwise/           a torch.distributed.checkpoint folder for each model of the run
         manifest.json         size and xxh3_128 of every other file
+        .abandons.json        later steps that a resume from an earlier one abandoned, until they are removed
     .step-00000150.partial/   being written, being deleted, or left by a process that was killed; never read
-
-        .abandons.json        while they are removed: later steps, of a history that the run left for this one
-    .step-00000100.replaced/  counts until there is another step-00000100
+    .step-00000100.replaced/  complete until there is another step-00000100
 
 A rename within one folder is atomic: a crash at any moment leaves the complete checkpoints as they were.
 """

@@ -34,10 +34,10 @@ class JsonLines:
             self._file.flush()
 
     def write_numerics(self, step: int, scalars: dict[str, float]) -> None:
-        """Nothing: numerics.jsonl has them."""
+        """Do nothing: numerics.jsonl has them."""
 
     def close(self) -> None:
-        """Close the file. After a failed `write` it still has the line, which fails again."""
+        """Close the file. After a failed `write` its buffer still has the line, and closing fails again."""
         with suppress(OSError):
             self._file.close()
 

@@ -1,8 +1,8 @@
-"""One process writes a run folder: a lock that names its holder.
+"""A lock that lets one process at a time write a run folder, and that names its holder.
 
 It protects metrics and checkpoints from a second `--resume` of the same run. The lock is a file lock of the operating
-system, which ends with its process however that ends. A second file names the holder. A run removes it when it releases
-the lock, so a lock that is free although the file is there was held by a process that was killed.
+system, which is released however its process ends. A second file names the holder. A run removes it when it releases
+the lock, so if the lock is free and the file exists, the last holder was killed.
 """
 
 import json
@@ -42,8 +42,8 @@ class RunLock:
         try:
             self._lock.acquire(timeout=0)
         except Timeout as error:
-            raise self._is_held() from error
-        killed = self._holder()
+            raise self._held_error() from error
+        killed = self._read_holder()
         if killed is not None:
             line = f"took over the lock of {str(self._folder)!r} from a run that was killed: {_words(killed)}"
             print(f"quaver: {line}", file=sys.stderr, flush=True)
@@ -66,13 +66,13 @@ class RunLock:
     def __del__(self) -> None:
         self.release()
 
-    def _is_held(self) -> BlockingIOError:
+    def _held_error(self) -> BlockingIOError:
         return BlockingIOError(
-            f"another run writes the run folder {str(self._folder)!r}: {_words(self._holder())}; "
+            f"another run writes the run folder {str(self._folder)!r}: {_words(self._read_holder())}; "
             "wait until it ends, or stop it"
         )
 
-    def _holder(self) -> dict[str, Any] | None:
+    def _read_holder(self) -> dict[str, Any] | None:
         """Return what the file says about the holder, {} if it is damaged, None without one."""
         path = self._folder / HOLDER
         try:

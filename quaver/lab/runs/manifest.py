@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: size and hash of each of its files, which show damage before a tensor is loaded.
 
-A manifest shows accidents: flipped bits, short, missing, extra or exchanged files. Against an author who writes the
-manifest too, `safe_dcp` protects.
+A manifest shows accidents: flipped bits, and short, missing, extra or exchanged files. Against an attacker, who can
+write a manifest too, `safe_dcp` protects.
 """
 
 import hashlib

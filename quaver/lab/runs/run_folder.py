@@ -1,4 +1,4 @@
-"""The folder of a run: created once, never over an older run unless it resumes; and the provenance of the run.
+"""The folder of a run, which is new or that of the run that it resumes; and the provenance of the run.
 
 [Note: refusals write nothing] `RunFolder.open` checks a resume and takes the lock. `begin` makes the first change of
 the folder, after the checkpoint was loaded. So a resume that is refused leaves every file of the run as it was.
@@ -106,7 +106,7 @@ class RunFolder:
             raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error
 
     def check_exists(self) -> None:
-        """Raise OutputError if the folder was removed: open files would take the numbers of the run with them."""
+        """Raise OutputError if the folder was removed: what the run still writes would be lost."""
         if not (self.path / CONFIG).exists():
             raise OutputError(f"the run folder {str(self.path)!r} was removed while the run trained; the run ends")
 
@@ -116,7 +116,7 @@ class RunFolder:
             self.lock.release()
 
     def stacks(self, rank: int) -> Path:
-        """Return the stacks that the watchdog of a rank writes."""
+        """Return the path of the stacks that the watchdog of a rank writes."""
         return self.path / f"stacks-rank{rank}.txt"
 
     def checkpoints(self, config: Checkpoint) -> CheckpointFolder:
@@ -286,7 +286,7 @@ def _changes(path: Path, config: TrainConfig) -> dict[str, list[Any]]:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Return how to repeat this run: time, command, working folder, versions, the revision of the source."""
+    """Return what is needed to repeat this run: time, command, working folder, versions, the revision of the source."""
     return {
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -305,10 +305,10 @@ def git_revision(folder: Path) -> dict[str, Any] | None:
         return None
 
     def ask(*words: str) -> str | None:
-        # Without the lock of the index, which a git that is killed leaves behind, as by a limit on the size of files.
+        # A git that is killed, as by a limit on the size of files, would leave the index locked.
         command = [git, "--no-optional-locks", "-C", str(folder), *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else None
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        return result.stdout.strip() if result.returncode == 0 else None
 
     # An environment inside another project's checkout, such as its .venv, is not tracked by that checkout.
     revision = ask("rev-parse", "HEAD") if ask("ls-files", ".") else None

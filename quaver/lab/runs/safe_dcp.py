@@ -2,9 +2,9 @@
 
 DCP pickles `.metadata` and every value that is not a tensor, and unpickles both without restriction, so that a file can
 call any function. `CheckpointReader` unpickles `.metadata` to plain values, and to records in place of DCP's classes:
-no class is imported, nothing is called, and no opcode is run that DCP does not write. So a stranger's checkpoint can
-run no code, allocate no more than its own size by a small factor, and not crash the interpreter. Names, sizes and paths
-are checked before DCP gets them. `CheckpointPlanner` loads the other values with weights_only=True, as DCP does with
+no class is imported, nothing is called, and no opcode is run that DCP does not write. So a stranger's checkpoint cannot
+run code, allocate more than a small multiple of its size, or crash the interpreter. Names, sizes and paths are checked
+before DCP gets them. `CheckpointPlanner` loads the other values with weights_only=True, as DCP does with
 tensors.
 
 DCP has no setting for this in torch 2.13. A public reader with one would replace this file.
@@ -40,8 +40,8 @@ from quaver.torch_private.checkpoint import StorageInfo
 METADATA = ".metadata"
 
 _MOST_CUT_DIMS = 8
-"""Along which the chunks of a tensor are cut; a box has 2 to the power of that many corners. DCP cuts one for each axis
-of a mesh."""
+"""The most dims along which chunks cut a tensor: a chunk has 2 to that power corners. DCP cuts one for each axis of a
+mesh."""
 
 _DCP = "torch.distributed.checkpoint."
 _KNOWN = {
@@ -76,7 +76,7 @@ class CheckpointReader(FileSystemReader):
 
         Raises:
             OSError: a file is missing.
-            ValueError: `.metadata` is damaged, or names what no checkpoint has; the message names the file.
+            ValueError: `.metadata` is damaged, or has a name that no checkpoint has; the message names the file.
         """
         path = Path(self.path) / METADATA
         if path.is_symlink() or not path.is_file():
@@ -92,7 +92,7 @@ class CheckpointReader(FileSystemReader):
         return metadata
 
     def _check_files(self, metadata: Metadata) -> None:
-        """Each file must be in the folder, and as long as the metadata says."""
+        """Check that each file is in the folder, and at least as long as the metadata says."""
         sizes: dict[str, int] = {}
         for info in metadata.storage_data.values():
             name = info.relative_path
@@ -124,7 +124,7 @@ class _Name(str):
 
 @dataclass(eq=False)
 class _PickledObject:
-    """The object of a class of DCP: the name of the class, and the state that the pickle gives it."""
+    """An object of DCP: the name of its class, and the state that the pickle gives it."""
 
     name: str
     state: Any = field(default_factory=dict)
@@ -133,8 +133,8 @@ class _PickledObject:
 class _Unpickler(pickle._Unpickler):
     """Makes a `_PickledObject` for each object.
 
-    It is the one in Python, whose table of opcodes can be changed; that in C allocates a memo of any size that a file
-    names. The table and the stack are undocumented: the tests of hostile files show whether they still hold.
+    It extends pickle's Python class, whose table of opcodes can be changed; the one in C allocates a memo of any size
+    that a file names. Table and stack are undocumented; the tests of hostile files show whether they have changed.
     """
 
     stack: list[Any]
@@ -183,7 +183,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _metadata(pickled: Any) -> Metadata:
-    """Convert the interpreted pickle to DCP's metadata. Raises any exception if its structure is different."""
+    """Convert the interpreted pickle to DCP's metadata. Raises any exception if the structure is different."""
     state = _state(pickled, "Metadata")
     tensors = {_text(name): _storage(_text(name), value) for name, value in state["state_dict_metadata"].items()}
     places = {}
