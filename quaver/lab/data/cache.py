@@ -1,4 +1,4 @@
-"""The token cache: the tokens of a source and a tokenizer are made once, by one process, while others wait."""
+"""The token cache: one process makes the tokens of a source and a tokenizer, once, while others wait for them."""
 
 import hashlib
 import json
@@ -32,18 +32,18 @@ class TokenCache:
 
     @property
     def entry_folder(self) -> Path:
-        """The place of the entry."""
+        """The path of the entry."""
         return self.folder / self.key
 
     def get(self, build: Build, label: str, total_bytes: int, *, check: bool = False) -> CacheEntry:
-        """Return the entry, made by `build` if it is not there; `label` is shown meanwhile.
+        """Return the entry. If it does not exist, `build` makes it, and `label` is shown meanwhile.
 
-        Of several processes that ask at once, one builds. A damaged entry is made again: one whose entry.json or sizes
-        are wrong, and with `check`, which reads it whole, one with other content. An entry that is whole needs no right
-        to write.
+        Of several processes that ask at once, one builds. An entry whose entry.json or file sizes are wrong is made
+        again; with `check`, which reads all files, also one whose content is wrong. Opening an intact entry writes
+        nothing.
 
         Raises:
-            ValueError: if the folder belongs to another user and this one may write it.
+            ValueError: if the folder belongs to another user, and the current user may write it.
             OSError: if the folder cannot be written or the disk is full; nothing half-written stays.
         """
         self._check_owner()
@@ -110,7 +110,7 @@ class TokenCache:
 
 
 def cache_key(source: TextSource, tokenizer: Tokenizer) -> str:
-    """Return the name of the entry: it changes with the files (names, sizes, times), the tokenizer, and the format."""
+    """Return the name of the entry, which depends on the files (names, sizes, times), the tokenizer and the format."""
     identity = json.dumps([FORMAT, source.identity, tokenizer.digest])
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 

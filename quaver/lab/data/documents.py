@@ -1,4 +1,4 @@
-"""Shared types of all sources of text: files, pieces of documents, and an account of the items that are not text."""
+"""Types of all sources of text: files, pieces of documents, and an account of the items that are not documents."""
 
 import os
 import sysconfig
@@ -43,7 +43,7 @@ class SourceFile:
 
     @property
     def identity(self) -> tuple[str, int, int]:
-        """Differs between versions of the file."""
+        """A value that differs between versions of the file."""
         return self.name, self.size, self.mtime_ns
 
 

@@ -23,13 +23,13 @@ def load_data(config: TrainConfig, progress: CacheProgress | None = None, *, che
     """Return the tokens of `config.data`, from the cache or made now. Every rank may call it; one makes them.
 
     Args:
-        progress: shows what happens while the tokens are made; None for nothing.
+        progress: shows what happens while the tokens are made; None shows nothing.
         check: read the whole cache entry and compare it with its digests.
     Raises:
         FileNotFoundError: if data.path or data.tokenizer does not exist.
-        OSError: if a file cannot be read or the cache not written.
-        ValueError: no text, a split not longer than one sequence, corrupt data if that is refused, a file that is not a
-            tokenizer, or a tokenizer with more tokens than the model.
+        OSError: if a file cannot be read, or the cache cannot be written.
+        ValueError: no text, a split that is not longer than one sequence, corrupt data if data.on_corrupt is refuse, a
+            file that is not a tokenizer, or a tokenizer with more tokens than the model.
     """
     data = config.data
     tokenizer = load_tokenizer(data)
@@ -125,6 +125,6 @@ def _origin(entry: CacheEntry, source: TextSource, data: Data, cache: TokenCache
 
 
 def _digest(about: dict[str, Any]) -> str:
-    """Return one sha256 for the tokens and where documents end in both splits."""
+    """Return one sha256 of the tokens and the ends of documents in both splits."""
     digests = [about["splits"][name][part]["sha256"] for name in SPLITS for part in ("tokens", "ends")]
     return hashlib.sha256("".join([about["dtype"], *digests]).encode()).hexdigest()

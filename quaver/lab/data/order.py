@@ -1,11 +1,11 @@
 """The order of sequences in an epoch: a permutation that is computed, not stored.
 
-A Feistel network of 8 rounds permutes the 4^h numbers of 2h bits; numbers that fall outside the sequences are sent
-through it again until they fall inside ("cycle walking"), at most 64 times in the mean and under 4 times from 16
-sequences on. Every round's key comes from the sha512 of seed and epoch, and its function is the finalizer of splitmix64
-(Steele, Lea and Flood, 2014). The order is made of integer arithmetic alone, so it is the same on every machine and
-with every release of NumPy. Memory: 64 bytes of keys per epoch and about 150 bytes per requested number, independent
-of the number of sequences.
+A Feistel network of 8 rounds permutes the 4^h numbers of 2h bits. Numbers that fall outside the sequences are sent
+through it again until they fall inside ("cycle walking"): on average fewer than 64 times, and fewer than 4 with 16 or
+more sequences. Every round's key comes from the sha512 of seed and epoch, and its function is the finalizer of
+splitmix64 (Steele, Lea and Flood, 2014). The order is made of integer arithmetic alone, so it is the same on every
+machine and with every release of NumPy. Memory: 64 bytes of keys per epoch and about 150 bytes per requested number,
+independent of the number of sequences.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 ROUNDS = 8
 LEAST_HALF_BITS = 3
-"""Halves of fewer bits reach too few of the orders."""
+"""With fewer bits in a half, the network produces too few of the possible orders."""
 
 
 def stream_indices(first: int, amount: int, count: int, seed: int) -> Integers:
@@ -49,7 +49,7 @@ def _keys(seed: int, epoch: int) -> Words:
 
 
 def _permute(numbers: Words, keys: Words, half_bits: int) -> Words:
-    """Send `numbers` [n] through the rounds; `keys` [ROUNDS, n]."""
+    """Send `numbers` [n] through the rounds, with `keys` [ROUNDS, n]."""
     shift, mask = np.uint64(half_bits), np.uint64(2**half_bits - 1)
     left, right = numbers >> shift, numbers & mask
     for key in keys:

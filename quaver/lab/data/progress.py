@@ -1,4 +1,4 @@
-"""How the making of tokens is shown: by whoever loads the data, and by nobody unless they do."""
+"""The progress of making tokens, for the caller of `load_data` to show."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -8,11 +8,11 @@ Advance = Callable[[int], None]
 
 
 class CacheProgress:
-    """Hears what the cache does while a run waits for its tokens; shows nothing."""
+    """Receives what the cache does while a run waits for its tokens, and shows nothing; subclasses show it."""
 
     def say(self, text: str) -> None:
-        """One line: what is done, or waited for."""
+        """Report in one line what the cache does or waits for."""
 
     def reading(self, label: str, total_bytes: int) -> AbstractContextManager[Advance]:
-        """Around the reading of `total_bytes`."""
+        """Return a context manager for the reading of `total_bytes`, which yields the function that counts them."""
         return nullcontext(lambda count: None)

@@ -1,7 +1,7 @@
 """Files of many documents: JSONL, plain or gzipped, and Parquet. Each yields its texts in order.
 
-docs/design/0016-data.md says why not by `datasets`. pyarrow reads without threads: read ahead, the rows before a
-damaged page come or not as the threads happen to run.
+docs/design/0016-data.md says why `datasets` is not used. pyarrow reads without threads: with them, it would depend on
+their timing whether the rows before a damaged page are returned.
 """
 
 import gzip
@@ -94,8 +94,8 @@ def _read_parquet(file: SourceFile, field: str, account: Account, advance: Advan
                     continue
                 if account.is_text(place, value):
                     yield value
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the latter for the name of a column
-        if getattr(error, "errno", None) is not None:  # the system's error, not pyarrow's for a page without meaning
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the name of a column may be no UTF-8
+        if getattr(error, "errno", None) is not None:  # the system's error, not pyarrow's for a damaged page
             raise
         reason = str(error).partition("\n")[0]
         account.add_corrupt(f"{file.name}:{row + 1}", f"not readable as Parquet ({reason})")
@@ -110,7 +110,7 @@ def _has_strings(schema: Any, field: str) -> bool:
 
 
 def _column(parquet: Any, field: str) -> Iterator[Any]:
-    """Yield the values of a column as Arrow scalars, so that one that is not UTF-8 loses no other."""
+    """Yield the values of a column as Arrow scalars, so that no other value is lost if one is not UTF-8."""
     for group in range(parquet.num_row_groups):
         for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[group], columns=[field], use_threads=False):
             yield from batch.column(0)

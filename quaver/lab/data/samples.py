@@ -25,7 +25,7 @@ ALONE = ParallelDims()
 
 @dataclass(frozen=True)
 class Batch:
-    """The input of one forward: `tokens` and, one place ahead, `targets`, both int64 [B, T].
+    """The input of one forward: `tokens`, and `targets`, which are the next tokens; both int64 [B, T].
 
     `documents`, int64 [B, T], numbers the documents of each row from 0; None if attention may cross them.
     """
@@ -48,7 +48,7 @@ class TokenSplit:
     ends: Integers
 
     def sequence_count(self, seq_len: int) -> int:
-        """Sequences of one epoch."""
+        """Return the number of sequences in one epoch."""
         return max(0, len(self.tokens) - 1) // seq_len
 
 
@@ -78,7 +78,7 @@ class TokenData:
     ) -> list[Batch]:
         """Return this rank's fixed validation batches: windows spread evenly over the validation split.
 
-        Where their number does not divide by the data-parallel ranks, each takes all of them.
+        If their number is not a multiple of the data-parallel ranks, each rank takes all of them.
         """
         count = validation.steps * training.local_batch_size
         starts = np.linspace(0, len(self.validation.tokens) - training.seq_len - 1, count).astype(np.int64)
@@ -87,8 +87,8 @@ class TokenData:
 
     def _batches(self, split: TokenSplit, starts: Integers, training: Training, layout: ParallelDims) -> list[Batch]:
         size = training.local_batch_size
-        every = [starts[first : first + size] for first in range(0, len(starts), size)]
-        mine = every[layout.data_parallel_rank :: layout.data_parallel_degree]
+        batches = [starts[first : first + size] for first in range(0, len(starts), size)]
+        mine = batches[layout.data_parallel_rank :: layout.data_parallel_degree]
         return [_batch(split, rows.tolist(), training.seq_len, self.document_mask) for rows in mine]
 
 

@@ -47,10 +47,11 @@ class TextSource:
 
 
 def find_source(data: Data) -> TextSource:
-    """Return the source that `data` names. Only the list of files is read.
+    """Return the source that `data` names. Lists the files, and does not read them.
 
     Raises:
-        FileNotFoundError: if the path does not exist, OSError if a folder cannot be read.
+        FileNotFoundError: if the path does not exist.
+        OSError: if a folder cannot be read.
         ValueError: if pyarrow is missing for Parquet, or data.field is set for plain text.
     """
     files = find_files(data.path)

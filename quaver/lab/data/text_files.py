@@ -19,8 +19,8 @@ _decoder = codecs.getincrementaldecoder("utf-8")
 def read_texts(files: Sequence[SourceFile], account: Account, advance: Advance) -> Iterator[Piece]:
     """Yield the documents of text files in order of their names.
 
-    A tenth of the files is held out: those with the least sha256 of their names, among the files that are text. So
-    every file is read twice; `advance` counts the second time.
+    A tenth of the files is held out: of the text files, those whose names have the lowest sha256. So every file is read
+    twice; `advance` counts the second time.
     """
     texts = [file for file in files if _is_text(file, account)]
     if len(texts) == 1:

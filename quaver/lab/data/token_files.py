@@ -1,4 +1,4 @@
-"""The files of one cache entry: how they are written, opened without being read, and checked.
+"""Writes, opens and checks the files of one cache entry.
 
 An entry is a folder:
 
@@ -38,7 +38,7 @@ ENDS_DTYPE = np.dtype("<i8")
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Report an OSError inside the block as one of writing the cache in `folder`."""
+    """Turn an OSError of the block into one that says that the cache in `folder` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -65,7 +65,7 @@ class SplitWriter:
         self._write(0, tokens)
 
     def end_document(self, eos_id: int) -> None:
-        """Write the end token, and where the document ends."""
+        """Write the end token, and the position where the document ends."""
         self._write(0, [eos_id])
         self._write(1, [self._items[0]])
 

@@ -30,7 +30,7 @@ class Tokenizer:
 
     name: str
     vocab_size: int
-    """Every token is below."""
+    """All tokens are below it."""
     eos_id: int
     """The token that ends a document."""
     digest: str
@@ -64,7 +64,7 @@ def check_vocabulary(tokenizer: Tokenizer, data: Data, model: Model) -> None:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Return the bytes of UTF-8. A 0 byte, which no text contains, ends a document, so 256 tokens are enough."""
+    """Return the tokenizer to bytes of UTF-8. A 0 byte, which no text contains, ends a document: 256 tokens suffice."""
     return Tokenizer(BYTES, 256, 0, BYTES, lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts])
 
 
