@@ -1,4 +1,4 @@
-"""The actions of a run on alarms: show them, stop with a checkpoint, or change the recipe of a linear.
+"""What a run does on an alarm: show it, stop with a checkpoint, or change the recipe of a linear.
 
 The first rank has the record and raises the alarms. After sampled steps it tells the other ranks what to do.
 """
@@ -42,20 +42,20 @@ class RunAlarms:
     def sink(self, sink: LineSink, folder: RunFolder, failures: OutputFailures) -> AlarmSink:
         """Return a sink that passes lines on to `sink` and raises alarms.
 
-        A resumed run recalls earlier bad values, so it changes a recipe in the same step as an uninterrupted run. A run
-        with on_alarm = stop recalls nothing: it could not get past the alarm that stopped it.
+        A resumed run recalls earlier bad values, so it changes a recipe in the same step as an uninterrupted run. With
+        on_alarm = stop it recalls nothing: the alarm that stopped the run would stop it again.
         """
         alarms = Alarms(action=self.config.on_alarm)
         recalls = None if self.config.on_alarm == "stop" else folder.numerics
         files = {"post_mortem": folder.post_mortem, "recalls": recalls}
-        return _RunSink(failures, folder, sink, alarms=alarms, on_event=self._hear, **files)
+        return _RunSink(failures, folder, sink, alarms=alarms, on_event=self._handle, **files)
 
     def take_fallbacks(self) -> dict[str, str]:
         """Return the layers to change now, and forget them."""
         taken, self.fallbacks = self.fallbacks, {}
         return taken
 
-    def _hear(self, event: Alarm | Cleared) -> None:
+    def _handle(self, event: Alarm | Cleared) -> None:
         if isinstance(event, Cleared):
             self.display.line(f"step {event.step}: {event.message}")
             return
@@ -106,7 +106,7 @@ def fall_back(trained: TrainedModel, checkpoints: Checkpointer, layers: dict[str
 
 
 def _module_of(model: nn.Module, name: str) -> str:
-    """Return the name of the linear, or of the experts that own the weight `name`. Raises ValueError for another."""
+    """Return the name of the linear, or of the experts that own the weight `name`. Raises ValueError if none is."""
     modules = dict(model.named_modules())
     for module_name in (name, name.rpartition(".")[0]):
         if isinstance(modules.get(module_name), (nn.Linear, Experts)):

@@ -108,7 +108,7 @@ class Display:
             self._line(record, f"{loss} is a spike: far above the previous losses")
         if record["step"] % self.log_freq == 0:
             norm, speed = f"grad norm {record['grad_norm']:.2f}", f"{record['tokens_per_s']:,.0f} tokens/s"
-            tflops, used = f"{record['tflops']:.3g} TFLOP/s", _used(record, self.peak_source)
+            tflops, used = f"{record['tflops']:.3g} TFLOP/s", _utilization_words(record, self.peak_source)
             self._line(record, "  ".join((loss, norm, memory_words(record), speed, tflops, used)))
 
     def skipped(self, step: int, run: str, why: str) -> None:
@@ -157,7 +157,7 @@ def _is_measured(peak_source: str) -> bool:
     return "measured" in peak_source
 
 
-def _used(record: dict[str, Any], peak_source: str) -> str:
+def _utilization_words(record: dict[str, Any], peak_source: str) -> str:
     """Return the MFU where a data sheet has the peak, else the share of the rates that matmuls reached here."""
     if not _is_measured(peak_source):
         return f"MFU {record['mfu']:.1%}"

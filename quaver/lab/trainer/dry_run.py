@@ -17,7 +17,7 @@ from quaver.lab.data.source import TextSource, find_source
 from quaver.lab.data.tokenizer import check_vocabulary, load_tokenizer
 from quaver.lab.settings import TrainConfig
 from quaver.lab.settings.parallel_dims import ParallelDims, resolve
-from quaver.lab.trainer.flops import LinearPrecision, grouped, linear_precisions
+from quaver.lab.trainer.flops import LinearPrecision, group_linears, linear_precisions
 from quaver.lab.trainer.model import training_flops_per_token
 from quaver.lab.trainer.optimizer import build_optimizer
 from quaver.lab.trainer.parallelize import parallelize
@@ -63,7 +63,7 @@ def dry_run(config: TrainConfig, ranks: int = 1) -> DryRun:
     cpu = torch.device("cpu")
     models = make_models(config, cpu)
     model = next(iter(models.by_name.values()))
-    linears = grouped(linear_precisions(model, config.training.mixed_precision_param, cpu))
+    linears = group_linears(linear_precisions(model, config.training.mixed_precision_param, cpu))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with pretended_mesh(layout) as mesh:
         parallelize(model, config, mesh)

@@ -76,9 +76,8 @@ def convert_chosen(model: nn.Module, config: Float8, decide: ModuleFilter) -> No
     """Convert the modules that `decide` admits, each to the recipe that `config` has for it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "nothing to convert")
-        config_of = partial(linear_config, config)
-        serving = config.serving or None
-        convert_layers(model, config.by_layer, config_of=config_of, serving=serving, module_filter_fn=decide)
+        by_layer, make_config, serving = config.by_layer, partial(linear_config, config), config.serving or None
+        convert_layers(model, by_layer, config_of=make_config, serving=serving, module_filter_fn=decide)
 
 
 def linear_config(config: Float8, recipe: str | None = None) -> Float8LinearConfig:

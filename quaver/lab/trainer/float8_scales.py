@@ -9,7 +9,8 @@
      "nonfinite":       [...]}   tensors with an inf or a NaN, which have no amax
 
 A tensor is named `<linear>.<operand>`; an input that linears share is named after the first one. Tensors that were not
-cast in the step have no entry, nor have tensors without a number (no scale fits an amax of 0), as JSON has no NaN.
+cast in the step have no entry. Numbers that are not finite, such as the scale for an amax of 0, are left out: JSON has
+none.
 """
 
 import math

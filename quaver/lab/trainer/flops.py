@@ -85,7 +85,7 @@ def _matmuls(
     return operands, runs_in
 
 
-def grouped(linears: Iterable[LinearPrecision]) -> list[tuple[LinearPrecision, int]]:
+def group_linears(linears: Iterable[LinearPrecision]) -> list[tuple[LinearPrecision, int]]:
     """Group linears that differ only in their layer's number; return one of each group (number -> *) and its size."""
     groups: dict[str, list[LinearPrecision]] = defaultdict(list)
     for linear in linears:
@@ -115,8 +115,8 @@ def flops_per_token_by_precision(
 def utilization(flops_per_token: dict[str, int], tokens_per_s: float, peak: PeakFlops) -> dict[str, float | None]:
     """Return how well one device is used, in three measures.
 
-    `tflops`: model TFLOP/s. `mfu`: their share of the bfloat16 peak in every precision, so that precisions compare.
-    Both count all of attention, as usual. `mfu_by_precision`: the share with each matmul at the peak of its precision,
+    `tflops`: model TFLOP/s. `mfu`: their share of the bfloat16 peak, in all precisions, so that these compare. Both
+    count all of attention, as is usual. `mfu_by_precision`: the share with each matmul at the peak of its precision,
     without `MASKED` FLOPs, so that no run is above 1; None if a peak is unknown.
 
     Args:

@@ -54,7 +54,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, out_dtype: torch.dtype 
 
 
 def plain_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return PyTorch's RMSNorm of `hidden` [..., D] in its dtype, with everything that autograd saves for it."""
+    """Return PyTorch's RMSNorm of `hidden` [..., D] in its dtype; on a CPU autograd saves intermediate results."""
     # FSDP2 may gather the weight in fewer bits; fused kernels require one dtype.
     return F.rms_norm(hidden, weight.shape, weight.to(hidden.dtype), eps)
 

@@ -149,7 +149,7 @@ def _parts(logits: Tensor, wanted: Tensor) -> Tensor:
         largest.copy_(rows.amax(1))
         base = largest.masked_fill(largest == -torch.inf, 0)  # -inf - -inf would be NaN
         sums.copy_((rows - base[:, None]).exp_().sum(1))
-        index, is_held = _place(words, rows)
+        index, is_held = _locate(words, rows)
         chosen.copy_(torch.where(is_held, rows.gather(1, index), 0)[:, 0])
     return parts
 
@@ -160,11 +160,11 @@ def _gradient(rows: Tensor, wanted: Tensor, top: Tensor, factor: Tensor, share: 
     `factor` is share / sum of exponentials, so the first term is the probabilities times `share`. All are per row.
     """
     grads = (rows - top[:, None]).exp_().mul_(factor[:, None])
-    index, is_held = _place(wanted, rows)
+    index, is_held = _locate(wanted, rows)
     return grads.scatter_(1, index, grads.gather(1, index) - torch.where(is_held, share[:, None], 0))
 
 
-def _place(wanted: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the column of each row's target (0 if another rank has it), and whether it is here; both [rows, 1]."""
+def _locate(wanted: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the column of each row's target, or 0 if another rank has it, and whether it is here; both [rows, 1]."""
     is_held = (wanted >= 0) & (wanted < rows.shape[1])
     return torch.where(is_held, wanted, 0)[:, None], is_held[:, None]

@@ -24,7 +24,7 @@ from quaver.torch_private.memory import storage_key
 
 @dataclass
 class PeakMemory:
-    """The peak bytes of a step and how they were measured; None if they were not. Only `exact` peaks compare."""
+    """The peak bytes of a step and how they were measured; None if they were not. Only `exact` peaks are compared."""
 
     peak_bytes: int | None = None
     exact: bool = False

@@ -23,10 +23,10 @@ from quaver.roofline.device_specs import PeakFlops
 from quaver.runtime.devices import describe
 
 WARMUP_STEPS = 3
-"""First steps without which medians are computed: they compile, allocate and measure memory."""
+"""The first steps, which medians leave out: they compile, allocate and measure memory."""
 
 SPIKE_WINDOW, SPIKE_MIN_STEPS = 64, 16
-"""The largest and smallest numbers of previous losses with which a loss is compared."""
+"""The largest and the smallest number of previous losses with which a loss is compared."""
 MAD_TO_STD = 1.4826
 """Standard deviation / median absolute deviation of a normal distribution: 1 / (sqrt(2) * erfinv(1 / 2))."""
 MIN_RELATIVE_STD = 1e-3

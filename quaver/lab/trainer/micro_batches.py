@@ -41,7 +41,7 @@ def accumulate(model: nn.Module, config: TrainConfig, batches: list[_Batch]) -> 
     elif isinstance(model, FSDPModule):
         stays_gathered = reduce == "last" and config.parallelism.fsdp_reshard_after_forward == "never"
         try:
-            yield _reduced_last(model, batches, reduce, stays_gathered)
+            yield _reduce_last(model, batches, reduce, stays_gathered)
         finally:  # also after an error, for an evaluation
             _set(model, reduce, stays_gathered, is_last=True)
     else:
@@ -49,7 +49,7 @@ def accumulate(model: nn.Module, config: TrainConfig, batches: list[_Batch]) -> 
             yield batches
 
 
-def _reduced_last(model: FSDPModule, batches: list[_Batch], reduce: str, stays_gathered: bool) -> Iterator[_Batch]:
+def _reduce_last(model: FSDPModule, batches: list[_Batch], reduce: str, stays_gathered: bool) -> Iterator[_Batch]:
     for number, batch in enumerate(batches, 1):
         _set(model, reduce, stays_gathered, is_last=number == len(batches))
         yield batch

@@ -146,7 +146,7 @@ def balance_experts(routers: Sequence[Router], load: Tensor, rate: float) -> Non
 
 
 def average_expert_gradients(experts: Sequence[Experts]) -> None:
-    """Divide the gradients of split experts by the number of ranks that split them: expert parallelism sums them."""
+    """Divide the gradients of split experts, which expert parallelism sums, by the number of ranks that split them."""
     for module in experts:
         if module.dispatcher is not None:
             grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]

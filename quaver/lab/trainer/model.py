@@ -44,8 +44,8 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
-    kept = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
-    return frequencies * kept + frequencies / scaling.factor * (1 - kept)
+    share = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)
+    return frequencies * share + frequencies / scaling.factor * (1 - share)
 
 
 def document_attention_mask(documents: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class Attention(nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        # CUDA's kernel with a mask needs as many key as query heads; without it torch saves all scores.
+        # CUDA's kernel for masks needs as many key heads as query heads; otherwise torch saves all scores.
         group = query.shape[1] // key.shape[1]
         key, value = (heads.repeat_interleave(group, dim=1) for heads in (key, value))
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -176,7 +176,7 @@ class Block(nn.Module):
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, mask)
         output = self.mlp(self.post_attention_layernorm(hidden))
         if torch.compiler.is_compiling():
-            # Else Inductor lets each of five readers add both terms again. After the norm, which stays recomputable.
+            # Otherwise Inductor adds again in each of five readers. The norm comes before, and so stays recomputable.
             materialize(hidden.detach(), output.detach())
         return hidden + output
 
@@ -257,8 +257,8 @@ def init_std(name: str, config: Model) -> float:
 def training_flops_per_token(config: Model, seq_len: int) -> int:
     """Return the FLOPs of forward and backward for one token: 6 per weight that multiplies it, and attention.
 
-    A token is multiplied with top_k of the experts. All of attention counts, as usual, although a causal kernel may
-    skip half of it.
+    A token takes top_k of the routed experts. All of attention counts, as is usual, although a causal kernel may skip
+    half of it.
     """
     kv_dim = config.n_kv_heads * config.head_dim
     attention = 2 * config.dim * config.dim + 2 * config.dim * kv_dim

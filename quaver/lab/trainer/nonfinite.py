@@ -26,7 +26,7 @@ class NonFiniteError(RuntimeError):
 class NonFiniteOperand:
     """`operand` is input, weight, bias or output of `module`, or the gradient of one, such as grad_weight.
 
-    `position` is the number of the check, which is the same on every rank: the lowest position of all ranks is first.
+    `position` is the number of the check, which is the same on every rank, so the lowest of all ranks came first.
     """
 
     module: str
@@ -50,7 +50,7 @@ def find_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> No
         {name for name, module in model.named_modules() if isinstance(module, Float8Linear | Float8Experts)}
     )
     model.zero_grad(set_to_none=True)
-    with torch.compiler.set_stance("force_eager"), _hooked(model, search), warnings.catch_warnings():
+    with torch.compiler.set_stance("force_eager"), _hook(model, search), warnings.catch_warnings():
         # The first module of a model has no grad_input.
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         forward_backward()
@@ -58,27 +58,27 @@ def find_nonfinite(model: nn.Module, forward_backward: Callable[[], None]) -> No
         module, _, operand = name.rpartition(".")
         search.check(module, f"grad_{operand}", parameter.grad)
     model.zero_grad(set_to_none=True)
-    return None if search.found is None else replace(search.found, in_float8=search.found_in_float8)
+    return None if search.first is None else replace(search.first, in_float8=search.first_in_float8)
 
 
 @dataclass
 class _NonFiniteSearch:
     float8: set[str]
     """The names of modules that compute in float8."""
-    found: NonFiniteOperand | None = None
-    found_in_float8: NonFiniteOperand | None = None
+    first: NonFiniteOperand | None = None
+    first_in_float8: NonFiniteOperand | None = None
     checks: int = 0
 
     def check(self, module: str, operand: str, values: Any) -> None:
         self.checks += 1
         values = values if isinstance(values, tuple) else (values,)
-        if self.found is not None and (self.found_in_float8 is not None or module not in self.float8):
+        if self.first is not None and (self.first_in_float8 is not None or module not in self.float8):
             return
         if not all(is_finite(value) for value in values):
-            operand_here = NonFiniteOperand(module, operand, self.checks)
-            self.found = self.found or operand_here
+            nonfinite = NonFiniteOperand(module, operand, self.checks)
+            self.first = self.first or nonfinite
             if module in self.float8:
-                self.found_in_float8 = self.found_in_float8 or operand_here
+                self.first_in_float8 = self.first_in_float8 or nonfinite
 
 
 def is_finite(value: Any) -> bool:
@@ -89,7 +89,7 @@ def is_finite(value: Any) -> bool:
 
 
 @contextmanager
-def _hooked(model: nn.Module, search: _NonFiniteSearch) -> Iterator[None]:
+def _hook(model: nn.Module, search: _NonFiniteSearch) -> Iterator[None]:
     """Check the operands of every module that has parameters or no children."""
     handles: list[Any] = []
     for path, module in model.named_modules():

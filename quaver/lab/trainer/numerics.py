@@ -36,7 +36,7 @@ class NumericsLog:
 
 
 def name_of(tensor: dict[str, Any]) -> str:
-    """Return a tensor's name in the loggers: `layers.0.mlp.up_proj.input`, plus the cast if the operand has two."""
+    """Return a tensor's name in the loggers: LAYER.OPERAND, or LAYER.OPERAND.CAST if the operand has two casts."""
     cast = "" if tensor["cast"] in ("both", "result") else f".{tensor['cast']}"
     return f"{tensor['layer']}.{tensor['operand']}{cast}"
 

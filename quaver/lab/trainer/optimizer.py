@@ -37,8 +37,8 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimize
     matrices = [parameter for parameter in parameters if parameter in hidden and parameter.dim() == 2]
     muon: Any = Float8Muon if config.has_float8_states else torch.optim.Muon
     options = {"weight_decay": config.weight_decay, "momentum": config.momentum, "adjust_lr_fn": "match_rms_adamw"}
-    taken = set(matrices)
-    rest = [parameter for parameter in parameters if parameter not in taken]
+    muons = set(matrices)
+    rest = [parameter for parameter in parameters if parameter not in muons]
     muon_optimizer = muon(matrices, lr=config.lr, **options)
     if isinstance(muon_optimizer, Float8Muon):
         muon_optimizer.name_parameters(model)
@@ -53,9 +53,9 @@ def _adamw(parameters: list[nn.Parameter], model: nn.Module, config: Optimizer) 
     betas = (config.beta1, config.beta2)
     if config.has_float8_states:
         embeddings = embeddings_of(model)
-        held = [p for p in groups[0]["params"] if p in embeddings]
+        in_float32 = [p for p in groups[0]["params"] if p in embeddings]
         groups[0]["params"] = [p for p in groups[0]["params"] if p not in embeddings]
-        groups.append({"params": held, "weight_decay": config.weight_decay, **FLOAT32_MOMENTS})
+        groups.append({"params": in_float32, "weight_decay": config.weight_decay, **FLOAT32_MOMENTS})
     # DCP loads a group without parameters without its options, unless it is the last (torch 2.13).
     groups = [group for group in groups if group["params"]]
     if config.has_float8_states:
@@ -82,7 +82,7 @@ def learning_rate(step: int, steps: int, config: Optimizer, schedule: LRSchedule
 
 
 def sum_partial_gradients(model: nn.Module) -> None:
-    """Give each gradient its parameter's placements: norms have partial sums if FSDP2 does not reduce them."""
+    """Give each gradient its parameter's placements: those of norms are partial sums if FSDP2 does not reduce them."""
     for parameter in model.parameters():
         grad = parameter.grad
         if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:

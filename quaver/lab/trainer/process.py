@@ -77,7 +77,7 @@ def stop_signals() -> Iterator[Requests]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    with _handled(numbers, stop):
+    with _handle(numbers, stop):
         _end_with_launcher()
         yield requests
 
@@ -96,12 +96,12 @@ def snapshot_signals() -> Iterator[Requests]:
     def count(_signal: int, _frame: FrameType | None) -> None:
         requests.snapshots += 1
 
-    with _handled((signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else (), count):
+    with _handle((signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else (), count):
         yield requests
 
 
 @contextmanager
-def _handled(numbers: tuple[signal.Signals, ...], handler: "signal._HANDLER") -> Iterator[None]:
+def _handle(numbers: tuple[signal.Signals, ...], handler: "signal._HANDLER") -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return

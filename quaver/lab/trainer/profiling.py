@@ -6,7 +6,7 @@
                                                                for https://pytorch.org/memory_viz
 
 docs/profiling.md describes the files. Ranks do not wait for each other here: a write error is kept, and ends the run on
-all ranks after the step. SIGUSR1 asks one rank for snapshots.
+all ranks after the step. SIGUSR1 asks the rank that receives it for snapshots.
 """
 
 import gzip
@@ -57,7 +57,7 @@ class Profiler:
         if self._config.profiling.enable_memory_snapshot:
             self._requests = self._stack.enter_context(snapshot_signals())
             if is_cuda_device(self._device):
-                self._stack.enter_context(_recorded_history(self._device))
+                self._stack.enter_context(_record_history(self._device))
         return self
 
     def __exit__(
@@ -148,7 +148,7 @@ class Profiler:
 
 
 @contextmanager
-def _recorded_history(device: torch.device) -> Iterator[None]:
+def _record_history(device: torch.device) -> Iterator[None]:
     record_memory_history(max_entries=MAX_HISTORY_ENTRIES, device=device)
     try:
         yield

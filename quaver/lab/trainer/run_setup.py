@@ -73,7 +73,7 @@ def set_up_run(config: TrainConfig, ranks: Ranks) -> RunSetup:
     Raises:
         ValueError: a setting does not fit.
         OSError: a path cannot be read.
-        NotImplementedError: a known gap.
+        NotImplementedError: quaver does not support the settings.
         MissingDeviceError: the device does not exist here.
     """
     _check_recordable(config)
@@ -121,8 +121,8 @@ def make_models(config: TrainConfig, device: torch.device) -> Models:
     """Make the models of a run on the meta device, and convert the float8 model.
 
     Raises:
-        ValueError: a filter matches nothing, or tensor parallelism cuts blocks.
-        NotImplementedError: a known gap.
+        ValueError: a filter matches nothing, or tensor parallelism cuts blocks of a recipe.
+        NotImplementedError: quaver does not support the settings.
     """
     precision = config.training.mixed_precision_param
     models = {precision: _meta_model(config)}

@@ -49,15 +49,15 @@ def open_surveyed(path: Path, *, data: str | None, sequences: int, seq_len: int 
         sequences: the number of sequences in the batch.
         seq_len: their length; None for the run's.
     Raises:
-        OSError, ValueError, NotImplementedError: `path` is neither, or is damaged, or the data does not fit.
+        OSError, ValueError, NotImplementedError: `path` is none of these, or is damaged, or the data does not fit.
     """
     if not path.is_dir():
         raise FileNotFoundError(
             f"--model must be a run or a Hugging Face folder, got {str(path)!r}, which is no folder"
         )
     checkpoint = checkpoint_of(path)
-    open_it = _open_huggingface if checkpoint is None else _open_run
-    return open_it(checkpoint or path, data, sequences, seq_len)
+    open_path = _open_huggingface if checkpoint is None else _open_run
+    return open_path(checkpoint or path, data, sequences, seq_len)
 
 
 def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int | None) -> Surveyed:
@@ -68,7 +68,7 @@ def _open_run(checkpoint: Path, data: str | None, sequences: int, seq_len: int |
     config = build_config(sections)
     model = run_source(checkpoint, recipe="tensorwise").high_precision_model()
     typing.cast(Llama, model).model.residual_dtype = getattr(torch, config.training.residual_stream_dtype)
-    return _surveyed(model, config, _with_batch(config, data, sequences, seq_len), can_train=True)
+    return _make_surveyed(model, config, _with_batch(config, data, sequences, seq_len), can_train=True)
 
 
 def _open_huggingface(folder: Path, data: str | None, sequences: int, seq_len: int | None) -> Surveyed:
@@ -79,7 +79,7 @@ def _open_huggingface(folder: Path, data: str | None, sequences: int, seq_len: i
     except NotImplementedError:  # of another architecture, which transformers trains
         shape, can_train = Model(vocab_size=int(about["vocab_size"])), False
     config = replace(TrainConfig(), model=shape, data=Data(tokenizer=_tokenizer(folder)))
-    return _surveyed(model, config, _with_batch(config, data, sequences, seq_len), can_train=can_train)
+    return _make_surveyed(model, config, _with_batch(config, data, sequences, seq_len), can_train=can_train)
 
 
 def _tokenizer(folder: Path) -> str:
@@ -93,7 +93,7 @@ def _with_batch(config: TrainConfig, data: str | None, sequences: int, seq_len: 
     return replace(config, training=training, data=replace(config.data, path=data or config.data.path))
 
 
-def _surveyed(model: nn.Module, config: TrainConfig, batch_config: TrainConfig, *, can_train: bool) -> Surveyed:
+def _make_surveyed(model: nn.Module, config: TrainConfig, batch_config: TrainConfig, *, can_train: bool) -> Surveyed:
     training = batch_config.training
     (batch,) = load_data(batch_config).step_batches(training, 0)
     model.train()

@@ -48,7 +48,7 @@ VARIANTS_OF_A_BLOCK = 8
 
 
 def train(run: TrainingRun) -> dict[str, Any]:
-    """Train every model to the last step and return the summary, which the run folder has as summary.json.
+    """Train every model to the last step, and return the summary, which is also written to summary.json.
 
     Ctrl-C, SIGTERM or SIGHUP on any rank ends the run on all ranks after the current step, with status "interrupted"
     and with a checkpoint if checkpoints are enabled. An alarm with numerics.on_alarm = stop does the same with status
@@ -72,7 +72,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
     status, error, waits, is_writable, failures = "failed", None, True, True, OutputFailures(run.ranks)
     try:
         deterministic = determinism(run.config.training.deterministic)
-        with deterministic, _compiles(run), _outputs(run, failures) as outputs, stop_signals() as requests:
+        with deterministic, _raise_limit(run), _open_outputs(run, failures) as outputs, stop_signals() as requests:
             _introduce(run, outputs.display)
             _train_steps(run, outputs, requests)
             reason = run.ranks.gather(outputs.alarms.reason)[0]
@@ -100,7 +100,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
     return summary
 
 
-def _compiles(run: TrainingRun) -> AbstractContextManager[Any]:
+def _raise_limit(run: TrainingRun) -> AbstractContextManager[Any]:
     """Raise Dynamo's recompile limit to what a run needs: with recipes per layer no two blocks share compiled code."""
     if not run.config.training.compile:
         return nullcontext()
@@ -113,7 +113,7 @@ def _compiles(run: TrainingRun) -> AbstractContextManager[Any]:
 
 
 def _train_steps(run: TrainingRun, outputs: "Outputs", requests: Requests) -> None:
-    """Train until the last step, a signal or a write error on any rank, and then save."""
+    """Train to the last step, or to a signal, an alarm or a write error on any rank; then save, or raise the error."""
     config, progress = run.config, run.progress
     while progress.step < config.training.steps:
         has_failed = run.checkpoints.failed or bool(outputs.failures.first)
@@ -126,7 +126,7 @@ def _train_steps(run: TrainingRun, outputs: "Outputs", requests: Requests) -> No
             if progress.step % config.validation.freq == 0 or progress.step == config.training.steps:
                 _validate(run, progress.step, outputs)
         except NonFiniteError as error:
-            raise NonFiniteError(f"{error}{_saved_before(run, error)}") from error
+            raise NonFiniteError(f"{error}{_save_last_finite(run, error)}") from error
         if run.checkpoints.is_due(progress.step):
             run.checkpoints.save(progress, run.models)
     outputs.failures.raise_on_all_ranks()
@@ -172,8 +172,8 @@ def _train_step(run: TrainingRun, step: int, outputs: "Outputs") -> None:
     progress.consumed_sequences += training.step_batch_size
 
 
-def _saved_before(run: TrainingRun, error: NonFiniteError) -> str:
-    """Save the run after its last finite step, if it can continue from there. Return the end of the error's message.
+def _save_last_finite(run: TrainingRun, error: NonFiniteError) -> str:
+    """Save the run after its last finite step, if it can continue from there, and return the end of the message.
 
     Non-finite weights are not saved, because the new checkpoint would replace an older one.
     """
@@ -239,7 +239,7 @@ class Outputs:
 
 
 @contextmanager
-def _outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs]:
+def _open_outputs(run: TrainingRun, failures: OutputFailures) -> Iterator[Outputs]:
     folder, config = run.folder, run.config.metrics
     with ExitStack() as stack:
         loggers: list[Logger] = []

@@ -79,8 +79,8 @@ class TrainedModel:
     `precision` is `name`, unless float8.high_precision_schedule runs matmuls of the step in high precision: then it is
     the high-precision dtype if all matmuls do, else both names. Times and memory of such steps are not recorded.
 
-    Each rank has its shard of the model and of the batches. Every method is a collective: all ranks must call it, in
-    the same order. The results are the same on all ranks, except for times.
+    Each rank has its shard of the model and of the batches. `train_step`, `validate` and `precompute_scales` are
+    collectives: all ranks must call them, in the same order. Results are the same on all ranks, except for times.
     """
 
     name: str
@@ -123,10 +123,8 @@ class TrainedModel:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about surprises of this setup.
-
-        They tell about tokens sent to experts of other ranks, about weights rounded before their cast, and after a step
-        about a training.compile that compiled nothing.
+        """Sentences about tokens sent to other ranks' experts, weights rounded before their cast, and, after a step, a
+        training.compile that compiled nothing.
         """
         split = [(experts, experts.dispatcher) for experts in self._experts if experts.dispatcher is not None]
         notes = list(dict.fromkeys(dispatcher.note(experts) for experts, dispatcher in split))
@@ -219,9 +217,9 @@ class TrainedModel:
         """Accumulate the gradients of the mean loss over `batches`, and return the loss (float32, detached)."""
         graphs = self._graph_count()
         loss_sum = torch.zeros((), device=self.device)
-        once = self.ranks.is_alone or self.config.float8.cast_weights_once
+        casts_once = self.ranks.is_alone or self.config.float8.cast_weights_once
         with (
-            cast_weights_once(self.model) if once else nullcontext(),
+            cast_weights_once(self.model) if casts_once else nullcontext(),
             accumulate(self.model, self.config, list(batches)) as micro_batches,
         ):
             for batch in micro_batches:
@@ -260,7 +258,7 @@ class TrainedModel:
             self.precision = f"{self.name} and {high_precision}"
 
     def _skip(self, step: int, batches: Sequence[Batch], loss: float, grad_norm: float) -> str:
-        """Discard a non-finite step, and return where it began. Raises NonFiniteError if the run must stop."""
+        """Discard a non-finite step, and say where it became so. Raises NonFiniteError if the run must stop."""
         training = self.config.training
         where = self._find_nonfinite(step, batches, loss, grad_norm)
         self.scaling.forget_observed()

@@ -207,7 +207,7 @@ def test_import_takes_a_tied_projection_that_is_stored_and_refuses_another(copy,
 def test_import_holds_one_tensor_at_a_time(hf, tmp_path, monkeypatch):
     memories: list[StorageWeakRef] = []
     most = 0
-    resolve = weights._Copy.resolve_data
+    resolve = weights._LazyPlanner.resolve_data
 
     def counted(self: Any, item: Any) -> Tensor:
         nonlocal most
@@ -216,7 +216,7 @@ def test_import_holds_one_tensor_at_a_time(hf, tmp_path, monkeypatch):
         most = max(most, sum(not each.expired() for each in memories))
         return tensor
 
-    monkeypatch.setattr(weights._Copy, "resolve_data", counted)
+    monkeypatch.setattr(weights._LazyPlanner, "resolve_data", counted)
     convert("hf-to-quaver", hf("plain"), tmp_path / "out")
     assert len(memories) == 21
     assert most <= 2  # the one before, until the next one is there

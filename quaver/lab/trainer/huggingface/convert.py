@@ -76,11 +76,11 @@ def import_hf(folder: Path, out: Path, dtype: str = "float32") -> Model:
     """Write the Hugging Face model in `folder` as the new checkpoint `out`; memory holds one tensor at a time.
 
     Args:
-        dtype: float32 or bfloat16; of the stored weights.
+        dtype: the dtype of the stored weights, float32 or bfloat16.
     Raises:
         FileExistsError: `out` exists.
         OSError: a file is missing or cannot be read, or `out` cannot be made.
-        ValueError: the files are damaged or do not fit.
+        ValueError: the files are damaged or do not fit the config.
         NotImplementedError: quaver's Llama does not support the model.
         NotWrittenError: the weights cannot be written.
     """
@@ -120,12 +120,12 @@ def export_hf(
 
     Args:
         checkpoint: a checkpoint, or a run, whose last checkpoint is taken.
-        dtype: float32 or bfloat16, the dtype of the written weights, which are rounded to nearest even.
+        dtype: the dtype of the written weights, float32 or bfloat16; they are rounded to nearest even.
         max_shard_bytes: the largest size of a file that has more than one tensor. Memory holds one file.
         tokenizer: a folder with tokenizer files to copy.
     Raises:
         FileExistsError: `out` exists.
-        OSError: this is not a checkpoint, `tokenizer` has no tokenizer, or `out` cannot be made.
+        OSError: `checkpoint` is none, `tokenizer` has no tokenizer, or `out` cannot be made.
         ValueError: the checkpoint has no such model, or tensors are missing or have other shapes than its config says.
         CheckpointError: its files are damaged.
         NotWrittenError: the weights cannot be written.

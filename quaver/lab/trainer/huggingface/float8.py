@@ -41,7 +41,7 @@ def run_source(
         OSError, ValueError, CheckpointError: for the reasons of `export_hf`, or if a recipe is needed and missing.
     """
     checked = open_checkpoint(checkpoint, name)
-    config, converted = _section(checked, Float8), _converted(checked)
+    config, converted = _section(checked, Float8), _decisions(checked)
     if recipe is None and not converted:
         raise ValueError(
             f"the model {checked.weights.name!r} was trained in high precision: give the recipe whose codes to export, "
@@ -54,7 +54,7 @@ def run_source(
         )
     with torch.device("meta"):
         model = Llama(checked.model)
-    decide = partial(_as_in_the_run, converted) if converted else skip_names(filter_fqns)
+    decide = partial(_decide_as_run, converted) if converted else skip_names(filter_fqns)
     if recipe is None:
         convert_chosen(model, config, decide)
     else:
@@ -88,7 +88,7 @@ def _section(checked: CheckedModel, kind: type[S]) -> S:
     return kind(**settings)
 
 
-def _converted(checked: CheckedModel) -> dict[str, FilterDecision]:
+def _decisions(checked: CheckedModel) -> dict[str, FilterDecision]:
     """Return the run's decision about each linear; empty for a model that it did not convert."""
     report = checked.record.get("conversion_report")
     if not report or checked.weights.name in ("bfloat16", "float32", "float16"):
@@ -96,7 +96,7 @@ def _converted(checked: CheckedModel) -> dict[str, FilterDecision]:
     return {layer["name"]: FilterDecision(layer["converted"], layer["reason"]) for layer in report["layers"]}
 
 
-def _as_in_the_run(converted: dict[str, FilterDecision], module: nn.Module, name: str) -> FilterDecision:
+def _decide_as_run(converted: dict[str, FilterDecision], module: nn.Module, name: str) -> FilterDecision:
     return converted[name if name in converted else f"{name}.down_proj"]  # experts are listed by weight
 
 

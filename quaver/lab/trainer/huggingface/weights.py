@@ -75,17 +75,17 @@ class CheckpointWeights(Mapping[str, Tensor]):
         """`folder` is the model's folder in a checkpoint that `open_checkpoint` has checked."""
         self._reader = CheckpointReader(folder)
         stored: dict[str, Any] = read_metadata(self._reader).state_dict_metadata
-        self._like = {
+        self._meta = {
             name: tensor.to(stored[f"model.{name}"].properties.dtype) for name, tensor in stored_state(model).items()
         }
         self._names = _names(model)
-        self._owners = {part: name for name in self._like for part in self._names.stored_names(name)}
-        """The name in the checkpoint of the tensor that contains a tensor of the files."""
+        self._owners = {part: name for name in self._meta for part in self._names.stored_names(name)}
+        """For each tensor of the files, the name of the checkpoint's tensor that contains it."""
         self._last: tuple[str, dict[str, Tensor]] = "", {}
 
     def stored(self, name: str) -> Tensor:
         """Return a tensor by its name in the checkpoint, which has all experts of a layer in one tensor."""
-        tensor = torch.empty_like(self._like[name], device="cpu")
+        tensor = torch.empty_like(self._meta[name], device="cpu")
         load_state({f"model.{name}": tensor}, self._reader)
         return tensor
 
@@ -112,7 +112,7 @@ def write_weights(weights: Mapping[str, Tensor], folder: Path, model: Model, dty
     # A file for each tensor: torch holds all tensors of a file until it is written. new_folder syncs.
     writer = FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)
     try:
-        save({"model": meta_state(model, dtype)}, storage_writer=writer, planner=_Copy(weights, model))
+        save({"model": meta_state(model, dtype)}, storage_writer=writer, planner=_LazyPlanner(weights, model))
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         if not isinstance(cause, Exception):  # Ctrl-C
@@ -120,7 +120,7 @@ def write_weights(weights: Mapping[str, Tensor], folder: Path, model: Model, dty
         raise NotWrittenError(f"cannot write the weights to {str(folder)!r}: {reason(error)}") from error
 
 
-class _Copy(DefaultSavePlanner):
+class _LazyPlanner(DefaultSavePlanner):
     """Reads a tensor when the writer asks for it, so that memory never holds the whole model."""
 
     def __init__(self, weights: Mapping[str, Tensor], model: Model) -> None:
@@ -128,9 +128,9 @@ class _Copy(DefaultSavePlanner):
         self._weights, self._tied, self._names = weights, model.tie_word_embeddings, _names(model)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        like = self.lookup_object(write_item.index)
+        target = self.lookup_object(write_item.index)
         name = write_item.index.fqn.removeprefix("model.")
         stored = EMBEDDING if self._tied and name == HEAD else name
         if stored in self._names.stacks:
-            return self._names.read_stack(stored, like.shape, like.dtype, self._weights.__getitem__)
-        return self._weights[stored].to(like.dtype)
+            return self._names.read_stack(stored, target.shape, target.dtype, self._weights.__getitem__)
+        return self._weights[stored].to(target.dtype)
