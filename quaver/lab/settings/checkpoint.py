@@ -1,4 +1,4 @@
-"""[checkpoint]: when a run is saved, and what it begins from."""
+"""[checkpoint]: when a run is saved, and from which weights it begins."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Reads a TrainConfig from TOML and the command line, and writes the resolved one back.
 
-Both sources become one nested dict of plain values, in which the command line wins; then the dataclasses are made once,
-so a bad value has one message wherever it came from.
+Both sources become one nested dict of plain values, in which the command line wins. Then the dataclasses are made once,
+so a bad value has the same message wherever it came from.
 """
 
 import tomllib
@@ -38,7 +38,7 @@ def read_toml(path: Path) -> Sections:
         fix = "is a folder; give its config.toml" if path.is_dir() else "does not exist; give the path of a TOML file"
         raise FileNotFoundError(f"config file {str(path)!r} {fix}")
     try:
-        sections = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors of Windows write a BOM
+        sections = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a BOM
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"config file {str(path)!r} is not valid TOML: {error}") from error
     for section, values in sections.items():
@@ -56,7 +56,7 @@ def build_config(sections: Sections) -> TrainConfig:
 
 
 def changed_settings(config: TrainConfig) -> Sections:
-    """Return the settings that differ from their defaults, by section. `build_config` makes `config` from them."""
+    """Return the settings that differ from their defaults, by section; `build_config` makes an equal config of them."""
     sections = {name: getattr(config, name) for name in hints_of(TrainConfig)}
     changed = {
         name: {

@@ -1,4 +1,4 @@
-"""[data] and [validation]: the text, how it becomes tokens, and how often a part of it measures the model."""
+"""[data] and [validation]: the text, how it becomes tokens, and how often the model is validated on a part of it."""
 
 from dataclasses import dataclass
 from typing import Annotated

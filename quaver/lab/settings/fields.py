@@ -36,7 +36,7 @@ _BOUND_WORDS = {
     "less_than": "below {lt}",
     "finite_number": "finite",
 }
-"""What a value must be, by pydantic's type of the error."""
+"""What a value must be, by the type of pydantic's error."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def hints_of(kind: Any) -> dict[str, Any]:
     return _hints(kind)
 
 
-@cache  # mypy calls a dataclass unhashable unless it is typed as Any
+@cache  # mypy takes a dataclass for unhashable unless it is typed as Any
 def _hints(kind: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in fields(kind)}

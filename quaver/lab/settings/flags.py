@@ -84,7 +84,7 @@ def split_flags(kind: type, words: Iterable[str]) -> tuple[Values, list[str]]:
         ValueError: a flag has no value, or an argument is missing.
     """
     parser = _Parser(kind)
-    values, rest = parser.parse_known_intermixed_args(list(parser.spelled(words)))
+    values, rest = parser.parse_known_intermixed_args(list(parser.spell(words)))
     return vars(values), rest
 
 
@@ -123,11 +123,11 @@ class _Parser(ArgumentParser):
         self._add(self.add_argument, kind, "")
 
     def error(self, message: str) -> NoReturn:
-        """Raise ValueError in place of the end of the process."""
+        """Raise ValueError, where argparse would end the process."""
         raise ValueError(message.removeprefix("argument "))
 
-    def spelled(self, words: Iterable[str]) -> Iterator[str]:
-        """The words with each flag in the one spelling that argparse knows, and with the value of each boolean."""
+    def spell(self, words: Iterable[str]) -> Iterator[str]:
+        """Yield the words, each flag in the one spelling that argparse knows, and with the value of each boolean."""
         for word, after in itertools.pairwise([*words, ""]):
             flag, equals, text = word.partition("=")
             flag = self._spellings.get(flag.replace("-", "_"), flag)

@@ -16,7 +16,7 @@ def read_json(path: Path, kind: TypeAdapter[T], fix: str) -> T:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: one line that names the file and the first field that is wrong, and ends with `fix`.
+        ValueError: the file is damaged. One line names the file and the first field that is wrong, and ends with `fix`.
     """
     if not path.is_file():  # reading a FIFO would block
         raise FileNotFoundError(f"{str(path)!r} is not a file; {fix}")

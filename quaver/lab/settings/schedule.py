@@ -45,7 +45,7 @@ class ScheduleEntry:
 
     @classmethod
     def parse(cls, text: str) -> "ScheduleEntry":
-        """Raises ValueError for another form."""
+        """Parse an entry. Raises ValueError for any other form."""
         part, colon, where = text.partition(":")
         matches = [_RANGE.fullmatch(words.strip()) for words in where.split(" in ")]
         ranges = {match[4]: Range(match[1] == "last", int(match[2]), bool(match[3])) for match in matches if match}

@@ -25,7 +25,7 @@ REDUCE = ("every", "last", "last_all_reduce")
 _Beta = Annotated[float, Ge(0), Lt(1)]
 
 MOST_SECONDS = 10**7
-"""Four months; timers of the system overflow at much more."""
+"""Four months. Timers of the system overflow at much longer times."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Training(Settings, section="training"):
     )
     max_nonfinite_steps: AtLeast1 = setting(10, "skip: steps in a row before the run ends.")
     deterministic: bool = setting(
-        False, "Only algorithms that repeat to the bit; CPUs always do (short: --deterministic)."
+        False, "Use deterministic algorithms only, which CPUs always do (short: --deterministic)."
     )
 
     def check(self) -> None:
@@ -232,7 +232,7 @@ class Comm(Settings, section="comm"):
     """Communication between ranks."""
 
     float8_gradients: bool = setting(
-        False, "FSDP2 reduces gradients as e4m3 codes, a float32 scale for 256, which arrive to be added up in float32."
+        False, "FSDP2 sends gradients as e4m3 codes with a float32 scale per 256, and adds them up in float32."
     )
     train_timeout_seconds: Annotated[int, Ge(1), Le(MOST_SECONDS)] = setting(
         300, "Seconds until a waiting collective ends the run with an error."
