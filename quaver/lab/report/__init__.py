@@ -1,1 +1,1 @@
-"""The report of a run: what happened, and whether its float8 numerics are healthy, or where and since when not."""
+"""The report of a run: what happened, whether its float8 numerics are healthy, and if not, where and since when."""

@@ -30,7 +30,7 @@ def memory_curves(run: RunData) -> tuple[str, list[Curve]]:
 
 
 def size(size_bytes: float) -> str:
-    """Format a size, such as "3.00 GiB"."""
+    """Format a size, such as "3.25 GiB"."""
     unit_bytes, unit = unit_of(int(size_bytes))
     return f"{size_bytes / unit_bytes:.4g} {unit}"
 

@@ -22,7 +22,7 @@ Limits = dict[str, tuple[float, float]]
 
 
 def limits_of(records: Sequence[Record]) -> Limits:
-    """Return the color scale of each statistic that a run has; it is the same for all runs."""
+    """Return the ends of the color scale of each statistic that a run has; they are the same for all runs."""
     limits = {}
     for statistic in STATISTICS:
         runs = [record.statistics[statistic.name] for record in records if statistic.name in record.statistics]
@@ -35,7 +35,7 @@ def maps_of(record: Record, alarms: Sequence[dict[str, Any]], limits: Limits, sh
     """Return the heat maps of a run, ready for JSON.
 
     Args:
-        alarms: from `alarms_of`. The histograms at which they began are included.
+        alarms: from `alarms_of`. The histograms of the steps at which they began are included.
         limits: from `limits_of` for all runs of the page.
         share: the run's share of the page's bytes.
     """
@@ -139,7 +139,7 @@ def _histograms(record: Record, alarms: Sequence[dict[str, Any]], most_bytes: in
 
     If the last sample exceeds the limit by itself, only the tensors with the lowest SQNR are included.
     """
-    kept: list[list[Any]] = []
+    rows: list[list[Any]] = []
     if record.histograms and record.tensors:
         samples = sorted(record.histograms)
         bins = record.histograms[samples[-1]].before.shape[1]
@@ -147,8 +147,8 @@ def _histograms(record: Record, alarms: Sequence[dict[str, Any]], most_bytes: in
         chosen = {samples[round(at)] for at in np.linspace(len(samples) - 1, 0, number)}
         tensors = _worst_tensors(record, max(1, most_bytes // (2 * bins * len(chosen))))
         wanted = {(at, tensor) for at in chosen for tensor in tensors} | _alarm_histograms(record, samples, alarms)
-        kept = [_counts(record, at, tensor) for at, tensor in sorted(wanted)]
-    return {"samples": len(record.histograms), "kept": [row for row in kept if row[3]]}
+        rows = [_counts(record, at, tensor) for at, tensor in sorted(wanted)]
+    return {"samples": len(record.histograms), "kept": [row for row in rows if row[3]]}
 
 
 def _worst_tensors(record: Record, most: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Makes the heat maps of a run small enough for a page: merges samples and tensors, and keeps the worst value."""
+"""Makes the heat maps of a run small enough for a page: merged samples and tensors show their worst value."""
 
 from __future__ import annotations
 

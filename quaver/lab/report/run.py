@@ -59,7 +59,7 @@ _CONVERSION, _START = TypeAdapter(Conversion), TypeAdapter(Start)
 
 @dataclass(frozen=True)
 class RunData:
-    """The records that a run's folder has.
+    """The records in the folder of a run.
 
     Attributes:
         label: the name of its folder.

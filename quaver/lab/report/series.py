@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 MOST_COLUMNS = 750
-"""Columns of a thinned curve. Each keeps its lowest and highest points."""
+"""Columns of a thinned curve. Each keeps its lowest and its highest point."""
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ class Statistic:
 
     Attributes:
         name: its key in the record.
-        title, unit: the words that the page shows.
+        title, unit: as the page shows them.
         is_low_worse: whether a lower value is worse.
         scale: the color scale: "linear", "log2" or "log10". A logarithmic scale marks zero by a separate byte.
-        bounds: the widest color scale, after `scale` is applied. The values of the runs narrow it.
+        bounds: the widest range of the color scale, after `scale` is applied. The values of the runs narrow it.
         shown: formats a value as text.
     """
 

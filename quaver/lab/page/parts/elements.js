@@ -47,7 +47,7 @@ function fill(element, properties, children) {
   return element;
 }
 
-/** An element; strings among `children` and `text` become text, never markup. */
+/** Makes an element. `text` and the strings among `children` become text, never markup. */
 function make(tag, properties = {}, ...children) {
   return fill(document.createElement(tag), properties, children);
 }
@@ -71,21 +71,21 @@ function swatch(color) {
   return box;
 }
 
-/** Steps of 1, 2 or 5 for about `number` lines up to `highest`. */
+/** The distance, 1, 2 or 5 times a power of ten, of about `number` lines up to `highest`. */
 function niceStep(highest, number) {
   const rough = highest / number;
   const power = 10 ** Math.floor(Math.log10(rough));
-  return [1, 2, 5, 10].find((each) => each * power >= rough) * power;
+  return [1, 2, 5, 10].find((factor) => factor * power >= rough) * power;
 }
 
-/** Shows the tip of a plot beside `x`, inside of the plot. */
+/** Shows the tip of a plot beside `x`, inside the plot. */
 function placeTip(tip, x, widthPx) {
   tip.hidden = false;
   const left = x > widthPx / 2 ? x - tip.offsetWidth - 10 : x + 10;
   tip.style.left = `${Math.max(0, Math.min(widthPx - tip.offsetWidth, left))}px`;
 }
 
-/** The result of `build` for a run, with a choice if there are two. */
+/** The element that `build` makes for a run, with a choice of the run if there are several. */
 function ofRuns(name, runs, build) {
   const place = make("div");
   const show = (at) => place.replaceChildren(build(runs[at]).element);

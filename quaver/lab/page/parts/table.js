@@ -3,10 +3,10 @@ const MOST_ROWS = 50;
 /**
  * A table that can be sorted by each column, and filtered.
  *
- * columns: {key, label, kind, read, show}: `read(row)` is what is sorted and searched, a number or a text; `show(row)`
- * gives the cell's children, the text by default; kind "number" stands right, and its highest comes first.
- * rows: objects; `folded`: the same with alike layers as one, where there is such a thing. Of more than `most` rows
- * the first are shown, until all are asked for.
+ * columns: {label, kind, read, show}. `read(row)` returns a number or a text, which is sorted and searched; `show(row)`
+ * returns the cell's children, by default that text. Numbers, of kind "number", stand right and sort highest first.
+ * rows: objects. folded: the same rows with similar layers merged, or null. most: the rows to show until all are asked
+ * for.
  */
 class SortedTable {
   constructor({ name, caption, columns, rows, folded = null, bytes = null, marked = null, filtered = true, most = MOST_ROWS }) {
@@ -33,7 +33,7 @@ class SortedTable {
     })];
     const names = [...new Set(this.unfolded.map((row) => row.category).filter(Boolean))];
     if (names.length > 1) {
-      const options = [["", "all"], ...names.map((each) => [each, words(each)])];
+      const options = [["", "all"], ...names.map((category) => [category, words(category)])];
       parts.push(make("label", { for: `${name}-category`, text: "Category" }), make("select", {
         id: `${name}-category`, onchange: (event) => this.change({ category: event.target.value }),
       }, ...options.map(([value, text]) => make("option", { value, text }))));

@@ -4,7 +4,7 @@ function bytesOf(base64) {
   return Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
 }
 
-/** A number that is not negative in three digits. */
+/** A non-negative number with three digits. */
 function short(value) {
   if (value === 0) return "0";
   return value >= 1e-3 && value < 1e5 ? String(Number(value.toPrecision(3))) : value.toExponential(1);
@@ -14,7 +14,7 @@ function percent(part) {
   return part >= 1e-4 ? `${Number((100 * part).toPrecision(3))}%` : short(part);
 }
 
-/** What a byte of a heat map says. */
+/** The value that a byte of a heat map stands for, as text. */
 function valueText(statistic, byte) {
   if (byte === MISSING) return "no value";
   if (byte === NOT_A_NUMBER) return "not finite";
@@ -66,7 +66,7 @@ class Cells {
     return new Map(map.rows.map((row, at) => [this.rows[row].key, bytes.subarray(at * width, (at + 1) * width)]));
   }
 
-  /** The bytes of a row; of a cast for both directions where another run has one for each. */
+  /** The bytes of a row, or of the cast for both directions if only other runs have a cast for each direction. */
   line(statistic, key) {
     const map = this.maps[statistic];
     return map?.get(key) ?? map?.get(bothOf(key));
@@ -95,12 +95,12 @@ class Cells {
   }
 }
 
-/** The key of a row's cast for both directions. */
+/** The key of a row with the cast for both directions. */
 function bothOf(key) {
   return key.replace(/ (row|column)$/gm, " both");
 }
 
-/** The rows of all runs in the order of the run with the most; a cast for both directions gives way to those for each. */
+/** The rows of all runs, in the order of the run with the most. Casts for each direction replace the cast for both. */
 function joinedRows(runs) {
   const lists = runs.map(({ cells }) => cells.rows).sort((a, b) => b.length - a.length);
   const rows = new Map(lists.flat().map((row) => [row.key, row]));
@@ -108,7 +108,7 @@ function joinedRows(runs) {
   return [...rows.values()];
 }
 
-/** The cast is said where an operand has one of its own for each direction. */
+/** The name of a tensor, with its cast if the operand has one for each direction. */
 function tensorName(layer, operand, cast) {
   return `${layer} ${words(operand)}${cast === "row" || cast === "column" ? ` (${cast})` : ""}`;
 }
@@ -122,7 +122,7 @@ function rowOf(tensors) {
   const { operand, cast, form, name } = tensors[0];
   const isOne = tensors.length === 1;
   return {
-    tensors, operand, cast, form, key: tensors.map((each) => each.key).join("\n"),
+    tensors, operand, cast, form, key: tensors.map((tensor) => tensor.key).join("\n"),
     name: isOne ? name : `${name}, to ${tensors.at(-1).layer}: the worst of ${tensors.length}`,
     label: numbered(isOne ? name : `${tensors[0].layer} \u2026 ${words(operand)}`),
   };

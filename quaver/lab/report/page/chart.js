@@ -5,7 +5,8 @@ const SERIES = 6;
 class Chart {
   /**
    * lines: {label, steps, values, series, isDashed}; marks: {step, kind, text}, kind "alarm" or "event";
-   * show: a value as text; span: the first and the last step; moved(step), chosen(step): called with the user's step.
+   * show: a value as text; span: the first and the last step; chosen(step): called with the user's choice;
+   * moved(step): called with the step of the cursor, or null when the pointer leaves.
    */
   constructor({ name, title, about, lines, marks, show, span, moved, chosen, isFromZero = false }) {
     Object.assign(this, { lines, marks, show, span, moved, chosen });
@@ -85,7 +86,7 @@ class Chart {
   stepAt(event) {
     const box = this.plot.getBoundingClientRect();
     const x = event.clientX - box.left;
-    const mark = this.marks.find((each) => Math.abs(this.x(each.step) - x) < 4);
+    const mark = this.marks.find(({ step }) => Math.abs(this.x(step) - x) < 4);
     const part = (x - CHART.left) / (box.width - CHART.left - CHART.right);
     return this.nearest(mark ? mark.step : this.span[0] + part * (this.span[1] - this.span[0]));
   }
@@ -116,7 +117,7 @@ class Chart {
     this.moved(null);
   }
 
-  /** Shows the cursor at a step; without one, hides it. */
+  /** Shows the cursor at a step, or hides it for null. */
   point(step) {
     if (!this.cursor) return;
     const x = this.x(step ?? this.span[0]);
@@ -156,7 +157,7 @@ function seriesKey(series) {
   return make("span", { class: `key series-${series % SERIES}`, "aria-hidden": "true" });
 }
 
-/** The lowest and the highest value, with a twentieth of room. */
+/** The lowest and the highest value, with a margin of a twentieth of their difference. */
 function padded(values) {
   const [low, high] = [Math.min(...values), Math.max(...values)];
   const room = (high - low) / 20 || Math.abs(high) / 20 || 1;

@@ -1,11 +1,11 @@
 const DISTRIBUTION = { left: 44, right: 8, top: 12, bottom: 24, height: 210 };
 
-/** Histograms of magnitudes before and after the cast, of a tensor at a step, of each run that has them. */
+/** For each run, a histogram of a tensor's magnitudes before and after the cast at a step. */
 class Distributions {
   /** runs: {label, cells, histograms: {samples, kept: [[tensor, step, exponent of the first bin, before, after]]}}. */
   constructor(runs) {
-    this.runs = runs.map((run) => ({ ...run, found: groupedByTensor(run) }));
-    const names = new Map(this.runs.flatMap(({ found }) => [...found].map(([key, { name }]) => [key, name])));
+    this.runs = runs.map((run) => ({ ...run, byTensor: groupedByTensor(run) }));
+    const names = new Map(this.runs.flatMap(({ byTensor }) => [...byTensor].map(([key, { name }]) => [key, name])));
     const option = ([value, text]) => make("option", { value, text });
     this.tensor = make("select", { id: "distribution-tensor", onchange: () => this.offerSteps() }, ...[...names].map(option));
     this.step = make("select", { id: "distribution-step", onchange: () => this.render() });
@@ -17,7 +17,7 @@ class Distributions {
 
   /** The steps at which a run has the chosen tensor's histogram. */
   steps() {
-    const steps = this.runs.flatMap(({ found }) => (found.get(this.tensor.value)?.steps || []).map(({ step }) => step));
+    const steps = this.runs.flatMap(({ byTensor }) => (byTensor.get(this.tensor.value)?.steps || []).map(({ step }) => step));
     return [...new Set(steps)].sort((a, b) => a - b);
   }
 
@@ -28,9 +28,9 @@ class Distributions {
     this.render();
   }
 
-  /** Shows a row of the heat maps at the step that is nearest; whether there is one. */
+  /** Shows the histogram of a row of the heat maps at the nearest step. Returns whether there is one. */
   show(row, step) {
-    const tensor = row.tensors.find(({ key }) => this.runs.some(({ found }) => found.has(key)));
+    const tensor = row.tensors.find(({ key }) => this.runs.some(({ byTensor }) => byTensor.has(key)));
     if (!tensor) return false;
     this.tensor.value = tensor.key;
     this.offerSteps(step);
@@ -40,21 +40,22 @@ class Distributions {
   render() {
     const step = Number(this.step.value);
     this.places.replaceChildren(...this.runs.map((run) => {
-      const steps = run.found.get(this.tensor.value)?.steps || [];
-      const found = steps.find((each) => each.step === nearestOf(steps.map((one) => one.step), step));
-      return found ? histogramFigure(run.label, found) : make("p", { class: "about", text: `${run.label}: no histogram of this tensor` });
+      const steps = run.byTensor.get(this.tensor.value)?.steps || [];
+      const nearest = nearestOf(steps.map((histogram) => histogram.step), step);
+      const shown = steps.find((histogram) => histogram.step === nearest);
+      return shown ? histogramFigure(run.label, shown) : make("p", { class: "about", text: `${run.label}: no histogram of this tensor` });
     }));
   }
 }
 
 function groupedByTensor({ cells, histograms }) {
-  const found = new Map();
+  const byTensor = new Map();
   for (const [tensor, step, low, before, after] of histograms.kept) {
     const { key, name, form } = cells.tensors[tensor];
-    if (!found.has(key)) found.set(key, { name, steps: [] });
-    found.get(key).steps.push({ step, low, form, before: countsOf(before), after: countsOf(after) });
+    if (!byTensor.has(key)) byTensor.set(key, { name, steps: [] });
+    byTensor.get(key).steps.push({ step, low, form, before: countsOf(before), after: countsOf(after) });
   }
-  return found;
+  return byTensor;
 }
 
 /** A byte is 8 log2(1 + count). */

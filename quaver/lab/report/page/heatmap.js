@@ -2,7 +2,7 @@ const HEAT = { right: 10, top: 10, bottom: 24, row: 15, least: 90, most: 540, la
 
 /** The heat map of one run: drag, +, - and Ctrl with the wheel zoom; a click or the arrow keys choose a cell. */
 class HeatMap {
-  /** maps: the HeatMaps that it belongs to; run: {label, cells, alarms}. */
+  /** maps: the HeatMaps that it belongs to; run: {label, samples, cells, alarms}. */
   constructor(maps, run) {
     Object.assign(this, { maps, run });
     this.canvas = make("canvas", { "aria-hidden": "true" });
@@ -124,7 +124,7 @@ class HeatMap {
     return [firsts, lasts];
   }
 
-  /** The row and the step at a point of the page, inside of the map. */
+  /** The row and the step at a point of the page, clamped to the map. */
   place(event) {
     const box = this.plot.getBoundingClientRect();
     const { from, to, span: [first, end] } = this.maps;

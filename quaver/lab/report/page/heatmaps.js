@@ -41,7 +41,7 @@ class HeatMaps {
     this.refresh();
   }
 
-  /** Filters and sorts the rows, and shows them all; or only draws again. */
+  /** Filters and sorts the rows, and shows them all; if not `isNew`, only draws them again. */
   refresh(isNew = true) {
     this.statistic = this.statistics.find(({ name }) => name === this.filter.statistic);
     this.inks = inksOf(this.colors, this.specialColors());
@@ -117,7 +117,7 @@ class HeatMaps {
     this.setView(Math.min(a.row, b.row), Math.max(a.row, b.row) + 1, span);
   }
 
-  /** Makes the part `factor` times as large around a place, the chosen cell or the middle. */
+  /** Makes the shown part `factor` times as large, around a place, the chosen cell or the middle. */
   zoom(factor, place = this.placeOfChosen()) {
     const { from, to, span: [first, end] } = this;
     const row = place && place.row >= from && place.row < to ? place.row : Math.floor((from + to) / 2);
@@ -157,7 +157,7 @@ class HeatMaps {
 
   point(map, place) {
     this.pointed = place && { map, place };
-    this.maps.forEach((each) => each.show());
+    this.maps.forEach((heatMap) => heatMap.show());
   }
 
   choose({ row, step }) {
@@ -223,7 +223,7 @@ class HeatMaps {
     else this.walk(...moves[event.key]);
   }
 
-  /** Chooses a neighbour of the chosen cell, and moves the zoomed part so that it has it. */
+  /** Chooses a neighbor of the chosen cell, and moves the zoomed part so that it contains it. */
   walk(rows, columns) {
     const { cells } = this.runs[0];
     const before = this.placeOfChosen() ?? { row: this.from, step: Math.max(this.span[0], cells.firsts[0]) };
@@ -240,17 +240,17 @@ class HeatMaps {
   /** Chooses the worst cell of the part that is shown. */
   chooseWorst() {
     const [first, end] = this.span;
-    const found = { byte: MISSING };
+    const worst = { byte: MISSING };
     for (const { cells } of this.runs) {
       for (let row = this.from; row < this.to; row += 1) {
         const line = cells.line(this.statistic.name, this.rows[row].key) || [];
         line.forEach((byte, column) => {
           const step = cells.firsts[column];
-          if (byte > found.byte && step >= first && step < end) Object.assign(found, { byte, row, step });
+          if (byte > worst.byte && step >= first && step < end) Object.assign(worst, { byte, row, step });
         });
       }
     }
-    if (found.byte) this.choose(found);
+    if (worst.byte) this.choose(worst);
   }
 }
 
@@ -258,7 +258,7 @@ function isOf({ layer, operand }, row) {
   return row.tensors.some((tensor) => tensor.layer === layer && tensor.operand === operand);
 }
 
-/** How far a window must move to have an interval. */
+/** How far a window must move to contain an interval. */
 function moved(from, to, low, high) {
   return low < from ? low - from : high > to ? high - to : 0;
 }
@@ -267,7 +267,7 @@ function narrowest(cells) {
   return cells.firsts.reduce((least, first, at) => Math.min(least, (cells.firsts[at + 1] ?? cells.end) - first), Infinity);
 }
 
-/** The pixel of each byte. What stands out from the ground is worse: dark on a light page, light on a dark one. */
+/** The pixel of each byte. Worse values stand out from the background: dark on a light page, light on a dark one. */
 function inksOf(colors, special) {
   const [zero, infinite, nan] = special.map(pixelOf);
   const last = colors.length - 1;

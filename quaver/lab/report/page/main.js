@@ -9,7 +9,7 @@ function short4(value) {
   return String(Number(value.toPrecision(4)));
 }
 
-/** A headline and facts for each run. */
+/** Shows the headline and the facts of each run. */
 function showSummary(runs) {
   for (const run of runs) {
     byId("headlines").append(make("p", { class: `headline ${run.is_healthy === null ? "unknown" : run.is_healthy ? "good" : "bad"}` },
@@ -36,7 +36,7 @@ function factsTable(runs) {
       ...facts.map((values) => make("td", {}, ...breakable(values.get(name) ?? "")))))));
 }
 
-/** The lines of a chart: of each model of each run, and dashed those of validation. */
+/** The lines of a chart: one for each model of each run, and a dashed one for its validation. */
 function linesOf(runs, key) {
   const names = [...new Set(runs.flatMap((run) => Object.values(run.curves).flat().map(({ model }) => `${run.label}\n${model}`)))];
   const several = (run) => new Set(Object.values(run.curves).flat().map(({ model }) => model)).size > 1;
@@ -61,17 +61,17 @@ function marksOf(runs) {
 }
 
 function showCurves(runs, chosen) {
-  const found = CURVES.map(([key, ...about]) => [key, about, linesOf(runs, key)]).filter(([, , lines]) => lines.length);
-  if (!found.length) return;
+  const curves = CURVES.map(([key, ...about]) => [key, about, linesOf(runs, key)]).filter(([, , lines]) => lines.length);
+  if (!curves.length) return;
   byId("curves").hidden = false;
-  const steps = found.flatMap(([, , lines]) => lines.flatMap((line) => [line.steps[0], line.steps.at(-1)]));
+  const steps = curves.flatMap(([, , lines]) => lines.flatMap((line) => [line.steps[0], line.steps.at(-1)]));
   const span = [Math.min(...steps), Math.max(...steps)];
   const marks = marksOf(runs).filter(({ step }) => step >= span[0] && step <= span[1]);
-  const charts = found.map(([name, [title, about, show], lines]) => new Chart({
+  const charts = curves.map(([name, [title, about, show], lines]) => new Chart({
     name, title, about: name === "memory" ? runs[0].memory_label : about, lines, marks, show, span, chosen, isFromZero: FROM_ZERO.includes(name),
     moved: (step) => charts.forEach((chart) => chart.point(step)) }));
   byId("curves-plots").append(...charts.map((chart) => chart.element));
-  const keys = new Map(found.flatMap(([, , lines]) => lines.filter((line) => !line.isDashed)).map(({ label, series }) => [series, label]));
+  const keys = new Map(curves.flatMap(([, , lines]) => lines.filter((line) => !line.isDashed)).map(({ label, series }) => [series, label]));
   byId("curves-key").append(...[...keys].map(([series, label]) => make("span", {}, seriesKey(series), label)),
     ...(linesOf(runs, "loss").some((line) => line.isDashed) ? [make("span", { text: "dashed: validation" })] : []),
     ...markKey(marks, "alarm", " an alarm's cause began"), ...markKey(marks, "event", " skipped step or loss spike"));
@@ -82,7 +82,7 @@ function markKey(marks, kind, text) {
   return [make("span", {}, make("span", { class: `${kind}-key`, text: "\u25bc" }), text)];
 }
 
-/** The heat maps with all that follows from them; what takes the page to a cell. */
+/** Shows the heat maps and the sections that depend on them. Returns the maps, and a function that goes to a cell. */
 function showNumerics(runs, { statistics, colors, special }) {
   const measured = runs.filter((run) => run.numerics).map((run) => ({
     ...run, cells: new Cells(run.numerics), samples: run.numerics.samples, histograms: run.numerics.histograms,

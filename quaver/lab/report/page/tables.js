@@ -1,7 +1,7 @@
 const text = (label, read, kind = "") => ({ label, kind, read });
 const number = (label, read) => ({ label, kind: "number", read, show: (row) => [read(row) === "" ? "" : exact(read(row))] });
 
-/** Whose row it is, where there are several runs. */
+/** The column with the run of a row, if there are several runs. */
 function runColumn(runs) {
   return runs.length > 1 ? [text("run", (row) => row.run, "name")] : [];
 }
@@ -13,7 +13,7 @@ function alarmTable(runs, goTo) {
       ...runColumn(runs), number("step", (row) => row.step), number("since step", (row) => row.since),
       number("ended at step", (row) => row.until ?? ""), text("rule", (row) => words(row.rule)),
       { ...text("what", (row) => row.message, "sentence"), show: (row) => [...breakable(row.message), ...showButton(row, goTo)] },
-      { ...text("what would help", (row) => row.remedies.join("; "), "sentence"), show: (row) => row.remedies.map((each) => make("div", { text: each })) },
+      { ...text("what would help", (row) => row.remedies.join("; "), "sentence"), show: (row) => row.remedies.map((remedy) => make("div", { text: remedy })) },
       text("rank", (row) => row.rank ?? ""), text("action", (row) => row.action ?? ""),
     ],
   });
@@ -48,7 +48,7 @@ function whatIfTable(run) {
     ...recipes.map((recipe, at) => decibels(recipe, at + 3))] });
 }
 
-/** The worst value of a statistic of each tensor that two or more runs have, and how much worse the later runs are. */
+/** The worst value of a statistic of each tensor that all runs have, and the differences of the later runs to the first. */
 function besideTable(runs, statistic) {
   const rows = joinedRows(runs).map((row) => ({ row, worst: runs.map(({ cells }) => cells.worst(statistic.name, row.key)) }))
     .filter(({ worst }) => worst.every((byte) => byte !== MISSING));
@@ -73,7 +73,7 @@ function differenceText(statistic, value) {
 
 function conversionTable(run) {
   const { layers, config, float8_flops_fraction: fraction, notes } = run.conversion;
-  const converted = layers.filter((each) => each.converted).length;
+  const converted = layers.filter((layer) => layer.converted).length;
   const table = new SortedTable({
     name: "conversion", caption: `Matmul weights of ${run.label}`, rows: layers, marked: (row) => !row.converted, columns: [
       text("weight", (row) => row.name, "name"), number("in", (row) => row.in_features), number("out", (row) => row.out_features),
@@ -100,7 +100,7 @@ function environmentTable(runs) {
 /** The values of an object by dotted names, as texts. */
 function flat(value, name = "") {
   if (value === null || value === undefined) return [];
-  if (Array.isArray(value)) return value.length ? [[name, value.every((each) => typeof each !== "object") ? value.join(" ") : JSON.stringify(value)]] : [];
+  if (Array.isArray(value)) return value.length ? [[name, value.every((item) => typeof item !== "object") ? value.join(" ") : JSON.stringify(value)]] : [];
   if (typeof value !== "object") return [[name, String(value)]];
-  return Object.entries(value).flatMap(([key, each]) => flat(each, name ? `${name}.${key}` : key));
+  return Object.entries(value).flatMap(([key, member]) => flat(member, name ? `${name}.${key}` : key));
 }
