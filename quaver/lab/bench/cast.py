@@ -153,10 +153,10 @@ def contestants_of(kind: CastKind, source: Tensor, with_torchao: bool) -> dict[t
         codes, _, dequant = dynamic_cast(hp, float8_dtype, dim, power_of_2=power_of_2)
         return codes, dequant
 
-    eager = {"quaver": ours, "PyTorch": _in_layouts(kind, plain)}
+    eager = {"quaver": ours, "PyTorch": _lay_out(kind, plain)}
     if with_torchao and scale is None:
         peers = {dim: torchao_cast(float8_dtype, dim, power_of_2=power_of_2) for dim in kind.scale_dims}
-        eager["torchao"] = _in_layouts(kind, lambda hp, dim: (peers[dim](hp),))
+        eager["torchao"] = _lay_out(kind, lambda hp, dim: (peers[dim](hp),))
     functions: dict[tuple[str, str], CastFunction] = {}
     for library, cast in eager.items():
         functions[library, "eager"] = cast
@@ -164,7 +164,7 @@ def contestants_of(kind: CastKind, source: Tensor, with_torchao: bool) -> dict[t
     return functions
 
 
-def _in_layouts(kind: CastKind, cast_along: Callable[[Tensor, int | None], tuple[Tensor, ...]]) -> CastFunction:
+def _lay_out(kind: CastKind, cast_along: Callable[[Tensor, int | None], tuple[Tensor, ...]]) -> CastFunction:
     """Return a cast whose codes are laid out for each matmul; `cast_along` gets a dim, or None for one scale."""
     scale_dims, dims = kind.scale_dims, kind.dims
 

@@ -109,12 +109,12 @@ def _casts(spec: DeviceSpec) -> str:
 def _recipe(recipe: str, spec: DeviceSpec) -> RecipeOnGpu:
     config = Float8LinearConfig.from_recipe_name(recipe)
     pairs = {name: (config.casts.get(*left), config.casts.get(*right)) for name, (left, right) in MATMULS.items()}
-    linear = [_of_linear(name, *pair, spec) for name, pair in pairs.items()]
+    linear = [_linear_matmul(name, *pair, spec) for name, pair in pairs.items()]
     powers_of_2 = config.round_scales_to_power_of_2
-    return RecipeOnGpu(recipe, linear, [_of_experts(name, *pair, spec, powers_of_2) for name, pair in pairs.items()])
+    return RecipeOnGpu(recipe, linear, [_expert_matmul(name, *pair, spec, powers_of_2) for name, pair in pairs.items()])
 
 
-def _of_linear(matmul: str, left: CastConfig, right: CastConfig, spec: DeviceSpec) -> MatmulOnGpu:
+def _linear_matmul(matmul: str, left: CastConfig, right: CastConfig, spec: DeviceSpec) -> MatmulOnGpu:
     if left.is_disabled or right.is_disabled:
         return MatmulOnGpu(matmul, "high precision", "torch.mm")
     kind = find_cast_kind(left, right)
@@ -125,7 +125,7 @@ def _of_linear(matmul: str, left: CastConfig, right: CastConfig, spec: DeviceSpe
     return MatmulOnGpu(matmul, "native", f"{name}, {kind.value} scales")
 
 
-def _of_experts(
+def _expert_matmul(
     matmul: str, left: CastConfig, right: CastConfig, spec: DeviceSpec, scales_are_powers_of_2: bool
 ) -> MatmulOnGpu:
     grouped = (spec.compute_capability or 0) // 10 in GROUPED_ON

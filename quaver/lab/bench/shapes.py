@@ -63,7 +63,7 @@ def parse_shapes(text: str, *, tokens: int, divisor: int = 1, matrices: bool = F
         numbers = word.split("x")
         if word in MODELS:
             for layer, widths in _linears(word).items():
-                sizes = (_divided(word, width, divisor) for width in widths[: count - 1])
+                sizes = (_divide(word, width, divisor) for width in widths[: count - 1])
                 shape = Shape((tokens, *sizes), f"{scaled_name(word, divisor)} {'input' if matrices else layer}")
                 if shape not in parsed:  # inputs of one width
                     parsed.append(shape)
@@ -88,7 +88,7 @@ def scaled_name(name: str, divisor: int) -> str:
     return f"{name}/{divisor}" if divisor > 1 else name
 
 
-def _divided(name: str, width: int, divisor: int) -> int:
+def _divide(name: str, width: int, divisor: int) -> int:
     if divisor > width:
         raise ValueError(f"--divisor: expected at most {width}, a width of {name}, got {divisor}")
     return width // divisor

@@ -78,7 +78,7 @@ class LedgerEntry:
 
 def entries_of(graphs: Sequence[CompiledGraph], l2_bytes: int) -> tuple[LedgerEntry, ...]:
     """Return the launches of all graphs in order, for a GPU whose L2 cache has `l2_bytes`."""
-    largest = max(access.elements for graph in graphs for access in _accessed(graph.launches))
+    largest = max(access.elements for graph in graphs for access in _accesses(graph.launches))
     entries = []
     for graph in graphs:
         for launch in graph.launches:
@@ -86,12 +86,12 @@ def entries_of(graphs: Sequence[CompiledGraph], l2_bytes: int) -> tuple[LedgerEn
     return tuple(entries)
 
 
-def _accessed(launches: Sequence[Launch]) -> list[Access]:
+def _accesses(launches: Sequence[Launch]) -> list[Access]:
     return [access for launch in launches for access in (*launch.reads, *launch.writes)]
 
 
 def _entries(launch: Launch, is_backward: bool, small: float, l2_bytes: int) -> list[LedgerEntry]:
-    again, cached = _loaded_again(launch, l2_bytes)
+    again, cached = _repeated_loads(launch, l2_bytes)
     category = _category(launch, small)
     entry = LedgerEntry(
         category=category,
@@ -131,7 +131,7 @@ def _is_atens(launch: Launch) -> bool:
     return launch.operator.startswith("aten.") and codes.stride != launch.writes[0].stride
 
 
-def _loaded_again(launch: Launch, l2_bytes: int) -> tuple[int, int]:
+def _repeated_loads(launch: Launch, l2_bytes: int) -> tuple[int, int]:
     """Return the bytes that loops load again from memory, and from a cache.
 
     The first loop that loads a buffer does not count, unless the kernel has stored the buffer.
@@ -155,8 +155,8 @@ def _loaded_again(launch: Launch, l2_bytes: int) -> tuple[int, int]:
 
 def matrices(entry: LedgerEntry) -> tuple[Access, Access]:
     """Return the two operands of a matmul, skipping scalar scales."""
-    matrices = [access for access in entry.launch.reads if len(access.size) >= 2 and access.elements > 1]
-    return matrices[0], matrices[1]
+    operands = [access for access in entry.launch.reads if len(access.size) >= 2 and access.elements > 1]
+    return operands[0], operands[1]
 
 
 def scale_kind(entry: LedgerEntry) -> ScaleKind:
