@@ -1,9 +1,9 @@
 """`quaver doctor --model RUN|HF-FOLDER [--data TEXT] [--budget-db 25] [--out recipes.toml] [--hardware h100]`.
 
 Runs one batch forward and backward in high precision, and casts each operand of each linear by every recipe. The table
-has the worst linears first. Its recipes keep the budget with the most float8; `--out` writes them as a config, which
-`LayerRecipes.read` reads, and `quaver train` too if it can train the model. `--hardware` runs the batch again for a
-second table: the precision that the GPU's sums lose in each matmul.
+has the worst linears first. Its recipes keep the budget with as much float8 as possible; `--out` writes them as a
+config, which `LayerRecipes.read` reads, and `quaver train` too if it can train the model. `--hardware` runs the batch
+again for a second table: the precision that the GPU's sums lose in each matmul.
 """
 
 import json
@@ -103,7 +103,7 @@ def _toml(opened: Surveyed, recipes: LayerRecipes, budget_db: float) -> str:
 def print_survey(result: Survey, *, as_json: bool) -> None:
     """Print the tables, or all numbers as JSON."""
     if as_json:
-        print(json.dumps(_as_dict(result), indent=2, allow_nan=False))
+        print(json.dumps(_to_dict(result), indent=2, allow_nan=False))
         return
     show(_views(result))
 
@@ -134,7 +134,7 @@ def _row(result: Survey, linear: SurveyedLinear) -> tuple[str, ...]:
     return f"{linear.name}\n  {operand}; {result.recipe_of(linear.name)}", *figures
 
 
-def _as_dict(result: Survey) -> dict[str, Any]:
+def _to_dict(result: Survey) -> dict[str, Any]:
     total = sum(linear.products for linear in result.surveyed)
     return {
         "data": result.data,

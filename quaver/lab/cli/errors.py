@@ -15,13 +15,13 @@ EXIT_ALARM = 5
 EXIT_INTERRUPTED = 130
 
 BAD_INPUT = (ValueError, NotImplementedError, OSError, MissingDeviceError)
-"""Exceptions that parsing and validation raise for bad input. Catch them only there: elsewhere they are bugs."""
+"""Exceptions that parsing and validation raise for bad input. Catch them only around these: elsewhere they are bugs."""
 
 
 def print_error(message: object) -> None:
     """Print `message` as one line on stderr, unless stderr is closed.
 
-    Control characters are escaped, because a name in a stranger's file could otherwise control the terminal.
+    Control characters are escaped: a name in a stranger's file could otherwise control the terminal.
     """
     line = " ".join(str(message).split())
     line = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)

@@ -22,7 +22,7 @@ from quaver.lab.plan.layouts import Layouts, layouts_of, precisions_of
 from quaver.lab.plan.limits import limits_in_words, links_of
 from quaver.lab.plan.peak import share_of_peak
 from quaver.lab.plan.picture import draw_step
-from quaver.lab.plan.search import FittingLayout, SearchResult, search, simulated
+from quaver.lab.plan.search import FittingLayout, SearchResult, search, simulate_step
 from quaver.lab.plan.step import Costs
 from quaver.lab.plan.unmodelled import unmodelled
 from quaver.lab.plan.write import check_target, write_run
@@ -176,7 +176,7 @@ def run(argv: list[str]) -> int:
                 raise ValueError(f"{option}: expected a row of 1 to {len(result.rows)}, got {number}")
     limits = [limits_in_words(row, cluster) for row in result.rows]
     show(_views(options, result, limits, cluster, memory))
-    show(_batches(options, config, layouts, result))
+    show(_notes_on_steps(options, config, layouts, result))
     show(f"not simulated: {sentence}" for sentence in unmodelled(config))
     _write(options, result, limits, cluster)
     return 0
@@ -224,7 +224,7 @@ def _views(
         yield "no layout in bfloat16 was found to fit"
     yield f"row 1: {'; '.join(limits[0])}"
     if options.explain is not None:
-        yield from _explained(result.rows[options.explain - 1], limits[options.explain - 1], options, cluster)
+        yield from _explain(result.rows[options.explain - 1], limits[options.explain - 1], options, cluster)
     yield (
         f"memory is estimated within 10%: a layout near the limit may not fit; `quaver memory` with --ranks "
         f"{options.gpus} predicts that of a row which --write has written"
@@ -232,16 +232,16 @@ def _views(
     yield f"{sustained_in_words(cluster.spec)}; times are simulated, not measured: docs/plan.md has published runs"
 
 
-def _batches(options: PlanOptions, config: TrainConfig, layouts: Layouts, result: SearchResult) -> Iterator[str]:
-    """Yield the tokens of a step if they differ from the request, and why the configured layout is not in the table."""
-    run = result.rows[0].run
+def _notes_on_steps(options: PlanOptions, config: TrainConfig, layouts: Layouts, result: SearchResult) -> Iterator[str]:
+    """Say if steps differ in tokens, or from --global-batch, and why the configured layout is not in the table."""
+    planned = result.rows[0].run
     steps = {row.run.step_tokens for row in result.rows}
     if len(steps) > 1:
         yield ("the config has no global batch, so steps have different tokens; --global-batch compares equal ones")
     elif options.global_batch is not None and steps != {options.asked_tokens}:
         yield (
-            f"--global-batch {options.global_batch}: a step has {run.step_tokens:,} tokens, "
-            f"{run.step_tokens // run.seq_len:,} sequences of {run.seq_len:,}, the nearest that divide"
+            f"--global-batch {options.global_batch}: a step has {planned.step_tokens:,} tokens, "
+            f"{planned.step_tokens // planned.seq_len:,} sequences of {planned.seq_len:,}, the nearest that divide"
         )
     if layouts.configured_refusal:
         yield f"the configured layout is no row: {layouts.configured_refusal}"
@@ -278,7 +278,7 @@ def _product(degree: int, second: int) -> str:
     return f"{degree}x{second}" if second > 1 else str(degree)
 
 
-def _explained(row: FittingLayout, limits: list[str], options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:
+def _explain(row: FittingLayout, limits: list[str], options: PlanOptions, cluster: Cluster) -> Iterator[str | Table]:
     yield f"row {options.explain}: {row.candidate.precision}, {row.candidate.words}"
     yield from (f"  {sentence}" for sentence in limits)
     numbers = ("sent GB", "busy s", "hidden s", "waited for s")
@@ -298,19 +298,19 @@ def _explained(row: FittingLayout, limits: list[str], options: PlanOptions, clus
     parts = [(name.replace("_", "-"), f"{s:.3f}", f"{s / row.timeline.seconds:.1%}") for name, s in kinds.items() if s]
     yield make_table("Seconds of a step", ("what", "s", "of the step"), rows=parts, right=("s", "of the step"))
     if options.ledger:
-        yield _counted(row, cluster)
+        yield _count_kernels(row, cluster)
 
 
-def _counted(row: FittingLayout, cluster: Cluster) -> str:
+def _count_kernels(row: FittingLayout, cluster: Cluster) -> str:
     """Return the times of a row's block and step from counted kernels, next to the times from formulas."""
     try:
         with working("compiling the block of the row"):
             costs = counted_costs(row.candidate.config, row.run.ranks, row.run, cluster)
     except NotImplementedError as error:
         return f"the kernels of its block are not counted: {error}"
-    seconds, _ = simulated(row.run, cluster, costs)
+    seconds, _ = simulate_step(row.run, cluster, costs)
     both = zip(("forward", "backward"), costs.block, Costs.of(row.run, cluster).block, strict=False)
-    blocks = [f"{name} {1e3 * counted:.2f} ms ({1e3 * modelled:.2f})" for name, counted, modelled in both]
+    blocks = [f"{name} {1e3 * counted:.2f} ms ({1e3 * modeled:.2f})" for name, counted, modeled in both]
     tokens_per_s = row.run.step_tokens / seconds / row.run.ranks
     return (
         f"by the kernels that its compiled block launches, and by formulas in brackets: {', '.join(blocks)}, a step "

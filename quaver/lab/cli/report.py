@@ -30,7 +30,7 @@ class ReportOptions(Settings):
 
     def check(self) -> None:
         """Raise ValueError if a run is given twice."""
-        twice = [run for run in self.runs if self.runs.count(run) > 1]
+        twice = [folder for folder in self.runs if self.runs.count(folder) > 1]
         if twice:
             raise ValueError(f"expected different runs, got {twice[0]!r} twice")
 

@@ -43,18 +43,18 @@ def run(argv: list[str]) -> int:
         if ranks.is_first:
             exit_after_help(Train, argv, prog="quaver train [CONFIG.toml]")
         return 0
-    with _agreed_input(ranks):
+    with _agree_on_input(ranks):
         options, words = split_options(DryRunOptions, argv, prog="quaver train")
         if options.ranks != 1 and not options.dry_run:
             raise ValueError("--ranks is for --dry-run; start a run on many processes with torchrun")
     if options.dry_run:
         return print_dry_run(words, options.ranks)
-    with _agreed_input(ranks) as told:
+    with _agree_on_input(ranks) as told:
         config_path, flags = parse_arguments(words, Train)
         plan = set_up_run(load_config(config_path, flags), ranks)
         told.append(plan.fingerprint)
     try:
-        with _agreed_input(ranks):
+        with _agree_on_input(ranks):
             open_folder(plan)
         with ranks.process_group(plan.device, plan.config.comm.train_timeout_seconds):
             return _train(plan)
@@ -67,8 +67,8 @@ def run(argv: list[str]) -> int:
 
 
 @contextmanager
-def _agreed_input(ranks: Ranks) -> Iterator[list[str]]:
-    """Wait at the end of the block for all ranks. Bad input on one prints one line and raises SystemExit(2) on all.
+def _agree_on_input(ranks: Ranks) -> Iterator[list[str]]:
+    """Wait for all ranks at the end of the block. If one had bad input, print one line and raise SystemExit(2) on all.
 
     The ranks also compare the strings that the block appends to the list.
     """
@@ -88,9 +88,9 @@ def _agreed_input(ranks: Ranks) -> Iterator[list[str]]:
 def _train(plan: RunSetup) -> int:
     exit_code = EXIT_BAD_INPUT  # for a checkpoint that cannot be resumed
     try:
-        run = build(plan)
+        training_run = build(plan)
         exit_code = EXIT_NOT_WRITTEN
-        summary = train(run)
+        summary = train(training_run)
     except (NonFiniteError, CheckpointError, OutputError) as error:
         if plan.ranks.is_first:
             print_error(error)

@@ -30,7 +30,7 @@ NEARLY_FITS = 1.1
 SAVES_AS_MUCH = 1.1
 """A setting that exceeds `fit_bytes` by at most this many times what less precise storage saves is also tried so."""
 MOST_TRIED = 60
-"""The largest number of combinations that are predicted, not counting their variants (`_in_order`)."""
+"""The largest number of combinations that are predicted, not counting their variants (`_try_groups`)."""
 TIMES = "times are simulated: what a rank computes and sends, on nodes of 8 GPUs with 400 Gb/s each (docs/plan.md)"
 
 LESS_PRECISE = (
@@ -152,9 +152,9 @@ class _AdviceSearch:
         changes = [Change(AS_CONFIGURED, self._config), *combinations(self._config, self._batch)]
         by_config = {change.config: change for change in reversed(changes) if change.config is not None}
         costs = [(change, self._cost(config)) for config, change in by_config.items()]
-        return next((index for index in self._in_order(_fastest_first(costs)) if self.rows[index].fits), None)
+        return next((index for index in self._try_groups(_fastest_first(costs)) if self.rows[index].fits), None)
 
-    def _in_order(self, groups: list[list[Change]]) -> Iterator[int]:
+    def _try_groups(self, groups: list[list[Change]]) -> Iterator[int]:
         """Yield the indices of each group's changes, then of those that nearly fit, with less precise storage."""
         left = MOST_TRIED
         for group in groups:
@@ -181,14 +181,14 @@ class _AdviceSearch:
 
     def _try(self, change: Change) -> int:
         if change.config is None:
-            return self._refused(change.name, "", change.refusal)
+            return self._add_refused(change.name, "", change.refusal)
         if change.config in self._tried:
             return self._tried[change.config]
         try:
             return self._predict(change.name, change.config)
         except (ValueError, NotImplementedError) as error:
             self._tried[change.config] = len(self.rows)
-            return self._refused(change.name, words_of(self._config, change.config), str(error))
+            return self._add_refused(change.name, words_of(self._config, change.config), str(error))
 
     def _predict(self, name: str, config: TrainConfig) -> int:
         self._progress(name)
@@ -201,7 +201,7 @@ class _AdviceSearch:
         self.rows.append(AdvisedSetting(name, words_of(self._config, config), peak_bytes, difference, cost, "", fits))
         return len(self.rows) - 1
 
-    def _refused(self, name: str, words: str, reason: str) -> int:
+    def _add_refused(self, name: str, words: str, reason: str) -> int:
         self.rows.append(AdvisedSetting(name, words, None, None, None, f"not possible: {reason}", None))
         return len(self.rows) - 1
 

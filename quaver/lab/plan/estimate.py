@@ -167,7 +167,7 @@ class _Estimate:
 
     @property
     def states(self) -> int:
-        """The bytes of the optimizer's states: float8 codes with a scale per 128, or the parameters' dtype."""
+        """The bytes of the optimizer's states: codes with a scale per 128, or moments in the parameters' dtype."""
         optimizer, blocks = self.config.optimizer, set(self.block)
 
         def state_bytes(weight: _Weight) -> int:
@@ -214,7 +214,7 @@ class _Estimate:
         return self._casts() if self.config.float8.enable_fsdp_float8_all_gather else _LOW
 
     def _held_codes(self) -> int:
-        """Return the bytes of weights that are cast once per step, as one process always does."""
+        """Return the bytes of the codes of weights that are cast once per step, as they always are in one process."""
         if not self.is_sharded:
             return int(self.model.n_layers * self.in_block * self._casts())
         shards = sum(weight.sharded(self.layout) for weight in self.block)

@@ -51,7 +51,7 @@ def launch_files(config: TrainConfig, ranks: int, gpus_per_node: int, path: Path
         "grace_seconds": GRACE_SECONDS,
         "save_seconds": SAVE_SECONDS,
     }
-    return {suffix: _filled(template, words, values) for suffix, template in SUFFIXES.items()}
+    return {suffix: _fill(template, words, values) for suffix, template in SUFFIXES.items()}
 
 
 def hosts_of(ranks: int, gpus_per_node: int) -> tuple[int, int]:
@@ -66,7 +66,7 @@ def hosts_of(ranks: int, gpus_per_node: int) -> tuple[int, int]:
     return ranks // gpus_per_node, gpus_per_node
 
 
-def _filled(template: str, words: list[str], values: dict[str, object]) -> str:
+def _fill(template: str, words: list[str], values: dict[str, object]) -> str:
     text = files(__package__).joinpath("launch", template).read_text(encoding="utf-8")
     if template.endswith(".yaml"):
         item = re.search(r"\n *- (?=\{\{words\}\})", text)

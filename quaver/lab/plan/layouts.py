@@ -131,7 +131,7 @@ def layouts_of(
             _gatherings(degrees.shard, precision, config.float8), _reductions(degrees, local, step_sequences)
         ):
             try:
-                changed = _changed(config, degrees, local, checkpoint, precision, gathering, step_sequences)
+                changed = _configure(config, degrees, local, checkpoint, precision, gathering, step_sequences)
                 changed = replace(changed, training=replace(changed.training, reduce=reduce))
             except ValueError as error:
                 layouts.refuse(error)
@@ -206,7 +206,7 @@ def _reductions(degrees: Degrees, local: int, step_sequences: int | None) -> lis
     return ["last_all_reduce" if degrees.replicate > 1 else "every", "last"]
 
 
-def _changed(
+def _configure(
     config: TrainConfig,
     degrees: Degrees,
     local: int,

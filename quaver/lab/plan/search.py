@@ -95,28 +95,28 @@ def search(
         ValueError: the trainer accepts no layout, or the time of no layout is modeled.
     """
     refusals = layouts.refusals.copy()
-    estimated = list(_estimated(layouts.candidates, refusals, progress))
+    estimated = list(_estimate(layouts.candidates, refusals, progress))
     if not estimated:
         ranks = f"{layouts.candidates[0].layout.world_size} GPUs" if layouts.candidates else "so many GPUs"
         reasons = "; ".join(dict(refusals.most_common(3)))
         raise ValueError(f"expected a layout of {ranks} that the trainer accepts; it refuses all: {reasons}")
     candidate, _, needed = min(estimated, key=lambda estimate: estimate[2])
-    fitting = [timed(*estimate, cluster) for estimate in estimated if estimate[2] <= memory_bytes]
+    fitting = [time_compute(*estimate, cluster) for estimate in estimated if estimate[2] <= memory_bytes]
     bfloat16_layouts = [layout for layout in fitting if layout.candidate.precision == BFLOAT16]
     chosen = [
         *(layout for layout in fitting if layout.candidate.is_configured),
         *islice(by_speed(bfloat16_layouts, cluster), 1),
-        *islice(_unlike(by_speed(fitting, cluster)), top),
+        *islice(_skip_similar(by_speed(fitting, cluster)), top),
     ]
     rows = []
     for number, layout in enumerate({id(layout): layout for layout in chosen}.values(), 1):
         progress(f"simulating step {number}")
-        rows.append(FittingLayout(layout.candidate, layout.run, layout.peak_bytes, *simulated(layout.run, cluster)))
+        rows.append(FittingLayout(layout.candidate, layout.run, layout.peak_bytes, *simulate_step(layout.run, cluster)))
     rows.sort(key=lambda row: -row.tokens_per_s)
     return SearchResult(rows, len(fitting), dict(refusals), (candidate, needed))
 
 
-def _estimated(
+def _estimate(
     candidates: list[Candidate], refusals: Counter[str], progress: Progress
 ) -> Iterator[tuple[Candidate, PlannedRun, int]]:
     """Yield candidates with their estimated memory. Candidates whose time is not modeled count as refused."""
@@ -131,7 +131,7 @@ def _estimated(
         yield candidate, run, estimated_peak(candidate.config, candidate.layout.world_size)
 
 
-def timed(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster: Cluster) -> Timed:
+def time_compute(candidate: Candidate, run: PlannedRun, peak_bytes: int, cluster: Cluster) -> Timed:
     """Return a candidate with its compute time."""
     costs = Costs.of(run, cluster)
     return Timed(candidate, run, costs, peak_bytes, least_seconds(run, costs) / run.step_tokens)
@@ -149,7 +149,7 @@ def by_speed(layouts: Iterable[Timed], cluster: Cluster) -> Iterator[Timed]:
             heappush(waiting, (fastest.seconds_per_token(cluster), number, True, fastest))
 
 
-def _unlike(layouts: Iterable[Timed]) -> Iterator[Timed]:
+def _skip_similar(layouts: Iterable[Timed]) -> Iterator[Timed]:
     """Yield the first of layouts that differ only in the number of replicas and in how weights are gathered."""
     seen = set()
     for timed_layout in layouts:
@@ -162,7 +162,7 @@ def _unlike(layouts: Iterable[Timed]) -> Iterator[Timed]:
             yield timed_layout
 
 
-def simulated(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> tuple[float, SimulatedTimeline]:
+def simulate_step(run: PlannedRun, cluster: Cluster, costs: Costs | None = None) -> tuple[float, SimulatedTimeline]:
     """Return the seconds of a step, and its timeline, which has the first micro-batches if there are very many tasks.
 
     Args:

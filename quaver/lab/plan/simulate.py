@@ -101,9 +101,9 @@ class SimulatedTimeline:
         return self._outside_of_compute(span for span in self.spans if span.task.stream == stream)
 
     def _outside_of_compute(self, spans: Iterable[Span]) -> float:
-        busy = _merged((s.start_s, s.end_s) for s in self.spans if s.task.stream == COMPUTE)
+        busy = _merge((s.start_s, s.end_s) for s in self.spans if s.task.stream == COMPUTE)
         total, number = 0.0, 0
-        for start, end in _merged((s.start_s, s.end_s) for s in spans):
+        for start, end in _merge((s.start_s, s.end_s) for s in spans):
             total += end - start
             while number < len(busy) and busy[number][1] <= start:
                 number += 1
@@ -114,7 +114,7 @@ class SimulatedTimeline:
         return total
 
 
-def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def _merge(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:

@@ -161,7 +161,7 @@ def test_the_docs_have_every_benchmark():
 
 def test_a_full_disk_is_one_line_and_exit_code_4(monkeypatch, capsys):
     monkeypatch.setattr(
-        "quaver.lab.cli.bench._prepared", lambda *_: (SimpleNamespace(result_file=Path("/dev/full")), dict)
+        "quaver.lab.cli.bench._prepare", lambda *_: (SimpleNamespace(result_file=Path("/dev/full")), dict)
     )
     assert main(["bench", "cast"]) == 4
     assert capsys.readouterr().err == "quaver: error: cannot write the result: No space left on device\n"

@@ -338,7 +338,7 @@ def test_the_command_prints_and_writes(monkeypatch, tmp_path, capsys):
     words = ["--model", "debug", "--part", "linear", "--recipe", "tensorwise", "--recipe", "delayed", "--kernels"]
     assert main(["bench", "ledger", *words, "--output", str(output)]) == 0
     printed = capsys.readouterr().out
-    for part in ("linear of debug", "bfloat16", "tensorwise", "delayed", "Counted:", "Modelled:", "cudnn, at its"):
+    for part in ("linear of debug", "bfloat16", "tensorwise", "delayed", "Counted:", "Modeled:", "cudnn, at its"):
         assert part in printed
     assert "in a layout that is stored already" not in printed  # of no operand
     written = json.loads(output.read_text())

@@ -107,7 +107,7 @@ def test_a_step_of_very_many_tasks_is_extrapolated_from_its_first_micro_batches(
     assert run.micro_batches > 2
     whole = simulate(training_step(run, CLUSTER)).seconds
     monkeypatch.setattr(searching, "_MOST_TASKS", 1)
-    seconds, timeline = searching.simulated(run, CLUSTER)
+    seconds, timeline = searching.simulate_step(run, CLUSTER)
     assert timeline.seconds < whole
     assert seconds == pytest.approx(whole)
 
@@ -125,7 +125,7 @@ def test_no_step_is_faster_than_the_peak_of_its_gpu():
 
 def test_the_fastest_are_found_without_simulating_all(monkeypatch):
     runs = [(each, run_of(each.config, each.layout)) for each in layouts().candidates]
-    timed = [searching.timed(candidate, run, 0, CLUSTER) for candidate, run in runs]
+    timed = [searching.time_compute(candidate, run, 0, CLUSTER) for candidate, run in runs]
     by_time = sorted(quick_seconds(each.run, CLUSTER) / each.run.step_tokens for each in timed)
     simulated = []
     monkeypatch.setattr(searching, "quick_seconds", lambda *given: simulated.append(given) or quick_seconds(*given))

@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
     if verb in ("roofline", "ledger"):
         return importlib.import_module(f"{__name__}.{verb}").run(argv[1:])
     with bad_input():
-        options, measure = _prepared(verb, argv[1:])
+        options, measure = _prepare(verb, argv[1:])
     try:
         result = measure()
     except NonFiniteError as error:
@@ -66,8 +66,8 @@ def _views(options: BenchOptions, result: Result) -> Iterator[str | Table]:
     yield f"saved {options.result_file}" + ("" if result["complete"] else ": interrupted, not complete")
 
 
-def _prepared(verb: str, words: list[str]) -> tuple[BenchOptions, Callable[[], Result]]:
-    """Return the options of a benchmark, and the call that measures."""
+def _prepare(verb: str, words: list[str]) -> tuple[BenchOptions, Callable[[], Result]]:
+    """Parse and prepare the options of a benchmark. Return them, and the function that measures."""
     kind = getattr(importlib.import_module(f"quaver.lab.bench.{verb}"), f"{verb.capitalize()}Benchmark")
     if verb != "train":
         options = parse_options(kind, words, prog=f"quaver bench {verb}")

@@ -100,7 +100,7 @@ class LedgerOptions(Settings):
         return Work(config.model, **sizes, **options)  # type: ignore[arg-type]
 
     def contestants(self) -> list[str]:
-        """bfloat16, quaver's recipes, then the peer's."""
+        """Return bfloat16, quaver's recipes, then the peer's."""
         named = [canonical_recipe(recipe) for recipe in self.recipe]
         recipes = named or [recipe for recipe in COUNTED if is_multiplied(recipe, self.device)]
         recipes = list(dict.fromkeys(recipes))
@@ -134,7 +134,7 @@ def run(argv: list[str]) -> int:
         | ({"torchao": version("torchao")} if options.peer != "none" else {}),
         "options": {name: value for name, value in asdict(options).items() if name != "output"},
         "constants": constants(spec),
-        "table": [dict(zip(map(_in_one_line, COLUMNS), row, strict=True)) for row in rows],
+        "table": [dict(zip(map(_join_lines, COLUMNS), row, strict=True)) for row in rows],
         "ledgers": [_json_of(ledger, spec, kernels=options.kernels) for ledger in ledgers],
     }
     output.write_text(json.dumps(result, indent=1) + "\n")
@@ -143,7 +143,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _in_one_line(title: str) -> str:
+def _join_lines(title: str) -> str:
     return title.replace("-\n", "").replace("\n", " ")
 
 
@@ -171,6 +171,6 @@ def _views(
             )
     yield (
         "Counted: launches, bytes, copies (in brackets), saved bytes, from the code that Inductor compiles. "
-        "hp: norms, SwiGLU, RoPE, residual. Modelled: ms, and speed against the first row. "
+        "hp: norms, SwiGLU, RoPE, residual. Modeled: ms, and speed against the first row. "
         + "; ".join(f"{name} {text}" for name, text in constants(spec).items())
     )

@@ -183,7 +183,7 @@ def advice_summary(advice: Advice) -> list[str]:
         elif advice.nearest is not None:
             lines.append(f"nothing that was tried fits {size}; nearest: {setting(advice.nearest)}")
     lines += [f"{row.change}: {row.note}" for row in advice.rows if row.note]
-    notes = advice.notes if advice.device is None else [*advice.notes, f"times are modelled for {advice.device}"]
+    notes = advice.notes if advice.device is None else [*advice.notes, f"times are modeled for {advice.device}"]
     return lines + notes
 
 
