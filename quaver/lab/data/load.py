@@ -55,7 +55,7 @@ def _build(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Data, a
     account = Account(refuse=data.on_corrupt == "refuse")
     dtype = token_dtype(tokenizer.vocab_size)
     with split_writers(folder, dtype) as writers:
-        for batch in _batched(source.pieces(account, advance)):
+        for batch in _batch(source.pieces(account, advance)):
             encoded = tokenizer.encode([piece.text for piece in batch])
             with writing(folder.parent):
                 for piece, tokens in zip(batch, encoded, strict=True):
@@ -81,7 +81,7 @@ def _build(folder: Path, source: TextSource, tokenizer: Tokenizer, data: Data, a
         write_about(folder, about)
 
 
-def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _batch(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     batch: list[Piece] = []
     characters = 0
     for piece in pieces:

@@ -172,14 +172,14 @@ def open_entry(folder: Path) -> CacheEntry:
         splits = {}
         for split in SPLITS:
             expected = about["splits"][split]
-            tokens = _mapped(folder / f"{split}.tokens", dtype, expected["tokens"]["items"])
-            splits[split] = TokenSplit(tokens, _mapped(folder / f"{split}.ends", ENDS_DTYPE, expected["ends"]["items"]))
+            tokens = _map(folder / f"{split}.tokens", dtype, expected["tokens"]["items"])
+            splits[split] = TokenSplit(tokens, _map(folder / f"{split}.ends", ENDS_DTYPE, expected["ends"]["items"]))
     except (ValueError, FileNotFoundError) as error:
         raise DamagedEntryError(str(error).rstrip("; ")) from error
     return CacheEntry(splits, about)
 
 
-def _mapped(path: Path, dtype: "np.dtype[Any]", items: int) -> Tokens:
+def _map(path: Path, dtype: "np.dtype[Any]", items: int) -> Tokens:
     expected, size = items * dtype.itemsize, path.stat().st_size
     if size != expected or not path.is_file():
         raise DamagedEntryError(f"{path.name} has {size} bytes, expected {expected}")

@@ -127,7 +127,7 @@ class Checkpointer:
         }
         is_async = self.config.async_mode != "disabled"
         self._saved_step = progress.step
-        self._pending = _in_thread(self._write, progress.step, self._stage(state) if is_async else state, record)
+        self._pending = _start_thread(self._write, progress.step, self._stage(state) if is_async else state, record)
         if not is_async:
             self.wait()
 
@@ -279,8 +279,8 @@ def ignore_single_process_warning() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-def _in_thread(write: Callable[..., None], *args: Any) -> "Future[None]":
-    """Run `write` in a thread.
+def _start_thread(write: Callable[..., None], *args: Any) -> "Future[None]":
+    """Run `write` in a thread, and return its future.
 
     Not dcp.async_save: it starts a thread per model, whose collectives would interleave in the group; it does not
     publish; and the interpreter joins its threads, so that a second Ctrl-C would not end the process.

@@ -101,7 +101,7 @@ class RunFolder:
         """
         try:
             with rewound_metrics([self.metrics, self.float8_scales, self.numerics], self.resume_step or 0):
-                write_config(_as_begun(config), self.path / CONFIG)
+                write_config(_without_resume(config), self.path / CONFIG)
         except OSError as error:
             raise OutputError(f"cannot write the run folder {str(self.path)!r}: {error.strerror or error}") from error
 
@@ -207,7 +207,7 @@ def _unwritable(path: Path, error: OSError) -> OSError:
     )
 
 
-def _used(path: Path, config: Checkpoint) -> str:
+def _refusal(path: Path, config: Checkpoint) -> str:
     if config.resume != "never":
         return f"the folder {str(path)!r} has files but is not a run: it has no {CONFIG}; give another job.name"
     can_resume = (path / CONFIG).exists() and CheckpointFolder(path / config.folder).steps()
@@ -236,7 +236,7 @@ def _resume_from(path: Path, config: TrainConfig) -> tuple[int | None, dict[str,
     )
     step = _resume_step(path, config.checkpoint, is_run=CONFIG in names)
     if names and (config.checkpoint.resume == "never" or CONFIG not in names):
-        raise FileExistsError(_used(path, config.checkpoint))
+        raise FileExistsError(_refusal(path, config.checkpoint))
     return step, _changes(path, config) if step is not None else {}
 
 
@@ -259,7 +259,7 @@ def _resume_step(path: Path, config: Checkpoint, *, is_run: bool) -> int | None:
     return steps[-1] if steps else None
 
 
-def _as_begun(config: TrainConfig) -> TrainConfig:
+def _without_resume(config: TrainConfig) -> TrainConfig:
     """Return `config` without the settings of this resume, so that the file starts a new run like this one."""
     return replace(config, checkpoint=replace(config.checkpoint, resume="never", load_step=-1))
 
