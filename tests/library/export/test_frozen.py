@@ -191,12 +191,12 @@ def test_a_card_tells_of_a_merge(tmp_path, caplog):
     frozen_weight._warn_of_merges.cache_clear()
     frozen = freeze_to_float8(Tiny(), module_filter_fn=not_the_head)
     save_float8(frozen, tmp_path / "plain", config={})
-    assert "are those of the training forward, to the bit" in (tmp_path / "plain/README.md").read_text()
+    assert "are bit-identical to the training forward" in (tmp_path / "plain/README.md").read_text()
     for name in ("q_proj", "k_proj"):
         frozen.layer[name].weight.data += torch.full((32, 32), 0.01)  # as PEFT merges
     save_float8(frozen, tmp_path / "merged", config={})
     card = (tmp_path / "merged/README.md").read_text()
-    assert "are those of the forward of the merged model, to the bit" in card
+    assert "are bit-identical to the forward of the merged model" in card
     assert f"| layer.q_proj.weight | {frozen.layer['q_proj'].weight.requantized_sqnr_db:.2f} |" in card
     assert "| layer.v_proj.weight |" not in card
     assert caplog.text.count("merged logits differ by 10% to 25%") == 1
