@@ -64,8 +64,8 @@ class ScalingGranularity(enum.Enum):
     def layout(self, block_size: tuple[int, int] | None) -> ScaleLayout | None:
         """Which elements of row codes share a scale; column codes have the transposed layout.
 
-        None for a granularity that is not in the table. Code that shards, sends, stores or checks scales calls
-        `CastConfig.known_layout`, which raises for it.
+        None if the layout of a granularity is not known. Code that shards, sends, stores or checks scales calls
+        `CastConfig.known_layout`, which then raises.
         """
         if self is ScalingGranularity.BLOCKWISE and block_size is not None:
             return ScaleLayout(*block_size)
@@ -78,11 +78,12 @@ class ScaleCalculationMode(enum.Enum):
     RCEIL = "rceil"
     """The smallest power of two with which no element saturates: NVIDIA's rule."""
     FLOOR = "floor"
-    """The next power of two below: the rule of the OCP MX specification. Elements up to 8/7 of the range saturate."""
+    """2^(floor(log2 amax) - floor(log2 format.max)): the rule of the OCP MX specification. Scaled elements reach 8/7 of
+    format.max, and saturate above it."""
 
 
 def check_type(config: object, name: str, expected: type) -> None:
-    """Check a field's type, after converting torchao's counterpart or a dict of fields to `expected`."""
+    """Convert torchao's counterpart of a field, or a dict of its fields, to `expected`, and check the field's type."""
     value = from_torchao(getattr(config, name), expected)
     if isinstance(value, dict) and is_dataclass(expected):
         value = expected(**value)
@@ -157,7 +158,7 @@ class CastConfig:
 
     @cached_property
     def layout(self) -> ScaleLayout | None:
-        """`ScalingGranularity.layout`."""
+        """`ScalingGranularity.layout`, and for e2m1 which codes share a byte."""
         if self.target_dtype is E2M1.dtype and self.block_size is not None:
             return layout_of_blocks(self.target_dtype, *self.block_size)
         return self.scaling_granularity.layout(self.block_size)
@@ -310,7 +311,7 @@ class DelayedScalingConfig:
         margin: how many powers of two to stay below the largest number of the format.
         headroom: the factor by which a tensor may grow from one step to the next before it saturates.
         nonfinite_amax: what to do with an inf or a NaN amax. "skip": leave it out of the history. "keep_scale": add it
-            to the history, and keep the scale unchanged for as long as the history holds it.
+            to the history; the scale does not change while the amax above is not finite.
     Raises:
         ValueError: a field of the wrong type or out of range.
     """

@@ -122,7 +122,7 @@ class Float8LinearConfig:
             constructor only. torchao's default, False, saves the float8 weight in 0.9 and has no effect in 0.18. With
             None quaver quantizes again, as 0.18 does; an explicit False saves the weight, as 0.9 does.
     Raises:
-        ValueError: no matmul can run the combination; the message names it.
+        ValueError: a field has the wrong type or value, or no matmul can run the combination; the message names it.
     """
 
     cast_config_input: CastConfig = CastConfig()
@@ -213,7 +213,7 @@ class Float8LinearConfig:
         return LinearMatmuls(*map(options, gemms, MATMULS.values()))
 
     def _resolve_casts(self) -> LinearCasts:
-        """Fill in the `cast_config_*` fields."""
+        """Fill in the `cast_config_*` fields, and return the casts of the operands."""
         casts: list[OperandCasts] = []
         derived: set[str] = set()
         for operand, column_matmul, default_dtype in _OPERANDS:
@@ -254,7 +254,10 @@ class Float8LinearConfig:
         return LinearMMConfig(*(ScaledMMConfig(mm.emulate, mm.use_fast_accum, False, mm.pad) for mm in self.matmuls))
 
     def short_str(self) -> str:
-        """torchao's short form, "i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2", with "w_gi:" etc. for other casts."""
+        """torchao's short form, "i:dyn_ten_e4m3,w:dyn_ten_e4m3,go:dyn_ten_e5m2".
+
+        A column cast that differs from its row cast follows as "i_gw:", "w_gi:" or "go_gw:".
+        """
         short = {"input": ("i", "i_gw"), "weight": ("w", "w_gi"), "grad_output": ("go", "go_gw")}
         named = [(names, getattr(self.casts, operand)) for operand, names in short.items()]
         parts = [f"{names[0]}:{cast.row.short_str()}" for names, cast in named]

@@ -7,8 +7,8 @@
     value          = code * dequant_scale * outer_scale
 
 Codes have no inf and no NaN. A non-finite amax makes the outer_scale inf or NaN, and every value NaN. Two codes share a
-byte, the first in its lower half. They are neighbours in a row in row and in column codes, so that a shard may begin at
-any row. e4m3 holds every value of a code, so `unpack` returns e4m3.
+byte, the first in its lower half. The two are neighbors in a row, in row and in column codes, so that a shard may begin
+at any row. e4m3 holds every value of a code, so `unpack` returns e4m3.
 
 Codes and scales are bit-identical to torchao's (prototype.mx_formats.nvfp4_tensor), unless a block needs a scale below
 2^-6. There torchao takes 2^-6, and this file takes the subnormal numbers of e4m3. NVIDIA's recipe (arXiv 2509.25149)

@@ -49,7 +49,7 @@ class OperandCasts(NamedTuple):
 
 
 def disable(cast: CastConfig) -> CastConfig:
-    """`cast` turned off: the operand stays in high precision."""
+    """The cast of an operand that stays in high precision, with the dtype of `cast`."""
     return CastConfig(ScalingType.DISABLED, target_dtype=cast.target_dtype)
 
 

@@ -19,7 +19,8 @@ class Float8LinearRecipeName(enum.Enum):
     ROWWISE = "rowwise"
     """One power-of-two scale per row of each operand, e4m3 throughout. Robust to outliers."""
     ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
-    """rowwise, with grad_weight computed in high precision. The most accurate."""
+    """rowwise, with grad_weight computed in high precision and a tensorwise weight in grad_input. The most
+    accurate."""
     ROWWISE_WITH_TENSORWISE_WEIGHT = "rowwise_with_tensorwise_weight"
     """As rowwise, with one scale per weight, so that FSDP2 gathers one byte per element instead of two."""
     DELAYED = "delayed"

@@ -7,7 +7,7 @@
 
 A matmul along the rows reads row codes; a matmul along the columns reads column codes, whose blocks are transposed.
 Blocks tile a matrix from its first element, so blocks at the last row and column may be smaller. A 4-bit code shares a
-byte with its neighbour in the row, in both layouts; in a transposed view, with its neighbour in the column.
+byte with its neighbor in the row, in both layouts; in a transposed view, with its neighbor in the column.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ScaleLayout(NamedTuple):
 
     @property
     def is_blockwise(self) -> bool:
-        """Whether neither rows nor columns share a scale from end to end."""
+        """Whether a scale spans neither a whole row nor a whole column."""
         return ALL not in self
 
     def block(self, size: Sequence[int]) -> tuple[int, int]:
@@ -146,7 +146,7 @@ _LENGTHS = sorted({1, *(length for block in BLOCK_SIZES for length in block)})
 
 
 def _infer_length(count: int, elements: int) -> int | None:
-    """The block length that cuts a dim of `elements` into `count` blocks, `ALL` for one; None if no length does."""
+    """The block length that cuts a dim of `elements` into `count` blocks, `ALL` for one block, or None."""
     if count == 1 != elements:
         return ALL
     return next((length for length in _LENGTHS if count == -(-elements // length)), None)

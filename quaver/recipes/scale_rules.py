@@ -90,7 +90,7 @@ def rule_of(mode: str) -> ScaleRule:
 
 
 def has_kernel(mode: str) -> bool:
-    """Whether kernels implement this `mode`. No kernel computes in the dtype of hp, which is reported once."""
+    """Whether kernels implement this `mode`. No kernel computes in the dtype of hp; this is reported once."""
     if mode and rule_of(mode).in_hp_dtype:
         say_once(f"casts by the rule {mode}", f"float8 casts by the scale_rule {mode} run in PyTorch: no kernel has it")
         return False
@@ -144,6 +144,7 @@ def round_as_stored(quant_scale: Tensor) -> Tensor:
 
     It differs from quant_scale by an ulp for 17% of the mantissas. Its reciprocal is the stored number.
     """
+    # The clamp keeps a compiler from dropping the rounding to float32; see `amax_to_quant_scale` in scaling.py.
     return (1.0 / (1.0 / quant_scale.double()).float().clamp(min=0).double()).float()
 
 

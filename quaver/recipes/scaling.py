@@ -8,7 +8,7 @@ Every kernel must match this file bit for bit.
     float8        = RNE8(clamp(RN32(float32(hp) * quant_scale), -format.max, format.max)); NaN for an infinite hp
     dequant_scale = RN32(1 / quant_scale)
 
-RN32 is the correctly rounded float32 result, RNE8 round to nearest, ties to even, subnormals kept.
+RN32 rounds to the nearest float32 and RNE8 to the nearest float8, ties to even; subnormal numbers are kept.
 
 Special amaxes:
     0 or an empty tensor   quant_scale = RN32(format.max / EPS), finite: zeros stay zeros
@@ -21,7 +21,7 @@ earlier step or a static scale, the code of an infinite element is NaN.
 A matrix [R, C] in blocks of r x c has ceil(R / r) x ceil(C / c) scales. The scales of a block of zeros are 1. For other
 blocks, codes and scales are bit-identical to torchao's (prototype.blockwise_fp8_training). transformers' Fp8Quantize
 multiplies 448 by a rounded 1 / amax, and DeepGEMM divides by RN32(amax / 448): their scales differ by 1 ulp, and so may
-codes at a rounding boundary. Rounded to powers of two, scales agree unless 448 / amax is within 1 ulp of such a power.
+codes at a rounding boundary. Rounded to powers of two, scales agree unless 448 / amax is within 1 ulp of one.
 
 The E8M0 scales of MXFP8 are powers of two from 2^-127 to 2^127 or NaN, stored as the biased exponent. EPS does not
 apply to them:
@@ -209,10 +209,12 @@ def to_dequant_scale(quant_scale: Tensor) -> Tensor:
 
 
 class Scales(NamedTuple):
-    """The quant_scale of a cast and its inverse, the dequant_scale: float32 of the shape of the amaxes."""
+    """The scales of a cast, of the shape of the amaxes. Under quaver's rule dequant is RN32(1 / quant)."""
 
     quant: Tensor
+    """float32."""
     dequant: Tensor
+    """float32; e4m3 if there is an outer scale."""
     outer: Tensor | None = None
     """A second level of scales, float32 (), which multiplies dequant (e2m1.py); None for float8."""
 
@@ -220,7 +222,7 @@ class Scales(NamedTuple):
 def compute_scales(
     amax: Tensor, float8_dtype: torch.dtype, power_of_2: bool, mode: str = "", *, is_blockwise: bool = False
 ) -> Scales:
-    """The scales that map amaxes of any shape to the largest number of `float8_dtype`.
+    """Compute the scales that map amaxes of any shape to the largest number of `float8_dtype`.
 
     Args:
         amax: in the dtype of the tensor it was taken from, because some rules of scale_rules.py round to it.
@@ -293,7 +295,7 @@ def multiply(hp: Tensor, quant_scale: Tensor, *, own_amax: bool = False) -> Tens
 
 
 def _nan_for_inf_(scaled: Tensor, hp: Tensor) -> Tensor:
-    """`scaled`, and NaN where `hp` is infinite."""
+    """Replace the elements of `scaled` by NaN where `hp` is infinite."""
     if torch.compiler.is_dynamo_compiling():  # Inductor merges equal operations only if no argument is NaN
         return scaled - (hp - hp).abs()
     return scaled.masked_fill_(hp.isinf(), torch.nan)
@@ -469,9 +471,11 @@ def dequantize(
     layout: ScaleLayout | None = None,
     outer_scale: Tensor | None = None,
 ) -> Tensor:
-    """RN(RN32(codes * dequant_scale)): the values of a float8 matrix [R, C] in a high-precision dtype.
+    """RN(RN32(codes * dequant_scale)): the values of a float8 or e2m1 matrix [R, C] in a high-precision dtype.
 
-    `dequant_scale`: float32, of the shape that `layout` gives; see `multiply_scale_`.
+    Args:
+        dequant_scale: of the shape that `layout` gives; see `multiply_scale_`.
+        outer_scale: float32 (), a factor of the float32 values; None in formats with one level of scales.
     """
     codes = e2m1.unpack(codes) if codes.dtype is E2M1.dtype else codes
     wide = codes.to(torch.float32, memory_format=torch.contiguous_format)
@@ -492,6 +496,6 @@ def decibels(signal: float, noise: float) -> float:
     return 20 * math.log10(signal / noise) if signal and math.isfinite(noise) else -math.inf
 
 
-def without_inf(decibels: Mapping[str, float]) -> dict[str, float | None]:
-    """Decibels for JSON, which has no inf: None for the infinite SQNR of exact codes."""
-    return {name: value if math.isfinite(value) else None for name, value in decibels.items()}
+def without_inf(values: Mapping[str, float]) -> dict[str, float | None]:
+    """Replace infinite decibels, such as the SQNR of exact codes, by None for JSON."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
