@@ -39,6 +39,7 @@ def _adamw(
     place: list[int],
     key: int,
 ) -> None:
+    """`place` is the `BlockGrid` of the shard (quaver/optim/blocks.py)."""
     rows, columns, lane, *_ = place
     elements, blocks = rows * columns, rows * -(-(lane + columns) // BLOCK)
     _check("param", param, elements, HP_KIND.keys() - {torch.float16})

@@ -355,10 +355,10 @@ CASTS = {
 """(hp, float8_dtype, row, column, power_of_2, *`CastConfig.options`) -> `Operands`."""
 
 
-_ROWS_OF_A_RUN = 8
+_ROWS_OF_A_RUN = 8  # see `_reduce_runs`
 
 
-def _stored_tensorwise(
+def _cast_materialized_tensorwise(
     hp: Tensor, float8_dtype: torch.dtype, row: bool, column: bool, power_of_2: bool, mode: str = ""
 ) -> Operands:
     scales = scaling.compute_scales(_amax(_reduce_runs(hp)), float8_dtype, power_of_2, mode)
@@ -383,7 +383,7 @@ def _reduce_runs(hp: Tensor) -> Tensor:
 
 
 MATERIALIZED_CASTS: dict[ScalingGranularity, Any] = {
-    ScalingGranularity.TENSORWISE: _stored_tensorwise,
+    ScalingGranularity.TENSORWISE: _cast_materialized_tensorwise,
     ScalingGranularity.ROWWISE: wrap_registered_cast(torch.ops.quaver.cast_rowwise, _rowwise_layout),
     ScalingGranularity.BLOCKWISE: wrap_registered_cast(torch.ops.quaver.cast_blockwise, _blockwise_layout),
 }

@@ -257,7 +257,7 @@ def cast_with_scale(
     *,
     divides: bool = False,
 ) -> Tensor | None:
-    """Cast `hp` [rows, columns] with a scale of `layout`, of rows or of columns. Overflows saturate; NaN stays NaN.
+    """`recipes.scaling.cast_to_float8` of `hp` [rows, columns] with a scale of `layout`, of rows or of columns.
 
     `divides`: whether to divide by the scale instead of multiplying.
     """

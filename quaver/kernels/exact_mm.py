@@ -65,7 +65,7 @@ def has_bfloat16_units(device: torch.device) -> bool:
 @functools.cache
 def _cpu_has_bfloat16_units() -> bool:
     if platform.machine() in ("x86_64", "AMD64"):
-        # do not ask mkldnn: it accepts AVX-512 without bfloat16, where its matmul takes three times as long as float32
+        # Do not ask oneDNN: it accepts AVX-512 without bfloat16, where its matmul takes three times as long as float32.
         return has_avx512_bfloat16()
     return onednn_has_bfloat16()
 
@@ -228,7 +228,7 @@ def _float32_mm(a: _Wide, b: _Wide, bias: Tensor | None, out: Tensor) -> Tensor:
 def _small_mm(
     operands: tuple[Operand, Operand], folded: list[bool], bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """`_float32_mm` of widened operands in the fewest calls. `folded`: whether to fold in an operand's scales."""
+    """Widen and multiply two small operands in the fewest calls. `folded`: for each, whether to fold in its scales."""
     a, b = (
         multiply_scale_(operand.data.float(), expect(operand.dequant_scale), operand.layout)
         if fold

@@ -65,7 +65,7 @@ def operation(
             Results have no autograd history. None for a cast: the operation returns the tensors of `flatten_operands`,
             and its function `Operands`.
         cpu: the kernel for CPUs, with the arguments of `reference`; it returns None for tensors that it does not take.
-        gpu: the name of such a kernel in triton_cast.py.
+        gpu: the name of the kernel for GPUs in triton_cast.py, which also returns None for such tensors.
         fake: computes results on fake tensors; None to use the reference.
         in_graphs: whether code compiled for a GPU calls the operation instead of the reference.
         layout: for a cast, the function that returns the layout of row codes from the cast's arguments.

@@ -3,8 +3,8 @@
                                   CPU            GPU       compiled for a GPU
     cast_with_persistent_scale    C extension    Triton    PyTorch; codes of a materialized matrix by an operation
 
-A kernel checks on the device whether the scale is initialized, and then reads the matrix once. Code compiled for a GPU
-reads the matrix twice until the host knows that it is ([Note: known scales] in linear/scale_state.py).
+A kernel checks on the device whether the scale is initialized, and if so reads the matrix once. Code compiled for a GPU
+reads the matrix twice until the host knows that the scale is ([Note: known scales] in linear/scale_state.py).
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def cast_with_persistent_scale(
 ) -> Operands:
     """Quantize with a persistent scale, or with the scale of the matrix's amax if it is uninitialized.
 
-    Raises `scale.amax_buffer` to the maximum of itself and this amax and saturated count, so a second call changes
-    nothing. The scales of the operands are the scales that were used, float32 ().
+    Updates `scale.amax_buffer` to the maximum of itself and the amax and saturated count of this cast, so a second
+    call changes nothing. The scales of the operands are the scales that were used, float32 ().
 
     Args:
         is_materialized: whether hp is materialized in compiled code (`MATERIALIZED_CASTS`).
@@ -168,7 +168,7 @@ def _observe(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> tupl
 
 
 def record(scale: PersistentScale, observed: Tensor) -> None:
-    """Update the amax buffer of a persistent scale to its maximum with what one cast observed (float32 [2])."""
+    """Update the amax buffer of a persistent scale to the maximum of itself and one cast's `observed`, float32 [2]."""
     if scale.amax_buffer is None:
         return
     if torch.compiler.is_compiling():

@@ -175,7 +175,7 @@ def _cast_by_dim(
 
 
 def tile_of_whole_rows(width: int) -> Tile:
-    """A tile of at least one row and about 4096 elements, with 32 elements per thread."""
+    """A tile of 4096 elements, or of one row if a row is wider, with 32 elements per thread."""
     columns = max(triton.next_power_of_2(width), 16)
     rows = max(4096 // columns, 1)
     return Tile(rows, columns, warps=rows * columns // (32 * 32))

@@ -1,9 +1,9 @@
 """Casts blocks on NVIDIA GPUs, in Triton, bit-identical to quaver/recipes/scaling.py, in one read of the matrix.
 
-One program casts one tile of whole blocks: one block, or several smaller blocks in a tile of at least 32 x 32. For
-blocks along rows and along columns at once, the tile is a square of both. Elements outside the matrix are read as 0 and
-not written. Column codes have strides (1, R). A tile with column codes has one block along its rows, so the permutation
-of its rows does not matter ([Note: transposing a tile] in triton_blocks.py).
+One program casts one tile of whole blocks: one block, or several smaller blocks in a tile of at least 32 x 32. To cast
+blocks along rows and along columns at once, a tile has as many rows as a block has elements, and at least 128 columns.
+Elements outside the matrix are read as 0 and not written. Column codes have strides (1, R). A tile with column codes is
+one column block high, so the permutation of its rows does not matter ([Note: transposing a tile] in triton_blocks.py).
 
 Both directions of 1 x n take two casts, which read the matrix twice, if R, C or the address in bytes is not a multiple
 of 16: a tile for both directions with narrow accesses needs more registers than a thread has.
@@ -192,7 +192,7 @@ def _cast_rows_and_columns(
     CAST: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Cast a tile of one block along its rows in both directions. `BLOCKS` holds the block length twice.
+    """Cast a tile that is one column block high, in both directions. `BLOCKS` holds the block length twice.
 
     A thread keeps the tile in the dtype of hp and widens it for each direction; see `hide_from_cse`.
     """
