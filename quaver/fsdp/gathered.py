@@ -370,7 +370,7 @@ def make_all_gather_weights(named: NamedWeights) -> None:
         for weight in weights_of_module(module):
             _wrap(weight)
         if isinstance(module, Float8Linear) and module.scaling is not None:
-            module.scaling.host_decides()
+            module.scaling.let_host_decide()
         hooks = (
             module.register_state_dict_post_hook(_unwrap_in_state_dict),
             module.register_load_state_dict_post_hook(_wrap_after_load),

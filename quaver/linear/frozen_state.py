@@ -41,7 +41,7 @@ class FrozenState(FrozenFloat8Weight):
 
     @property
     def has_codes(self) -> bool:
-        """Whether codes and scales hold the current values: `values_hp` was not made, or not written to."""
+        """Whether codes and scales hold the current values: `values_hp` is None, or equals the dequantized codes."""
         return self.values_hp is None or torch.equal(self.values_hp, self.dequantized())
 
     def to_high_precision(self) -> Tensor:

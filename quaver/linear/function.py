@@ -148,7 +148,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | No
         if grad_weight is not None and row.dequant_scale is not None:
             add_dependency(row.dequant_scale, grad_weight)
         saved_weight = expect(saved_weight)
-        weight = _weight_for_grad_input(args, saved_weight, row)
+        weight = _get_weight_column(args, saved_weight, row)
         grad_input = mm(row, weight, matmuls.grad_input, args.hp_dtype).view(ctx.input_shape)
         if args.probe is not None:
             weight_hp = None if args.keeps_codes else saved_weight.data
@@ -199,7 +199,7 @@ def _quantize_weight(weight: Tensor, args: LinearArgs, needs_grad_input: bool) -
     return row, Operand(weight.detach(), scales.dequant, quant_scale=wait_for_codes(scales.quant, row.data))
 
 
-def _weight_for_grad_input(args: LinearArgs, saved: Operand, grad_output: Operand) -> Operand:
+def _get_weight_column(args: LinearArgs, saved: Operand, grad_output: Operand) -> Operand:
     """Returns the weight's column operand, from what `_quantize_weight` saved."""
     weight = saved.data
     if args.keeps_codes:

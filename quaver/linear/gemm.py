@@ -99,7 +99,7 @@ def float8_mm(
         b_dequant_scale: float32, the scales of b, for instance (), [1, N] or one per block.
         out_dtype: float32, bfloat16 or float16.
         bias: [N] in a high-precision dtype, added before the last rounding if the backend supports it.
-        use_fast_accum, scales_are_powers_of_2, emulate, pad: see `MatmulOptions` in config.py.
+        use_fast_accum, scales_are_powers_of_2, emulate, pad: see `MatmulOptions` in recipes/linear_casts.py.
         a_layout, b_layout: which elements share a scale; None to infer it from the shape of the scale (`layout_of`).
     Returns:
         [M, N] in out_dtype.
@@ -236,7 +236,7 @@ _native_failures: dict[tuple[int, ScaleKind], str | None] = {}
 
 
 def native_failure(device_index: int, kind: ScaleKind, probe: Probe | None = None) -> str | None:
-    """Probes whether this CUDA (or ROCm) device multiplies float8 natively. Returns why not, or None if it does.
+    """Probe whether this CUDA (or ROCm) device multiplies float8 natively. Returns why not, or None if it does.
 
     `probe` is for kinds that `mm` does not multiply; None for `probe_native_mm`. Results are cached.
 
@@ -412,7 +412,10 @@ def lay_out_saved_columns(codes: Tensor, gradient: Tensor, *, emulate: bool = Fa
 
 
 def native_operands(a: Operand, b: Operand) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the operands for the hardware: K and N padded to 16, contiguous along K, both scales of one kind."""
+    """Returns the codes of a and b, then their scales, for the hardware.
+
+    K and N are padded to multiples of 16, codes are contiguous along K, and both scales have one kind.
+    """
     a, b = _pad(a, b)
     a_codes, b_codes = row_major(a.data), row_major(b.data.t()).t()
     a_scale, b_scale = expect(a.dequant_scale), expect(b.dequant_scale)
@@ -423,7 +426,7 @@ def native_operands(a: Operand, b: Operand) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def _aligned(scale: Tensor) -> Tensor:
-    """Copies `scale` unless it starts at a multiple of 16 bytes, as cuBLAS requires.
+    """Copy `scale` unless it starts at a multiple of 16 bytes, as cuBLAS requires.
 
     Scales of experts and of FSDP2 are slices of one tensor. Dynamo does not trace storage_offset; compiled code
     multiplies experts in an operation, which calls this in eager mode.
@@ -465,7 +468,7 @@ def _finish(out: Tensor, rows: int, columns: int, bias: Tensor | None, out_dtype
 
 
 def _pad(a: Operand, b: Operand) -> tuple[Operand, Operand]:
-    """Pads K and N of a [M, K] and b [K, N] with zeros to multiples of 16."""
+    """Pad K and N of a [M, K] and b [K, N] with zeros to multiples of 16."""
     k, n = -a.size[1] % ALIGNMENT, -b.size[1] % ALIGNMENT
     return _append_zeros(a, 0, k), _append_zeros(b, k, n)
 

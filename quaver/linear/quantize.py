@@ -95,8 +95,8 @@ class Quantizer:
             if is_cpu(hp):  # one set of codes serves both
                 codes, _ = cast_with_scale(hp, float8_dtype, factor, None, division)
                 return select_directions(Operand(codes, dequant, TENSORWISE, quant), row, column)
-            asked = factor if row else None, factor if column else None
-            codes = cast_with_scale(hp, float8_dtype, *asked, division)
+            factors = factor if row else None, factor if column else None
+            codes = cast_with_scale(hp, float8_dtype, *factors, division)
             return pair_codes(codes[0] if row else None, codes[1] if column else None, quant, dequant)
         if cast.is_persistent and self.scale is not None:
             return cast_with_persistent_scale(hp, self.scale, float8_dtype, row, column, power_of_2)

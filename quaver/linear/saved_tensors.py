@@ -48,9 +48,10 @@ _prepared_in: WeakKeyDictionary[Any, dict[tuple[int, str], PreparedOperands]] = 
 
 
 def resolve_prepared(prepared: PreparedOperands | None, module: Module, name: str) -> PreparedOperands | None:
-    """Returns the checked operands that an eager forward uses in place of the weight `name` of `module`, or None.
+    """Returns the operands that an eager forward uses in place of the weight `name` of `module`, or None.
 
-    In a recomputation they are the operands of its forward, else `prepared`, of the open `cast_weights_once`.
+    In a recomputation they are the operands of its forward, else `prepared`, of the open `cast_weights_once`, after a
+    check that the weight did not change.
     """
     hooks: Any = top_saved_tensors_hooks(True)
     checkpoint = frame_of(hooks) if is_checkpoint_hook(hooks) else None
@@ -131,5 +132,5 @@ class HeldTensor:
 
 
 def _counts_versions(tensor: Tensor) -> bool:
-    # A detached wrapper subclass has its own version counter, an inference tensor has none.
+    # A detached wrapper subclass has its own version counter, and an inference tensor has none.
     return type(tensor) in (Tensor, Parameter) and not tensor.is_inference()

@@ -79,6 +79,7 @@ class ScaleState:
         syncs_with_unknown: eager syncs with an unknown scale since slots were loaded.
         uncalibrated: whether a static scale has not been measured.
         calibrating: whether static scales are being measured.
+        host_decides: whether ranks read is_initialized to decide which amaxes they exchange, so each sync updates it.
         forwards_since_sync: training forwards of all its linears; see [Note: a forgotten sync].
     """
 
@@ -135,7 +136,7 @@ class ScaleState:
         return self.quant_scale.device
 
     def persistent_scale(self, slot: int | None, *, record: bool) -> PersistentScale | None:
-        """Returns the view of one slot, always the same object, so that linears with the same slot share casts."""
+        """Returns the view of one slot, or None for None. Linears that share a slot get the same object."""
         if slot is None:
             return None
         if (slot, record) not in self._persistent:
@@ -183,13 +184,13 @@ class ScaleState:
         self.quant_scale.copy_(torch.where(usable, scale, self.quant_scale))
         self.reset_amax_buffer()
         if not torch.compiler.is_compiling():
-            self._ask_for_known()
+            self._refresh_known()
         elif self.host_decides:
             self.is_initialized.copy_(self.quant_scale > 0)
         self.forwards_since_sync = 0
 
-    def _ask_for_known(self) -> None:
-        """Update `known` if some scales are unknown. Waits for the device."""
+    def _refresh_known(self) -> None:
+        """Count a sync with unknown scales, and in the syncs of [Note: known scales] read `known` from the device."""
         if all(self.known):
             return
         self.syncs_with_unknown += 1
@@ -289,7 +290,8 @@ class LinearScales:
         slots = zip(OPERANDS, self.slots, strict=True)
         return [(f"{prefix}{operand}", self.state, slot) for operand, slot in slots if slot is not None]
 
-    def host_decides(self) -> None:
+    def let_host_decide(self) -> None:
+        """Set `ScaleState.host_decides`."""
         self.state.host_decides = True
 
     def follow(self, device: torch.device) -> None:

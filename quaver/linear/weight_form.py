@@ -10,9 +10,9 @@ itself (`own_op`). Other ops run on plain tensors in place of the forms, whether
 `out=`. Then `after_write` is called on each form that was written to. Subclasses define the plain tensor, views and
 writes. An op that would change the shape or the memory of a form raises.
 
-[Note: inference mode] A form is an inference tensor if the tensor inside is one, as torch's views are. Composite ops
-are not decompose before dispatch under `torch.inference_mode`, nor for inference tensors. Here composite ops that may
-return a view, such as `to` and `reshape`, are always decompose.
+[Note: inference mode] A form is an inference tensor if the tensor inside is one, as torch's views are. PyTorch does not
+decompose composite ops before dispatch under `torch.inference_mode`, nor for inference tensors. So the dispatch of a
+form decomposes composite ops that may return a view, such as `to` and `reshape`.
 
 [Note: writes] Two mechanisms detect writes to a weight:
 
@@ -80,7 +80,7 @@ class TensorForm(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _is_view_of_ops(func):
+        if _is_composite_view(func):
             return decompose(func, args, kwargs)
         forms = find_forms((args, kwargs))
         own = forms[0].own_op(func, args, kwargs)
@@ -180,7 +180,7 @@ class WeightForm(TensorForm):
 
     @classmethod
     def from_state(cls, *state: Any) -> Tensor:
-        """Make a weight of this class that is no parameter."""
+        """Make a weight of this class that is not a parameter."""
         raise NotImplementedError
 
     def memory(self) -> Tensor:
@@ -301,7 +301,7 @@ COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
 
 def find_writes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[TensorForm]:
     """Yields the forms that a call of an operator writes to."""
-    # The schemas of torch.ops.c10d do not declare writes. Its ops write to all tensors that they do not only send.
+    # The schemas of torch.ops.c10d do not declare writes. An op other than send writes to all but the `input...`.
     is_c10d = func.namespace == "c10d" and func.name() != "c10d::send"
     for position, argument in enumerate(func._schema.arguments):
         if argument.is_write or (is_c10d and not argument.name.startswith("input")):
@@ -323,7 +323,7 @@ def is_view(func: OpOverload) -> bool:
 
 
 @functools.cache
-def _is_view_of_ops(func: OpOverload) -> bool:
-    """Whether `func` is a composite op that may return a view, or queries what a view would be."""
+def _is_composite_view(func: OpOverload) -> bool:
+    """Whether `func` is a composite op that may return a view, or the query that `nn.Module.to` makes."""
     is_query = func is aten._has_compatible_shallow_copy_type.default
     return (is_query or is_view(func)) and has_kernel(func, "CompositeImplicitAutograd")

@@ -238,7 +238,7 @@ def derived_sharding(linear: Float8Linear, input: Tensor) -> ColwiseSharding | P
             "parallelism, use (Float8)ColwiseParallel or (Float8)RowwiseParallel on a mesh with one dim"
         )
     if linear.scaling is not None:
-        linear.scaling.host_decides()
+        linear.scaling.let_host_decide()
     if not isinstance(placement, Shard):
         layout = input.placements[0]
         by_token = isinstance(layout, Shard) and layout.dim % input.dim() < input.dim() - 1

@@ -70,7 +70,7 @@ def _check_one_axis(mesh: DeviceMesh) -> DeviceMesh:
 def _shard(linear: Float8Linear, sharding: LinearSharding) -> None:
     linear.sharding = sharding
     if linear.scaling is not None:
-        linear.scaling.host_decides()
+        linear.scaling.let_host_decide()
 
 
 class Float8ColwiseParallel(ColwiseParallel):
