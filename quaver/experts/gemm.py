@@ -214,7 +214,7 @@ def _flops(
     out_shape: torch.Size,
     **__: object,
 ) -> int:
-    """Counts FLOPs as torch does for a grouped matmul: every row of a belongs to a group."""
+    """Count FLOPs as torch does for a grouped matmul: every row of a belongs to a group."""
     return 2 * a_shape[0] * a_shape[1] * (b_shape[1] if form == Form.GRAD_WEIGHT.value else out_shape[1])
 
 

@@ -33,7 +33,7 @@ GROUPED_ON = (9, 10)
 
 
 class _Factor(NamedTuple):
-    """The scales of a matrix in groups. One with tensorwise scales has both fields, one with blocks neither."""
+    """The scales of a matrix in groups. Tensorwise scales set both fields, scales of blocks neither."""
 
     row_scales: Tensor | None
     """float32 [rows], if each row has one scale."""
@@ -151,9 +151,10 @@ def _pad(tensor: Tensor, value: float = 0.0) -> Tensor:
 
 
 def _place_rows(ends: Tensor, rows: int) -> tuple[Tensor, Tensor, int]:
-    """Pads each group to a multiple of 16 rows. Returns each row's place, int64 [rows], the new ends and row count.
+    """Compute where rows go if each group is padded to a multiple of 16 rows.
 
-    The place of rows of no group is one past the last row.
+    Returns each row's place, int64 [rows], the ends of the padded groups, and an upper bound of their rows. The place
+    of rows of no group is one past the last row.
     """
     groups = ends.shape[0]
     lengths = torch.diff(ends, prepend=ends.new_zeros(1))

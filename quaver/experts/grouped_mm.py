@@ -4,9 +4,9 @@
     grad_a      [T, K]              grad_output_g [t, N] @ b_t[g].t() [N, K]
     grad_b_t    [E, K, N]           a_g.t() [K, t] @ grad_output_g [t, N]
 
-An expert is a linear with the weight [N, K] = b_t[g].t(): a group has bit-identical operands, scales and sums to a
-float8 linear on its tokens. Saved for backward: the column operand of a, and b_t itself, which backward
-quantizes again. The column operand of b_t instead, with `keep_float8_weight_for_backward` or if the weight was
+An expert is a linear with the weight [N, K] = b_t[g].t(): the operands, scales and sums of a group are bit-identical to
+those of a float8 linear on its tokens. Saved for backward: the column operand of a, and b_t itself, which backward
+quantizes again. Instead of b_t its column operand, with `keep_float8_weight_for_backward` or if the weight was
 quantized before (an all-gather, `cast_weights_once`).
 """
 
@@ -65,7 +65,7 @@ class _GroupedMMFunction(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, weight: Tensor, ends: Tensor, args: _Args) -> Tensor:
         needs_grad_a, needs_grad_weight = ctx.needs_input_grad[:2]
         a_operands = _quantize_tokens(a, ends, args, "input", True, needs_grad_weight)
-        quantized_weight = _weight_operands(weight, args, needs_grad_a and args.keeps_codes)
+        quantized_weight = _get_weight_operands(weight, args, needs_grad_a and args.keeps_codes)
         saved_a = expect(a_operands.column)._replace(quant_scale=None) if needs_grad_weight else None
         saved_weight = None
         if needs_grad_a and args.keeps_codes:
@@ -149,7 +149,7 @@ def _quantize_tokens(hp: Tensor, ends: Tensor, args: _Args, name: str, row: bool
     return operands
 
 
-def _weight_operands(weight: Tensor, args: _Args, column: bool) -> Operands:
+def _get_weight_operands(weight: Tensor, args: _Args, column: bool) -> Operands:
     if args.weight_operands is None:
         return _quantize_weight(weight, args, True, column)
     if args.probe is not None:
@@ -276,7 +276,7 @@ def multiply_by_weight(
         output: Tensor = _GroupedMMFunction.apply(a, weight, offs, args)
         return output
     a_operands = _quantize_tokens(a, offs, args, "input", True, False)
-    weight_row = expect(_weight_operands(weight, args, False).row)
+    weight_row = expect(_get_weight_operands(weight, args, False).row)
     return _compute_output(expect(a_operands.row), weight_row, offs, args, a, weight)
 
 

@@ -11,8 +11,8 @@ blocks begin at its first row. In this table ALL is all rows of a group, or all 
     rowwise           1 x ALL        ALL x 1          [rows, 1] and [E, columns]
     blockwise r x c   r x c          c x r            [rows of scales, ceil(columns / c)]; r rows of a group share one
 
-[Note: scale rows] The blocks of group g, of r rows each, begin at row start // r + g of the scales. The number of
-earlier blocks would be another place, but only the device knows it. The rows of two groups do not overlap, because
+[Note: scale rows] The blocks of group g, of r rows each, begin at row start // r + g of the scales. Without gaps they
+would begin after all earlier blocks, whose number only the device knows. The rows of two groups do not overlap, because
 ceil(n / r) <= (start + n) // r - start // r + 1. There are rows // r + E rows of scales, some of them unused.
 """
 
@@ -117,7 +117,10 @@ def get_cast_layout(granularity: str, block_options: Sequence[Any]) -> ScaleLayo
 
 
 def expand_row_scales(operand: Operand, ends: Tensor | None, groups: int) -> tuple[Tensor, ScaleLayout]:
-    """Returns the dequant_scale of each row, [rows, blocks of columns], and its layout; 0 for rows of no group."""
+    """Returns the dequant_scale of each row, [rows, blocks of columns], and its layout.
+
+    The scales of rows of no group are 0, except with a scale per row.
+    """
     scale, layout, rows = expect(operand.dequant_scale), operand.layout, operand.data.shape[0]
     scale_row = find_scale_rows(ends, groups, rows, layout.rows, operand.data.device)
     padded = F.pad(scale.view(len(scale), -1), (0, 0, 0, 1))  # the last row is for rows of no group
@@ -125,7 +128,10 @@ def expand_row_scales(operand: Operand, ends: Tensor | None, groups: int) -> tup
 
 
 def find_scale_rows(ends: Tensor | None, groups: int, rows: int, block_rows: int, device: torch.device) -> Tensor:
-    """Returns the row of the scale of each row, int64 [rows]; `count_scale_rows` for rows of no group."""
+    """Returns the row of the scales for each row, int64 [rows].
+
+    It is `count_scale_rows` for rows of no group, unless every row has its own scale (`block_rows` is 1).
+    """
     numbers = torch.arange(rows, device=device)
     if block_rows == 1:
         return numbers

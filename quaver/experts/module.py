@@ -107,7 +107,10 @@ class RoutedExperts(nn.Module):
     def _run_sorted(
         self, tokens: Tensor, ends: Tensor, expert: Tensor | None, dispatch: Dispatch | None = None
     ) -> Tensor:
-        """Run the experts on sorted tokens. `expert` has the expert of each token, received tokens with `dispatch`."""
+        """Run the experts on sorted tokens.
+
+        `expert`: the expert of each token, of each received one with a `dispatch`; None for experts without biases.
+        """
         experts: Any = self
         has_gate = getattr(experts, "has_gate", True)
         name = "gate_up_proj" if has_gate else "up_proj"
@@ -233,7 +236,7 @@ def to_float8_experts(module: nn.Module, config: Float8LinearConfig) -> Float8Ex
 
 
 def check_whole(module: Float8Experts) -> None:
-    """Raise ValueError if the experts are split over ranks, which the original class does not support."""
+    """Raise ValueError if `Float8ExpertParallel` split the experts, which the original class does not support."""
     if module.dispatcher is not module.planned_dispatcher:
         raise ValueError(
             "expected experts that are whole on this rank, got ones that Float8ExpertParallel split; convert a model "
