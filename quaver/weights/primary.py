@@ -273,10 +273,8 @@ class Float8PrimaryOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the wrapped optimizer, or of the same optimizer on ordinary parameters."""
-        with (
-            load_with_hooks(self, state_dict) as state_dict,
-            self._masters(),
-        ):  # torch converts the state to their dtype
+        # Inside `_masters`, because torch converts the state to the dtype that the masters have there.
+        with load_with_hooks(self, state_dict) as state_dict, self._masters():
             self.inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -301,7 +299,10 @@ class Float8PrimaryOptimizer(Optimizer):
 
     @contextmanager
     def _masters(self) -> Iterator[None]:
-        """Inside the block, the wrapped optimizer has the current options and float32 masters; then quantize these."""
+        """Inside the block, the wrapped optimizer has the current options, and its masters are float32.
+
+        At the exit, bfloat16 masters are rounded and all primary weights are quantized.
+        """
         self._check_weights()
         _copy_options(self.param_groups, self.inner.param_groups)
         if self._rounds:
@@ -350,7 +351,7 @@ class Float8PrimaryOptimizer(Optimizer):
         return loss
 
     def _round(self) -> None:
-        """Round float32 masters to bfloat16. Unchanged values are exact."""
+        """Round float32 masters to bfloat16. Values that the step did not change are exact."""
         # Not the inner optimizer's, which may have loaded param groups without the count.
         roundings = self.param_groups[0][_ROUNDINGS]
         for index, primary in enumerate(self.primaries):
@@ -390,15 +391,15 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
 def use_float8_primary_weights(
     model: nn.Module, optimizer: Optimizer, *, master_dtype: torch.dtype = torch.float32
 ) -> Float8PrimaryOptimizer:
-    """Store the float8 linears' and experts' weights that `optimizer` trains in float8, with its parameters as masters.
+    """Store in float8 the weights of float8 linears and experts that `optimizer` trains; its parameters become masters.
 
     For one process and for DDP. Under FSDP2 the shards are the masters already, and `cast_weights_once` saves casts.
     Call it after the model has its weights, and before schedulers, DDP or Accelerate's `prepare`. Use the result in
-    place of `optimizer`. Losses are bit-identical to those of ordinary parameters of the master's dtype.
+    place of `optimizer`. Losses are bit-identical to training ordinary parameters of the master's dtype.
 
     Args:
         model: a converted model, changed in place: each such weight becomes a `Float8PrimaryWeight`, a new parameter.
-        optimizer: made with the model's parameters. Weights that it does not hold are not converted.
+        optimizer: an optimizer of the model's parameters. Weights that it does not hold are not converted.
         master_dtype: float32, or bfloat16 with stochastic rounding: the dtype of the parameters and their gradients.
             The state of the optimizer is float32 in both cases. bfloat16 draws a number from torch's default generator,
             which seeds all roundings. With a process group that is a collective: every rank must call this function,
@@ -408,7 +409,7 @@ def use_float8_primary_weights(
     Raises:
         ValueError: no weight to convert; a weight that is sharded, tied, multiplied in high precision, or has a delayed
             or static scale; a scheduler or DDP that was made before; another master_dtype.
-        TypeError: `optimizer` is no torch.optim.Optimizer, or has primary weights.
+        TypeError: `optimizer` is not a torch.optim.Optimizer, or already has primary weights.
     """
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Float8PrimaryOptimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer of ordinary parameters, got {type(optimizer)}")
