@@ -231,7 +231,7 @@ def _linear_time(
         matmul_seconds(*sizes, float8 and native, spec, by_shape=by_shape, share_of_scales=shares.get(name, 1.0))
         for sizes, name, float8 in shapes
     ]
-    cast_times = [moved_s(cast.bytes_per_element * e, spec) for cast, e in zip(casts, elements, strict=True)]
+    cast_times = [moved_s(cast.bytes_per_element * size, spec) for cast, size in zip(casts, elements, strict=True)]
     # output reads input and weight, grad_input grad_output and weight, grad_weight grad_output and input.
     operands = ((0, 1), (2, 1), (2, 0))
     widened = [] if native else [i for pair, float8 in zip(operands, in_float8, strict=True) if float8 for i in pair]

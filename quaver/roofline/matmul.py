@@ -2,7 +2,9 @@
 
 [r, c] x [c, s]    max(2 r c s / (FLOP/s * share), (b (r c + c s) + 2 r s) / bandwidth)    b = 1 in float8, else 2
 
-share of the best rate = filled * pipelined / BEST_SHAPE, at most 1, of the tile with the largest product
+share of the best rate = rate * used * filled * pipelined / BEST_SHAPE, at most 1, of the tile with the largest product
+rate         of a tile of this size (TILES)
+used         the part of the tiles' elements that lies in the result
 filled       tiles / (waves * multiprocessors), each multiprocessor computing a tile per wave
 pipelined    c / (c + HALF_SPEED): each tile begins with empty pipelines
 """
