@@ -16,7 +16,7 @@ def max_over_ranks(amaxes: Tensor, group: ProcessGroup, *, allow_missing: bool =
     """The elementwise maximum over the ranks of `group`, NaN where any rank has a NaN.
 
     Args:
-        amaxes: float32, contiguous, at least 0 or NaN; the same shape on every rank.
+        amaxes: float32, contiguous, each at least 0, or NaN; the same shape on every rank.
         allow_missing: whether values may be NOTHING_OBSERVED, which is the result only if all ranks have it.
     Returns:
         A new float32 tensor, equal on every rank.

@@ -26,7 +26,7 @@ class MissingDeviceError(RuntimeError):
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device called `name`: cpu, cuda, or auto for CUDA if there is a GPU and else the CPU.
+    """Return the device called `name`: cpu, cuda, or auto, which is CUDA if there is a GPU, else the CPU.
 
     Raises:
         MissingDeviceError: `name` is cuda and torch sees no GPU.

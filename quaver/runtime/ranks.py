@@ -50,7 +50,7 @@ class Ranks:
         """Return this rank's device of the type of `device`, and make it the current one.
 
         Raises:
-            MissingDeviceError: if this machine has fewer GPUs than ranks.
+            MissingDeviceError: this machine has fewer GPUs than ranks.
         """
         if not is_cuda_device(device) or self.is_alone:
             return device

@@ -9,7 +9,7 @@
 - `is_dtensor(tensor)`, `from_local_like(local, like)`: public API, without the import of torch.distributed.tensor.
 
 [Note: import time] torch.distributed.tensor, torch.distributed.fsdp and torch._dynamo together take longer to import
-than torch, which does not import them. Neither may `import quaver` or the conversion of a model
+than torch, which does not import them. `import quaver` and the conversion of a model must not import them either
 (tests/library/test_import.py). A class that nothing has imported has no instances, so a check need not import it.
 """
 

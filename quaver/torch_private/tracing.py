@@ -31,9 +31,9 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "assume_constant_result",
+    "called_by_fake_tensors",
     "current_tracing_context",
     "disable_compile",
-    "called_by_fake_tensors",
     "is_exporting",
     "is_jit_tracing",
 ]

@@ -1,4 +1,4 @@
-"""Version counters. In-place operations raise them; numpy buffers, `.data`, shared memory and captured graphs do not.
+"""Version counters. In-place operations increment them; writes by numpy, `.data`, shared memory and CUDA graphs do not.
 
 - `version_of(tensor)`: Tensor._version. RuntimeError for inference tensors. No replacement.
 - `keep_versions(tensors)`: torch.autograd.grad_mode._unsafe_preserve_version_counter, a context in which writes do not
