@@ -19,7 +19,7 @@ from quaver.linear.tensor import Float8Tensor
 from quaver.linear.weight_form import WrappedTensor
 from quaver.recipes.config import Float8LinearConfig, Float8LinearRecipeName, resolve_config
 from quaver.recipes.scaling import NO_PERSISTENT_SCALES, PersistentScales
-from quaver.recipes.torchao_forms import LinearMMConfig, is_torchaos
+from quaver.recipes.torchao_forms import LinearMMConfig, is_torchao_tensor
 from quaver.torch_private.tracing import FakeTensor
 
 OWN_ATTRIBUTES = ("config", "scaling", "sharding", "gathering", "_prepared_weight", "_converted_from", "_last_run")
@@ -93,7 +93,7 @@ class Float8Linear(nn.Linear):
             return apply_to_rows(self.forward, input)
         weight = self.weight
         if type(weight) is not nn.Parameter and type(weight) is not Tensor and type(weight) is not FakeTensor:
-            if is_torchaos(weight):  # quantized for inference, after training
+            if is_torchao_tensor(weight):  # quantized for inference, after training
                 if weight.requires_grad:
                     raise RuntimeError(
                         f"the weight of this Float8Linear is a {type(weight).__name__} of torchao and trains; call "

@@ -8,7 +8,8 @@ number of the format, RN rounds to float32, RNE8 to float8.
     form          dequant_scale              multiplier                of
     scale         RN(amax / m)               RN(1 / dequant_scale)     vLLM, DeepGEMM, SGLang's tokens
     amax          RN(amax * RN(1 / m))       RN(m / amax)              SGLang's groups
-    reciprocal    RN(1 / multiplier)         RN(m * RN(1 / amax))      transformers; PyTorch writes m / amax so
+    reciprocal    RN(1 / multiplier)         RN(m * RN(1 / amax))      transformers, SGLang's tensors: a number divided
+                                                                       by a tensor in PyTorch
 
     dequant_scale = max(dequant_scale, smallest_scale); where rounds_up, 2^ceil(log2 of it); multiplier = 1 / it
     codes         = RNE8(clamp(RN(hp * multiplier), -m, m)); where divides, RNE8(clamp(RN(hp / dequant_scale), -m, m))

@@ -90,7 +90,7 @@ def serving_config(
 ) -> Float8LinearConfig:
     """The config of a linear whose forward multiplies the codes that the engine `serving` multiplies.
 
-    `config` decides about the backward. The engine's cast also serves the backward for a weight in square blocks, and
+    `config` determines the backward. The engine's cast also serves the backward for a weight in square blocks, and
     for an operand that is tensorwise in both directions.
 
     Args:
@@ -103,13 +103,13 @@ def serving_config(
     served = serving_named(serving)
     base = resolve_config(served.recipe if config is None else config)
     if base.has_persistent_scales and base.cast_config_input != served.input:
-        raise ValueError(f"serving: expected a recipe with dynamic scaling beside {serving!r}, got {_shown(base)}")
+        raise ValueError(f"serving: expected a recipe with dynamic scaling beside {serving!r}, got {_describe(base)}")
     casts = base.casts
 
     if casts.weight.column.is_blockwise and not served.weight.is_blockwise and not casts.weight.column.is_disabled:
         raise ValueError(
             f"serving: expected a recipe without blocks, such as {served.recipe!r}, beside {serving!r}, got "
-            f"{_shown(base)}"
+            f"{_describe(base)}"
         )
 
     def column_cast(served_cast: CastConfig, base_cast: CastConfig) -> CastConfig:
@@ -126,7 +126,7 @@ def serving_config(
     )
 
 
-def _shown(config: Float8LinearConfig) -> str:
+def _describe(config: Float8LinearConfig) -> str:
     recipe = config.recipe_name
     return str(config) if recipe is None else repr(recipe.value)
 

@@ -84,7 +84,7 @@ class LinearMMConfig(NamedTuple):
     grad_weight: ScaledMMConfig
 
 
-def is_torchaos(weight: object) -> bool:
+def is_torchao_tensor(weight: object) -> bool:
     """Whether a weight is a tensor subclass of torchao."""
     return type(weight).__module__.partition(".")[0] == "torchao"
 
@@ -92,4 +92,4 @@ def is_torchaos(weight: object) -> bool:
 def why_inference_only(weight: object) -> str:
     """Why a linear with this weight cannot train in float8; "" unless the weight is a tensor of torchao."""
     kind = type(weight).__name__
-    return f"its weight is a {kind} of torchao, which multiplies it for inference" if is_torchaos(weight) else ""
+    return f"its weight is a {kind} of torchao, which multiplies it for inference" if is_torchao_tensor(weight) else ""
