@@ -154,7 +154,7 @@ def takes(matrix: Tensor, dtype: torch.dtype) -> bool:
     return dtype in _WIDER and matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
 
 
-def _refuse(tensor: Tensor, wanted: str) -> ValueError:
+def _make_error(tensor: Tensor, wanted: str) -> ValueError:
     return ValueError(f"{wanted}; got {type(tensor).__name__} {tensor.dtype} of {list(tensor.shape)}, {tensor.layout}")
 
 
@@ -204,7 +204,7 @@ def _granularity_of(scale: Tensor, layout: ScaleLayout, rows: int, columns: int)
         if scale.shape == layout.scale_shape(rows, columns):
             return {"dim": _BLOCKS, "block_size": layout.block((rows, columns))}
     shape = list(layout.scale_shape(rows, columns))
-    raise _refuse(scale, f"expected a contiguous float32 scale of shape {shape} ({layout})")
+    raise _make_error(scale, f"expected a contiguous float32 scale of shape {shape} ({layout})")
 
 
 def dynamic_cast(
@@ -297,9 +297,9 @@ def cast_and_observe(
         return None
     for tensor, elements in ((quant_scale, 1), (observed, 2)):
         if not (is_plain(tensor) and tensor.dtype is torch.float32 and tensor.is_contiguous()):
-            raise _refuse(tensor, "expected contiguous float32 on the CPU")
+            raise _make_error(tensor, "expected contiguous float32 on the CPU")
         if tensor.numel() != elements:
-            raise _refuse(tensor, f"expected {elements} elements")
+            raise _make_error(tensor, f"expected {elements} elements")
     scales = _new_scales()
     addresses = [tensor.data_ptr() for tensor in (hp, codes, *scales, quant_scale, observed)]
     _call(extension.cast_and_observe, hp.dtype, codes, *addresses, power_of_2=power_of_2)
@@ -405,7 +405,7 @@ def observe(
     block_size, blocks = layout.block(hp.shape), layout.scale_shape(rows, columns) or (1, 1)
     for scale in (quant_scale, dequant_scale):
         if not (is_plain(scale) and scale.dtype is torch.float64 and scale.numel() == blocks[0] * blocks[1]):
-            raise _refuse(scale, f"expected {blocks[0] * blocks[1]} scales in contiguous float64")
+            raise _make_error(scale, f"expected {blocks[0] * blocks[1]} scales in contiguous float64")
     shared = threads if block_size[0] >= rows else 1
     with without_dispatch_modes():
         signal, noise = torch.zeros(2, shared, *blocks, dtype=torch.float64, device="cpu")

@@ -86,7 +86,7 @@ def _exact_float8_mm(
     """The equation at the top of the file, on plain tensors only. `linear.gemm.float8_mm` describes the arguments."""
     a_operand = Operand(a, a_dequant_scale, ScaleLayout(*a_layout), None, a_outer_scale)
     b_operand = Operand(b, b_dequant_scale, ScaleLayout(*b_layout), None, b_outer_scale)
-    return _multiply(unpacked(a_operand), unpacked(b_operand), bias, out_dtype, scales_are_powers_of_2, None)
+    return _multiply(unpack_codes(a_operand), unpack_codes(b_operand), bias, out_dtype, scales_are_powers_of_2, None)
 
 
 def exact_float8_mm_out(out: Tensor, a: Operand, b: Operand, scales_are_powers_of_2: bool) -> None:
@@ -111,7 +111,7 @@ def _multiply(
     """The product of two operands, written to `out` if it is given."""
     a, b, layouts = a_operand.data, b_operand.data, (a_operand.layout, b_operand.layout)
     varies = a_operand.varies_along(1), b_operand.varies_along(0)
-    if is_cpu(a) and _largest(a, b) < CALLS_WEIGH_BELOW:
+    if is_cpu(a) and _count_largest(a, b) < CALLS_WEIGH_BELOW:
         folded = [
             must_fold or (scales_are_powers_of_2 and not layout.is_tensorwise)
             for must_fold, layout in zip(varies, layouts, strict=True)
@@ -127,7 +127,7 @@ def _multiply(
     larger, smaller = (b_operand, a_operand) if dim else (a_operand, b_operand)
     out = a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype) if out is None else out
     widened = _widen_operand(smaller, wide, scales_are_powers_of_2, varies[1 - dim])
-    for start, length in _panels(larger.data, dim, larger.layout[dim] or 1):
+    for start, length in _split_panels(larger.data, dim, larger.layout[dim] or 1):
         panel = _widen_operand(larger.part(dim, start, length), wide, scales_are_powers_of_2, varies[dim])
         panel_bias = bias.narrow(0, start, length) if dim and bias is not None else bias
         operands = (widened, panel) if dim else (panel, widened)
@@ -136,7 +136,7 @@ def _multiply(
     return out
 
 
-def _largest(a: Tensor, b: Tensor) -> int:
+def _count_largest(a: Tensor, b: Tensor) -> int:
     """Elements of the largest matrix: an expert's grad_weight is large even if the expert has few rows."""
     return max(a.numel(), b.numel(), a.shape[0] * b.shape[1])
 
@@ -145,10 +145,10 @@ def _bfloat16_pays(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> bool:
     """Whether bfloat16 operands give a result in `out_dtype`, and faster than float32 operands."""
     if not has_bfloat16_units(a.device):
         return False
-    return is_cuda(a) or (out_dtype is torch.bfloat16 and _largest(a, b) >= UNITS_PAY_FROM)
+    return is_cuda(a) or (out_dtype is torch.bfloat16 and _count_largest(a, b) >= UNITS_PAY_FROM)
 
 
-def unpacked(operand: Operand) -> Operand:
+def unpack_codes(operand: Operand) -> Operand:
     """Convert an operand of 4-bit codes to e4m3, which is exact; other operands are returned unchanged."""
     codes, dequant_scale, layout, _, outer_scale = operand
     if not layout.is_packed:
@@ -173,7 +173,7 @@ def _widen_operand(operand: Operand, dtype: torch.dtype, scales_are_powers_of_2:
     return _Wide(widen(codes, dtype), dequant_scale)
 
 
-def _panels(codes: Tensor, dim: int, multiple: int = 1) -> list[tuple[int, int]]:
+def _split_panels(codes: Tensor, dim: int, multiple: int = 1) -> list[tuple[int, int]]:
     """Start and length of the panels ([Note: panels]), nearly equal; starts are multiples of `multiple`."""
     length = codes.shape[dim]
     longest = max(PANEL_LENGTH, PANEL_ELEMENTS * length // max(codes.numel(), 1))

@@ -77,7 +77,7 @@ def test_panels_make_up_the_whole(scaling, out_dtype, shape, power_of_2, transpo
     if transposed:
         a, b = a.t().contiguous().t(), b.t().contiguous().t()
     bias = torch.randn(n)
-    panels = exact_mm._panels(a, 0) if m > n else exact_mm._panels(b, 1)
+    panels = exact_mm._split_panels(a, 0) if m > n else exact_mm._split_panels(b, 1)
     assert [start for start, _ in panels] == [0, 75, 150, 225]
     assert [length for _, length in panels] == [75, 75, 75, 76]
     layouts = layout_of(a_scale, a.shape), layout_of(b_scale, b.shape)
