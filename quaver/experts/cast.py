@@ -1,7 +1,7 @@
 """Casts to float8 of a matrix whose rows belong to groups (groups.py), which are scaled separately.
 
-On a CPU each group is cast by the table of casts (kernels/cast.py). Elsewhere PyTorch casts all groups at once: it
-reduces the amaxes of rows by group, without synchronizing with the host.
+On a CPU each group is cast by the table of casts (kernels/cast.py). Elsewhere PyTorch casts all groups at once, without
+synchronizing with the host; on a GPU a Triton kernel reduces the amaxes of columns by group.
 """
 
 from __future__ import annotations

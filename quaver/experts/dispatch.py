@@ -56,7 +56,7 @@ class Dispatcher(Protocol):
         """Returns this rank's part of a parameter, differentiably."""
 
 
-class Bring(torch.autograd.Function):
+class DispatchTokens(torch.autograd.Function):
     """`dispatch.dispatch` in high precision, forward and backward."""
 
     @staticmethod

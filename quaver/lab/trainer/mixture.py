@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quaver.experts.dispatch import Bring, Combine, Dispatch
+from quaver.experts.dispatch import Combine, Dispatch, DispatchTokens
 from quaver.experts.grouped_mm import float8_grouped_mm
 from quaver.experts.module import RoutedExperts
 from quaver.lab.settings import Model
@@ -94,7 +94,7 @@ class Experts(RoutedExperts):
         dispatch, combine = between_ranks.get("dispatch"), between_ranks.get("combine")
         dtype = compute_dtype(tokens)  # autocast leaves a grouped matmul alone
         tokens = tokens.to(dtype)
-        tokens = tokens if dispatch is None else Bring.apply(tokens, dispatch)
+        tokens = tokens if dispatch is None else DispatchTokens.apply(tokens, dispatch)
         weights = self._local(name).to(dtype).transpose(1, 2)
         if dtype is torch.bfloat16:
             output = F.grouped_mm(tokens, weights, offs=ends)
