@@ -89,7 +89,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
         reads from a disk, stay in high precision, and the module quantizes them when it multiplies.
         """
         if isinstance(row, Tensor):
-            return nn.Parameter(_without_state(row), **options)  # type: ignore[return-value]
+            return nn.Parameter(_to_weight(row), **options)  # type: ignore[return-value]
         return Float8Tensor.__new__(cls, row, column, typing.cast(torch.dtype, dtype))
 
     def __init__(
@@ -428,7 +428,7 @@ class FrozenFloat8Weight(WeightForm, Float8Tensor):
 torch.serialization.add_safe_globals([FrozenFloat8Weight])
 
 
-def _without_state(value: Tensor) -> Tensor:
+def _to_weight(value: Tensor) -> Tensor:
     """Returns a weight with the codes of `value`, which may be a `FrozenState`; or `value` if it has no codes."""
     if isinstance(value, FrozenFloat8Weight) and value.has_codes:
         return FrozenFloat8Weight.from_state(*value.state())

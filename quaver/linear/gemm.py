@@ -107,8 +107,8 @@ def float8_mm(
         ValueError: shapes, dtypes or shapes of scales do not fit.
     """
     _check_codes(a, b)
-    a_operand = _checked_operand("a", a, a_dequant_scale, a_layout)
-    b_operand = _checked_operand("b", b, b_dequant_scale, b_layout)
+    a_operand = _check_operand("a", a, a_dequant_scale, a_layout)
+    b_operand = _check_operand("b", b, b_dequant_scale, b_layout)
     check_memory(a, b, a_dequant_scale, b_dequant_scale, bias)
     options = MatmulOptions(use_fast_accum, scales_are_powers_of_2, emulate, pad)
     return mm(a_operand, b_operand, options, out_dtype, bias)
@@ -158,7 +158,7 @@ def _check_codes(a: Tensor, b: Tensor) -> None:
         raise ValueError(f"expected [M, K] and [K, N], got {list(a.shape)} and {list(b.shape)}")
 
 
-def _checked_operand(name: str, codes: Tensor, dequant_scale: Tensor, layout: ScaleLayout | None) -> Operand:
+def _check_operand(name: str, codes: Tensor, dequant_scale: Tensor, layout: ScaleLayout | None) -> Operand:
     try:
         if dequant_scale.dtype is not torch.float32:
             raise ValueError(f"expected float32, got {dequant_scale.dtype}")
@@ -369,7 +369,7 @@ def _make_probes(kind: ScaleKind) -> Iterator[tuple[Operand, Operand]]:
         return
     row_scales = torch.arange(1, size + 1, dtype=torch.float32, device="cpu")
     is_rowwise = kind is ScaleKind.ROWWISE
-    # Cloned for its alignment, because `_aligned` copies no scale while code is compiled.
+    # Cloned so that it is aligned: `_align_scale` copies no scale while code is compiled.
     a_scale = row_scales.view(size, 1) if is_rowwise else row_scales[1].clone()
     b_scale = row_scales.view(1, size) if is_rowwise else 1 / row_scales[1]
     layouts = (ROWWISE, COLUMNWISE) if is_rowwise else (TENSORWISE, TENSORWISE)
@@ -422,10 +422,10 @@ def native_operands(a: Operand, b: Operand) -> tuple[Tensor, Tensor, Tensor, Ten
     if not (a.layout.is_tensorwise and b.layout.is_tensorwise):
         a_scale = a_scale.expand(a_codes.shape[0], 1).contiguous()
         b_scale = b_scale.expand(1, b_codes.shape[1]).contiguous()
-    return a_codes, b_codes, _aligned(a_scale), _aligned(b_scale)
+    return a_codes, b_codes, _align_scale(a_scale), _align_scale(b_scale)
 
 
-def _aligned(scale: Tensor) -> Tensor:
+def _align_scale(scale: Tensor) -> Tensor:
     """Copy `scale` unless it starts at a multiple of 16 bytes, as cuBLAS requires.
 
     Scales of experts and of FSDP2 are slices of one tensor. Dynamo does not trace storage_offset; compiled code

@@ -51,7 +51,7 @@ def resolve_prepared(prepared: PreparedOperands | None, module: Module, name: st
     """Returns the operands that an eager forward uses in place of the weight `name` of `module`, or None.
 
     In a recomputation they are the operands of its forward, else `prepared`, of the open `cast_weights_once`, after a
-    check that the weight did not change.
+    check that the weight did not change. A forward under a checkpoint stores them for its recomputation.
     """
     hooks: Any = top_saved_tensors_hooks(True)
     checkpoint = frame_of(hooks) if is_checkpoint_hook(hooks) else None

@@ -251,7 +251,11 @@ class LinearScales:
         )
 
     def scales(self, *, recording: bool, device: torch.device) -> PersistentScales:
-        """Returns the scales for casts on `device`. `recording`: see [Note: who records]."""
+        """Returns the scales for casts on `device`, to which the state moves.
+
+        `recording`: whether casts record amaxes, see [Note: who records]. If so, the forward is counted, and
+        `weight_observed` is merged into the state.
+        """
         state = self.state
         if device != state.device:
             self.follow(device)
@@ -271,7 +275,7 @@ class LinearScales:
     def observe_weight(self, device: torch.device, observed: Tensor | None = None) -> PersistentScale | None:
         """Returns the scale for a cast of the weight before the forward, or None if it is scaled dynamically.
 
-        See [Note: who records].
+        The cast records into `weight_observed`; see [Note: who records].
 
         Args:
             observed: `weight_observed` of an earlier cast of the same weight, which this cast updates.

@@ -4,7 +4,8 @@ The operands of the last quantized activation are cached, and the next linear us
 
     gradients are recorded. Evaluation caches nothing.
     the forward of their parent runs. The parent holds several Float8Linears, and the conversion registered two hooks
-        on it (`share_inputs`). The end of its forward clears the cache. Without a parent linears share nothing.
+        on it (`share_inputs`). The end of the outermost parent's forward clears the cache. Without a parent linears
+        share nothing.
     this linear has not used them yet. A linear that is called twice quantizes twice.
     the activation is the same tensor object at the same version, and casts and scale are the same.
 
