@@ -21,7 +21,7 @@ earlier step or a static scale, the code of an infinite element is NaN.
 A matrix [R, C] in blocks of r x c has ceil(R / r) x ceil(C / c) scales. The scales of a block of zeros are 1. For other
 blocks, codes and scales are bit-identical to torchao's (prototype.blockwise_fp8_training). transformers' Fp8Quantize
 multiplies 448 by a rounded 1 / amax, and DeepGEMM divides by RN32(amax / 448): their scales differ by 1 ulp, and so may
-codes at a rounding boundary. Rounded to powers of two, scales agree unless 448 / amax is within 1 ulp of one.
+codes at a rounding boundary. When rounded to powers of two, scales agree unless 448 / amax is within 1 ulp of a power.
 
 The E8M0 scales of MXFP8 are powers of two from 2^-127 to 2^127 or NaN, stored as the biased exponent. EPS does not
 apply to them:
