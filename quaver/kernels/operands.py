@@ -20,7 +20,7 @@ class Operand(NamedTuple):
     layout: ScaleLayout = TENSORWISE
     """Which elements of `data` share a scale; within a group, if rows belong to groups (experts/groups.py)."""
     quant_scale: Tensor | None = None
-    """The scale that the codes were cast with, if it is known."""
+    """The scale that the codes were cast with; None if it is not known, and in parts, transposes and moved copies."""
     outer_scale: Tensor | None = None
     """float32 (), which multiplies every dequant_scale (e2m1); None for float8."""
 

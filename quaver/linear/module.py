@@ -147,8 +147,8 @@ class Float8Linear(nn.Linear):
     def backend(self) -> str:
         """The backends of the last eager forward: "native", "exact" or "native and exact" (see gemm.py).
 
-        "not run yet" before the first one. Moving the linear, as an offload does, keeps it. Compiled forwards do not
-        change it.
+        "high precision" if the config disables all casts, and "not run yet" before the first forward.
+        Moving the linear, as an offload does, keeps it. Compiled forwards do not change it.
         """
         return self._last_run.backend
 
