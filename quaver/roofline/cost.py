@@ -14,8 +14,9 @@ A linear of M tokens, K inputs and N outputs is three matmuls, forward and backw
     dynamic, blocks           both layouts 4: blocks stay in registers      square blocks, or one layout 3
     again, scale known        one layout 3
 
-These are lower bounds for kernels that keep no tensor on the chip between passes. Input and grad_output get both
-layouts at once. Backward casts the weight again (one layout, then one more), unless its float8 codes are saved.
+These are lower bounds for kernels that keep no tensor on the chip between passes. A row-wise cast for column codes
+alone counts as 3 too, although quaver's kernel moves 5 (kernels/triton_cast.py). Input and grad_output get both layouts
+at once. Backward casts the weight again (one layout, then one more), unless its float8 codes are saved.
 
 A GPU that does not multiply float8 with a recipe's scales widens the codes to bfloat16 (1 byte read and 2 written for
 each operand of each matmul) and multiplies in bfloat16. The rate of native matmuls depends on their scales
