@@ -61,8 +61,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "::test_what_transformers_does_not_read",
         "ends in an error for 576 rows and in wrong values for 192": "tests/library/foreign/test_export.py"
         "::test_transformers_does_not_dequantize_ragged_fp8",
-        "compressed-tensors raises for activations in groups of 128": "tests/library/foreign/test_export.py"
-        "::test_compressed_tensors_runs_blocks_that_the_inputs_cut",
         'What "frozen" refuses': "tests/library/foreign/test_layouts.py"
         "::test_a_layout_is_frozen_with_its_codes_or_refused",
         "**Refused, with exit code 2 and one line": f"{LOAD}::test_bad_input_is_one_line_and_leaves_nothing "
