@@ -1,7 +1,7 @@
 """The files beside the weights of an export: its record with a sha256 of each file, and a model card.
 
 quaver_export.json    version, recipe, format, step and source; SQNR of requantized weights; sha256 of all other files
-README.md             the same for people
+README.md             a model card: format, recipe, SQNR, logits, conversion report
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def check_bundle(folder: Path) -> None:
     """Compare the files of a folder with the digests in its record; a folder without one is not checked.
 
     Raises:
-        ValueError: a file differs or is missing, or the record is damaged.
+        FileNotFoundError: a file is missing.
+        ValueError: a file differs, or the record is damaged.
     """
     path = folder / RECORD
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""The names of a model's tensors in a Hugging Face checkpoint, which stores each expert of a mixture by itself.
+"""The names of a model's tensors in a Hugging Face checkpoint, which stores each expert of a mixture separately.
 
     in the model                              in the checkpoint, for each expert
     mlp.experts.gate_up_proj [E, 2 F, D]      mlp.experts.7.gate_proj.weight, mlp.experts.7.up_proj.weight [F, D]
@@ -118,13 +118,13 @@ class CheckpointNames:
         return {name: in_model or self.conversions.other_name(name, free) for name, in_model in named.items()}
 
     def stored_parts(self, stored: Iterable[str]) -> dict[str, str]:
-        """Return the stored name of each part of the stacks, which may have the name of a larger or a smaller model."""
+        """Return the name in `stored` of each part of the stacks. It may be the name in a larger or a smaller model."""
         parts = {part for stack in self.stacks.values() for parts in stack for part in parts}
         stored_names = {name: name for name in stored if name in parts}
         for name in stored:
             if name in stored_names:
                 continue
-            if part := next((other for other in other_names(name) if other in parts), None):
+            if part := next((candidate for candidate in other_names(name) if candidate in parts), None):
                 stored_names.setdefault(part, name)
         return stored_names
 
@@ -288,8 +288,8 @@ _TEXT_PARTS = ("model.language_model.", "language_model.model.", "language_model
 def other_names(name: str) -> list[str]:
     """Return the names that a tensor may have in a part of the model, such as its text model, and the reverse."""
     in_text = [name.replace(part, "", 1) for part in _TEXT_PARTS if part in name]
-    without = [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
-    return [*in_text, *without, *(f"{prefix}{name}" for prefix in PREFIXES)]
+    without_prefix = [name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)]
+    return [*in_text, *without_prefix, *(f"{prefix}{name}" for prefix in PREFIXES)]
 
 
 _ROWS = 4

@@ -182,10 +182,10 @@ def _check_index(folder: Path, index: dict[str, Path] | None, stored: dict[str, 
 
 
 def _single_file(folder: Path) -> Path:
-    """Return the one safetensors file of a folder without an index, or the given one.
+    """Return `folder` if it is a file, else its model.safetensors, else its only safetensors file.
 
     Raises:
-        FileNotFoundError: the folder has no safetensors file, or several.
+        FileNotFoundError: the folder has no such file.
         ValueError: `folder` is a file of another kind, or one of several files of a model.
     """
     if folder.is_file():
@@ -226,7 +226,7 @@ def _open(file: Path) -> Any:
 class SafetensorsWriter:
     """Writes tensors into files of at most `max_bytes` (or one larger tensor), and an index. Memory holds one file.
 
-    With `max_bytes=None` it writes one file. The header gets `metadata`, which may be filled until `close`.
+    With `max_bytes=None` it writes one file. The header of a file gets `metadata` as it is when the file is written.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None) -> None:
@@ -261,7 +261,7 @@ class SafetensorsWriter:
         self._pending, self._filled = {}, 0
 
     def close(self) -> None:
-        """Write the last file, name the files as transformers does, and write the index of several."""
+        """Write the last file, name the files as transformers does, and write an index if there are several."""
         self._flush()
         count = len(self._written)
         weight_map: dict[str, str] = {}

@@ -41,8 +41,9 @@ def load_frozen(model: nn.Module, folder: Path | str, *, serving: str | None = N
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         load_frozen(model, folder)
 
-    Loads the codes and scales bit-exactly. The forward quantizes activations dynamically: per row if the checkpoint
-    says per token, per 128 elements of a row if it says per group, else per tensor. A stored input_scale is not used.
+    Loads the codes and scales bit-exactly. The forward quantizes activations dynamically: per 128 or 32 elements of a
+    row if the weights have blocks of 128 x 128 or 32 x 32; per row if they have a scale per row, or if the checkpoint
+    says per token; else per tensor. A stored input_scale is not used.
     Where a scale is 0 the weights are zeros. Tensors in high precision are loaded in the dtype of the model.
 
     Gate and up of experts are one matrix in the model. If their scales do not fit this matrix, these experts are
@@ -90,7 +91,7 @@ class StoredWeights:
     Attributes:
         weights: the float8 weights of linears and experts: the stored parts of each matrix, by name in the model.
         frozen: the `weights` whose scales fit the model's matrices; the others are dequantized.
-        config: how the checkpoint says that the forward quantizes.
+        config: the config of the forward that the checkpoint describes, with the casts of `serving` if it is given.
     Raises (when made):
         NotImplementedError: the scales have several granularities.
         ValueError: as `load_frozen` for `serving`.
@@ -152,7 +153,7 @@ def _owner(name: str) -> str:
 
 
 def _float8_weights(model: nn.Module, checkpoint: Float8Checkpoint, loaded: ModelTensors) -> dict[str, list[Parts]]:
-    """Return the weights of linears and experts that the checkpoint has in float8; of tied names the stored one."""
+    """Return the weights of linears and experts that the checkpoint has in float8, tied weights under one name."""
     float8, modules = set(checkpoint.float8_names), dict(model.named_modules())
     weights = {}
     for name, stack in loaded.parts.items():
@@ -166,7 +167,7 @@ def _float8_weights(model: nn.Module, checkpoint: Float8Checkpoint, loaded: Mode
 
 
 def _is_whole_stack(module: nn.Module | None, name: str, checkpoint: Float8Checkpoint, loaded: ModelTensors) -> bool:
-    """Whether a tensor is a stack of experts whose scales a frozen stack can hold: scales of rows are of outputs."""
+    """Whether a tensor is a stack of experts whose scales a frozen stack can hold: a row scale must be of an output."""
     if module is None or not is_experts(module) or name.rpartition(".")[2] not in weights_of(module):
         return False
     kinds = {scale.kind for scale in checkpoint.scales(loaded.parts[name][0][0])}
@@ -357,7 +358,7 @@ def obstacle_to_frozen(module: nn.Module, include_subclasses: bool = False) -> s
 
 @torch.no_grad()
 def _load_others(model: nn.Module, tensors: dict[str, Tensor], loaded: Mapping[str, Tensor], names: list[str]) -> None:
-    """Copy into parameters and buffers. Replaces those on the meta device, also where they are tied."""
+    """Copy the tensors `names` into parameters and buffers. Replaces those on the meta device, tied ones everywhere."""
     replaced: dict[int, Any] = {}
     for name in names:
         old, tensor = tensors[name], loaded[name]

@@ -163,7 +163,8 @@ def set_kv_scales(model: nn.Module, scales: Mapping[str, float]) -> None:
 def stored_kv_scales(names: list[str], quantized: Container[str]) -> dict[str, tuple[str, ...]]:
     """Return the names in a model, one or two, of each scale of a KV cache, by its name in the file.
 
-    Other modules may have parameters with these names. An attention has both scales, or is `quantized`.
+    Other modules may have parameters with these names. A scale therefore counts only if its module has both scales, or
+    is in `quantized`.
     """
     stored: dict[str, tuple[str, ...]] = {}
     for name in names:

@@ -26,7 +26,7 @@ SCALE_NAMES = ("weight_scale", "weight_scale_inv", "scale", "scale_inv", "qscale
 
 _STACK_SCALES = ("_scale", "_scale_inv", "_weight_scale")
 
-_OF_ACTIVATIONS = (
+_ACTIVATION_SCALES = (
     "input_scale",
     "scale_input",
     "activation_scale",
@@ -35,8 +35,8 @@ _OF_ACTIVATIONS = (
     "output_scale",
     "qscale_act",
 )
-_OF_CACHES = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale")
-_FOREIGN = (
+_CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale")
+_FOREIGN_LEAVES = (
     "weight_packed",
     "weight_zero_point",
     "weight_global_scale",
@@ -115,7 +115,7 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
     foreign = {
         name: dtype
         for name, dtype in dtypes.items()
-        if name.rpartition(".")[2] in _FOREIGN
+        if name.rpartition(".")[2] in _FOREIGN_LEAVES
         or name.endswith("_weight_scale_2")
         or (
             name.endswith(".weight")
@@ -126,15 +126,15 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
     if foreign:
         names = [f"{name} ({dtype})" for name, dtype in foreign.items()]
         raise NotImplementedError(f"weights that are no float8: {listed(names)}; {_KNOWN}")
-    found_scales = {
+    scales_of = {
         name: [scale for scale in _scale_names(name) if scale in dtypes]
         for name, dtype in dtypes.items()
         if dtype in CODES
     }
-    scaled = [name for name, scales in found_scales.items() if scales]
-    plain = format.plain(found_scales, scaled)
+    scaled = [name for name, scales in scales_of.items() if scales]
+    plain = format.plain(scales_of, scaled)
     scale_of: dict[str, str | None] = {}
-    for name, scales in found_scales.items():
+    for name, scales in scales_of.items():
         if len(scales) != 1 and name not in plain:
             module = f"{name.rpartition('.')[0]}."
             neighbours = [tensor for tensor in dtypes if tensor.startswith(module) and tensor != name]
@@ -146,9 +146,9 @@ def sort_tensors(dtypes: Mapping[str, str], format: StoredFormat) -> Tensors:
             )
         scale_of[name] = scales[0] if scales else None
     used = set(scale_of.values())
-    unused, quantized = [name for name in dtypes if name not in used], _quantized_modules(found_scales)
+    unused, quantized = [name for name in dtypes if name not in used], _quantized_modules(scales_of)
     cache_scales = stored_kv_scales(unused, quantized)
-    left_out = [name for name in unused if name in cache_scales or _is_left_out(name, found_scales, quantized)]
+    left_out = [name for name in unused if name in cache_scales or _is_left_out(name, scales_of, quantized)]
     lost = [
         name
         for name in dtypes
@@ -172,14 +172,14 @@ def _quantized_modules(float8: Iterable[str]) -> set[str]:
 
 
 def _is_left_out(name: str, float8: Container[str], quantized: set[str]) -> bool:
-    """Whether a tensor is a scale of activations or of a KV cache, and no parameter with a similar name.
+    """Whether a tensor is a scale of activations or of a KV cache, not a parameter with a similar name.
 
     Gemma 3n has a parameter `altup.correct_output_scale`; a scale of a stack of experts is `gate_up_proj_input_scale`.
     """
     module, _, leaf = name.rpartition(".")
-    if leaf in _OF_ACTIVATIONS:
+    if leaf in _ACTIVATION_SCALES:
         return module in quantized
-    if leaf in _OF_CACHES:
+    if leaf in _CACHE_SCALES:
         return not quantized.isdisjoint((module, module.rpartition(".")[0]))
-    stacks = (name.removesuffix(f"_{leaf}") for leaf in _OF_ACTIVATIONS if name.endswith(f"_{leaf}"))
+    stacks = (name.removesuffix(f"_{leaf}") for leaf in _ACTIVATION_SCALES if name.endswith(f"_{leaf}"))
     return any(stack in float8 or f"{stack}_weight" in float8 for stack in stacks)

@@ -46,8 +46,8 @@ def load_float8(
             .safetensors file, as for ComfyUI, where the values of a float8 tensor without a scale are its codes.
         dtype: float32, bfloat16 or float16.
         model: return tensors under the names and in the stacks of this model, converted or not, on any device; None for
-            the stored names. The result has tensors outside the model, too. It leaves out tensors that the model's
-            class ignores in transformers, and other models, or other parts of a larger model, in the checkpoint.
+            the stored names. The result keeps the names of tensors that the model lacks. It leaves out tensors that
+            the model's class ignores in transformers, and those of other models or of other parts of a larger model.
     Raises:
         OSError: a file is missing, or the index names one outside of the folder.
         ValueError: a file is damaged; a scale is missing, not finite or has a wrong shape; a matrix of an expert is
@@ -221,7 +221,7 @@ class ModelTensors(Mapping[str, Tensor]):
         self.parts: dict[str, list[Parts]] = {}
         stacks: dict[str, list[Parts]] = {}
         stored_parts = self._names.stored_parts(checkpoint)
-        beyond, in_model = [], self._names.in_model(tensors, checkpoint)
+        outside, in_model = [], self._names.in_model(tensors, checkpoint)
         pairs = in_model.items()
         prefix = next((start for start in PREFIXES if any(s == f"{start}{name}" for s, name in pairs)), "")
         for stored, name in in_model.items():
@@ -234,11 +234,11 @@ class ModelTensors(Mapping[str, Tensor]):
                 if isinstance(tensors[name], Tensor):
                     checkpoint.cut(stored, tensors[name].shape)
             elif checkpoint.has_part(model) or not stored.startswith(prefix):  # of another part, or another model
-                beyond.append(stored)
+                outside.append(stored)
             elif not any(re.search(pattern, name) for pattern in ignored):
                 self.parts[name] = [(stored,)]
-        if beyond:
-            logger.warning("the model is a part of the checkpoint's model; left out are %s", listed(sorted(beyond)))
+        if outside:
+            logger.warning("the model is a part of the checkpoint's model; left out are %s", listed(sorted(outside)))
         for stack in stacks.values():
             self._check(stack)
         self.tied, self.stacks = self._add_tied_names(model), frozenset(stacks)

@@ -32,12 +32,13 @@ from quaver.runtime.names import listed
 
 @dataclass(frozen=True)
 class ServingMatch:
-    """The result of `matches_serving`; true if all codes are equal.
+    """The result of `matches_serving`; true if all codes and scales are equal.
 
     Attributes:
         serving: the engine.
-        weights: the share of the forward's codes and scales that equal the folder's, by float8 weight.
-        inputs: the share of the codes of a linear's input that equal the engine's equations, by linear.
+        weights: the share of the forward's codes that equal the folder's, or of its scales if that is smaller, by
+            float8 weight.
+        inputs: the same share of a linear's input, against the engine's equations, by linear.
         engine: the largest difference of a log probability from the model with the engine's equations as linears, in
             float64, on the codes of the folder. With equal codes only the order of sums differs.
         transformers: the largest difference of a log probability from the folder, loaded by transformers with its

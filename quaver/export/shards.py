@@ -54,7 +54,7 @@ def whole_amaxes(weight: DTensor, local: Tensor, config: Float8LinearConfig) -> 
 def whole_operands(weight: DTensor, local: Tensor, config: Float8LinearConfig, amaxes: Tensor) -> list[Operand]:
     """Return the row operand [N, K] of each matrix of a weight, equal on every rank; a collective over its mesh.
 
-    `amaxes`: from `whole_amaxes`, which has the other arguments, too.
+    `amaxes`: from `whole_amaxes`, whose other arguments are the same.
     """
     layout, size = _layout(config), _stack(weight.shape)[1:]
     first, *offset = _stack(local_shape_and_offset(weight)[1], leading=0)

@@ -67,8 +67,8 @@ def huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[str] 
     convert_to_float8_training(model, config=recipe, module_filter_fn=skip_names(filter_fqns, tied_modules(model)))
 
     def high_precision_model() -> nn.Module:
-        made_of, _ = _class_of(folder, config)
-        loaded: nn.Module = made_of.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        model_class, _ = _class_of(folder, config)
+        loaded: nn.Module = model_class.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
         return loaded
 
     about = {"source": "a Hugging Face folder", "step": None}
@@ -77,9 +77,9 @@ def huggingface_source(folder: Path, *, recipe: str, filter_fqns: Sequence[str] 
 
 def skeleton_of(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     """Return the model of a Hugging Face folder on the meta device, from its config. Raises as `huggingface_source`."""
-    made_of, model_config = _class_of(folder, config)
+    model_class, model_config = _class_of(folder, config)
     with torch.device("meta"):
-        model: nn.Module = made_of._from_config(model_config)
+        model: nn.Module = model_class._from_config(model_config)
     return model
 
 

@@ -140,8 +140,8 @@ class Float8Weights:
     """An iterator over (name, tensor); see `iter_float8_weights`.
 
     Attributes:
-        bytes_yielded: the bytes of the tensors so far.
-        bytes_moved: the bytes of the whole tensors that were gathered from shards so far; float8 weights of FSDP2
+        bytes_yielded: the bytes of the tensors yielded so far.
+        bytes_moved: the bytes of the whole tensors that were gathered from shards so far; weights that FSDP2 unshards
             count in the dtype of the forward. 0 for a model that is not sharded.
         requantized: the linears and stacks of experts with other codes than in training; a stack has the lowest SQNR of
             its experts. Empty with a `recipe`, because no layer trained with it.

@@ -38,7 +38,7 @@ class WeightFormat:
     scale_name: ClassVar[str] = "weight_scale"
     """The leaf name of a weight's scale."""
     is_file: ClassVar[bool] = False
-    """Whether a checkpoint is one file without config.json, scales of a KV cache and fused scales."""
+    """Whether a checkpoint is one file, without config.json, scales of a KV cache or fused scales."""
     has_linears: ClassVar[bool] = False
     """Whether the format stores Llama 4's experts as linears rather than stacks."""
 
