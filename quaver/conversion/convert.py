@@ -278,9 +278,9 @@ def _check_can_convert(module: nn.Module, name: str, config: Float8LinearConfig,
             "call convert_to_high_precision first"
         )
     for weight in [module.weight] if isinstance(module, nn.Linear) else weights_of(module).values():
-        otherwise = weight.cast_mismatch(config.casts.weight) if isinstance(weight, Float8Tensor) else ""
-        if otherwise:
-            raise ValueError(f"{name or 'the module'}: {otherwise}")
+        mismatch = weight.cast_mismatch(config.casts.weight) if isinstance(weight, Float8Tensor) else ""
+        if mismatch:
+            raise ValueError(f"{name or 'the module'}: {mismatch}")
     if tied and config.enable_fsdp_float8_all_gather:
         raise ValueError(
             f"the weight of {name} is tied to {', '.join(tied)}, so it cannot be gathered in float8; "

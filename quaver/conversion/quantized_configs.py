@@ -1,11 +1,11 @@
 """Removes `quantization_config` from the configs of transformers' models that are not quantized.
 
-`AutoConfig.from_pretrained` of a float8 folder has a `quantization_config`. `from_config` makes a high-precision model
-that keeps this entry. A later reader would then take the weights that `save_pretrained` writes for float8 codes without
-scales, and get NaN. transformers sets `hf_quantizer` on a model that it quantized, and `_is_quantized` in its configs;
-from other high-precision models this file removes the entry. A state_dict does not know its model, so
-`keep_configs_true` hooks into the loading and saving of models. This file can go when `from_config` drops the entry or
-quantizes (transformers 5.23 does neither).
+`AutoConfig.from_pretrained` of a float8 folder returns a config with a `quantization_config`. `from_config` makes a
+high-precision model that keeps this entry. A later reader would then take the weights that `save_pretrained` writes for
+float8 codes without scales, and get NaN. transformers sets `hf_quantizer` on a model that it quantized, and
+`_is_quantized` in its configs; from other high-precision models this file removes the entry. A state_dict does not know
+its model, so `keep_configs_true` hooks into the loading and saving of models. This file can go when `from_config` drops
+the entry or quantizes (transformers 5.23 does neither).
 """
 
 from __future__ import annotations
