@@ -2,7 +2,7 @@
 
     Trainer(plugins=[Float8Precision("rowwise")])
     Fabric(plugins=[Float8FabricPrecision("rowwise")])
-    Trainer(..., callbacks=[Float8Monitor(every=100)])    # numerics.jsonl; see docs/monitor.md.
+    Trainer(..., callbacks=[Float8Monitor(every=100)])    # writes numerics.jsonl; see docs/monitor.md
 
 The plugins convert the module before it is sharded and run forwards under bfloat16 autocast. After each optimizer step
 they update delayed scales and the scales of float8 all-gathers. Lightning's checkpoints hold the persistent scales.

@@ -66,7 +66,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     SQNR of a cast or a result in its last sample.
 
     Args:
-        monitor: sample the numerics once in this number of steps (`quaver.monitor`) into numerics.jsonl of the output
+        monitor: the number of steps between samples of `quaver.monitor`, which writes numerics.jsonl in the output
             folder; or the arguments of `quaver.monitor` by name; None for no monitor.
         convert_reference: convert a high-precision reference model of TRL's trainers like the model.
     """

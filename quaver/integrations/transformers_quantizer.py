@@ -128,7 +128,7 @@ class QuaverConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class QuaverQuantizer(HfQuantizer):
-    """transformers' quantizer of a `QuaverConfig`; transformers calls its methods in the order of this class."""
+    """transformers' quantizer of a `QuaverConfig`."""
 
     quantization_config: QuaverConfig
     is_trainable = True

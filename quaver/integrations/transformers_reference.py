@@ -55,7 +55,7 @@ def convert_reference(model: nn.Module) -> None:
 
 
 def _convert_with_configs(reference: nn.Module, configs: dict[str, Float8LinearConfig]) -> int:
-    """Convert the layers with these names, without float8 all-gathers; returns their number."""
+    """Convert the layers with these names, without float8 all-gathers. Returns the number of float8 layers."""
     for config in set(configs.values()):
         convert_to_float8_training(
             reference,
