@@ -346,10 +346,13 @@ def two_ranks(runs: Runs, tries: int, chance: random.Random) -> str:
     )
 
 
-_READ_BACK = {"checkpoint._read_back": lambda *_: None}
-_MANIFEST = {"checkpoint.digests_of_rank": lambda *_: {}, "checkpoint_folder.write_manifest": lambda *_: None}
+_READ_BACK = {"quaver.lab.runs.checkpoint._read_back": lambda *_: None}
+_MANIFEST = {
+    "quaver.lab.runs.checkpoint.digests_of_rank": lambda *_: {},
+    "quaver.lab.runs.checkpoint_folder.write_manifest": lambda *_: None,
+}
 _LEFT_OUT: list[dict[str, object]] = [{**_READ_BACK, **_MANIFEST}, _READ_BACK, {}]
-"""The patches for a save without both, with a manifest, and with reading back too."""
+"""The patches for a save without manifest and reading back, with a manifest, and with both."""
 
 
 def manifest_costs(saves: int) -> Iterator[str]:
@@ -367,7 +370,7 @@ def manifest_costs(saves: int) -> Iterator[str]:
             for step in range(3 * saves):
                 with ExitStack() as stack:
                     for name, value in _LEFT_OUT[step % 3].items():
-                        stack.enter_context(mock.patch(f"quaver.lab.trainer.{name}", value))
+                        stack.enter_context(mock.patch(name, value))
                     begin = time.perf_counter()
                     saver._write(step + 1, {"model": state}, {"format": 1})
                     seconds[step % 3].append(time.perf_counter() - begin)

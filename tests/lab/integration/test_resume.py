@@ -139,6 +139,7 @@ def part_of_reliability(words: list[str]) -> None:
     [
         pytest.param(["--part", "phases", "--tries", "11"], id="a kill at each step of a save"),
         pytest.param(["--part", "disks", "--tries", "3", "--part", "damage"], id="little", marks=pytest.mark.nightly),
+        pytest.param(["--part", "cost", "--tries", "2"], id="the cost of a manifest", marks=pytest.mark.nightly),
         pytest.param([], id="everything", marks=[pytest.mark.nightly, pytest.mark.timeout(7200)]),
     ],
 )
