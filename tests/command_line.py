@@ -1,4 +1,4 @@
-"""Words of the command line for tests: a run that trains a step in milliseconds, and the text that it reads."""
+"""Flags of `quaver train` for tests, with which a step takes milliseconds, and a text to train on."""
 
 TINY = [
     *("--model.dim=32", "--model.n_layers=2", "--model.n_heads=4", "--model.n_kv_heads=2", "--model.hidden_dim=48"),

@@ -1,4 +1,4 @@
-"""One thread per test process, seeds, a session's cache, Ctrl-C, garbage collection, warnings, and the GPU marker."""
+"""Settings and fixtures of all tests: threads, seeds, caches, Ctrl-C, garbage collection, warnings, the GPU marker."""
 
 import gc
 import os
@@ -9,13 +9,13 @@ from pathlib import Path
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read on import; more would start a pool of processes
 if "PYTEST_XDIST_WORKER" not in os.environ and not any("gpu" in Path(word).parts for word in sys.argv[1:]):
-    # Tests fork processes that train on a CPU, which CUDA's optimizers cannot after the parent saw a GPU; and they
-    # compare with what a CPU computes. Workers of pytest-xdist inherit it.
+    # The expected numbers are a CPU's, and optimizers fail in forks of a process that has used a GPU. Workers of
+    # pytest-xdist inherit the variable.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-# Else each process that generates code compiles and loads a program per set of vector instructions that the CPU has.
+# Otherwise Inductor compiles and loads a probe for each vector instruction set of the CPU, in every process.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-# A shell has what it starts by & ignore SIGINT, and the processes of that ignore it too: tests of Ctrl-C would wait.
+# A shell makes background processes ignore SIGINT, and their children inherit that: tests of Ctrl-C would hang.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -27,21 +27,22 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cache_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The trainer's cache of tokens is this session's, also in the processes that the session starts."""
-    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+def _isolate_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give the trainer a cache of tokens for this session and the processes that it starts."""
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         if "MPLCONFIGDIR" not in os.environ:  # listing the fonts again takes matplotlib seconds, and warns
-            patch.setenv("MPLCONFIGDIR", str(users / "matplotlib"))
+            patch.setenv("MPLCONFIGDIR", str(user_cache / "matplotlib"))
         yield
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _collections_skip_what_was_there_before() -> None:
-    """Freeze what the file finds: a full collection otherwise visits the million objects of all imported modules.
+def _freeze_existing_objects() -> None:
+    """Exclude the objects that exist before a file's tests from garbage collection.
 
-    It takes 0.3 s, predictions and measurements of memory start several, and nothing else was left to find.
+    A full collection would visit the million objects of all imported modules, which takes 0.3 s, and predictions and
+    measurements of memory start several.
     """
     gc.collect()
     gc.freeze()
@@ -49,8 +50,8 @@ def _collections_skip_what_was_there_before() -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh_state():
-    """The same random numbers for each test, and no compiled code or slow paths of an earlier one."""
-    # Without a GPU torch.manual_seed formats a stack for each kind of device that is not there, 2 ms in each test.
+    """Give each test the same random numbers, without the compiled code or the slow paths of earlier tests."""
+    # Without a GPU torch.manual_seed formats a stack trace for each missing device type, 2 ms per test.
     (torch if torch.cuda.is_available() else torch.default_generator).manual_seed(0)
     if "quaver.runtime.slow_paths" in sys.modules:
         sys.modules["quaver.runtime.slow_paths"].clear_slow_paths()
@@ -61,7 +62,7 @@ def _fresh_state():
 
 @pytest.fixture
 def memory_budget_restored():
-    """The compiler's memory budget as it was; pytest's monkeypatch would take it out of torch's config for good."""
+    """Restore the compiler's memory budget after the test. monkeypatch would delete it from torch's config."""
     with compiler_config.patch(activation_memory_budget=1.0):
         yield
 
@@ -90,14 +91,14 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
+    """Start a process group whose only rank is this process."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
 
 _warnings = []
-"""The tests that warned of what pyproject.toml does not list, those of workers too."""
+"""The tests with a warning that pyproject.toml does not list, those in workers of pytest-xdist included."""
 
 
 def pytest_warning_recorded(nodeid):
@@ -116,7 +117,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # else modules written in C report leaks at the exit
+    gc.unfreeze()  # otherwise modules written in C report leaks at exit
 
 
 def pytest_collection_modifyitems(items):
@@ -124,5 +125,5 @@ def pytest_collection_modifyitems(items):
         return
     skip = pytest.mark.skip(reason="no CUDA device")
     for item in items:
-        if item.get_closest_marker("gpu"):  # `keywords` has the names of folders, too
+        if item.get_closest_marker("gpu"):  # not in `keywords`, which has the names of folders, too
             item.add_marker(skip)

@@ -1,4 +1,4 @@
-"""Counts collectives, and the bytes of the tensor that one rank gathers, reduces or scatters by them."""
+"""Counts the collectives and the other operations that one rank runs."""
 
 from collections import Counter
 
@@ -12,9 +12,12 @@ _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """`collectives` are (kind, dtype, bytes) in order; bytes of an all_gather are those from all ranks together.
+    """Counts operations while it is the active dispatch mode.
 
-    `operations` counts everything else that ran, `kernels` what of it makes or writes a tensor: it is no view.
+    Attributes:
+        collectives: (kind, dtype, bytes) of each collective, in order. An all_gather has the bytes from all ranks.
+        operations: how often each other operation ran.
+        kernels: how often each of them ran that makes or writes a tensor, so no views.
     """
 
     def __init__(self):
@@ -23,13 +26,13 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor | Float8Tensor) for kind in types):
-            return NotImplemented  # the operations on the tensors inside come here again
+            return NotImplemented  # the mode sees the operations on the inner tensors later
         out = func(*args, **(kwargs or {}))
         namespace, name = func._schema.name.split("::")
         name = name.replace("allgather", "all_gather").replace("allreduce", "all_reduce").lstrip("_")
         kind = next((kind for kind in _KINDS if name.startswith(kind)), None)
         if kind is not None and "c10d" in namespace:
-            in_place = namespace == "c10d"  # its first argument is what is gathered into
+            in_place = namespace == "c10d"  # the first argument is the output
             tensor = _first(args if in_place or kind != "all_gather" else out)
             self.collectives.append((kind, tensor.dtype, tensor.numel() * tensor.itemsize))
         else:
@@ -40,17 +43,17 @@ class CollectiveCounter(TorchDispatchMode):
         return out
 
     def of(self, kind):
-        """The (dtype, bytes) of each collective of this kind, in order."""
+        """Return (dtype, bytes) of each collective of this kind, in order."""
         return [collective[1:] for collective in self.collectives if collective[0] == kind]
 
     @property
     def calls(self):
-        """How many collectives of each kind."""
+        """The number of collectives of each kind."""
         return Counter(kind for kind, *_ in self.collectives)
 
     @property
     def bytes(self):
-        """The bytes of each kind."""
+        """The bytes of all collectives of each kind."""
         return Counter({kind: sum(size for _, size in self.of(kind)) for kind in self.calls})
 
 

@@ -1,6 +1,6 @@
-"""Processes for tests, forked from a server that has imported torch and quaver, so that a start takes no seconds.
+"""Processes for tests, forked from a server that has already imported torch and quaver.
 
-isolated(function, *arguments)                        # fails if it raises, or crashes its process
+isolated(function, *arguments)                        # fails if the function raises or crashes its process
 process = quaver(["train", ...], cwd=folder)          # the command line, with the methods of subprocess.Popen
 """
 
@@ -36,9 +36,9 @@ PRELOAD = [
     "transformers.trainer",
     "pytorch_lightning",
 ]
-"""What the server from which these processes and the ranks of the distributed tests are forked imports once.
+"""The modules that the fork server imports, for these processes and for the ranks of the distributed tests.
 
-The last six take seconds each, which every rank of a test in tests/library/foreign would pay. What is missing is
+The last six take seconds each, and every rank of a test in tests/library/foreign needs them. Missing modules are
 skipped.
 """
 
@@ -50,7 +50,7 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
 
 
 def isolated(function: Callable, *args: object) -> None:
-    """Call `function(*args)`; fail if it raises or if a signal kills its process."""
+    """Call `function(*args)` in a forked process. Fail if it raises, or if a signal kills the process."""
     context = forkserver()
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=_call, args=(sending, function, args))
@@ -77,7 +77,7 @@ def _call(sending: Connection, function: Callable, args: tuple) -> None:
 
 
 class Forked:
-    """A running `function(*args)`, with its output in files; the process exits with what the function returns."""
+    """A process that runs `function(*args)` with its output in files, and exits with the code that it returns."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Forked:
         os.kill(self.pid, number)
 
     def communicate(self, timeout: float = 240.0) -> tuple[str, str]:
-        """Wait for the end, and return what was printed on stdout and on stderr."""
+        """Wait for the end, and return stdout and stderr. Raises AssertionError after `timeout` seconds."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             self._process.kill()
@@ -119,14 +119,14 @@ class Forked:
 
 
 def quaver(words: list[str], **surroundings: object) -> Forked:
-    """`quaver WORDS`, started."""
+    """Start `quaver WORDS`."""
     return Forked(_main, words, **surroundings)
 
 
 def quaver_on_ranks(
     ranks: int, words: list[str], *, others: list[str] = (), environment: dict[str, str] | None = None, **surroundings
 ) -> list[Forked]:
-    """`quaver WORDS` on several ranks without torchrun; all but rank 0 are given the words of `others`, too."""
+    """Start `quaver WORDS` on several ranks without torchrun. Ranks above 0 also get the words `others`."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The minutes of each folder and the slowest files and tests, from pytest's JUnit XML: `make minutes`."""
+"""Prints the minutes of each folder and the slowest files and tests, from pytest's JUnit XML: `make minutes`."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ SLOWEST = 25
 
 
 def path_of(case: ElementTree.Element) -> PurePosixPath:
-    """The file of a test, below tests/; the name of its class is that of its module, which a skipped module is."""
+    """Return the file of a test, relative to tests/. For a module that is skipped whole, `name` is the module."""
     module = case.get("classname") or case.get("name", "")
     return PurePosixPath(*module.split(".")[1:]).with_suffix(".py")
 

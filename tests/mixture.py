@@ -8,7 +8,7 @@ DIM, HIDDEN = 40, 36  # blocks of 32 and of 128 are cut; 2 and 4 ranks can shard
 
 
 class Experts(nn.Module):
-    """Experts with gates, one after another where they are not converted."""
+    """Gated experts. Before a conversion the forward runs them one after another."""
 
     has_gate, has_bias, is_concatenated = True, False, True
 
@@ -17,7 +17,7 @@ class Experts(nn.Module):
         self.num_experts, self.is_transposed = num_experts, is_transposed
         shapes = [(num_experts, 2 * hidden, dim), (num_experts, dim, hidden)]
         if is_transposed:
-            shapes = [(each, columns, rows) for each, rows, columns in shapes]
+            shapes = [(count, columns, rows) for count, rows, columns in shapes]
         self.gate_up_proj, self.down_proj = (nn.Parameter(torch.empty(shape)) for shape in shapes)
 
     def _apply_gate(self, gate_up):
@@ -27,14 +27,14 @@ class Experts(nn.Module):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         out = torch.zeros_like(hidden_states)
         for expert in range(self.num_experts):
-            up, down = (each[expert] if self.is_transposed else each[expert].t() for each in self.parameters())
+            up, down = (stack[expert] if self.is_transposed else stack[expert].t() for stack in self.parameters())
             weight = (top_k_weights * (top_k_index == expert)).sum(-1, keepdim=True)
             out = out + weight * (self._apply_gate(hidden_states @ up) @ down)
         return out
 
 
 class Mixture(nn.Module):
-    """A residual block with a router, two experts a token, and a linear after them."""
+    """A residual block with a router, two experts per token, and a linear after them."""
 
     def __init__(self, num_experts, dim, hidden, is_transposed):
         super().__init__()
@@ -51,7 +51,10 @@ class Mixture(nn.Module):
 
 
 def make_mixture(layers=2, num_experts=3, dim=DIM, hidden=HIDDEN, is_transposed=False):
-    """The same weights on every call; experts, rows and columns have unlike sizes: no part has the scale of another."""
+    """Return a model of `layers` blocks, with the same weights on every call.
+
+    Experts, rows and columns differ in magnitude, so that no two of them have the same scale.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(Mixture(num_experts, dim, hidden, is_transposed) for _ in range(layers)))
     with torch.no_grad():
@@ -59,6 +62,6 @@ def make_mixture(layers=2, num_experts=3, dim=DIM, hidden=HIDDEN, is_transposed=
             if parameter.dim() > 1:
                 parameter.normal_(std=0.1)
                 for axis, length in enumerate(parameter.shape):
-                    shape = [-1 if each == axis else 1 for each in range(parameter.dim())]
+                    shape = [-1 if dim == axis else 1 for dim in range(parameter.dim())]
                     parameter.mul_(torch.linspace(0.3, 2.0, length).view(shape))
     return model

@@ -1,9 +1,9 @@
-"""What the server of tests/isolated.py computes once for the processes that are forked from it."""
+"""Computes once, in the fork server of tests/isolated.py, what its processes need."""
 
 import torch
 
 from quaver.roofline.device_specs import peak_flops
 
-torch.set_num_threads(1)  # threads would not be there after the fork
+torch.set_num_threads(1)  # a fork has no other threads
+# Cached for all runs: ten matmuls of 2 GFLOP, which take a CPU without bfloat16 units seconds.
 peak_flops(torch.device("cpu"))
-"""Remembered, because each run asks: ten matmuls of 2 GFLOP, which a CPU without bfloat16 units takes seconds for."""

@@ -3,9 +3,9 @@
     results = run(4, function, *arguments)        # function(*arguments) on 4 ranks; one result per rank, in rank order
     @on_ranks(4) before `def test_...`            # the body of the test runs on each of 4 ranks
 
-The function is defined at the top level of a module; its arguments and results can be pickled. Each pytest process has
-one pool of ranks per world size. A call has a time limit, and so has each collective in it. After a failure the pool is
-replaced, because the collectives of its ranks may be out of step.
+The function must be defined at the top level of a module, and its arguments and results must be picklable. Each pytest
+process has one pool of ranks per world size. Each call, and each collective in it, has a time limit. After a failure
+the pool is replaced, because the collectives of its ranks may be out of step.
 """
 
 import atexit
@@ -45,7 +45,7 @@ def run(world_size, function, *arguments, timeout=180.0, collective_timeout=None
     """Call `function(*arguments)` on `world_size` ranks and return their results.
 
     Raises:
-        RanksError: if a rank raises, or does not end within `timeout` seconds.
+        RanksError: a rank raises, dies, or does not end within `timeout` seconds.
     """
     if collective_timeout is not None:  # the time limit of a process group is fixed when it is made
         pool = _Pool(world_size, timedelta(seconds=collective_timeout))
@@ -64,11 +64,11 @@ def run(world_size, function, *arguments, timeout=180.0, collective_timeout=None
 
 
 def on_ranks(world_size=None, **options):
-    """Make a test whose body runs on each rank, with pytest's arguments.
+    """Return a decorator that makes a test whose body runs on each rank, with pytest's arguments.
 
     Args:
         world_size: the number of ranks; None for the test's argument `ranks`.
-        options: of `run`.
+        options: keyword arguments of `run`.
     """
 
     def decorate(function):
@@ -84,7 +84,10 @@ def on_ranks(world_size=None, **options):
 
 
 def refusal(function, *arguments):
-    """The message of the error that `function` must raise; called on each rank, where it leaves the pool as it is."""
+    """Return the type and message of the error that `function` raises, or "no error".
+
+    Called on each rank, it keeps the pool, which an error that leaves the test would replace.
+    """
     try:
         function(*arguments)
     except BaseException as error:  # noqa: BLE001 - the test compares its message
@@ -145,7 +148,7 @@ def _serve(rank, world_size, port, collective_timeout, connection):
     import torch
     import torch.distributed as dist
 
-    gc.freeze()  # what was imported before the fork: a collection visits, and so copies, all of it
+    gc.freeze()  # a collection would visit, and so copy, everything that was imported before the fork
     torch.set_num_threads(1)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     store = TCPStore("127.0.0.1", port, timeout=collective_timeout)
@@ -171,18 +174,18 @@ def _serve(rank, world_size, port, collective_timeout, connection):
 
 
 def mesh_of(shape, names=None):
-    """The mesh of this shape, with the groups that all tests on this pool share, and what DTensor inferred for it."""
+    """Return the mesh of this shape. All tests on a pool share it, its groups and what DTensor cached for it."""
     if (shape, names) not in _meshes:
         _meshes[shape, names] = init_device_mesh("cpu", shape, mesh_dim_names=names)
     return _meshes[shape, names]
 
 
 def _destroy_groups():
-    """End what groups the test before has made: three threads each, one of which wakes 100 times a second.
+    """Destroy the groups that the last test made: each has three threads, one of which wakes 100 times a second.
 
-    A destroyed group keeps its threads while a mesh holds it, and DTensor's caches hold meshes for ever. To fill them
-    again takes a step of Adam most of its time: they are kept where all meshes have the groups of `mesh_of`, or the
-    default group, as those of all ranks along one axis.
+    A destroyed group keeps its threads while a mesh holds it, and DTensor's caches hold meshes forever. Filling these
+    caches again takes most of the time of a step of Adam. They therefore stay if there is no group besides the default
+    group, which meshes of all ranks along one axis use, and the groups of `mesh_of`.
     """
     import torch.distributed as dist
     from torch.distributed.tensor import _collective_utils, _redistribute

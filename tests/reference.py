@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "rowwise_with_tensorwise_weight")
-"""The recipes that scale dynamically: what they compute follows from the operands alone."""
+"""Recipes with dynamic scales per tensor or row: the operands alone determine their results."""
 PERSISTENT_RECIPES = ("delayed", "delayed_with_dynamic_weight")
 BLOCK_RECIPES = ("blockwise", "blockwise_with_gw_hp", "mxfp8", "mxfp8_with_gw_hp")
-"""These too, with features of whole blocks on each rank of tensor parallelism."""
+"""Recipes with dynamic scales of blocks. Under tensor parallelism each rank needs features in whole blocks."""
 BACKEND = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-"""Of torch.compile, for tests of what is traced: aot_eager generates no code, which takes a test 10 seconds or more."""
+"""Backends of torch.compile for tests of what is traced. aot_eager skips code generation, which takes over 10 s."""
 ML_DTYPE = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e5m2: ml_dtypes.float8_e5m2}
 MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 SMALLEST_EXPONENT = {torch.float32: -126, torch.bfloat16: -126, torch.float16: -14}
@@ -22,7 +22,7 @@ MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
 
 def every_value(dtype: torch.dtype) -> Tensor:
-    """All 65536 values of a 16-bit dtype, NaNs and infinities included; for float32 those of bfloat16, noise below."""
+    """Return all 65536 values of a 16-bit dtype, NaNs and infinities included; for float32 bfloat16's, with noise."""
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
     if dtype is torch.float32:
         return bits.view(torch.bfloat16).float() * (1 + torch.rand(1 << 16) * 2.0**-8)
@@ -30,13 +30,13 @@ def every_value(dtype: torch.dtype) -> Tensor:
 
 
 def sqnr_db(reference: Tensor, actual: Tensor) -> float:
-    """Signal to quantization noise ratio in dB."""
+    """Return the signal-to-quantization-noise ratio in dB."""
     reference, actual = reference.detach().double(), actual.detach().double()
     return 20 * math.log10(float(reference.norm() / (reference - actual).norm()))
 
 
 def reference_codes(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> np.ndarray:
-    """The codes of a saturating cast, by ml_dtypes; NaN for an infinite number."""
+    """Return the codes of a saturating cast, by ml_dtypes; NaN for an infinity."""
     with np.errstate(invalid="ignore", over="ignore"):
         scaled = np.where(hp.isinf().numpy(), np.float32(np.nan), hp.float().numpy() * quant_scale.numpy())
     clamped = np.clip(scaled, -MAX[float8_dtype], MAX[float8_dtype])
@@ -44,14 +44,14 @@ def reference_codes(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) 
 
 
 def reference_amax(hp: Tensor, dim: int | None = None) -> Tensor:
-    """NaN where one is; 0 where there is no element."""
+    """Return the amax, of all elements or along `dim`: NaN if an element is NaN, 0 without elements."""
     if hp.numel() == 0:
         return hp.sum(dim, keepdim=dim is not None)
     return hp.abs().amax() if dim is None else hp.abs().amax(dim, keepdim=True)
 
 
 def reference_scales(amax: Tensor, float8_dtype: torch.dtype, *, power_of_2: bool = False) -> tuple[Tensor, Tensor]:
-    """The quant_scale and the dequant_scale of each amax: float32, each rounded once from float64."""
+    """Return the quant_scale and the dequant_scale of each amax: float32, each rounded once from float64."""
     largest = MAX[float8_dtype]
     quant_scale = (largest / amax.double()).clamp(max=largest / 1e-12).float()
     if power_of_2:
@@ -61,15 +61,15 @@ def reference_scales(amax: Tensor, float8_dtype: torch.dtype, *, power_of_2: boo
 
 
 def reference_cast(hp: Tensor, quant_scale: Tensor, float8_dtype: torch.dtype) -> Tensor:
-    """A saturating cast, whose one product is defined to be rounded to float32; NaN for an infinite number."""
+    """Return a saturating cast, whose product with the scale is rounded to float32; NaN for an infinity."""
     scaled = torch.where(hp.isinf(), torch.nan, hp.float() * quant_scale)
     return scaled.clamp(-MAX[float8_dtype], MAX[float8_dtype]).to(float8_dtype)
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor, *, nan_bits: bool = False) -> None:
-    """Equal shapes, dtypes and bits; of NaNs only that they are, unless `nan_bits`.
+    """Assert equal shapes, dtypes and bits.
 
-    A NaN times a NaN may have the sign of either.
+    Without `nan_bits` all NaNs are equal: NaN * NaN may have the sign of either.
     """
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[expected.itemsize]
@@ -80,13 +80,13 @@ def assert_same_bits(actual: Tensor, expected: Tensor, *, nan_bits: bool = False
 
 
 def ulp(reference: Tensor, dtype: torch.dtype) -> Tensor:
-    """The spacing of `dtype` at each value of a float64 tensor, that of the smallest normal below it."""
+    """Return the spacing of `dtype` at each value of a float64 tensor; for subnormals that of the smallest normal."""
     exponent = torch.frexp(reference.abs())[1] - 1
     return torch.exp2((exponent.clamp(min=SMALLEST_EXPONENT[dtype]) - MANTISSA_BITS[dtype]).double())
 
 
 def assert_matmul_exact(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> None:
-    """`out` is within 1 ulp of the float64 matmul of the same float8 operands, plus the float32 accumulation bound.
+    """Assert that `out` is within 1 ulp plus the float32 accumulation bound of the float64 matmul of the operands.
 
     The bound K * 2^-24 * (|A| @ |B|) holds for any order of summation of K exact products in float32.
     """

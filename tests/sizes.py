@@ -1,4 +1,4 @@
-"""The lines of each folder of the library, of the lab, and of the tests: `make sizes`."""
+"""Prints the lines of code of each folder of the library, of the lab, and of the tests: `make sizes`."""
 
 from collections import Counter
 from pathlib import Path
@@ -8,7 +8,7 @@ SOURCES = {".py", ".c", ".h"}
 
 
 def lines_by_folder(root: Path) -> Counter[str]:
-    """Lines of Python and C below `root`, by the first folder in it; "" for files of `root` itself."""
+    """Return the lines of Python and C below `root`, by its direct subfolder; "" for files in `root` itself."""
     counted: Counter[str] = Counter()
     for path in root.rglob("*"):
         if path.suffix in SOURCES and path.is_file():
@@ -18,7 +18,7 @@ def lines_by_folder(root: Path) -> Counter[str]:
 
 
 def lines_of_halves() -> tuple[Counter[str], Counter[str]]:
-    """Lines of the library and of the lab, by folder."""
+    """Return the lines of the library and of the lab, by folder."""
     library, lab = lines_by_folder(REPOSITORY / "quaver"), lines_by_folder(REPOSITORY / "quaver" / "lab")
     del library["lab"]
     return library, lab

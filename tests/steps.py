@@ -1,7 +1,7 @@
-"""Steps of any model as most tests take them, and a comparison to the bit that says where it failed.
+"""Training steps of any model, and a bit-exact comparison that names the place of a difference.
 
-`results_of` has the output and the gradients of one step, `train` the losses of several, and `assert_same` compares
-tensors in any nesting.
+`results_of` returns the output and the gradients of one step, `train` the losses of several steps. `assert_same`
+compares tensors in any nesting.
 """
 
 import io
@@ -22,23 +22,25 @@ def results_of(
     grad_output: Tensor | float | None = None,
     call: Callable[..., Tensor] | None = None,
 ) -> list[Tensor]:
-    """The output, then the gradients of the floating inputs and of the parameters, in order; those that there are.
+    """Run a step, and return the output and the gradients of floating-point inputs and of parameters, in order.
+
+    Leaves out gradients that are None.
 
     Args:
-        grad_output: a number for one of that value everywhere; None for that of the sum of squares.
-        call: what is called in place of `module`, compiled or around it.
+        grad_output: the gradient of the output, or a number that fills it; None for that of the sum of squares.
+        call: a function to call in place of `module`, such as a compiled one or a wrapper.
     """
-    given = [each.detach().requires_grad_() if each.is_floating_point() else each for each in inputs]
+    leaves = [tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor for tensor in inputs]
     module.zero_grad()
-    output = (module if call is None else call)(*given)
+    output = (module if call is None else call)(*leaves)
     if grad_output is None:
         output.float().square().sum().backward()
     else:
         output.backward(
             grad_output.to(output.dtype) if isinstance(grad_output, Tensor) else torch.full_like(output, grad_output)
         )
-    gradients = [each.grad for each in (*given, *module.parameters())]
-    return [output.detach().clone(), *(each.clone() for each in gradients if each is not None)]
+    gradients = [tensor.grad for tensor in (*leaves, *module.parameters())]
+    return [output.detach().clone(), *(gradient.clone() for gradient in gradients if gradient is not None)]
 
 
 def train(
@@ -51,12 +53,14 @@ def train(
     call: Callable[[Tensor], Tensor] | None = None,
     after: Callable[[nn.Module], object] = lambda model: None,
 ) -> list[float]:
-    """The mean square of the output for each microbatch of each batch; persistent scales follow after each step.
+    """Train on `batches`, and return the loss of each microbatch: the mean square of the output.
+
+    Syncs persistent scales after each step.
 
     Args:
         optimizer: None to accumulate gradients.
-        scope: a context of the model around the microbatches of a step.
-        call: as of `results_of`.
+        scope: returns a context manager of the model, entered around the microbatches of a step.
+        call: as for `results_of`.
         after: called with the model at the end of each step.
     """
     losses = []
@@ -75,24 +79,24 @@ def train(
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Normal numbers, the same at each call."""
+    """Return normal numbers, the same for the same seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def by_torch_save(saved: Any, *, weights_only: bool = False) -> Any:
-    """What torch.load reads of what torch.save wrote."""
+    """Return what torch.load reads after torch.save has written `saved`."""
     torch.save(saved, file := io.BytesIO())
     file.seek(0)
     return torch.load(file, weights_only=weights_only)
 
 
 def full(value: Tensor) -> Tensor:
-    """The tensor without its graph; all of it where a rank holds a part."""
+    """Return the tensor without its graph; a DTensor is gathered."""
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
 
 
 def assert_same(got: Any, expected: Any, where: str = "") -> None:
-    """Equal keys, lengths, shapes, dtypes and bits in any nesting; of NaNs only that they are."""
+    """Assert equal keys, lengths, shapes, dtypes and bits in any nesting. All NaNs are equal."""
     if isinstance(expected, Tensor):
         try:
             assert_same_bits(full(got), full(expected))
@@ -103,7 +107,7 @@ def assert_same(got: Any, expected: Any, where: str = "") -> None:
         for key in expected:
             assert_same(got[key], expected[key], f"{where}[{key!r}]")
     elif isinstance(expected, Iterable) and not isinstance(expected, str):
-        for index, (one, other) in enumerate(zip(got, expected, strict=True)):
-            assert_same(one, other, f"{where}[{index}]")
+        for index, (got_item, expected_item) in enumerate(zip(got, expected, strict=True)):
+            assert_same(got_item, expected_item, f"{where}[{index}]")
     else:
         assert got == expected, f"{where}: {got!r}, not {expected!r}"

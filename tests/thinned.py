@@ -1,4 +1,4 @@
-"""Thins a product of test parameters to pairs; `make nightly` runs the rest of the product."""
+"""Thins a product of test parameters to all pairs. The other parameter sets run in `make nightly`."""
 
 import itertools
 from collections.abc import Iterable
@@ -8,9 +8,9 @@ import pytest
 
 
 def thinned(*axes: Iterable[Any], together: int = 2) -> list[Any]:
-    """Parameter sets for every combination of the axes' values.
+    """Return a parameter set for each combination of the axes' values.
 
-    A small part of them has each pair of values of each two axes, or with `together=1` each value; the rest is marked
+    A small subset covers each pair of values of two axes, or with `together=1` each value. The rest is marked
     `nightly`.
     """
     axes = tuple(map(tuple, axes))
@@ -31,13 +31,13 @@ def thinned(*axes: Iterable[Any], together: int = 2) -> list[Any]:
 
 
 def first(count: int, cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Parameter sets; `make nightly` runs those after the first `count`."""
+    """Return parameter sets, marked `nightly` after the first `count`."""
     cases = list(cases)
     return [*cases[:count], *at_night(cases[count:])]
 
 
 def at_night(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """Parameter sets that `make nightly` runs."""
+    """Return parameter sets that are marked `nightly`."""
     return [pytest.param(*case, marks=pytest.mark.nightly) for case in cases]
 
 

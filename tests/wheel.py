@@ -1,4 +1,4 @@
-"""`make wheel` runs this: what the distributions hold, and whether each wheel works where nothing else is installed.
+"""Checks the files of the sdist and of the wheels, and that each wheel works in an empty environment: `make wheel`.
 
 python tests/wheel.py DIST ENVIRONMENT    the folder of the sdist and the wheels; a folder for the environments
 """
@@ -29,11 +29,11 @@ IN_SDIST = {
 }
 
 UNWANTED = {"matplotlib", "pydantic", "rich", "safetensors", "tomli_w", "xxhash"}
-"""Modules of the extra `train` that torch does not bring."""
+"""Modules of the extra `train` that are not dependencies of torch."""
 
 
 def contents(distribution: Path) -> set[str]:
-    """The files of an sdist, relative to its top folder, or of a wheel."""
+    """Return the files of an sdist, relative to its top folder, or of a wheel."""
     if distribution.suffix == ".whl":
         with zipfile.ZipFile(distribution) as archive:
             return set(archive.namelist())
@@ -67,14 +67,14 @@ def check_environment(wheel: Path, environment: Path) -> None:
     python = environment / "bin" / "python"
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--constraint", ROOT / "constraints.txt", wheel.resolve()], check=True)
-    there = subprocess.run(
+    unwanted = subprocess.run(
         [python, "-c", f"import importlib.util as u; print(*[n for n in {sorted(UNWANTED)} if u.find_spec(n)])"],
         check=True,
         capture_output=True,
         text=True,
         cwd=environment,
     )
-    assert not there.stdout.split(), f"{wheel.name} brings {there.stdout}"
+    assert not unwanted.stdout.split(), f"{wheel.name} brings {unwanted.stdout}"
     programs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     for program in programs:
         subprocess.run([python, "-c", program], check=True, cwd=environment)
@@ -92,7 +92,7 @@ def check_environment(wheel: Path, environment: Path) -> None:
 
 if __name__ == "__main__":
     dist, environments = Path(sys.argv[1]), Path(sys.argv[2]).resolve()  # programs run in the environment
-    (sdist,), found = dist.glob("*.tar.gz"), sorted(dist.glob("*.whl"))
-    check_contents(sdist, found)
-    for each in found:
-        check_environment(each, environments / each.stem)
+    (sdist,), wheels = dist.glob("*.tar.gz"), sorted(dist.glob("*.whl"))
+    check_contents(sdist, wheels)
+    for wheel in wheels:
+        check_environment(wheel, environments / wheel.stem)

@@ -1,14 +1,14 @@
-"""A GPU without a GPU: CPU tensors take a GPU's code, and the vendor's matmuls are models with the device's contracts.
+"""Simulates a GPU: CPU tensors take the code paths of a GPU, and models of the vendor's matmuls check its contracts.
 
     with virtual_gpu("h100"):
         float8_linear(input, weight, config="rowwise")    # Triton's kernels, layouts and native matmuls of an H100
 
-With TRITON_INTERPRET=1 before triton is imported casts are Triton's kernels, else PyTorch's in a GPU's layouts. A
-matmul that the device refuses raises; one that it takes is exact, with one rounding. Both are replaced in the
-dispatcher, so eager and compiled code, operations and backwards reach them. `Card.calls` counts them.
+Casts run Triton's kernels if TRITON_INTERPRET=1 was set before the import of triton, else PyTorch's code in a GPU's
+layouts. A matmul that the device refuses raises; any other is exact, with one rounding. The models replace the CPU
+kernels in the dispatcher, so eager code, compiled code and backwards call them. `Card.calls` counts these calls.
 
-`runtime.py` models what the package calls of torch.cuda; it calls no streams and no events. Not modelled: the device's
-memory, the order of its sums, and what torch's own operators do there.
+`runtime.py` models the functions of torch.cuda that the package calls, which use no streams and no events. Not modeled:
+the device's memory, the order of its sums, and torch's other operators.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quaver.runtime.slow_paths import slow_paths
 from tests.virtual_gpu import grouped_matmuls, matmuls, runtime
 
 CAPABILITIES = {"a100": (8, 0), "l40s": (8, 9), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0), "rtx5090": (12, 0)}
-"""Compute capabilities (developer.nvidia.com/cuda-gpus)."""
+"""Compute capabilities by card (developer.nvidia.com/cuda-gpus)."""
 KINDS = {
     "l40s": {ScaleKind.TENSORWISE, ScaleKind.ROWWISE},
     **dict.fromkeys(
@@ -48,15 +48,15 @@ class Card:
     name: str
     capability: tuple[int, int]
     calls: Counter[str] = field(default_factory=Counter)
-    """How often each of the vendor's matmuls was called, by the operator and the kind of its scales."""
+    """The number of calls of the vendor's matmuls, by the operator and the kind of its scales."""
 
 
 @contextlib.contextmanager
 def virtual_gpu(name: str = "h100") -> Iterator[Card]:
-    """Inside the block CPU tensors stand for those of a GPU, one of CAPABILITIES.
+    """Let CPU tensors stand for those of the GPU `name`, a key of CAPABILITIES, inside the block.
 
-    Raises AssertionError at the exit where results may be right, and slow: a probe found otherwise than KINDS, or casts
-    of a card that runs kernels ran in PyTorch.
+    Raises AssertionError at the exit if the package took a slow path that gives right results: a probe differs from
+    KINDS, or casts ran in PyTorch on a card that runs kernels.
     """
     if name not in CAPABILITIES:
         raise ValueError(f"expected one of {', '.join(CAPABILITIES)}, got {name!r}")
@@ -71,5 +71,5 @@ def virtual_gpu(name: str = "h100") -> Iterator[Card]:
         yield card
         for (_, kind), failure in gemm._native_failures.items():
             assert (failure is None) == (kind in KINDS.get(name, ())), f"{name}, {kind.value}: {failure}"
-        slow = [each for each in slow_paths() if each not in before and each.startswith("float8 casts on")]
+        slow = [path for path in slow_paths() if path not in before and path.startswith("float8 casts on")]
         assert card.capability < triton_blocks.FIRST_CAPABILITY or not slow, slow

@@ -1,10 +1,11 @@
-"""Models of torch's grouped matmuls on NVIDIA GPUs, as matmuls.py; GroupedBlas.cpp and GroupedMMUtils.h.
+"""Models of torch's grouped matmuls on NVIDIA GPUs, like matmuls.py, after GroupedBlas.cpp and GroupedMMUtils.h.
 
     _grouped_mm           bfloat16; either order of strides, at multiples of 16 bytes
     _scaled_grouped_mm    e4m3 with float32 scales of rows and columns; sm_90 and sm_100; a row-major, b column-major
 
-Groups are rows of a [T, K] with matrices b [E, K, N], or ranges of the contracted dim of a [M, T] and b [T, N]. What
-belongs to no group is not written: NaN here. The last dim of a result has a stride at a multiple of 16 bytes.
+Groups are rows of a [T, K] with matrices b [E, K, N], or ranges of the contracted dim of a [M, T] and b [T, N]. The
+device does not write elements outside all groups; they are NaN here. The rows of a result begin at multiples of 16
+bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_strides(name: str, matrix: Tensor) -> None:
-    """One of the last two dims is contiguous, and the other has a stride that is a multiple of 16 bytes."""
+    """Check that one of the last two dims is contiguous and the other has a stride of a multiple of 16 bytes."""
     rows, columns = matrix.shape[-2:]
     down, across = matrix.stride()[-2:]
     check(matrix.data_ptr() % 16 == 0, f"{name} at a multiple of 16 bytes")
@@ -34,19 +35,19 @@ def check_strides(name: str, matrix: Tensor) -> None:
 
 
 def check_groups(a: Tensor, b: Tensor, offs: Tensor | None) -> list[tuple[int, int]]:
-    """Where each group begins and ends. Only the model reads it on the host."""
+    """Return the begin and the end of each group. The device does not read them on the host; this model does."""
     check(
         a.dim() == 2 and b.dim() in (2, 3), f"a matrix, with a matrix or a stack; got {list(a.shape)}, {list(b.shape)}"
     )
     check(b.dim() == 2 or a.shape[1] == b.shape[1], f"one contracted dim, got {list(a.shape)} and {list(b.shape)}")
     check(offs is not None and offs.dim() == 1 and offs.dtype is torch.int32, "int32 ends of the groups")
-    stops = [int(stop) for stop in offs.numpy()]  # not tolist, which tests refuse where nothing may wait
+    stops = [int(stop) for stop in offs.numpy()]  # not tolist(), which `host_reads_refused` refuses
     check(b.dim() == 2 or len(stops) == b.shape[0], f"an end for each of {b.shape[0]} matrices, got {len(stops)}")
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
 def multiply(a: Tensor, b: Tensor, groups: list[tuple[int, int]], out_dtype: torch.dtype) -> Tensor:
-    """The products of float64 matrices by groups; NaN where no group is."""
+    """Return the products of float64 matrices by group; NaN outside all groups."""
     columns = b.shape[-1]
     padded = -(-columns // (16 // out_dtype.itemsize)) * (16 // out_dtype.itemsize)
     shape = (a.shape[0], columns) if b.dim() == 3 else (len(groups), a.shape[0], columns)
@@ -67,7 +68,7 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """aten::_grouped_mm; before sm_90 torch multiplies group by group, and waits for the ends."""
+    """aten::_grouped_mm. Before sm_90 torch multiplies group by group, which waits for the ends of the groups."""
     check(a.dtype is b.dtype is torch.bfloat16, f"bfloat16 matrices, got {a.dtype} and {b.dtype}")
     check(bias is None and out_dtype in (None, torch.bfloat16), "no bias, and a bfloat16 result")
     check_strides("a", a)
@@ -89,7 +90,7 @@ def scaled_grouped_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """aten::_scaled_grouped_mm with scales of rows and columns, by group where groups share the contracted dim."""
+    """aten::_scaled_grouped_mm with scales of rows and columns; of each group if groups split the contracted dim."""
     check(card.capability in ((9, 0), (10, 0)), "scaled grouped matmuls need sm_90 or sm_100")
     check(a.dtype is b.dtype is torch.float8_e4m3fn, f"e4m3 matrices, got {a.dtype} and {b.dtype}")
     check(bias is None and scale_result is None, "no bias, and no scale of the result")

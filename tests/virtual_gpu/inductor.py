@@ -3,10 +3,10 @@
     with virtual_gpu("h100") as card, inductor(card) as launches:
         torch.compile(block)(input).sum().backward()
 
-Inductor lowers each graph for the GPU, as quaver's ledger has it do, with its fusions, layouts, splits of reductions
-and grids. Of a kernel's configs the first runs. Allocations are filled with NaN, so that memory which is read before it
-was written shows. Not run: attention (the CPU's kernel), ptxas, and whatever needs the device's own arithmetic;
-libdevice's functions are NumPy's, and FMAs round twice.
+Inductor lowers each graph for the GPU, as for `quaver bench ledger`, with its fusions, layouts, splits of reductions
+and grids. The first config of each kernel runs. Allocations are filled with NaN, which shows reads of memory that was
+not written. Not simulated: attention, which runs the CPU's kernel; ptxas; and the device's arithmetic. libdevice's
+functions are NumPy's, and FMAs round twice.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _TORCH = {
     "fp8e5": torch.float8_e5m2,
 }
 MOST_PROGRAMS = 2**31 - 1, 65535, 65535
-"""Of a grid, in x, y and z (CUDA C++ Programming Guide, compute capabilities)."""
+"""The largest grid in x, y and z (CUDA C++ Programming Guide, compute capabilities)."""
 
 
 @contextlib.contextmanager
 def inductor(card: Card) -> Iterator[Counter[str]]:
-    """Inside the block, within `virtual_gpu`, torch.compile compiles for `card` and runs what Inductor wrote.
+    """Let torch.compile compile for `card` inside the block, and run the code that Inductor writes.
 
-    Yields how often each Triton kernel was launched, by its name.
+    Enter it within `virtual_gpu`. Yields the number of launches of each Triton kernel, by name.
 
     Raises:
-        RuntimeError: Triton does not interpret.
-        ValueError: a card for which Inductor's code is not known (`gpu_code.GPUS`).
+        RuntimeError: Triton's interpreter is off.
+        ValueError: the card is not in `gpu_code.GPUS`.
     """
     if not triton_blocks.INTERPRETED:
         raise RuntimeError("expected Triton to interpret: set TRITON_INTERPRET=1 before the first import of triton")
@@ -71,7 +71,7 @@ def inductor(card: Card) -> Iterator[Counter[str]]:
         stack.enter_context(gpu_code._as_gpu(gpu))
         replace = lambda owner, name, value: stack.enter_context(mock.patch.object(owner, name, value))  # noqa: E731
         replace(F, "scaled_dot_product_attention", attention)
-        replace(GraphLowering, "_compile_to_module_lines", functools.partialmethod(_module, launches))
+        replace(GraphLowering, "_compile_to_module_lines", functools.partialmethod(_load_module, launches))
         replace(triton_heuristics, "cached_autotune", _interpreted)
         replace(triton_helpers, "set_driver_to_gpu", lambda: None)
         replace(triton_helpers, "libdevice", Libdevice())
@@ -90,37 +90,37 @@ _REPLACED = {
     "device(type='cuda', index=0)": "device(type='cpu')",
     "async_compile = AsyncCompile()": "async_compile = _Kernels()",
 }
-"""What Inductor's wrapper calls of the device."""
+"""Replacements of the device functions in Inductor's wrapper code."""
 
 _numbers = itertools.count()
 
 
-def _module(graph: GraphLowering, launches: Counter[str], wrapper_code: Any) -> ModuleType:
+def _load_module(graph: GraphLowering, launches: Counter[str], wrapper_code: Any) -> ModuleType:
     source = wrapper_code.value
-    for found, replacement in _REPLACED.items():
-        source = source.replace(found, replacement)
+    for device_code, replacement in _REPLACED.items():
+        source = source.replace(device_code, replacement)
     module = ModuleType(f"inductor_on_a_virtual_gpu_{next(_numbers)}")
     module.__file__ = f"<{module.__name__}>"
     names = {"_empty_strided": _empty_strided, "_nullcontext": contextlib.nullcontext}
     vars(module).update(graph.constants, _Kernels=functools.partial(Kernels, launches), **names)
-    exec(_compiled(source, module.__file__), vars(module))
+    exec(_compile(source, module.__file__), vars(module))
     return module
 
 
-def _compiled(source: str, name: str) -> Any:
-    """Code whose source `inspect` finds, as the interpreter does."""
+def _compile(source: str, name: str) -> Any:
+    """Compile `source` so that `inspect`, which Triton's interpreter uses, finds it."""
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     return compile(source, name, "exec")
 
 
 def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    made = torch.empty_strided(size, stride, dtype=dtype)
-    made.untyped_storage().fill_(255)  # NaN in each floating-point format
-    return made
+    tensor = torch.empty_strided(size, stride, dtype=dtype)
+    tensor.untyped_storage().fill_(255)  # NaN in each floating-point format
+    return tensor
 
 
 class Kernels:
-    """Stands for Inductor's AsyncCompile."""
+    """Replaces Inductor's AsyncCompile."""
 
     def __init__(self, launches: Counter[str]) -> None:
         self._launches = launches
@@ -129,7 +129,7 @@ class Kernels:
         namespace: dict[str, Any] = {}
         file = f"<{name}_{next(_numbers)}>"
         namespace["__file__"] = file
-        exec(_compiled(source, file), namespace)
+        exec(_compile(source, file), namespace)
         kernel: Interpreted = namespace[name]
         kernel.launches, kernel.name = self._launches, name
         return kernel
@@ -139,7 +139,7 @@ class Kernels:
 
 
 class Interpreted:
-    """A kernel of Inductor with the first of its configs."""
+    """A kernel of Inductor that Triton interprets, with the first of its configs."""
 
     launches: Counter[str]
     name: str
@@ -149,7 +149,7 @@ class Interpreted:
         self._grid = triton_heuristics.GridExpr.from_meta(inductor_meta, config)
 
     def run(self, *args: Any, stream: int) -> None:
-        """Launch it, as the wrapper does."""
+        """Launch the kernel; the wrapper calls this."""
         self.launches[self.name] += 1
         names = self._function.arg_names
         sizes = {name: value for name, value in zip(names, args, strict=False) if isinstance(value, int)}
@@ -170,7 +170,7 @@ def _interpreted(
 
 
 class Libdevice:
-    """libdevice's functions by NumPy, with one rounding of the result."""
+    """libdevice's functions in NumPy and float64, rounded once."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
@@ -178,14 +178,14 @@ class Libdevice:
         function = _NAMED.get(name) or getattr(np, name)
 
         def call(*args: Any) -> Any:
-            wide = [each.handle.data.astype(np.float64) for each in args]
+            wide = [tensor.handle.data.astype(np.float64) for tensor in args]
             with np.errstate(all="ignore"):
-                made = np.asarray(function(*wide))
-            result = args[0]
-            dtype = np.bool_ if made.dtype == np.bool_ else result.handle.data.dtype
-            kind = tl.int1 if made.dtype == np.bool_ else result.dtype
-            handle = interpreter.TensorHandle(made.astype(dtype), kind)
-            return tl.tensor(handle, tl.block_type(kind, list(made.shape)) if made.shape else kind)
+                result = np.asarray(function(*wide))
+            first = args[0]
+            dtype = np.bool_ if result.dtype == np.bool_ else first.handle.data.dtype
+            kind = tl.int1 if result.dtype == np.bool_ else first.dtype
+            handle = interpreter.TensorHandle(result.astype(dtype), kind)
+            return tl.tensor(handle, tl.block_type(kind, list(result.shape)) if result.shape else kind)
 
         return call
 
@@ -199,13 +199,13 @@ _NAMED: dict[str, Callable[..., Any]] = {
 
 
 def _patch_tensor(patch: Callable[..., None], tensor: Any, scope: Any) -> None:
-    """The interpreter's patches, with bounds of loops that NumPy 2.4 reads: Triton 3.6 gives arrays of one dim."""
+    """Patch as the interpreter does, but with `__index__` of a scalar: Triton 3.6 gives NumPy 2.4 arrays of one dim."""
     patch(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def _convert_float(input: np.ndarray, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> np.ndarray:
-    """The interpreter's conversion of bits, rounded to the nearest even number; its own loses the carry."""
+    """Replaces the interpreter's conversion, whose rounding loses the carry; rounds to nearest even."""
     bits = np.ascontiguousarray(input).view(f"int{input_dtype.primitive_bitwidth}")
     numbers = torch.from_numpy(bits.copy()).view(_TORCH[input_dtype.name])
     converted = numbers.to(_TORCH[output_dtype.name])

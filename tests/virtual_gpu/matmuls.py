@@ -5,7 +5,7 @@ The contracts are those of aten/src/ATen/native/cuda/ScaledBlas.cpp and of cuBLA
     operands     e4m3 or e5m2, not both e5m2; K and N multiples of 16; on Hopper a row-major and b column-major
     scales       float32 (); [M, 1] and [1, N]; blocks of 1 x 128 and 128 x 128 on Hopper alone, column-major
                  E8M0 of 1 x 32 on Blackwell, in tiles of 128 x 4
-    results      bfloat16, float16 or float32; row-wise bfloat16 only, for CUTLASS's kernels write no other in 2.11
+    results      bfloat16, float16 or float32; row-wise bfloat16 only: CUTLASS's kernels write no other in 2.11
     addresses    multiples of 16 bytes, scales included
 """
 
@@ -24,13 +24,13 @@ FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def check(condition: bool, message: str) -> None:
-    """Raise RuntimeError, as the device does where a contract is violated."""
+    """Raise RuntimeError, as the device does for a violated contract, unless `condition`."""
     if not condition:
         raise RuntimeError(f"the device refuses: {message}")
 
 
 def check_operands(card: Card, a: Tensor, b: Tensor) -> None:
-    """The contracts of both matrices, whatever their scales."""
+    """Check the contracts of the matrices, which do not depend on the scales."""
     check(card.capability >= (8, 9), f"float8 matmuls need sm_89 or newer, this is sm_{card.capability[0]}0")
     check(a.dim() == b.dim() == 2 and a.shape[1] == b.shape[0], f"matrices [M, K] and [K, N], got {a.shape}, {b.shape}")
     check(a.dtype in FLOAT8 and b.dtype in FLOAT8, f"float8 matrices, got {a.dtype} and {b.dtype}")
@@ -44,14 +44,14 @@ def check_operands(card: Card, a: Tensor, b: Tensor) -> None:
 
 
 def is_row_major(matrix: Tensor) -> bool:
-    """Whether cuBLAS reads rows one after the other; torch copies what it reads in neither order."""
+    """Whether cuBLAS reads the matrix row by row. torch copies a matrix in neither order to row-major."""
     if matrix.stride(-1) == 1 and matrix.stride(-2) >= max(1, matrix.shape[-1]):
         return True
     return not (matrix.stride(-2) == 1 and matrix.stride(-1) >= max(1, matrix.shape[-2]))
 
 
 def check_bias(bias: Tensor | None, out_dtype: torch.dtype, columns: int) -> None:
-    """A bias is added to the sums, before the result is rounded."""
+    """Check a bias, which is added to the sums before the result is rounded."""
     if bias is not None:
         check(bias.numel() == columns, f"a bias for {columns} columns, got {bias.numel()}")
         check(out_dtype is not torch.float32, "no bias with a float32 result")
@@ -91,7 +91,7 @@ def scaled_mm(
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """The product of float64 matrices, rounded once."""
+    """Return the product of float64 matrices, rounded once."""
     out = a @ b
     return (out if bias is None else out + bias.double()).to(out_dtype)
 
@@ -129,7 +129,7 @@ def scaled_mm_v2(
         scales = [by_rows(scale_a[0], a, recipes[0]), by_rows(scale_b[0], b.t(), recipes[1])]
         check(recipes != (ScalingType.BlockWise128x128,) * 2, "1 x 128 for one operand at least")
         length = 128
-    card.calls["_scaled_mm_v2", " x ".join(each.name for each in recipes)] += 1
+    card.calls["_scaled_mm_v2", " x ".join(recipe.name for recipe in recipes)] += 1
     wide = [
         matrix.double() * scale.double().repeat_interleave(length, 1)[:, : matrix.shape[1]]
         for matrix, scale in zip((a, b.t()), scales, strict=True)
@@ -138,7 +138,7 @@ def scaled_mm_v2(
 
 
 def untiled(scale: Tensor, matrix: Tensor) -> Tensor:
-    """The E8M0 scales of a matrix [rows, K] in tiles of 128 x 4: float32 [rows, K / 32]."""
+    """Return the E8M0 scales of a matrix [rows, K] from tiles of 128 x 4: float32 [rows, K / 32]."""
     rows, blocks = matrix.shape[0], -(-matrix.shape[1] // 32)
     down, along = -(-rows // 128), -(-blocks // 4)
     check(scale.dtype is torch.float8_e8m0fnu, f"E8M0 scales, got {scale.dtype}")
@@ -149,7 +149,7 @@ def untiled(scale: Tensor, matrix: Tensor) -> Tensor:
 
 
 def by_rows(scale: Tensor, matrix: Tensor, recipe: ScalingType) -> Tensor:
-    """The float32 scales of a matrix [rows, K] in blocks of 128 along K: [rows, K / 128]."""
+    """Return the float32 scales of a matrix [rows, K] for blocks of 128 along K: [rows, K / 128]."""
     rows, blocks = matrix.shape[0], -(-matrix.shape[1] // 128)
     check(scale.dtype is torch.float32, f"float32 scales, got {scale.dtype}")
     if recipe == ScalingType.BlockWise1x128:
@@ -169,14 +169,14 @@ def by_rows(scale: Tensor, matrix: Tensor, recipe: ScalingType) -> Tensor:
 
 
 def mm_with_dtype(card: Card, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """aten::mm.dtype: operands in 16 bits, a float32 result."""
+    """aten::mm.dtype: operands in 16 bits, a result in float32 or in their dtype."""
     check(a.dtype is b.dtype and a.dtype.itemsize == 2, f"operands of one dtype of 16 bits, got {a.dtype}, {b.dtype}")
     check(out_dtype in (torch.float32, a.dtype), f"a result in float32 or {a.dtype}, got {out_dtype}")
     return product(a.double(), b.double(), None, out_dtype)
 
 
-def into(model: Any) -> Any:
-    """The overload of an operator that writes into `out`."""
+def make_out_variant(model: Any) -> Any:
+    """Return the overload of an operator that writes to `out`."""
 
     def write(card: Card, *args: Any, out: Tensor, **options: Any) -> Tensor:
         return out.copy_(model(card, *args, **options))
@@ -186,9 +186,9 @@ def into(model: Any) -> Any:
 
 MODELS = {
     "_scaled_mm": scaled_mm,
-    "_scaled_mm.out": into(scaled_mm),
+    "_scaled_mm.out": make_out_variant(scaled_mm),
     "_scaled_mm_v2": scaled_mm_v2,
-    "_scaled_mm_v2.out": into(scaled_mm_v2),
+    "_scaled_mm_v2.out": make_out_variant(scaled_mm_v2),
     "mm.dtype": mm_with_dtype,
-    "mm.dtype_out": into(mm_with_dtype),
+    "mm.dtype_out": make_out_variant(mm_with_dtype),
 }

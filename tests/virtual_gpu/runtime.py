@@ -1,7 +1,7 @@
-"""Models of what the package calls of torch.cuda: the card's name and properties, generators, and peaks of memory.
+"""Models of the functions of torch.cuda that the package calls: the card's properties, generators, and memory peaks.
 
-Peaks are those of the process, for CPU tensors lie among all that it holds: they are positive and never fall. The
-allocator's own counts and its history are not modelled, and raise as in a PyTorch without CUDA.
+The peaks are those of the whole process, because CPU tensors have no allocator to ask: they are positive and never
+fall. Other statistics of the allocator and its history are not modeled, and raise as in a PyTorch without CUDA.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ NAMES = {
     "b200": "NVIDIA B200",
     "rtx5090": "NVIDIA GeForce RTX 5090",
 }
-"""As the driver reports them."""
+"""The names that the driver reports, by card."""
 
 
 @contextlib.contextmanager
 def cuda_functions(card: Card, gpus: int = 1) -> Iterator[None]:
-    """Inside the block these functions of torch.cuda answer for `card`, of which there are `gpus`."""
+    """Let these functions of torch.cuda answer for `gpus` GPUs like `card` inside the block."""
     spec = find_device_spec(NAMES[card.name])
     properties = SimpleNamespace(
         name=NAMES[card.name],
@@ -66,7 +66,7 @@ def cuda_functions(card: Card, gpus: int = 1) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, model in models.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, model))
-        # A PyTorch for CUDA would ask the driver for streams once device_count is not 0.
+        # A PyTorch with CUDA asks the driver for streams if device_count is not 0.
         stack.enter_context(mock.patch.object(torch.accelerator, "is_available", return_value=False))
         yield
 
@@ -78,7 +78,7 @@ def _memory_stats() -> dict[str, int]:
 
 @contextlib.contextmanager
 def host_reads_refused() -> Iterator[None]:
-    """Inside the block what reads a number of the device on the host raises RuntimeError."""
+    """Raise RuntimeError inside the block if the host reads a number from the device."""
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("a number of the device is read on the host")
@@ -93,6 +93,6 @@ def host_reads_refused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """Inside the block a CUDA graph counts as captured: what it cannot repeat raises. It is not replayed."""
+    """Pretend inside the block that a CUDA graph is captured: host reads raise. Nothing is replayed."""
     with simulate_capture(), host_reads_refused():
         yield
