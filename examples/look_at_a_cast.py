@@ -1,4 +1,4 @@
-"""What casting does to numbers: one scale per tensor against one per row, on data with an outlier."""
+"""Compares casts with one scale per tensor and with one scale per row, on data with an outlier."""
 
 import math
 

@@ -1,6 +1,6 @@
-"""A program written for torchao runs on quaver: Accelerate's mixed_precision="fp8" behind one call.
+"""Runs a program for torchao on quaver: one call in front of Accelerate's mixed_precision="fp8".
 
-Leave the call out, and run the unchanged program by `accelerate launch -m quaver.integrations.torchao program.py`.
+Without the call, run the unchanged program with `accelerate launch -m quaver.integrations.torchao program.py`.
 """
 
 import quaver.integrations.torchao

@@ -26,7 +26,7 @@ config = LlamaConfig(vocab_size=128, num_key_value_heads=2, use_cache=False, **s
 with tempfile.TemporaryDirectory() as folder:
     LlamaForCausalLM(config).save_pretrained(folder)
     model = LlamaForCausalLM.from_pretrained(folder, quantization_config=QuaverConfig("rowwise"))  # or frozen=True
-    model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))  # without it all trains
+    model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))  # or train all weights
     print(conversion_report(model))
     arguments = TrainingArguments(
         folder,
